@@ -1,0 +1,164 @@
+"""What crosses the border between scheduler, model runner and whoever listens. Plain data, small, picklable."""
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from serve_app.core.sampling_params import SamplingParams
+
+
+class FinishReason(StrEnum):
+    """Why a choice ended. STOP covers the end-of-sequence token and stop token ids; stop *strings* end at the ingress."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+    ERROR = "error"
+
+
+@dataclass(frozen=True, slots=True)
+class BlockCopy:
+    """Copy one whole KV block before the step runs (a fork's copy-on-write)."""
+
+    source: int
+    target: int
+
+
+@dataclass(frozen=True, slots=True)
+class SlotStart:
+    """A request takes a slot (admitted, resumed or forked): everything the runner must know about it from now on.
+
+    `token_ids` are all tokens known so far (prompt, then output); `block_ids` is the whole block table as of this step.
+    """
+
+    slot: int
+    request_id: str
+    choice: int
+    token_ids: tuple[int, ...]
+    num_prompt_tokens: int
+    params: SamplingParams
+    block_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduledRequest:
+    """One row of the packed step: tokens [start, start + num_tokens) of the request in `slot`.
+
+    `new_block_ids` are appended to the slot's block table before the step (empty for a row with a `SlotStart`, which
+    carries its whole table). `samples`: the row reaches the last known token, so its last position yields a new one.
+    """
+
+    slot: int
+    request_id: str
+    choice: int
+    start: int
+    num_tokens: int
+    new_block_ids: tuple[int, ...]
+    samples: bool
+    is_prefill: bool
+    """True while prompt (or, after preemption or failover, already known) tokens are being computed."""
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerOutput:
+    """One step's plan. The runner applies: slot starts, new blocks, block copies, then runs the rows in order."""
+
+    step: int
+    rows: tuple[ScheduledRequest, ...]
+    slot_starts: tuple[SlotStart, ...]
+    block_copies: tuple[BlockCopy, ...]
+    num_tokens: int
+    preempted: tuple[tuple[str, int], ...] = ()
+    """(request id, choice) of the requests that lost their slot and blocks in this step."""
+    admitted: tuple[tuple[str, int], ...] = ()
+    gate_open: bool = True
+    prefix_hit_tokens: int = 0
+    prefix_queried_tokens: int = 0
+    """Tokens of the requests admitted in this step: found in the prefix cache, and looked for."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """Natural log-probability of one token under the model's own distribution (before penalties, bias, temperature)."""
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+    """The most likely alternatives as (token id, logprob), best first; as many as the request asked for."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelRunnerOutput:
+    """What the step produced, by row index of `SchedulerOutput.rows`.
+
+    `token_ids[i]` is empty for a row that did not sample. `failed[i]` is a message: that request, and no other, ends
+    with an error. `prompt_logprobs[i]` holds one entry for each *next* prompt token that the row's positions predict.
+    """
+
+    token_ids: tuple[tuple[int, ...], ...]
+    logprobs: dict[int, tuple[TokenLogprob, ...]] = field(default_factory=dict)
+    prompt_logprobs: dict[int, tuple[TokenLogprob, ...]] = field(default_factory=dict)
+    failed: dict[int, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class TokenDelta:
+    """News of one choice of one request after a step.
+
+    `offset` counts the output tokens before these, prior ones (failover) included, so a reader can drop doubles.
+    `num_cached_tokens` (prompt tokens found in the prefix cache) is set on the first delta of a choice.
+    `error` accompanies `FinishReason.ERROR`.
+    """
+
+    request_id: str
+    choice: int
+    offset: int
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprob, ...] = ()
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()
+    finish_reason: FinishReason | None = None
+    num_cached_tokens: int | None = None
+    error: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerStats:
+    """The scheduler's state between steps."""
+
+    waiting: int
+    running: int
+    blocks_total: int
+    """Usable blocks: the null block is not counted."""
+    blocks_used: int
+    blocks_cached: int
+    """Free blocks that still hold a published prefix."""
+
+    @property
+    def waiting_served_ratio(self) -> float:
+        """Waiting requests per running one: waiting / max(running, 1)."""
+        return self.waiting / max(self.running, 1)
+
+
+@dataclass(frozen=True, slots=True)
+class StepRecord:
+    """Everything worth knowing about one finished step; metrics, timeline, `compare` and `explain` read only this.
+
+    Times are seconds; `started_at` is on the clock that the engine passes to `schedule(now)`.
+    `stats` is the state right after the step.
+    """
+
+    step: int
+    started_at: float
+    schedule_s: float
+    model_s: float
+    update_s: float
+    rows: tuple[ScheduledRequest, ...]
+    num_prefill_tokens: int
+    num_decode_tokens: int
+    num_output_tokens: int
+    prefix_hit_tokens: int
+    prefix_queried_tokens: int
+    preempted: tuple[tuple[str, int], ...]
+    admitted: tuple[tuple[str, int], ...]
+    finished: tuple[tuple[str, int, FinishReason], ...]
+    gate_open: bool
+    stats: SchedulerStats

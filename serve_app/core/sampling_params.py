@@ -1,0 +1,114 @@
+"""How the tokens of one request are chosen: validated once, then trusted everywhere."""
+
+import math
+from dataclasses import dataclass, fields
+from typing import Any
+
+from serve_app.errors import InvalidRequestError
+
+MAX_CHOICES = 128
+MAX_TOP_LOGPROBS = 20
+MAX_STOP_TOKEN_IDS = 256
+MAX_LOGIT_BIAS = 1024
+
+
+def _refuse(param: str, value: object, limit: str) -> InvalidRequestError:
+    shown = repr(value)
+    if len(shown) > 60:
+        shown = shown[:57] + "..."
+    return InvalidRequestError(f"`{param}` must be {limit}, got {shown}", param=param)
+
+
+def _check_int(param: str, value: Any, low: int, high: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+        raise _refuse(param, value, f"an integer from {low} to {high}")
+
+
+def _check_number(param: str, value: Any, low: float, high: float, *, open_low: bool = False) -> None:
+    good = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    if not good or not low <= value <= high or (open_low and value == low):
+        above = "above" if open_low else "from"
+        raise _refuse(param, value, f"a number {above} {low:g} {'up ' if open_low else ''}to {high:g}")
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """Per-request sampling. Construction validates and raises `InvalidRequestError` naming the field and its limit.
+
+    temperature 0 is greedy. `top_k` 0 (or -1) switches top-k off. `logprobs`: None = none, 0 = the sampled token's,
+    k = also the k most likely. `prompt_logprobs` likewise for each prompt token after the first. `seed` None means
+    "not chosen yet": whoever accepts the request fixes one, because noise is a function of (seed, choice, position).
+    `max_tokens` None means "as many as the context allows". `logit_bias` is a tuple of (token id, bias) pairs.
+    """
+
+    n: int = 1
+    max_tokens: int | None = None
+    min_tokens: int = 0
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    seed: int | None = None
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+
+    def __post_init__(self) -> None:
+        _check_int("n", self.n, 1, MAX_CHOICES)
+        if self.max_tokens is not None:
+            _check_int("max_tokens", self.max_tokens, 1, 2**31 - 1)
+        _check_int("min_tokens", self.min_tokens, 0, 2**31 - 1)
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise _refuse("min_tokens", self.min_tokens, f"at most max_tokens ({self.max_tokens})")
+        _check_number("temperature", self.temperature, 0.0, 2.0)
+        _check_number("top_p", self.top_p, 0.0, 1.0, open_low=True)
+        _check_int("top_k", self.top_k, -1, 2**31 - 1)
+        _check_number("min_p", self.min_p, 0.0, 1.0)
+        _check_number("repetition_penalty", self.repetition_penalty, 0.0, 10.0, open_low=True)
+        _check_number("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        _check_number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        if self.seed is not None:
+            _check_int("seed", self.seed, -(2**63), 2**63 - 1)
+        if len(self.logit_bias) > MAX_LOGIT_BIAS:
+            raise _refuse("logit_bias", len(self.logit_bias), f"at most {MAX_LOGIT_BIAS} entries")
+        for token_id, bias in self.logit_bias:
+            _check_int("logit_bias", token_id, 0, 2**31 - 1)
+            _check_number("logit_bias", bias, -100.0, 100.0)
+        if len(self.stop_token_ids) > MAX_STOP_TOKEN_IDS:
+            raise _refuse("stop_token_ids", len(self.stop_token_ids), f"at most {MAX_STOP_TOKEN_IDS} ids")
+        for token_id in self.stop_token_ids:
+            _check_int("stop_token_ids", token_id, 0, 2**31 - 1)
+        for name in ("logprobs", "prompt_logprobs"):
+            if getattr(self, name) is not None:
+                _check_int(name, getattr(self, name), 0, MAX_TOP_LOGPROBS)
+
+    @property
+    def greedy(self) -> bool:
+        """Whether the most likely token is taken, without noise."""
+        return self.temperature == 0.0
+
+    def check_vocab(self, vocab_size: int) -> None:
+        """Raise `InvalidRequestError` when a token id lies outside the logits (`vocab_size` = their width)."""
+        for name, ids in (("stop_token_ids", self.stop_token_ids), ("logit_bias", [i for i, _ in self.logit_bias])):
+            for token_id in ids:
+                if token_id >= vocab_size:
+                    raise _refuse(name, token_id, f"a token id below {vocab_size}")
+
+    def to_wire(self) -> dict[str, Any]:
+        """The fields that differ from their defaults, as plain data."""
+        return {f.name: v for f in fields(self) if (v := getattr(self, f.name)) != f.default}
+
+    @classmethod
+    def from_wire(cls, data: dict[str, Any]) -> "SamplingParams":
+        """The params that `to_wire` described; lists (as JSON makes them) become tuples again."""
+        data = dict(data)
+        if "logit_bias" in data:
+            data["logit_bias"] = tuple((int(i), float(b)) for i, b in data["logit_bias"])
+        if "stop_token_ids" in data:
+            data["stop_token_ids"] = tuple(data["stop_token_ids"])
+        return cls(**data)

@@ -1,0 +1,153 @@
+"""Every error this project raises on purpose, and what each one means over HTTP.
+
+    ServeAppError
+    ├── ConfigError                 start-up refused: a setting, a path or weights are wrong
+    └── RequestError                one request is answered with an error; the server lives on
+        ├── InvalidRequestError     400  the request itself is wrong
+        │   └── ContextLengthError  400  it does not fit the model's context or the KV pool
+        ├── ModelNotFoundError      404  no such model
+        ├── PayloadTooLargeError    413  body over the limit
+        ├── UnsupportedMediaTypeError 415
+        ├── RequestTimeoutError     408  the client was too slow, or a deadline passed
+        ├── OverloadedError         429  the queue is full; come back after `retry_after_s`
+        ├── UnavailableError        503  no replica can serve now; come back after `retry_after_s`
+        └── EngineError             500  the engine failed this request
+
+Domain code raises these; `serve_app.api.errors` maps them to responses, once. Requests cross process borders, so a
+`RequestError` turns into a plain dict (`to_wire`) and back (`from_wire`) instead of being pickled.
+"""
+
+from typing import Any, ClassVar
+
+
+class ServeAppError(Exception):
+    """Base of all deliberate errors."""
+
+
+class ConfigError(ServeAppError):
+    """The server cannot start as configured; the message names the setting or file."""
+
+
+class RequestError(ServeAppError):
+    """One request failed. `message` is for the client: no paths, no traceback."""
+
+    status: ClassVar[int] = 500
+    type: ClassVar[str] = "server_error"
+    default_code: ClassVar[str | None] = None
+    retryable: ClassVar[bool] = False
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        retry_after_s: float | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.message = message
+        self.param = param
+        self.code = code if code is not None else self.default_code
+        self.retry_after_s = retry_after_s
+
+    def to_wire(self) -> dict[str, Any]:
+        """Plain data that `from_wire` turns back into the same error."""
+        return {
+            "error": type(self).__name__,
+            "message": self.message,
+            "param": self.param,
+            "code": self.code,
+            "retry_after_s": self.retry_after_s,
+        }
+
+
+class InvalidRequestError(RequestError):
+    """The request is malformed or asks for the impossible; `param` names the field."""
+
+    status = 400
+    type = "invalid_request_error"
+
+
+class ContextLengthError(InvalidRequestError):
+    """Prompt, or prompt plus requested output, does not fit."""
+
+    default_code = "context_length_exceeded"
+
+
+class ModelNotFoundError(RequestError):
+    """The `model` named by the request is not served here."""
+
+    status = 404
+    type = "invalid_request_error"
+    default_code = "model_not_found"
+
+
+class PayloadTooLargeError(RequestError):
+    """The body is larger than the server reads."""
+
+    status = 413
+    type = "invalid_request_error"
+    default_code = "payload_too_large"
+
+
+class UnsupportedMediaTypeError(RequestError):
+    """The body is not plain JSON."""
+
+    status = 415
+    type = "invalid_request_error"
+    default_code = "unsupported_media_type"
+
+
+class RequestTimeoutError(RequestError):
+    """The client sent too slowly, or the request's deadline passed."""
+
+    status = 408
+    type = "timeout_error"
+    default_code = "request_timeout"
+    retryable = True
+
+
+class OverloadedError(RequestError):
+    """The queue is full."""
+
+    status = 429
+    type = "rate_limit_error"
+    default_code = "queue_full"
+    retryable = True
+
+
+class UnavailableError(RequestError):
+    """No replica is there to serve."""
+
+    status = 503
+    type = "server_error"
+    default_code = "unavailable"
+    retryable = True
+
+
+class EngineError(RequestError):
+    """The engine failed this request (and only this request)."""
+
+    default_code = "engine_error"
+
+
+_WIRE_TYPES: dict[str, type[RequestError]] = {
+    cls.__name__: cls
+    for cls in (
+        InvalidRequestError,
+        ContextLengthError,
+        ModelNotFoundError,
+        PayloadTooLargeError,
+        UnsupportedMediaTypeError,
+        RequestTimeoutError,
+        OverloadedError,
+        UnavailableError,
+        EngineError,
+    )
+}
+
+
+def from_wire(data: dict[str, Any]) -> RequestError:
+    """The error that `RequestError.to_wire` described; an unknown name becomes an `EngineError`."""
+    cls = _WIRE_TYPES.get(data["error"], EngineError)
+    return cls(data["message"], param=data["param"], code=data["code"], retry_after_s=data["retry_after_s"])
