@@ -7,7 +7,7 @@ from serve_app.core.sampling_params import SamplingParams
 
 
 class FinishReason(StrEnum):
-    """Why a choice ended. STOP covers the end-of-sequence token and stop token ids; stop *strings* end at the ingress."""
+    """Why a choice ended. STOP: end of sequence or a stop token id (stop *strings* are found at the ingress)."""
 
     STOP = "stop"
     LENGTH = "length"
