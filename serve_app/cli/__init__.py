@@ -1,0 +1,28 @@
+"""The `serve-app` command: one small module per subcommand.
+
+Decides which subcommands exist and what `serve-app --help` says. Each module imports what is heavy (torch, Ray,
+matplotlib) only when its command runs, so that help and version answer at once.
+"""
+
+import typer
+
+import serve_app
+
+app = typer.Typer(
+    name="serve-app",
+    help="LLM serving on Ray Serve with continuous batching: run it, see what it does, measure it.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+
+@app.callback()
+def main() -> None:
+    """Hold the subcommands together (a typer app with one command would drop its name)."""
+
+
+@app.command()
+def version() -> None:
+    """Print the version."""
+    typer.echo(serve_app.__version__)
