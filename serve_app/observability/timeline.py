@@ -1,0 +1,182 @@
+"""Slots over steps: who held which slot of the batch in which step, as a terminal picture and as a PNG.
+
+Decides how recorded steps become spans and how spans are drawn. Reads `StepRecord`s and nothing else: it never
+schedules again, so a picture shows what happened and not what should have happened.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from serve_app.core.output import StepRecord
+
+if TYPE_CHECKING:
+    from rich.text import Text
+
+PALETTE = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442", "#6F4E7C")
+"""Okabe and Ito's colours, which people with any kind of colour vision tell apart (their black is left for text; the
+eighth is a dark violet)."""
+
+_IDLE, _WASTED = "#EEEEEE", "#BBBBBB"
+
+
+class Work(StrEnum):
+    """What a slot did in a step. WASTED: it computed tokens that nobody asked for (padding of a static batch)."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+    WASTED = "wasted"
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """One slot doing one kind of work for one choice of one request during steps [start, stop)."""
+
+    slot: int
+    start: int
+    stop: int
+    request_id: str
+    choice: int
+    work: Work
+
+
+@dataclass(frozen=True, slots=True)
+class Timeline:
+    """The spans of one run. Steps are counted from 0 in the order in which they were recorded."""
+
+    title: str
+    num_slots: int
+    num_steps: int
+    spans: tuple[Span, ...]
+
+    @property
+    def useful_share(self) -> float:
+        """Slot-steps that computed a wanted token, of all slot-steps: 1.0 is a batch that is always full."""
+        useful = sum(span.stop - span.start for span in self.spans if span.work is not Work.WASTED)
+        return useful / max(1, self.num_slots * self.num_steps)
+
+
+def timeline_of(title: str, records: Iterable[StepRecord], num_slots: int) -> Timeline:
+    """The timeline of recorded steps. `num_slots` is the engine's `max_num_seqs`.
+
+    Raises `ValueError` when a record uses a slot that does not exist.
+    """
+    open_spans: dict[int, Span] = {}
+    closed: list[Span] = []
+    num_steps = 0
+    for column, record in enumerate(records):
+        num_steps = column + 1
+        for row in record.rows:
+            if not 0 <= row.slot < num_slots:
+                raise ValueError(f"step {record.step} uses slot {row.slot} of {num_slots}")
+            work = Work.PREFILL if row.is_prefill else Work.DECODE
+            new = Span(row.slot, column, column + 1, row.request_id, row.choice, work)
+            old = open_spans.get(row.slot)
+            if old is not None and old.stop == column and _same_work(old, new):
+                new = Span(old.slot, old.start, column + 1, old.request_id, old.choice, old.work)
+            elif old is not None:
+                closed.append(old)
+            open_spans[row.slot] = new
+    closed.extend(open_spans.values())
+    return Timeline(title, num_slots, num_steps, tuple(sorted(closed, key=lambda span: (span.slot, span.start))))
+
+
+def _same_work(a: Span, b: Span) -> bool:
+    return (a.request_id, a.choice, a.work) == (b.request_id, b.choice, b.work)
+
+
+def draw_terminal(timeline: Timeline, groups: Mapping[str, int], steps_per_column: float = 1.0) -> "Text":
+    """One line per slot, one character per `steps_per_column` steps, coloured by the request's group.
+
+    A character stands for whatever filled most of its steps; its height says whether they were filled to the half.
+    """
+    from rich.text import Text
+
+    columns = -(-timeline.num_steps // max(steps_per_column, 1e-9))
+    by_slot: dict[int, list[Span]] = {slot: [] for slot in range(timeline.num_slots)}
+    for span in timeline.spans:
+        by_slot[span.slot].append(span)
+    text = Text(no_wrap=True, overflow="crop")
+    for slot, spans in by_slot.items():
+        text.append(f"slot {slot:>2} ", style="dim")
+        for column in range(int(columns)):
+            start, stop = column * steps_per_column, min((column + 1) * steps_per_column, timeline.num_steps)
+            text.append(*_character(spans, start, stop, groups))
+        text.append("\n")
+    return text
+
+
+def _character(spans: Sequence[Span], start: float, stop: float, groups: Mapping[str, int]) -> tuple[str, str]:
+    """The glyph and the style for steps [start, stop) of one slot."""
+    shares = [(min(span.stop, stop) - max(span.start, start), span) for span in spans]
+    shares = [(share, span) for share, span in shares if share > 1e-9]
+    used = sum(share for share, _ in shares)
+    if not shares or used < 0.02 * (stop - start):
+        return "·", "dim"
+    _, owner = max(shares, key=lambda item: item[0])
+    if owner.work is Work.WASTED:
+        return "×", "dim"
+    glyph = "▒" if owner.work is Work.PREFILL else "▇" if used >= 0.5 * (stop - start) else "▃"
+    return glyph, colour_of(groups.get(owner.request_id, 0))
+
+
+def colour_of(group: int) -> str:
+    """The colour of a group of requests, as `#RRGGBB`; the palette repeats after eight."""
+    return PALETTE[group % len(PALETTE)]
+
+
+def draw_png(path: Path, timelines: Sequence[Timeline], groups: Mapping[str, int], group_labels: Sequence[str]) -> None:
+    """One panel per timeline, all on one scale of steps, so that a shorter run is a shorter picture.
+
+    `groups` maps request ids to positions in `group_labels`. Writes a PNG and overwrites what is there.
+    """
+    # The object interface with its own canvas: pyplot would keep global state and ask for a display.
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    num_slots = max(timeline.num_slots for timeline in timelines)
+    panel_inches = max(1.5, 0.22 * num_slots) + 0.5
+    figure = Figure(figsize=(13, panel_inches * len(timelines) + 1.1), dpi=130, layout="constrained", facecolor="white")
+    FigureCanvasAgg(figure)
+    panels = figure.subplots(len(timelines), 1, sharex=True, squeeze=False)[:, 0]
+    for panel, timeline in zip(panels, timelines, strict=True):
+        _draw_panel(panel, timeline, groups)
+    panels[-1].set_xlabel("step (one forward pass of the model)")
+    panels[-1].set_xlim(0, max(1, *(timeline.num_steps for timeline in timelines)))
+    _draw_legend(figure, timelines, group_labels)
+    figure.savefig(path, format="png")
+
+
+def _draw_panel(panel: Any, timeline: Timeline, groups: Mapping[str, int]) -> None:
+    panel.set_title(timeline.title, loc="left", fontsize=10, fontweight="bold")
+    panel.broken_barh([(0, timeline.num_steps)], (-0.5, timeline.num_slots), facecolors=_IDLE, edgecolor="none")
+    for span in timeline.spans:
+        wasted, prefill = span.work is Work.WASTED, span.work is Work.PREFILL
+        panel.broken_barh(
+            [(span.start, span.stop - span.start)],
+            (span.slot - 0.42, 0.84),
+            facecolors="white" if wasted else colour_of(groups.get(span.request_id, 0)),
+            edgecolor=_WASTED if wasted else "white",
+            linewidth=0.0 if wasted else 0.4,
+            hatch="////" if wasted else "xxxx" if prefill else None,
+        )
+    panel.set_ylim(timeline.num_slots - 0.5, -0.5)
+    panel.set_yticks(range(timeline.num_slots))
+    panel.set_ylabel("slot")
+    panel.tick_params(labelsize=8, length=2)
+    panel.spines[["top", "right", "left"]].set_visible(False)
+
+
+def _draw_legend(figure: Any, timelines: Sequence[Timeline], group_labels: Sequence[str]) -> None:
+    from matplotlib.patches import Patch
+
+    handles = [Patch(facecolor=colour_of(group), label=label) for group, label in enumerate(group_labels)]
+    works = {span.work for timeline in timelines for span in timeline.spans}
+    if Work.PREFILL in works:
+        handles.append(Patch(facecolor="#888888", edgecolor="white", hatch="xxxx", label="reads its prompt"))
+    if Work.WASTED in works:
+        handles.append(Patch(facecolor="white", edgecolor=_WASTED, hatch="////", label="padding, nobody asked for it"))
+    handles.append(Patch(facecolor=_IDLE, label="idle"))
+    figure.legend(handles=handles, loc="outside lower center", ncols=min(9, len(handles)), fontsize=8, frameon=False)
