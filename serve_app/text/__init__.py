@@ -1,0 +1,1 @@
+"""Strings to token ids and back. No torch, no engine, no HTTP."""

@@ -1,0 +1,67 @@
+"""Stop strings in a text that arrives in pieces. Decides what may be shown and when to stop; knows no tokens.
+
+One Knuth-Morris-Pratt automaton per stop string reads the text character by character, so the result does not depend
+on where the text was cut, and the work per character is bounded whatever the stop strings look like.
+"""
+
+from collections.abc import Sequence
+
+
+class _Automaton:
+    """How much of one pattern the text read so far ends with (Knuth, Morris, Pratt 1977)."""
+
+    __slots__ = ("_fallback", "matched", "pattern")
+
+    def __init__(self, pattern: str) -> None:
+        self.pattern = pattern
+        self.matched = 0
+        self._fallback = [0] * len(pattern)
+        k = 0
+        for i in range(1, len(pattern)):
+            while k and pattern[i] != pattern[k]:
+                k = self._fallback[k - 1]
+            k += pattern[i] == pattern[k]
+            self._fallback[i] = k
+
+    def read(self, char: str) -> bool:
+        """Read one character; True when the pattern is complete."""
+        k = self.matched
+        while k and self.pattern[k] != char:
+            k = self._fallback[k - 1]
+        self.matched = k = k + (self.pattern[k] == char)
+        return k == len(self.pattern)
+
+
+class StopMatcher:
+    """Passes text through, holding back only what could still become a stop string.
+
+    The stop string that is complete first wins; of several that end at the same character, the longest.
+    """
+
+    def __init__(self, stops: Sequence[str], *, include: bool = False) -> None:
+        """`include`: the stop string itself is shown too."""
+        self._automata = [_Automaton(stop) for stop in stops]
+        self._include = include
+        self._held = ""
+        self.stopped = False
+
+    def feed(self, text: str) -> str:
+        """The text that may be shown now. After `stopped` became True, feed nothing more."""
+        if not self._automata:
+            return text
+        for i, char in enumerate(text):
+            found = max((len(a.pattern) for a in self._automata if a.read(char)), default=0)
+            if found:
+                self.stopped = True
+                seen = self._held + text[: i + 1]
+                self._held = ""
+                return seen if self._include else seen[:-found]
+        seen = self._held + text
+        keep = len(seen) - max(a.matched for a in self._automata)
+        self._held = seen[keep:]
+        return seen[:keep]
+
+    def flush(self) -> str:
+        """The text ended: what was held back is no stop string after all."""
+        held, self._held = self._held, ""
+        return held

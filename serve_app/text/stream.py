@@ -1,0 +1,116 @@
+"""Token deltas to text pieces of one choice. Decides what is shown, when a stop string ends it, and why it ended.
+
+Lives at the ingress, so it survives the replica that feeds it: deltas are placed by their offset, repeated ones are
+ignored.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from serve_app.core.output import FinishReason, TokenDelta, TokenLogprob
+from serve_app.errors import EngineError
+from serve_app.text.stop import StopMatcher
+from serve_app.text.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class StopConfig:
+    """When text ends, besides what the engine decides. Stop strings are not looked for in the first `min_tokens`."""
+
+    strings: tuple[str, ...] = ()
+    include: bool = False
+    min_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class TokenText:
+    """One shown token with its log-probability; `offset` counts the characters of the choice's text before it."""
+
+    data: bytes
+    logprob: float
+    top: tuple[tuple[bytes, float], ...]
+    offset: int
+
+
+@dataclass(frozen=True, slots=True)
+class TextPiece:
+    """What one delta adds to the text. `finish_reason` is set on the last piece."""
+
+    text: str
+    logprobs: tuple[TokenText, ...] = ()
+    finish_reason: FinishReason | None = None
+
+
+def token_text(tokenizer: Tokenizer, entry: TokenLogprob, offset: int) -> TokenText:
+    """`entry` with bytes in place of ids."""
+    data = tokenizer.token_bytes
+    return TokenText(data(entry.token_id), entry.logprob, tuple((data(i), p) for i, p in entry.top), offset)
+
+
+class TextStream:
+    """The text of one choice. `feed` deltas until `finish_reason` is set."""
+
+    def __init__(self, tokenizer: Tokenizer, prompt_token_ids: Sequence[int], stop: StopConfig) -> None:
+        self._tokenizer = tokenizer
+        self._detokenizer = tokenizer.detokenizer(prompt_token_ids)
+        self._matcher = StopMatcher(stop.strings, include=stop.include)
+        self._stop = stop
+        self._decoded = 0
+        self._shown = 0
+        self._pending: list[TokenText] = []
+        self.num_tokens = 0
+        """Output tokens so far, the one that ended the text included."""
+        self.finish_reason: FinishReason | None = None
+
+    def feed(self, delta: TokenDelta) -> TextPiece:
+        """The new text; may be empty.
+
+        Raises `EngineError` when tokens are missing before this delta, or when it reports an error. Tokens seen before
+        are ignored, and so is everything after the end.
+        """
+        if self.finish_reason is not None:
+            return TextPiece("")
+        if delta.offset > self.num_tokens:
+            raise EngineError(f"tokens {self.num_tokens} to {delta.offset} of the answer were lost")
+        if delta.finish_reason is FinishReason.ERROR:
+            raise EngineError(delta.error or "the engine failed this request")
+        known = self.num_tokens - delta.offset
+        text = self._read(delta, known)
+        if self.finish_reason is None and delta.finish_reason is not None:
+            text += self._show(self._detokenizer.flush())
+            if not self._matcher.stopped:
+                text += self._matcher.flush()
+            self.finish_reason = FinishReason.STOP if self._matcher.stopped else delta.finish_reason
+        self._shown += len(text)
+        return TextPiece(text, self._release(), self.finish_reason)
+
+    def _read(self, delta: TokenDelta, known: int) -> str:
+        """Decode the delta's tokens after the first `known` ones."""
+        last = len(delta.token_ids) - 1
+        text = ""
+        for i in range(known, len(delta.token_ids)):
+            self.num_tokens += 1
+            if i == last and delta.finish_reason is FinishReason.STOP and not self._stop.include:
+                break  # the end-of-sequence or stop token says "end"; it is not text
+            if delta.logprobs:
+                self._pending.append(token_text(self._tokenizer, delta.logprobs[i], self._decoded))
+            text += self._show(self._detokenizer.step(delta.token_ids[i]))
+            if self._matcher.stopped:
+                self.finish_reason = FinishReason.STOP
+                break
+        return text
+
+    def _show(self, text: str) -> str:
+        self._decoded += len(text)
+        return text if self.num_tokens <= self._stop.min_tokens else self._matcher.feed(text)
+
+    def _release(self) -> tuple[TokenText, ...]:
+        """Log-probabilities of the tokens whose text has begun to show (all, at an end without a stop string)."""
+        if not self._pending:
+            return ()
+        if self.finish_reason is not None and not self._matcher.stopped:
+            count = len(self._pending)
+        else:
+            count = sum(entry.offset < self._shown for entry in self._pending)
+        released, self._pending = tuple(self._pending[:count]), self._pending[count:]
+        return released

@@ -1,0 +1,115 @@
+"""The model's tokenizer: loading it, text to ids, messages to ids, ids to text. Knows no requests."""
+
+import hashlib
+import os
+import shutil
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+import transformers
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+from serve_app.errors import ConfigError
+from serve_app.model_files import ModelFiles, locate_model
+from serve_app.text.chat_template import render_chat
+from serve_app.text.detokenizer import Detokenizer
+from serve_app.text.token_bytes import TokenBytes
+
+DEFAULT_CACHE_DIR = Path.home() / ".cache" / "serve_app"
+
+
+class Tokenizer:
+    """Wraps a fast transformers tokenizer. All methods only read, so any thread may call them."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, name: str) -> None:
+        """Raises `ConfigError` for a tokenizer without the fast (Rust) backend."""
+        backend = getattr(tokenizer, "backend_tokenizer", None)
+        if not isinstance(backend, tokenizers.Tokenizer):
+            raise ConfigError(f"model: {name} has no fast tokenizer (tokenizer.json)")
+        backend.no_truncation()
+        backend.no_padding()
+        self.name = name
+        self._tokenizer = tokenizer
+        self._backend = backend
+        self.vocab_size: int = max(backend.get_vocab(with_added_tokens=True).values()) + 1
+        """Highest id plus one: must not exceed the width of the model's logits."""
+        self.token_bytes = TokenBytes(backend)
+
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether `render_chat` can work at all."""
+        return bool(self._tokenizer.chat_template)
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Token ids; special tokens written in the text count as such. Releases the GIL while it works."""
+        ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        return ids
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
+        """The whole text at once; ids outside the vocabulary have no text."""
+        text: str = self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+        return text
+
+    def render_chat(self, messages: Sequence[dict[str, Any]]) -> str:
+        """The prompt text for `messages`; see `chat_template.render_chat`. Encode it without special tokens."""
+        return render_chat(self._tokenizer, messages)
+
+    def apply_chat_template(self, messages: Sequence[dict[str, Any]]) -> list[int]:
+        """Prompt ids for `messages`. Raises `InvalidRequestError` in the template's words."""
+        return self.encode(self.render_chat(messages), add_special_tokens=False)
+
+    def detokenizer(self, prompt_token_ids: Sequence[int] = ()) -> Detokenizer:
+        """An incremental decoder for a continuation of `prompt_token_ids`."""
+        return Detokenizer(self._backend, prompt_token_ids)
+
+
+def load_tokenizer(model: str, cache_dir: Path | None = DEFAULT_CACHE_DIR) -> Tokenizer:
+    """Load the tokenizer of "default", a local folder, a .gguf file or a hub id. Raises `ConfigError`.
+
+    Reading a GGUF file's vocabulary takes about 5 s and imports torch, so the result is kept under `cache_dir` (None:
+    not kept), keyed by the file's identity; the next start reads it in 0.2 s.
+    """
+    files = locate_model(model)
+    try:
+        return Tokenizer(_load_cached(files, cache_dir) if files.kind == "gguf" else _load(files), files.name)
+    except ConfigError:
+        raise
+    except Exception as error:  # transformers raises whatever its parsers raise; at start-up all of it means this
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise ConfigError(f"model: no usable tokenizer in {files.path or files.source}: {reason}") from error
+
+
+def _load(files: ModelFiles) -> PreTrainedTokenizerBase:
+    from transformers import AutoTokenizer  # imports torch, which a start from the cache does without
+
+    return AutoTokenizer.from_pretrained(files.source, gguf_file=files.gguf_file, trust_remote_code=False)
+
+
+def _load_cached(files: ModelFiles, cache_dir: Path | None) -> PreTrainedTokenizerBase:
+    if cache_dir is None or files.path is None:
+        return _load(files)
+    stat = files.path.stat()
+    identity = f"{files.path}|{stat.st_size}|{stat.st_mtime_ns}|{transformers.__version__}"
+    folder = cache_dir / "tokenizers" / hashlib.sha256(identity.encode()).hexdigest()[:20]
+    if (folder / "tokenizer.json").is_file():
+        return PreTrainedTokenizerFast.from_pretrained(folder)
+    tokenizer = _load(files)
+    _keep(tokenizer, folder)
+    return tokenizer
+
+
+def _keep(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+    """Write the whole folder or nothing; several processes may try at once, and a read-only disk is no error."""
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        temporary = tempfile.mkdtemp(dir=folder.parent)
+    except OSError:
+        return
+    try:
+        tokenizer.save_pretrained(temporary)
+        os.replace(temporary, folder)
+    except OSError:
+        shutil.rmtree(temporary, ignore_errors=True)
