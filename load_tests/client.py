@@ -1,0 +1,264 @@
+"""An asynchronous load generator for any server with OpenAI's `/v1/completions`, and what it measures.
+
+Decides when requests are sent and how time and tokens are counted; knows nothing of any server's inside.
+
+Time to first token (TTFT): from sending a request to its first event that carries a token. Inter-token latency (ITL):
+gap between consecutive such events, pooled over all requests. Time per output token (TPOT): (end - first token) /
+(tokens - 1) of one request. Tokens: the server's `usage`, else its text tokenized again; chunks are never counted.
+Closed loop: at most `concurrency` requests are out, and a request's clock starts when it is really sent.
+Open loop: requests go out at their own times however slow the answers are, so queueing is not hidden.
+"""
+
+import asyncio
+import json
+import resource
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import aiohttp
+
+from load_tests.workloads import PromptWriter, WorkItem, Workload
+
+MAX_TOKENS_PLACEHOLDER = "$MAX_TOKENS"
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    """Where to send requests, and what a server wants or refuses.
+
+    `extra_body` is merged into every body; the string "$MAX_TOKENS" anywhere inside it becomes the item's number.
+    `extensions` False leaves out `ignore_eos` and `stream_options`, for servers that refuse unknown fields.
+    """
+
+    base_url: str
+    model: str
+    extra_body: dict[str, Any] = field(default_factory=dict)
+    extensions: bool = True
+    timeout_s: float = 900.0
+
+    def body(self, item: WorkItem) -> dict[str, Any]:
+        """The JSON body of a greedy streaming completion of exactly `item.output_tokens` tokens."""
+        body: dict[str, Any] = {
+            "model": self.model,
+            "prompt": item.prompt,
+            "max_tokens": item.output_tokens,
+            "temperature": 0,
+            "stream": True,
+        }
+        if self.extensions:
+            body |= {"ignore_eos": True, "stream_options": {"include_usage": True}}
+        body.update(_fill_in(self.extra_body, item.output_tokens))
+        return body
+
+
+def _fill_in(value: Any, max_tokens: int) -> Any:
+    if isinstance(value, dict):
+        return {key: _fill_in(inner, max_tokens) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_fill_in(inner, max_tokens) for inner in value]
+    if value == MAX_TOKENS_PLACEHOLDER:
+        return max_tokens
+    return value.replace(MAX_TOKENS_PLACEHOLDER, str(max_tokens)) if isinstance(value, str) else value
+
+
+@dataclass(slots=True)
+class RequestResult:
+    """What happened to one request. Times are seconds; `error` None means success."""
+
+    item: WorkItem
+    error: str | None = None
+    ttft_s: float | None = None
+    e2e_s: float = 0.0
+    gaps_s: list[float] = field(default_factory=list)
+    output_tokens: int = 0
+    prompt_tokens: int | None = None
+    """As the server reported them; None if it did not."""
+
+    @property
+    def tpot_s(self) -> float | None:
+        """Seconds per output token after the first; None for answers of one token."""
+        if self.ttft_s is None or self.output_tokens < 2:
+            return None
+        return (self.e2e_s - self.ttft_s) / (self.output_tokens - 1)
+
+
+class _Stream:
+    """Reads one answer's events and notes when tokens came."""
+
+    def __init__(self, result: RequestResult) -> None:
+        self.result = result
+        self.text: list[str] = []
+        self.usage: dict[str, Any] = {}
+        self._start = time.perf_counter()
+        self._last: float | None = None
+
+    def event(self, data: dict[str, Any]) -> None:
+        now = time.perf_counter()
+        if data.get("error"):
+            self.result.error = str(data["error"])[:300]
+        self.usage = data.get("usage") or self.usage
+        for choice in (data.get("choices") or [])[:1]:
+            text, closing = choice.get("text") or "", choice.get("finish_reason") is not None
+            self.text.append(text)
+            # A closing event without text is no token of its own, unless nothing came before it: then its token had
+            # no printable text.
+            if text or not closing or self._last is None:
+                if self._last is None:
+                    self.result.ttft_s = now - self._start
+                else:
+                    self.result.gaps_s.append(now - self._last)
+                self._last = now
+
+    def close(self, count: Callable[[str], int]) -> None:
+        result = self.result
+        result.e2e_s = time.perf_counter() - self._start
+        result.prompt_tokens = self.usage.get("prompt_tokens")
+        reported = self.usage.get("completion_tokens")
+        result.output_tokens = count("".join(self.text)) if reported is None else reported
+        if result.error is None and result.ttft_s is None:
+            result.error = "the answer held no token"
+
+
+async def send(
+    session: aiohttp.ClientSession, server: Server, item: WorkItem, count: Callable[[str], int]
+) -> RequestResult:
+    """Send one request and read its stream to the end. Failures are reported in the result, never raised."""
+    result = RequestResult(item)
+    stream = _Stream(result)
+    try:
+        async with session.post(f"{server.base_url.rstrip('/')}/v1/completions", json=server.body(item)) as response:
+            if response.status != 200:
+                result.error = f"HTTP {response.status} {(await response.text())[:300]}"
+                return result
+            async for line in response.content:
+                if not line.startswith(b"data:"):
+                    continue
+                payload = line[5:].strip()
+                if payload == b"[DONE]":
+                    break
+                stream.event(json.loads(payload))
+    except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
+        result.error = f"{type(error).__name__}: {error}"
+        return result
+    stream.close(count)
+    return result
+
+
+def open_session(server: Server) -> aiohttp.ClientSession:
+    """A session without a limit on connections; every request opens its own, as separate users would."""
+    return aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(limit=0, force_close=True),
+        timeout=aiohttp.ClientTimeout(total=server.timeout_s, sock_connect=30),
+        read_bufsize=2**20,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """The results of one workload sent once, in the workload's order, and how long it took in seconds."""
+
+    workload: Workload
+    results: tuple[RequestResult, ...]
+    seconds: float
+    client_cpu_s: float
+
+
+async def run_workload(
+    server: Server,
+    workload: Workload,
+    writer: PromptWriter,
+    on_done: Callable[[RequestResult], None] = lambda _: None,
+) -> Run:
+    """Send all requests of the workload as it asks (closed or open loop) and wait for all answers."""
+    gate = asyncio.Semaphore(workload.concurrency) if workload.concurrency else None
+    before = _own_cpu_s()
+    start = time.perf_counter()
+
+    async def one(session: aiohttp.ClientSession, item: WorkItem) -> RequestResult:
+        if gate is None:
+            await asyncio.sleep(max(0.0, item.at_s - (time.perf_counter() - start)))
+            result = await send(session, server, item, writer.count)
+        else:
+            async with gate:
+                result = await send(session, server, item, writer.count)
+        on_done(result)
+        return result
+
+    async with open_session(server) as session:
+        start = time.perf_counter()
+        results = await asyncio.gather(*(one(session, item) for item in workload.items))
+        seconds = time.perf_counter() - start
+    return Run(workload, tuple(results), seconds, _own_cpu_s() - before)
+
+
+def _own_cpu_s() -> float:
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    return usage.ru_utime + usage.ru_stime
+
+
+def percentile(values: Sequence[float], percent: float) -> float | None:
+    """Percentile with linear interpolation; None for no values."""
+    if not values:
+        return None
+    ordered = sorted(values)
+    position = (len(ordered) - 1) * percent / 100.0
+    low = int(position)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (ordered[high] - ordered[low]) * (position - low)
+
+
+def summarize(
+    run: Run, extra_prompt_tokens: int = 0, slo_ttft_s: float = 1.0, slo_tpot_s: float = 0.1
+) -> dict[str, Any]:
+    """Figures of one run as plain data: rates in tokens per second, latencies in milliseconds.
+
+    `extra_prompt_tokens`: how many special tokens a server may add to a prompt and still count it right.
+    Goodput is the share of all requests with TTFT below `slo_ttft_s` and TPOT below `slo_tpot_s`.
+    """
+    good = [result for result in run.results if result.error is None]
+    output_tokens = sum(result.output_tokens for result in good)
+    prompt_tokens = sum(result.item.prompt_tokens for result in good)
+    within = [r for r in good if (r.ttft_s or 0.0) < slo_ttft_s and (r.tpot_s or 0.0) < slo_tpot_s]
+    allowed_extra = (0, extra_prompt_tokens)
+    return {
+        "workload": run.workload.name,
+        "requests": len(run.results),
+        "failures": len(run.results) - len(good),
+        "errors": sorted({result.error for result in run.results if result.error})[:5],
+        "wrong_length": sum(result.output_tokens != result.item.output_tokens for result in good),
+        "prompt_mismatch": sum(
+            r.prompt_tokens is not None and r.prompt_tokens - r.item.prompt_tokens not in allowed_extra for r in good
+        ),
+        "prompt_tokens": prompt_tokens,
+        "output_tokens": output_tokens,
+        "seconds": round(run.seconds, 3),
+        "output_tok_s": round(output_tokens / run.seconds, 2),
+        "prompt_tok_s": round(prompt_tokens / run.seconds, 2),
+        "requests_per_s": round(len(good) / run.seconds, 3),
+        "ttft_ms": _milliseconds([r.ttft_s for r in good if r.ttft_s is not None]),
+        "itl_ms": _milliseconds([gap for r in good for gap in r.gaps_s]),
+        "tpot_ms": _milliseconds([r.tpot_s for r in good if r.tpot_s is not None]),
+        "e2e_ms": _milliseconds([r.e2e_s for r in good]),
+        "goodput": round(len(within) / max(1, len(run.results)), 4),
+        "client_cpu_s": round(run.client_cpu_s, 2),
+    }
+
+
+def _milliseconds(seconds: Sequence[float]) -> dict[str, float | None]:
+    values = {f"p{p}": percentile(seconds, p) for p in (50, 90, 99)}
+    return {name: None if value is None else round(1000 * value, 2) for name, value in values.items()}
+
+
+def median_of(summaries: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Each number's median over several summaries of one workload; anything that is no number from the first."""
+
+    def median(values: list[Any]) -> Any:
+        first = values[0]
+        if isinstance(first, dict):
+            return {key: median([value[key] for value in values]) for key in first}
+        numbers = [v for v in values if isinstance(v, int | float) and not isinstance(v, bool)]
+        return round(percentile(numbers, 50) or 0.0, 4) if numbers else first
+
+    return {key: median([summary[key] for summary in summaries]) for key in summaries[0]}

@@ -1,0 +1,86 @@
+"""CPU time and memory of a server's process tree, and how busy the rest of the machine was meanwhile."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import psutil  # type: ignore[import-untyped]
+
+
+@dataclass(frozen=True, slots=True)
+class TreeUsage:
+    """A process and all its descendants: CPU seconds so far, proportional set size in MiB, number of processes."""
+
+    cpu_s: float
+    pss_mib: float
+    processes: int
+
+
+def tree_usage(pid: int) -> TreeUsage:
+    """Usage of the process tree under `pid`; processes that end meanwhile are skipped.
+
+    Raises `psutil.NoSuchProcess` when `pid` itself is gone.
+    """
+    root = psutil.Process(pid)
+    cpu_s = pss = 0.0
+    processes = 0
+    for process in [root, *root.children(recursive=True)]:
+        try:
+            times = process.cpu_times()
+            pss += process.memory_full_info().pss / 2**20
+        except (psutil.NoSuchProcess, psutil.AccessDenied):
+            continue
+        cpu_s += times.user + times.system
+        processes += 1
+    return TreeUsage(cpu_s, pss, processes)
+
+
+def busy_cpu_s() -> float:
+    """Seconds of CPU time used by the whole machine since boot, all cores together."""
+    times = psutil.cpu_times()
+    return float(
+        sum(times) - times.idle - times.iowait - getattr(times, "guest", 0.0) - getattr(times, "guest_nice", 0.0)
+    )
+
+
+def wait_until_quiet(limit_s: float, server_pid: int | None = None, cores: float = 0.2) -> float:
+    """Wait until nothing but the server uses more than `cores`; returns the seconds waited, at most about `limit_s`."""
+
+    def foreign() -> float:
+        return busy_cpu_s() - (tree_usage(server_pid).cpu_s if server_pid is not None else 0.0)
+
+    start = time.monotonic()
+    while time.monotonic() - start < limit_s:
+        before = foreign()
+        time.sleep(1.0)
+        if foreign() - before < cores:
+            break
+    return time.monotonic() - start
+
+
+class Meter:
+    """Measures one stretch: what the server used, and what neither server nor client used (`foreign_cores`)."""
+
+    def __init__(self, server_pid: int | None, client_cpu_s: Callable[[], float] = time.process_time) -> None:
+        self._pid, self._client_cpu_s = server_pid, client_cpu_s
+        self._start = time.perf_counter()
+        self._busy, self._client = busy_cpu_s(), client_cpu_s()
+        self._server = tree_usage(server_pid).cpu_s if server_pid is not None else 0.0
+
+    def read(self) -> dict[str, float]:
+        """Figures since construction; the server's only if its pid was given."""
+        wall = time.perf_counter() - self._start
+        usage = tree_usage(self._pid) if self._pid is not None else None
+        server = usage.cpu_s - self._server if usage is not None else 0.0
+        client = self._client_cpu_s() - self._client
+        busy = busy_cpu_s() - self._busy
+        if usage is None:
+            # Without the server's pid its work cannot be told from anybody else's.
+            return {"busy_cores": round(busy / wall, 3)}
+        return {
+            "foreign_cores": round((busy - server - client) / wall, 3),
+            "server_cores": round(server / wall, 2),
+            "server_cpu_s": round(server, 2),
+            "server_pss_mib": round(usage.pss_mib),
+            "server_processes": usage.processes,
+        }

@@ -1,0 +1,179 @@
+"""The named workloads: which requests, how long, when. Everything follows from a seed.
+
+Decides lengths, texts and arrival times; sends nothing. Lengths depend on the seed alone. Text depends on
+(seed, repeat, salt), so that a server's prefix cache never meets the prompt of an earlier repeat.
+
+    mixed          64 requests, 16 at once; prompts log-uniform 16..512, outputs exponential (mean 64) in 4..256
+    decode         16 requests at once; 32 in, 128 out
+    prefill        32 requests, 8 at once; 1024 in, 1 out
+    single         4 requests, one after another; 32 in, 128 out
+    shared_prefix  32 requests, 8 at once; 768 tokens shared by all, 32 of their own, 16 out
+    poisson        open loop: arrivals at `rate` per second for `duration` seconds, lengths as in mixed
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from random import Random
+from typing import Any, Protocol
+
+WORKLOADS = ("mixed", "decode", "prefill", "single", "shared_prefix", "poisson")
+
+_FIXED: dict[str, tuple[int, int, int, int]] = {
+    # name: requests, at once, prompt tokens, output tokens
+    "decode": (16, 16, 32, 128),
+    "prefill": (32, 8, 1024, 1),
+    "single": (4, 1, 32, 128),
+}
+_MIXED_REQUESTS, _MIXED_CONCURRENCY = 64, 16
+_PREFIX_REQUESTS, _PREFIX_CONCURRENCY, _PREFIX_TOKENS, _OWN_TOKENS, _PREFIX_OUTPUT = 32, 8, 768, 32, 16
+
+
+@dataclass(frozen=True, slots=True)
+class WorkItem:
+    """One request to send: its text, its exact length in tokens, how much to ask for, and when (seconds, open loop)."""
+
+    prompt: str
+    prompt_tokens: int
+    output_tokens: int
+    at_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """Requests in the order in which they are sent. `concurrency` None means open loop: each at its own time."""
+
+    name: str
+    items: tuple[WorkItem, ...]
+    concurrency: int | None
+
+
+class TokenizerLike(Protocol):
+    """What is needed of `tokenizers.Tokenizer`."""
+
+    def encode(self, sequence: str, *, add_special_tokens: bool = True) -> Any: ...
+    def decode(self, ids: list[int]) -> str: ...
+    def get_vocab_size(self) -> int: ...
+
+
+class PromptWriter:
+    """Writes texts of an exact number of tokens out of words that are one token each."""
+
+    def __init__(self, tokenizer: TokenizerLike) -> None:
+        self.tokenizer = tokenizer
+
+    @cached_property
+    def words(self) -> list[str]:
+        """Lower-case words of the vocabulary that are one token at the start of a text and after a space.
+
+        Raises `ValueError` when the vocabulary has too few for varied prompts.
+        """
+        decoded = {self.tokenizer.decode([token_id]).strip() for token_id in range(self.tokenizer.get_vocab_size())}
+        candidates = sorted(w for w in decoded if len(w) > 2 and w.isascii() and w.isalpha() and w.islower())
+        words = [w for w in candidates if self.count(w) == self.count(" " + w) == 1]
+        if len(words) < 100:
+            raise ValueError(f"only {len(words)} words of this tokenizer's vocabulary are single tokens")
+        return words
+
+    def count(self, text: str) -> int:
+        """Tokens of a text, special ones not counted."""
+        return len(self.ids(text))
+
+    def ids(self, text: str) -> list[int]:
+        """Token ids of a text, without special ones."""
+        return list(self.tokenizer.encode(text, add_special_tokens=False).ids)
+
+    @property
+    def num_special(self) -> int:
+        """Tokens that the tokenizer adds to every text by itself."""
+        return len(self.tokenizer.encode("the").ids) - self.count("the")
+
+    def write(self, rng: Random, num_tokens: int, after: str = "") -> str:
+        """`after` continued by `num_tokens` random words. Raises `ValueError` if it does not encode to that length."""
+        text = " ".join(rng.choice(self.words) for _ in range(num_tokens))
+        text = f"{after} {text}" if after else text
+        wanted = num_tokens + (self.count(after) if after else 0)
+        if self.count(text) != wanted:
+            raise ValueError(f"the prompt encodes to {self.count(text)} tokens instead of {wanted}")
+        return text
+
+
+def open_writer(tokenizer: str) -> PromptWriter:
+    """A writer for a `tokenizer.json`, a folder that holds one, or any model that serve_app can find ("default")."""
+    path = Path(tokenizer).expanduser()
+    file = path / "tokenizer.json" if path.is_dir() else path
+    if file.name == "tokenizer.json" and file.is_file():
+        from tokenizers import Tokenizer
+
+        return PromptWriter(Tokenizer.from_file(str(file)))
+    from transformers import AutoTokenizer
+
+    from serve_app.model_files import locate_model
+
+    files = locate_model(tokenizer)
+    return PromptWriter(AutoTokenizer.from_pretrained(files.source, gguf_file=files.gguf_file).backend_tokenizer)
+
+
+def build_workload(
+    name: str,
+    writer: PromptWriter,
+    *,
+    seed: int = 0,
+    repeat: int = 0,
+    salt: str = "",
+    rate: float = 1.0,
+    duration_s: float = 60.0,
+    num_requests: int | None = None,
+) -> Workload:
+    """The workload called `name` (see the module's docstring).
+
+    `num_requests` overrides how many (closed loop only); `rate` and `duration_s` are for `poisson`.
+    Raises `ValueError` for an unknown name.
+    """
+    lengths = Random(f"len-{name}-{seed}")
+    texts = Random(f"text-{name}-{seed}-{repeat}-{salt}")
+
+    def item(prompt_tokens: int, output_tokens: int, at_s: float = 0.0) -> WorkItem:
+        return WorkItem(writer.write(texts, prompt_tokens), prompt_tokens, output_tokens, at_s)
+
+    if name == "mixed":
+        shapes = [_mixed_lengths(lengths) for _ in range(num_requests or _MIXED_REQUESTS)]
+        return Workload(name, tuple(item(*shape) for shape in shapes), _MIXED_CONCURRENCY)
+    if name in _FIXED:
+        count, concurrency, prompt_tokens, output_tokens = _FIXED[name]
+        items = tuple(item(prompt_tokens, output_tokens) for _ in range(num_requests or count))
+        return Workload(name, items, concurrency)
+    if name == "shared_prefix":
+        return _shared_prefix(writer, texts, num_requests or _PREFIX_REQUESTS)
+    if name == "poisson":
+        return Workload(name, _poisson(lengths, item, rate, duration_s), None)
+    raise ValueError(f"unknown workload {name!r}; there are {', '.join(WORKLOADS)}")
+
+
+def _mixed_lengths(rng: Random) -> tuple[int, int]:
+    """Prompt tokens and output tokens of one request of `mixed`."""
+    prompt = round(math.exp(rng.uniform(math.log(16), math.log(512))))
+    output = round(rng.expovariate(1 / 64.0))
+    return min(512, max(16, prompt)), min(256, max(4, output))
+
+
+def _shared_prefix(writer: PromptWriter, texts: Random, count: int) -> Workload:
+    prefix = writer.write(texts, _PREFIX_TOKENS)
+    items = tuple(
+        WorkItem(writer.write(texts, _OWN_TOKENS, after=prefix), _PREFIX_TOKENS + _OWN_TOKENS, _PREFIX_OUTPUT)
+        for _ in range(count)
+    )
+    return Workload("shared_prefix", items, _PREFIX_CONCURRENCY)
+
+
+def _poisson(
+    lengths: Random, item: Callable[[int, int, float], WorkItem], rate: float, duration_s: float
+) -> tuple[WorkItem, ...]:
+    items = []
+    at_s = lengths.expovariate(rate)
+    while at_s <= duration_s:
+        items.append(item(*_mixed_lengths(lengths), at_s))
+        at_s += lengths.expovariate(rate)
+    return tuple(items)
