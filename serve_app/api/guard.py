@@ -1,0 +1,132 @@
+"""ASGI middleware around every request: its id, its size, its time to arrive, and its last resort for errors.
+
+The body is read here, whole and bounded, before any handler runs.
+"""
+
+import asyncio
+import logging
+import re
+import uuid
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from serve_app.api.errors import error_response, internal_error, plain_error_response
+from serve_app.api.service import ApiLimits
+from serve_app.errors import (
+    InvalidRequestError,
+    PayloadTooLargeError,
+    RequestError,
+    RequestTimeoutError,
+    UnsupportedMediaTypeError,
+)
+
+logger = logging.getLogger(__name__)
+
+_REQUEST_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:\-]{0,127}")
+_JSON_TYPE = re.compile(r"application/([a-z0-9.\-]+\+)?json")
+_WITH_BODY = ("POST", "PUT", "PATCH")
+
+
+class _ClientGone(Exception):
+    """The client left before its request was complete; nobody is there to be answered."""
+
+
+class RequestGuard:
+    """See the module's docstring. Sets `scope["state"]["request_id"]`."""
+
+    def __init__(self, app: ASGIApp, limits: ApiLimits) -> None:
+        self._app = app
+        self._limits = limits
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers = Headers(scope=scope)
+        request_id = _request_id(headers)
+        scope["state"] = {**scope.get("state", {}), "request_id": request_id}
+        started = False
+
+        async def send_with_id(message: Message) -> None:
+            nonlocal started
+            if message["type"] == "http.response.start":
+                started = True
+                MutableHeaders(scope=message)["x-request-id"] = request_id
+            await send(message)
+
+        try:
+            if sum(len(name) + len(value) for name, value in scope["headers"]) > self._limits.max_header_bytes:
+                limit = f"request headers exceed {self._limits.max_header_bytes} bytes"
+                await plain_error_response(431, limit, "headers_too_large", request_id)(scope, receive, send_with_id)
+                return
+            if scope["method"] in _WITH_BODY:
+                receive = await self._with_body(headers, receive)
+            await self._app(scope, receive, send_with_id)
+        except _ClientGone:
+            return
+        except RequestError as error:
+            if started:
+                raise
+            await error_response(error, request_id)(scope, receive, send_with_id)
+        except Exception:
+            logger.exception("request %s failed", request_id)
+            if started:
+                raise
+            await error_response(internal_error(), request_id)(scope, receive, send_with_id)
+
+    async def _with_body(self, headers: Headers, receive: Receive) -> Receive:
+        """Read the body; returns a `receive` that gives it in one message and then goes on as before."""
+        self._check_headers(headers)
+        try:
+            async with asyncio.timeout(self._limits.body_timeout_s):
+                body = await self._read(receive)
+        except TimeoutError:
+            raise RequestTimeoutError(
+                f"the body did not arrive within {self._limits.body_timeout_s:g} seconds"
+            ) from None
+        replayed = False
+
+        async def replay() -> Message:
+            nonlocal replayed
+            if replayed:
+                return await receive()
+            replayed = True
+            return {"type": "http.request", "body": body, "more_body": False}
+
+        return replay
+
+    def _check_headers(self, headers: Headers) -> None:
+        if headers.get("content-encoding", "identity").lower() != "identity":
+            raise UnsupportedMediaTypeError("compressed bodies are not read; send plain JSON")
+        kind = headers.get("content-type", "application/json").partition(";")[0].strip().lower()
+        if not _JSON_TYPE.fullmatch(kind):
+            raise UnsupportedMediaTypeError("the body must be JSON: set the header Content-Type: application/json")
+        length = headers.get("content-length")
+        if length is None:
+            return
+        if not (length.isascii() and length.isdigit()):
+            raise InvalidRequestError("the Content-Length header is not a number")
+        if int(length) > self._limits.max_body_bytes:
+            raise self._too_large()
+
+    async def _read(self, receive: Receive) -> bytes:
+        body = bytearray()
+        while True:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                raise _ClientGone
+            body += message.get("body", b"")
+            if len(body) > self._limits.max_body_bytes:
+                raise self._too_large()
+            if not message.get("more_body", False):
+                return bytes(body)
+
+    def _too_large(self) -> PayloadTooLargeError:
+        return PayloadTooLargeError(f"the body is larger than {self._limits.max_body_bytes} bytes")
+
+
+def _request_id(headers: Headers) -> str:
+    """The client's id if it is harmless in logs and headers, else a fresh one."""
+    given = headers.get("x-request-id", "")
+    return given if _REQUEST_ID.fullmatch(given) else f"req-{uuid.uuid4().hex}"

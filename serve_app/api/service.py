@@ -1,0 +1,123 @@
+"""What the HTTP layer needs from whoever owns it: something that generates, and somebody who wants to know.
+
+Serving implements both over Ray handles and Prometheus; tests over an engine in the same process.
+"""
+
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Literal, Protocol
+
+from serve_app.core.output import TokenDelta
+from serve_app.core.request import EngineRequest
+from serve_app.text.tokenizer import Tokenizer
+
+Endpoint = Literal["chat", "completions"]
+
+
+@dataclass(frozen=True, slots=True)
+class ApiLimits:
+    """What a client may ask of the HTTP layer. Sizes in bytes, times in seconds."""
+
+    max_body_bytes: int = 8 * 2**20
+    max_header_bytes: int = 32 * 2**10
+    body_timeout_s: float = 30.0
+    max_sequences: int = 128
+    """Prompts times choices of one HTTP request."""
+    max_prompt_logprobs: int = 2**16
+    """Prompt tokens times alternatives that one answer may carry (`echo` with `logprobs`)."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelCard:
+    """The served model. `vocab_size` is the width of the logits, `created` a Unix time in seconds.
+
+    `fingerprint` changes whenever the same seed may give another answer (weights, dtype, version).
+    """
+
+    name: str
+    max_model_len: int
+    vocab_size: int
+    created: int
+    fingerprint: str
+
+
+@dataclass(frozen=True, slots=True)
+class MetricsPage:
+    """The body of /metrics."""
+
+    body: bytes
+    content_type: str
+
+
+class Service(Protocol):
+    """Generates for the HTTP layer."""
+
+    @property
+    def model(self) -> ModelCard:
+        """Raises `UnavailableError` while no engine has told what it serves."""
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The model's tokenizer."""
+
+    def generate(self, request: EngineRequest) -> AsyncGenerator[list[TokenDelta], None]:
+        """News of the request, all its choices, until each has finished. Raises `RequestError`.
+
+        Closing or cancelling the generator aborts the request, also while it waits.
+        """
+
+    def check_ready(self) -> None:
+        """Raises `UnavailableError` while a request could not be served now."""
+
+    async def metrics(self) -> MetricsPage:
+        """The metrics in Prometheus' text format."""
+
+
+class Outcome(StrEnum):
+    """How a generation request ended, as metrics count it."""
+
+    COMPLETED = "completed"
+    INVALID = "invalid"
+    OVERLOADED = "overloaded"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+
+
+class RequestObserver(Protocol):
+    """Told about every generation request. Must neither block nor raise: `tokens` is on the token path.
+
+    Times in seconds. For one HTTP request: `started`, then `tokens` per delivery, then `finished` exactly once.
+    """
+
+    def started(self, endpoint: Endpoint) -> None:
+        """A request arrived (its body is read)."""
+
+    def first_token(self, seconds: float) -> None:
+        """The first token of the request is on its way to the client, `seconds` after its arrival."""
+
+    def tokens(self, count: int, gap: float | None) -> None:
+        """`count` tokens of one choice arrived, `gap` after the choice's tokens before (None: its first)."""
+
+    def finished(
+        self, endpoint: Endpoint, outcome: Outcome, prompt_tokens: int, output_tokens: int, seconds: float
+    ) -> None:
+        """The request ended after `seconds`; tokens count what was computed for it, also if it was cancelled."""
+
+
+class NullObserver:
+    """Ignores everything."""
+
+    def started(self, endpoint: Endpoint) -> None:
+        """Ignore."""
+
+    def first_token(self, seconds: float) -> None:
+        """Ignore."""
+
+    def tokens(self, count: int, gap: float | None) -> None:
+        """Ignore."""
+
+    def finished(
+        self, endpoint: Endpoint, outcome: Outcome, prompt_tokens: int, output_tokens: int, seconds: float
+    ) -> None:
+        """Ignore."""
