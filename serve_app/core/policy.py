@@ -1,15 +1,42 @@
-"""The knobs of the scheduler. (Queue order, admission gate and preemption victim join them here.)"""
+"""The scheduler's knobs and its three decisions: who is next, when newcomers may enter, who is preempted.
 
-from dataclasses import dataclass
-from typing import Literal
+Decides nothing about blocks, tokens or slots: those are the scheduler's and the KV cache manager's.
+"""
+
+import math
+from collections import OrderedDict
+from dataclasses import dataclass, fields
+from heapq import heapify, heappop, heappush
+from typing import TYPE_CHECKING, Literal
+
+from serve_app.errors import ConfigError
+
+if TYPE_CHECKING:
+    from serve_app.core.request import Request
+
+_CHOICES = {"policy": ("fcfs", "priority", "static"), "prefill": ("fused", "separate")}
+_MINIMA = {
+    "num_blocks": 2,
+    "block_size": 1,
+    "max_model_len": 2,
+    "vocab_size": 1,
+    "max_num_seqs": 1,
+    "max_num_batched_tokens": 1,
+    "max_waiting_steps": 1,
+}
 
 
 @dataclass(frozen=True, slots=True)
 class SchedulerConfig:
-    """Limits and policies of one engine.
+    """Limits and policies of one engine. Construction raises ConfigError naming the key.
 
     num_blocks counts the null block (block 0); block_size is in tokens and comes from the attention backend.
-    vocab_size is the logits' width. The gate's knobs are explained at `AdmissionGate`.
+    vocab_size is the logits' width. max_num_batched_tokens bounds the tokens of one step. The gate's knobs are
+    explained at `AdmissionGate`.
+
+    policy: fcfs = by arrival; priority = lower number first, then by arrival; static = by arrival, in closed batches,
+    the baseline that continuous batching is compared with. prefill: fused = prefill chunks ride in the packed step;
+    separate = while a group is admitted and prefilled, decodes pause.
     """
 
     num_blocks: int
@@ -25,3 +52,175 @@ class SchedulerConfig:
     max_wait_s: float = 1.0
     max_waiting_steps: int = 20
     enable_prefix_cache: bool = True
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            key, value = field.name, getattr(self, field.name)
+            if key in _CHOICES and value not in _CHOICES[key]:
+                raise ConfigError(f"{key} must be one of {', '.join(_CHOICES[key])}, got {value!r}")
+            if key in _MINIMA and (type(value) is not int or value < _MINIMA[key]):
+                raise ConfigError(f"{key} must be an integer of at least {_MINIMA[key]}, got {value!r}")
+            if field.type is float and not (type(value) in (int, float) and math.isfinite(value) and value >= 0):
+                raise ConfigError(f"{key} must be a finite number of at least 0, got {value!r}")
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ConfigError(
+                f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least max_num_seqs "
+                f"({self.max_num_seqs}): every running request computes a token in every step"
+            )
+        for token_id in self.eos_token_ids:
+            if not 0 <= token_id < self.vocab_size:
+                raise ConfigError(f"eos_token_ids holds {token_id}; the logits have ids 0 to {self.vocab_size - 1}")
+
+
+class _OrderedQueue:
+    """Requests by `order` (a heap), and by the time they came (an ordered dict); removal from anywhere is cheap.
+
+    The heap keeps entries of removed requests until they surface or outnumber the living.
+    """
+
+    def __init__(self) -> None:
+        self._members: OrderedDict[Request, None] = OrderedDict()
+        self._heap: list[tuple[tuple[int, int, int], Request]] = []
+
+    def __len__(self) -> int:
+        return len(self._members)
+
+    def __contains__(self, request: "Request") -> bool:
+        return request in self._members
+
+    def push(self, request: "Request") -> None:
+        self._members[request] = None
+        heappush(self._heap, (request.order, request))
+
+    def remove(self, request: "Request") -> None:
+        del self._members[request]
+        while self._heap and self._heap[0][1] not in self._members:
+            heappop(self._heap)
+        if len(self._heap) > 2 * len(self._members) + 16:
+            self._heap = [(member.order, member) for member in self._members]
+            heapify(self._heap)
+
+    def head(self) -> "Request | None":
+        return self._heap[0][1] if self._heap else None
+
+    def oldest(self) -> "Request | None":
+        return next(iter(self._members), None)
+
+
+class RequestQueue:
+    """Who waits, in order of service. Two queues, because only newcomers need the admission gate.
+
+    Resuming requests (preempted ones, and further choices of a running request) have been let in before. By their
+    order they are ahead of any newcomer of their priority: preemption takes the youngest, so they arrived earlier.
+    """
+
+    def __init__(self) -> None:
+        self._new = _OrderedQueue()
+        self._resuming = _OrderedQueue()
+
+    def __len__(self) -> int:
+        return len(self._new) + len(self._resuming)
+
+    def __contains__(self, request: "Request") -> bool:
+        return request in self._new or request in self._resuming
+
+    @property
+    def num_new(self) -> int:
+        """Newcomers."""
+        return len(self._new)
+
+    @property
+    def num_resuming(self) -> int:
+        """Those who have been let in before."""
+        return len(self._resuming)
+
+    @property
+    def oldest_arrival(self) -> float:
+        """When the newcomer who has waited longest came (infinity: nobody waits)."""
+        oldest = self._new.oldest()
+        return math.inf if oldest is None else oldest.arrived_at
+
+    def push(self, request: "Request", *, resuming: bool) -> None:
+        """Enqueue by `request.order`."""
+        (self._resuming if resuming else self._new).push(request)
+
+    def remove(self, request: "Request") -> None:
+        """Take out a request, wherever it stands."""
+        (self._resuming if request in self._resuming else self._new).remove(request)
+
+    def head(self, *, gate_open: bool) -> "Request | None":
+        """Who is next: nobody overtakes the head, but a closed gate hides the newcomers."""
+        resuming, new = self._resuming.head(), self._new.head() if gate_open else None
+        if resuming is None or new is None:
+            return resuming or new
+        return min(resuming, new, key=lambda request: request.order)
+
+
+class AdmissionGate:
+    """When newcomers may join the running requests. `waiting_served_ratio` = waiting / running.
+
+    Open if any holds: nothing runs; the oldest newcomer has waited `max_wait_s`; `max_waiting_steps` steps passed since
+    the last admission; waiting >= floor(running * waiting_served_ratio). With ratio 0 it is always open. It opens for
+    the group that waits at that moment and stays open until the group is in, however many steps its prefill takes, or
+    until seats or blocks end it.
+
+    Static policy: opens only when nothing runs or resumes, and `max_num_seqs` wait or the oldest has waited
+    `max_wait_s`; the group is the batch.
+    """
+
+    def __init__(self, config: SchedulerConfig) -> None:
+        self._config = config
+        self._steps_since_admission = 0
+        self._group = 0
+
+    @property
+    def is_open(self) -> bool:
+        """Whether one more newcomer may enter in this step."""
+        return self._group > 0
+
+    def update(self, now: float, queue: RequestQueue, running: int) -> bool:
+        """Look at the state before admission; returns whether the gate is open (also when nobody waits)."""
+        self._group = min(self._group, queue.num_new)
+        if self._group == 0:
+            opens = self._opens(now, queue, running)
+            self._group = queue.num_new if opens else 0
+            if self._config.policy == "static":
+                self._group = min(self._group, self._config.max_num_seqs)
+            return opens
+        return True
+
+    def _opens(self, now: float, queue: RequestQueue, running: int) -> bool:
+        config = self._config
+        overdue = now >= queue.oldest_arrival + config.max_wait_s
+        if config.policy == "static":
+            return running == 0 and queue.num_resuming == 0 and (overdue or queue.num_new >= config.max_num_seqs)
+        return (
+            running == 0
+            or overdue
+            or self._steps_since_admission >= config.max_waiting_steps
+            or len(queue) >= math.floor(running * config.waiting_served_ratio)
+        )
+
+    def wake_at(self, queue: RequestQueue) -> float | None:
+        """When time alone opens the gate of an idle engine; None where it is open anyway, or nobody waits."""
+        if self._config.policy != "static" or queue.num_new == 0:
+            return None
+        return queue.oldest_arrival + self._config.max_wait_s
+
+    def admitted(self) -> None:
+        """A newcomer went in."""
+        self._group -= 1
+        self._steps_since_admission = 0
+
+    def close(self) -> None:
+        """Seats or blocks have run out: the group ends here."""
+        self._group = 0
+
+    def step_done(self) -> None:
+        """A step was planned."""
+        self._steps_since_admission += 1
+
+
+def pick_victim(running: "list[Request]") -> "Request":
+    """Who is preempted: the youngest of the lowest priority. `running` is kept sorted by `order`."""
+    return running[-1]

@@ -1,8 +1,16 @@
-"""A request as it crosses processes (`EngineRequest`) and as the scheduler tracks it (`Request`, one per choice)."""
+"""A request as it crosses processes (`EngineRequest`) and as the scheduler tracks it (`Request`, one per choice).
 
-from dataclasses import dataclass
+`make_choices` is the one door between them: what can never run is refused here, with the field and the limit.
+"""
 
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+from serve_app.core.block_pool import Block
+from serve_app.core.output import FinishReason
+from serve_app.core.policy import SchedulerConfig
 from serve_app.core.sampling_params import SamplingParams
+from serve_app.errors import ContextLengthError, InvalidRequestError
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,3 +27,160 @@ class EngineRequest:
     prior_output_ids: tuple[tuple[int, ...], ...] = ()
     cache_salt: str = ""
     priority: int = 0
+
+
+class RequestStatus(Enum):
+    """Where a choice is. FORKING: it waits for the first choice to compute the prompt they share."""
+
+    FORKING = auto()
+    WAITING = auto()
+    RUNNING = auto()
+    FINISHED = auto()
+
+
+@dataclass(eq=False, slots=True)
+class Request:
+    """One choice of one request. `num_computed_tokens` chases `num_tokens`; everything else follows from that.
+
+    order: who is served first and preempted last, (priority, arrival number, choice), unique.
+    max_num_tokens: prompt and output together; the request ends with LENGTH there.
+    num_prefill_tokens: tokens known when it took its slot; computing those is prefill, the rest decode.
+    """
+
+    request_id: str
+    choice: int
+    params: SamplingParams
+    token_ids: list[int]
+    num_prompt_tokens: int
+    max_num_tokens: int
+    stop_token_ids: frozenset[int]
+    cache_salt: str
+    order: tuple[int, int, int]
+    arrived_at: float
+    leader: "Request | None" = None
+    """The choice that computes the prompt for this one; None for that choice itself."""
+    status: RequestStatus = RequestStatus.FORKING
+    slot: int = -1
+    blocks: list[Block] = field(default_factory=list)
+    num_computed_tokens: int = 0
+    num_prefill_tokens: int = 0
+    num_published_blocks: int = 0
+    block_hashes: list[bytes] = field(default_factory=list)
+    num_cached_tokens: int | None = None
+    """Prompt tokens that the first admission found computed; None until then, and again once reported."""
+    was_admitted: bool = False
+    num_prompt_logprobs: int = 0
+    """Prompt logprobs delivered so far: a recomputed prompt must not deliver them twice."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens known: prompt and output."""
+        return len(self.token_ids)
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Output tokens known, those of an earlier replica included."""
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def is_prefilling(self) -> bool:
+        """Whether tokens known at admission are still to be computed."""
+        return self.num_computed_tokens < self.num_prefill_tokens
+
+    def finish_reason(self) -> FinishReason | None:
+        """Whether the last token ends this choice. Below `min_tokens` a stop token is only a token."""
+        count = self.num_output_tokens
+        if count and count >= self.params.min_tokens and self.token_ids[-1] in self.stop_token_ids:
+            return FinishReason.STOP
+        return FinishReason.LENGTH if self.num_tokens >= self.max_num_tokens else None
+
+
+def _check_ids(param: str, token_ids: tuple[int, ...], vocab_size: int) -> None:
+    if token_ids and set(map(type, token_ids)) != {int}:
+        raise InvalidRequestError(f"`{param}` must hold integers", param=param)
+    for bad in (i for i in (min(token_ids, default=0), max(token_ids, default=0)) if not 0 <= i < vocab_size):
+        raise InvalidRequestError(f"`{param}` holds token id {bad}; ids go from 0 to {vocab_size - 1}", param=param)
+
+
+def _length_limit(request: EngineRequest, config: SchedulerConfig) -> int:
+    """The most tokens (prompt and output) the request may reach, or the refusal of what can never fit.
+
+    The last output token is never computed, so the pool may be one token smaller than the request.
+    """
+    prompt, params = len(request.prompt_token_ids), request.params
+    pool = (config.num_blocks - 1) * config.block_size + 1
+    for limit, name in ((config.max_model_len, "the model's context of"), (pool, "the KV pool, which holds")):
+        if prompt >= limit:
+            raise ContextLengthError(
+                f"`prompt` has {prompt} tokens and leaves no room for output in {name} {limit} tokens", param="prompt"
+            )
+        if params.max_tokens is not None and prompt + params.max_tokens > limit:
+            raise ContextLengthError(
+                f"`prompt` ({prompt} tokens) plus `max_tokens` ({params.max_tokens}) exceeds {name} {limit} tokens",
+                param="max_tokens",
+            )
+    limit = min(config.max_model_len, pool)
+    if params.max_tokens is not None:
+        return prompt + params.max_tokens
+    if prompt + params.min_tokens > limit:
+        raise ContextLengthError(
+            f"`prompt` ({prompt} tokens) plus `min_tokens` ({params.min_tokens}) exceeds {limit} tokens",
+            param="min_tokens",
+        )
+    return limit
+
+
+def _check_prior_output(request: EngineRequest, limit: int, vocab_size: int) -> None:
+    prior = request.prior_output_ids
+    if prior and len(prior) != request.params.n:
+        raise InvalidRequestError(
+            f"`prior_output_ids` has {len(prior)} entries for {request.params.n} choices", param="prior_output_ids"
+        )
+    for output_ids in prior:
+        _check_ids("prior_output_ids", output_ids, vocab_size)
+        if len(request.prompt_token_ids) + len(output_ids) > limit:
+            raise ContextLengthError(
+                f"`prior_output_ids` has {len(output_ids)} tokens where at most "
+                f"{limit - len(request.prompt_token_ids)} can be generated",
+                param="prior_output_ids",
+            )
+
+
+def make_choices(request: EngineRequest, config: SchedulerConfig, arrival: int, now: float) -> list[Request]:
+    """Validate `request` and return its choices in order.
+
+    The first unfinished choice leads: it is WAITING and computes the prompt, the others are FORKING. Choices whose
+    prior output is already complete are FINISHED. Raises InvalidRequestError or ContextLengthError.
+    """
+    params, prompt = request.params, request.prompt_token_ids
+    if not prompt:
+        raise InvalidRequestError("`prompt` must hold at least one token", param="prompt")
+    _check_ids("prompt", prompt, config.vocab_size)
+    params.check_vocab(config.vocab_size)
+    limit = _length_limit(request, config)
+    _check_prior_output(request, limit, config.vocab_size)
+    stop = frozenset(params.stop_token_ids) | frozenset(() if params.ignore_eos else config.eos_token_ids)
+    choices: list[Request] = []
+    leader: Request | None = None
+    for i in range(params.n):
+        choice = Request(
+            request_id=request.request_id,
+            choice=i,
+            params=params,
+            token_ids=[*prompt, *(request.prior_output_ids[i] if request.prior_output_ids else ())],
+            num_prompt_tokens=len(prompt),
+            max_num_tokens=limit,
+            stop_token_ids=stop,
+            cache_salt=request.cache_salt,
+            order=(request.priority if config.policy == "priority" else 0, arrival, i),
+            arrived_at=now,
+            leader=leader,
+        )
+        if choice.finish_reason() is not None:
+            choice.status = RequestStatus.FINISHED
+        elif leader is None:
+            leader, choice.status = choice, RequestStatus.WAITING
+        choices.append(choice)
+    if leader is None:
+        raise InvalidRequestError("`prior_output_ids` is complete: nothing is left to do", param="prior_output_ids")
+    return choices

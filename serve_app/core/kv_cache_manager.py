@@ -1,0 +1,145 @@
+"""Block tables of requests: what a request can share, whether it fits, what must be copied before it writes.
+
+Queries (`match`, `fork`) are pure and return a `Prefix`; `allocate`, `grow` and `free` commit. Decides nothing about
+who runs. Order of side effects in `allocate`: shared blocks are taken first, so that making room cannot evict them.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from serve_app.core.block_pool import Block, BlockPool
+from serve_app.core.output import BlockCopy
+from serve_app.core.prefix_cache import PrefixCache, hash_block, root_hash
+from serve_app.core.request import Request
+
+
+@dataclass(frozen=True, slots=True)
+class Prefix:
+    """Computed tokens that a request can start from: whole blocks to share, and one to copy if it ends inside it."""
+
+    num_tokens: int = 0
+    shared: list[Block] = field(default_factory=list)
+    copied: Block | None = None
+
+
+class KVCacheManager:
+    """The block tables of all running requests over one `BlockPool`."""
+
+    def __init__(self, num_blocks: int, block_size: int, max_num_seqs: int) -> None:
+        self.block_size = block_size
+        self.pool = BlockPool(num_blocks, max_num_seqs)
+        self.prefix_cache = PrefixCache()
+        self._copies: list[BlockCopy] = []
+
+    @property
+    def max_tokens(self) -> int:
+        """Tokens that fit into the whole pool."""
+        return (len(self.pool.blocks) - 1) * self.block_size
+
+    def blocks_for(self, num_tokens: int) -> int:
+        """Blocks that hold `num_tokens`."""
+        return -(-num_tokens // self.block_size)
+
+    def _hashes(self, request: Request, count: int) -> list[bytes]:
+        """The names of the request's first `count` blocks, each computed once in its life."""
+        hashes, size = request.block_hashes, self.block_size
+        for i in range(len(hashes), count):
+            parent = hashes[-1] if hashes else root_hash(request.cache_salt)
+            hashes.append(hash_block(parent, request.token_ids[i * size : (i + 1) * size]))
+        return hashes
+
+    def match(self, request: Request) -> Prefix:
+        """The longest published prefix, in whole blocks. One token at least is left to compute: it yields the next."""
+        limit = (request.num_tokens - 1) // self.block_size
+        shared: list[Block] = []
+        for block_hash in self._hashes(request, limit)[:limit]:
+            block = self.prefix_cache.get(block_hash)
+            if block is None:
+                break
+            shared.append(block)
+        return Prefix(len(shared) * self.block_size, shared)
+
+    def fork(self, request: Request, source: Request) -> Prefix:
+        """What `request` can take over of the same prompt computed by `source` (another choice, running).
+
+        One token at least is left to compute. The block it will be written into is copied, unless nothing in that
+        block lies before it.
+        """
+        num_tokens = min(request.num_prompt_tokens, source.num_computed_tokens, request.num_tokens - 1)
+        whole, rest = divmod(num_tokens, self.block_size)
+        return Prefix(num_tokens, source.blocks[:whole], source.blocks[whole] if rest else None)
+
+    def allocate(self, request: Request, prefix: Prefix, reserve: int) -> bool:
+        """Give `request` a table for all its known tokens, the first of them from `prefix`; all of it or nothing.
+
+        `reserve` blocks must stay free afterwards.
+        """
+        count = self.blocks_for(request.num_tokens) - len(prefix.shared)
+        revived = sum(block.ref_count == 0 for block in prefix.shared)
+        if count + revived + reserve > self.pool.num_free:
+            return False
+        for block in prefix.shared:
+            self.pool.share(block)
+        new = self._take(count, prefix.shared[-1] if prefix.shared else None)
+        if prefix.copied is not None:
+            self._copies.append(BlockCopy(prefix.copied.id, new[0].id))
+        request.blocks = prefix.shared + new
+        request.num_computed_tokens = prefix.num_tokens
+        request.num_published_blocks = len(prefix.shared)
+        return True
+
+    def grow(self, request: Request) -> tuple[int, ...] | None:
+        """Make room for the next token; the ids of the new blocks (none or one), or None when the pool is empty."""
+        if request.num_computed_tokens < len(request.blocks) * self.block_size:
+            return ()
+        if self.pool.num_free == 0:
+            return None
+        new = self._take(1, request.blocks[-1])
+        request.blocks += new
+        return (new[0].id,)
+
+    def _take(self, count: int, after: Block | None) -> list[Block]:
+        new = self.pool.allocate(count, after)
+        for block in new:
+            self.prefix_cache.forget(block)
+        return new
+
+    def free(self, request: Request) -> None:
+        """Return the request's table; nothing of it counts as computed any more."""
+        self.pool.free(request.blocks)
+        request.blocks = []
+        request.num_computed_tokens = 0
+        request.num_published_blocks = 0
+
+    def publish(self, request: Request) -> None:
+        """Name the request's blocks that are full and computed. Only for the commit of a finished step."""
+        count = request.num_computed_tokens // self.block_size
+        if count > request.num_published_blocks:
+            hashes = self._hashes(request, count)
+            for i in range(request.num_published_blocks, count):
+                self.prefix_cache.publish(request.blocks[i], hashes[i])
+            request.num_published_blocks = count
+
+    def take_copies(self) -> tuple[BlockCopy, ...]:
+        """The copies that the next step needs before it runs. Sources are never targets of the same step."""
+        copies = tuple(self._copies)
+        self._copies.clear()
+        return copies
+
+    def check_invariants(self, running: Iterable[Request]) -> None:
+        """Assert block conservation, that no writable block is shared or published, and that names recompute."""
+        tables = list(running)
+        self.pool.check_invariants(request.blocks for request in tables)
+        self.prefix_cache.check_invariants(self.pool.blocks)
+        for request in tables:
+            computed = request.num_computed_tokens
+            assert self.blocks_for(computed) <= len(request.blocks), "computed tokens outside the table"
+            parent = root_hash(request.cache_salt)
+            for i, block in enumerate(request.blocks):
+                start = i * self.block_size
+                if start + self.block_size > computed:
+                    assert block.ref_count == 1, f"block {block.id} is writable and shared"
+                    assert block.hash is None, f"block {block.id} is writable and published"
+                else:
+                    parent = hash_block(parent, request.token_ids[start : start + self.block_size])
+                    assert block.hash in (None, parent), f"block {block.id} is published under a wrong hash"

@@ -1,0 +1,373 @@
+"""The scheduler: who computes which tokens in the next step. A pure state machine; time is an argument.
+
+There is no prefill phase and no decode phase: every request has `num_computed_tokens`, which chases `num_tokens`.
+Chunked prefill, prefix hits, forks, preemption and failover are that one rule.
+
+`schedule` plans and allocates, `update` commits; only `update` publishes prefix blocks. Order inside `schedule`:
+running requests (decodes, which may preempt; then prefill chunks), the admission gate, then the queue while tokens,
+seats and blocks last. With `prefill: separate` decodes come last, in steps without any prefill.
+
+Decides nothing about text, sampling or the device. Same calls, same outputs.
+"""
+
+from bisect import bisect_left, insort
+from dataclasses import dataclass, field, replace
+from heapq import heappop, heappush
+from operator import attrgetter
+
+from serve_app.core.kv_cache_manager import KVCacheManager, Prefix
+from serve_app.core.output import (
+    FinishReason,
+    ModelRunnerOutput,
+    ScheduledRequest,
+    SchedulerOutput,
+    SchedulerStats,
+    SlotStart,
+    TokenDelta,
+    TokenLogprob,
+)
+from serve_app.core.policy import AdmissionGate, RequestQueue, SchedulerConfig, pick_victim
+from serve_app.core.request import EngineRequest, Request, RequestStatus, make_choices
+from serve_app.errors import InvalidRequestError
+
+_by_order = attrgetter("order")
+
+
+@dataclass(slots=True)
+class _Plan:
+    """A step in the making."""
+
+    budget: int
+    rows: list[ScheduledRequest] = field(default_factory=list)
+    requests: list[Request] = field(default_factory=list)
+    slot_starts: list[SlotStart] = field(default_factory=list)
+    preempted: list[tuple[str, int]] = field(default_factory=list)
+    admitted: list[tuple[str, int]] = field(default_factory=list)
+    hit_tokens: int = 0
+    queried_tokens: int = 0
+
+    def add_row(self, request: Request, new_block_ids: tuple[int, ...] = ()) -> None:
+        """Let `request` compute as many of its tokens as the budget allows."""
+        start = request.num_computed_tokens
+        num_tokens = min(request.num_tokens - start, self.budget)
+        self.budget -= num_tokens
+        self.requests.append(request)
+        self.rows.append(
+            ScheduledRequest(
+                slot=request.slot,
+                request_id=request.request_id,
+                choice=request.choice,
+                start=start,
+                num_tokens=num_tokens,
+                new_block_ids=new_block_ids,
+                samples=start + num_tokens == request.num_tokens,
+                is_prefill=request.is_prefilling,
+            )
+        )
+
+
+class Scheduler:
+    """Continuous batching over a paged KV cache; see the module for the rules and `SchedulerConfig` for the knobs."""
+
+    def __init__(self, config: SchedulerConfig) -> None:
+        self.config = config
+        self._kv = KVCacheManager(config.num_blocks, config.block_size, config.max_num_seqs)
+        self._queue = RequestQueue()
+        self._gate = AdmissionGate(config)
+        self._running: list[Request] = []  # sorted by order: the last is the first to be preempted
+        self._free_slots = list(range(config.max_num_seqs))  # a heap: the lowest is taken first
+        self._choices: dict[str, list[Request]] = {}
+        self._early_deltas: list[TokenDelta] = []
+        self._in_flight: tuple[int, list[Request]] | None = None
+        self._num_arrivals = 0
+        self._num_steps = 0
+
+    # ---------------------------------------------------------------------------------------------- requests
+    def add(self, request: EngineRequest, now: float) -> None:
+        """Enqueue a request that arrives at `now` (seconds, never going back).
+
+        Raises InvalidRequestError or ContextLengthError for what can never run: token ids outside the vocabulary, more
+        tokens than the model's context or the whole pool can hold, an id that is in use. With `max_tokens` None the
+        output may be as long as context and pool allow. Choices that an earlier replica completed
+        (`prior_output_ids`) are reported by the next `update`.
+        """
+        if request.request_id in self._choices:
+            raise InvalidRequestError(f"request id {request.request_id!r} is in use", param="request_id")
+        choices = make_choices(request, self.config, self._num_arrivals, now)
+        self._num_arrivals += 1
+        self._choices[request.request_id] = choices
+        for choice in choices:
+            if choice.status is RequestStatus.FINISHED:
+                delta = TokenDelta(choice.request_id, choice.choice, choice.num_output_tokens, ())
+                self._early_deltas.append(replace(delta, finish_reason=choice.finish_reason()))
+            elif choice.status is RequestStatus.WAITING:
+                self._queue.push(choice, resuming=False)
+
+    def abort(self, request_id: str) -> None:
+        """End all choices of a request now, without deltas. What a step in flight yields for them is dropped."""
+        for choice in self._choices.get(request_id, ()):
+            self._release(choice)
+        self._choices.pop(request_id, None)
+        self._early_deltas = [delta for delta in self._early_deltas if delta.request_id != request_id]
+
+    @property
+    def has_unfinished(self) -> bool:
+        """Whether any request is waiting or running."""
+        return bool(self._choices)
+
+    def wake_at(self) -> float | None:
+        """When time alone will let `schedule` succeed, after it returned no rows; None: only news can help."""
+        return None if self._running else self._gate.wake_at(self._queue)
+
+    # ---------------------------------------------------------------------------------------------- planning
+    def schedule(self, now: float) -> SchedulerOutput:
+        """Plan the next step; `update` must follow before the next plan, unless the plan has no rows."""
+        if self._in_flight is not None:
+            raise RuntimeError("schedule() while a step is in flight: call update() first")
+        plan = _Plan(self.config.max_num_batched_tokens)
+        if self.config.prefill == "fused":
+            self._schedule_decodes(plan)
+        self._schedule_prefills(plan)
+        gate_open = self._gate.update(now, self._queue, len(self._running))
+        if not plan.preempted:
+            self._admit(plan)
+        if self.config.prefill == "separate" and not plan.rows:
+            self._schedule_decodes(plan)
+        output = SchedulerOutput(
+            step=self._num_steps,
+            rows=tuple(plan.rows),
+            slot_starts=tuple(plan.slot_starts),
+            block_copies=self._kv.take_copies(),
+            num_tokens=self.config.max_num_batched_tokens - plan.budget,
+            preempted=tuple(plan.preempted),
+            admitted=tuple(plan.admitted),
+            gate_open=gate_open,
+            prefix_hit_tokens=plan.hit_tokens,
+            prefix_queried_tokens=plan.queried_tokens,
+        )
+        if plan.rows:
+            self._in_flight = output.step, plan.requests
+            self._num_steps += 1
+            self._gate.step_done()
+        return output
+
+    def _schedule_decodes(self, plan: _Plan) -> None:
+        """One token for everyone whose known tokens are computed; whoever needs a block and finds none preempts.
+
+        In order of service, and the victim is the last in that order: no victim has a row in this step yet.
+        """
+        position = 0
+        while position < len(self._running):
+            request = self._running[position]
+            position += 1
+            if request.is_prefilling:
+                continue
+            while (new_block_ids := self._kv.grow(request)) is None:
+                self._preempt(pick_victim(self._running), plan)
+                if request.status is not RequestStatus.RUNNING:
+                    return
+            plan.add_row(request, new_block_ids)
+
+    def _schedule_prefills(self, plan: _Plan) -> None:
+        for request in self._running:
+            if plan.budget == 0:
+                return
+            if request.is_prefilling:
+                plan.add_row(request)
+
+    def _preempt(self, request: Request, plan: _Plan) -> None:
+        self._leave_slot(request)
+        request.status = RequestStatus.WAITING
+        self._queue.push(request, resuming=True)
+        plan.preempted.append((request.request_id, request.choice))
+
+    def _admit(self, plan: _Plan) -> None:
+        """Start requests from the queue. The head blocks those behind it on purpose: nobody is overtaken for ever."""
+        while plan.budget > 0:
+            request = self._queue.head(gate_open=self._gate.is_open)
+            if request is None:
+                return
+            if not self._free_slots or not self._start(request, plan):
+                self._gate.close()
+                return
+
+    def _start(self, request: Request, plan: _Plan) -> bool:
+        """Give `request` a slot, blocks for all its known tokens, and a row; False if the blocks are not there.
+
+        The whole table at once, so that a prompt's first chunk never waits for room for its last. One block per
+        running request stays free, or the next decodes would preempt the newcomer at once.
+        """
+        prefix, searched = self._find_prefix(request)
+        if not self._kv.allocate(request, prefix, reserve=len(self._running)):
+            return False
+        self._queue.remove(request)
+        if not request.was_admitted:
+            request.was_admitted = True
+            request.num_cached_tokens = min(prefix.num_tokens, request.num_prompt_tokens)
+            if request.leader is None:
+                self._gate.admitted()
+        if searched:
+            plan.queried_tokens += request.num_tokens
+            plan.hit_tokens += prefix.num_tokens
+        request.status = RequestStatus.RUNNING
+        request.slot = heappop(self._free_slots)
+        request.num_prefill_tokens = request.num_tokens
+        insort(self._running, request, key=_by_order)
+        plan.admitted.append((request.request_id, request.choice))
+        plan.slot_starts.append(
+            SlotStart(
+                slot=request.slot,
+                request_id=request.request_id,
+                choice=request.choice,
+                token_ids=tuple(request.token_ids),
+                num_prompt_tokens=request.num_prompt_tokens,
+                params=request.params,
+                block_ids=tuple(block.id for block in request.blocks),
+            )
+        )
+        plan.add_row(request)
+        return True
+
+    def _find_prefix(self, request: Request) -> tuple[Prefix, bool]:
+        """The tokens that `request` need not compute, and whether the prefix cache was asked for them."""
+        leader = request.leader
+        prefix = Prefix()
+        if leader is not None and leader.num_computed_tokens >= leader.num_prompt_tokens:
+            prefix = self._kv.fork(request, leader)
+        # A prompt's logprobs exist only where its tokens are computed. Only the leader reports them.
+        needs_all = request.params.prompt_logprobs is not None and leader is None
+        if needs_all or not self.config.enable_prefix_cache:
+            return prefix, False
+        published = self._kv.match(request)
+        if published.num_tokens > prefix.num_tokens or leader is None:
+            return published, True
+        return prefix, False
+
+    # ---------------------------------------------------------------------------------------------- commit
+    def update(self, output: SchedulerOutput, result: ModelRunnerOutput) -> list[TokenDelta]:
+        """Commit a finished step: append tokens, publish full blocks, end what is done; the news, in row order.
+
+        A row that `failed`, or that was to sample and did not yield exactly one id of the vocabulary, ends its request
+        (all choices) with ERROR. For a step that failed as a whole, mark every row failed.
+        """
+        deltas, self._early_deltas = self._early_deltas, []
+        if output.rows:
+            if self._in_flight is None or self._in_flight[0] != output.step:
+                raise RuntimeError(f"update() for step {output.step}, which is not in flight")
+            requests, self._in_flight = self._in_flight[1], None
+            for i, (row, request) in enumerate(zip(output.rows, requests, strict=True)):
+                if request.status is RequestStatus.RUNNING:  # else aborted meanwhile, or failed by a sibling's row
+                    self._commit_row(i, row, request, result, deltas)
+        for delta in deltas:
+            if delta.finish_reason is not None:
+                self._forget_if_done(delta.request_id)
+        return deltas
+
+    def _commit_row(
+        self, i: int, row: ScheduledRequest, request: Request, result: ModelRunnerOutput, deltas: list[TokenDelta]
+    ) -> None:
+        token_ids = result.token_ids[i]
+        error = result.failed.get(i) or self._token_error(row, token_ids)
+        if error is not None:
+            self._fail(request.request_id, error, deltas)
+            return
+        request.num_computed_tokens += row.num_tokens
+        if self.config.enable_prefix_cache:
+            self._kv.publish(request)
+        if row.is_prefill and request.leader is None and request.num_computed_tokens >= request.num_prompt_tokens:
+            self._release_forks(request)
+        prompt_logprobs: tuple[TokenLogprob, ...] = ()
+        if i in result.prompt_logprobs and request.leader is None:
+            prompt_logprobs = result.prompt_logprobs[i][max(0, request.num_prompt_logprobs - row.start) :]
+            request.num_prompt_logprobs += len(prompt_logprobs)
+        if not token_ids and not prompt_logprobs:
+            return
+        offset = request.num_output_tokens
+        request.token_ids += token_ids
+        finish_reason = request.finish_reason() if token_ids else None
+        deltas.append(
+            TokenDelta(
+                request_id=request.request_id,
+                choice=request.choice,
+                offset=offset,
+                token_ids=token_ids,
+                logprobs=result.logprobs.get(i, ()),
+                prompt_logprobs=prompt_logprobs,
+                finish_reason=finish_reason,
+                num_cached_tokens=request.num_cached_tokens,
+            )
+        )
+        request.num_cached_tokens = None
+        if finish_reason is not None:
+            self._release(request)
+
+    def _token_error(self, row: ScheduledRequest, token_ids: tuple[int, ...]) -> str | None:
+        if len(token_ids) != row.samples:
+            return f"the model runner returned {len(token_ids)} tokens for a row that samples {int(row.samples)}"
+        if token_ids and not 0 <= token_ids[0] < self.config.vocab_size:
+            return f"the model runner returned token id {token_ids[0]}, outside the vocabulary"
+        return None
+
+    def _release_forks(self, leader: Request) -> None:
+        """The prompt is computed: the other choices may take it over."""
+        for choice in self._choices[leader.request_id]:
+            if choice.status is RequestStatus.FORKING:
+                choice.status = RequestStatus.WAITING
+                self._queue.push(choice, resuming=True)
+
+    def _fail(self, request_id: str, error: str, deltas: list[TokenDelta]) -> None:
+        for choice in self._choices[request_id]:
+            if choice.status is not RequestStatus.FINISHED:
+                self._release(choice)
+                delta = TokenDelta(request_id, choice.choice, choice.num_output_tokens, ())
+                deltas.append(replace(delta, finish_reason=FinishReason.ERROR, error=error))
+
+    def _release(self, request: Request) -> None:
+        """Take an unfinished choice out of wherever it is."""
+        if request.status is RequestStatus.RUNNING:
+            self._leave_slot(request)
+        elif request.status is RequestStatus.WAITING:
+            self._queue.remove(request)
+        request.status = RequestStatus.FINISHED
+
+    def _leave_slot(self, request: Request) -> None:
+        del self._running[bisect_left(self._running, request.order, key=_by_order)]
+        self._kv.free(request)
+        heappush(self._free_slots, request.slot)
+        request.slot = -1
+
+    def _forget_if_done(self, request_id: str) -> None:
+        choices = self._choices.get(request_id, ())
+        if all(choice.status is RequestStatus.FINISHED for choice in choices):
+            self._choices.pop(request_id, None)
+
+    # ---------------------------------------------------------------------------------------------- state
+    def stats(self) -> SchedulerStats:
+        """How full everything is. Further choices of a request count as waiting once their prompt is computed."""
+        pool = self._kv.pool
+        total = len(pool.blocks) - 1
+        return SchedulerStats(
+            waiting=len(self._queue),
+            running=len(self._running),
+            blocks_total=total,
+            blocks_used=total - pool.num_free,
+            blocks_cached=pool.num_free_cached,
+        )
+
+    def check_invariants(self) -> None:
+        """Raise AssertionError if the state contradicts itself. Walks pool and tables: for tests and idle moments."""
+        running = self._running
+        self._kv.check_invariants(running)
+        orders = [request.order for request in running]
+        assert orders == sorted(set(orders)), "running requests are out of order"
+        slots = sorted([*self._free_slots, *(request.slot for request in running)])
+        assert slots == list(range(self.config.max_num_seqs)), "a slot is lost or held twice"
+        known = [choice for choices in self._choices.values() for choice in choices]
+        assert set(running) == {c for c in known if c.status is RequestStatus.RUNNING}, "running and status disagree"
+        waiting = [c for c in known if c.status is RequestStatus.WAITING]
+        assert len(waiting) == len(self._queue), "queue and status disagree"
+        assert all(choice in self._queue for choice in waiting), "queue and status disagree"
+        for request in known:
+            is_running = request.status is RequestStatus.RUNNING
+            assert is_running or not request.blocks, f"{request.request_id} holds blocks but does not run"
+            assert not is_running or request.num_computed_tokens < request.num_tokens, "nothing left to compute"

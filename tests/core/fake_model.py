@@ -1,0 +1,243 @@
+"""A model without a network: its "KV" of a token is a hash of the whole prefix, read through the block table.
+
+Like attention it sees only what the blocks hold; unlike attention it notices at once when a block holds anything but
+the row's own prefix. Its next token is a pure function of (prefix, choice), so every way of scheduling must agree with
+`expected_output`, which knows no scheduler.
+"""
+
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass, field
+from hashlib import blake2b
+
+from serve_app.core.output import (
+    FinishReason,
+    ModelRunnerOutput,
+    ScheduledRequest,
+    SchedulerOutput,
+    SlotStart,
+    TokenDelta,
+    TokenLogprob,
+)
+from serve_app.core.policy import SchedulerConfig
+from serve_app.core.request import EngineRequest
+from serve_app.core.scheduler import Scheduler
+
+
+def chain(parent: int, token_id: int) -> int:
+    return int.from_bytes(blake2b(f"{parent},{token_id}".encode(), digest_size=8).digest())
+
+
+def next_token(state: int, choice: int, vocab_size: int) -> int:
+    return chain(state, 1000 + choice) % vocab_size
+
+
+def token_logprob(token_id: int) -> TokenLogprob:
+    return TokenLogprob(token_id, -1.0 - token_id)
+
+
+def expected_output(request: EngineRequest, choice: int, config: SchedulerConfig) -> tuple[list[int], FinishReason]:
+    """What `choice` of a fresh `request` must yield."""
+    params, state = request.params, 0
+    for token_id in request.prompt_token_ids:
+        state = chain(state, token_id)
+    limit = min(config.max_model_len, (config.num_blocks - 1) * config.block_size + 1) - len(request.prompt_token_ids)
+    limit = min(limit, params.max_tokens or limit)
+    output: list[int] = []
+    while True:
+        token_id = next_token(state, choice, config.vocab_size)
+        state = chain(state, token_id)
+        output.append(token_id)
+        stops = token_id in params.stop_token_ids or (token_id in config.eos_token_ids and not params.ignore_eos)
+        if stops and len(output) >= params.min_tokens:
+            return output, FinishReason.STOP
+        if len(output) == limit:
+            return output, FinishReason.LENGTH
+
+
+@dataclass
+class _Slot:
+    start: SlotStart
+    tokens: list[int]
+    table: list[int]
+    computed: int | None = None  # unknown until its first row
+
+
+class FakeRunner:
+    """Executes scheduler outputs as a model runner does, and checks the contract of every row."""
+
+    def __init__(self, config: SchedulerConfig) -> None:
+        self.config = config
+        self.slots: dict[int, _Slot] = {}
+        self.cells: dict[tuple[int, int], int] = {}  # (block id, offset) -> hash of the prefix that ends there
+
+    def execute(self, output: SchedulerOutput, failing: Collection[int] = ()) -> ModelRunnerOutput:
+        self._check_limits(output)
+        for start in output.slot_starts:
+            self.slots[start.slot] = _Slot(start, list(start.token_ids), list(start.block_ids))
+        for row in output.rows:
+            self.slots[row.slot].table += row.new_block_ids
+        self._copy_blocks(output)
+        self._check_writes(output.rows)
+        sampled = [self._run(row) for row in output.rows]
+        good = {i: ids for i, ids in enumerate(sampled) if i not in failing}
+        return ModelRunnerOutput(
+            token_ids=tuple(good.get(i, ()) for i in range(len(sampled))),
+            logprobs={i: tuple(map(token_logprob, ids)) for i, ids in good.items() if ids},
+            prompt_logprobs={
+                i: tuple(map(token_logprob, self._predicted_prompt(row)))
+                for i, row in enumerate(output.rows)
+                if self.slots[row.slot].start.params.prompt_logprobs is not None
+            },
+            failed={i: "injected" for i in failing},
+        )
+
+    def _check_limits(self, output: SchedulerOutput) -> None:
+        assert sum(row.num_tokens for row in output.rows) == output.num_tokens <= self.config.max_num_batched_tokens
+        slots = [row.slot for row in output.rows]
+        assert len(set(slots)) == len(slots)
+        assert all(0 <= slot < self.config.max_num_seqs for slot in slots)
+        starts = [(start.slot, start.request_id, start.choice) for start in output.slot_starts]
+        assert set(starts) <= {(row.slot, row.request_id, row.choice) for row in output.rows}
+        assert [start[1:] for start in starts] == list(output.admitted)
+        assert not (output.preempted and output.admitted), "a step that preempted admits nothing"
+        if self.config.prefill == "separate":
+            assert len({row.is_prefill for row in output.rows}) <= 1, "prefills and decodes share no step"
+
+    def _copy_blocks(self, output: SchedulerOutput) -> None:
+        targets = [copy.target for copy in output.block_copies]
+        assert len(set(targets)) == len(targets)
+        assert not {copy.source for copy in output.block_copies} & set(targets), "the order of copies must not matter"
+        for copy in output.block_copies:
+            for offset in range(self.config.block_size):
+                if (copy.source, offset) in self.cells:
+                    self.cells[copy.target, offset] = self.cells[copy.source, offset]
+
+    def _cell(self, slot: _Slot, position: int) -> tuple[int, int]:
+        index, offset = divmod(position, self.config.block_size)
+        return slot.table[index], offset
+
+    def _check_writes(self, rows: Iterable[ScheduledRequest]) -> None:
+        written = [
+            self._cell(self.slots[row.slot], position)
+            for row in rows
+            for position in range(row.start, row.start + row.num_tokens)
+        ]
+        assert len(set(written)) == len(written), "two rows write the same place"
+        assert all(block for block, _ in written), "the null block is never written"
+
+    def _run(self, row: ScheduledRequest) -> tuple[int, ...]:
+        slot = self.slots[row.slot]
+        assert (slot.start.request_id, slot.start.choice) == (row.request_id, row.choice)
+        assert slot.computed in (None, row.start), "each row continues where the last one ended"
+        assert row.num_tokens > 0
+        end = slot.computed = row.start + row.num_tokens
+        assert end <= len(slot.tokens)
+        assert row.samples == (end == len(slot.tokens))
+        assert row.is_prefill == (row.start < len(slot.start.token_ids))
+        state = 0
+        for position, token_id in enumerate(slot.tokens[:end]):
+            state = chain(state, token_id)
+            if position < row.start:
+                assert self.cells.get(self._cell(slot, position)) == state, "a block holds somebody else's prefix"
+            else:
+                self.cells[self._cell(slot, position)] = state
+        if not row.samples:
+            return ()
+        token_id = next_token(state, row.choice, self.config.vocab_size)
+        slot.tokens.append(token_id)
+        return (token_id,)
+
+    def _predicted_prompt(self, row: ScheduledRequest) -> tuple[int, ...]:
+        start = self.slots[row.slot].start
+        return start.token_ids[: start.num_prompt_tokens][row.start + 1 : row.start + row.num_tokens + 1]
+
+
+@dataclass
+class Stream:
+    """What a reader has of one choice."""
+
+    token_ids: list[int] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    num_cached_tokens: int | None = None
+    error: str | None = None
+
+    def receive(self, delta: TokenDelta) -> None:
+        assert self.finish_reason is None, "news after the end"
+        assert delta.offset == len(self.token_ids), "tokens are lost or doubled"
+        assert delta.logprobs == tuple(map(token_logprob, delta.token_ids))
+        if delta.num_cached_tokens is not None:
+            assert self.num_cached_tokens is None
+            self.num_cached_tokens = delta.num_cached_tokens
+        self.token_ids += delta.token_ids
+        self.prompt_logprobs += delta.prompt_logprobs
+        self.finish_reason, self.error = delta.finish_reason, delta.error
+
+
+class Driver:
+    """A scheduler, a runner and the readers of all streams; checks the scheduler's state after every call."""
+
+    def __init__(self, config: SchedulerConfig) -> None:
+        self.config = config
+        self.scheduler = Scheduler(config)
+        self.runner = FakeRunner(config)
+        self.streams: dict[tuple[str, int], Stream] = {}
+        self.outputs: list[SchedulerOutput] = []
+        self.now = 0.0
+
+    def add(self, request: EngineRequest) -> None:
+        self.scheduler.add(request, self.now)
+        self.scheduler.check_invariants()
+        prior = request.prior_output_ids or ((),) * request.params.n
+        for choice, token_ids in enumerate(prior):
+            self.streams[request.request_id, choice] = Stream(token_ids=list(token_ids))
+
+    def abort(self, request_id: str) -> None:
+        self.scheduler.abort(request_id)
+        self.scheduler.check_invariants()
+        for key in [key for key in self.streams if key[0] == request_id]:
+            del self.streams[key]
+
+    def step(
+        self,
+        failing: Callable[[SchedulerOutput], Collection[int]] = lambda output: (),
+        meanwhile: Callable[[], None] = lambda: None,
+    ) -> SchedulerOutput:
+        """One step; `meanwhile` runs while it is in flight."""
+        named = set(self.scheduler._kv.prefix_cache._blocks)
+        output = self.scheduler.schedule(self.now)
+        self.scheduler.check_invariants()
+        assert set(self.scheduler._kv.prefix_cache._blocks) <= named, "planning published a block"
+        result = self.runner.execute(output, failing(output))
+        meanwhile()
+        for delta in self.scheduler.update(output, result):
+            self.streams[delta.request_id, delta.choice].receive(delta)
+        self.scheduler.check_invariants()
+        self.outputs.append(output)
+        return output
+
+    def drain(self, max_steps: int = 5000) -> None:
+        """Step until all is done; time passes only where the scheduler waits for it."""
+        while self.scheduler.has_unfinished:
+            output = self.step()
+            if not output.rows and self.scheduler.has_unfinished:
+                wake_at = self.scheduler.wake_at()
+                assert wake_at is not None, "an idle scheduler with work must say when it goes on"
+                self.now = wake_at
+            max_steps -= 1
+            assert max_steps > 0, "no progress"
+        assert self.scheduler.stats().blocks_used == 0
+
+    def run(self, *requests: EngineRequest) -> dict[tuple[str, int], Stream]:
+        for request in requests:
+            self.add(request)
+        self.drain()
+        return self.streams
+
+    def check_outputs(self, *requests: EngineRequest) -> None:
+        """Every stream of `requests` equals what the model yields alone."""
+        for request in requests:
+            for choice in range(request.params.n):
+                stream = self.streams[request.request_id, choice]
+                expected = expected_output(request, choice, self.config)
+                assert (stream.token_ids, stream.finish_reason) == expected, (request, choice)
