@@ -12,12 +12,16 @@ Decides lengths, texts and arrival times; sends nothing. Lengths depend on the s
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from random import Random
-from typing import Any, Protocol
+from typing import Protocol
+
+from transformers import PreTrainedTokenizerFast
+
+from serve_app.text.tokenizer import Tokenizer, load_tokenizer
 
 WORKLOADS = ("mixed", "decode", "prefill", "single", "shared_prefix", "poisson")
 
@@ -51,11 +55,12 @@ class Workload:
 
 
 class TokenizerLike(Protocol):
-    """What is needed of `tokenizers.Tokenizer`."""
+    """What is needed of `serve_app.text.tokenizer.Tokenizer`."""
 
-    def encode(self, sequence: str, *, add_special_tokens: bool = True) -> Any: ...
-    def decode(self, ids: list[int]) -> str: ...
-    def get_vocab_size(self) -> int: ...
+    vocab_size: int
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]: ...
+    def decode(self, token_ids: Sequence[int]) -> str: ...
 
 
 class PromptWriter:
@@ -70,7 +75,7 @@ class PromptWriter:
 
         Raises `ValueError` when the vocabulary has too few for varied prompts.
         """
-        decoded = {self.tokenizer.decode([token_id]).strip() for token_id in range(self.tokenizer.get_vocab_size())}
+        decoded = {self.tokenizer.decode([token_id]).strip() for token_id in range(self.tokenizer.vocab_size)}
         candidates = sorted(w for w in decoded if len(w) > 2 and w.isascii() and w.isalpha() and w.islower())
         words = [w for w in candidates if self.count(w) == self.count(" " + w) == 1]
         if len(words) < 100:
@@ -83,12 +88,12 @@ class PromptWriter:
 
     def ids(self, text: str) -> list[int]:
         """Token ids of a text, without special ones."""
-        return list(self.tokenizer.encode(text, add_special_tokens=False).ids)
+        return self.tokenizer.encode(text, add_special_tokens=False)
 
     @property
     def num_special(self) -> int:
         """Tokens that the tokenizer adds to every text by itself."""
-        return len(self.tokenizer.encode("the").ids) - self.count("the")
+        return len(self.tokenizer.encode("the")) - self.count("the")
 
     def write(self, rng: Random, num_tokens: int, after: str = "") -> str:
         """`after` continued by `num_tokens` random words. Raises `ValueError` if it does not encode to that length."""
@@ -105,15 +110,8 @@ def open_writer(tokenizer: str) -> PromptWriter:
     path = Path(tokenizer).expanduser()
     file = path / "tokenizer.json" if path.is_dir() else path
     if file.name == "tokenizer.json" and file.is_file():
-        from tokenizers import Tokenizer
-
-        return PromptWriter(Tokenizer.from_file(str(file)))
-    from transformers import AutoTokenizer
-
-    from serve_app.model_files import locate_model
-
-    files = locate_model(tokenizer)
-    return PromptWriter(AutoTokenizer.from_pretrained(files.source, gguf_file=files.gguf_file).backend_tokenizer)
+        return PromptWriter(Tokenizer(PreTrainedTokenizerFast(tokenizer_file=str(file)), file.parent.name))
+    return PromptWriter(load_tokenizer(tokenizer))
 
 
 def build_workload(

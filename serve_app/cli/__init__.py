@@ -7,6 +7,7 @@ matplotlib) only when its command runs, so that help and version answer at once.
 import typer
 
 import serve_app
+from serve_app.cli.compare import compare
 
 app = typer.Typer(
     name="serve-app",
@@ -26,3 +27,6 @@ def main() -> None:
 def version() -> None:
     """Print the version."""
     typer.echo(serve_app.__version__)
+
+
+app.command()(compare)
