@@ -1,0 +1,262 @@
+"""Prometheus metrics of one process: what is measured, under which names and buckets, and how it leaves the process.
+
+Every engine replica serves its registry on a side port of its own, which answers while the event loop is busy and dies
+with the process, so that no series outlives its source. `merge_expositions` joins what the processes say into one page.
+Does not decide who is asked (serving does) and never touches the engine: it is fed `StepRecord`s and request events.
+"""
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest, start_http_server
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.metrics_core import Metric
+from prometheus_client.parser import text_string_to_metric_families
+
+from serve_app.core.output import SchedulerStats, StepRecord
+
+_LATENCY_BUCKETS = (
+    (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75)
+    + (1.0, 1.5, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0)
+)  # fmt: skip
+_TOKEN_BUCKETS = tuple(float(2**i) for i in range(15))
+_BUSY_WINDOW_S = 10.0
+
+
+class EngineMetrics:
+    """What one engine replica knows. `on_step` runs in the engine's thread, everything else in the event loop's.
+
+    Gauges are read from the last record (or from `stats` while the engine rests) when somebody scrapes.
+    """
+
+    def __init__(self, gpu_ids: Sequence[int | str] = ()) -> None:
+        """`gpu_ids`: NVML indices or UUIDs of the GPUs of this replica; without any there are no GPU series."""
+        self.registry = registry = CollectorRegistry()
+        self._state = _EngineState()
+        registry.register(self._state)
+        if gpu_ids:
+            registry.register(_GpuState(gpu_ids))
+        self._steps = Histogram("serve_app_step_seconds", "Duration of engine steps", **_histogram(registry))
+        self._batch = Histogram(
+            "serve_app_batch_tokens", "Tokens packed into one step", registry=registry, buckets=_TOKEN_BUCKETS
+        )
+        computed = Counter("serve_app_computed_tokens", "Tokens computed by steps", ["phase"], registry=registry)
+        self._prefill, self._decode = computed.labels("prefill"), computed.labels("decode")
+        self._sampled = Counter("serve_app_sampled_tokens", "Tokens sampled by the engine", registry=registry)
+        self._preemptions = Counter("serve_app_preemptions", "Requests preempted by recompute", registry=registry)
+        self._prefix_hits = Counter(
+            "serve_app_prefix_cache_hit_tokens", "Tokens of admitted requests found in the cache", registry=registry
+        )
+        self._prefix_queries = Counter(
+            "serve_app_prefix_cache_query_tokens", "Tokens of admitted requests looked up", registry=registry
+        )
+        self._busy = Counter("serve_app_engine_busy_seconds", "Seconds the engine spent in steps", registry=registry)
+        ttft = _time_to_first_token(registry)
+        self._first_token = ttft.labels("engine")
+
+    def set_stats(self, stats: SchedulerStats) -> None:
+        """The engine's state outside steps (nothing ran yet, or a waiting request was aborted)."""
+        self._state.stats = stats
+
+    def on_step(self, record: StepRecord) -> None:
+        """Count one finished step."""
+        self._state.stats = record.stats
+        seconds = record.schedule_s + record.model_s + record.update_s
+        self._state.busy.add(record.started_at + seconds, seconds)
+        self._busy.inc(seconds)
+        self._steps.observe(seconds)
+        self._batch.observe(record.num_prefill_tokens + record.num_decode_tokens)
+        for counter, amount in (
+            (self._prefill, record.num_prefill_tokens),
+            (self._decode, record.num_decode_tokens),
+            (self._sampled, record.num_output_tokens),
+            (self._preemptions, len(record.preempted)),
+            (self._prefix_hits, record.prefix_hit_tokens),
+            (self._prefix_queries, record.prefix_queried_tokens),
+        ):
+            if amount:
+                counter.inc(amount)
+
+    def first_token(self, seconds: float) -> None:
+        """A request's first token left the engine this long after the request arrived at the replica."""
+        self._first_token.observe(seconds)
+
+
+class IngressMetrics:
+    """What the ingress knows: requests as clients see them. Fed by the HTTP layer, in the event loop."""
+
+    def __init__(self, queued: Callable[[], int], ongoing: Callable[[], int]) -> None:
+        """`queued`, `ongoing`: requests that wait at the ingress, and those that it handed to engines, right now."""
+        self.registry = registry = CollectorRegistry()
+        Gauge(
+            "serve_app_ingress_queue_depth", "Requests waiting at the ingress for a place", registry=registry
+        ).set_function(queued)
+        Gauge(
+            "serve_app_ingress_requests_ongoing", "Requests handed to engines and not ended", registry=registry
+        ).set_function(ongoing)
+        self._active = Gauge(
+            "serve_app_requests_active", "Requests received and not ended", ["endpoint"], registry=registry
+        )
+        self._requests = Counter(
+            "serve_app_requests", "Requests by how they ended", ["endpoint", "outcome"], registry=registry
+        )
+        self._prompt_tokens = Counter("serve_app_prompt_tokens", "Prompt tokens of ended requests", registry=registry)
+        self._output_tokens = Counter("serve_app_output_tokens", "Tokens received from engines", registry=registry)
+        self._first_token = _time_to_first_token(registry).labels("ingress")
+        self._inter_token = Histogram(
+            "serve_app_inter_token_latency_seconds", "Time between tokens of one choice", **_histogram(registry)
+        )
+        self._duration = Histogram(
+            "serve_app_request_seconds", "Duration of completed requests", ["endpoint"], **_histogram(registry)
+        )
+
+    def started(self, endpoint: str) -> None:
+        """A request arrived."""
+        self._active.labels(endpoint).inc()
+
+    def first_token(self, seconds: float) -> None:
+        """The first token of a request is on its way to the client, `seconds` after its arrival."""
+        self._first_token.observe(seconds)
+
+    def tokens(self, count: int, gap: float | None) -> None:
+        """`count` tokens of one choice arrived, `gap` seconds after its tokens before (None: its first)."""
+        self._output_tokens.inc(count)
+        if gap is not None:
+            for _ in range(count):
+                self._inter_token.observe(gap / count)
+
+    def finished(self, endpoint: str, outcome: str, prompt_tokens: int, output_tokens: int, seconds: float) -> None:
+        """The request ended after `seconds`."""
+        self._active.labels(endpoint).dec()
+        self._requests.labels(endpoint, outcome).inc()
+        self._prompt_tokens.inc(prompt_tokens)
+        if outcome == "completed":
+            self._duration.labels(endpoint).observe(seconds)
+
+
+def serve_registry(registry: CollectorRegistry, host: str) -> int:
+    """Serve `registry` on a free port of `host`, in a daemon thread; returns the port."""
+    server, _thread = start_http_server(0, addr=host, registry=registry)
+    return int(server.server_port)
+
+
+def merge_expositions(own: CollectorRegistry, others: Mapping[str, str | None]) -> bytes:
+    """One Prometheus text page of `own` and of the pages of `others`, whose samples get the label `replica`.
+
+    `others` maps a replica's name to its page, or to None when it did not answer; `serve_app_scrape_up` tells which.
+    """
+    registry = CollectorRegistry()
+    registry.register(_MergedPages(own, others))
+    return generate_latest(registry)
+
+
+@dataclass(slots=True)
+class _MergedPages:
+    own: CollectorRegistry
+    pages: Mapping[str, str | None]
+
+    def describe(self) -> Iterable[Metric]:
+        """Nothing: keeps the registry from collecting once more to learn the names."""
+        return ()
+
+    def collect(self) -> Iterator[Metric]:
+        families: dict[str, Metric] = {metric.name: metric for metric in self.own.collect()}
+        up = GaugeMetricFamily("serve_app_scrape_up", "Whether the replica's metrics port answered", labels=["replica"])
+        for replica, page in self.pages.items():
+            up.add_metric([replica], float(page is not None))
+            for metric in text_string_to_metric_families(page or ""):
+                family = families.setdefault(metric.name, Metric(metric.name, metric.documentation, metric.type))
+                for sample in metric.samples:
+                    family.samples.append(sample._replace(labels={**sample.labels, "replica": replica}))
+        yield from families.values()
+        yield up
+
+
+def _histogram(registry: CollectorRegistry) -> dict[str, Any]:
+    return {"registry": registry, "buckets": _LATENCY_BUCKETS}
+
+
+def _time_to_first_token(registry: CollectorRegistry) -> Histogram:
+    return Histogram(
+        "serve_app_time_to_first_token_seconds",
+        "Time to the first token, measured at the engine and at the ingress",
+        ["where"],
+        **_histogram(registry),
+    )
+
+
+class _BusyWindow:
+    """How much of the last ten seconds was spent in steps. Written by the engine's thread, read by scrapes."""
+
+    def __init__(self) -> None:
+        self._steps: deque[tuple[float, float]] = deque()
+        self._since = time.monotonic()
+
+    def add(self, ended_at: float, seconds: float) -> None:
+        self._steps.append((ended_at, seconds))
+        while self._steps[0][0] < ended_at - _BUSY_WINDOW_S:
+            self._steps.popleft()
+
+    def ratio(self, now: float) -> float:
+        span = min(_BUSY_WINDOW_S, now - self._since)
+        busy = sum(seconds for ended_at, seconds in list(self._steps) if ended_at >= now - span)
+        return min(busy / span, 1.0) if span > 0 else 0.0
+
+
+class _EngineState:
+    """Gauges made at scrape time from the scheduler's last known state."""
+
+    def __init__(self) -> None:
+        self.stats: SchedulerStats | None = None
+        self.busy = _BusyWindow()
+
+    def collect(self) -> Iterable[Metric]:
+        yield GaugeMetricFamily(
+            "serve_app_engine_busy_ratio",
+            "Part of the last ten seconds that the engine spent in steps",
+            self.busy.ratio(time.monotonic()),
+        )
+        stats = self.stats
+        if stats is None:
+            return
+        for name, value, text in (
+            ("requests_waiting", stats.waiting, "Requests waiting in the engine"),
+            ("requests_running", stats.running, "Sequences that hold a seat"),
+            ("waiting_served_ratio", stats.waiting_served_ratio, "Waiting requests per running one"),
+            ("kv_blocks_used", stats.blocks_used, "KV blocks held by requests"),
+            ("kv_blocks_cached", stats.blocks_cached, "Free KV blocks that still hold a prefix"),
+            ("kv_blocks_total", stats.blocks_total, "Usable KV blocks"),
+        ):
+            yield GaugeMetricFamily(f"serve_app_{name}", text, float(value))
+
+
+class _GpuState:
+    """Utilization and memory of this replica's GPUs, asked of NVML at scrape time."""
+
+    def __init__(self, gpu_ids: Sequence[int | str]) -> None:
+        import pynvml
+
+        pynvml.nvmlInit()
+        self._nvml = pynvml
+        self._handles = [(str(gpu), self._handle(gpu)) for gpu in gpu_ids]
+
+    def _handle(self, gpu: int | str) -> Any:
+        if isinstance(gpu, str) and not gpu.isdigit():
+            return self._nvml.nvmlDeviceGetHandleByUUID(gpu)
+        return self._nvml.nvmlDeviceGetHandleByIndex(int(gpu))
+
+    def collect(self) -> Iterable[Metric]:
+        utilization = GaugeMetricFamily(
+            "serve_app_gpu_utilization_ratio", "Part of time the GPU was busy", labels=["gpu"]
+        )
+        used = GaugeMetricFamily("serve_app_gpu_memory_used_bytes", "GPU memory in use", labels=["gpu"])
+        total = GaugeMetricFamily("serve_app_gpu_memory_total_bytes", "GPU memory", labels=["gpu"])
+        for name, handle in self._handles:
+            memory = self._nvml.nvmlDeviceGetMemoryInfo(handle)
+            utilization.add_metric([name], self._nvml.nvmlDeviceGetUtilizationRates(handle).gpu / 100)
+            used.add_metric([name], float(memory.used))
+            total.add_metric([name], float(memory.total))
+        return utilization, used, total

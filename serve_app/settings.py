@@ -1,0 +1,155 @@
+"""The one tree of settings, and the only reader (and writer) of the process environment.
+
+Decides which knobs exist, their defaults and their limits. The builder, the ingress and the launcher read it and hand
+plain dataclasses down; nothing below `api` sees pydantic. `setting_rows` is what the README's table is made from.
+"""
+
+import difflib
+import os
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ModelWrapValidatorHandler, ValidationError, model_validator
+from pydantic.fields import FieldInfo
+
+from serve_app.errors import ConfigError
+
+FAST_PATH_ENVIRONMENT: Mapping[str, str] = {
+    "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
+    "RAY_SERVE_ENABLE_HA_PROXY": "1",
+}
+"""What `make serve` sets before Ray starts: HAProxy instead of Ray's Python proxy, gRPC between the deployments."""
+
+
+class _Frozen(BaseModel):
+    # `protected_namespaces` is empty because pydantic reserves the prefix `model_`, which `model` and its like need.
+    model_config = ConfigDict(
+        frozen=True, strict=True, extra="forbid", protected_namespaces=(), use_attribute_docstrings=True
+    )
+
+
+class EngineSettings(_Frozen):
+    """The engine of each replica."""
+
+    max_num_seqs: int = Field(default=16, ge=1, le=4096)
+    """Seats: sequences that run at once in one replica (each of `n` choices takes one)."""
+    max_num_batched_tokens: int = Field(default=512, ge=1, le=1_048_576)
+    """Tokens that one packed step computes at most, prefill and decode together."""
+    max_model_len: int | None = Field(default=None, ge=1)
+    """Longest prompt plus output, in tokens; null = the model's own context."""
+    kv_cache_gib: float | None = Field(default=None, gt=0)
+    """Cap on the KV pool in GiB; null = what measured memory allows (on a CPU at most 4)."""
+    policy: Literal["fcfs", "priority", "static"] = "fcfs"
+    """Queue order: first come first served; by the request's `priority`; or whole batches (the baseline)."""
+    prefill: Literal["fused", "separate"] = "fused"
+    """Prompts ride along with decode tokens in one packed step, or get steps of their own while decodes pause."""
+    waiting_served_ratio: float = Field(default=0.0, ge=0, le=1000)
+    """Admit new requests once waiting >= running x this ratio; 0 = always."""
+    max_wait_s: float = Field(default=1.0, ge=0, le=3600)
+    """Admit anyway once the oldest request has waited this long, in seconds."""
+    max_waiting_steps: int = Field(default=20, ge=1, le=1_000_000)
+    """Admit anyway after this many steps without an admission."""
+    enable_prefix_cache: bool = True
+    """Reuse the KV blocks of prompts that begin alike."""
+    max_num_waiting: int | None = Field(default=None, ge=0, le=1_000_000)
+    """Requests that one replica holds beyond its seats, so that its admission gate can choose; null = `max_num_seqs`."""
+    stall_timeout_s: float = Field(default=60.0, gt=0, le=3600)
+    """A replica whose step takes longer than this, in seconds, is unhealthy and replaced."""
+    num_threads: int | None = Field(default=None, ge=1, le=1024)
+    """CPU threads of the model in each replica; null = the machine's cores divided by `num_replicas`."""
+
+
+class IngressSettings(_Frozen):
+    """The HTTP side: what is accepted, how much may wait."""
+
+    max_queued_requests: int = Field(default=128, ge=0, le=1_000_000)
+    """Requests that may wait at the ingress for a place in an engine; one more is answered 429 with `Retry-After`."""
+    max_body_mib: float = Field(default=4.0, gt=0, le=1024)
+    """Largest request body in MiB; a larger one is answered 413 before it is read."""
+    body_timeout_s: float = Field(default=10.0, gt=0, le=3600)
+    """How long a client may take to send its body, in seconds."""
+    request_timeout_s: float = Field(default=600.0, gt=0, le=86_400)
+    """A request that is not done after this many seconds is ended with a timeout error."""
+
+
+class Settings(_Frozen):
+    """`args` of the application in `deploy/*.yaml`. Anything unknown or impossible is refused with its name."""
+
+    model: str = Field(default="default", min_length=1)
+    """`default` (SmolLM2-135M-Instruct), a local folder, a `.gguf` file or a hub id."""
+    served_model_name: str | None = Field(default=None, min_length=1)
+    """The name clients use; null = the model's own."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16", "float64"] = "auto"
+    """Number format of weights and KV cache."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where the model runs; `auto` = one GPU per replica where Ray's cluster has GPUs, else the CPU."""
+    num_replicas: int = Field(default=1, ge=1, le=1024)
+    """Engine replicas."""
+    metrics_host: str = Field(default="127.0.0.1", min_length=1)
+    """Address of every process's metrics port; `node` = its node's address, for clusters of several nodes."""
+    engine: EngineSettings = EngineSettings()
+    ingress: IngressSettings = IngressSettings()
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _refuse_in_one_line(cls, data: Any, handler: ModelWrapValidatorHandler["Settings"]) -> "Settings":
+        """Turn pydantic's report into a `ConfigError` of one line, which also survives a trip through Ray's logs."""
+        if not isinstance(data, Settings | Mapping):
+            raise ConfigError(f"the application's args must be a mapping of settings, got {_shown(data)}")
+        try:
+            return handler(data)
+        except ValidationError as error:
+            raise ConfigError("; ".join(_explain(cls, item) for item in error.errors())) from None
+
+
+def setting_rows(model: type[BaseModel] = Settings, prefix: str = "") -> Iterator[tuple[str, str, str]]:
+    """(key, default, meaning) of every setting, in the order of the tree."""
+    for name, field in model.model_fields.items():
+        section = _section(field)
+        if section is not None:
+            yield from setting_rows(section, f"{prefix}{name}.")
+        else:
+            default = "null" if field.default is None else str(field.default).lower()
+            yield f"{prefix}{name}", default, field.description or ""
+
+
+def fast_path_enabled() -> bool:
+    """Whether this process was started with the environment of the fast path."""
+    return all(os.environ.get(name) == value for name, value in FAST_PATH_ENVIRONMENT.items())
+
+
+def started_by_launcher() -> bool:
+    """Whether `serve-app serve` started this process (it then tells the user what there is to tell)."""
+    return os.environ.get("SERVE_APP_LAUNCHER") == "1"
+
+
+def export(variables: Mapping[str, str]) -> None:
+    """Set environment variables for this process and its children, except those that the user has set."""
+    for name, value in variables.items():
+        os.environ.setdefault(name, value)
+
+
+def _section(field: FieldInfo) -> type[BaseModel] | None:
+    kind = field.annotation
+    return kind if isinstance(kind, type) and issubclass(kind, BaseModel) else None
+
+
+def _shown(value: object) -> str:
+    text = " ".join(repr(value).split())
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def _explain(root: type[BaseModel], item: Any) -> str:
+    """One problem in the words of the config file: the key's name first."""
+    path = [str(part) for part in item["loc"]]
+    key = ".".join(path)
+    if item["type"] != "extra_forbidden":
+        message = str(item["msg"])
+        return f"setting `{key}`: {message[0].lower()}{message[1:]}, got {_shown(item['input'])}"
+    model: type[BaseModel] | None = root
+    for part in path[:-1]:
+        model = _section(model.model_fields[part]) if model is not None else None
+    known = list(model.model_fields) if model is not None else []
+    close = difflib.get_close_matches(path[-1], known, n=1)
+    hint = f"did you mean `{close[0]}`?" if close else f"known: {', '.join(known)}"
+    return f"unknown setting `{key}` ({hint})"
