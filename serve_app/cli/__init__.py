@@ -8,6 +8,7 @@ import typer
 
 import serve_app
 from serve_app.cli.compare import compare
+from serve_app.cli.explain import explain
 
 app = typer.Typer(
     name="serve-app",
@@ -30,3 +31,4 @@ def version() -> None:
 
 
 app.command()(compare)
+app.command()(explain)
