@@ -1,0 +1,241 @@
+"""An engine for a server: the step loop in a thread of its own, an async generator per request on the event loop.
+
+Decides: how requests and news cross between the two threads, and what clients see when the engine ends. Two crossings
+exist: an inbox (event loop to engine), emptied before each step, and one hand-over per step with all its news (engine
+to event loop). Serves one event loop: the one it was started on.
+"""
+
+import asyncio
+import contextlib
+import logging
+import queue
+import threading
+from collections.abc import AsyncGenerator, Callable
+from dataclasses import dataclass, field
+
+from serve_app.core.output import FinishReason, SchedulerStats, TokenDelta
+from serve_app.core.request import EngineRequest
+from serve_app.engine.core import EngineConfig, EngineCore, ModelInfo, OnProgress, OnStep
+from serve_app.errors import EngineError, InvalidRequestError, OverloadedError, RequestError, UnavailableError
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineHealth:
+    """Whether the loop lives and moves. `last_step_age_s` is None while there is nothing to run."""
+
+    alive: bool
+    last_step_age_s: float | None
+    error: str | None
+
+
+@dataclass(slots=True, eq=False)
+class _Stream:
+    """One request on its way through: made by the event loop, passed to the engine, filled by its hand-overs.
+
+    An exception in `news` ends it.
+    """
+
+    unfinished: set[int]
+    news: asyncio.Queue[list[TokenDelta] | RequestError] = field(default_factory=asyncio.Queue)
+
+
+class AsyncEngine:
+    """Start with `await AsyncEngine.start(config)`; its methods belong to the event loop that did."""
+
+    info: ModelInfo
+
+    def __init__(self, build: Callable[[], EngineCore]) -> None:
+        """For `start` and `start_with`. `build` makes the core; it is called in the engine's thread."""
+        self._build = build
+        self._loop = asyncio.get_running_loop()
+        self._ready: asyncio.Future[None] = self._loop.create_future()
+        self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._streams: dict[str, _Stream] = {}
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._stopping = False
+        self._error: str | None = None
+        # Owned by the engine's thread; the event loop reads whole values only.
+        self._core: EngineCore
+        self._seated: dict[str, _Stream] = {}
+        self._stats: SchedulerStats
+        self._busy_since: float | None = None
+        self._checked = True
+
+    @classmethod
+    async def start(
+        cls, config: EngineConfig, on_step: OnStep | None = None, on_progress: OnProgress | None = None
+    ) -> "AsyncEngine":
+        """Load the model and start the loop. Raises `ConfigError`. Both callbacks are called in the engine's thread."""
+        return await cls.start_with(lambda: EngineCore.load(config, on_step=on_step, on_progress=on_progress))
+
+    @classmethod
+    async def start_with(cls, build: Callable[[], EngineCore]) -> "AsyncEngine":
+        """Start the loop on the core that `build` makes; whatever `build` raises is raised here."""
+        engine = cls(build)
+        engine._thread.start()
+        try:
+            await engine._ready
+        except asyncio.CancelledError:
+            engine._stopping = True
+            raise
+        return engine
+
+    async def generate(self, request: EngineRequest) -> AsyncGenerator[list[TokenDelta], None]:
+        """News of the request, one item per step that has any, until all its choices are finished.
+
+        Closing or cancelling the generator aborts the request. Raises on the first step what the engine refuses
+        (`InvalidRequestError`, `ContextLengthError`, `OverloadedError`, and `UnavailableError` of an engine that has
+        ended); later `UnavailableError` when the engine is shut down and `EngineError` when it dies.
+        """
+        if self._error is not None or self._stopping:
+            raise UnavailableError(self._error or "the engine is shutting down")
+        request_id = request.request_id
+        if request_id in self._streams:
+            raise InvalidRequestError(f"request id {request_id!r} is in use", param="request_id")
+        stream = self._streams[request_id] = _Stream(set(range(request.params.n)))
+        self._inbox.put(lambda: self._add(request, stream))
+        try:
+            while stream.unfinished:
+                news = await stream.news.get()
+                if isinstance(news, RequestError):
+                    raise news
+                stream.unfinished.difference_update(d.choice for d in news if d.finish_reason is not None)
+                yield news
+        finally:
+            self._end(request_id, stream)
+
+    def abort(self, request_id: str) -> None:
+        """End a request; its generator yields a last item with `FinishReason.ABORT`. Unknown ids are no error."""
+        if (stream := self._streams.get(request_id)) is None:
+            return
+        self._end(request_id, stream)
+        last = [TokenDelta(request_id, i, 0, (), finish_reason=FinishReason.ABORT) for i in sorted(stream.unfinished)]
+        stream.news.put_nowait(last)
+
+    def stats(self) -> SchedulerStats:
+        """The scheduler's state after the last step or the last news, whichever was later."""
+        return self._stats
+
+    def health(self) -> EngineHealth:
+        """Whether the loop lives, and how long its current step has been going on."""
+        since = self._busy_since
+        age = None if since is None else max(0.0, self._core.clock() - since)
+        return EngineHealth(self._thread.is_alive() and self._error is None, age, self._error)
+
+    async def shutdown(self) -> None:
+        """Stop after the step in flight; requests still running end with `UnavailableError`. Idempotent."""
+        self._stopping = True
+        self._inbox.put(lambda: None)
+        await asyncio.to_thread(self._thread.join)
+        self._fail_all(UnavailableError("the engine was shut down"))
+
+    # In the event loop's thread.
+
+    def _end(self, request_id: str, stream: _Stream) -> None:
+        """Let go of a request. Names the stream as well: the id may already belong to another one."""
+        if self._streams.get(request_id) is stream:
+            del self._streams[request_id]
+            self._inbox.put(lambda: self._remove(request_id, stream))
+
+    def _fail_all(self, error: RequestError) -> None:
+        for stream in self._streams.values():
+            stream.news.put_nowait(error)
+
+    @staticmethod
+    def _deliver(news: list[tuple[_Stream, list[TokenDelta]]]) -> None:
+        for stream, deltas in news:
+            stream.news.put_nowait(deltas)
+
+    def _started(self, error: BaseException | None) -> None:
+        if self._ready.cancelled():
+            return
+        if error is None:
+            self._ready.set_result(None)
+        else:
+            self._ready.set_exception(error)
+
+    # In the engine's thread.
+
+    def _run(self) -> None:
+        try:
+            self._core = self._build()
+            self.info = self._core.info
+            self._stats = self._core.stats()
+        except Exception as error:
+            self._hand_over(self._started, error)
+            return
+        self._hand_over(self._started, None)
+        try:
+            while not self._stopping:
+                self._turn()
+        except Exception as error:
+            logger.exception("the engine died")
+            self._error = f"the engine died: {type(error).__name__}: {error}"
+            self._hand_over(self._fail_all, EngineError(self._error))
+        self._busy_since = None
+
+    def _turn(self) -> None:
+        """Take in the news, then run one step, or sleep until news or time allow one."""
+        core = self._core
+        while not self._inbox.empty():
+            self._inbox.get()()
+        self._stats = core.stats()
+        if not core.has_unfinished:
+            if not self._checked:
+                self._checked = True
+                core.check_invariants()
+            self._sleep(None)
+            return
+        self._checked = False
+        self._busy_since = core.clock()
+        deltas = core.step()
+        self._stats = core.stats()
+        if deltas is None:
+            if (wake_at := core.wake_at()) is None:
+                raise RuntimeError("requests wait but none can be scheduled")
+            self._sleep(wake_at)
+        elif deltas:
+            self._publish(deltas)
+
+    def _sleep(self, until: float | None) -> None:
+        self._busy_since = None
+        timeout = None if until is None else max(0.0, until - self._core.clock())
+        with contextlib.suppress(queue.Empty):
+            self._inbox.get(timeout=timeout)()
+
+    def _publish(self, deltas: list[TokenDelta]) -> None:
+        news: dict[str, list[TokenDelta]] = {}
+        for delta in deltas:
+            news.setdefault(delta.request_id, []).append(delta)
+        self._hand_over(self._deliver, [(self._seated[request_id], group) for request_id, group in news.items()])
+
+    def _add(self, request: EngineRequest, stream: _Stream) -> None:
+        stats, config = self._core.stats(), self._core.config
+        error: RequestError
+        try:
+            if stats.waiting + stats.running >= config.max_num_seqs + config.max_num_waiting:
+                raise OverloadedError(f"the engine already holds {stats.waiting} waiting requests")
+            self._core.add(request)
+        except RequestError as refusal:
+            error = refusal
+        except Exception as bug:
+            logger.exception("adding request %r failed", request.request_id)
+            error = EngineError(f"the engine failed to take the request: {bug}")
+        else:
+            self._seated[request.request_id] = stream
+            return
+        self._hand_over(stream.news.put_nowait, error)
+
+    def _remove(self, request_id: str, stream: _Stream) -> None:
+        if self._seated.get(request_id) is stream:
+            del self._seated[request_id]
+            self._core.abort(request_id)
+
+    def _hand_over(self, callback: Callable[..., object], *args: object) -> None:
+        """Run `callback` on the event loop; when that is gone, nobody is left to tell, and the engine ends."""
+        try:
+            self._loop.call_soon_threadsafe(callback, *args)
+        except RuntimeError:
+            self._stopping = True

@@ -1,0 +1,233 @@
+"""The step loop: schedule, run, commit, report. Synchronous, one object, no thread of its own.
+
+Decides: how an engine is put together (model, measured KV pool, scheduler) and the order inside a step. Does not decide
+who runs (the scheduler), how (the runner), or where requests come from (`AsyncEngine`, `LLM`).
+"""
+
+import logging
+import secrets
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from serve_app.core.output import SchedulerOutput, SchedulerStats, StepRecord, TokenDelta
+from serve_app.core.policy import SchedulerConfig
+from serve_app.core.request import EngineRequest
+from serve_app.core.scheduler import Scheduler
+from serve_app.errors import ConfigError
+from serve_app.model.kv_cache import available_memory, fitting_blocks
+from serve_app.model.loader import ModelOptions, load_model
+from serve_app.model.paged_model import PagedModel
+from serve_app.model.runner import ModelRunner, set_num_threads
+
+logger = logging.getLogger(__name__)
+
+GIB = 2**30
+# Host memory is shared with everything else on the machine, so the pool takes it all only when told to.
+_DEFAULT_CPU_KV_CACHE_GIB = 4.0
+
+OnStep = Callable[[StepRecord], None]
+OnProgress = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """One engine's settings. The scheduler's knobs are explained at `SchedulerConfig`.
+
+    kv_cache_gib caps the KV pool (None: no cap on a GPU, 4 GiB on a CPU); memory_fraction is the part of the memory
+    left after loading and warming up that the pool may take. max_num_waiting: requests beyond the seats that an
+    `AsyncEngine` accepts. num_threads: CPU threads of the model (None: torch's choice).
+    """
+
+    model: ModelOptions = field(default_factory=ModelOptions)
+    max_num_seqs: int = 16
+    max_num_batched_tokens: int = 512
+    policy: Literal["fcfs", "priority", "static"] = "fcfs"
+    prefill: Literal["fused", "separate"] = "fused"
+    waiting_served_ratio: float = 0.0
+    max_wait_s: float = 1.0
+    max_waiting_steps: int = 20
+    enable_prefix_cache: bool = True
+    kv_cache_gib: float | None = None
+    memory_fraction: float = 0.8
+    max_num_waiting: int = 256
+    num_threads: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInfo:
+    """What others need to know of a loaded engine. Plain data."""
+
+    name: str
+    vocab_size: int
+    max_model_len: int
+    eos_token_ids: tuple[int, ...]
+    block_size: int
+    num_blocks: int
+    dtype: str
+    device: str
+    backend: str
+
+
+class EngineCore:
+    """A model and its scheduler. Not thread-safe: one thread builds it and calls it."""
+
+    def __init__(
+        self,
+        model: PagedModel,
+        config: EngineConfig,
+        *,
+        on_step: OnStep | None = None,
+        on_progress: OnProgress | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Warm up, size and allocate the KV pool of `model`; raises `ConfigError` when memory is too small for it."""
+        progress = on_progress or (lambda _: None)
+        self.clock = clock
+        self.config = config
+        self._on_step = on_step
+        self._observer_failed = False
+        self._runner = ModelRunner(model, config.max_num_seqs)
+        progress("warming up")
+        num_blocks = self._size_pool(model)
+        progress(f"allocating {num_blocks} KV blocks of {model.block_size} tokens")
+        self._runner.allocate_kv_cache(num_blocks)
+        self._scheduler = Scheduler(
+            SchedulerConfig(
+                num_blocks=num_blocks,
+                block_size=model.block_size,
+                max_model_len=model.max_model_len,
+                vocab_size=model.vocab_size,
+                eos_token_ids=tuple(model.eos_token_ids),
+                max_num_seqs=config.max_num_seqs,
+                max_num_batched_tokens=config.max_num_batched_tokens,
+                policy=config.policy,
+                prefill=config.prefill,
+                waiting_served_ratio=config.waiting_served_ratio,
+                max_wait_s=config.max_wait_s,
+                max_waiting_steps=config.max_waiting_steps,
+                enable_prefix_cache=config.enable_prefix_cache,
+            )
+        )
+        self.info = ModelInfo(
+            name=model.name,
+            vocab_size=model.vocab_size,
+            max_model_len=model.max_model_len,
+            eos_token_ids=tuple(model.eos_token_ids),
+            block_size=model.block_size,
+            num_blocks=num_blocks,
+            dtype=str(model.dtype).removeprefix("torch."),
+            device=str(model.device),
+            backend=model.attention_backend,
+        )
+
+    @classmethod
+    def load(
+        cls, config: EngineConfig, *, on_step: OnStep | None = None, on_progress: OnProgress | None = None
+    ) -> "EngineCore":
+        """Load the model that `config` names and build the engine. Raises `ConfigError`."""
+        if config.num_threads is not None:
+            set_num_threads(config.num_threads)
+        if on_progress is not None:
+            on_progress(f"loading {config.model.model}")
+        return cls(load_model(config.model), config, on_step=on_step, on_progress=on_progress)
+
+    def add(self, request: EngineRequest) -> None:
+        """Queue a request. Raises `InvalidRequestError`, `ContextLengthError`. A missing seed is drawn here."""
+        if request.params.seed is None:
+            request = replace(request, params=replace(request.params, seed=secrets.randbits(63)))
+        self._scheduler.add(request, self.clock())
+
+    def abort(self, request_id: str) -> None:
+        """End a request, whatever it is doing; unknown ids are no error."""
+        self._scheduler.abort(request_id)
+
+    @property
+    def has_unfinished(self) -> bool:
+        """Whether any request waits or runs."""
+        return self._scheduler.has_unfinished
+
+    def stats(self) -> SchedulerStats:
+        """The state between steps."""
+        return self._scheduler.stats()
+
+    def wake_at(self) -> float | None:
+        """When, on `clock`, a step that ran nothing is worth trying again; None: only news can help."""
+        return self._scheduler.wake_at()
+
+    def check_invariants(self) -> None:
+        """Raise when the scheduler's books do not balance; meant for the moments when nothing runs."""
+        self._scheduler.check_invariants()
+
+    def step(self) -> list[TokenDelta] | None:
+        """Run one step; None when nothing could be scheduled. Raises only when the engine itself is broken."""
+        started_at = self.clock()
+        output = self._scheduler.schedule(started_at)
+        if not output.rows:
+            return None
+        scheduled_at = self.clock()
+        result = self._runner.execute(output)
+        executed_at = self.clock()
+        deltas = self._scheduler.update(output, result)
+        updated_at = self.clock()
+        if self._on_step is not None:
+            times = (started_at, scheduled_at - started_at, executed_at - scheduled_at, updated_at - executed_at)
+            self._report(self._on_step, self._record(output, deltas, times))
+        return deltas
+
+    def _record(
+        self, output: SchedulerOutput, deltas: list[TokenDelta], times: tuple[float, float, float, float]
+    ) -> StepRecord:
+        started_at, schedule_s, model_s, update_s = times
+        num_prefill = sum(row.num_tokens for row in output.rows if row.is_prefill)
+        return StepRecord(
+            step=output.step,
+            started_at=started_at,
+            schedule_s=schedule_s,
+            model_s=model_s,
+            update_s=update_s,
+            rows=output.rows,
+            num_prefill_tokens=num_prefill,
+            num_decode_tokens=output.num_tokens - num_prefill,
+            num_output_tokens=sum(len(delta.token_ids) for delta in deltas),
+            prefix_hit_tokens=output.prefix_hit_tokens,
+            prefix_queried_tokens=output.prefix_queried_tokens,
+            preempted=output.preempted,
+            admitted=output.admitted,
+            finished=tuple((d.request_id, d.choice, d.finish_reason) for d in deltas if d.finish_reason is not None),
+            gate_open=output.gate_open,
+            stats=self._scheduler.stats(),
+        )
+
+    def _report(self, observer: OnStep, record: StepRecord) -> None:
+        """Tell the observer; whatever is wrong with it is its own affair, said once."""
+        try:
+            observer(record)
+        except Exception:
+            if not self._observer_failed:
+                self._observer_failed = True
+                logger.exception("the on_step observer failed; later failures are not logged")
+
+    def _size_pool(self, model: PagedModel) -> int:
+        """Run the largest step that can occur, then see how many blocks the memory left over holds."""
+        config = self.config
+        needed = -(-model.max_model_len // model.block_size) + 1  # and the null block
+        self._runner.allocate_kv_cache(1)
+        largest = min(config.max_num_batched_tokens, config.max_num_seqs * model.max_model_len)
+        self._runner.probe(largest, config.max_num_seqs)
+        budget = available_memory(model.device) * config.memory_fraction
+        cap = config.kv_cache_gib
+        if cap is None and model.device.type == "cpu":
+            cap = _DEFAULT_CPU_KV_CACHE_GIB
+        if cap is not None:
+            budget = min(budget, cap * GIB)
+        num_blocks = fitting_blocks(int(budget), model.kv_bytes_per_block()) - 1  # the runner keeps one for itself
+        if num_blocks < needed:
+            need_gib = needed * model.kv_bytes_per_block() / GIB
+            raise ConfigError(
+                f"kv_cache_gib: the KV pool may take {budget / GIB:.2f} GiB, but one request of max_model_len "
+                f"{model.max_model_len} needs {need_gib:.2f} GiB; lower max_model_len, raise kv_cache_gib "
+                f"or free memory on {model.device}"
+            )
+        return num_blocks

@@ -1,0 +1,156 @@
+"""The engine as a library: prompts in, completions out, no server, no event loop, no Ray.
+
+Decides: how prompts become requests and deltas become outputs. Everything else is the engine's.
+"""
+
+import itertools
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from serve_app.core.output import FinishReason, TokenDelta, TokenLogprob
+from serve_app.core.request import EngineRequest
+from serve_app.core.sampling_params import SamplingParams
+from serve_app.engine.core import EngineConfig, EngineCore
+from serve_app.errors import EngineError, InvalidRequestError
+from serve_app.model.loader import ModelOptions
+from serve_app.text.tokenizer import load_tokenizer
+
+
+@dataclass(slots=True)
+class CompletionOutput:
+    """One choice. `logprobs` has an entry per token when `SamplingParams.logprobs` asked for it, else is None."""
+
+    index: int
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    logprobs: list[TokenLogprob] | None = None
+
+
+@dataclass(slots=True)
+class RequestOutput:
+    """One prompt with its completions. `prompt` is None when token ids were given.
+
+    prompt_logprobs: for each prompt token after the first, when `SamplingParams.prompt_logprobs` asked for it.
+    """
+
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    prompt_logprobs: list[TokenLogprob] | None = None
+
+
+class LLM:
+    """A loaded model. `**knobs` are the fields of `EngineConfig`, such as max_num_seqs or kv_cache_gib.
+
+    Raises `ConfigError` when the model cannot be loaded as asked.
+    """
+
+    def __init__(
+        self,
+        model: str = "default",
+        dtype: str = "auto",
+        device: str = "auto",
+        max_model_len: int | None = None,
+        attention_backend: str = "auto",
+        **knobs: Any,
+    ) -> None:
+        options = ModelOptions(
+            model=model, dtype=dtype, device=device, max_model_len=max_model_len, attention_backend=attention_backend
+        )
+        self.tokenizer = load_tokenizer(model)
+        self.core = EngineCore.load(EngineConfig(model=options, **knobs))
+        self._ids = itertools.count()
+
+    def generate(
+        self,
+        prompts: str | Sequence[str] | Sequence[Sequence[int]],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> list[RequestOutput]:
+        """Complete every prompt (text or token ids), all batched together, in the order given.
+
+        params: one for all (None: the defaults) or one per prompt. Raises `InvalidRequestError` before anything runs
+        when a prompt is refused, `EngineError` when the engine fails on one.
+        """
+        items: list[str | Sequence[int]] = [prompts] if isinstance(prompts, str) else list(prompts)
+        each = list(params) if isinstance(params, Sequence) else [params or SamplingParams()] * len(items)
+        if len(each) != len(items):
+            raise InvalidRequestError(f"`params` has {len(each)} entries for {len(items)} prompts", param="params")
+        results: dict[str, RequestOutput] = {}
+        try:
+            for prompt, one in zip(items, each, strict=True):
+                self._add(prompt, one, results)
+            with _progress(sum(len(result.outputs) for result in results.values())) as advance:
+                self._run(results, advance)
+        except BaseException:
+            for request_id in results:
+                self.core.abort(request_id)
+            raise
+        for result in results.values():
+            for output in result.outputs:
+                output.text = self.tokenizer.decode(output.token_ids, skip_special_tokens=True)
+        return list(results.values())
+
+    def _add(self, prompt: str | Sequence[int], params: SamplingParams, results: dict[str, RequestOutput]) -> None:
+        text = prompt if isinstance(prompt, str) else None
+        ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        request_id = f"llm-{next(self._ids)}"
+        self.core.add(EngineRequest(request_id, tuple(ids), params))
+        logprobs = params.logprobs is not None
+        results[request_id] = RequestOutput(
+            text,
+            ids,
+            [CompletionOutput(i, logprobs=[] if logprobs else None) for i in range(params.n)],
+            prompt_logprobs=None if params.prompt_logprobs is None else [],
+        )
+
+    def _run(self, results: dict[str, RequestOutput], advance: Callable[[list[TokenDelta]], None]) -> None:
+        while self.core.has_unfinished:
+            deltas = self.core.step()
+            if deltas is None:
+                wake_at = self.core.wake_at()
+                if wake_at is None:
+                    raise EngineError("the engine has requests but cannot schedule any")
+                time.sleep(max(0.0, wake_at - self.core.clock()))
+                continue
+            for delta in deltas:
+                _collect(delta, results[delta.request_id])
+            advance(deltas)
+
+
+def _collect(delta: TokenDelta, result: RequestOutput) -> None:
+    if delta.finish_reason is FinishReason.ERROR:
+        raise EngineError(delta.error or "the engine failed this request")
+    output = result.outputs[delta.choice]
+    output.token_ids += delta.token_ids
+    output.finish_reason = delta.finish_reason
+    if output.logprobs is not None:
+        output.logprobs += delta.logprobs
+    if result.prompt_logprobs is not None:
+        result.prompt_logprobs += delta.prompt_logprobs
+
+
+@contextmanager
+def _progress(num_choices: int) -> Iterator[Callable[[list[TokenDelta]], None]]:
+    """A bar of finished completions and tokens, where somebody looks: standard error is a terminal."""
+    if not sys.stderr.isatty():
+        yield lambda deltas: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (BarColumn(), MofNCompleteColumn(), TextColumn("completions, {task.fields[tokens]} tokens"))
+    with Progress(*columns, TimeElapsedColumn(), console=Console(stderr=True)) as progress:
+        task = progress.add_task("", total=num_choices, tokens=0)
+        tokens = 0
+
+        def advance(deltas: list[TokenDelta]) -> None:
+            nonlocal tokens
+            tokens += sum(len(delta.token_ids) for delta in deltas)
+            progress.update(task, advance=sum(delta.finish_reason is not None for delta in deltas), tokens=tokens)
+
+        yield advance

@@ -1,0 +1,122 @@
+"""What the runner remembers between steps, per slot, and the packed row that it builds from a step's plan.
+
+Decides: how token ids, block tables and parameters are kept (numpy on the host, one line per slot) and how a
+`SchedulerOutput` becomes arrays. Does not decide who runs (the scheduler) or what is done with the arrays (the runner).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from serve_app.core.output import ScheduledRequest, SchedulerOutput, SlotStart
+from serve_app.core.sampling_params import SamplingParams
+
+Int64Array = npt.NDArray[np.int64]
+
+
+@dataclass(slots=True)
+class Slot:
+    """One running choice. `token_ids` is the slot's line of the batch's table; the first `num_tokens` are known."""
+
+    request_id: str
+    choice: int
+    params: SamplingParams
+    num_prompt_tokens: int
+    num_tokens: int
+    token_ids: Int64Array
+    block_ids: list[int]
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Output tokens known so far, those of a failed-over run included."""
+        return self.num_tokens - self.num_prompt_tokens
+
+    def append(self, token_id: int) -> None:
+        """Remember a sampled token."""
+        self.token_ids[self.num_tokens] = token_id
+        self.num_tokens += 1
+
+
+@dataclass(frozen=True, slots=True)
+class PackedRow:
+    """One step's tokens, all requests behind one another: T tokens of R rows, no padding.
+
+    `host`: int64 [3, T], the lines being input ids, positions and slot mapping (one array, so that it reaches the
+    device in one copy). Row i owns tokens [query_starts[i], query_starts[i + 1]).
+    """
+
+    rows: tuple[ScheduledRequest, ...]
+    slots: tuple[Slot, ...]
+    host: Int64Array
+    query_starts: list[int]
+    kv_lens: list[int]
+    block_tables: list[Sequence[int]]
+
+
+class InputBatch:
+    """Per-slot state of everything that runs."""
+
+    def __init__(self, max_num_seqs: int, max_model_len: int, block_size: int) -> None:
+        self.block_size = block_size
+        # One more than the context: the last token that a request may be given is never an input. numpy asks the
+        # system for zeroed pages, so lines cost memory only as far as they are written.
+        self._token_ids = np.zeros((max_num_seqs, max_model_len + 1), dtype=np.int64)
+        self._block_tables = np.zeros((max_num_seqs, -(-max_model_len // block_size)), dtype=np.int64)
+        self._slots: list[Slot | None] = [None] * max_num_seqs
+
+    def apply(self, output: SchedulerOutput) -> None:
+        """Seat the slot starts of the step and append the new blocks of its rows."""
+        for start in output.slot_starts:
+            self._start(start)
+        for row in output.rows:
+            if row.new_block_ids:
+                slot = self._slot(row.slot)
+                known = len(slot.block_ids)
+                self._block_tables[row.slot, known : known + len(row.new_block_ids)] = row.new_block_ids
+                slot.block_ids.extend(row.new_block_ids)
+
+    def pack(self, rows: Sequence[ScheduledRequest]) -> PackedRow:
+        """The packed row of `rows` (all of a step's, or a part of them after a failure)."""
+        slots = np.array([row.slot for row in rows], dtype=np.int64)
+        counts = np.array([row.num_tokens for row in rows], dtype=np.int64)
+        starts = np.array([row.start for row in rows], dtype=np.int64)
+        ends = np.cumsum(counts)
+        total = int(ends[-1])
+        slot_of_token = np.repeat(slots, counts)
+        host = np.empty((3, total), dtype=np.int64)
+        positions = host[1]
+        positions[:] = np.arange(total) + np.repeat(starts - ends + counts, counts)
+        host[0] = self._token_ids[slot_of_token, positions]
+        block, offset = np.divmod(positions, self.block_size)
+        host[2] = self._block_tables[slot_of_token, block] * self.block_size + offset
+        seated = tuple(self._slot(row.slot) for row in rows)
+        return PackedRow(
+            rows=tuple(rows),
+            slots=seated,
+            host=host,
+            query_starts=[0, *ends.tolist()],
+            kv_lens=(starts + counts).tolist(),
+            block_tables=[slot.block_ids for slot in seated],
+        )
+
+    def _start(self, start: SlotStart) -> None:
+        line = self._token_ids[start.slot]
+        line[: len(start.token_ids)] = start.token_ids
+        self._block_tables[start.slot, : len(start.block_ids)] = start.block_ids
+        self._slots[start.slot] = Slot(
+            request_id=start.request_id,
+            choice=start.choice,
+            params=start.params,
+            num_prompt_tokens=start.num_prompt_tokens,
+            num_tokens=len(start.token_ids),
+            token_ids=line,
+            block_ids=list(start.block_ids),
+        )
+
+    def _slot(self, index: int) -> Slot:
+        slot = self._slots[index]
+        if slot is None:
+            raise RuntimeError(f"slot {index} was scheduled before it was started")
+        return slot

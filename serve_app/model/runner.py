@@ -1,0 +1,171 @@
+"""Runs one step's plan on the model: apply it, one packed forward pass, logits for sampled rows only, sample.
+
+Decides: how host arrays reach the device, in which slices prompt log-probabilities are computed, and whose fault a
+failing step is. Does not decide what runs (the scheduler) or how attention works (the backend).
+Order of side effects in a step: slots and block tables, block copies, keys and values of the row, sampled tokens.
+"""
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from serve_app.core.output import ModelRunnerOutput, ScheduledRequest, SchedulerOutput, TokenLogprob
+from serve_app.model.attention.base import AttentionBatch
+from serve_app.model.input_batch import InputBatch, PackedRow
+from serve_app.model.paged_model import PagedModel
+from serve_app.model.sampler import rank, sample
+
+# Prompt log-probabilities materialise at most about this many logits at once.
+_LOGITS_PER_SLICE = 2**23
+
+
+@dataclass(frozen=True, slots=True)
+class Pending:
+    """A forward pass on its way: the packed row and its hidden states [T, hidden]."""
+
+    packed: PackedRow
+    hidden: Tensor
+
+
+class ModelRunner:
+    """One rank's model with its slots.
+
+    `execute` runs a step; an exception in it ends only the requests that cause it. It raises only when the model
+    cannot even run a harmless token any more.
+    """
+
+    def __init__(self, model: PagedModel, max_num_seqs: int) -> None:
+        self.model = model
+        self._batch = InputBatch(max_num_seqs, model.max_model_len, model.block_size)
+        self._scratch_block = 0
+
+    def allocate_kv_cache(self, num_blocks: int) -> None:
+        """A pool for a scheduler of `num_blocks` blocks, and one block more that only `probe` writes."""
+        self.model.allocate_kv_cache(num_blocks + 1)
+        self._scratch_block = num_blocks
+
+    def execute(self, output: SchedulerOutput) -> ModelRunnerOutput:
+        """Run one step."""
+        self._batch.apply(output)
+        if output.block_copies:
+            self.model.copy_blocks(output.block_copies)
+        try:
+            return self.sample(self.forward(output.rows))
+        except Exception as error:
+            return self._run_one_by_one(output.rows, error)
+
+    @torch.inference_mode()
+    def forward(self, rows: Sequence[ScheduledRequest]) -> Pending:
+        """Launch the forward pass of `rows`, whose slots and blocks are in place. Writes their keys and values."""
+        packed = self._batch.pack(rows)
+        device_rows = torch.from_numpy(packed.host).to(self.model.device)
+        batch = AttentionBatch(
+            query_starts=packed.query_starts,
+            kv_lens=packed.kv_lens,
+            block_tables=packed.block_tables,
+            slot_mapping=device_rows[2],
+        )
+        return Pending(packed, self.model.forward(device_rows[0], device_rows[1], batch))
+
+    @torch.inference_mode()
+    def sample(self, pending: Pending) -> ModelRunnerOutput:
+        """Finish a forward pass: a token for each row that samples, and the log-probabilities asked for."""
+        packed = pending.packed
+        token_ids: list[tuple[int, ...]] = [()] * len(packed.rows)
+        logprobs: dict[int, tuple[TokenLogprob, ...]] = {}
+        failed: dict[int, str] = {}
+        sampling = [i for i, row in enumerate(packed.rows) if row.samples]
+        if sampling:
+            last = torch.tensor([packed.query_starts[i + 1] - 1 for i in sampling], device=pending.hidden.device)
+            logits = self.model.compute_logits(pending.hidden[last])
+            sampled = sample(logits, [packed.slots[i] for i in sampling], self.model.eos_token_ids)
+            failed = {sampling[j]: message for j, message in sampled.failed.items()}
+            for j, i in enumerate(sampling):
+                if j not in sampled.failed:
+                    token_ids[i] = (sampled.token_ids[j],)
+            logprobs = {sampling[j]: (entry,) for j, entry in sampled.logprobs.items()}
+        prompt_logprobs = {
+            i: entries
+            for i, slot in enumerate(packed.slots)
+            if slot.params.prompt_logprobs is not None and (entries := self._prompt_logprobs(pending, i))
+        }
+        # Last, so that a row that has to be run again after an exception finds its history unchanged.
+        for slot, chosen in zip(packed.slots, token_ids, strict=True):
+            for token_id in chosen:
+                slot.append(token_id)
+        return ModelRunnerOutput(tuple(token_ids), logprobs, prompt_logprobs, failed)
+
+    def _prompt_logprobs(self, pending: Pending, index: int) -> tuple[TokenLogprob, ...]:
+        """Log-probabilities of the prompt tokens that row `index`'s positions predict."""
+        row, slot = pending.packed.rows[index], pending.packed.slots[index]
+        end = min(row.start + row.num_tokens, slot.num_prompt_tokens - 1)
+        offset = pending.packed.query_starts[index] - row.start
+        step = max(1, _LOGITS_PER_SLICE // self.model.vocab_size)
+        entries: list[TokenLogprob] = []
+        for begin in range(row.start, end, step):
+            stop = min(begin + step, end)
+            logits = self.model.compute_logits(pending.hidden[offset + begin : offset + stop])
+            following: list[int] = slot.token_ids[begin + 1 : stop + 1].tolist()
+            num_top = slot.params.prompt_logprobs or 0
+            entries += rank(logits.log_softmax(-1), following, [num_top] * len(following))
+        return tuple(entries)
+
+    def _run_one_by_one(self, rows: Sequence[ScheduledRequest], error: Exception) -> ModelRunnerOutput:
+        """Find whose row broke the step. Running a row twice is harmless: it writes the same keys and values."""
+        token_ids: list[tuple[int, ...]] = [()] * len(rows)
+        logprobs: dict[int, tuple[TokenLogprob, ...]] = {}
+        prompt_logprobs: dict[int, tuple[TokenLogprob, ...]] = {}
+        failed: dict[int, str] = {}
+        for i, row in enumerate(rows):
+            try:
+                result = self.sample(self.forward([row]))
+            except Exception as row_error:
+                failed[i] = f"the model failed on this request: {type(row_error).__name__}: {row_error}"
+                continue
+            token_ids[i] = result.token_ids[0]
+            for target, source in (
+                (logprobs, result.logprobs),
+                (prompt_logprobs, result.prompt_logprobs),
+            ):
+                if 0 in source:
+                    target[i] = source[0]
+            if 0 in result.failed:
+                failed[i] = result.failed[0]
+        if len(failed) == len(rows):
+            self._check_alive(error)
+        return ModelRunnerOutput(tuple(token_ids), logprobs, prompt_logprobs, failed)
+
+    def _check_alive(self, error: Exception) -> None:
+        """Raise the step's `error` when the model cannot run a single harmless token either."""
+        try:
+            self.probe(1, 1)
+        except Exception:
+            raise error from None
+
+    @torch.inference_mode()
+    def probe(self, num_tokens: int, num_rows: int) -> None:
+        """Run `num_tokens` zeros, split over `num_rows` rows, without a trace: their keys go to the scratch block.
+
+        Takes the time and the working memory of such a step.
+        """
+        num_rows = min(num_rows, num_tokens)
+        block_size, device = self.model.block_size, self.model.device
+        counts = [num_tokens // num_rows + (i < num_tokens % num_rows) for i in range(num_rows)]
+        positions = torch.cat([torch.arange(count) for count in counts])
+        batch = AttentionBatch(
+            query_starts=[0, *itertools.accumulate(counts)],
+            kv_lens=counts,
+            block_tables=[[self._scratch_block] * -(-count // block_size) for count in counts],
+            slot_mapping=(positions % block_size + self._scratch_block * block_size).to(device),
+        )
+        hidden = self.model.forward(torch.zeros_like(positions, device=device), positions.to(device), batch)
+        last = torch.tensor(batch.query_starts[1:], device=device) - 1
+        self.model.compute_logits(hidden[last]).amax().item()
+
+
+def set_num_threads(num_threads: int) -> None:
+    """CPU threads that the model's operations use when called from the current thread."""
+    torch.set_num_threads(num_threads)

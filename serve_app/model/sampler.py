@@ -1,0 +1,267 @@
+"""From logits to one token per row, each row by its own parameters.
+
+Semantics, in this order: repetition, presence and frequency penalties; logit bias; `min_tokens` mask; temperature;
+top-k; top-p; min-p. Then one uniform number u in [0, 1) decides: the token is the first, in token-id order, at which
+the cumulated weight of the tokens left exceeds u times their sum.
+
+- Repetition penalty counts prompt and output tokens and divides positive, multiplies negative logits (Keskar et al.,
+  CTRL, 2019); presence and frequency penalties count output tokens and are subtracted (OpenAI's definition).
+- top-k keeps every token at least as likely as the k-th; top-p then keeps the most likely ones up to and including the
+  one at which their sum, relative to what top-k left, reaches p (Holtzman et al., 2020); min-p keeps what is at least
+  min_p times as likely as the best. Each is a threshold on the probability, so tokens tied at it all stay.
+- Greedy rows take the largest logit; of equal ones the lowest token id.
+- Log-probabilities are the model's own: taken before any of the above. Equal ones are ranked by token id.
+
+A row's result is a function of its own logits, parameters and history: every tensor operation here is either rounded
+per element or reduces along one row in a fixed order, and nothing batch-wide (such as a common k) changes a result.
+Noise is a hash of (seed, choice, position), so there is no generator and no state. Not decided here: when a request is
+finished, and what a token means.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from serve_app.core.output import TokenLogprob
+from serve_app.core.sampling_params import SamplingParams
+from serve_app.model.input_batch import Slot
+
+Float64Array = npt.NDArray[np.float64]
+Int64Array = npt.NDArray[np.int64]
+
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+# Below this a temperature is greedy up to rounding; dividing by less would overflow.
+_MIN_TEMPERATURE = 1e-6
+# A row is cut into this many parts when a floor for its k-th value is looked for.
+_NUM_PARTS = 512
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """Results by row of the logits. `token_ids[i]` is meaningless where `failed` names i."""
+
+    token_ids: list[int]
+    logprobs: dict[int, TokenLogprob] = field(default_factory=dict)
+    failed: dict[int, str] = field(default_factory=dict)
+
+
+def sample(logits: Tensor, slots: Sequence[Slot], eos_token_ids: Sequence[int]) -> Sampled:
+    """Choose one token for each row.
+
+    logits: [R, vocab] float32 or float64, changed in place; slots: R, of which row i continues slots[i].
+    A row whose logits are not numbers, or that has no token left to choose, is reported in `failed`.
+    """
+    failed: dict[int, str] = {}
+    wanted = [i for i, slot in enumerate(slots) if slot.params.logprobs is not None]
+    raw = logits[wanted].log_softmax(-1) if wanted else None
+    for i, slot in enumerate(slots):
+        try:
+            _edit(logits[i], slot, eos_token_ids)
+        except (RuntimeError, IndexError, ValueError) as error:
+            failed[i] = f"sampling failed: {error}"
+    best, greedy_ids = logits.max(-1)
+    token_ids: list[int] = greedy_ids.tolist()
+    for i in (~best.isfinite()).nonzero()[:, 0].tolist():
+        failed.setdefault(i, "the model's logits for the next token are not finite numbers")
+    drawn = [i for i, slot in enumerate(slots) if not slot.params.greedy and i not in failed]
+    if drawn:
+        for i, token_id in zip(drawn, _draw(logits, best, drawn, slots), strict=True):
+            token_ids[i] = token_id
+    wanted_ok = [(j, i) for j, i in enumerate(wanted) if i not in failed]
+    logprobs: dict[int, TokenLogprob] = {}
+    if raw is not None and wanted_ok:
+        rows = [i for _, i in wanted_ok]
+        ranked = rank(raw[[j for j, _ in wanted_ok]], [token_ids[i] for i in rows], [_top(slots[i]) for i in rows])
+        logprobs = dict(zip(rows, ranked, strict=True))
+    return Sampled(token_ids, logprobs, failed)
+
+
+def rank(logprobs: Tensor, token_ids: Sequence[int], num_top: Sequence[int]) -> list[TokenLogprob]:
+    """Each row's token with its log-probability and the `num_top[i]` most likely alternatives, best first.
+
+    logprobs: [R, vocab], log-softmaxed.
+    """
+    index = torch.tensor(token_ids, device=logprobs.device)[:, None]
+    chosen: list[float] = logprobs.gather(1, index)[:, 0].tolist()
+    tops: list[tuple[tuple[int, float], ...]] = [()] * len(chosen)
+    rows = [i for i, k in enumerate(num_top) if k]
+    if rows:
+        parts = _in_parts(_take(logprobs, rows), 1.0)
+        maxima = parts.amax(-1)
+        ks = [min(num_top[i], logprobs.shape[1]) for i in rows]
+        for i, k, (ids, values) in zip(rows, ks, _at_least(parts, maxima, _kth_floor(maxima, ks)), strict=True):
+            order = np.argsort(-values, kind="stable")[:k]
+            tops[i] = tuple(zip(ids[order].tolist(), values[order].tolist(), strict=True))
+    return [TokenLogprob(t, p, top) for t, p, top in zip(token_ids, chosen, tops, strict=True)]
+
+
+def uniform(seeds: Sequence[int], choices: Sequence[int], positions: Sequence[int]) -> Float64Array:
+    """One number in [0, 1) for each (seed, choice, position): chained SplitMix64 finalizers (Steele et al., 2014)."""
+    state = np.zeros(len(seeds), dtype=np.uint64)
+    for part in (seeds, choices, positions):
+        state = _mix(state + _GOLDEN ^ np.array(part, dtype=np.int64).astype(np.uint64))
+    return (state >> np.uint64(11)).astype(np.float64) * 2.0**-53
+
+
+def _mix(z: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return z ^ (z >> np.uint64(31))
+
+
+def _top(slot: Slot) -> int:
+    return slot.params.logprobs or 0
+
+
+def _edit(row: Tensor, slot: Slot, eos_token_ids: Sequence[int]) -> None:
+    """Penalties, bias and the `min_tokens` mask, in place on one row of logits."""
+    params = slot.params
+    if params.repetition_penalty != 1.0:
+        # Ids that occur twice are written twice, with the same value.
+        seen = torch.from_numpy(slot.token_ids[: slot.num_tokens]).to(row.device)
+        old = row[seen]
+        row[seen] = torch.where(old > 0, old / params.repetition_penalty, old * params.repetition_penalty)
+    if params.presence_penalty or params.frequency_penalty:
+        said = slot.token_ids[slot.num_prompt_tokens : slot.num_tokens]
+        ids, counts = np.unique(said, return_counts=True)
+        cost = params.presence_penalty + params.frequency_penalty * counts
+        row[torch.from_numpy(ids).to(row.device)] -= torch.from_numpy(cost).to(row.device, row.dtype)
+    if params.logit_bias:
+        bias: dict[int, float] = {}
+        for token_id, value in params.logit_bias:
+            bias[token_id] = bias.get(token_id, 0.0) + value
+        row[torch.tensor(list(bias), device=row.device)] += torch.tensor(
+            list(bias.values()), device=row.device, dtype=row.dtype
+        )
+    if slot.num_output_tokens < params.min_tokens:
+        ends = [*params.stop_token_ids, *(() if params.ignore_eos else eos_token_ids)]
+        if ends:
+            row[torch.tensor(ends, device=row.device)] = -torch.inf
+
+
+def _draw(logits: Tensor, best: Tensor, rows: list[int], slots: Sequence[Slot]) -> list[int]:
+    """A token for each of `rows` by its own noise. best: [R], each row's largest logit."""
+    params = [slots[i].params for i in rows]
+    temperature = torch.tensor(
+        [max(p.temperature, _MIN_TEMPERATURE) for p in params], dtype=logits.dtype, device=logits.device
+    )
+    # The maximum goes first, so that a tiny temperature cannot overflow.
+    scaled = _in_parts(_take(logits, rows) - _take(best, rows)[:, None], temperature)
+    probs = scaled.flatten(1).softmax(-1).view_as(scaled)
+    noise = uniform([p.seed or 0 for p in params], [slots[i].choice for i in rows], [slots[i].num_tokens for i in rows])
+    drawn = [0] * len(rows)
+    whole = [j for j, p in enumerate(params) if not _truncates(p)]
+    if whole:
+        for j, token_id in zip(whole, _invert(_take(probs, whole), noise[whole]), strict=True):
+            drawn[j] = token_id
+    cut = [j for j, p in enumerate(params) if _truncates(p)]
+    if cut:
+        parts = _take(probs, cut)
+        maxima = parts.amax(-1)
+        floor = _survivor_floor(maxima, [params[j] for j in cut], logits.shape[1])
+        for j, (ids, weights) in zip(cut, _at_least(parts, maxima, floor), strict=True):
+            keep = _truncate(weights, params[j])
+            drawn[j] = int(ids[keep][_first_above(np.cumsum(weights[keep]), float(noise[j]))])
+    return drawn
+
+
+def _truncates(params: SamplingParams) -> bool:
+    return params.top_k > 0 or params.top_p < 1.0 or params.min_p > 0.0
+
+
+def _take(values: Tensor, rows: list[int]) -> Tensor:
+    """`values[rows]` for ascending rows, without a copy when that is all of them."""
+    return values if len(rows) == len(values) else values[rows]
+
+
+def _in_parts(values: Tensor, divisor: Tensor | float) -> Tensor:
+    """[R, vocab] / divisor (one number, or one per row) as [R, parts, width], filled up with -inf at the end.
+
+    Whole rows are expensive to sort or to sum up; with sums and maxima of parts, few parts need a closer look.
+    """
+    rows, vocab = values.shape
+    parts = min(_NUM_PARTS, vocab)
+    width = -(-vocab // parts)
+    out = values.new_full((rows, parts * width), -torch.inf) if parts * width > vocab else torch.empty_like(values)
+    torch.div(values, divisor[:, None] if isinstance(divisor, Tensor) else divisor, out=out[:, :vocab])
+    return out.view(rows, parts, width)
+
+
+def _invert(probs: Tensor, noise: Float64Array) -> list[int]:
+    """Inverse CDF over whole rows: first the part, then the token in it. probs: [R, parts, width]; noise: R."""
+    width = probs.shape[2]
+    cdf = probs.sum(-1).cumsum(-1, dtype=torch.float64)
+    target = torch.from_numpy(noise).to(probs.device)[:, None] * cdf[:, -1:]
+    part = _first_above_each(cdf, target)
+    before = torch.where(part > 0, cdf.gather(1, (part - 1).clamp_min(0)), 0.0)
+    inside = probs.gather(1, part[:, :, None].expand(-1, 1, width))[:, 0].double().cumsum(-1)
+    chosen: list[int] = (part * width + _first_above_each(inside, target - before))[:, 0].tolist()
+    return chosen
+
+
+def _first_above_each(cdf: Tensor, target: Tensor) -> Tensor:
+    """Per row the first index at which `cdf` exceeds `target`; both [R, ...]. Rounding may lift the target to the sum
+    itself: the last index with any weight is then the answer."""
+    last = torch.searchsorted(cdf, cdf[:, -1:].contiguous())
+    return torch.minimum(torch.searchsorted(cdf, target, right=True), last)
+
+
+def _first_above(cdf: Float64Array, noise: float) -> int:
+    """The same on the host, for one row; `noise` is relative to the sum."""
+    index = int(np.searchsorted(cdf, noise * cdf[-1], side="right"))
+    return min(index, int(np.searchsorted(cdf, cdf[-1])))
+
+
+def _survivor_floor(maxima: Tensor, params: Sequence[SamplingParams], vocab: int) -> Tensor:
+    """Per row a probability below which nothing survives truncation, so that few tokens need a closer look. [R]."""
+    floor = _kth_floor(maxima, [p.top_k if p.top_k > 0 else vocab + 1 for p in params])
+    # Tokens below (1 - top_p) / vocab together weigh less than what top-p cuts off. After top-k, neither this nor min-p
+    # may thin out what top-p looks at: it needs the sum of all that top-k left. Halves leave room for rounding.
+    top_p = [(1.0 - p.top_p) / (2.0 * vocab) if p.top_k <= 0 else 0.0 for p in params]
+    min_p = [p.min_p / 2.0 if p.top_k <= 0 or p.top_p == 1.0 else 0.0 for p in params]
+    host = torch.tensor([top_p, min_p], dtype=floor.dtype).to(floor.device)
+    return torch.maximum(floor, torch.maximum(host[0], host[1] * maxima.amax(-1)))
+
+
+def _truncate(weights: Float64Array, params: SamplingParams) -> npt.NDArray[np.bool_]:
+    """Which of a row's surviving tokens are left after top-k, top-p and min-p. weights: probabilities, token order."""
+    threshold = params.min_p * weights.max()
+    mass = 1.0
+    if params.top_k > 0:
+        if params.top_k < len(weights):
+            kth = np.partition(weights, -params.top_k)[-params.top_k]
+            threshold = max(threshold, kth)
+            weights = np.where(weights >= kth, weights, 0.0)
+        mass = weights.sum()
+    if params.top_p < 1.0:
+        ordered = np.sort(weights)[::-1]
+        reached = int(np.searchsorted(np.cumsum(ordered), params.top_p * mass))
+        threshold = max(threshold, ordered[min(reached, len(ordered) - 1)])
+    keep: npt.NDArray[np.bool_] = weights >= threshold
+    return keep
+
+
+def _kth_floor(maxima: Tensor, ks: Sequence[int]) -> Tensor:
+    """A lower bound of each row's k-th largest value: the k-th largest maximum of its parts; -inf beyond those. [R].
+
+    maxima: [R, parts].
+    """
+    ordered = maxima.sort(-1, descending=True).values
+    ordered = torch.nn.functional.pad(ordered, (0, 1), value=-torch.inf)
+    index = torch.tensor([min(k - 1, maxima.shape[1]) for k in ks], device=maxima.device)
+    return ordered.gather(1, index[:, None])[:, 0]
+
+
+def _at_least(parts: Tensor, maxima: Tensor, floor: Tensor) -> list[tuple[Int64Array, Float64Array]]:
+    """For each row, ids (ascending) and values of the tokens at or above the row's floor, on the host."""
+    row, part = (maxima >= floor[:, None]).nonzero(as_tuple=True)
+    look = parts[row, part]
+    hit, offset = (look >= floor[row, None]).nonzero(as_tuple=True)
+    values = look[hit, offset].double().cpu().numpy()
+    ids = (part[hit] * parts.shape[2] + offset).cpu().numpy()
+    ends = np.cumsum(np.bincount(row[hit].cpu().numpy(), minlength=len(parts)))[:-1]
+    return list(zip(np.split(ids, ends), np.split(values, ends), strict=True))
