@@ -9,14 +9,18 @@ from collections.abc import Iterable, Sequence
 
 
 class Block:
-    """One KV block. `hash` is set while the prefix cache knows its content; `ref_count` counts block tables."""
+    """One KV block. `ref_count` counts block tables; `hash` is set while the prefix cache knows the content.
 
-    __slots__ = ("hash", "id", "next", "previous", "ref_count")
+    `was_hit`: that content has been shared from the prefix cache at least once.
+    """
+
+    __slots__ = ("hash", "id", "next", "previous", "ref_count", "was_hit")
 
     def __init__(self, block_id: int) -> None:
         self.id = block_id
         self.ref_count = 0
         self.hash: bytes | None = None
+        self.was_hit = False
         self.previous: Block = self
         self.next: Block = self
 
@@ -27,57 +31,69 @@ class BlockPool:
     Blocks without a published prefix are worthless once free and go to the front; published ones go to the back and
     are evicted least recently used first. A table is freed from its tail on, because a chain is matched from its head:
     the tail must be evicted first. Block 0 is the null block: never handed out, so that id 0 can mean "nothing".
+
+    Attention reads a table whose blocks are consecutive as one view of the pool instead of gathering it. So, before
+    the list is asked, a table grows into its physical neighbour, and a new table starts where a whole run is vacant,
+    each further on than the last one (so that the run stays its own, and a region is reused long after it was filled).
+    Vacant = free and never hit: prefixes that proved useful leave only by the list's order.
     """
 
     def __init__(self, num_blocks: int, num_tables: int) -> None:
         self.blocks = [Block(i) for i in range(num_blocks)]
-        self.null_block = self.blocks[0]
-        self.null_block.ref_count = 1
+        self.blocks[0].ref_count = 1
         self.num_free = 0
         self.num_free_cached = 0
         self._free = Block(-1)  # sentinel of the ring: its next is the front, its previous the back
-        # Attention reads a table whose blocks are consecutive as one view of the pool instead of gathering it. So the
-        # first blocks of `num_tables` tables lie a stride apart, and `allocate` lets each table grow into its gap.
-        stride = max(1, (num_blocks - 1) // num_tables)
-        for offset in range(stride):
-            for block in self.blocks[1 + offset :: stride]:
-                self._link(block, self._free)
+        self._vacant = bytearray(num_blocks)  # by block id, so that a run is found by `bytearray.find`
+        self._next_start = 1
+        self._longest_run = max(1, (num_blocks - 1) // num_tables)  # a fair share of the pool
+        for block in self.blocks[1:]:
+            self._link(block, self._free)
 
     def _link(self, block: Block, successor: Block) -> None:
         block.previous, block.next = successor.previous, successor
         successor.previous.next = block
         successor.previous = block
+        self._vacant[block.id] = block.hash is None or not block.was_hit
         self.num_free += 1
         self.num_free_cached += block.hash is not None
 
     def _unlink(self, block: Block) -> None:
         block.previous.next = block.next
         block.next.previous = block.previous
+        self._vacant[block.id] = False
         self.num_free -= 1
         self.num_free_cached -= block.hash is not None
 
-    def _successor(self, block: Block | None) -> Block:
-        """The block to take after `block` in one table: its physical neighbour if that costs no cached prefix."""
-        if block is not None and block.id + 1 < len(self.blocks):
-            neighbour = self.blocks[block.id + 1]
-            if neighbour.ref_count == 0 and neighbour.hash is None:
-                return neighbour
-        return self._free.next
+    def _find_start(self, count: int, room: int) -> Block | None:
+        """The first block of a vacant run for a new table of `count` blocks, better one it can grow in to `room`."""
+        for length in (max(count, min(room, self._longest_run)), count):
+            for search_from in (self._next_start, 1):
+                start = self._vacant.find(b"\1" * length, search_from)
+                if start > 0:
+                    self._next_start = start + length
+                    return self.blocks[start]
+        return None
 
-    def allocate(self, count: int, after: Block | None = None) -> list[Block]:
+    def _neighbour(self, block: Block) -> Block | None:
+        after = block.id + 1
+        return self.blocks[after] if after < len(self.blocks) and self._vacant[after] else None
+
+    def allocate(self, count: int, after: Block | None = None, room: int = 0) -> list[Block]:
         """Take `count` free blocks (the caller checks `num_free`) for a table that ends with `after`.
 
-        They may still carry the hash of an evicted prefix: the caller makes the prefix cache forget it.
+        A new table (`after` None) is expected to grow to `room` blocks. The blocks may still carry the hash of an
+        evicted prefix: the caller makes the prefix cache forget it.
         """
         taken: list[Block] = []
-        last = after
+        block = self._find_start(count, room) if after is None else self._neighbour(after)
         for _ in range(count):
-            last = self._successor(last)
-            self._unlink(last)
-            last.ref_count = 1
-            taken.append(last)
-        if after is None:
-            taken.sort(key=lambda block: block.id)  # evicted chains come tail first; ascending they are consecutive
+            block = block or self._free.next
+            self._unlink(block)
+            block.ref_count = 1
+            block.was_hit = False
+            taken.append(block)
+            block = self._neighbour(block)
         return taken
 
     def share(self, block: Block) -> None:
@@ -85,6 +101,7 @@ class BlockPool:
         if block.ref_count == 0:
             self._unlink(block)
         block.ref_count += 1
+        block.was_hit = True
 
     def free(self, table: Sequence[Block]) -> None:
         """One table less holds these blocks."""

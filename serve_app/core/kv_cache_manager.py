@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from serve_app.core.block_pool import Block, BlockPool
 from serve_app.core.output import BlockCopy
+from serve_app.core.policy import SchedulerConfig
 from serve_app.core.prefix_cache import PrefixCache, hash_block, root_hash
 from serve_app.core.request import Request
 
@@ -20,21 +21,19 @@ class Prefix:
     num_tokens: int = 0
     shared: list[Block] = field(default_factory=list)
     copied: Block | None = None
+    searched: bool = False
+    """Whether the prefix cache was asked, and not a sibling's blocks taken."""
 
 
 class KVCacheManager:
     """The block tables of all running requests over one `BlockPool`."""
 
-    def __init__(self, num_blocks: int, block_size: int, max_num_seqs: int) -> None:
-        self.block_size = block_size
-        self.pool = BlockPool(num_blocks, max_num_seqs)
+    def __init__(self, config: SchedulerConfig) -> None:
+        self.block_size = config.block_size
+        self.pool = BlockPool(config.num_blocks, config.max_num_seqs)
         self.prefix_cache = PrefixCache()
+        self._caches_prefixes = config.enable_prefix_cache
         self._copies: list[BlockCopy] = []
-
-    @property
-    def max_tokens(self) -> int:
-        """Tokens that fit into the whole pool."""
-        return (len(self.pool.blocks) - 1) * self.block_size
 
     def blocks_for(self, num_tokens: int) -> int:
         """Blocks that hold `num_tokens`."""
@@ -57,7 +56,7 @@ class KVCacheManager:
             if block is None:
                 break
             shared.append(block)
-        return Prefix(len(shared) * self.block_size, shared)
+        return Prefix(len(shared) * self.block_size, shared, searched=True)
 
     def fork(self, request: Request, source: Request) -> Prefix:
         """What `request` can take over of the same prompt computed by `source` (another choice, running).
@@ -68,6 +67,19 @@ class KVCacheManager:
         num_tokens = min(request.num_prompt_tokens, source.num_computed_tokens, request.num_tokens - 1)
         whole, rest = divmod(num_tokens, self.block_size)
         return Prefix(num_tokens, source.blocks[:whole], source.blocks[whole] if rest else None)
+
+    def find_prefix(self, request: Request) -> Prefix:
+        """The tokens that `request` need not compute: its leader's while that one runs, or published ones."""
+        leader = request.leader
+        forked = Prefix()
+        if leader is not None and leader.num_computed_tokens >= leader.num_prompt_tokens:
+            forked = self.fork(request, leader)
+        # A prompt's logprobs exist only where its tokens are computed; the leader alone reports them.
+        must_compute = leader is None and request.params.prompt_logprobs is not None
+        if must_compute or not self._caches_prefixes:
+            return forked
+        published = self.match(request)
+        return forked if forked.num_tokens > published.num_tokens else published
 
     def allocate(self, request: Request, prefix: Prefix, reserve: int) -> bool:
         """Give `request` a table for all its known tokens, the first of them from `prefix`; all of it or nothing.
@@ -80,7 +92,8 @@ class KVCacheManager:
             return False
         for block in prefix.shared:
             self.pool.share(block)
-        new = self._take(count, prefix.shared[-1] if prefix.shared else None)
+        room = self.blocks_for(request.max_num_tokens)
+        new = self._take(count, prefix.shared[-1] if prefix.shared else None, room)
         if prefix.copied is not None:
             self._copies.append(BlockCopy(prefix.copied.id, new[0].id))
         request.blocks = prefix.shared + new
@@ -98,8 +111,8 @@ class KVCacheManager:
         request.blocks += new
         return (new[0].id,)
 
-    def _take(self, count: int, after: Block | None) -> list[Block]:
-        new = self.pool.allocate(count, after)
+    def _take(self, count: int, after: Block | None, room: int = 0) -> list[Block]:
+        new = self.pool.allocate(count, after, room)
         for block in new:
             self.prefix_cache.forget(block)
         return new
@@ -114,7 +127,7 @@ class KVCacheManager:
     def publish(self, request: Request) -> None:
         """Name the request's blocks that are full and computed. Only for the commit of a finished step."""
         count = request.num_computed_tokens // self.block_size
-        if count > request.num_published_blocks:
+        if self._caches_prefixes and count > request.num_published_blocks:
             hashes = self._hashes(request, count)
             for i in range(request.num_published_blocks, count):
                 self.prefix_cache.publish(request.blocks[i], hashes[i])

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from serve_app.core.block_pool import Block
-from serve_app.core.output import FinishReason
+from serve_app.core.output import FinishReason, TokenDelta, TokenLogprob
 from serve_app.core.policy import SchedulerConfig
 from serve_app.core.sampling_params import SamplingParams
 from serve_app.errors import ContextLengthError, InvalidRequestError
@@ -93,6 +93,28 @@ class Request:
         if count and count >= self.params.min_tokens and self.token_ids[-1] in self.stop_token_ids:
             return FinishReason.STOP
         return FinishReason.LENGTH if self.num_tokens >= self.max_num_tokens else None
+
+    def delta(
+        self,
+        token_ids: tuple[int, ...],
+        finish_reason: FinishReason | None,
+        logprobs: tuple[TokenLogprob, ...] = (),
+        prompt_logprobs: tuple[TokenLogprob, ...] = (),
+        error: str | None = None,
+    ) -> TokenDelta:
+        """The news that `token_ids`, already the last of this choice's tokens, have come."""
+        num_cached_tokens, self.num_cached_tokens = self.num_cached_tokens, None
+        return TokenDelta(
+            request_id=self.request_id,
+            choice=self.choice,
+            offset=self.num_output_tokens - len(token_ids),
+            token_ids=token_ids,
+            logprobs=logprobs,
+            prompt_logprobs=prompt_logprobs,
+            finish_reason=finish_reason,
+            num_cached_tokens=num_cached_tokens,
+            error=error,
+        )
 
 
 def _check_ids(param: str, token_ids: tuple[int, ...], vocab_size: int) -> None:

@@ -11,59 +11,33 @@ Decides nothing about text, sampling or the device. Same calls, same outputs.
 """
 
 from bisect import bisect_left, insort
-from dataclasses import dataclass, field, replace
 from heapq import heappop, heappush
 from operator import attrgetter
 
-from serve_app.core.kv_cache_manager import KVCacheManager, Prefix
+from serve_app.core.kv_cache_manager import KVCacheManager
 from serve_app.core.output import (
     FinishReason,
     ModelRunnerOutput,
     ScheduledRequest,
     SchedulerOutput,
     SchedulerStats,
-    SlotStart,
     TokenDelta,
     TokenLogprob,
 )
 from serve_app.core.policy import AdmissionGate, RequestQueue, SchedulerConfig, pick_victim
 from serve_app.core.request import EngineRequest, Request, RequestStatus, make_choices
+from serve_app.core.step_plan import StepPlan
 from serve_app.errors import InvalidRequestError
 
 _by_order = attrgetter("order")
 
 
-@dataclass(slots=True)
-class _Plan:
-    """A step in the making."""
-
-    budget: int
-    rows: list[ScheduledRequest] = field(default_factory=list)
-    requests: list[Request] = field(default_factory=list)
-    slot_starts: list[SlotStart] = field(default_factory=list)
-    preempted: list[tuple[str, int]] = field(default_factory=list)
-    admitted: list[tuple[str, int]] = field(default_factory=list)
-    hit_tokens: int = 0
-    queried_tokens: int = 0
-
-    def add_row(self, request: Request, new_block_ids: tuple[int, ...] = ()) -> None:
-        """Let `request` compute as many of its tokens as the budget allows."""
-        start = request.num_computed_tokens
-        num_tokens = min(request.num_tokens - start, self.budget)
-        self.budget -= num_tokens
-        self.requests.append(request)
-        self.rows.append(
-            ScheduledRequest(
-                slot=request.slot,
-                request_id=request.request_id,
-                choice=request.choice,
-                start=start,
-                num_tokens=num_tokens,
-                new_block_ids=new_block_ids,
-                samples=start + num_tokens == request.num_tokens,
-                is_prefill=request.is_prefilling,
-            )
-        )
+def _token_error(row: ScheduledRequest, token_ids: tuple[int, ...], vocab_size: int) -> str | None:
+    if len(token_ids) != row.samples:
+        return f"the model runner returned {len(token_ids)} tokens for a row that samples {int(row.samples)}"
+    if token_ids and not 0 <= token_ids[0] < vocab_size:
+        return f"the model runner returned token id {token_ids[0]}, outside the vocabulary"
+    return None
 
 
 class Scheduler:
@@ -71,7 +45,7 @@ class Scheduler:
 
     def __init__(self, config: SchedulerConfig) -> None:
         self.config = config
-        self._kv = KVCacheManager(config.num_blocks, config.block_size, config.max_num_seqs)
+        self._kv = KVCacheManager(config)
         self._queue = RequestQueue()
         self._gate = AdmissionGate(config)
         self._running: list[Request] = []  # sorted by order: the last is the first to be preempted
@@ -98,8 +72,7 @@ class Scheduler:
         self._choices[request.request_id] = choices
         for choice in choices:
             if choice.status is RequestStatus.FINISHED:
-                delta = TokenDelta(choice.request_id, choice.choice, choice.num_output_tokens, ())
-                self._early_deltas.append(replace(delta, finish_reason=choice.finish_reason()))
+                self._early_deltas.append(choice.delta((), choice.finish_reason()))
             elif choice.status is RequestStatus.WAITING:
                 self._queue.push(choice, resuming=False)
 
@@ -124,7 +97,7 @@ class Scheduler:
         """Plan the next step; `update` must follow before the next plan, unless the plan has no rows."""
         if self._in_flight is not None:
             raise RuntimeError("schedule() while a step is in flight: call update() first")
-        plan = _Plan(self.config.max_num_batched_tokens)
+        plan = StepPlan(self.config.max_num_batched_tokens)
         if self.config.prefill == "fused":
             self._schedule_decodes(plan)
         self._schedule_prefills(plan)
@@ -133,25 +106,14 @@ class Scheduler:
             self._admit(plan)
         if self.config.prefill == "separate" and not plan.rows:
             self._schedule_decodes(plan)
-        output = SchedulerOutput(
-            step=self._num_steps,
-            rows=tuple(plan.rows),
-            slot_starts=tuple(plan.slot_starts),
-            block_copies=self._kv.take_copies(),
-            num_tokens=self.config.max_num_batched_tokens - plan.budget,
-            preempted=tuple(plan.preempted),
-            admitted=tuple(plan.admitted),
-            gate_open=gate_open,
-            prefix_hit_tokens=plan.hit_tokens,
-            prefix_queried_tokens=plan.queried_tokens,
-        )
+        output = plan.finish(self._num_steps, self._kv.take_copies(), gate_open)
         if plan.rows:
             self._in_flight = output.step, plan.requests
             self._num_steps += 1
             self._gate.step_done()
         return output
 
-    def _schedule_decodes(self, plan: _Plan) -> None:
+    def _schedule_decodes(self, plan: StepPlan) -> None:
         """One token for everyone whose known tokens are computed; whoever needs a block and finds none preempts.
 
         In order of service, and the victim is the last in that order: no victim has a row in this step yet.
@@ -168,20 +130,20 @@ class Scheduler:
                     return
             plan.add_row(request, new_block_ids)
 
-    def _schedule_prefills(self, plan: _Plan) -> None:
+    def _schedule_prefills(self, plan: StepPlan) -> None:
         for request in self._running:
             if plan.budget == 0:
                 return
             if request.is_prefilling:
                 plan.add_row(request)
 
-    def _preempt(self, request: Request, plan: _Plan) -> None:
+    def _preempt(self, request: Request, plan: StepPlan) -> None:
         self._leave_slot(request)
         request.status = RequestStatus.WAITING
         self._queue.push(request, resuming=True)
         plan.preempted.append((request.request_id, request.choice))
 
-    def _admit(self, plan: _Plan) -> None:
+    def _admit(self, plan: StepPlan) -> None:
         """Start requests from the queue. The head blocks those behind it on purpose: nobody is overtaken for ever."""
         while plan.budget > 0:
             request = self._queue.head(gate_open=self._gate.is_open)
@@ -191,13 +153,13 @@ class Scheduler:
                 self._gate.close()
                 return
 
-    def _start(self, request: Request, plan: _Plan) -> bool:
+    def _start(self, request: Request, plan: StepPlan) -> bool:
         """Give `request` a slot, blocks for all its known tokens, and a row; False if the blocks are not there.
 
         The whole table at once, so that a prompt's first chunk never waits for room for its last. One block per
         running request stays free, or the next decodes would preempt the newcomer at once.
         """
-        prefix, searched = self._find_prefix(request)
+        prefix = self._kv.find_prefix(request)
         if not self._kv.allocate(request, prefix, reserve=len(self._running)):
             return False
         self._queue.remove(request)
@@ -206,42 +168,16 @@ class Scheduler:
             request.num_cached_tokens = min(prefix.num_tokens, request.num_prompt_tokens)
             if request.leader is None:
                 self._gate.admitted()
-        if searched:
+        if prefix.searched:
             plan.queried_tokens += request.num_tokens
             plan.hit_tokens += prefix.num_tokens
         request.status = RequestStatus.RUNNING
         request.slot = heappop(self._free_slots)
         request.num_prefill_tokens = request.num_tokens
         insort(self._running, request, key=_by_order)
-        plan.admitted.append((request.request_id, request.choice))
-        plan.slot_starts.append(
-            SlotStart(
-                slot=request.slot,
-                request_id=request.request_id,
-                choice=request.choice,
-                token_ids=tuple(request.token_ids),
-                num_prompt_tokens=request.num_prompt_tokens,
-                params=request.params,
-                block_ids=tuple(block.id for block in request.blocks),
-            )
-        )
+        plan.add_start(request)
         plan.add_row(request)
         return True
-
-    def _find_prefix(self, request: Request) -> tuple[Prefix, bool]:
-        """The tokens that `request` need not compute, and whether the prefix cache was asked for them."""
-        leader = request.leader
-        prefix = Prefix()
-        if leader is not None and leader.num_computed_tokens >= leader.num_prompt_tokens:
-            prefix = self._kv.fork(request, leader)
-        # A prompt's logprobs exist only where its tokens are computed. Only the leader reports them.
-        needs_all = request.params.prompt_logprobs is not None and leader is None
-        if needs_all or not self.config.enable_prefix_cache:
-            return prefix, False
-        published = self._kv.match(request)
-        if published.num_tokens > prefix.num_tokens or leader is None:
-            return published, True
-        return prefix, False
 
     # ---------------------------------------------------------------------------------------------- commit
     def update(self, output: SchedulerOutput, result: ModelRunnerOutput) -> list[TokenDelta]:
@@ -267,13 +203,12 @@ class Scheduler:
         self, i: int, row: ScheduledRequest, request: Request, result: ModelRunnerOutput, deltas: list[TokenDelta]
     ) -> None:
         token_ids = result.token_ids[i]
-        error = result.failed.get(i) or self._token_error(row, token_ids)
+        error = result.failed.get(i) or _token_error(row, token_ids, self.config.vocab_size)
         if error is not None:
             self._fail(request.request_id, error, deltas)
             return
         request.num_computed_tokens += row.num_tokens
-        if self.config.enable_prefix_cache:
-            self._kv.publish(request)
+        self._kv.publish(request)
         if row.is_prefill and request.leader is None and request.num_computed_tokens >= request.num_prompt_tokens:
             self._release_forks(request)
         prompt_logprobs: tuple[TokenLogprob, ...] = ()
@@ -282,31 +217,11 @@ class Scheduler:
             request.num_prompt_logprobs += len(prompt_logprobs)
         if not token_ids and not prompt_logprobs:
             return
-        offset = request.num_output_tokens
         request.token_ids += token_ids
         finish_reason = request.finish_reason() if token_ids else None
-        deltas.append(
-            TokenDelta(
-                request_id=request.request_id,
-                choice=request.choice,
-                offset=offset,
-                token_ids=token_ids,
-                logprobs=result.logprobs.get(i, ()),
-                prompt_logprobs=prompt_logprobs,
-                finish_reason=finish_reason,
-                num_cached_tokens=request.num_cached_tokens,
-            )
-        )
-        request.num_cached_tokens = None
+        deltas.append(request.delta(token_ids, finish_reason, result.logprobs.get(i, ()), prompt_logprobs))
         if finish_reason is not None:
             self._release(request)
-
-    def _token_error(self, row: ScheduledRequest, token_ids: tuple[int, ...]) -> str | None:
-        if len(token_ids) != row.samples:
-            return f"the model runner returned {len(token_ids)} tokens for a row that samples {int(row.samples)}"
-        if token_ids and not 0 <= token_ids[0] < self.config.vocab_size:
-            return f"the model runner returned token id {token_ids[0]}, outside the vocabulary"
-        return None
 
     def _release_forks(self, leader: Request) -> None:
         """The prompt is computed: the other choices may take it over."""
@@ -319,8 +234,7 @@ class Scheduler:
         for choice in self._choices[request_id]:
             if choice.status is not RequestStatus.FINISHED:
                 self._release(choice)
-                delta = TokenDelta(request_id, choice.choice, choice.num_output_tokens, ())
-                deltas.append(replace(delta, finish_reason=FinishReason.ERROR, error=error))
+                deltas.append(choice.delta((), FinishReason.ERROR, error=error))
 
     def _release(self, request: Request) -> None:
         """Take an unfinished choice out of wherever it is."""

@@ -2,13 +2,13 @@
 
 from dataclasses import replace
 
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from serve_app.core.policy import SchedulerConfig
 from serve_app.core.request import EngineRequest
 from serve_app.core.sampling_params import SamplingParams
-from tests.core.fake_model import Driver, expected_output
+from tests.core.fake_model import Driver
 
 VOCAB = 11
 EOS = 3
