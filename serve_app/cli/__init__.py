@@ -9,6 +9,7 @@ import typer
 import serve_app
 from serve_app.cli.compare import compare
 from serve_app.cli.explain import explain
+from serve_app.cli.serve import serve
 
 app = typer.Typer(
     name="serve-app",
@@ -32,3 +33,4 @@ def version() -> None:
 
 app.command()(compare)
 app.command()(explain)
+app.command()(serve)

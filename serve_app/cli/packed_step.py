@@ -152,7 +152,7 @@ def draw_mask(step: PackedStep) -> "Text":
     text.append(" " * (width + 6))
     for key in step.segments:
         text.append(
-            f"{key.request_id}'s keys"[: key.num_keys].ljust(key.num_keys + 1), style=f"bold {_colour(step, key)}"
+            key.request_id[: key.num_keys].ljust(key.num_keys + 1), style=f"bold {_colour(step, key)}"
         )
     text.append("\n")
     for segment in step.segments:

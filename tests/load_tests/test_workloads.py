@@ -1,0 +1,101 @@
+"""Workloads follow from their seed alone, and every prompt has exactly the tokens it promises."""
+
+from random import Random
+
+import pytest
+
+from load_tests.workloads import WORKLOADS, PromptWriter, build_workload, open_writer
+from serve_app.text.tokenizer import load_tokenizer
+
+
+@pytest.fixture(scope="module")
+def writer() -> PromptWriter:
+    return PromptWriter(load_tokenizer("default"))
+
+
+@pytest.mark.parametrize("name", WORKLOADS)
+def test_same_seed_same_requests_and_exact_lengths(name: str, writer: PromptWriter) -> None:
+    workload = build_workload(name, writer, seed=3, duration_s=5.0)
+    assert workload == build_workload(name, writer, seed=3, duration_s=5.0)
+    assert workload.items
+    for item in workload.items:
+        assert len(writer.tokenizer.encode(item.prompt)) == item.prompt_tokens
+
+
+@pytest.mark.parametrize("name", WORKLOADS)
+def test_another_repeat_has_other_texts_of_the_same_lengths(name: str, writer: PromptWriter) -> None:
+    first = build_workload(name, writer, repeat=0, duration_s=5.0)
+    second = build_workload(name, writer, repeat=1, duration_s=5.0)
+    salted = build_workload(name, writer, repeat=0, salt="x", duration_s=5.0)
+    lengths = [(item.prompt_tokens, item.output_tokens, item.at_s) for item in first.items]
+    for other in (second, salted):
+        assert [(item.prompt_tokens, item.output_tokens, item.at_s) for item in other.items] == lengths
+        assert all(a.prompt != b.prompt for a, b in zip(first.items, other.items, strict=True))
+
+
+def test_sizes_are_those_that_the_log_compares(writer: PromptWriter) -> None:
+    """Pinned: figures are comparable over time only while these stay."""
+    sizes = {}
+    for name in WORKLOADS[:-1]:
+        workload = build_workload(name, writer)
+        prompt_tokens = sum(item.prompt_tokens for item in workload.items)
+        sizes[name] = (
+            len(workload.items),
+            workload.concurrency,
+            prompt_tokens,
+            sum(item.output_tokens for item in workload.items),
+        )
+    assert sizes == {
+        "mixed": (64, 16, 8785, 3885),
+        "decode": (16, 16, 512, 2048),
+        "prefill": (32, 8, 32768, 32),
+        "single": (4, 1, 128, 512),
+        "shared_prefix": (32, 8, 25600, 512),
+    }
+
+
+def test_mixed_lengths_stay_in_their_ranges(writer: PromptWriter) -> None:
+    items = build_workload("mixed", writer, seed=1).items
+    assert all(16 <= item.prompt_tokens <= 512 and 4 <= item.output_tokens <= 256 for item in items)
+    assert len({item.prompt_tokens for item in items}) > 30
+
+
+def test_shared_prefix_is_shared_and_the_rest_is_not(writer: PromptWriter) -> None:
+    ids = [writer.ids(item.prompt) for item in build_workload("shared_prefix", writer).items]
+    assert len({tuple(one[:768]) for one in ids}) == 1
+    assert len({tuple(one[768:]) for one in ids}) == len(ids)
+
+
+def test_poisson_arrivals_rise_and_keep_their_rate(writer: PromptWriter) -> None:
+    workload = build_workload("poisson", writer, rate=20.0, duration_s=10.0)
+    times = [item.at_s for item in workload.items]
+    assert workload.concurrency is None
+    assert times == sorted(times)
+    assert times[-1] <= 10.0
+    assert 140 < len(times) < 260
+
+
+def test_unknown_names_are_refused(writer: PromptWriter) -> None:
+    with pytest.raises(ValueError, match="decode"):
+        build_workload("decod", writer)
+
+
+def test_words_that_merge_are_noticed(writer: PromptWriter) -> None:
+    class Merging:
+        vocab_size = 200
+
+        def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+            return [0] * (len(text.split()) - ("wxa wxb" in text))
+
+        def decode(self, token_ids: list[int]) -> str:
+            return "wx" + chr(97 + token_ids[0] % 26) + "abcdefgh"[token_ids[0] // 26]
+
+    merging = PromptWriter(Merging())  # type: ignore[arg-type]
+    merging.words = ["wxa", "wxb"]
+    with pytest.raises(ValueError, match="tokens instead of 50"):
+        merging.write(Random(0), 50)
+
+
+def test_a_tokenizer_file_will_do(tmp_path, writer: PromptWriter) -> None:  # type: ignore[no-untyped-def]
+    writer.tokenizer._backend.save(str(tmp_path / "tokenizer.json"))  # type: ignore[attr-defined]
+    assert open_writer(str(tmp_path)).ids("the sky") == writer.ids("the sky")
