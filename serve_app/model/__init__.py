@@ -1,0 +1,1 @@
+"""Models over packed rows and a paged KV pool: loading, attention backends, running, sampling."""

@@ -1,0 +1,1 @@
+"""Attention over the paged KV pool: the protocol, its backends, and their binding to transformers."""

@@ -1,0 +1,75 @@
+"""What attention over a paged KV pool is asked, and what a backend must offer. Decides no layout and no kernel.
+
+The pool of one layer is a pair of tensors whose shape belongs to the backend; only `block_dim`, the dimension that
+counts blocks, is known outside. A *slot* is one token's place in the pool: `block_id * block_size + offset`.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+
+@dataclass(slots=True)
+class AttentionBatch:
+    """The ragged batch of one step: R rows (sequences) of T packed query tokens in all.
+
+    query_starts: R + 1 offsets; row r owns packed tokens [query_starts[r], query_starts[r + 1]).
+    kv_lens: R lengths; tokens of the row in the pool once this step's are written.
+    block_tables: R tables of at least ceil(kv_len / block_size) block ids.
+    slot_mapping: int64 [T] on the model's device; where each packed token's key and value go.
+    """
+
+    query_starts: list[int]
+    kv_lens: list[int]
+    block_tables: list[Sequence[int]]
+    slot_mapping: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionLayer:
+    """How one layer attends. `sliding_window` counts the keys a query sees, its own included."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    value_dim: int
+    scale: float
+    sliding_window: int | None = None
+    softcap: float | None = None
+
+
+class LayerCache(NamedTuple):
+    """Keys and values of one layer, every block of the pool."""
+
+    key: Tensor
+    value: Tensor
+
+
+class AttentionBackend(Protocol):
+    """One way to attend over the pool. Stateless: all state lives in the caches and in the step's metadata."""
+
+    name: ClassVar[str]
+    block_size: ClassVar[int]
+    block_dim: ClassVar[int]
+
+    def allocate(self, layer: AttentionLayer, num_blocks: int, dtype: torch.dtype, device: torch.device) -> LayerCache:
+        """Zeroed pool of `num_blocks` blocks for one layer."""
+        ...
+
+    def build(self, batch: AttentionBatch) -> Any:
+        """Everything about the step that all layers share; called once per step."""
+        ...
+
+    def forward(
+        self, layer: AttentionLayer, query: Tensor, key: Tensor, value: Tensor, cache: LayerCache, metadata: Any
+    ) -> Tensor:
+        """Write this step's keys and values into the pool, then attend causally.
+
+        query [num_heads, N, head_dim], key [num_kv_heads, N, head_dim], value [num_kv_heads, N, value_dim], with
+        N >= T: tokens from T on are padding, never written, and their output is undefined but finite.
+        Returns [N, num_heads, value_dim].
+        """
+        ...

@@ -1,0 +1,202 @@
+"""Binds transformers' attention to the paged pool, and picks the backend.
+
+transformers calls one function for every attention layer (`AttentionInterface`). Ours reads everything it needs from
+the module that calls it: some models do not pass extra keywords down, so nothing of a step travels through them.
+"""
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface
+
+from serve_app.errors import ConfigError
+from serve_app.model.attention.base import AttentionBackend, AttentionBatch, AttentionLayer, LayerCache
+from serve_app.model.attention.cpu import CpuAttention
+from serve_app.model.attention.reference import ReferenceAttention
+
+IMPLEMENTATION = "serve_app_paged"
+"""The name under which transformers knows our function. It has no mask function, so no mask is ever built."""
+
+_ATTRIBUTE = "serve_app_binding"
+_BACKENDS: dict[str, type[Any]] = {"cpu": CpuAttention, "reference": ReferenceAttention}
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class StepContext:
+    """What all layers of one model share while a step runs."""
+
+    backend: AttentionBackend
+    metadata: Any = None
+
+
+@dataclass(slots=True)
+class _Binding:
+    """Hangs on an attention module: how it attends, and where its keys and values are."""
+
+    layer: AttentionLayer
+    context: StepContext
+    cache: LayerCache | None = None
+
+
+@dataclass(slots=True)
+class _Recorder:
+    """Hangs on every module while `discover` runs: notes who calls, and how."""
+
+    calls: list[tuple[nn.Module, AttentionLayer]] = field(default_factory=list)
+
+
+def _paged_attention(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
+) -> tuple[Tensor, None]:
+    """query [1, heads, N, dim], key and value [1, kv_heads, N, dim]; returns [1, N, heads, dim]."""
+    binding = getattr(module, _ATTRIBUTE)
+    if isinstance(binding, _Recorder):
+        binding.calls.append((module, _layer(module, query, key, value, kwargs)))
+        return value.new_zeros(1, query.shape[2], query.shape[1], value.shape[3]), None
+    context = binding.context
+    out = context.backend.forward(binding.layer, query[0], key[0], value[0], binding.cache, context.metadata)
+    return out[None], None
+
+
+AttentionInterface.register(IMPLEMENTATION, _paged_attention)
+
+
+def _layer(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, kwargs: dict[str, Any]) -> AttentionLayer:
+    scale = kwargs.get("scaling")
+    return AttentionLayer(
+        num_heads=query.shape[1],
+        num_kv_heads=key.shape[1],
+        head_dim=query.shape[3],
+        value_dim=value.shape[3],
+        scale=float(scale) if scale is not None else query.shape[3] ** -0.5,
+        sliding_window=kwargs.get("sliding_window"),
+        softcap=kwargs.get("softcap"),
+    )
+
+
+def discover(base: nn.Module, input_ids: Tensor) -> list[tuple[nn.Module, AttentionLayer]]:
+    """The attention modules of a base model in the order it calls them, found by running `input_ids` [n] through it."""
+    recorder = _Recorder()
+    for module in base.modules():
+        setattr(module, _ATTRIBUTE, recorder)
+    try:
+        positions = torch.arange(input_ids.shape[0], device=input_ids.device)
+        base(input_ids=input_ids[None], position_ids=positions[None], use_cache=False)
+    finally:
+        for module in base.modules():
+            delattr(module, _ATTRIBUTE)
+    return recorder.calls
+
+
+def bind(calls: list[tuple[nn.Module, AttentionLayer]], context: StepContext) -> None:
+    """Attach each module's binding; `attach_caches` gives it its pool."""
+    for module, layer in calls:
+        setattr(module, _ATTRIBUTE, _Binding(layer, context))
+
+
+def attach_caches(calls: list[tuple[nn.Module, AttentionLayer]], caches: Sequence[LayerCache | None]) -> None:
+    """Give every bound module its layer's pool, in the same order; None takes it away."""
+    for (module, _), cache in zip(calls, caches, strict=True):
+        getattr(module, _ATTRIBUTE).cache = cache
+
+
+def pick_backend(name: str, layers: list[AttentionLayer], dtype: torch.dtype, device: torch.device) -> AttentionBackend:
+    """The backend called `name`, or for "auto" the fastest that agrees with the reference on this device.
+
+    Raises ConfigError for an unknown name, or when a backend named on purpose fails its probe.
+    """
+    if name == "auto":
+        preferred = "cpu" if device.type == "cpu" else "reference"
+        problem = probe(_BACKENDS[preferred](), layers, dtype, device)
+        if problem is None:
+            backend: AttentionBackend = _BACKENDS[preferred]()
+            return backend
+        logger.warning("attention backend %s does not work here (%s); using the slow reference", preferred, problem)
+        return ReferenceAttention()
+    if name not in _BACKENDS:
+        raise ConfigError(f"attention_backend: unknown name {name!r}; known: auto, {', '.join(sorted(_BACKENDS))}")
+    chosen: AttentionBackend = _BACKENDS[name]()
+    problem = probe(chosen, layers, dtype, device)
+    if problem is not None:
+        raise ConfigError(f"attention_backend: {name} does not work for this model on {device}: {problem}")
+    return chosen
+
+
+def probe(
+    backend: AttentionBackend, layers: list[AttentionLayer], dtype: torch.dtype, device: torch.device
+) -> str | None:
+    """What is wrong with the backend: run a prefill, then a mixed step, against the reference. None = nothing.
+
+    The pool holds NaN wherever this step's sequences have no key, and memory that is freed before the call holds NaN,
+    so reading too far or writing too little shows.
+    """
+    for layer in dict.fromkeys(layers):
+        try:
+            difference = _probe_layer(backend, layer, dtype, device)
+        except Exception as error:  # a probe must survive whatever a backend does on foreign hardware
+            return f"{type(error).__name__}: {error}"
+        if difference > _TOLERANCE[dtype]:
+            return f"differs from the reference by {difference:.2g} of its spread"
+    return None
+
+
+_TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 5e-2}
+"""Largest accepted difference, as a part of the reference's standard deviation."""
+
+
+def _probe_layer(backend: AttentionBackend, layer: AttentionLayer, dtype: torch.dtype, device: torch.device) -> float:
+    generator = torch.Generator(device=device).manual_seed(0)
+    candidates = (backend, ReferenceAttention())
+    size = max(candidate.block_size for candidate in candidates)
+    lengths = (size + 3, 2 * size, 1)
+    tables = [[5, 2], [3, 4], [1]]
+    caches = [candidate.allocate(layer, 6, dtype, device) for candidate in candidates]
+    for candidate, cache in zip(candidates, caches, strict=True):
+        for pool in cache:
+            pool.fill_(float("nan"))
+            pool.select(candidate.block_dim, 0).zero_()
+    worst = 0.0
+    # First the prompts of rows 0 and 1 (short of one token), then one token of each together with the whole row 2.
+    for chunk in ([(0, 0, lengths[0] - 1), (1, 0, lengths[1] - 1)], [(0, lengths[0] - 1, 1), (1, lengths[1] - 1, 1)]):
+        rows = chunk if worst == 0.0 and chunk[0][1] == 0 else [*chunk, (2, 0, lengths[2])]
+        tokens = sum(count for _, _, count in rows)
+
+        def random(heads: int, dim: int, count: int = tokens) -> Tensor:
+            return torch.randn(heads, count, dim, generator=generator, device=device).to(dtype)
+
+        query, key = random(layer.num_heads, layer.head_dim), random(layer.num_kv_heads, layer.head_dim)
+        value = random(layer.num_kv_heads, layer.value_dim)
+        outs = []
+        for candidate, cache in zip(candidates, caches, strict=True):
+            batch = _probe_batch(rows, tables, candidate.block_size, device)
+            metadata = candidate.build(batch)
+            torch.full((tokens, layer.num_heads, layer.value_dim), float("nan"), dtype=dtype, device=device)
+            outs.append(candidate.forward(layer, query, key, value, cache, metadata).double())
+        if not bool(torch.isfinite(outs[0]).all()):
+            return float("inf")
+        worst = max(worst, float((outs[0] - outs[1]).abs().max() / outs[1].std()))
+    return worst
+
+
+def _probe_batch(
+    rows: list[tuple[int, int, int]], tables: list[list[int]], block_size: int, device: torch.device
+) -> AttentionBatch:
+    starts, slots = [0], []
+    for row, start, count in rows:
+        starts.append(starts[-1] + count)
+        slots += [
+            tables[row][position // block_size] * block_size + position % block_size
+            for position in range(start, start + count)
+        ]
+    return AttentionBatch(
+        query_starts=starts,
+        kv_lens=[start + count for _, start, count in rows],
+        block_tables=[tables[row] for row, _, _ in rows],
+        slot_mapping=torch.tensor(slots, device=device),
+    )

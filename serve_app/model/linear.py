@@ -1,0 +1,91 @@
+"""Linear layers whose rows do not feel each other: row i of the output has the same bits whatever the other rows are.
+
+CPU matrix libraries choose their blocking along K by the number of rows M, which moves the last bits. oneDNN's packed
+float32 product keeps one order per K for most shapes and is faster at small M besides; where it does not, K is cut
+into equal segments summed in a fixed order. Whether that is needed is found out at load by trying, since it depends
+on the machine. M is never below `MIN_ROWS`: smaller products take other kernels (matrix times vector). The model pads.
+"""
+
+import logging
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+MIN_ROWS = 4
+"""The caller pads every product to at least this many rows."""
+
+_PROBED_ROWS = (4, 5, 7, 8, 16, 17, 33, 64, 129, 300)
+_PROBED_SIZE = 1 << 22
+"""Larger outputs are not tried: it would take seconds for a wide vocabulary."""
+_SEGMENTS = (1, 2, 3, 4, 6, 8, 12, 16)
+
+logger = logging.getLogger(__name__)
+
+
+def can_pack(weight: Tensor) -> bool:
+    """Whether `InvariantLinear` has a packed product for this weight."""
+    return weight.device.type == "cpu" and weight.dtype == torch.float32 and torch.backends.mkldnn.is_available()
+
+
+class InvariantLinear(nn.Module):
+    """y = x W^T + b over packed float32 weights on the CPU. x [..., in_features], y [..., out_features].
+
+    The given weight is not kept: the packed copy replaces it.
+    """
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        super().__init__()
+        self.out_features, self.in_features = weight.shape
+        self.bias = None if bias is None else nn.Parameter(bias.detach(), requires_grad=False)
+        self._packed: list[Tensor] = []
+        self._width = self.in_features
+        for segments in _SEGMENTS:
+            if self.in_features % segments:
+                continue
+            self._width = self.in_features // segments
+            self._packed = [
+                torch.ops.mkldnn._reorder_linear_weight(part.detach().contiguous(), None)
+                for part in weight.split(self._width, dim=1)
+            ]
+            if self._rows_are_independent():
+                return
+        logger.warning("a linear layer of %d inputs is not bitwise independent of its batch here", self.in_features)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """See the class."""
+        product = torch.ops.mkldnn._linear_pointwise
+        if len(self._packed) == 1:
+            return product(x, self._packed[0], self.bias, "none", [], "")
+        bias = self.bias
+        out = None
+        for start, packed in zip(range(0, self.in_features, self._width), self._packed, strict=True):
+            part = product(x[..., start : start + self._width].contiguous(), packed, bias, "none", [], "")
+            out = part if out is None else out.add_(part)
+            bias = None
+        assert out is not None
+        return out
+
+    def _rows_are_independent(self) -> bool:
+        generator = torch.Generator().manual_seed(0)
+        rows_to_try = [rows for rows in _PROBED_ROWS if rows * self.out_features < _PROBED_SIZE]
+        x = torch.randn(max(rows_to_try), self.in_features, generator=generator)
+        whole = self(x)
+        return all(torch.equal(self(x[:rows]), whole[:rows]) for rows in rows_to_try)
+
+
+def linear(weight: Tensor, bias: Tensor | None) -> nn.Module:
+    """The best linear layer for this weight: `InvariantLinear` where it can be packed, else torch's own."""
+    if can_pack(weight):
+        return InvariantLinear(weight, bias)
+    layer = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")
+    layer.weight = nn.Parameter(weight.detach(), requires_grad=False)
+    if bias is not None:
+        layer.bias = nn.Parameter(bias.detach(), requires_grad=False)
+    return layer
+
+
+def pad_rows(x: Tensor, rows: int = MIN_ROWS) -> Tensor:
+    """`x` with zero rows appended until it has at least `rows`."""
+    missing = rows - x.shape[0]
+    return x if missing <= 0 else F.pad(x, (0, 0) * (x.dim() - 1) + (0, missing))
