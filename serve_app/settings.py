@@ -20,6 +20,15 @@ FAST_PATH_ENVIRONMENT: Mapping[str, str] = {
 }
 """What `make serve` sets before Ray starts: HAProxy instead of Ray's Python proxy, gRPC between the deployments."""
 
+LAUNCHER_ENVIRONMENT: Mapping[str, str] = {
+    "SERVE_APP_LAUNCHER": "1",
+    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+    "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "0",
+    "RAY_USAGE_STATS_ENABLED": "0",
+}
+"""What `make serve` sets besides. Ray's switch for clusters on desktop systems, off, gives the node the address
+127.0.0.1, on which then all of Ray's own ports listen. The draining period is there for load balancers outside."""
+
 
 class _Frozen(BaseModel):
     # `protected_namespaces` is empty because pydantic reserves the prefix `model_`, which `model` and its like need.
@@ -52,7 +61,7 @@ class EngineSettings(_Frozen):
     enable_prefix_cache: bool = True
     """Reuse the KV blocks of prompts that begin alike."""
     max_num_waiting: int | None = Field(default=None, ge=0, le=1_000_000)
-    """Requests that one replica holds beyond its seats, so that its admission gate can choose; null = `max_num_seqs`."""
+    """Requests that a replica holds beyond its seats, so that its admission gate can choose; null = `max_num_seqs`."""
     stall_timeout_s: float = Field(default=60.0, gt=0, le=3600)
     """A replica whose step takes longer than this, in seconds, is unhealthy and replaced."""
     num_threads: int | None = Field(default=None, ge=1, le=1024)
@@ -89,6 +98,22 @@ class Settings(_Frozen):
     """Address of every process's metrics port; `node` = its node's address, for clusters of several nodes."""
     engine: EngineSettings = EngineSettings()
     ingress: IngressSettings = IngressSettings()
+
+    @property
+    def max_num_waiting(self) -> int:
+        """Requests that one replica holds beyond its seats."""
+        waiting = self.engine.max_num_waiting
+        return self.engine.max_num_seqs if waiting is None else waiting
+
+    @property
+    def max_ongoing_per_replica(self) -> int:
+        """Requests that one replica holds at most."""
+        return self.engine.max_num_seqs + self.max_num_waiting
+
+    @property
+    def max_ongoing_requests(self) -> int:
+        """Requests that all replicas hold at most; the others wait at the ingress."""
+        return self.num_replicas * self.max_ongoing_per_replica
 
     @model_validator(mode="wrap")
     @classmethod

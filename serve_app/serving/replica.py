@@ -1,0 +1,66 @@
+"""One engine replica: an `AsyncEngine` behind a Ray Serve deployment.
+
+Decides what a replica tells the world (metadata, health, metrics) and how its streams look on the wire. The engine
+decides everything about tokens.
+"""
+
+import time
+from collections.abc import AsyncGenerator
+from dataclasses import asdict
+from typing import Any
+
+import ray
+
+from serve_app.engine.async_engine import AsyncEngine
+from serve_app.engine.core import EngineConfig
+from serve_app.errors import RequestError
+from serve_app.observability.metrics import EngineMetrics, serve_registry
+from serve_app.serving.binding import bind_replica_port_to_node, node_address
+from serve_app.serving.wire import WireItem, WireRequest, pack_deltas, unpack_request
+
+
+class EngineReplica:
+    """The deployment's class. All its methods run on the replica's event loop; the engine has its own thread."""
+
+    async def __init__(self, config: EngineConfig, metrics_host: str, stall_timeout_s: float) -> None:  # type: ignore[misc]
+        """Load the model. Raises `ConfigError`, which fails the deployment."""
+        bind_replica_port_to_node()
+        self._stall_timeout_s = stall_timeout_s
+        self._metrics = EngineMetrics(ray.get_gpu_ids())
+        self._engine = await AsyncEngine.start(config, on_step=self._metrics.on_step, on_progress=_say)
+        self._metrics.read_stats_from(self._engine.stats)
+        host = node_address() if metrics_host == "node" else metrics_host
+        self._metrics_address = f"{host}:{serve_registry(self._metrics.registry, host)}"
+
+    async def generate(self, data: WireRequest) -> AsyncGenerator[WireItem, None]:
+        """One item per step that has news of the request; the engine's refusals are the stream's last item."""
+        arrived = time.monotonic()
+        waiting = True
+        try:
+            async for deltas in self._engine.generate(unpack_request(data)):
+                if waiting and any(delta.token_ids for delta in deltas):
+                    waiting = False
+                    self._metrics.first_token(time.monotonic() - arrived)
+                yield pack_deltas(deltas)
+        except RequestError as error:
+            yield error.to_wire()
+
+    async def ping(self) -> None:
+        """Return once the replica can take requests."""
+
+    def record_replica_metadata(self) -> dict[str, Any]:
+        """What every router learns of this replica: the engine's `ModelInfo` and where its metrics are."""
+        return {"info": asdict(self._engine.info), "metrics": self._metrics_address}
+
+    async def check_health(self) -> None:
+        """Raise when the engine's thread is gone or its current step takes too long."""
+        health = self._engine.health()
+        if not health.alive:
+            raise RuntimeError(f"the engine is dead: {health.error}")
+        if health.last_step_age_s is not None and health.last_step_age_s > self._stall_timeout_s:
+            raise RuntimeError(f"no engine step for {health.last_step_age_s:.1f} s")
+
+
+def _say(text: str) -> None:
+    # Ray carries a worker's standard output to the driver's terminal: progress, on every node, without machinery.
+    print(text, flush=True)

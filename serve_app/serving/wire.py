@@ -1,0 +1,103 @@
+"""What travels between ingress and replica: plain tuples and dicts, small, with nothing that needs our classes to load.
+
+A stream's items are lists of deltas, or one error dict (`RequestError.to_wire`) which ends it: Ray would wrap an
+exception in its own, and log it with a traceback.
+"""
+
+from typing import Any
+
+from serve_app.core.output import FinishReason, TokenDelta, TokenLogprob
+from serve_app.core.request import EngineRequest
+from serve_app.core.sampling_params import SamplingParams
+from serve_app.errors import from_wire
+
+WireRequest = dict[str, Any]
+WireDelta = tuple[Any, ...]
+WireItem = list[WireDelta] | dict[str, Any]
+
+
+def pack_request(request: EngineRequest) -> WireRequest:
+    """`request` as plain data."""
+    return {
+        "request_id": request.request_id,
+        "prompt_token_ids": list(request.prompt_token_ids),
+        "params": request.params.to_wire(),
+        "prior_output_ids": [list(ids) for ids in request.prior_output_ids],
+        "cache_salt": request.cache_salt,
+        "priority": request.priority,
+    }
+
+
+def unpack_request(data: WireRequest) -> EngineRequest:
+    """The request that `pack_request` described. Raises `InvalidRequestError`."""
+    return EngineRequest(
+        request_id=data["request_id"],
+        prompt_token_ids=tuple(data["prompt_token_ids"]),
+        params=SamplingParams.from_wire(data["params"]),
+        prior_output_ids=tuple(tuple(ids) for ids in data["prior_output_ids"]),
+        cache_salt=data["cache_salt"],
+        priority=data["priority"],
+    )
+
+
+def pack_deltas(deltas: list[TokenDelta]) -> list[WireDelta]:
+    """A step's news of one request. The usual delta is a short tuple: trailing fields without news are left out."""
+    return [_pack_delta(delta) for delta in deltas]
+
+
+def unpack_deltas(request_id: str, item: WireItem) -> list[TokenDelta]:
+    """The deltas that `pack_deltas` described; raises the `RequestError` that travels in their place."""
+    if isinstance(item, dict):
+        raise from_wire(item)
+    return [_unpack_delta(request_id, *delta) for delta in item]
+
+
+def _pack_delta(delta: TokenDelta) -> WireDelta:
+    head = (delta.choice, delta.offset, list(delta.token_ids))
+    if (
+        delta.finish_reason is None
+        and not delta.logprobs
+        and not delta.prompt_logprobs
+        and delta.num_cached_tokens is None
+    ):
+        return head
+    return (
+        *head,
+        delta.finish_reason.value if delta.finish_reason is not None else None,
+        delta.num_cached_tokens,
+        delta.error,
+        [_pack_logprob(entry) for entry in delta.logprobs],
+        [_pack_logprob(entry) for entry in delta.prompt_logprobs],
+    )
+
+
+def _unpack_delta(
+    request_id: str,
+    choice: int,
+    offset: int,
+    token_ids: list[int],
+    finish_reason: str | None = None,
+    num_cached_tokens: int | None = None,
+    error: str | None = None,
+    logprobs: list[Any] | tuple[()] = (),
+    prompt_logprobs: list[Any] | tuple[()] = (),
+) -> TokenDelta:
+    return TokenDelta(
+        request_id=request_id,
+        choice=choice,
+        offset=offset,
+        token_ids=tuple(token_ids),
+        logprobs=tuple(_unpack_logprob(*entry) for entry in logprobs),
+        prompt_logprobs=tuple(_unpack_logprob(*entry) for entry in prompt_logprobs),
+        finish_reason=FinishReason(finish_reason) if finish_reason is not None else None,
+        num_cached_tokens=num_cached_tokens,
+        error=error,
+    )
+
+
+def _pack_logprob(entry: TokenLogprob) -> tuple[int, float, list[tuple[int, float]]]:
+    return entry.token_id, entry.logprob, list(entry.top)
+
+
+def _unpack_logprob(token_id: int, logprob: float, top: list[Any]) -> TokenLogprob:
+    return TokenLogprob(token_id, logprob, tuple((int(other), float(value)) for other, value in top))
