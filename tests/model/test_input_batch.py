@@ -1,0 +1,78 @@
+import pytest
+
+from serve_app.core.output import ScheduledRequest, SchedulerOutput, SlotStart
+from serve_app.core.sampling_params import SamplingParams
+from serve_app.model.input_batch import InputBatch
+
+BLOCK = 4
+
+
+def start(slot: int, tokens: range | list[int], blocks: tuple[int, ...], num_prompt: int) -> SlotStart:
+    return SlotStart(slot, f"r{slot}", 0, tuple(tokens), num_prompt, SamplingParams(), blocks)
+
+
+def row(slot: int, begin: int, count: int, new_blocks: tuple[int, ...] = ()) -> ScheduledRequest:
+    return ScheduledRequest(slot, f"r{slot}", 0, begin, count, new_blocks, samples=True, is_prefill=True)
+
+
+def step(rows: list[ScheduledRequest], starts: list[SlotStart]) -> SchedulerOutput:
+    return SchedulerOutput(0, tuple(rows), tuple(starts), (), sum(r.num_tokens for r in rows))
+
+
+def test_packs_rows_behind_one_another() -> None:
+    batch = InputBatch(max_num_seqs=3, max_model_len=16, block_size=BLOCK)
+    # Slot 2 goes on at token 3 (chunked, or a prefix hit); slot 0 decodes its sixth token.
+    output = step(
+        [row(2, 3, 5), row(0, 5, 1)],
+        [start(2, range(100, 109), (9, 4, 6), 9), start(0, range(200, 206), (3, 8), 4)],
+    )
+    batch.apply(output)
+    packed = batch.pack(output.rows)
+    input_ids, positions, slot_mapping = packed.host.tolist()
+    assert input_ids == [103, 104, 105, 106, 107, 205]
+    assert positions == [3, 4, 5, 6, 7, 5]
+    assert slot_mapping == [9 * 4 + 3, 4 * 4, 4 * 4 + 1, 4 * 4 + 2, 4 * 4 + 3, 8 * 4 + 1]
+    assert packed.query_starts == [0, 5, 6]
+    assert packed.kv_lens == [8, 6]
+    assert [list(table) for table in packed.block_tables] == [[9, 4, 6], [3, 8]]
+    assert [slot.num_output_tokens for slot in packed.slots] == [0, 2]
+
+
+def test_sampled_tokens_and_new_blocks_are_inputs_of_the_next_step() -> None:
+    batch = InputBatch(max_num_seqs=1, max_model_len=8, block_size=BLOCK)
+    first = step([row(0, 0, 4)], [start(0, [1, 2, 3, 4], (5,), 4)])
+    batch.apply(first)
+    batch.pack(first.rows).slots[0].append(77)
+    second = step([row(0, 4, 1, (2,))], [])
+    batch.apply(second)
+    packed = batch.pack(second.rows)
+    assert packed.host.tolist() == [[77], [4], [2 * BLOCK]]
+    assert list(packed.block_tables[0]) == [5, 2]
+    assert packed.kv_lens == [5]
+
+
+def test_a_slots_next_owner_inherits_nothing() -> None:
+    batch = InputBatch(max_num_seqs=1, max_model_len=12, block_size=BLOCK)
+    batch.apply(step([row(0, 0, 9)], [start(0, range(9), (1, 2, 3), 9)]))
+    output = step([row(0, 0, 2)], [start(0, [50, 51], (7,), 2)])
+    batch.apply(output)
+    packed = batch.pack(output.rows)
+    assert packed.host.tolist() == [[50, 51], [0, 1], [28, 29]]
+    assert list(packed.block_tables[0]) == [7]
+    packed.slots[0].append(52)
+    assert packed.slots[0].token_ids[:3].tolist() == [50, 51, 52]
+
+
+def test_the_last_token_of_a_full_context_has_room() -> None:
+    batch = InputBatch(max_num_seqs=1, max_model_len=4, block_size=BLOCK)
+    output = step([row(0, 0, 4)], [start(0, range(4), (1,), 3)])
+    batch.apply(output)
+    packed = batch.pack(output.rows)
+    packed.slots[0].append(9)
+    assert packed.slots[0].num_output_tokens == 2
+
+
+def test_a_row_without_a_slot_is_a_bug_and_says_so() -> None:
+    batch = InputBatch(max_num_seqs=2, max_model_len=4, block_size=BLOCK)
+    with pytest.raises(RuntimeError, match="slot 1"):
+        batch.pack([row(1, 0, 1)])
