@@ -1,4 +1,4 @@
-"""The bounded queue in front of the engines. Decides who goes on, who waits (first come, first served), who is refused."""
+"""The bounded queue in front of the engines. Decides who goes on, who waits (in order of arrival), who is refused."""
 
 import asyncio
 import time

@@ -40,11 +40,11 @@ class RequestGuard:
         self._limits = limits
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one request. Whatever goes wrong before the response has started is answered here."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        headers = Headers(scope=scope)
-        request_id = _request_id(headers)
+        request_id = _request_id(Headers(scope=scope))
         scope["state"] = {**scope.get("state", {}), "request_id": request_id}
         started = False
 
@@ -56,24 +56,26 @@ class RequestGuard:
             await send(message)
 
         try:
-            if sum(len(name) + len(value) for name, value in scope["headers"]) > self._limits.max_header_bytes:
-                limit = f"request headers exceed {self._limits.max_header_bytes} bytes"
-                await plain_error_response(431, limit, "headers_too_large", request_id)(scope, receive, send_with_id)
-                return
-            if scope["method"] in _WITH_BODY:
-                receive = await self._with_body(headers, receive)
-            await self._app(scope, receive, send_with_id)
+            await self._serve(scope, receive, send_with_id)
         except _ClientGone:
             return
-        except RequestError as error:
+        except Exception as error:
+            if not isinstance(error, RequestError):
+                logger.exception("request %s failed", request_id)
             if started:
                 raise
-            await error_response(error, request_id)(scope, receive, send_with_id)
-        except Exception:
-            logger.exception("request %s failed", request_id)
-            if started:
-                raise
-            await error_response(internal_error(), request_id)(scope, receive, send_with_id)
+            told = error if isinstance(error, RequestError) else internal_error()
+            await error_response(told, request_id)(scope, receive, send_with_id)
+
+    async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if sum(len(name) + len(value) for name, value in scope["headers"]) > self._limits.max_header_bytes:
+            message = f"the request's headers exceed {self._limits.max_header_bytes} bytes"
+            response = plain_error_response(431, message, "headers_too_large", scope["state"]["request_id"])
+            await response(scope, receive, send)
+            return
+        if scope["method"] in _WITH_BODY:
+            receive = await self._with_body(Headers(scope=scope), receive)
+        await self._app(scope, receive, send)
 
     async def _with_body(self, headers: Headers, receive: Receive) -> Receive:
         """Read the body; returns a `receive` that gives it in one message and then goes on as before."""

@@ -1,0 +1,120 @@
+"""The FastAPI application: its routes, and what runs around them."""
+
+from importlib.metadata import version
+from typing import Any
+
+from fastapi import FastAPI, Request
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+
+from serve_app.api.admission import AdmissionQueue
+from serve_app.api.chat import ChatJob
+from serve_app.api.completions import CompletionJob
+from serve_app.api.endpoint import ApiContext, GenerationResponse
+from serve_app.api.errors import http_exception_handler
+from serve_app.api.guard import RequestGuard
+from serve_app.api.prepare import check_model, tokenize
+from serve_app.api.schemas import Body, ChatBody, CompletionBody, DetokenizeBody, TokenizeBody, parse_body
+from serve_app.api.service import ApiLimits, NullObserver, RequestObserver, Service
+from serve_app.errors import InvalidRequestError
+
+
+def create_app(
+    service: Service,
+    admission: AdmissionQueue,
+    limits: ApiLimits | None = None,
+    observer: RequestObserver | None = None,
+) -> FastAPI:
+    """The whole HTTP API over `service`. No documentation pages: FastAPI's load their scripts from a CDN."""
+    app = FastAPI(title="serve_app", version=version("serve_app"), docs_url=None, redoc_url=None)
+    context = ApiContext(service, admission, limits or ApiLimits(), observer or NullObserver())
+    app.add_middleware(RequestGuard, limits=context.limits)
+    app.add_exception_handler(HTTPException, http_exception_handler)
+    _add_generation(app, context)
+    _add_models(app, context)
+    _add_tokens(app, context)
+    _add_operations(app, context)
+    return app
+
+
+def _accepts(body: type[Body]) -> dict[str, Any]:
+    """The body's schema for /openapi.json; bodies are parsed by us, not by FastAPI."""
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": body.model_json_schema()}}}}
+
+
+def _add_generation(app: FastAPI, context: ApiContext) -> None:
+    @app.post("/v1/chat/completions", openapi_extra=_accepts(ChatBody))
+    async def chat_completions(request: Request) -> Response:
+        return GenerationResponse(context, "chat", request, lambda raw: ChatJob(context, raw))
+
+    @app.post("/v1/completions", openapi_extra=_accepts(CompletionBody))
+    async def completions(request: Request) -> Response:
+        return GenerationResponse(context, "completions", request, lambda raw: CompletionJob(context, raw))
+
+
+def _add_models(app: FastAPI, context: ApiContext) -> None:
+    def describe() -> dict[str, Any]:
+        card = context.service.model
+        return {
+            "id": card.name,
+            "object": "model",
+            "created": card.created,
+            "owned_by": "serve_app",
+            "max_model_len": card.max_model_len,
+        }
+
+    @app.get("/v1/models")
+    async def list_models() -> dict[str, Any]:
+        return {"object": "list", "data": [describe()]}
+
+    @app.get("/v1/models/{name:path}")
+    async def get_model(name: str) -> dict[str, Any]:
+        check_model(name, context.service.model)
+        return describe()
+
+
+def _add_tokens(app: FastAPI, context: ApiContext) -> None:
+    @app.post("/tokenize", openapi_extra=_accepts(TokenizeBody))
+    async def tokenize_text(request: Request) -> dict[str, Any]:
+        body = parse_body(TokenizeBody, await request.body())
+        card, tokenizer = context.service.model, context.service.tokenizer
+        check_model(body.model, card)
+        if body.messages is not None:
+            messages = [message.for_template() for message in body.messages]
+            size = sum(len(message["content"]) for message in messages)
+            ids = await tokenize(lambda: tokenizer.apply_chat_template(messages), size)
+        else:
+            text, special = body.prompt or "", body.add_special_tokens is not False
+            ids = await tokenize(lambda: tokenizer.encode(text, add_special_tokens=special), len(text))
+        return {"tokens": ids, "count": len(ids), "max_model_len": card.max_model_len}
+
+    @app.post("/detokenize", openapi_extra=_accepts(DetokenizeBody))
+    async def detokenize(request: Request) -> dict[str, Any]:
+        body = parse_body(DetokenizeBody, await request.body())
+        card, tokenizer = context.service.model, context.service.tokenizer
+        check_model(body.model, card)
+        if max(body.tokens, default=0) >= card.vocab_size:
+            raise InvalidRequestError(f"`tokens` must hold ids below {card.vocab_size}", param="tokens")
+        return {"prompt": await tokenize(lambda: tokenizer.decode(body.tokens), len(body.tokens))}
+
+
+def _add_operations(app: FastAPI, context: ApiContext) -> None:
+    @app.get("/health/live")
+    @app.head("/health/live", include_in_schema=False)
+    async def live() -> dict[str, str]:
+        return {"status": "alive"}
+
+    @app.get("/health/ready")
+    @app.head("/health/ready", include_in_schema=False)
+    async def ready() -> dict[str, str]:
+        context.service.check_ready()
+        return {"status": "ready"}
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        page = await context.service.metrics()
+        return Response(page.body, media_type=page.content_type)
+
+    @app.get("/version")
+    async def show_version() -> dict[str, str]:
+        return {"version": app.version}

@@ -1,0 +1,108 @@
+"""POST /v1/chat/completions: messages in, OpenAI's chat formats out."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import orjson
+
+from serve_app.api.endpoint import ApiContext, Choice
+from serve_app.api.generation import Generation
+from serve_app.api.prepare import answer_head, check_model, check_sequences, engine_request, stop_config, tokenize
+from serve_app.api.schemas import ChatBody, parse_body
+from serve_app.api.sse import ChunkTemplate
+from serve_app.core.request import EngineRequest
+from serve_app.text.stream import TextPiece, TokenText
+
+LOWEST_LOGPROB = -9999.0
+"""What OpenAI sends for a token that is all but impossible; JSON has no infinity."""
+
+
+class ChatJob:
+    """One parsed chat request."""
+
+    num_prompts = 1
+
+    def __init__(self, context: ApiContext, raw: bytes) -> None:
+        """Raises `InvalidRequestError`, `ModelNotFoundError`, `UnavailableError`."""
+        self._body = parse_body(ChatBody, raw)
+        self._context = context
+        self._card = context.service.model
+        check_model(self._body.model, self._card)
+        check_sequences(1, self._body, context.limits)
+        self.stream = bool(self._body.stream)
+        self.include_usage = bool(self._body.stream_options and self._body.stream_options.include_usage)
+        self.stop = stop_config(self._body)
+
+    async def engine_requests(self) -> list[EngineRequest]:
+        """Render, tokenize, validate."""
+        body = self._body
+        messages = [message.for_template() for message in body.messages]
+        tokenizer = self._context.service.tokenizer
+        size = sum(len(message["content"]) for message in messages)
+        token_ids = await tokenize(lambda: tokenizer.apply_chat_template(messages), size)
+        asked = ("max_tokens", body.max_tokens)
+        if body.max_completion_tokens is not None:
+            asked = ("max_completion_tokens", body.max_completion_tokens)
+        logprobs = (body.top_logprobs or 0) if body.logprobs else None
+        request = engine_request(
+            body, token_ids, self._card, prompt_field="messages", max_tokens=asked, logprobs=logprobs
+        )
+        return [request]
+
+    def wire(self, generation: Generation) -> "ChatWire":
+        """The answer's formats."""
+        head = answer_head("chatcmpl", "chat.completion.chunk" if self.stream else "chat.completion", self._card)
+        return ChatWire(head, with_logprobs=bool(self._body.logprobs), with_usage=self.include_usage)
+
+
+class ChatWire:
+    """OpenAI's `chat.completion` and `chat.completion.chunk`."""
+
+    def __init__(self, head: dict[str, Any], *, with_logprobs: bool, with_usage: bool) -> None:
+        self._head = head
+        self._with_logprobs = with_logprobs
+        self._template = ChunkTemplate(head, with_usage=with_usage)
+
+    def start(self, index: int) -> bytes:
+        """The chunk that says who speaks."""
+        return self._template.chunk(index, b'"delta":{"role":"assistant","content":""}', None, None)
+
+    def chunk(self, index: int, piece: TextPiece) -> bytes:
+        """A delta of content, the finish reason, or both."""
+        if not (piece.text or piece.logprobs or piece.finish_reason):
+            return b""
+        delta = b'"delta":{"content":%b}' % orjson.dumps(piece.text) if piece.text else b'"delta":{}'
+        logprobs = _logprobs(piece.logprobs) if self._with_logprobs and piece.logprobs else None
+        return self._template.chunk(index, delta, logprobs, piece.finish_reason)
+
+    def usage(self, usage: dict[str, Any]) -> bytes:
+        """The usage event."""
+        return self._template.usage(usage)
+
+    def whole(self, choices: Sequence[Choice], usage: dict[str, Any]) -> dict[str, Any]:
+        """A `chat.completion`."""
+        return {
+            **self._head,
+            "choices": [
+                {
+                    "index": choice.index,
+                    "message": {"role": "assistant", "content": choice.text, "refusal": None},
+                    "logprobs": _logprobs(choice.logprobs) if self._with_logprobs else None,
+                    "finish_reason": choice.finish_reason,
+                }
+                for choice in choices
+            ],
+            "usage": usage,
+        }
+
+
+def _logprobs(tokens: Sequence[TokenText]) -> dict[str, Any]:
+    content = [
+        {**_token(token.data, token.logprob), "top_logprobs": [_token(data, p) for data, p in token.top]}
+        for token in tokens
+    ]
+    return {"content": content, "refusal": None}
+
+
+def _token(data: bytes, logprob: float) -> dict[str, Any]:
+    return {"token": data.decode(errors="replace"), "bytes": list(data), "logprob": max(logprob, LOWEST_LOGPROB)}

@@ -1,0 +1,196 @@
+"""POST /v1/completions: text or token ids in, OpenAI's (legacy) completion formats out, with `echo` and `logprobs`."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import orjson
+
+from serve_app.api.chat import LOWEST_LOGPROB
+from serve_app.api.endpoint import ApiContext, Choice
+from serve_app.api.generation import Generation
+from serve_app.api.prepare import answer_head, check_model, check_sequences, engine_request, stop_config, tokenize
+from serve_app.api.schemas import CompletionBody, parse_body
+from serve_app.api.service import ApiLimits
+from serve_app.api.sse import ChunkTemplate
+from serve_app.core.request import EngineRequest
+from serve_app.errors import InvalidRequestError
+from serve_app.text.stream import TextPiece, TokenText, token_text
+from serve_app.text.tokenizer import Tokenizer
+
+DEFAULT_MAX_TOKENS = 16
+
+
+class CompletionJob:
+    """One parsed completion request."""
+
+    def __init__(self, context: ApiContext, raw: bytes) -> None:
+        """Raises `InvalidRequestError`, `ModelNotFoundError`, `UnavailableError`."""
+        self._body = parse_body(CompletionBody, raw)
+        self._context = context
+        self._card = context.service.model
+        check_model(self._body.model, self._card)
+        self._prompts: list[str] | list[list[int]] = self._body.prompt
+        self.num_prompts = len(self._prompts)
+        check_sequences(self.num_prompts, self._body, context.limits)
+        self.stream = bool(self._body.stream)
+        self.include_usage = bool(self._body.stream_options and self._body.stream_options.include_usage)
+        self.stop = stop_config(self._body)
+        self._token_ids: list[list[int]] = []
+
+    async def engine_requests(self) -> list[EngineRequest]:
+        """Tokenize, validate; one request per prompt."""
+        body = self._body
+        encode = self._context.service.tokenizer.encode
+        self._token_ids = [
+            await tokenize(partial(encode, prompt), len(prompt)) if isinstance(prompt, str) else prompt
+            for prompt in self._prompts
+        ]
+        echoed = body.logprobs if body.echo else None
+        if echoed is not None:
+            _check_prompt_logprobs(sum(map(len, self._token_ids)), echoed, self._context.limits)
+        return [
+            engine_request(
+                body,
+                token_ids,
+                self._card,
+                prompt_field="prompt",
+                max_tokens=("max_tokens", body.max_tokens),
+                default_max_tokens=DEFAULT_MAX_TOKENS,
+                logprobs=body.logprobs,
+                prompt_logprobs=echoed,
+            )
+            for token_ids in self._token_ids
+        ]
+
+    def wire(self, generation: Generation) -> "CompletionWire":
+        """The answer's formats."""
+        head = answer_head("cmpl", "text_completion", self._card)
+        echo = _Echo(self._context.service.tokenizer, generation, self._prompts, self._token_ids)
+        return CompletionWire(
+            head, echo if self._body.echo else None, top=self._body.logprobs, with_usage=self.include_usage
+        )
+
+
+def _check_prompt_logprobs(num_tokens: int, top: int, limits: ApiLimits) -> None:
+    if num_tokens * (top + 1) > limits.max_prompt_logprobs:
+        raise InvalidRequestError(
+            f"`echo` with `logprobs` {top} over {num_tokens} prompt tokens: at most {limits.max_prompt_logprobs} "
+            "log-probabilities per request",
+            param="logprobs",
+        )
+
+
+class _Echo:
+    """The prompts as they appear in front of their completions."""
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        generation: Generation,
+        prompts: Sequence[str | list[int]],
+        token_ids: Sequence[list[int]],
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._generation = generation
+        self._texts = [p if isinstance(p, str) else tokenizer.decode(p) for p in prompts]
+        self._token_ids = token_ids
+
+    def text(self, choice: int) -> str:
+        """The prompt of this choice."""
+        return self._texts[choice // self._generation.n]
+
+    def logprobs(self, choice: int) -> tuple[TokenText, ...]:
+        """The prompt's tokens after the first; the first has no log-probability (see `first`)."""
+        prompt = choice // self._generation.n
+        decoder = self._tokenizer.detokenizer()
+        offsets = [0]
+        for token_id in self._token_ids[prompt]:
+            offsets.append(offsets[-1] + len(decoder.step(token_id)))
+        entries = self._generation.prompt_logprobs[prompt]
+        return tuple(token_text(self._tokenizer, entry, offsets[i + 1]) for i, entry in enumerate(entries))
+
+    def first(self, choice: int) -> bytes:
+        """The first token of this choice's prompt."""
+        return self._tokenizer.token_bytes(self._token_ids[choice // self._generation.n][0])
+
+
+class CompletionWire:
+    """OpenAI's `text_completion`, whole or as chunks."""
+
+    def __init__(self, head: dict[str, Any], echo: _Echo | None, *, top: int | None, with_usage: bool) -> None:
+        self._head = head
+        self._echo = echo
+        self._top = top
+        self._template = ChunkTemplate(head, with_usage=with_usage)
+
+    def start(self, index: int) -> bytes:
+        """The prompt, where it was asked for."""
+        if self._echo is None:
+            return b""
+        logprobs = None if self._top is None else self._echoed(index)
+        return self._template.chunk(index, b'"text":' + orjson.dumps(self._echo.text(index)), logprobs, None)
+
+    def chunk(self, index: int, piece: TextPiece) -> bytes:
+        """New text, the finish reason, or both."""
+        if not (piece.text or piece.logprobs or piece.finish_reason):
+            return b""
+        logprobs = None if self._top is None else self._logprobs(self._after_prompt(index, piece.logprobs))
+        return self._template.chunk(index, b'"text":' + orjson.dumps(piece.text), logprobs, piece.finish_reason)
+
+    def usage(self, usage: dict[str, Any]) -> bytes:
+        """The usage event."""
+        return self._template.usage(usage)
+
+    def whole(self, choices: Sequence[Choice], usage: dict[str, Any]) -> dict[str, Any]:
+        """A `text_completion`."""
+        return {**self._head, "choices": [self._choice(choice) for choice in choices], "usage": usage}
+
+    def _choice(self, choice: Choice) -> dict[str, Any]:
+        logprobs = None
+        if self._top is not None:
+            logprobs = self._logprobs(self._after_prompt(choice.index, choice.logprobs))
+            if self._echo is not None:
+                echoed = self._echoed(choice.index)
+                logprobs = {key: value and echoed[key] + value for key, value in logprobs.items()}
+        text = choice.text if self._echo is None else self._echo.text(choice.index) + choice.text
+        return {"index": choice.index, "text": text, "logprobs": logprobs, "finish_reason": choice.finish_reason}
+
+    def _after_prompt(self, index: int, tokens: tuple[TokenText, ...]) -> tuple[TokenText, ...]:
+        """The same tokens with offsets that count an echoed prompt."""
+        if self._echo is None:
+            return tokens
+        shift = len(self._echo.text(index))
+        return tuple(replace(token, offset=token.offset + shift) for token in tokens)
+
+    def _echoed(self, index: int) -> dict[str, Any]:
+        assert self._echo is not None
+        logprobs = self._logprobs(self._echo.logprobs(index))
+        first = {"tokens": _token(self._echo.first(index)), "token_logprobs": None, "top_logprobs": None}
+        return {
+            key: values and [0 if key == "text_offset" else first[key], *values] for key, values in logprobs.items()
+        }
+
+    def _logprobs(self, tokens: Sequence[TokenText]) -> dict[str, Any]:
+        return {
+            "text_offset": [token.offset for token in tokens],
+            "tokens": [_token(token.data) for token in tokens],
+            "token_logprobs": [max(token.logprob, LOWEST_LOGPROB) for token in tokens],
+            "top_logprobs": [_top(token) for token in tokens] if self._top else None,
+        }
+
+
+def _token(data: bytes) -> str:
+    """The token's text; bytes that are no text alone are spelled out, so that two such tokens stay two."""
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
+
+
+def _top(token: TokenText) -> dict[str, float]:
+    """The alternatives and, if it is not one of them, the token itself."""
+    top = {_token(data): max(p, LOWEST_LOGPROB) for data, p in token.top}
+    top.setdefault(_token(token.data), max(token.logprob, LOWEST_LOGPROB))
+    return top

@@ -1,0 +1,217 @@
+"""The course of a generation request, the same for both endpoints: parse, queue, tokenize, generate, answer.
+
+A client that leaves cancels all of it at once, wherever it is.
+"""
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import orjson
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from serve_app.api import sse
+from serve_app.api.admission import AdmissionQueue
+from serve_app.api.errors import error_json, internal_error
+from serve_app.api.generation import ChoicePiece, Generation, Usage
+from serve_app.api.service import ApiLimits, Endpoint, RequestObserver, Service
+from serve_app.api.tracking import RequestTracker
+from serve_app.core.request import EngineRequest
+from serve_app.errors import RequestError
+from serve_app.text.stream import StopConfig, TextPiece, TokenText
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class ApiContext:
+    """What every route needs."""
+
+    service: Service
+    admission: AdmissionQueue
+    limits: ApiLimits
+    observer: RequestObserver
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """One finished choice of an answer that is not streamed."""
+
+    index: int
+    text: str
+    logprobs: tuple[TokenText, ...]
+    finish_reason: str
+
+
+class Wire(Protocol):
+    """An endpoint's answer formats."""
+
+    def start(self, index: int) -> bytes:
+        """The events before the first text of a choice."""
+
+    def chunk(self, index: int, piece: TextPiece) -> bytes:
+        """The event for what a choice gained; empty if that is nothing."""
+
+    def usage(self, usage: dict[str, Any]) -> bytes:
+        """The event after the last chunk when usage was asked for."""
+
+    def whole(self, choices: Sequence[Choice], usage: dict[str, Any]) -> dict[str, Any]:
+        """The answer that is not streamed."""
+
+
+class Job(Protocol):
+    """A parsed request of one endpoint."""
+
+    @property
+    def num_prompts(self) -> int:
+        """How many engine requests it becomes."""
+
+    @property
+    def stream(self) -> bool:
+        """Whether the answer is streamed."""
+
+    @property
+    def include_usage(self) -> bool:
+        """Whether the stream ends with a usage event."""
+
+    @property
+    def stop(self) -> StopConfig:
+        """When text ends."""
+
+    async def engine_requests(self) -> list[EngineRequest]:
+        """Tokenize and validate. Raises `InvalidRequestError`."""
+
+    def wire(self, generation: Generation) -> Wire:
+        """The formats for the answer; called after `engine_requests`."""
+
+
+class GenerationResponse(Response):
+    """Does the whole work while it is being sent, so that status and headers can still tell what went wrong."""
+
+    def __init__(
+        self, context: ApiContext, endpoint: Endpoint, request: Request, parse: Callable[[bytes], Job]
+    ) -> None:
+        super().__init__()
+        self._context = context
+        self._endpoint = endpoint
+        self._request = request
+        self._parse = parse
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer, unless the client leaves first."""
+        body = await self._request.body()
+        await until_disconnect(receive, self._serve(body, send))
+
+    async def _serve(self, body: bytes, send: Send) -> None:
+        with RequestTracker(self._context.observer, self._endpoint) as tracker:
+            job = self._parse(body)
+            tickets = self._context.admission.reserve(job.num_prompts)
+            try:
+                requests = await job.engine_requests()
+                tracker.prompt_tokens = sum(len(request.prompt_token_ids) for request in requests)
+                generation = Generation(self._context.service, requests, job.stop, tracker)
+                async with aclosing(generation.pieces(tickets)) as pieces:
+                    if job.stream:
+                        await self._stream(job, generation, pieces, tracker, send)
+                    else:
+                        await self._answer(job, generation, pieces, send)
+            finally:
+                for ticket in tickets:
+                    ticket.release()
+
+    async def _answer(
+        self, job: Job, generation: Generation, pieces: AsyncGenerator[list[ChoicePiece], None], send: Send
+    ) -> None:
+        gained: list[list[TextPiece]] = [[] for _ in generation.streams]
+        async for step in pieces:
+            for index, piece in step:
+                gained[index].append(piece)
+        choices = [
+            Choice(i, "".join(p.text for p in parts), sum((p.logprobs for p in parts), ()), _reason(parts))
+            for i, parts in enumerate(gained)
+        ]
+        body = orjson.dumps(job.wire(generation).whole(choices, usage_json(generation.usage)))
+        headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.body", "body": body})
+
+    async def _stream(
+        self,
+        job: Job,
+        generation: Generation,
+        pieces: AsyncGenerator[list[ChoicePiece], None],
+        tracker: RequestTracker,
+        send: Send,
+    ) -> None:
+        """One body message per step of the engine. Before the first one, errors are raised: they still get a status."""
+        wire = job.wire(generation)
+        started = False
+        seen = [False] * len(generation.streams)
+        try:
+            async for step in pieces:
+                data = bytearray()
+                for index, piece in step:
+                    chunk = wire.chunk(index, piece)
+                    if chunk and not seen[index]:
+                        seen[index] = True
+                        data += wire.start(index)
+                    data += chunk
+                if not data:
+                    continue
+                if not started:
+                    await send({"type": "http.response.start", "status": 200, "headers": list(sse.HEADERS)})
+                    started = True
+                await send({"type": "http.response.body", "body": bytes(data), "more_body": True})
+            end = wire.usage(usage_json(generation.usage)) + sse.DONE if job.include_usage else sse.DONE
+        except Exception as error:
+            if not started:
+                raise
+            tracker.told_error = error
+            end = sse.error_event(self._told(error))
+        await send({"type": "http.response.body", "body": end, "more_body": False})
+
+    def _told(self, error: Exception) -> bytes:
+        request_id = self._request.state.request_id
+        if isinstance(error, RequestError):
+            return error_json(error, request_id)
+        logger.error("request %s failed in its stream", request_id, exc_info=error)
+        return error_json(internal_error(), request_id)
+
+
+def usage_json(usage: Usage) -> dict[str, Any]:
+    """OpenAI's `usage` object."""
+    return {
+        "prompt_tokens": usage.prompt_tokens,
+        "completion_tokens": usage.completion_tokens,
+        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
+    }
+
+
+async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, None]) -> None:
+    """Run `work`; cancel it when the client leaves (and wait until it has cleaned up) or when this is cancelled."""
+    task = asyncio.create_task(work)
+    watcher = asyncio.create_task(_disconnected(receive))
+    try:
+        await asyncio.wait({task, watcher}, return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            task.result()
+    finally:
+        watcher.cancel()
+        if not task.done():
+            task.cancel()
+        await asyncio.gather(task, watcher, return_exceptions=True)
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+def _reason(parts: Sequence[TextPiece]) -> str:
+    return next(part.finish_reason for part in parts if part.finish_reason is not None)

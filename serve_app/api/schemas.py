@@ -1,0 +1,299 @@
+"""Request bodies: every field the server knows, its type, and what a field that it cannot honour may still hold.
+
+Strict: no string becomes a number, an unknown field is refused by name, null means "not given". Ranges of sampling
+parameters are checked once, in `SamplingParams`.
+"""
+
+from collections.abc import Callable
+from typing import Annotated, Any, Literal, Self, TypeVar
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic_core import PydanticCustomError, from_json
+
+from serve_app.core.sampling_params import MAX_LOGIT_BIAS, MAX_TOP_LOGPROBS
+from serve_app.errors import InvalidRequestError
+
+MAX_STOP_STRINGS = 16
+MAX_STOP_CHARS = 256
+MAX_MESSAGES = 4096
+MAX_CONTENT_PARTS = 1024
+MAX_METADATA = 16
+
+_SHOWN = 64
+
+
+def _refusal(message: str) -> PydanticCustomError:
+    # Braces are the template syntax of pydantic's custom errors.
+    return PydanticCustomError("refused", "{message}", {"message": message})
+
+
+def _only(*allowed: object) -> AfterValidator:
+    """For a field the server does not implement: null and the values that change nothing pass."""
+
+    def check(value: object) -> object:
+        if value is None or any(type(value) is type(good) and value == good for good in allowed):
+            return value
+        raise _refusal("is not supported by this server; leave it out")
+
+    return AfterValidator(check)
+
+
+def _check_stop(value: object) -> tuple[str, ...]:
+    stops = [value] if isinstance(value, str) else value
+    if not isinstance(stops, list | tuple) or len(stops) > MAX_STOP_STRINGS:
+        raise _refusal(f"must be a string or a list of at most {MAX_STOP_STRINGS} strings")
+    for stop in stops:
+        if not isinstance(stop, str) or not 0 < len(stop) <= MAX_STOP_CHARS:
+            raise _refusal(f"must hold strings of 1 to {MAX_STOP_CHARS} characters")
+    return tuple(stops)
+
+
+def _check_logit_bias(value: object) -> tuple[tuple[int, float], ...]:
+    if not isinstance(value, dict) or len(value) > MAX_LOGIT_BIAS:
+        raise _refusal(f"must be an object of at most {MAX_LOGIT_BIAS} token ids and their biases")
+    for key, bias in value.items():
+        if not (isinstance(key, str) and key.isascii() and key.isdigit() and len(key) < 10):
+            raise _refusal("must have token ids as its keys")
+        if isinstance(bias, bool) or not isinstance(bias, int | float):
+            raise _refusal("must have numbers as its values")
+    return tuple((int(key), float(bias)) for key, bias in value.items())
+
+
+def _is_ids(value: object) -> bool:
+    return isinstance(value, list) and all(type(item) is int for item in value)
+
+
+def _check_prompt(value: object) -> list[str] | list[list[int]]:
+    """One form for all four: a list of texts or a list of id lists."""
+    if isinstance(value, str):
+        return [value]
+    if isinstance(value, list) and value:
+        if all(isinstance(item, str) for item in value):
+            return value
+        if _is_ids(value):
+            return [value]
+        if all(_is_ids(item) for item in value):
+            return value
+    raise _refusal("must be a string, a list of strings, a list of token ids, or a list of such lists")
+
+
+def _check_content(value: object) -> str:
+    """Text of a message; text parts are joined by newlines."""
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, list) or not 0 < len(value) <= MAX_CONTENT_PARTS:
+        raise _refusal(f"must be a string or a list of 1 to {MAX_CONTENT_PARTS} text parts")
+    texts = []
+    for i, part in enumerate(value):
+        kind = part.get("type") if isinstance(part, dict) else None
+        if isinstance(kind, str) and kind != "text":
+            raise _refusal(f"part {i}: the model reads text only, not {kind[:_SHOWN]!r}")
+        if not isinstance(part, dict) or kind is None or set(part) != {"type", "text"}:
+            raise _refusal(f'part {i} must be {{"type": "text", "text": ...}}')
+        if not isinstance(part["text"], str):
+            raise _refusal(f"part {i}: `text` must be a string")
+        texts.append(part["text"])
+    return "\n".join(texts)
+
+
+class Body(BaseModel):
+    """Base of all bodies and their parts."""
+
+    model_config = ConfigDict(strict=True, frozen=True, allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_unknown(cls, data: object) -> object:
+        # Done here and not with extra="forbid", which collects one error for each of a million fields.
+        if isinstance(data, dict):
+            for name in data:
+                if name not in cls.model_fields:
+                    raise PydanticCustomError(
+                        "unknown_field", "is not a field this server knows", {"name": str(name)[:_SHOWN]}
+                    )
+        return data
+
+
+class StreamOptions(Body):
+    """Options of a streamed answer."""
+
+    include_usage: bool | None = None
+    include_obfuscation: Annotated[Any, _only(False)] = None
+
+
+Metadata = dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]]
+
+
+class GenerationBody(Body):
+    """What both endpoints share: OpenAI's sampling fields, then the extensions usual among open servers."""
+
+    model: str | None = None
+    n: int | None = None
+    max_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: Annotated[Any, AfterValidator(lambda v: None if v is None else _check_logit_bias(v))] = None
+    seed: int | None = None
+    stop: Annotated[Any, AfterValidator(lambda v: None if v is None else _check_stop(v))] = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    user: Annotated[str | None, Field(max_length=512)] = None
+
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    min_tokens: int | None = None
+    ignore_eos: bool | None = None
+    stop_token_ids: Annotated[list[int] | None, Field(fail_fast=True)] = None
+    include_stop_str_in_output: bool | None = None
+    priority: Annotated[int | None, Field(ge=-(2**31), lt=2**31)] = None
+    cache_salt: Annotated[str | None, Field(max_length=256)] = None
+
+    @model_validator(mode="after")
+    def _check_stream_options(self) -> Self:
+        if self.stream_options is not None and not self.stream:
+            raise PydanticCustomError("unfit", "may only be set when `stream` is true", {"name": "stream_options"})
+        return self
+
+
+class Message(Body):
+    """One chat message. Fields of answers that clients send back (nulls, empty lists) are accepted."""
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: Annotated[Any, AfterValidator(_check_content)]
+    name: Annotated[str | None, Field(max_length=512)] = None
+    refusal: Annotated[Any, _only()] = None
+    annotations: Annotated[Any, _only([])] = None
+    audio: Annotated[Any, _only()] = None
+    function_call: Annotated[Any, _only()] = None
+    tool_calls: Annotated[Any, _only([])] = None
+    reasoning_content: Annotated[Any, _only()] = None
+
+    def for_template(self) -> dict[str, Any]:
+        """What chat templates expect; `developer` is the newer name of `system`."""
+        message = {"role": "system" if self.role == "developer" else self.role, "content": self.content}
+        return message if self.name is None else {**message, "name": self.name}
+
+
+class ChatBody(GenerationBody):
+    """POST /v1/chat/completions."""
+
+    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int | None, Field(ge=0, le=MAX_TOP_LOGPROBS)] = None
+
+    metadata: Annotated[Metadata | None, Field(max_length=MAX_METADATA)] = None
+    store: bool | None = None
+    parallel_tool_calls: bool | None = None
+    prompt_cache_key: Annotated[str | None, Field(max_length=512)] = None
+    safety_identifier: Annotated[str | None, Field(max_length=512)] = None
+    service_tier: Annotated[Any, _only("auto", "default")] = None
+    response_format: Annotated[Any, _only({"type": "text"})] = None
+    modalities: Annotated[Any, _only(["text"])] = None
+    reasoning_effort: Annotated[Any, _only("none")] = None
+    verbosity: Annotated[Any, _only("medium")] = None
+    tools: Annotated[Any, _only([])] = None
+    tool_choice: Annotated[Any, _only("none", "auto")] = None
+    functions: Annotated[Any, _only([])] = None
+    function_call: Annotated[Any, _only("none", "auto")] = None
+    audio: Annotated[Any, _only()] = None
+    moderation: Annotated[Any, _only()] = None
+    prediction: Annotated[Any, _only()] = None
+    prompt_cache_options: Annotated[Any, _only()] = None
+    prompt_cache_retention: Annotated[Any, _only("in_memory")] = None
+    web_search_options: Annotated[Any, _only()] = None
+    chat_template: Annotated[Any, _only()] = None
+    chat_template_kwargs: Annotated[Any, _only({})] = None
+
+    @model_validator(mode="after")
+    def _check_together(self) -> Self:
+        if self.top_logprobs is not None and not self.logprobs:
+            raise PydanticCustomError("unfit", "needs `logprobs` to be true", {"name": "top_logprobs"})
+        if self.max_tokens is not None and self.max_completion_tokens not in (None, self.max_tokens):
+            raise PydanticCustomError("unfit", "differs from `max_tokens`", {"name": "max_completion_tokens"})
+        return self
+
+
+class CompletionBody(GenerationBody):
+    """POST /v1/completions."""
+
+    prompt: Annotated[Any, BeforeValidator(_check_prompt)]
+    logprobs: Annotated[int | None, Field(ge=0, le=MAX_TOP_LOGPROBS)] = None
+    echo: bool | None = None
+    best_of: int | None = None
+    suffix: Annotated[Any, _only("")] = None
+
+    @model_validator(mode="after")
+    def _check_best_of(self) -> Self:
+        if self.best_of is not None and self.best_of != (self.n or 1):
+            raise PydanticCustomError("unfit", "must equal `n`: other values are not supported", {"name": "best_of"})
+        return self
+
+
+class TokenizeBody(Body):
+    """POST /tokenize: a text, or messages through the chat template."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Annotated[list[Message] | None, Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)] = None
+    add_special_tokens: bool | None = None
+
+    @model_validator(mode="after")
+    def _check_one(self) -> Self:
+        if (self.prompt is None) == (self.messages is None):
+            raise PydanticCustomError("unfit", "or `messages` must be given, one of them", {"name": "prompt"})
+        return self
+
+
+class DetokenizeBody(Body):
+    """POST /detokenize."""
+
+    model: str | None = None
+    tokens: Annotated[list[Annotated[int, Field(ge=0)]], Field(fail_fast=True)]
+
+
+BodyT = TypeVar("BodyT", bound=Body)
+
+
+def parse_body(kind: type[BodyT], raw: bytes) -> BodyT:
+    """Validate a JSON body. Raises `InvalidRequestError` that names the field and repeats nothing of the body."""
+    try:
+        data = from_json(raw, allow_inf_nan=False)
+    except ValueError as error:
+        raise InvalidRequestError(f"the body is not valid JSON: {error}", code="invalid_json") from None
+    if not isinstance(data, dict):
+        raise InvalidRequestError("the body must be a JSON object", code="invalid_json")
+    try:
+        return kind.model_validate(data)
+    except ValidationError as error:
+        raise _explain(error) from None
+
+
+def _explain(error: ValidationError) -> InvalidRequestError:
+    first = error.errors(include_url=False, include_input=False)[0]
+    path = list(first["loc"])
+    context = first.get("ctx", {})
+    if first["type"] in ("unknown_field", "unfit"):
+        path.append(context["name"])
+    names = (f"[{part}]" if isinstance(part, int) else f".{part[:_SHOWN]}" for part in path)
+    param = "".join(names).lstrip(".")
+    message = _MESSAGES.get(first["type"], _plain)(first["msg"])
+    code = "unknown_field" if first["type"] == "unknown_field" else None
+    return InvalidRequestError(f"`{param}` {message}", param=param, code=code)
+
+
+def _plain(message: str) -> str:
+    """Pydantic's sentence, bent to follow the field's name."""
+    for old, new in (("Input should be ", "must be "), ("List should ", "must "), ("String should ", "must ")):
+        if message.startswith(old):
+            return new + message.removeprefix(old)
+    return message[:1].lower() + message[1:]
+
+
+_MESSAGES: dict[str, Callable[[str], str]] = {
+    "missing": lambda _: "is required",
+    "model_type": lambda _: "must be an object",
+}

@@ -1,0 +1,47 @@
+"""Server-sent events as bytes. The token path builds them from pieces made once per request, not from objects."""
+
+from typing import Any
+
+import orjson
+
+DONE = b"data: [DONE]\n\n"
+HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+]
+
+
+def event(data: Any) -> bytes:
+    """One event of JSON data."""
+    return b"data: " + orjson.dumps(data) + b"\n\n"
+
+
+def error_event(error: bytes) -> bytes:
+    """The last event of a stream that failed; `error` is the JSON of an error response."""
+    return b"event: error\ndata: " + error + b"\n\n"
+
+
+class ChunkTemplate:
+    """Chunks with one choice each, which differ only in that choice."""
+
+    def __init__(self, head: dict[str, Any], *, with_usage: bool) -> None:
+        """`head` holds the fields of every chunk, `choices` excepted. `with_usage`: chunks say "usage": null."""
+        self._head = head
+        self._open = b"data: " + orjson.dumps(head)[:-1] + b',"choices":[{"index":'
+        self._close = b'}],"usage":null}\n\n' if with_usage else b"}]}\n\n"
+
+    def chunk(self, index: int, content: bytes, logprobs: Any, finish_reason: str | None) -> bytes:
+        """One event. `content` is the choice's own field as JSON, such as b'"text":"..."'."""
+        return b'%b%d,%b,"logprobs":%b,"finish_reason":%b%b' % (
+            self._open,
+            index,
+            content,
+            b"null" if logprobs is None else orjson.dumps(logprobs),
+            b"null" if finish_reason is None else b'"%b"' % finish_reason.encode(),
+            self._close,
+        )
+
+    def usage(self, usage: dict[str, Any]) -> bytes:
+        """The event after the last chunk: no choices, the whole usage."""
+        return event({**self._head, "choices": [], "usage": usage})

@@ -1,0 +1,84 @@
+"""A deterministic stand-in for the engine, for tests of wire formats and of the HTTP layer's own behaviour."""
+
+import asyncio
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass, field
+
+from serve_app.api.service import MetricsPage, ModelCard
+from serve_app.core.output import FinishReason, TokenDelta, TokenLogprob
+from serve_app.core.request import EngineRequest
+from serve_app.errors import RequestError
+from serve_app.text.tokenizer import Tokenizer
+
+EOS = 2
+
+
+@dataclass
+class ScriptedService:
+    """Answers every choice with `reply` (token by token, as long as `max_tokens` allows), then the EOS token.
+
+    `error` is raised before token number `error_at`. With `hold`, generation waits for the event after each token.
+    """
+
+    tokenizer: Tokenizer
+    reply: str = "Paris is the capital of France."
+    error: Exception | None = None
+    error_at: int = 0
+    hold: asyncio.Event | None = None
+    ready: RequestError | None = None
+    max_model_len: int = 2048
+    requests: list[EngineRequest] = field(default_factory=list)
+    running: int = 0
+    closed: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @property
+    def model(self) -> ModelCard:
+        return ModelCard("scripted", self.max_model_len, self.tokenizer.vocab_size, 1_700_000_000, "fp_scripted")
+
+    def check_ready(self) -> None:
+        if self.ready is not None:
+            raise self.ready
+
+    async def metrics(self) -> MetricsPage:
+        return MetricsPage(b"serve_app_up 1\n", "text/plain; version=0.0.4; charset=utf-8")
+
+    async def generate(self, request: EngineRequest) -> AsyncGenerator[list[TokenDelta], None]:
+        self.requests.append(request)
+        self.running += 1
+        try:
+            ids = [*self.tokenizer.encode(self.reply, add_special_tokens=False), EOS]
+            ids = ids[: request.params.max_tokens]
+            for i, token_id in enumerate(ids):
+                if self.error is not None and i == self.error_at:
+                    raise self.error
+                yield [self._delta(request, choice, i, token_id, ids) for choice in range(request.params.n)]
+                if self.hold is not None:
+                    await self.hold.wait()
+                await asyncio.sleep(0)
+        finally:
+            self.running -= 1
+            self.closed.set()
+
+    def _delta(self, request: EngineRequest, choice: int, i: int, token_id: int, ids: list[int]) -> TokenDelta:
+        reason = None
+        if i == len(ids) - 1:
+            reason = FinishReason.STOP if token_id == EOS else FinishReason.LENGTH
+        params = request.params
+        first = i == 0
+        prompt_logprobs = ()
+        if first and choice == 0 and params.prompt_logprobs is not None:
+            prompt_logprobs = tuple(_logprob(t, params.prompt_logprobs) for t in request.prompt_token_ids[1:])
+        return TokenDelta(
+            request.request_id,
+            choice,
+            offset=i,
+            token_ids=(token_id,),
+            logprobs=() if params.logprobs is None else (_logprob(token_id, params.logprobs),),
+            prompt_logprobs=prompt_logprobs,
+            finish_reason=reason,
+            num_cached_tokens=1 if first else None,
+        )
+
+
+def _logprob(token_id: int, top: int) -> TokenLogprob:
+    return TokenLogprob(token_id, -0.5, tuple((token_id + k, -0.5 - k) for k in range(top)))
