@@ -74,9 +74,8 @@ class KVCacheManager:
         forked = Prefix()
         if leader is not None and leader.num_computed_tokens >= leader.num_prompt_tokens:
             forked = self.fork(request, leader)
-        # A prompt's logprobs exist only where its tokens are computed; the leader alone reports them.
-        must_compute = leader is None and request.params.prompt_logprobs is not None
-        if must_compute or not self._caches_prefixes:
+        # A prompt's logprobs exist only where its tokens are computed.
+        if request.missing_prompt_logprobs or not self._caches_prefixes:
             return forked
         published = self.match(request)
         return forked if forked.num_tokens > published.num_tokens else published

@@ -105,7 +105,9 @@ class TokenDelta:
     """News of one choice of one request after a step.
 
     `offset` counts the output tokens before these, prior ones (failover) included, so a reader can drop doubles.
-    `num_cached_tokens` (prompt tokens found in the prefix cache) is set on the first delta of a choice.
+    `num_cached_tokens` (prompt tokens found computed: in the prefix cache, or by a sibling choice) is set on the first
+    delta of a choice. `prompt_logprobs` come with choice 0, all of them before or with its first output token, each
+    once; after a failover from the start again, but only if no output token of choice 0 had come.
     `error` accompanies `FinishReason.ERROR`.
     """
 

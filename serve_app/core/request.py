@@ -69,8 +69,8 @@ class Request:
     num_cached_tokens: int | None = None
     """Prompt tokens that the first admission found computed; None until then, and again once reported."""
     was_admitted: bool = False
-    num_prompt_logprobs: int = 0
-    """Prompt logprobs delivered so far: a recomputed prompt must not deliver them twice."""
+    missing_prompt_logprobs: int = 0
+    """Prompt logprobs still to be delivered, always the last ones: a recomputed prompt must not repeat the others."""
 
     @property
     def num_tokens(self) -> int:
@@ -198,6 +198,9 @@ def make_choices(request: EngineRequest, config: SchedulerConfig, arrival: int, 
             arrived_at=now,
             leader=leader,
         )
+        # Choice 0 speaks for the prompt. Output that an earlier replica delivered came after the prompt's logprobs.
+        if i == 0 and params.prompt_logprobs is not None and choice.num_output_tokens == 0:
+            choice.missing_prompt_logprobs = len(prompt) - 1
         if choice.finish_reason() is not None:
             choice.status = RequestStatus.FINISHED
         elif leader is None:

@@ -212,9 +212,10 @@ class Scheduler:
         if row.is_prefill and request.leader is None and request.num_computed_tokens >= request.num_prompt_tokens:
             self._release_forks(request)
         prompt_logprobs: tuple[TokenLogprob, ...] = ()
-        if i in result.prompt_logprobs and request.leader is None:
-            prompt_logprobs = result.prompt_logprobs[i][max(0, request.num_prompt_logprobs - row.start) :]
-            request.num_prompt_logprobs += len(prompt_logprobs)
+        if request.missing_prompt_logprobs:
+            delivered = request.num_prompt_tokens - 1 - request.missing_prompt_logprobs
+            prompt_logprobs = result.prompt_logprobs.get(i, ())[max(0, delivered - row.start) :]
+            request.missing_prompt_logprobs -= len(prompt_logprobs)
         if not token_ids and not prompt_logprobs:
             return
         request.token_ids += token_ids

@@ -5,6 +5,7 @@ the row's own prefix. Its next token is a pure function of (prefix, choice), so 
 `expected_output`, which knows no scheduler.
 """
 
+import pickle
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from hashlib import blake2b
@@ -175,11 +176,15 @@ class Stream:
 
 
 class Driver:
-    """A scheduler, a runner and the readers of all streams; checks the scheduler's state after every call."""
+    """A scheduler, a runner and the readers of all streams; checks the scheduler's state after every call.
+
+    Every call also goes to a twin: same calls, same outputs.
+    """
 
     def __init__(self, config: SchedulerConfig) -> None:
         self.config = config
         self.scheduler = Scheduler(config)
+        self.twin = Scheduler(config)
         self.runner = FakeRunner(config)
         self.streams: dict[tuple[str, int], Stream] = {}
         self.outputs: list[SchedulerOutput] = []
@@ -187,6 +192,7 @@ class Driver:
 
     def add(self, request: EngineRequest) -> None:
         self.scheduler.add(request, self.now)
+        self.twin.add(request, self.now)
         self.scheduler.check_invariants()
         prior = request.prior_output_ids or ((),) * request.params.n
         for choice, token_ids in enumerate(prior):
@@ -194,6 +200,7 @@ class Driver:
 
     def abort(self, request_id: str) -> None:
         self.scheduler.abort(request_id)
+        self.twin.abort(request_id)
         self.scheduler.check_invariants()
         for key in [key for key in self.streams if key[0] == request_id]:
             del self.streams[key]
@@ -206,11 +213,15 @@ class Driver:
         """One step; `meanwhile` runs while it is in flight."""
         named = set(self.scheduler._kv.prefix_cache._blocks)
         output = self.scheduler.schedule(self.now)
+        assert self.twin.schedule(self.now) == output
         self.scheduler.check_invariants()
         assert set(self.scheduler._kv.prefix_cache._blocks) <= named, "planning published a block"
+        output = pickle.loads(pickle.dumps(output))
         result = self.runner.execute(output, failing(output))
         meanwhile()
-        for delta in self.scheduler.update(output, result):
+        deltas = self.scheduler.update(output, result)
+        assert self.twin.update(output, result) == deltas
+        for delta in deltas:
             self.streams[delta.request_id, delta.choice].receive(delta)
         self.scheduler.check_invariants()
         self.outputs.append(output)
@@ -241,3 +252,5 @@ class Driver:
                 stream = self.streams[request.request_id, choice]
                 expected = expected_output(request, choice, self.config)
                 assert (stream.token_ids, stream.finish_reason) == expected, (request, choice)
+                if request.params.prompt_logprobs is not None and choice == 0:
+                    assert stream.prompt_logprobs == [token_logprob(t) for t in request.prompt_token_ids[1:]]

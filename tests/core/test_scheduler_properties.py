@@ -1,10 +1,13 @@
-"""The scheduler's invariants under arbitrary workloads."""
+"""The scheduler's invariants under arbitrary workloads, against a model that notices any wrong block."""
 
 from dataclasses import replace
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from serve_app.core.output import FinishReason, SchedulerOutput
 from serve_app.core.policy import SchedulerConfig
 from serve_app.core.request import EngineRequest
 from serve_app.core.sampling_params import SamplingParams
@@ -12,16 +15,18 @@ from tests.core.fake_model import Driver
 
 VOCAB = 11
 EOS = 3
+MAX_MODEL_LEN = 24
 
 
 @st.composite
 def configs(draw: st.DrawFn) -> SchedulerConfig:
     block_size = draw(st.integers(1, 4))
     max_num_seqs = draw(st.integers(1, 5))
+    smallest_pool = -(-MAX_MODEL_LEN // block_size) + 1
     return SchedulerConfig(
-        num_blocks=draw(st.integers(24 // block_size + 1, 40)),
+        num_blocks=draw(st.integers(smallest_pool, 2 * smallest_pool)),
         block_size=block_size,
-        max_model_len=24,
+        max_model_len=MAX_MODEL_LEN,
         vocab_size=VOCAB,
         eos_token_ids=(EOS,),
         max_num_seqs=max_num_seqs,
@@ -38,11 +43,9 @@ def configs(draw: st.DrawFn) -> SchedulerConfig:
 @st.composite
 def requests(draw: st.DrawFn) -> EngineRequest:
     # Few token values and one common stem: shared prefixes are the rule.
-    prompt = draw(st.sampled_from([(), (1, 2, 1, 2, 1, 2, 1, 2)])) + tuple(
-        draw(st.lists(st.integers(0, 2), max_size=6))
-    )
-    prompt = prompt or (1,)
-    max_tokens = draw(st.one_of(st.none(), st.integers(1, 24 - len(prompt))))
+    stem = draw(st.sampled_from([(1,), (1, 2, 1, 2, 1, 2, 1, 2)]))
+    prompt = stem + tuple(draw(st.lists(st.integers(0, 2), max_size=6)))
+    max_tokens = draw(st.one_of(st.none(), st.integers(1, MAX_MODEL_LEN - len(prompt))))
     return EngineRequest(
         request_id="",
         prompt_token_ids=prompt,
@@ -70,3 +73,134 @@ def test_outputs_are_those_of_each_request_alone(config: SchedulerConfig, worklo
     driver = Driver(config)
     driver.run(*workload)
     driver.check_outputs(*workload)
+
+
+@given(configs(), workloads, st.integers(1, 40))
+@settings(max_examples=150, deadline=None)
+def test_failover_after_any_step_changes_no_token(
+    config: SchedulerConfig, workload: list[EngineRequest], steps: int
+) -> None:
+    first = Driver(config)
+    for request in workload:
+        first.add(request)
+    for _ in range(steps):
+        if not first.step().rows:
+            first.now += config.max_wait_s
+    second = Driver(config)
+    second.streams = first.streams
+    for request in workload:
+        keys = [(request.request_id, choice) for choice in range(request.params.n)]
+        streams = [first.streams[key] for key in keys]
+        if all(stream.finish_reason is not None for stream in streams):
+            continue
+        second.add(replace(request, prior_output_ids=tuple(tuple(stream.token_ids) for stream in streams)))
+        # `add` made new streams from the prior tokens; prompt logprobs come again only if no output had come.
+        if streams[0].token_ids:
+            second.streams[keys[0]].prompt_logprobs = streams[0].prompt_logprobs
+    second.drain()
+    second.check_outputs(*workload)
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    """Arrivals, aborts (also with a step in flight), failing rows and passing time, in any order."""
+
+    driver: Driver
+
+    @initialize(config=configs())
+    def start(self, config: SchedulerConfig) -> None:
+        self.driver = Driver(config)
+        self.alive: dict[str, EngineRequest] = {}
+        self.num_requests = 0
+
+    @rule(request=requests())
+    def add(self, request: EngineRequest) -> None:
+        self.num_requests += 1
+        self._add(replace(request, request_id=f"r{self.num_requests}"))
+
+    def _add(self, request: EngineRequest) -> None:
+        self.alive[request.request_id] = request
+        self.driver.add(request)
+
+    @precondition(lambda self: self.alive)
+    @rule(data=st.data())
+    def abort(self, data: st.DataObject) -> None:
+        self._abort(data.draw(st.sampled_from(sorted(self.alive))))
+
+    def _abort(self, request_id: str) -> None:
+        del self.alive[request_id]
+        self.driver.abort(request_id)
+
+    @rule(seconds=st.sampled_from([0.5, 3.0]))
+    def wait(self, seconds: float) -> None:
+        self.driver.now += seconds
+
+    @rule(count=st.integers(1, 6))
+    def steps(self, count: int) -> None:
+        for _ in range(count):
+            self._step()
+
+    def _step(self) -> None:
+        config, queue = self.driver.config, self.driver.scheduler._queue
+        overdue = self.driver.now >= queue.oldest_arrival + config.max_wait_s
+        output = self.driver.step()
+        if not overdue or config.policy == "static" or output.preempted:
+            return
+        # The gate must be open, so only the lack of a seat, of tokens or of blocks may keep the head outside.
+        head = queue.head(gate_open=True)
+        stats = self.driver.scheduler.stats()
+        if head is not None and queue.oldest_arrival + config.max_wait_s <= self.driver.now:
+            assert output.gate_open
+            free = stats.blocks_total - stats.blocks_used
+            assert (
+                stats.running >= config.max_num_seqs - sum(d.samples for d in output.rows)
+                or output.num_tokens == config.max_num_batched_tokens
+                or free < -(-head.num_tokens // config.block_size) + config.max_num_seqs
+            )
+
+    @precondition(lambda self: self.alive)
+    @rule(data=st.data(), again=st.booleans())
+    def abort_in_flight(self, data: st.DataObject, again: bool) -> None:
+        """The aborted id may even come back before the step returns: it must not inherit anything."""
+        request = self.alive[data.draw(st.sampled_from(sorted(self.alive)))]
+
+        def meanwhile() -> None:
+            self._abort(request.request_id)
+            if again:
+                self._add(request)
+
+        self.driver.step(meanwhile=meanwhile)
+
+    @rule(data=st.data())
+    def step_with_a_failing_row(self, data: st.DataObject) -> None:
+        failed: set[str] = set()
+
+        def failing(output: SchedulerOutput) -> list[int]:
+            if not output.rows:
+                return []
+            row = data.draw(st.integers(0, len(output.rows) - 1))
+            failed.add(output.rows[row].request_id)
+            return [row]
+
+        self.driver.step(failing)
+        for request_id in failed:
+            request = self.alive.pop(request_id)
+            ends = [self.driver.streams[request_id, choice].finish_reason for choice in range(request.params.n)]
+            assert FinishReason.ERROR in ends
+            assert None not in ends
+
+    @invariant()
+    def books_balance(self) -> None:
+        self.driver.scheduler.check_invariants()
+
+    def teardown(self) -> None:
+        if hasattr(self, "driver"):
+            self.driver.drain()
+            self.driver.check_outputs(*self.alive.values())
+
+
+SchedulerMachine.TestCase.settings = settings(max_examples=120, stateful_step_count=30, deadline=None)
+
+
+@pytest.mark.timeout(120)
+class TestSchedulerMachine(SchedulerMachine.TestCase):
+    pass
