@@ -10,7 +10,7 @@ import torch
 
 from serve_app.core.output import BlockCopy
 from serve_app.errors import ConfigError
-from serve_app.model.attention.base import AttentionBackend, AttentionLayer, LayerCache
+from serve_app.model.attention.base import AttentionBackend, AttentionLayer
 
 
 class KVCache:

@@ -7,6 +7,7 @@ on the machine. M is never below `MIN_ROWS`: smaller products take other kernels
 """
 
 import logging
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -25,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 def can_pack(weight: Tensor) -> bool:
     """Whether `InvariantLinear` has a packed product for this weight."""
-    return weight.device.type == "cpu" and weight.dtype == torch.float32 and torch.backends.mkldnn.is_available()
+    return weight.device.type == "cpu" and weight.dtype == torch.float32 and torch._C._has_mkldnn
 
 
 class InvariantLinear(nn.Module):
@@ -46,7 +47,7 @@ class InvariantLinear(nn.Module):
             self._width = self.in_features // segments
             self._packed = [
                 torch.ops.mkldnn._reorder_linear_weight(part.detach().contiguous(), None)
-                for part in weight.split(self._width, dim=1)
+                for part in torch.split(weight, self._width, dim=1)
             ]
             if self._rows_are_independent():
                 return
@@ -54,7 +55,7 @@ class InvariantLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """See the class."""
-        product = torch.ops.mkldnn._linear_pointwise
+        product: Callable[..., Tensor] = torch.ops.mkldnn._linear_pointwise
         if len(self._packed) == 1:
             return product(x, self._packed[0], self.bias, "none", [], "")
         bias = self.bias

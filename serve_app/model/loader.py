@@ -8,7 +8,6 @@ import copy
 import hashlib
 import importlib.util
 import logging
-import shutil
 import tempfile
 import warnings
 from collections.abc import Iterator

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.modeling_outputs import BaseModelOutputWithPast
+from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttentions
 
 from serve_app.core.output import BlockCopy
 from serve_app.errors import ConfigError
@@ -22,8 +22,9 @@ from serve_app.model.linear import pad_rows
 Progress = Callable[[str, float], None]
 
 _PROBE_LENGTHS = (13, 21)
-_PROBE_TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-2, torch.float16: 0.2, torch.bfloat16: 0.5}
-"""Largest accepted difference of the probe's logits from the model's own, as a part of their standard deviation."""
+_PROBE_TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-2, torch.float16: 0.2, torch.bfloat16: 0.5}
+"""Largest accepted difference of the probe's logits from the model's own, as a part of their standard deviation.
+(transformers computes softmax and norms in float32 whatever the dtype.)"""
 
 
 class PagedModel:
@@ -146,7 +147,7 @@ class PagedModel:
             )
             packed = torch.cat([row[low:high] for row in ids])
             hidden = self.forward(packed, torch.cat(parts).to(self.device), batch)
-            for row, logits in enumerate(self.compute_logits(hidden).split(counts)):
+            for row, logits in enumerate(torch.split(self.compute_logits(hidden), counts)):
                 got[row].append(logits)
         self._free_kv_cache()
         for row, reference in enumerate(expected):
@@ -170,9 +171,9 @@ class _GivenHidden(nn.Module):
         """Some heads call their base's decoder directly."""
         return self
 
-    def forward(self, *args: Any, **kwargs: Any) -> BaseModelOutputWithPast:
+    def forward(self, *args: Any, **kwargs: Any) -> BaseModelOutputWithPastAndCrossAttentions:
         value, self.value = self.value, None
-        return BaseModelOutputWithPast(last_hidden_state=value)
+        return BaseModelOutputWithPastAndCrossAttentions(last_hidden_state=value)
 
 
 def _split(module: Any) -> tuple[Any, _GivenHidden]:
@@ -210,11 +211,11 @@ def _check_layers(name: str, config: Any, calls: list[tuple[nn.Module, Any]]) ->
 
 
 def _max_model_len(config: Any, wanted: int | None) -> int:
-    limit = getattr(config.get_text_config(), "max_position_embeddings", None)
-    if limit is None and wanted is None:
-        raise ConfigError("max_model_len: the model does not tell its context length; set it")
+    limit: int | None = getattr(config.get_text_config(), "max_position_embeddings", None)
     if wanted is None:
-        return int(limit)
+        if limit is None:
+            raise ConfigError("max_model_len: the model does not tell its context length; set it")
+        return limit
     if wanted < 1 or (limit is not None and wanted > limit):
         raise ConfigError(f"max_model_len: {wanted} is not between 1 and the model's context length of {limit}")
     return wanted

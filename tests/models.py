@@ -1,0 +1,63 @@
+"""Tiny random transformers models, one per architecture, for tests."""
+
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+VOCAB_SIZE = 200
+_SHAPE: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 512,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "pad_token_id": 0,
+}
+_GQA: dict[str, Any] = {**_SHAPE, "num_key_value_heads": 2}
+_CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
+    "gpt2": (
+        "gpt2",
+        {
+            "vocab_size": VOCAB_SIZE,
+            "n_embd": 64,
+            "n_layer": 2,
+            "n_head": 4,
+            "n_positions": 512,
+            "bos_token_id": 0,
+            "eos_token_id": 1,
+        },
+    ),
+    "llama": ("llama", _GQA),
+    "qwen2": ("qwen2", _GQA),
+    "qwen3": ("qwen3", {**_GQA, "head_dim": 32}),
+    "mistral": ("mistral", {**_GQA, "sliding_window": 24}),
+    "gemma2": ("gemma2", {**_GQA, "head_dim": 32, "sliding_window": 24, "query_pre_attn_scalar": 32}),
+    "gemma3": ("gemma3_text", {**_GQA, "head_dim": 32, "sliding_window": 24, "num_hidden_layers": 7}),
+    "phi": ("phi", _SHAPE),
+    "phi3": ("phi3", {**_GQA, "original_max_position_embeddings": 512}),
+    "olmo2": ("olmo2", _GQA),
+    "gpt_neox": ("gpt_neox", _SHAPE),
+    "opt": ("opt", {**_SHAPE, "ffn_dim": 128, "word_embed_proj_dim": 64}),
+}
+ARCHITECTURES = tuple(_CONFIGS)
+
+
+def tiny_model(arch: str, dtype: torch.dtype = torch.float64, seed: int = 0) -> Any:
+    """A random causal LM of this architecture in eval mode: vocabulary 200, context 512, 2 layers (gemma3: 7).
+
+    Weights are spread more widely than at initialization, so that logits differ clearly between tokens.
+    """
+    model_type, values = _CONFIGS[arch]
+    config = AutoConfig.for_model(model_type, **values)
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(config).to(dtype)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.copy_(torch.randn(parameter.shape, generator=generator).to(dtype) * 0.1)
+    return model.eval()
