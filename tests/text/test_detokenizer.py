@@ -1,0 +1,65 @@
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from serve_app.text.detokenizer import Detokenizer
+from serve_app.text.tokenizer import Tokenizer
+
+same_fixture = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+
+
+def stream(tokenizer: Tokenizer, ids: list[int], prompt: list[int] | None = None) -> list[str]:
+    decoder = tokenizer.detokenizer(prompt or ())
+    return [*(decoder.step(i) for i in ids), decoder.flush()]
+
+
+@same_fixture
+@given(text=st.text(max_size=60))
+def test_streamed_pieces_of_any_text_join_to_the_whole(tokenizer: Tokenizer, text: str) -> None:
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    pieces = stream(tokenizer, ids)
+    whole = tokenizer.decode(ids, skip_special_tokens=True)  # not always `text`: vocabularies lack some rare bytes
+    assert "".join(pieces) == whole
+    assert "\ufffd" in whole or all("\ufffd" not in piece for piece in pieces)
+
+
+@same_fixture
+@given(ids=st.lists(st.integers(3, 300), max_size=30))
+def test_streamed_pieces_of_any_ids_join_to_the_whole(byte_level: Tokenizer, ids: list[int]) -> None:
+    assert "".join(stream(byte_level, ids)) == byte_level.decode(ids, skip_special_tokens=True)
+
+
+def test_an_unfinished_character_waits_for_its_last_byte(byte_level: Tokenizer) -> None:
+    ids = byte_level.encode("🦄", add_special_tokens=False)
+    assert len(ids) > 1
+    assert stream(byte_level, ids) == [*[""] * (len(ids) - 1), "🦄", ""]
+
+
+def test_an_unfinished_character_at_the_end_is_marked(byte_level: Tokenizer) -> None:
+    ids = byte_level.encode("ok 🦄", add_special_tokens=False)[:-1]
+    assert "".join(stream(byte_level, ids)) == "ok \ufffd"
+
+
+def test_a_continuation_keeps_the_space_before_its_first_word(sentencepiece: Tokenizer) -> None:
+    prompt, answer = sentencepiece.encode("hello", add_special_tokens=False), sentencepiece.encode("world")
+    assert sentencepiece.token_bytes(answer[0]) == b" world"
+    assert "".join(stream(sentencepiece, answer, prompt)) == " world"
+
+
+def test_a_half_character_at_the_end_of_the_prompt_is_not_repeated(byte_level: Tokenizer) -> None:
+    prompt = byte_level.encode("🦄", add_special_tokens=False)[:-1]
+    answer = byte_level.encode("abc", add_special_tokens=False)
+    assert "".join(stream(byte_level, answer, prompt)) == "abc"
+
+
+def test_special_tokens_and_unknown_ids_have_no_text(byte_level: Tokenizer) -> None:
+    a, b = byte_level.encode("a"), byte_level.encode("b")
+    assert "".join(stream(byte_level, [*a, 2, 10**6, *b])) == "ab"
+
+
+def test_bytes_that_never_become_text_are_not_held_for_ever(byte_level: Tokenizer) -> None:
+    lone = byte_level.encode("🦄", add_special_tokens=False)[0]
+    decoder: Detokenizer = byte_level.detokenizer()
+    shown = [decoder.step(lone) for _ in range(1000)]
+    longest_silence = max(len(run) for run in "".join("x" if piece else "." for piece in shown).split("x"))
+    assert longest_silence < 40
+    assert "".join([*shown, decoder.flush()]) == byte_level.decode([lone] * 1000)
