@@ -10,6 +10,7 @@ import serve_app
 from serve_app.cli.compare import compare
 from serve_app.cli.explain import explain
 from serve_app.cli.serve import serve
+from serve_app.cli.serve import serve
 
 app = typer.Typer(
     name="serve-app",
@@ -31,6 +32,7 @@ def version() -> None:
     typer.echo(serve_app.__version__)
 
 
+app.command()(serve)
 app.command()(compare)
 app.command()(explain)
 app.command()(serve)

@@ -11,12 +11,23 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest, start_http_server
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    disable_created_metrics,
+    generate_latest,
+    start_http_server,
+)
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
 from serve_app.core.output import SchedulerStats, StepRecord
+
+# Without this every counter and histogram brings a second series with its time of birth.
+disable_created_metrics()  # type: ignore[no-untyped-call]
 
 _LATENCY_BUCKETS = (
     (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75)
@@ -152,7 +163,7 @@ def merge_expositions(own: CollectorRegistry, others: Mapping[str, str | None]) 
     return generate_latest(registry)
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _MergedPages:
     own: CollectorRegistry
     pages: Mapping[str, str | None]

@@ -24,6 +24,7 @@ from serve_app.api.service import ApiLimits, MetricsPage, ModelCard
 from serve_app.core.output import TokenDelta
 from serve_app.core.request import EngineRequest
 from serve_app.errors import ConfigError, EngineError, OverloadedError, RequestTimeoutError, UnavailableError
+from serve_app.observability.logging import log_to_terminal
 from serve_app.observability.metrics import IngressMetrics, merge_expositions
 from serve_app.serving import replica_set
 from serve_app.serving.binding import bind_replica_port_to_node
@@ -86,11 +87,12 @@ class Ingress:
 
     async def __init__(self, engines: DeploymentHandle[Any], settings: Settings) -> None:  # type: ignore[misc]
         """Load the tokenizer and wait for the first engine replica. Raises `ConfigError`."""
+        log_to_terminal()
         bind_replica_port_to_node()
         tokenizer, _ = await asyncio.gather(
             asyncio.to_thread(load_tokenizer, settings.model), engines.options(method_name="ping").remote()
         )
-        card = _model_card(settings)
+        card = _model_card(settings, tokenizer.name)
         if tokenizer.vocab_size > card.vocab_size:
             raise ConfigError(
                 f"model: the tokenizer knows {tokenizer.vocab_size} ids, but the logits are {card.vocab_size} wide"
@@ -110,12 +112,12 @@ class Ingress:
         return create_app(self._service, limits=limits, admission=self._queue, observer=metrics)
 
 
-def _model_card(settings: Settings) -> ModelCard:
+def _model_card(settings: Settings, name: str) -> ModelCard:
     """What the replicas serve, as the first one's metadata has it. One has just answered, so the router knows it."""
     info = next(iter(replica_set.current().values()))["info"]
-    identity = f"{info['name']}|{info['dtype']}|{info['backend']}|{info['vocab_size']}|{serve_app.__version__}"
+    identity = f"{name}|{info['dtype']}|{info['backend']}|{info['vocab_size']}|{serve_app.__version__}"
     return ModelCard(
-        name=settings.served_model_name or info["name"],
+        name=settings.served_model_name or name,
         max_model_len=info["max_model_len"],
         vocab_size=info["vocab_size"],
         created=int(time.time()),

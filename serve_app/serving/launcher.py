@@ -1,8 +1,8 @@
 """`serve-app serve`: `serve run CONFIG` on Ray's fast path, on loopback, with a word about what is going on.
 
 Decides: the environment Ray starts with, what is checked before it starts, when the server counts as ready (a token
-came out of it over HTTP), and how the process ends: 0 after a signal and a drain, 1 when the deployment failed, 2 when the
-configuration is refused. Ray and everything below it are children of this process and end with it.
+came out of it over HTTP), and how the process ends: 0 after a signal and a drain, 1 when the deployment failed, 2 when
+the configuration is refused. Ray and everything below it are children of this process and end with it.
 """
 
 import json

@@ -4,6 +4,7 @@ Decides what a replica tells the world (metadata, health, metrics) and how its s
 decides everything about tokens.
 """
 
+import logging
 import time
 from collections.abc import AsyncGenerator
 from dataclasses import asdict
@@ -14,9 +15,12 @@ import ray
 from serve_app.engine.async_engine import AsyncEngine
 from serve_app.engine.core import EngineConfig
 from serve_app.errors import RequestError
+from serve_app.observability.logging import log_to_terminal
 from serve_app.observability.metrics import EngineMetrics, serve_registry
 from serve_app.serving.binding import bind_replica_port_to_node, node_address
 from serve_app.serving.wire import WireItem, WireRequest, pack_deltas, unpack_request
+
+logger = logging.getLogger(__name__)
 
 
 class EngineReplica:
@@ -24,10 +28,11 @@ class EngineReplica:
 
     async def __init__(self, config: EngineConfig, metrics_host: str, stall_timeout_s: float) -> None:  # type: ignore[misc]
         """Load the model. Raises `ConfigError`, which fails the deployment."""
+        log_to_terminal()
         bind_replica_port_to_node()
         self._stall_timeout_s = stall_timeout_s
         self._metrics = EngineMetrics(ray.get_gpu_ids())
-        self._engine = await AsyncEngine.start(config, on_step=self._metrics.on_step, on_progress=_say)
+        self._engine = await AsyncEngine.start(config, on_step=self._metrics.on_step, on_progress=logger.info)
         self._metrics.read_stats_from(self._engine.stats)
         host = node_address() if metrics_host == "node" else metrics_host
         self._metrics_address = f"{host}:{serve_registry(self._metrics.registry, host)}"
@@ -59,8 +64,3 @@ class EngineReplica:
             raise RuntimeError(f"the engine is dead: {health.error}")
         if health.last_step_age_s is not None and health.last_step_age_s > self._stall_timeout_s:
             raise RuntimeError(f"no engine step for {health.last_step_age_s:.1f} s")
-
-
-def _say(text: str) -> None:
-    # Ray carries a worker's standard output to the driver's terminal: progress, on every node, without machinery.
-    print(text, flush=True)
