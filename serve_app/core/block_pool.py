@@ -11,16 +11,16 @@ from collections.abc import Iterable, Sequence
 class Block:
     """One KV block. `ref_count` counts block tables; `hash` is set while the prefix cache knows the content.
 
-    `was_hit`: that content has been shared from the prefix cache at least once.
+    `wanted`: that content has been shared before, or a preempted request will come back for it.
     """
 
-    __slots__ = ("hash", "id", "next", "previous", "ref_count", "was_hit")
+    __slots__ = ("hash", "id", "next", "previous", "ref_count", "wanted")
 
     def __init__(self, block_id: int) -> None:
         self.id = block_id
         self.ref_count = 0
         self.hash: bytes | None = None
-        self.was_hit = False
+        self.wanted = False
         self.previous: Block = self
         self.next: Block = self
 
@@ -35,7 +35,7 @@ class BlockPool:
     Attention reads a table whose blocks are consecutive as one view of the pool instead of gathering it. So, before
     the list is asked, a table grows into its physical neighbour, and a new table starts where a whole run is vacant,
     each further on than the last one (so that the run stays its own, and a region is reused long after it was filled).
-    Vacant = free and never hit: prefixes that proved useful leave only by the list's order.
+    Vacant = free and not wanted: prefixes that proved useful leave only by the list's order.
     """
 
     def __init__(self, num_blocks: int, num_tables: int) -> None:
@@ -54,7 +54,7 @@ class BlockPool:
         block.previous, block.next = successor.previous, successor
         successor.previous.next = block
         successor.previous = block
-        self._vacant[block.id] = block.hash is None or not block.was_hit
+        self._vacant[block.id] = block.hash is None or not block.wanted
         self.num_free += 1
         self.num_free_cached += block.hash is not None
 
@@ -91,7 +91,7 @@ class BlockPool:
             block = block or self._free.next
             self._unlink(block)
             block.ref_count = 1
-            block.was_hit = False
+            block.wanted = False
             taken.append(block)
             block = self._neighbour(block)
         return taken
@@ -101,11 +101,12 @@ class BlockPool:
         if block.ref_count == 0:
             self._unlink(block)
         block.ref_count += 1
-        block.was_hit = True
+        block.wanted = True
 
-    def free(self, table: Sequence[Block]) -> None:
-        """One table less holds these blocks."""
+    def free(self, table: Sequence[Block], *, wanted: bool = False) -> None:
+        """One table less holds these blocks; `wanted` marks them."""
         for block in reversed(table):
+            block.wanted |= wanted
             block.ref_count -= 1
             if block.ref_count == 0:
                 self._link(block, self._free.next if block.hash is None else self._free)

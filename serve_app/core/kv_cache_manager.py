@@ -116,9 +116,9 @@ class KVCacheManager:
             self.prefix_cache.forget(block)
         return new
 
-    def free(self, request: Request) -> None:
+    def free(self, request: Request, *, comes_back: bool = False) -> None:
         """Return the request's table; nothing of it counts as computed any more."""
-        self.pool.free(request.blocks)
+        self.pool.free(request.blocks, wanted=comes_back)
         request.blocks = []
         request.num_computed_tokens = 0
         request.num_published_blocks = 0

@@ -138,7 +138,7 @@ class Scheduler:
                 plan.add_row(request)
 
     def _preempt(self, request: Request, plan: StepPlan) -> None:
-        self._leave_slot(request)
+        self._leave_slot(request, comes_back=True)
         request.status = RequestStatus.WAITING
         self._queue.push(request, resuming=True)
         plan.preempted.append((request.request_id, request.choice))
@@ -245,9 +245,9 @@ class Scheduler:
             self._queue.remove(request)
         request.status = RequestStatus.FINISHED
 
-    def _leave_slot(self, request: Request) -> None:
+    def _leave_slot(self, request: Request, *, comes_back: bool = False) -> None:
         del self._running[bisect_left(self._running, request.order, key=_by_order)]
-        self._kv.free(request)
+        self._kv.free(request, comes_back=comes_back)
         heappush(self._free_slots, request.slot)
         request.slot = -1
 
