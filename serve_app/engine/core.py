@@ -129,9 +129,15 @@ class EngineCore:
         """Load the model that `config` names and build the engine. Raises `ConfigError`."""
         if config.num_threads is not None:
             set_num_threads(config.num_threads)
-        if on_progress is not None:
-            on_progress(f"loading {config.model.model}")
-        return cls(load_model(config.model), config, on_step=on_step, on_progress=on_progress)
+        stage = ""
+
+        def on_load(name: str, _fraction: float) -> None:
+            nonlocal stage
+            if on_progress is not None and name != stage:
+                on_progress(name)
+            stage = name
+
+        return cls(load_model(config.model, on_load), config, on_step=on_step, on_progress=on_progress)
 
     def add(self, request: EngineRequest) -> None:
         """Queue a request. Raises `InvalidRequestError`, `ContextLengthError`. A missing seed is drawn here."""

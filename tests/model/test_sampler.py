@@ -150,7 +150,7 @@ def test_frequencies_follow_the_distribution() -> None:
 def test_noise_is_uniform_and_depends_on_each_argument() -> None:
     count = 100_000
     noise = uniform([1] * count, [0] * count, range(count))
-    assert 0 <= noise.min()
+    assert noise.min() >= 0
     assert noise.max() < 1
     # chi-square of 100 cells, 99 degrees of freedom: 160 is far beyond the 99.99 % point (150).
     cells = np.histogram(noise, bins=100, range=(0, 1))[0]

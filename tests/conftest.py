@@ -1,0 +1,63 @@
+"""Models and engines that many tests share. Loading is slow, so models live as long as the session; engines do not:
+one engine at a time owns a model, because it allocates the model's KV pool."""
+
+import os
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from serve_app.engine.async_engine import AsyncEngine
+from serve_app.engine.core import EngineConfig, EngineCore
+from serve_app.model import loader
+from serve_app.model.paged_model import PagedModel
+from tests.models import tiny_model
+
+
+@pytest.fixture(autouse=True)
+def torch_threads(request: pytest.FixtureRequest) -> None:
+    """Two threads for the real model; tiny ones spend more time in handing out work than in doing it."""
+    torch.set_num_threads(min(2, os.cpu_count() or 1) if "default_module" in request.fixturenames else 1)
+
+
+@pytest.fixture(scope="session")
+def tiny_llama() -> PagedModel:
+    """Random weights, vocabulary 200, context 256, float32. Steps take about a millisecond."""
+    return loader.from_module(tiny_model("llama", torch.float32), max_model_len=256)
+
+
+@pytest.fixture(scope="session")
+def default_module() -> Any:
+    """The default model as transformers loads it, float32, untouched."""
+    options = loader.ModelOptions()
+    path = loader._find(options.model)
+    assert isinstance(path, Path)
+    cache_dir = Path(options.cache_dir).expanduser()
+    with loader._quiet():
+        return loader._load_gguf(path, cache_dir, "float32", torch.device("cpu"), lambda stage, fraction: None)
+
+
+@pytest.fixture(scope="session")
+def default_model(default_module: Any) -> PagedModel:
+    """The default model as the engine runs it, float32 on the CPU, context 512."""
+    return loader.from_module(default_module, max_model_len=512)
+
+
+@pytest.fixture
+async def tiny_engine(tiny_llama: PagedModel) -> AsyncIterator[AsyncEngine]:
+    """A running engine on `tiny_llama`: 16 seats, 64 tokens a step."""
+    config = EngineConfig(max_num_batched_tokens=64, kv_cache_gib=0.1)
+    engine = await AsyncEngine.start_with(lambda: EngineCore(tiny_llama, config))
+    yield engine
+    await engine.shutdown()
+
+
+@pytest.fixture
+async def default_engine(default_model: PagedModel) -> AsyncIterator[AsyncEngine]:
+    """A running engine on the default model: 16 seats, 64 tokens a step."""
+    config = EngineConfig(max_num_batched_tokens=64, kv_cache_gib=1.0)
+    engine = await AsyncEngine.start_with(lambda: EngineCore(default_model, config))
+    yield engine
+    await engine.shutdown()
