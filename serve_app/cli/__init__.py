@@ -10,7 +10,6 @@ import serve_app
 from serve_app.cli.compare import compare
 from serve_app.cli.explain import explain
 from serve_app.cli.serve import serve
-from serve_app.cli.serve import serve
 
 app = typer.Typer(
     name="serve-app",
@@ -35,4 +34,3 @@ def version() -> None:
 app.command()(serve)
 app.command()(compare)
 app.command()(explain)
-app.command()(serve)

@@ -164,6 +164,7 @@ def measure_in_process(mode: Mode, job: CompareJob, on_tokens: OnTokens) -> Meas
             if isinstance(news, int):
                 on_tokens(news)
             elif isinstance(news, Measurement):
+                child.join()
                 return news
             else:
                 raise ServeAppError(f"{mode}: {news}")

@@ -114,7 +114,8 @@ def draw_row(step: PackedStep) -> "RenderableType":
     from rich.table import Table
     from rich.text import Text
 
-    table = Table("request", "in the row", "its positions", "what it does", "tokens")
+    table = Table("request", "in the row", "its positions", "what it does")
+    table.add_column("tokens", overflow="fold")
     for segment in step.segments:
         row_end = segment.row_start + len(segment.token_ids) - 1
         tokens = Text()
@@ -151,9 +152,7 @@ def draw_mask(step: PackedStep) -> "Text":
     width = 14
     text.append(" " * (width + 6))
     for key in step.segments:
-        text.append(
-            key.request_id[: key.num_keys].ljust(key.num_keys + 1), style=f"bold {_colour(step, key)}"
-        )
+        text.append(key.request_id[: key.num_keys].ljust(key.num_keys + 1), style=f"bold {_colour(step, key)}")
     text.append("\n")
     for segment in step.segments:
         for index, word in enumerate(segment.texts):

@@ -4,6 +4,8 @@ The baseline of `compare`. Every batch is left-padded to its longest prompt and 
 forward passes are counted by a hook, not computed from the lengths.
 """
 
+import contextlib
+import io
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -11,7 +13,6 @@ from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM
-from transformers.utils import logging as transformers_logging
 
 from serve_app.model_files import locate_model
 from serve_app.observability.timeline import Span, Work
@@ -35,11 +36,12 @@ class PaddedGenerator:
 
         dtype names a torch dtype; device is "auto", "cpu" or "cuda". Raises `ConfigError` for an unknown model.
         """
-        transformers_logging.disable_progress_bar()
         files = locate_model(model)
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            files.source, gguf_file=files.gguf_file, dtype=getattr(torch, dtype), attn_implementation="sdpa"
-        )
+        # The reader of GGUF files draws a progress bar that nothing switches off.
+        with contextlib.redirect_stderr(io.StringIO()):
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
+                files.source, gguf_file=files.gguf_file, dtype=getattr(torch, dtype), attn_implementation="sdpa"
+            )
         if device == "auto":
             device = "cuda" if torch.cuda.is_available() else "cpu"
         self._model = loaded.eval().to(device)

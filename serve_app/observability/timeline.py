@@ -4,6 +4,7 @@ Decides how recorded steps become spans and how spans are drawn. Reads `StepReco
 schedules again, so a picture shows what happened and not what should have happened.
 """
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -94,14 +95,15 @@ def draw_terminal(timeline: Timeline, groups: Mapping[str, int], steps_per_colum
     """
     from rich.text import Text
 
-    columns = -(-timeline.num_steps // max(steps_per_column, 1e-9))
+    # The small number keeps rounding from adding a column for a millionth of a step.
+    columns = math.ceil(timeline.num_steps / steps_per_column - 1e-6)
     by_slot: dict[int, list[Span]] = {slot: [] for slot in range(timeline.num_slots)}
     for span in timeline.spans:
         by_slot[span.slot].append(span)
     text = Text(no_wrap=True, overflow="crop")
     for slot, spans in by_slot.items():
         text.append(f"slot {slot:>2} ", style="dim")
-        for column in range(int(columns)):
+        for column in range(columns):
             start, stop = column * steps_per_column, min((column + 1) * steps_per_column, timeline.num_steps)
             text.append(*_character(spans, start, stop, groups))
         text.append("\n")

@@ -93,6 +93,12 @@ def test_terminal_picture_shrinks_and_shows_half_filled_columns() -> None:
     assert text_of(Timeline("t", 2, 10, spans), {}, 5.0) == ["slot  0 ▇▇", "slot  1 ▃×"]
 
 
+def test_terminal_picture_is_as_wide_as_it_was_asked_to_be() -> None:
+    """80 steps over 70 columns: 80 / (80 / 70) is a little more than 70 in floating point."""
+    spans = (Span(0, 0, 80, "a", 0, Work.DECODE),)
+    assert text_of(Timeline("t", 1, 80, spans), {}, 80 / 70) == ["slot  0 " + "▇" * 70]
+
+
 def test_terminal_picture_colours_by_group() -> None:
     text = draw_terminal(timeline_of("t", [record((0, "a", False), (1, "b", False))], 2), {"a": 2, "b": 5})
     styles = [str(span.style) for span in text.spans]
