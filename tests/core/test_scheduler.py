@@ -262,6 +262,16 @@ def test_a_failed_row_ends_its_request_with_all_choices_and_no_other() -> None:
     driver.check_outputs(other)
 
 
+def test_a_failure_says_nothing_more_about_a_choice_that_ended_before() -> None:
+    driver = Driver(make_config(max_num_seqs=1))
+    driver.add(make_request("a", max_tokens=1, n=2))
+    driver.step()
+    driver.step(failing=lambda output: [0])
+    ends = [driver.streams["a", choice].finish_reason for choice in range(2)]
+    assert ends == [FinishReason.LENGTH, FinishReason.ERROR]
+    assert not driver.scheduler.has_unfinished
+
+
 @pytest.mark.parametrize(
     ("token_ids", "error"),
     [((50,), "token id 50"), ((-1,), "token id -1"), ((), "returned 0 tokens"), ((1, 2), "returned 2 tokens")],

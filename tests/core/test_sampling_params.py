@@ -1,0 +1,105 @@
+import json
+import math
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from serve_app.core.sampling_params import MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS, SamplingParams
+from serve_app.errors import InvalidRequestError
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "limit"),
+    [
+        ("n", 0, "from 1 to 128"),
+        ("n", 129, "from 1 to 128"),
+        ("n", True, "integer"),
+        ("max_tokens", 0, "from 1"),
+        ("max_tokens", 1.5, "integer"),
+        ("min_tokens", -1, "from 0"),
+        ("temperature", -0.1, "from 0 to 2"),
+        ("temperature", 2.1, "from 0 to 2"),
+        ("temperature", math.nan, "from 0 to 2"),
+        ("temperature", "1", "number"),
+        ("temperature", True, "number"),
+        ("top_p", 0.0, "above 0 up to 1"),
+        ("top_p", 1.1, "above 0 up to 1"),
+        ("top_k", -2, "from -1"),
+        ("min_p", 1.1, "from 0 to 1"),
+        ("repetition_penalty", 0, "above 0"),
+        ("repetition_penalty", math.inf, "above 0"),
+        ("presence_penalty", -2.1, "from -2 to 2"),
+        ("frequency_penalty", 2.1, "from -2 to 2"),
+        ("seed", 2**63, "integer"),
+        ("logit_bias", ((-1, 1.0),), "from 0"),
+        ("logit_bias", ((1, 101.0),), "from -100 to 100"),
+        ("logit_bias", tuple((i, 1.0) for i in range(MAX_LOGIT_BIAS + 1)), f"at most {MAX_LOGIT_BIAS}"),
+        ("stop_token_ids", (-1,), "from 0"),
+        ("stop_token_ids", tuple(range(MAX_STOP_TOKEN_IDS + 1)), f"at most {MAX_STOP_TOKEN_IDS}"),
+        ("logprobs", 21, "from 0 to 20"),
+        ("prompt_logprobs", -1, "from 0 to 20"),
+    ],
+)
+def test_an_impossible_value_is_refused_with_field_and_limit(field: str, value: Any, limit: str) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        SamplingParams(**{field: value})
+    assert caught.value.param == field
+    assert field in caught.value.message
+    assert limit in caught.value.message
+
+
+def test_min_tokens_may_not_exceed_max_tokens() -> None:
+    with pytest.raises(InvalidRequestError, match="at most max_tokens") as caught:
+        SamplingParams(min_tokens=4, max_tokens=3)
+    assert caught.value.param == "min_tokens"
+    assert SamplingParams(min_tokens=3, max_tokens=3).min_tokens == 3
+
+
+def test_a_huge_value_is_shown_shortened() -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        SamplingParams(n=10**400)
+    assert len(caught.value.message) < 200
+
+
+def test_greedy_is_temperature_zero() -> None:
+    assert SamplingParams(temperature=0).greedy
+    assert not SamplingParams(temperature=0.1).greedy
+
+
+def test_ids_are_checked_against_the_width_of_the_logits() -> None:
+    params = SamplingParams(stop_token_ids=(9,), logit_bias=((8, 1.0),))
+    params.check_vocab(10)
+    with pytest.raises(InvalidRequestError, match="stop_token_ids"):
+        params.check_vocab(9)
+    with pytest.raises(InvalidRequestError, match="logit_bias"):
+        SamplingParams(logit_bias=((8, 1.0),)).check_vocab(8)
+
+
+def test_defaults_need_no_bytes_on_the_wire() -> None:
+    assert SamplingParams().to_wire() == {}
+
+
+@given(
+    st.builds(
+        SamplingParams,
+        n=st.integers(1, 128),
+        max_tokens=st.none() | st.integers(100, 200),
+        min_tokens=st.integers(0, 100),
+        temperature=st.floats(0, 2),
+        top_k=st.integers(-1, 100),
+        seed=st.none() | st.integers(-(2**63), 2**63 - 1),
+        logit_bias=st.lists(st.tuples(st.integers(0, 99), st.floats(-100, 100)), max_size=3).map(tuple),
+        stop_token_ids=st.lists(st.integers(0, 99), max_size=3).map(tuple),
+        ignore_eos=st.booleans(),
+        logprobs=st.none() | st.integers(0, 20),
+    )
+)
+def test_the_wire_keeps_everything_even_as_json(params: SamplingParams) -> None:
+    assert SamplingParams.from_wire(json.loads(json.dumps(params.to_wire()))) == params
+
+
+def test_the_wire_is_validated_too() -> None:
+    with pytest.raises(InvalidRequestError):
+        SamplingParams.from_wire({"n": 0})
