@@ -97,6 +97,17 @@ def test_a_full_pool_preempts_the_youngest_and_resumes_it_first() -> None:
     assert admitted == ["a", "b", "b", "c"]
 
 
+def test_the_youngest_preempts_itself_when_it_is_the_one_without_a_block() -> None:
+    driver = Driver(make_config(num_blocks=12, max_num_seqs=2))
+    workload = [make_request("a", 5, max_tokens=24), make_request("b", 4, max_tokens=24)]
+    driver.run(*workload)
+    driver.check_outputs(*workload)
+    step = next(output for output in driver.outputs if output.preempted)
+    assert step.preempted == (("b", 0),)
+    assert rows(step).keys() == {"a"}
+    assert step.rows[0].new_block_ids == ()
+
+
 def test_a_full_pool_preempts_the_lowest_priority() -> None:
     driver = Driver(make_config(num_blocks=13, max_num_seqs=2, policy="priority"))
     workload = [make_request("old", 4, max_tokens=23, priority=1), make_request("young", 4, max_tokens=23, priority=0)]
