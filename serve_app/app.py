@@ -4,15 +4,12 @@ Decides the two deployments' options: places, limits, health checks, shutdown. A
 postponed evaluation): Ray looks at the builder's to validate `args`.
 """
 
-import os
 from typing import Any
 
 import ray
 from ray import serve
 from ray.serve.config import RequestRouterConfig
 
-from serve_app.engine.core import EngineConfig
-from serve_app.model.loader import ModelOptions
 from serve_app.serving.ingress import Ingress
 from serve_app.serving.replica import EngineReplica
 from serve_app.serving.router import EngineRouter
@@ -25,7 +22,7 @@ _SPARE_REQUESTS = 256
 def build(args: Settings) -> serve.Application:
     """The application: one ingress in front of `num_replicas` engine replicas."""
     engine = serve.deployment(EngineReplica).options(**engine_options(args))
-    engines = engine.bind(engine_config(args), args.metrics_host, args.engine.stall_timeout_s)
+    engines = engine.bind(args, use_gpu=use_gpu(args))
     ingress = serve.deployment(serve.ingress()(Ingress)).options(**ingress_options(args))
     return ingress.bind(engines, args)
 
@@ -42,7 +39,7 @@ def engine_options(settings: Settings) -> dict[str, Any]:
         "health_check_period_s": 2.0,
         "health_check_timeout_s": 10.0,
         "graceful_shutdown_wait_loop_s": 0.2,
-        "graceful_shutdown_timeout_s": 20.0,
+        "graceful_shutdown_timeout_s": 60.0,
         "request_router_config": RequestRouterConfig(request_router_class=EngineRouter),
     }
 
@@ -59,7 +56,7 @@ def ingress_options(settings: Settings) -> dict[str, Any]:
         "health_check_period_s": 2.0,
         "health_check_timeout_s": 10.0,
         "graceful_shutdown_wait_loop_s": 0.2,
-        "graceful_shutdown_timeout_s": 20.0,
+        "graceful_shutdown_timeout_s": 60.0,
     }
 
 
@@ -68,31 +65,3 @@ def use_gpu(settings: Settings) -> bool:
     if settings.device == "auto":
         return bool(ray.is_initialized() and ray.cluster_resources().get("GPU", 0) >= 1)
     return settings.device == "cuda"
-
-
-def engine_config(settings: Settings) -> EngineConfig:
-    """The settings as the engine's plain dataclasses."""
-    engine = settings.engine
-    on_gpu = use_gpu(settings)
-    threads = engine.num_threads
-    if threads is None and not on_gpu:
-        threads = max(1, (os.cpu_count() or 1) // settings.num_replicas)
-    return EngineConfig(
-        model=ModelOptions(
-            model=settings.model,
-            dtype=settings.dtype,
-            device="cuda" if on_gpu else "cpu",
-            max_model_len=engine.max_model_len,
-        ),
-        max_num_seqs=engine.max_num_seqs,
-        max_num_batched_tokens=engine.max_num_batched_tokens,
-        policy=engine.policy,
-        prefill=engine.prefill,
-        waiting_served_ratio=engine.waiting_served_ratio,
-        max_wait_s=engine.max_wait_s,
-        max_waiting_steps=engine.max_waiting_steps,
-        enable_prefix_cache=engine.enable_prefix_cache,
-        kv_cache_gib=engine.kv_cache_gib,
-        max_num_waiting=settings.max_num_waiting,
-        num_threads=threads,
-    )

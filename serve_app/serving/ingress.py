@@ -6,8 +6,10 @@ application. Text, validation and queueing are the HTTP layer's.
 
 import asyncio
 import hashlib
+import logging
 import time
 import urllib.request
+import uuid
 from collections.abc import AsyncGenerator
 from dataclasses import replace
 from typing import Any
@@ -23,17 +25,24 @@ from serve_app.api.app import create_app
 from serve_app.api.service import ApiLimits, MetricsPage, ModelCard
 from serve_app.core.output import TokenDelta
 from serve_app.core.request import EngineRequest
+from serve_app.core.sampling_params import SamplingParams
 from serve_app.errors import ConfigError, EngineError, OverloadedError, RequestTimeoutError, UnavailableError
 from serve_app.observability.logging import log_to_terminal
 from serve_app.observability.metrics import IngressMetrics, merge_expositions
 from serve_app.serving import replica_set
 from serve_app.serving.binding import bind_replica_port_to_node
 from serve_app.serving.wire import pack_request, unpack_deltas
-from serve_app.settings import Settings
+from serve_app.settings import Settings, fast_path_enabled, started_by_launcher
 from serve_app.text.tokenizer import Tokenizer, load_tokenizer
+
+logger = logging.getLogger(__name__)
 
 _SCRAPE_TIMEOUT_S = 2.0
 _RETRY_AFTER_S = 2.0
+_NO_FAST_PATH = (
+    "; this server runs on Ray's default path, which takes five times the processor time per token: "
+    "`make serve` starts it on the fast path and keeps all of Ray's ports on loopback"
+)
 
 
 class ReplicaService:
@@ -97,8 +106,11 @@ class Ingress:
             raise ConfigError(
                 f"model: the tokenizer knows {tokenizer.vocab_size} ids, but the logits are {card.vocab_size} wide"
             )
-        self._queue = AdmissionQueue(settings.max_ongoing_requests, settings.ingress.max_queued_requests)
         self._service = ReplicaService(engines, card, tokenizer, settings.ingress.request_timeout_s)
+        await _first_token(self._service)
+        if not started_by_launcher():
+            logger.info("%s served its first token%s", card.name, "" if fast_path_enabled() else _NO_FAST_PATH)
+        self._queue = AdmissionQueue(settings.max_ongoing_requests, settings.ingress.max_queued_requests)
         self._settings = settings
 
     def __serve_build_asgi_app__(self) -> Any:
@@ -123,6 +135,13 @@ def _model_card(settings: Settings, name: str) -> ModelCard:
         created=int(time.time()),
         fingerprint="fp_" + hashlib.sha256(identity.encode()).hexdigest()[:12],
     )
+
+
+async def _first_token(service: ReplicaService) -> None:
+    """Have one token generated, so that ready means ready and the first client does not pay for first times."""
+    params = SamplingParams(max_tokens=1, temperature=0.0)
+    async for _ in service.generate(EngineRequest(f"warm-up-{uuid.uuid4().hex}", (0,), params)):
+        pass
 
 
 def _for_client(error: Exception) -> Exception:

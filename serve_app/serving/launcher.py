@@ -6,6 +6,8 @@ the configuration is refused. Ray and everything below it are children of this p
 """
 
 import json
+import logging
+import re
 import signal
 import socket
 import sys
@@ -13,8 +15,8 @@ import tempfile
 import threading
 import time
 import urllib.request
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -24,10 +26,12 @@ import yaml
 
 from serve_app.errors import ConfigError
 from serve_app.model_files import locate_model
+from serve_app.serving.terminal import Terminal
 from serve_app.settings import FAST_PATH_ENVIRONMENT, LAUNCHER_ENVIRONMENT, Settings, export
 
 _IMPORT_PATH = "serve_app.app:build"
 _POLL_S = 0.25
+_LOGS = "/tmp/ray/session_latest/logs"
 _OBJECT_STORE_BYTES = 100 * 2**20
 
 # HAProxy as Ray configures it opens its metrics and statistics ports on every interface, without an option to change
@@ -81,27 +85,31 @@ class _Launch:
         self._started = started
         self._failure: str | None = None
         self._stopping = threading.Event()
+        self._watcher = threading.Thread(target=self._watch, daemon=True)
+        self._ending = False
 
     def run(self) -> int:
         import click
-        import ray
-        from ray.serve import scripts
 
         self._say("starting Ray")
-        with self._signals(), suppress(KeyboardInterrupt, SystemExit, click.Abort):
+        with self._signals(), self._terminal(), suppress(KeyboardInterrupt, SystemExit, click.Abort):
+            import ray  # here, so that its log handlers find our standard streams
+            from ray.serve import scripts
+
             ray.init(
                 address="local",
                 namespace="serve",
                 include_dashboard=False,
                 object_store_memory=_OBJECT_STORE_BYTES,
-                logging_level="warning",
+                logging_level="error",
             )
             signal.signal(signal.SIGTERM, self._stop)  # ray.init takes it for itself
             self._say(f"Ray is up; deploying {self._config_path}")
-            threading.Thread(target=self._watch, daemon=True).start()
+            logging.getLogger("ray.serve").setLevel(logging.WARNING)
+            self._watcher.start()
             scripts.run.main([str(self._config_path)], standalone_mode=False)
-        self._stopping.set()
-        ray.shutdown()
+            self._stopping.set()
+            ray.shutdown()
         if self._failure is not None:
             _complain(self._failure)
             return 1
@@ -116,23 +124,45 @@ class _Launch:
             for number, handler in before.items():
                 signal.signal(number, handler)
 
+    @contextmanager
+    def _terminal(self) -> Iterator[None]:
+        with redirect_stdout(Terminal(sys.stdout, self._say)), redirect_stderr(Terminal(sys.stderr, self._say)):
+            yield
+
     def _stop(self, _number: int, _frame: FrameType | None) -> None:
-        """End `serve run` as Ctrl-C would, once: a second signal must not cut the drain short."""
-        if not self._stopping.is_set():
-            self._stopping.set()
+        """The first signal drains, or ends a start; further ones change nothing until the drain is over."""
+        if self._ending:
+            raise KeyboardInterrupt
+        if self._stopping.is_set():
+            return
+        self._stopping.set()
+        if not self._watcher.is_alive():
             raise KeyboardInterrupt
 
     def _watch(self) -> None:
-        """Until the server is ready or has failed (it runs in a daemon thread)."""
+        """Beside `serve run`: wait for the first token or a failure, then for a signal; drain; end `serve run`."""
         try:
             while not self._stopping.is_set() and not self._is_ready():
-                time.sleep(_POLL_S)
+                self._stopping.wait(_POLL_S)
+            self._stopping.wait()
+            self._drain()
         except Exception as error:
-            if not self._stopping.is_set():
-                self._failure = str(error)
-                main = threading.main_thread().ident
-                assert main is not None
-                signal.pthread_kill(main, signal.SIGINT)
+            self._failure = str(error)
+        self._ending = True
+        main = threading.main_thread().ident
+        assert main is not None
+        signal.pthread_kill(main, signal.SIGINT)
+
+    def _drain(self) -> None:
+        """Take no new requests and let the running ones finish, within the deployments' graceful shutdown time.
+
+        Without this `serve run` stops HAProxy first, which cuts every stream.
+        """
+        from ray import serve
+
+        self._say("stopping: no new requests, waiting for the running ones")
+        for name in self._target.applications:
+            serve.delete(name)
 
     def _is_ready(self) -> bool:
         from ray import serve
@@ -140,7 +170,8 @@ class _Launch:
         states = serve.status().applications
         for name in self._target.applications:
             if name in states and states[name].status in ("DEPLOY_FAILED", "UNHEALTHY"):
-                raise RuntimeError(f"deployment failed: {_cause(states[name].message)}")
+                parts = [states[name].message, *(d.message for d in states[name].deployments.values())]
+                raise RuntimeError(f"deployment failed: {_cause(parts)} (logs: {_LOGS})")
         if any(name not in states or states[name].status != "RUNNING" for name in self._target.applications):
             return False
         model = _first_token(self._target.url)
@@ -150,7 +181,7 @@ class _Launch:
         return True
 
     def _say(self, text: str) -> None:
-        print(f"serve-app [{time.monotonic() - self._started:5.1f} s] {text}", flush=True)
+        print(f"serve-app [{time.monotonic() - self._started:5.1f} s] {text}", file=sys.__stdout__, flush=True)
 
 
 def _environment(scratch: Path) -> Mapping[str, str]:
@@ -241,12 +272,14 @@ def _curl(url: str, model: str) -> str:
     return f"  curl {url}/v1/chat/completions -H 'Content-Type: application/json' -d '{body}'"
 
 
-def _cause(message: str) -> str:
-    """The one line of Ray's report that says what went wrong: ours if there is one, else the last exception's."""
-    lines = [line.strip() for line in message.splitlines() if line.strip()]
-    ours = [line for line in lines if line.startswith(("serve_app.errors.ConfigError: ", "ConfigError: "))]
-    line = ours[-1].partition("ConfigError: ")[2] if ours else (lines[-1] if lines else "no reason given")
-    return line[:500]
+def _cause(reports: Iterable[str]) -> str:
+    """The one line of Ray's reports that says what went wrong: a `ConfigError` if there is one, else any exception."""
+    lines = [line.strip() for report in reports for line in report.splitlines() if line.strip()]
+    for pattern in (r"(?:\w+\.)*ConfigError: (.+)", r"((?:\w+\.)*\w+(?:Error|Exception): .+)"):
+        for line in reversed(lines):
+            if (found := re.fullmatch(pattern, line)) is not None:
+                return found[1][:500]
+    return lines[-1][:500] if lines else "no reason given"
 
 
 def _complain(text: str) -> None:

@@ -12,13 +12,12 @@ from typing import Any
 
 import ray
 
-from serve_app.engine.async_engine import AsyncEngine
-from serve_app.engine.core import EngineConfig
 from serve_app.errors import RequestError
 from serve_app.observability.logging import log_to_terminal
 from serve_app.observability.metrics import EngineMetrics, serve_registry
 from serve_app.serving.binding import bind_replica_port_to_node, node_address
 from serve_app.serving.wire import WireItem, WireRequest, pack_deltas, unpack_request
+from serve_app.settings import Settings
 
 logger = logging.getLogger(__name__)
 
@@ -26,15 +25,21 @@ logger = logging.getLogger(__name__)
 class EngineReplica:
     """The deployment's class. All its methods run on the replica's event loop; the engine has its own thread."""
 
-    async def __init__(self, config: EngineConfig, metrics_host: str, stall_timeout_s: float) -> None:  # type: ignore[misc]
+    async def __init__(self, settings: Settings, *, use_gpu: bool) -> None:  # type: ignore[misc]
         """Load the model. Raises `ConfigError`, which fails the deployment."""
+        # Imported here because it brings torch, which the processes that only pass this class on do without.
+        from serve_app.engine.async_engine import AsyncEngine
+        from serve_app.serving.engine_config import engine_config
+
         log_to_terminal()
         bind_replica_port_to_node()
-        self._stall_timeout_s = stall_timeout_s
+        self._stall_timeout_s = settings.engine.stall_timeout_s
         self._metrics = EngineMetrics(ray.get_gpu_ids())
-        self._engine = await AsyncEngine.start(config, on_step=self._metrics.on_step, on_progress=logger.info)
+        self._engine = await AsyncEngine.start(
+            engine_config(settings, use_gpu=use_gpu), on_step=self._metrics.on_step, on_progress=logger.info
+        )
         self._metrics.read_stats_from(self._engine.stats)
-        host = node_address() if metrics_host == "node" else metrics_host
+        host = node_address() if settings.metrics_host == "node" else settings.metrics_host
         self._metrics_address = f"{host}:{serve_registry(self._metrics.registry, host)}"
 
     async def generate(self, data: WireRequest) -> AsyncGenerator[WireItem, None]:

@@ -1,0 +1,34 @@
+"""From `Settings` to the engine's own, plain configuration."""
+
+import os
+
+from serve_app.engine.core import EngineConfig
+from serve_app.model.loader import ModelOptions
+from serve_app.settings import Settings
+
+
+def engine_config(settings: Settings, *, use_gpu: bool) -> EngineConfig:
+    """The settings as the engine's plain dataclasses. `use_gpu`: Ray has given the replica a GPU."""
+    engine = settings.engine
+    threads = engine.num_threads
+    if threads is None and not use_gpu:
+        threads = max(1, (os.cpu_count() or 1) // settings.num_replicas)
+    return EngineConfig(
+        model=ModelOptions(
+            model=settings.model,
+            dtype=settings.dtype,
+            device="cuda" if use_gpu else "cpu",
+            max_model_len=engine.max_model_len,
+        ),
+        max_num_seqs=engine.max_num_seqs,
+        max_num_batched_tokens=engine.max_num_batched_tokens,
+        policy=engine.policy,
+        prefill=engine.prefill,
+        waiting_served_ratio=engine.waiting_served_ratio,
+        max_wait_s=engine.max_wait_s,
+        max_waiting_steps=engine.max_waiting_steps,
+        enable_prefix_cache=engine.enable_prefix_cache,
+        kv_cache_gib=engine.kv_cache_gib,
+        max_num_waiting=settings.max_num_waiting,
+        num_threads=threads,
+    )
