@@ -1,4 +1,4 @@
-"""A deterministic stand-in for the engine, for tests of wire formats and of the HTTP layer's own behaviour."""
+"""Two services: a scripted one for wire formats and faults, and one over an engine in this process."""
 
 import asyncio
 from collections.abc import AsyncGenerator
@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from serve_app.api.service import MetricsPage, ModelCard
 from serve_app.core.output import FinishReason, TokenDelta, TokenLogprob
 from serve_app.core.request import EngineRequest
+from serve_app.engine.async_engine import AsyncEngine
 from serve_app.errors import RequestError
 from serve_app.text.tokenizer import Tokenizer
 
@@ -82,3 +83,25 @@ class ScriptedService:
 
 def _logprob(token_id: int, top: int) -> TokenLogprob:
     return TokenLogprob(token_id, -0.5, tuple((token_id + k, -0.5 - k) for k in range(top)))
+
+
+@dataclass
+class EngineService:
+    """The engine itself, in this process and on this event loop."""
+
+    engine: AsyncEngine
+    tokenizer: Tokenizer
+
+    @property
+    def model(self) -> ModelCard:
+        info = self.engine.info
+        return ModelCard("babbler", info.max_model_len, info.vocab_size, 1_700_000_000, "fp_engine")
+
+    def check_ready(self) -> None:
+        return None
+
+    async def metrics(self) -> MetricsPage:
+        return MetricsPage(b"", "text/plain")
+
+    def generate(self, request: EngineRequest) -> AsyncGenerator[list[TokenDelta], None]:
+        return self.engine.generate(request)

@@ -1,0 +1,256 @@
+"""The wire formats, read by the `openai` client. The service is scripted: each answer is known to the byte."""
+
+import json
+from typing import Any
+
+import openai
+import pytest
+from openai.types.chat import ChatCompletionChunk
+
+from serve_app.api.service import Outcome
+from serve_app.errors import EngineError, UnavailableError
+from tests.api.conftest import Api
+
+ASK: list[Any] = [{"role": "user", "content": "Capital of France?"}]
+REPLY = "Paris is the capital of France."
+
+
+async def test_chat_whole(api: Api) -> None:
+    answer = await api.openai.chat.completions.create(model="scripted", messages=ASK, n=2)
+    assert answer.id.startswith("chatcmpl-")
+    assert (answer.object, answer.model, answer.system_fingerprint) == ("chat.completion", "scripted", "fp_scripted")
+    assert [(c.index, c.message.role, c.message.content, c.finish_reason) for c in answer.choices] == [
+        (i, "assistant", REPLY, "stop") for i in (0, 1)
+    ]
+    prompt = len(api.service.tokenizer.apply_chat_template(ASK))
+    usage = answer.usage
+    assert usage is not None
+    assert (usage.prompt_tokens, usage.completion_tokens, usage.total_tokens) == (prompt, 16, prompt + 16)
+    assert usage.prompt_tokens_details is not None
+    assert usage.prompt_tokens_details.cached_tokens == 1
+
+
+async def test_chat_stream(api: Api) -> None:
+    stream = await api.openai.chat.completions.create(
+        model="scripted", messages=ASK, n=2, stream=True, stream_options={"include_usage": True}
+    )
+    chunks: list[ChatCompletionChunk] = [chunk async for chunk in stream]
+    assert len({(chunk.id, chunk.created, chunk.object) for chunk in chunks}) == 1
+    for index in (0, 1):
+        mine = [chunk.choices[0] for chunk in chunks if chunk.choices and chunk.choices[0].index == index]
+        assert (mine[0].delta.role, mine[0].delta.content) == ("assistant", "")
+        assert "".join(choice.delta.content or "" for choice in mine) == REPLY
+        assert [choice.finish_reason for choice in mine] == [None] * (len(mine) - 1) + ["stop"]
+        assert len(mine) == 1 + 8  # the role, then one event per token
+    assert [chunk.usage is None for chunk in chunks] == [True] * (len(chunks) - 1) + [False]
+    assert chunks[-1].choices == []
+    assert chunks[-1].usage is not None
+    assert chunks[-1].usage.completion_tokens == 16
+
+
+async def test_stream_bytes(api: Api) -> None:
+    answer = await api.http.post("/v1/chat/completions", json={"messages": ASK, "stream": True, "max_tokens": 2})
+    assert answer.headers["content-type"].startswith("text/event-stream")
+    *events, end, nothing = answer.text.split("\n\n")
+    assert (end, nothing) == ("data: [DONE]", "")
+    deltas = [json.loads(e.removeprefix("data: "))["choices"][0] for e in events]
+    assert [d["delta"] for d in deltas] == [
+        {"role": "assistant", "content": ""},
+        {"content": "Paris"},
+        {"content": " is"},
+    ]
+    assert deltas[-1]["finish_reason"] == "length"
+    assert "usage" not in json.loads(events[0].removeprefix("data: "))
+
+
+async def test_chat_logprobs_streamed_and_whole_agree(api: Api) -> None:
+    asked: dict[str, Any] = {"model": "scripted", "messages": ASK, "logprobs": True, "top_logprobs": 2}
+    whole = (await api.openai.chat.completions.create(**asked)).choices[0].logprobs
+    assert whole is not None
+    assert whole.content is not None
+    assert "".join(token.token for token in whole.content) == REPLY
+    assert bytes(b for token in whole.content for b in token.bytes or ()).decode() == REPLY
+    assert [len(token.top_logprobs) for token in whole.content] == [2] * 7
+    assert whole.content[0].top_logprobs[0].logprob == whole.content[0].logprob == -0.5
+    streamed = []
+    async for chunk in await api.openai.chat.completions.create(**asked, stream=True):
+        if (logprobs := chunk.choices[0].logprobs) is not None:
+            streamed += logprobs.content or []
+    assert streamed == whole.content
+
+
+async def test_completion_whole_with_echo_and_logprobs(api: Api) -> None:
+    answer = await api.openai.completions.create(
+        model="scripted", prompt="Hello there", echo=True, logprobs=1, max_tokens=2
+    )
+    [choice] = answer.choices
+    assert (answer.object, choice.text, choice.finish_reason) == ("text_completion", "Hello thereParis is", "length")
+    logprobs = choice.logprobs
+    assert logprobs is not None
+    assert logprobs.tokens == ["Hello", " there", "Paris", " is"]
+    assert logprobs.text_offset == [0, 5, 11, 16]
+    assert logprobs.token_logprobs == [None, -0.5, -0.5, -0.5]
+    assert logprobs.top_logprobs == [None, {" there": -0.5}, {"Paris": -0.5}, {" is": -0.5}]
+
+
+async def test_completion_stream_with_echo_and_logprobs(api: Api) -> None:
+    hello = api.service.tokenizer.encode("Hello there")
+    asked: dict[str, Any] = {
+        "model": "scripted", "prompt": [hello, [17, 18]], "echo": True, "logprobs": 0, "max_tokens": 3, "n": 2,
+    }  # fmt: skip
+    whole = {c.index: c for c in (await api.openai.completions.create(**asked)).choices}
+    assert [whole[i].text for i in range(4)] == ["Hello thereParis is the"] * 2 + ['!"Paris is the'] * 2
+    texts, tokens, offsets = [""] * 4, [[] for _ in range(4)], [[] for _ in range(4)]
+    async for chunk in await api.openai.completions.create(**asked, stream=True):
+        [choice] = chunk.choices
+        assert choice.logprobs is not None
+        texts[choice.index] += choice.text
+        tokens[choice.index] += choice.logprobs.tokens or []
+        offsets[choice.index] += choice.logprobs.text_offset or []
+    for i in range(4):
+        logprobs = whole[i].logprobs
+        assert logprobs is not None
+        assert (texts[i], tokens[i], offsets[i]) == (whole[i].text, logprobs.tokens, logprobs.text_offset)
+        assert logprobs.top_logprobs is None
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_stop_strings_end_the_answer_and_the_engines_work(api: Api, stream: bool) -> None:
+    body = {"messages": ASK, "stop": ["capital", "zzz"], "stream": stream}
+    answer = await api.http.post("/v1/chat/completions", json=body)
+    if stream:
+        events = [json.loads(e.removeprefix("data: ")) for e in answer.text.split("\n\n")[:-2]]
+        text = "".join(e["choices"][0]["delta"].get("content", "") for e in events)
+        reason = events[-1]["choices"][0]["finish_reason"]
+    else:
+        [choice] = answer.json()["choices"]
+        text, reason = choice["message"]["content"], choice["finish_reason"]
+    assert (text, reason) == ("Paris is the ", "stop")
+    assert api.service.running == 0
+    assert api.observer.num_tokens == 4
+
+
+async def test_stop_string_may_be_shown(api: Api) -> None:
+    body = {"prompt": "x", "stop": "capital", "include_stop_str_in_output": True}
+    [choice] = (await api.http.post("/v1/completions", json=body)).json()["choices"]
+    assert choice["text"] == "Paris is the capital"
+
+
+async def test_parameters_reach_the_engine(api: Api) -> None:
+    body = {
+        "prompt": "x", "n": 2, "max_tokens": 9, "min_tokens": 3, "temperature": 0.5, "top_p": 0.9, "top_k": 7,
+        "min_p": 0.1, "repetition_penalty": 1.2, "presence_penalty": 0.3, "frequency_penalty": 0.4, "seed": 11,
+        "logit_bias": {"5": 1}, "stop_token_ids": [3], "ignore_eos": True, "priority": -1, "cache_salt": "tenant",
+    }  # fmt: skip
+    assert (await api.http.post("/v1/completions", json=body)).status_code == 200
+    [request] = api.service.requests
+    assert (request.priority, request.cache_salt) == (-1, "tenant")
+    assert request.params.to_wire() == {
+        "n": 2, "max_tokens": 9, "min_tokens": 3, "temperature": 0.5, "top_p": 0.9, "top_k": 7, "min_p": 0.1,
+        "repetition_penalty": 1.2, "presence_penalty": 0.3, "frequency_penalty": 0.4, "seed": 11,
+        "logit_bias": ((5, 1.0),), "stop_token_ids": (3,), "ignore_eos": True,
+    }  # fmt: skip
+
+
+async def test_defaults(api: Api) -> None:
+    await api.http.post("/v1/completions", json={"prompt": "x"})
+    await api.http.post("/v1/chat/completions", json={"messages": ASK})
+    await api.http.post("/v1/chat/completions", json={"messages": ASK, "max_completion_tokens": 5})
+    text, chat, capped = api.service.requests
+    assert text.params.max_tokens == 16
+    assert chat.params.max_tokens == 2048 - len(chat.prompt_token_ids)
+    assert capped.params.max_tokens == 5
+    assert text.params.seed is not None
+    assert text.params.seed != chat.params.seed
+    assert text.request_id != chat.request_id
+
+
+async def test_what_every_client_sends_is_accepted(api: Api) -> None:
+    answer = await api.openai.chat.completions.create(
+        model="scripted",
+        messages=[
+            {"role": "developer", "content": [{"type": "text", "text": "Be"}, {"type": "text", "text": "brief."}]},
+            {"role": "user", "content": "Hi", "name": "ann"},
+            {"role": "assistant", "content": "Hello", "refusal": None},
+            {"role": "user", "content": "?"},
+        ],
+        user="someone", metadata={"run": "1"}, store=True, tools=[], tool_choice="auto", parallel_tool_calls=True,
+        response_format={"type": "text"}, service_tier="auto", modalities=["text"], prompt_cache_key="k",
+        logit_bias={}, stop=None, temperature=None, top_p=None, n=None, seed=None, max_tokens=None, logprobs=False,
+        stream=False, stream_options=None, frequency_penalty=0, presence_penalty=0, safety_identifier="s",
+    )  # fmt: skip
+    assert answer.choices[0].message.content == REPLY
+    rendered = api.service.tokenizer.decode(api.service.requests[0].prompt_token_ids)
+    assert "<|im_start|>system\nBe\nbrief.<|im_end|>" in rendered
+
+
+async def test_models_tokens_and_operations(api: Api) -> None:
+    [model] = (await api.openai.models.list()).data
+    assert (model.id, model.object, model.created) == ("scripted", "model", 1_700_000_000)
+    assert (await api.openai.models.retrieve("scripted")).id == "scripted"
+    ids = (await api.http.post("/tokenize", json={"prompt": "hello world"})).json()
+    assert ids == {"tokens": api.service.tokenizer.encode("hello world"), "count": 2, "max_model_len": 2048}
+    assert (await api.http.post("/detokenize", json={"tokens": ids["tokens"]})).json() == {"prompt": "hello world"}
+    chat = (await api.http.post("/tokenize", json={"messages": ASK})).json()["tokens"]
+    assert chat == api.service.tokenizer.apply_chat_template(ASK)
+    for path in ("/health/live", "/health/ready", "/version", "/openapi.json"):
+        assert (await api.http.get(path)).status_code == 200
+    assert (await api.http.head("/health/ready")).status_code == 200
+    metrics = await api.http.get("/metrics")
+    assert metrics.text == "serve_app_up 1\n"
+    assert metrics.headers["content-type"] == "text/plain; version=0.0.4; charset=utf-8"
+
+
+async def test_readiness_is_not_liveness(api: Api) -> None:
+    api.service.ready = UnavailableError("no replica", retry_after_s=2.5)
+    answer = await api.http.get("/health/ready")
+    assert (answer.status_code, answer.headers["retry-after"]) == (503, "3")
+    assert answer.json()["error"]["code"] == "unavailable"
+    assert (await api.http.get("/health/live")).status_code == 200
+
+
+async def test_an_error_before_the_first_token_has_its_status(api: Api) -> None:
+    api.service.error = UnavailableError("all replicas are gone", retry_after_s=7)
+    for stream in (False, True):
+        answer = await api.http.post("/v1/chat/completions", json={"messages": ASK, "stream": stream})
+        assert (answer.status_code, answer.headers["retry-after"]) == (503, "7")
+    assert [end[1] for end in api.observer.ended] == [Outcome.FAILED] * 2
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [(EngineError("the engine failed"), "the engine failed"), (RuntimeError("secret /path"), "internal error")],
+)
+async def test_an_error_in_the_stream_is_told_and_there_is_no_done(api: Api, error: Exception, message: str) -> None:
+    api.service.error, api.service.error_at = error, 2
+    answer = await api.http.post(
+        "/v1/chat/completions", json={"messages": ASK, "stream": True}, headers={"x-request-id": "mine"}
+    )
+    assert answer.status_code == 200
+    last = answer.text.split("\n\n")[-2]
+    assert last.startswith("event: error\ndata: ")
+    told = json.loads(last.removeprefix("event: error\ndata: "))["error"]
+    assert (told["message"], told["request_id"], told["type"]) == (message, "mine", "server_error")
+    assert "[DONE]" not in answer.text
+    assert "secret" not in answer.text
+    assert api.observer.ended[0][1] is Outcome.FAILED
+    with pytest.raises(openai.APIError, match=message):
+        async for _ in await api.openai.chat.completions.create(model="scripted", messages=ASK, stream=True):
+            pass
+
+
+async def test_an_unexpected_error_tells_nothing(api: Api) -> None:
+    api.service.error = RuntimeError("secret /path")
+    answer = await api.http.post("/v1/completions", json={"prompt": "x"})
+    assert answer.status_code == 500
+    assert answer.json()["error"]["code"] == "internal_error"
+    assert "secret" not in answer.text
+
+
+async def test_the_observer_hears_of_everything_once(api: Api) -> None:
+    await api.http.post("/v1/completions", json={"prompt": "x", "n": 2, "max_tokens": 3})
+    await api.http.post("/v1/completions", json={"prompt": 3})
+    assert api.observer.begun == 2
+    assert api.observer.ended == [("completions", Outcome.COMPLETED, 1, 6), ("completions", Outcome.INVALID, 0, 0)]
+    assert (api.observer.first_tokens, api.observer.num_tokens) == (1, 6)
+    assert [gap is None for gap in api.observer.gaps] == [True, True, False, False, False, False]
