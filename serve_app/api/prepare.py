@@ -85,6 +85,8 @@ def engine_request(
     """
     room = _room(token_ids, card, prompt_field)
     name, asked = max_tokens
+    if asked is not None and asked < 1:
+        raise InvalidRequestError(f"`{name}` must be at least 1, got {asked}", param=name)
     if asked is not None and asked > room:
         raise ContextLengthError(
             f"`{name}` is {asked}, but this model's context of {card.max_model_len} tokens leaves {room} "

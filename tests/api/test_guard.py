@@ -1,0 +1,103 @@
+"""What surrounds every request, spoken to in ASGI messages: sizes, times, ids."""
+
+import asyncio
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from tests.api.conftest import Api
+
+BODY = b'{"prompt": "x"}'
+
+
+async def send(
+    api: Api,
+    messages: Sequence[dict[str, Any]],
+    headers: Sequence[tuple[bytes, bytes]] = (),
+    path: str = "/v1/completions",
+) -> tuple[int | None, dict[bytes, bytes], dict[str, Any], int]:
+    """(status, headers, JSON body, how many of `messages` were read); after the last message nothing more comes."""
+    sent: list[dict[str, Any]] = []
+    left = list(messages)
+
+    async def receive() -> dict[str, Any]:
+        if left:
+            return left.pop(0)
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    async def take(message: dict[str, Any]) -> None:
+        sent.append(message)
+
+    scope = {
+        "type": "http", "method": "POST", "path": path, "raw_path": path.encode(), "query_string": b"",
+        "headers": [(b"content-type", b"application/json"), *headers], "http_version": "1.1", "root_path": "",
+        "scheme": "http",
+        "server": ("test", 80), "client": ("test", 1),
+    }  # fmt: skip
+    await api.app(scope, receive, take)
+    status = sent[0]["status"] if sent else None
+    body = b"".join(message.get("body", b"") for message in sent)
+    return status, dict(sent[0]["headers"]) if sent else {}, json.loads(body or b"{}"), len(messages) - len(left)
+
+
+def part(data: bytes, more: bool = False) -> dict[str, Any]:
+    return {"type": "http.request", "body": data, "more_body": more}
+
+
+async def test_a_body_declared_too_large_is_not_read(api: Api) -> None:
+    status, headers, answer, num_read = await send(api, [part(b"x" * 10)], [(b"content-length", b"1000001")])
+    assert (status, num_read, headers[b"connection"]) == (413, 0, b"close")
+    assert answer["error"]["code"] == "payload_too_large"
+    assert "1000000" in answer["error"]["message"]
+
+
+async def test_an_undeclared_body_is_read_up_to_the_limit(api: Api) -> None:
+    status, headers, _, num_read = await send(api, [part(b"x" * 250_000, more=True)] * 100)
+    assert (status, num_read, headers[b"connection"]) == (413, 5, b"close")
+
+
+@pytest.mark.parametrize("length", [b"-1", b"abc", b"1_000", "²".encode("latin-1")])
+async def test_a_length_that_is_no_number(api: Api, length: bytes) -> None:
+    status, _, _, num_read = await send(api, [part(BODY)], [(b"content-length", length)])
+    assert (status, num_read) == (400, 0)
+
+
+async def test_a_body_that_does_not_end_times_out(api: Api) -> None:
+    status, headers, answer, _ = await send(api, [part(b'{"pro', more=True)])
+    assert (status, headers[b"connection"]) == (408, b"close")
+    assert answer["error"]["code"] == "request_timeout"
+
+
+async def test_a_body_in_many_parts_is_one_body(api: Api) -> None:
+    parts = [part(BODY[i : i + 1], more=True) for i in range(len(BODY))]
+    assert (await send(api, [*parts, part(b"")]))[0] == 200
+
+
+async def test_a_client_that_leaves_while_sending_gets_no_answer(api: Api) -> None:
+    status, *_ = await send(api, [part(b"{", more=True), {"type": "http.disconnect"}])
+    assert status is None
+    assert api.service.requests == []
+
+
+async def test_headers_are_bounded(api: Api) -> None:
+    status, _, answer, _ = await send(api, [part(BODY)], [(b"x-filler", b"x" * 1000)] * 40)
+    assert (status, answer["error"]["code"]) == (431, "headers_too_large")
+
+
+@pytest.mark.parametrize("given", [b"abc-123", b"a", b"A.b:c_d-" + b"9" * 100])
+async def test_a_sound_request_id_comes_back(api: Api, given: bytes) -> None:
+    for body, wanted in ((BODY, 200), (b"{}", 400)):
+        status, headers, answer, _ = await send(api, [part(body)], [(b"x-request-id", given)])
+        assert (status, headers[b"x-request-id"]) == (wanted, given)
+        assert wanted == 200 or answer["error"]["request_id"] == given.decode()
+    assert api.service.requests[0].request_id != given.decode()
+
+
+@pytest.mark.parametrize("given", [b"", b"a b", b"a\nb", b"x" * 129, b"-a", "é".encode(), b"<script>"])
+async def test_any_other_request_id_is_replaced(api: Api, given: bytes) -> None:
+    _, headers, _, _ = await send(api, [part(BODY)], [(b"x-request-id", given)])
+    assert headers[b"x-request-id"] != given
+    assert headers[b"x-request-id"].startswith(b"req-")
