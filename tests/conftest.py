@@ -1,7 +1,6 @@
 """Models and engines that many tests share. Loading is slow, so models live as long as the session; engines do not:
 one engine at a time owns a model, because it allocates the model's KV pool."""
 
-import os
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -16,10 +15,10 @@ from serve_app.model.paged_model import PagedModel
 from tests.models import tiny_model
 
 
-@pytest.fixture(autouse=True)
-def torch_threads(request: pytest.FixtureRequest) -> None:
-    """Two threads for the real model; tiny ones spend more time in handing out work than in doing it."""
-    torch.set_num_threads(min(2, os.cpu_count() or 1) if "default_module" in request.fixturenames else 1)
+@pytest.fixture(scope="session", autouse=True)
+def one_thread() -> None:
+    """Tiny models spend more time in handing out work than in doing it, and other tests need the other core."""
+    torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session")

@@ -173,8 +173,8 @@ class AsyncEngine:
         except Exception as error:
             logger.exception("the engine died")
             self._error = f"the engine died: {type(error).__name__}: {error}"
+            self._busy_since = None
             self._hand_over(self._fail_all, EngineError(self._error))
-        self._busy_since = None
 
     def _turn(self) -> None:
         """Take in the news, then run one step, or sleep until news or time allow one."""

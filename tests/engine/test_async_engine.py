@@ -1,0 +1,273 @@
+import asyncio
+import contextlib
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from serve_app.core.output import FinishReason, SchedulerStats, StepRecord, TokenDelta
+from serve_app.core.request import EngineRequest
+from serve_app.core.sampling_params import SamplingParams
+from serve_app.engine.async_engine import AsyncEngine, EngineHealth
+from serve_app.engine.core import EngineConfig, EngineCore
+from serve_app.errors import (
+    ConfigError,
+    ContextLengthError,
+    EngineError,
+    InvalidRequestError,
+    OverloadedError,
+    UnavailableError,
+)
+from serve_app.model.attention.base import AttentionBatch
+from serve_app.model.paged_model import PagedModel
+from tests.engine.harness import Harness
+
+POISON = 199
+
+
+def make_request(name: str, length: int = 5, max_tokens: int = 8, **fields: object) -> EngineRequest:
+    generator = torch.Generator().manual_seed(length)
+    prompt = torch.randint(2, POISON, (length,), generator=generator).tolist()
+    params = SamplingParams(max_tokens=max_tokens, ignore_eos=True, **{"seed": 3, **fields})
+    return EngineRequest(name, tuple(prompt), params)
+
+
+async def collect(engine: AsyncEngine, request: EngineRequest) -> list[TokenDelta]:
+    return [delta async for news in engine.generate(request) for delta in news]
+
+
+def tokens(deltas: list[TokenDelta], choice: int = 0) -> list[int]:
+    return [token for delta in deltas if delta.choice == choice for token in delta.token_ids]
+
+
+async def settled(engine: AsyncEngine) -> SchedulerStats:
+    """The stats once the engine sleeps."""
+    async with asyncio.timeout(20):
+        while (stats := engine.stats()).running or stats.waiting or engine.health().last_step_age_s is not None:
+            await asyncio.sleep(0.002)
+    return stats
+
+
+async def test_64_at_once_get_what_each_would_get_alone(tiny_llama: PagedModel) -> None:
+    requests = [make_request(f"r{i}", 1 + i, 3 + i % 7, n=1 + (i % 8 == 0), seed=i) for i in range(64)]
+    harness = Harness(tiny_llama, max_num_batched_tokens=64)
+    expected = {request.request_id: harness.run([request]).outcomes for request in requests}
+    config = EngineConfig(max_num_batched_tokens=64, kv_cache_gib=0.1)
+    engine = await AsyncEngine.start_with(lambda: EngineCore(tiny_llama, config))
+    results = await asyncio.gather(*(collect(engine, request) for request in requests))
+    for request, deltas in zip(requests, results, strict=True):
+        for choice in range(request.params.n):
+            outcome = expected[request.request_id][request.request_id, choice]
+            assert tokens(deltas, choice) == outcome.token_ids
+    await settled(engine)
+    await engine.shutdown()
+
+
+async def test_tokens_come_one_step_at_a_time(tiny_engine: AsyncEngine) -> None:
+    items = [news async for news in tiny_engine.generate(make_request("r", max_tokens=6))]
+    assert [len(news) for news in items] == [1] * 6
+    assert [news[0].offset for news in items] == list(range(6))
+    assert items[-1][0].finish_reason is FinishReason.LENGTH
+    await settled(tiny_engine)
+    assert tiny_engine.health() == EngineHealth(alive=True, last_step_age_s=None, error=None)
+
+
+async def test_cancelled_at_any_time_leaks_nothing(tiny_engine: AsyncEngine) -> None:
+    """More requests than seats, so that some are cancelled while they wait, some in prefill, some in decode."""
+    rng = random.Random(4)
+
+    async def some(name: str, items: int) -> None:
+        stream = tiny_engine.generate(make_request(name, 1 + rng.randrange(150), 60, n=rng.choice((1, 1, 3))))
+        async with contextlib.aclosing(stream):
+            for _ in range(items):
+                await anext(stream)
+
+    async with asyncio.TaskGroup() as group:
+        tasks = [group.create_task(some(f"r{i}", rng.choice((0, 1, 2, 20)))) for i in range(40)]
+        for task in tasks[::3]:
+            for _ in range(rng.randrange(5)):
+                await asyncio.sleep(0)
+            task.cancel()
+    stats = await settled(tiny_engine)
+    assert stats.blocks_used == 0
+    assert not tiny_engine._streams
+    assert not tiny_engine._seated
+    assert len(await collect(tiny_engine, make_request("after"))) == 8
+
+
+async def test_cancelled_before_the_engine_has_seen_it(tiny_engine: AsyncEngine) -> None:
+    task = asyncio.create_task(collect(tiny_engine, make_request("r", max_tokens=200)))
+    await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    await settled(tiny_engine)
+
+
+async def test_abort_ends_the_stream(tiny_engine: AsyncEngine) -> None:
+    stream = tiny_engine.generate(make_request("r", max_tokens=200, n=2))
+    await anext(stream)
+    tiny_engine.abort("r")
+    tiny_engine.abort("nobody")
+    rest = [delta async for news in stream for delta in news]
+    assert [(d.choice, d.finish_reason) for d in rest[-2:]] == [(0, FinishReason.ABORT), (1, FinishReason.ABORT)]
+    await settled(tiny_engine)
+
+
+async def test_an_id_can_be_used_again_at_once(tiny_engine: AsyncEngine) -> None:
+    """What was on its way for the first owner of the id must not reach the second."""
+    expected = tokens(await collect(tiny_engine, make_request("other", 9)))
+    for _ in range(10):
+        stream = tiny_engine.generate(make_request("same", 30, 200))
+        await anext(stream)
+        await stream.aclose()
+        assert tokens(await collect(tiny_engine, make_request("same", 9))) == expected
+
+
+async def test_refusals_come_from_the_first_step(tiny_engine: AsyncEngine) -> None:
+    with pytest.raises(ContextLengthError):
+        await collect(tiny_engine, make_request("r", 256))
+    with pytest.raises(InvalidRequestError, match="200"):
+        await collect(tiny_engine, replace(make_request("r"), prompt_token_ids=(200,)))
+    stream = tiny_engine.generate(make_request("r", max_tokens=100))
+    await anext(stream)
+    with pytest.raises(InvalidRequestError, match="in use"):
+        await collect(tiny_engine, make_request("r"))
+    assert len(await anext(stream)) == 1
+    await stream.aclose()
+
+
+async def test_missing_seeds_are_drawn_apart(tiny_engine: AsyncEngine) -> None:
+    results = [
+        tokens(await collect(tiny_engine, make_request(f"r{i}", max_tokens=20, seed=None, temperature=2.0)))
+        for i in range(2)
+    ]
+    assert results[0] != results[1]
+
+
+async def test_a_full_queue_refuses(tiny_llama: PagedModel) -> None:
+    config = EngineConfig(max_num_seqs=1, max_num_waiting=1, max_num_batched_tokens=64, kv_cache_gib=0.1)
+    engine = await AsyncEngine.start_with(lambda: EngineCore(tiny_llama, config))
+    running = engine.generate(make_request("running", max_tokens=240))
+    await anext(running)
+    waiting = asyncio.create_task(collect(engine, make_request("waiting")))
+    await asyncio.sleep(0)
+    with pytest.raises(OverloadedError):
+        await collect(engine, make_request("refused"))
+    await running.aclose()
+    assert len(await waiting) == 8
+    await engine.shutdown()
+
+
+@pytest.fixture
+def poisoned(tiny_llama: PagedModel, monkeypatch: pytest.MonkeyPatch) -> PagedModel:
+    """The model fails on every packed row that holds the token POISON, as a kernel would that dislikes one shape."""
+    forward = tiny_llama.forward
+
+    def fail_on_poison(input_ids: Tensor, positions: Tensor, batch: AttentionBatch) -> Tensor:
+        if POISON in input_ids:
+            raise RuntimeError("poisoned")
+        return forward(input_ids, positions, batch)
+
+    monkeypatch.setattr(tiny_llama, "forward", fail_on_poison)
+    return tiny_llama
+
+
+async def test_a_failing_request_hurts_nobody(poisoned: PagedModel, tiny_engine: AsyncEngine) -> None:
+    good = [make_request(f"good {i}", 3 + i, 12, n=1 + i % 2, logprobs=1) for i in range(6)]
+    expected = [await collect(tiny_engine, request) for request in good]
+    bad = EngineRequest("bad", (5, 6, POISON, 8), SamplingParams(max_tokens=5, seed=1, n=2))
+    *results, failed = await asyncio.gather(*(collect(tiny_engine, request) for request in [*good, bad]))
+    for before, after in zip(expected, results, strict=True):
+        for choice in range(2):
+            assert tokens(after, choice) == tokens(before, choice)
+    assert {delta.choice: delta.finish_reason for delta in failed} == {0: FinishReason.ERROR, 1: FinishReason.ERROR}
+    assert "poisoned" in (failed[0].error or "")
+    alone = await collect(tiny_engine, replace(bad, request_id="bad, and alone in its step"))
+    assert alone[-1].finish_reason is FinishReason.ERROR
+    assert tiny_engine.health().alive
+    await settled(tiny_engine)
+
+
+async def test_a_broken_device_ends_the_engine(
+    tiny_llama: PagedModel, tiny_engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    streams = [tiny_engine.generate(make_request(f"r{i}", max_tokens=200)) for i in range(3)]
+    for stream in streams:
+        await anext(stream)
+
+    def broken(*args: object) -> Tensor:
+        raise RuntimeError("the device is gone")
+
+    monkeypatch.setattr(tiny_llama, "forward", broken)
+    for stream in streams:
+        with pytest.raises(EngineError, match="the device is gone"):
+            async for _ in stream:
+                pass
+    health = tiny_engine.health()
+    assert not health.alive
+    assert "the device is gone" in (health.error or "")
+    assert health.last_step_age_s is None
+    with pytest.raises(UnavailableError, match="the device is gone"):
+        await collect(tiny_engine, make_request("late"))
+    assert "the engine died" in caplog.text
+
+
+async def test_shutdown_ends_what_runs_and_waits(tiny_engine: AsyncEngine) -> None:
+    running = tiny_engine.generate(make_request("running", max_tokens=240))
+    await anext(running)
+    tasks = [asyncio.create_task(collect(tiny_engine, make_request(f"r{i}", max_tokens=200))) for i in range(20)]
+    await asyncio.sleep(0)
+    await tiny_engine.shutdown()
+    results = await asyncio.gather(*tasks, return_exceptions=True)
+    assert {type(result) for result in results} == {UnavailableError}
+    with pytest.raises(UnavailableError):
+        async for _ in running:
+            pass
+    with pytest.raises(UnavailableError):
+        await collect(tiny_engine, make_request("late"))
+    assert not tiny_engine.health().alive
+    await tiny_engine.shutdown()
+
+
+async def test_a_failed_start_is_raised() -> None:
+    def build() -> EngineCore:
+        raise ConfigError("model: no such thing")
+
+    with pytest.raises(ConfigError, match="no such thing"):
+        await AsyncEngine.start_with(build)
+
+
+@pytest.fixture
+def records() -> Iterator[list[StepRecord]]:
+    yield []
+
+
+async def test_static_policy_wakes_by_itself(tiny_llama: PagedModel, records: list[StepRecord]) -> None:
+    """One request, and no news after it: only the clock can start the batch."""
+    config = EngineConfig(policy="static", max_wait_s=0.05, max_num_batched_tokens=64, kv_cache_gib=0.1)
+    engine = await AsyncEngine.start_with(lambda: EngineCore(tiny_llama, config, on_step=records.append))
+    assert len(await collect(engine, make_request("r"))) == 8
+    assert len(records) == 8
+    await engine.shutdown()
+
+
+async def test_the_loop_stays_free_while_the_model_loads_and_runs(tiny_llama: PagedModel) -> None:
+    """`build` may take long; the event loop must not wait for it."""
+    entered, leave = asyncio.Event(), asyncio.Event()
+    loop = asyncio.get_running_loop()
+
+    def build() -> EngineCore:
+        loop.call_soon_threadsafe(entered.set)
+        asyncio.run_coroutine_threadsafe(leave.wait(), loop).result(timeout=10)
+        return EngineCore(tiny_llama, EngineConfig(max_num_batched_tokens=64, kv_cache_gib=0.1))
+
+    starting = asyncio.create_task(AsyncEngine.start_with(build))
+    await entered.wait()
+    assert not starting.done()
+    leave.set()
+    engine = await starting
+    await engine.shutdown()
