@@ -175,6 +175,11 @@ def make_choices(request: EngineRequest, config: SchedulerConfig, arrival: int, 
     prior output is already complete are FINISHED. Raises InvalidRequestError or ContextLengthError.
     """
     params, prompt = request.params, request.prompt_token_ids
+    # Both are used inside a step, where a wrong type would hurt everybody.
+    if type(request.priority) is not int:
+        raise InvalidRequestError("`priority` must be an integer", param="priority")
+    if not isinstance(request.cache_salt, str):
+        raise InvalidRequestError("`cache_salt` must be a string", param="cache_salt")
     if not prompt:
         raise InvalidRequestError("`prompt` must hold at least one token", param="prompt")
     _check_ids("prompt", prompt, config.vocab_size)

@@ -64,7 +64,30 @@ def test_wanted_prefixes_leave_last_and_from_the_tail() -> None:
     assert pool.num_free_cached == 7
     # First the block without a name, then the older chain from its tail, then the younger one.
     assert [pool.allocate(1)[0].id for _ in range(8)] == [4, 3, 2, 1, 8, 7, 6, 5]
-    assert pool.num_free_cached == 0 or pool.blocks[1].hash is not None
+
+
+def test_a_growing_table_without_a_neighbour_takes_worthless_blocks_before_cached_ones() -> None:
+    pool = BlockPool(num_blocks=6, num_tables=1)
+    cached, worthless, growing = pool.allocate(2), pool.allocate(1), pool.allocate(2)
+    name(cached)
+    pool.free(cached, wanted=True)
+    pool.free(worthless)
+    assert ids(pool.allocate(1, after=growing[-1])) == [3]
+    assert ids(pool.allocate(1, after=growing[-1])) == [2]
+
+
+def test_a_block_with_new_content_is_no_longer_wanted() -> None:
+    pool = BlockPool(num_blocks=5, num_tables=1)
+    blocks = pool.allocate(4)
+    name(blocks)
+    pool.free(blocks, wanted=True)
+    for block in (reused := pool.allocate(2)):
+        block.hash = None
+    assert ids(reused) == [4, 3]
+    name(reused)
+    pool.free(reused)
+    # The list alone would go on with block 2; the run of unwanted blocks is preferred.
+    assert ids(pool.allocate(2)) == [3, 4]
 
 
 def test_a_shared_block_is_free_when_the_last_table_lets_go() -> None:

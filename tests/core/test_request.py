@@ -31,6 +31,8 @@ def refused(config: SchedulerConfig, **fields: Any) -> InvalidRequestError:
         ({"prompt_token_ids": (1, True)}, "prompt", "integers"),
         ({"params": SamplingParams(stop_token_ids=(50,))}, "stop_token_ids", "below 50"),
         ({"params": SamplingParams(logit_bias=((50, 1.0),))}, "logit_bias", "below 50"),
+        ({"priority": "1"}, "priority", "integer"),
+        ({"cache_salt": None}, "cache_salt", "string"),
         ({"prior_output_ids": ((1,), (2,))}, "prior_output_ids", "2 entries for 1 choices"),
         ({"prior_output_ids": ((50,),)}, "prior_output_ids", "token id 50"),
     ],

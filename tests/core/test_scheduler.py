@@ -337,19 +337,30 @@ def test_static_batches_are_closed() -> None:
     assert driver.step().rows == ()
     driver.add(workload[1])
     assert set(rows(driver.step())) == {"a", "b"}
+    driver.now = 100.0
     driver.add(workload[2])
+    driver.now = 200.0  # however long it waits
     assert driver.scheduler.wake_at() is None
     steps = 0
     while driver.streams["b", 0].finish_reason is None:
         assert "c" not in rows(driver.step())
         steps += 1
     assert steps == 5
-    assert driver.step().rows == ()
-    assert driver.scheduler.wake_at() == 4.999 + 5.0
-    driver.now = 9.999
-    assert set(rows(driver.step())) == {"c"}
+    driver.add(make_request("d"))
+    assert driver.scheduler.wake_at() == 105.0
+    assert set(rows(driver.step())) == {"c", "d"}
     driver.drain()
     driver.check_outputs(*workload)
+
+
+def test_a_preempted_request_keeps_its_static_batch_open() -> None:
+    driver = Driver(make_config(policy="static", num_blocks=13, max_num_seqs=2))
+    driver.run(*(make_request(name, 4, max_tokens=23) for name in "abcd"))
+    admitted = [name for output in driver.outputs for name, _ in output.admitted]
+    assert admitted[:4] == ["a", "b", "b", "c"]
+    last_of_first_batch = max(output.step for output in driver.outputs if "b" in rows(output))
+    first_of_second = min(output.step for output in driver.outputs if "c" in rows(output))
+    assert first_of_second > last_of_first_batch
 
 
 def test_a_static_batch_is_admitted_over_several_steps_when_its_prompts_exceed_the_budget() -> None:
@@ -404,6 +415,42 @@ def test_a_group_stays_together_when_the_budget_splits_it() -> None:
     driver.add(make_request("d", 4))
     assert driver.step().admitted == (("c", 0),)
     assert driver.step().admitted == ()  # d came after the gate opened: 1 waits, 3 run
+
+
+def test_a_group_ends_when_seats_run_out() -> None:
+    config = make_config(waiting_served_ratio=1.0, max_wait_s=99.0, max_waiting_steps=50, max_num_seqs=3)
+    driver = Driver(config)
+    driver.add(make_request("a", max_tokens=3))
+    driver.step()
+    for name in "bcd":
+        driver.add(make_request(name, max_tokens=9))
+    assert driver.step().admitted == (("b", 0), ("c", 0))
+    driver.step()
+    assert driver.streams["a", 0].finish_reason is not None
+    assert driver.step().admitted == ()  # there is a seat, but 1 waits and 2 run
+
+
+def test_nobody_inherits_the_place_of_an_aborted_member_of_a_group() -> None:
+    config = make_config(waiting_served_ratio=1.0, max_wait_s=99.0, max_waiting_steps=50, max_num_batched_tokens=10)
+    driver = Driver(config)
+    driver.add(make_request("a", max_tokens=40))
+    driver.step()
+    for name in "bc":
+        driver.add(make_request(name, 9))
+    assert driver.step().admitted == (("b", 0),)
+    driver.abort("c")
+    driver.step()
+    driver.add(make_request("d"))
+    assert driver.step().admitted == ()
+
+
+def test_a_static_batch_has_at_most_max_num_seqs_members() -> None:
+    driver = Driver(make_config(policy="static", max_num_seqs=2, max_num_batched_tokens=10))
+    driver.add(make_request("a", 10, max_tokens=1))  # done, and its seat free, before b is in
+    for name in "bc":
+        driver.add(make_request(name, 10, max_tokens=5))
+    admitted = [driver.step().admitted for _ in range(5)]
+    assert admitted == [(("a", 0),), (("b", 0),), (), (), ()]
 
 
 def test_max_waiting_steps_opens_the_gate() -> None:
