@@ -41,15 +41,15 @@ class InvariantLinear(nn.Module):
         self.bias = None if bias is None else nn.Parameter(bias.detach(), requires_grad=False)
         self._packed: list[Tensor] = []
         self._width = self.in_features
-        for segments in _SEGMENTS:
-            if self.in_features % segments:
-                continue
+        key = (self.in_features, self.out_features, torch.get_num_threads())
+        for segments in _segments_to_try(key):
             self._width = self.in_features // segments
             self._packed = [
                 torch.ops.mkldnn._reorder_linear_weight(part.detach().contiguous(), None)
                 for part in torch.split(weight, self._width, dim=1)
             ]
-            if self._rows_are_independent():
+            if key in _known_segments or self._rows_are_independent():
+                _known_segments[key] = segments
                 return
         logger.warning("a linear layer of %d inputs is not bitwise independent of its batch here", self.in_features)
 
@@ -73,6 +73,16 @@ class InvariantLinear(nn.Module):
         x = torch.randn(max(rows_to_try), self.in_features, generator=generator)
         whole = self(x)
         return all(torch.equal(self(x[:rows]), whole[:rows]) for rows in rows_to_try)
+
+
+_known_segments: dict[tuple[int, int, int], int] = {}
+"""What was found for (in_features, out_features, threads): a model repeats few shapes many times."""
+
+
+def _segments_to_try(key: tuple[int, int, int]) -> list[int]:
+    if key in _known_segments:
+        return [_known_segments[key]]
+    return [segments for segments in _SEGMENTS if key[0] % segments == 0]
 
 
 def linear(weight: Tensor, bias: Tensor | None) -> nn.Module:

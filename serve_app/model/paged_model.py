@@ -16,7 +16,7 @@ from serve_app.errors import ConfigError
 from serve_app.model import kv_cache
 from serve_app.model.attention import registry
 from serve_app.model.attention.base import AttentionBatch
-from serve_app.model.fusion import optimize
+from serve_app.model.fusion import optimize, watch_inputs
 from serve_app.model.linear import pad_rows
 
 Progress = Callable[[str, float], None]
@@ -55,14 +55,15 @@ class PagedModel:
             self.vocab_size = expected[0].shape[1]
             self._base, self._hidden = _split(module)
             self._head = module
-            self._calls = registry.discover(self._base, probe_ids[0])
+            with watch_inputs(self._base) as seen:
+                self._calls = registry.discover(self._base, probe_ids[0])
             _check_layers(name, module.config, self._calls)
             self._layers = [layer for _, layer in self._calls]
             self._backend = registry.pick_backend(attention_backend, self._layers, self.dtype, self.device)
             self._context = registry.StepContext(self._backend)
             registry.bind(self._calls, self._context)
             self._cache: kv_cache.KVCache | None = None
-            optimize(module, self._base, lambda fraction: report("optimizing", fraction))
+            optimize(module, self._base, seen, lambda fraction: report("optimizing", fraction))
             report("probing", 0.0)
             self._probe(probe_ids, expected)
             report("probing", 1.0)
