@@ -124,6 +124,16 @@ def test_a_preempted_request_hits_its_own_published_blocks() -> None:
     assert 0 < resumed.prefix_hit_tokens < resumed.prefix_queried_tokens
 
 
+def test_a_preempted_request_passes_a_closed_gate() -> None:
+    config = make_config(num_blocks=19, waiting_served_ratio=9.0, max_wait_s=99.0, max_waiting_steps=999)
+    driver = Driver(config)
+    driver.run(*(make_request(name, 4, max_tokens=n) for name, n in (("a", 40), ("b", 23), ("c", 30))))
+    resumed = [output for output in driver.outputs if output.admitted][-1]
+    assert resumed.admitted == (("c", 0),)
+    assert not resumed.gate_open
+    assert rows(resumed).keys() == {"a", "c"}
+
+
 def test_the_whole_prompt_must_fit_before_its_first_chunk_runs_and_nobody_overtakes() -> None:
     driver = Driver(make_config(num_blocks=11, max_num_batched_tokens=8))
     driver.add(make_request("a", 20, max_tokens=12))
