@@ -100,11 +100,23 @@ def test_chunked(default_model: PagedModel, prompt: list[int], alone: Signature)
     check(run.outcomes, alone)
 
 
-def test_preempted(default_model: PagedModel, prompt: list[int], alone: Signature) -> None:
-    """As many requests as fill a pool twice: some of the subjects lose their blocks, more than once."""
-    run = Harness(default_model, num_blocks=34, max_num_seqs=16).run([*crowd(prompt, 9), *subjects(prompt)])
-    victims = {request_id for record in run.records for request_id, _ in record.preempted}
-    assert victims & set(PARAMS)
+@pytest.mark.parametrize(
+    ("num_blocks", "order", "victims"),
+    [(8, 1, {"seeded", "three choices"}), (12, 1, {"whole distribution"}), (8, -1, {"penalties", "greedy"})],
+)
+def test_preempted(
+    default_model: PagedModel,
+    prompt: list[int],
+    alone: Signature,
+    monkeypatch: pytest.MonkeyPatch,
+    num_blocks: int,
+    order: int,
+    victims: set[str],
+) -> None:
+    """A pool for two or three requests (which takes a short context): the victims lose their blocks in mid-output."""
+    monkeypatch.setattr(default_model, "max_model_len", 96)
+    run = Harness(default_model, num_blocks=num_blocks).run(subjects(prompt)[::order])
+    assert victims <= {request_id for record in run.records for request_id, _ in record.preempted}
     check(run.outcomes, alone)
 
 

@@ -3,7 +3,6 @@
 Random models run in float64, so that rounding cannot decide between two tokens.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,10 +54,10 @@ class Subject:
 
 
 @pytest.fixture(scope="module", params=ARCHITECTURES)
-def subject(request: pytest.FixtureRequest) -> Iterator[Subject]:
+def subject(request: pytest.FixtureRequest) -> Subject:
     module = tiny_model(request.param)
     prompts = make_prompts()
-    yield Subject(
+    return Subject(
         from_module(module, max_model_len=CONTEXT), prompts, [generate_alone(module, p, MAX_TOKENS) for p in prompts]
     )
 
