@@ -218,6 +218,13 @@ def test_forks_fall_back_to_the_prefix_cache_when_the_first_choice_is_gone() -> 
     assert driver.streams["a", 2].num_cached_tokens == 8
 
 
+def test_only_the_first_choice_reports_the_prompt() -> None:
+    driver = Driver(make_config(num_blocks=13))
+    request = make_request("a", 9, max_tokens=1, n=3, prompt_logprobs=0)  # choices 1 and 2 cannot fork
+    driver.run(request)
+    driver.check_outputs(request)
+
+
 def test_forks_join_before_newcomers_and_pass_a_closed_gate() -> None:
     driver = Driver(make_config(max_num_seqs=3, waiting_served_ratio=9.0, max_wait_s=99.0))
     driver.add(make_request("a", n=2, max_tokens=8))
