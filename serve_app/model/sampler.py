@@ -34,7 +34,7 @@ Float64Array = npt.NDArray[np.float64]
 Int64Array = npt.NDArray[np.int64]
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
-# Below this a temperature is greedy up to rounding; dividing by less would overflow.
+# Below this a temperature is greedy up to rounding, and dividing by it could overflow.
 _MIN_TEMPERATURE = 1e-6
 # A row is cut into this many parts when a floor for its k-th value is looked for.
 _NUM_PARTS = 512
@@ -57,25 +57,26 @@ def sample(logits: Tensor, slots: Sequence[Slot], eos_token_ids: Sequence[int]) 
     """
     failed: dict[int, str] = {}
     wanted = [i for i, slot in enumerate(slots) if slot.params.logprobs is not None]
-    raw = logits[wanted].log_softmax(-1) if wanted else None
+    raw = _take(logits, wanted).log_softmax(-1) if wanted else None
     for i, slot in enumerate(slots):
         try:
             _edit(logits[i], slot, eos_token_ids)
         except (RuntimeError, IndexError, ValueError) as error:
             failed[i] = f"sampling failed: {error}"
-    best, greedy_ids = logits.max(-1)
-    token_ids: list[int] = greedy_ids.tolist()
+    best, token_ids = _most_likely(logits)
     for i in (~best.isfinite()).nonzero()[:, 0].tolist():
         failed.setdefault(i, "the model's logits for the next token are not finite numbers")
     drawn = [i for i, slot in enumerate(slots) if not slot.params.greedy and i not in failed]
     if drawn:
-        for i, token_id in zip(drawn, _draw(logits, best, drawn, slots), strict=True):
+        for i, token_id in zip(drawn, _draw(logits, drawn, slots), strict=True):
             token_ids[i] = token_id
     wanted_ok = [(j, i) for j, i in enumerate(wanted) if i not in failed]
     logprobs: dict[int, TokenLogprob] = {}
     if raw is not None and wanted_ok:
         rows = [i for _, i in wanted_ok]
-        ranked = rank(raw[[j for j, _ in wanted_ok]], [token_ids[i] for i in rows], [_top(slots[i]) for i in rows])
+        ranked = rank(
+            _take(raw, [j for j, _ in wanted_ok]), [token_ids[i] for i in rows], [_top(slots[i]) for i in rows]
+        )
         logprobs = dict(zip(rows, ranked, strict=True))
     return Sampled(token_ids, logprobs, failed)
 
@@ -90,7 +91,7 @@ def rank(logprobs: Tensor, token_ids: Sequence[int], num_top: Sequence[int]) -> 
     tops: list[tuple[tuple[int, float], ...]] = [()] * len(chosen)
     rows = [i for i, k in enumerate(num_top) if k]
     if rows:
-        parts = _in_parts(_take(logprobs, rows), 1.0)
+        parts = _in_parts(_take(logprobs, rows))
         maxima = parts.amax(-1)
         ks = [min(num_top[i], logprobs.shape[1]) for i in rows]
         for i, k, (ids, values) in zip(rows, ks, _at_least(parts, maxima, _kth_floor(maxima, ks)), strict=True):
@@ -143,15 +144,24 @@ def _edit(row: Tensor, slot: Slot, eos_token_ids: Sequence[int]) -> None:
             row[torch.tensor(ends, device=row.device)] = -torch.inf
 
 
-def _draw(logits: Tensor, best: Tensor, rows: list[int], slots: Sequence[Slot]) -> list[int]:
-    """A token for each of `rows` by its own noise. best: [R], each row's largest logit."""
+def _most_likely(logits: Tensor) -> tuple[Tensor, list[int]]:
+    """Each row's largest logit [R] and the first id that has it; nan counts as the largest."""
+    parts = _in_parts(logits)
+    best, part = parts.amax(-1).max(-1)
+    inside = parts.gather(1, part[:, None, None].expand(-1, 1, parts.shape[2]))[:, 0].argmax(-1)
+    ids: list[int] = (part * parts.shape[2] + inside).tolist()
+    return best, ids
+
+
+def _draw(logits: Tensor, rows: list[int], slots: Sequence[Slot]) -> list[int]:
+    """A token for each of `rows` by its own noise."""
     params = [slots[i].params for i in rows]
-    temperature = torch.tensor(
-        [max(p.temperature, _MIN_TEMPERATURE) for p in params], dtype=logits.dtype, device=logits.device
-    )
-    # The maximum goes first, so that a tiny temperature cannot overflow.
-    scaled = _in_parts(_take(logits, rows) - _take(best, rows)[:, None], temperature)
-    probs = scaled.flatten(1).softmax(-1).view_as(scaled)
+    scaled = _take(logits, rows)
+    if any(p.temperature != 1.0 for p in params):
+        temperature = [max(p.temperature, _MIN_TEMPERATURE) for p in params]
+        scaled = scaled / torch.tensor(temperature, dtype=logits.dtype, device=logits.device)[:, None]
+    parts = _in_parts(scaled)
+    probs = parts.flatten(1).softmax(-1).view_as(parts)
     noise = uniform([p.seed or 0 for p in params], [slots[i].choice for i in rows], [slots[i].num_tokens for i in rows])
     drawn = [0] * len(rows)
     whole = [j for j, p in enumerate(params) if not _truncates(p)]
@@ -178,17 +188,17 @@ def _take(values: Tensor, rows: list[int]) -> Tensor:
     return values if len(rows) == len(values) else values[rows]
 
 
-def _in_parts(values: Tensor, divisor: Tensor | float) -> Tensor:
-    """[R, vocab] / divisor (one number, or one per row) as [R, parts, width], filled up with -inf at the end.
+def _in_parts(values: Tensor) -> Tensor:
+    """[R, vocab] as [R, parts, width], filled up with -inf where the width does not divide the vocabulary.
 
-    Whole rows are expensive to sort or to sum up; with sums and maxima of parts, few parts need a closer look.
+    Whole rows are expensive to search, to sort or to sum up; by sums and maxima of parts, few need a closer look.
     """
     rows, vocab = values.shape
     parts = min(_NUM_PARTS, vocab)
     width = -(-vocab // parts)
-    out = values.new_full((rows, parts * width), -torch.inf) if parts * width > vocab else torch.empty_like(values)
-    torch.div(values, divisor[:, None] if isinstance(divisor, Tensor) else divisor, out=out[:, :vocab])
-    return out.view(rows, parts, width)
+    if parts * width > vocab:
+        values = torch.nn.functional.pad(values, (0, parts * width - vocab), value=-torch.inf)
+    return values.view(rows, parts, width)
 
 
 def _invert(probs: Tensor, noise: Float64Array) -> list[int]:
