@@ -4,20 +4,22 @@ Decides where weights come from and in which dtype and on which device they live
 architecture can be served.
 """
 
+import contextlib
 import copy
 import hashlib
 import importlib.util
+import io
 import logging
 import tempfile
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -161,8 +163,9 @@ def _load_pretrained(source: str, dtype: str, device: torch.device, report: Prog
             trust_remote_code=False,
             attn_implementation="eager",
             output_loading_info=True,
+            ignore_mismatched_sizes=True,  # reported, and refused below by name
         )
-    except (OSError, ValueError, RuntimeError, KeyError, ImportError) as error:
+    except (OSError, ValueError, RuntimeError, KeyError, ImportError, SafetensorError) as error:
         raise ConfigError(f"model: cannot load {source}: {_one_line(error)}") from error
     _check_weights(source, info)
     report("loading weights", 1.0)
@@ -189,14 +192,16 @@ def _load_gguf(path: Path, cache_dir: Path, dtype: str, device: torch.device, re
 def _convert_gguf(path: Path, target: Path) -> None:
     """Write `target` whole or not at all; of several processes that try at once, one wins and all succeed."""
     try:
-        module, info = AutoModelForCausalLM.from_pretrained(
-            str(path.parent),
-            gguf_file=path.name,
-            dtype=torch.float32,
-            attn_implementation="eager",
-            trust_remote_code=False,
-            output_loading_info=True,
-        )
+        # The converter draws its bar past every switch of transformers.
+        with contextlib.redirect_stderr(io.StringIO()):
+            module, info = AutoModelForCausalLM.from_pretrained(
+                str(path.parent),
+                gguf_file=path.name,
+                dtype=torch.float32,
+                attn_implementation="eager",
+                trust_remote_code=False,
+                output_loading_info=True,
+            )
     except Exception as error:  # the reader raises whatever a damaged file provokes
         raise ConfigError(f"model: cannot read {path}: {_one_line(error)}") from error
     _check_weights(str(path), info)
@@ -246,7 +251,7 @@ def _one_line(error: Exception) -> str:
     return " ".join(str(error).split())[:300] or type(error).__name__
 
 
-@contextmanager
+@contextlib.contextmanager
 def _quiet() -> Iterator[None]:
     """No progress bars and warnings of transformers: what matters is reported or refused here."""
     log = transformers.utils.logging

@@ -1,7 +1,6 @@
 """Packed, paged and chunked against the untouched transformers module run alone."""
 
-import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -9,10 +8,9 @@ from torch import Tensor
 
 from serve_app.core.output import BlockCopy
 from serve_app.errors import ConfigError
-from serve_app.model.attention.base import AttentionBatch
 from serve_app.model.loader import from_module
-from serve_app.model.paged_model import PagedModel
-from tests.models import ARCHITECTURES, VOCAB_SIZE, tiny_model
+from tests.model.stepping import Sequences, random_tokens
+from tests.models import ARCHITECTURES, tiny_model
 
 
 @pytest.fixture(autouse=True)
@@ -22,40 +20,6 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
-
-
-class Sequences:
-    """Drives a `PagedModel` by hand: each sequence has its tokens, its blocks, and how far it is computed."""
-
-    def __init__(self, model: PagedModel, tokens: Sequence[Tensor], tables: Sequence[Sequence[int]]) -> None:
-        self.model = model
-        self.tokens = tokens
-        self.tables = tables
-        self.done = [0] * len(tokens)
-
-    def step(self, counts: dict[int, int]) -> dict[int, Tensor]:
-        """Compute the next counts[i] tokens of each sequence i, packed in this order; their logits."""
-        size = self.model.block_size
-        starts, slots, ids, positions = [0], [], [], []
-        for index, count in counts.items():
-            span = range(self.done[index], self.done[index] + count)
-            starts.append(starts[-1] + count)
-            slots += [self.tables[index][position // size] * size + position % size for position in span]
-            ids.append(self.tokens[index][span.start : span.stop])
-            positions += list(span)
-            self.done[index] = span.stop
-        batch = AttentionBatch(
-            query_starts=starts,
-            kv_lens=[self.done[index] for index in counts],
-            block_tables=[self.tables[index] for index in counts],
-            slot_mapping=torch.tensor(slots),
-        )
-        logits = self.model.compute_logits(self.model.forward(torch.cat(ids), torch.tensor(positions), batch))
-        return dict(zip(counts, logits.split(list(counts.values())), strict=True))
-
-
-def random_tokens(length: int, seed: int) -> Tensor:
-    return torch.randint(0, VOCAB_SIZE, (length,), generator=torch.Generator().manual_seed(seed))
 
 
 @pytest.mark.parametrize("backend", ["cpu", "reference"])
@@ -77,3 +41,71 @@ def test_packed_chunks_equal_the_module_run_alone(arch: str, backend: str) -> No
         for row, parts in zip(tokens, got, strict=True):
             expected = module(input_ids=row[None]).logits[0]
             torch.testing.assert_close(torch.cat(parts), expected, rtol=0, atol=1e-9 if sdpa else 1e-5)
+
+
+def test_a_copied_block_serves_like_the_original() -> None:
+    model = from_module(tiny_model("llama"))
+    model.allocate_kv_cache(8)
+    tokens = random_tokens(20, 0)
+    original = Sequences(model, [tokens], [[1, 2]])
+    original.step({0: 19})
+    model.copy_blocks([BlockCopy(2, 5), BlockCopy(1, 6)])
+    fork = Sequences(model, [tokens], [[6, 5]])
+    fork.done = [19]
+    forked = fork.step({0: 1})[0]
+    assert torch.equal(forked, original.step({0: 1})[0])
+
+
+def test_stale_nan_of_a_former_owner_does_not_reach_the_next() -> None:
+    model = from_module(tiny_model("llama", torch.float32))
+    model.allocate_kv_cache(6)
+    clean = Sequences(model, [random_tokens(20, 0)], [[1, 2]])
+    expected = [clean.step({0: 18})[0], clean.step({0: 2})[0]]
+    for cache in model._cache.layers:  # type: ignore[union-attr]
+        for pool in cache:
+            pool[:, 3:] = float("nan")
+    reused = Sequences(model, [random_tokens(20, 0)], [[5, 3]])
+    assert torch.equal(reused.step({0: 18})[0], expected[0])
+    assert torch.equal(reused.step({0: 2})[0], expected[1])
+
+
+def test_a_causal_model_of_another_interface_is_refused_by_name() -> None:
+    from transformers import BloomConfig, BloomForCausalLM
+
+    module = BloomForCausalLM(BloomConfig(vocab_size=100, hidden_size=64, n_layer=2, n_head=4)).eval()
+    with pytest.raises(ConfigError, match="bloom cannot be served: 0 of its 2 layers"):
+        from_module(module, max_model_len=64)
+
+
+def test_a_bidirectional_model_is_refused_by_its_probe() -> None:
+    from transformers import BertConfig, BertLMHeadModel
+
+    config = BertConfig(
+        vocab_size=100, hidden_size=64, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64
+    )
+    with pytest.raises(ConfigError, match="BertLMHeadModel"):
+        from_module(BertLMHeadModel(config).eval())
+
+
+def test_damaged_weights_are_refused() -> None:
+    module = tiny_model("llama", torch.float32)
+    with torch.no_grad():
+        module.model.layers[1].mlp.up_proj.weight[3, 3] = float("nan")
+    with pytest.raises(ConfigError, match="not finite"):
+        from_module(module)
+
+
+def test_max_model_len_beyond_the_model_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"max_model_len: 513 .* 512"):
+        from_module(tiny_model("llama", torch.float32), max_model_len=513)
+
+
+def test_unknown_attention_backend_is_refused() -> None:
+    with pytest.raises(ConfigError, match="attention_backend: unknown name 'flesh'"):
+        from_module(tiny_model("llama", torch.float32), attention_backend="flesh")
+
+
+def test_forward_before_the_pool_exists_is_an_error() -> None:
+    model = from_module(tiny_model("llama", torch.float32))
+    with pytest.raises(RuntimeError, match="allocate_kv_cache"):
+        Sequences(model, [random_tokens(3, 0)], [[1]]).step({0: 3})

@@ -1,0 +1,66 @@
+"""A request's logits have the same bits alone, batched, chunked in any way, in consecutive or scattered blocks."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from serve_app.model.loader import ModelOptions, from_module, load_model
+from serve_app.model.paged_model import PagedModel
+from tests.model.stepping import Sequences, random_tokens
+from tests.models import tiny_model
+
+
+@pytest.fixture(scope="module")
+def real() -> PagedModel:
+    model = load_model(ModelOptions())
+    model.allocate_kv_cache(200)
+    return model
+
+
+@pytest.fixture(autouse=True, params=[1, 2], ids=["1-thread", "2-threads"])
+def threads(request: pytest.FixtureRequest) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield
+    torch.set_num_threads(before)
+
+
+def run(
+    model: PagedModel, tokens: list[Tensor], tables: list[range | list[int]], steps: list[dict[int, int]]
+) -> Tensor:
+    """Logits of sequence 0 at all positions."""
+    sequences = Sequences(model, tokens, tables)
+    return torch.cat([logits[0] for logits in map(sequences.step, steps) if 0 in logits])
+
+
+def check(model: PagedModel) -> None:
+    # 420 tokens: four value segments, several query tiles, both ways to decode.
+    tokens = [random_tokens(length, seed) for seed, length in enumerate((420, 40, 290, 7))]
+    consecutive: list[range | list[int]] = [range(1, 28), range(28, 31), range(31, 50), range(50, 51)]
+    scattered: list[range | list[int]] = [
+        [*range(99, 72, -1)],
+        range(20, 23),
+        [100 + index * 7 % 19 for index in range(19)],
+        [50],
+    ]
+    alone = run(model, tokens, consecutive, [{0: 420}])
+    for tables, steps in (
+        (scattered, [{0: 417}, {0: 1}, {0: 1}, {0: 1}]),
+        (scattered, [{1: 40, 0: 123, 2: 9}, {0: 1, 2: 5}, {0: 2, 3: 7}, {2: 11, 0: 294}]),
+        (consecutive, [{0: 417}, {0: 1, 2: 200}, {0: 1, 1: 3, 2: 1}, {0: 1, 2: 1}]),
+        (consecutive, [{0: 65, 2: 88}, *[{0: 1, 2: 1}] * 2, {0: 33, 1: 39}, {0: 319, 1: 1, 3: 3}, {3: 4, 0: 1}]),
+    ):
+        assert torch.equal(run(model, tokens, tables, steps), alone)
+
+
+def test_bits_of_the_real_model(real: PagedModel) -> None:
+    check(real)
+
+
+@pytest.mark.parametrize("arch", ["gpt2", "llama", "gemma2", "mistral", "qwen3", "phi"])
+def test_bits_of_tiny_models(arch: str) -> None:
+    model = from_module(tiny_model(arch, torch.float32))
+    model.allocate_kv_cache(200)
+    check(model)
