@@ -13,7 +13,7 @@ from serve_app.api.completions import CompletionJob
 from serve_app.api.endpoint import ApiContext, GenerationResponse
 from serve_app.api.errors import http_exception_handler
 from serve_app.api.guard import RequestGuard
-from serve_app.api.prepare import check_model, tokenize
+from serve_app.api.prepare import check_model, encode_messages, encode_prompt, off_loop
 from serve_app.api.schemas import Body, ChatBody, CompletionBody, DetokenizeBody, TokenizeBody, parse_body
 from serve_app.api.service import ApiLimits, NullObserver, RequestObserver, Service
 from serve_app.errors import InvalidRequestError
@@ -80,12 +80,10 @@ def _add_tokens(app: FastAPI, context: ApiContext) -> None:
         card, tokenizer = context.service.model, context.service.tokenizer
         check_model(body.model, card)
         if body.messages is not None:
-            messages = [message.for_template() for message in body.messages]
-            size = sum(len(message["content"]) for message in messages)
-            ids = await tokenize(lambda: tokenizer.apply_chat_template(messages), size)
+            ids = await encode_messages(tokenizer, body.messages, card)
         else:
-            text, special = body.prompt or "", body.add_special_tokens is not False
-            ids = await tokenize(lambda: tokenizer.encode(text, add_special_tokens=special), len(text))
+            special = body.add_special_tokens is not False
+            ids = await encode_prompt(tokenizer, body.prompt or "", card, add_special_tokens=special)
         return {"tokens": ids, "count": len(ids), "max_model_len": card.max_model_len}
 
     @app.post("/detokenize", openapi_extra=_accepts(DetokenizeBody))
@@ -95,7 +93,7 @@ def _add_tokens(app: FastAPI, context: ApiContext) -> None:
         check_model(body.model, card)
         if max(body.tokens, default=0) >= card.vocab_size:
             raise InvalidRequestError(f"`tokens` must hold ids below {card.vocab_size}", param="tokens")
-        return {"prompt": await tokenize(lambda: tokenizer.decode(body.tokens), len(body.tokens))}
+        return {"prompt": await off_loop(lambda: tokenizer.decode(body.tokens), len(body.tokens))}
 
 
 def _add_operations(app: FastAPI, context: ApiContext) -> None:

@@ -7,7 +7,14 @@ import orjson
 
 from serve_app.api.endpoint import ApiContext, Choice
 from serve_app.api.generation import Generation
-from serve_app.api.prepare import answer_head, check_model, check_sequences, engine_request, stop_config, tokenize
+from serve_app.api.prepare import (
+    answer_head,
+    check_model,
+    check_sequences,
+    encode_messages,
+    engine_request,
+    stop_config,
+)
 from serve_app.api.schemas import ChatBody, parse_body
 from serve_app.api.sse import ChunkTemplate
 from serve_app.core.request import EngineRequest
@@ -36,10 +43,7 @@ class ChatJob:
     async def engine_requests(self) -> list[EngineRequest]:
         """Render, tokenize, validate."""
         body = self._body
-        messages = [message.for_template() for message in body.messages]
-        tokenizer = self._context.service.tokenizer
-        size = sum(len(message["content"]) for message in messages)
-        token_ids = await tokenize(lambda: tokenizer.apply_chat_template(messages), size)
+        token_ids = await encode_messages(self._context.service.tokenizer, body.messages, self._card)
         asked = ("max_tokens", body.max_tokens)
         if body.max_completion_tokens is not None:
             asked = ("max_completion_tokens", body.max_completion_tokens)

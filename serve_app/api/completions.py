@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import orjson
@@ -10,7 +9,7 @@ import orjson
 from serve_app.api.chat import LOWEST_LOGPROB
 from serve_app.api.endpoint import ApiContext, Choice
 from serve_app.api.generation import Generation
-from serve_app.api.prepare import answer_head, check_model, check_sequences, engine_request, stop_config, tokenize
+from serve_app.api.prepare import answer_head, check_model, check_sequences, encode_prompt, engine_request, stop_config
 from serve_app.api.schemas import CompletionBody, parse_body
 from serve_app.api.service import ApiLimits
 from serve_app.api.sse import ChunkTemplate
@@ -42,9 +41,9 @@ class CompletionJob:
     async def engine_requests(self) -> list[EngineRequest]:
         """Tokenize, validate; one request per prompt."""
         body = self._body
-        encode = self._context.service.tokenizer.encode
+        tokenizer = self._context.service.tokenizer
         self._token_ids = [
-            await tokenize(partial(encode, prompt), len(prompt)) if isinstance(prompt, str) else prompt
+            await encode_prompt(tokenizer, prompt, self._card) if isinstance(prompt, str) else prompt
             for prompt in self._prompts
         ]
         echoed = body.logprobs if body.echo else None

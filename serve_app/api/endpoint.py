@@ -132,7 +132,9 @@ class GenerationResponse(Response):
             for index, piece in step:
                 gained[index].append(piece)
         choices = [
-            Choice(i, "".join(p.text for p in parts), sum((p.logprobs for p in parts), ()), _reason(parts))
+            Choice(
+                i, "".join(p.text for p in parts), tuple(entry for p in parts for entry in p.logprobs), _reason(parts)
+            )
             for i, parts in enumerate(gained)
         ]
         body = orjson.dumps(job.wire(generation).whole(choices, usage_json(generation.usage)))

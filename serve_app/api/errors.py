@@ -23,7 +23,7 @@ def error_response(error: RequestError, request_id: str) -> Response:
     headers = {}
     if error.status in (429, 503):
         headers["retry-after"] = str(math.ceil(max(error.retry_after_s or 1.0, 1.0)))
-    if error.status in (408, 413):
+    if error.status in (408, 413, 415):
         headers["connection"] = "close"  # what is left of the body is not read
     return _response(error_json(error, request_id), error.status, headers)
 

@@ -15,6 +15,7 @@ from serve_app.api.errors import error_response, internal_error, plain_error_res
 from serve_app.api.service import ApiLimits
 from serve_app.errors import (
     InvalidRequestError,
+    OverloadedError,
     PayloadTooLargeError,
     RequestError,
     RequestTimeoutError,
@@ -38,6 +39,7 @@ class RequestGuard:
     def __init__(self, app: ASGIApp, limits: ApiLimits) -> None:
         self._app = app
         self._limits = limits
+        self._buffered = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request. Whatever goes wrong before the response has started is answered here."""
@@ -73,30 +75,16 @@ class RequestGuard:
             response = plain_error_response(431, message, "headers_too_large", scope["state"]["request_id"])
             await response(scope, receive, send)
             return
-        if scope["method"] in _WITH_BODY:
-            receive = await self._with_body(Headers(scope=scope), receive)
-        await self._app(scope, receive, send)
-
-    async def _with_body(self, headers: Headers, receive: Receive) -> Receive:
-        """Read the body; returns a `receive` that gives it in one message and then goes on as before."""
-        self._check_headers(headers)
+        if scope["method"] not in _WITH_BODY:
+            await self._app(scope, receive, send)
+            return
+        self._check_headers(Headers(scope=scope))
+        body = bytearray()
         try:
-            async with asyncio.timeout(self._limits.body_timeout_s):
-                body = await self._read(receive)
-        except TimeoutError:
-            raise RequestTimeoutError(
-                f"the body did not arrive within {self._limits.body_timeout_s:g} seconds"
-            ) from None
-        replayed = False
-
-        async def replay() -> Message:
-            nonlocal replayed
-            if replayed:
-                return await receive()
-            replayed = True
-            return {"type": "http.request", "body": body, "more_body": False}
-
-        return replay
+            await self._read(receive, body)
+            await self._app(scope, _replay(bytes(body), receive), send)
+        finally:
+            self._buffered -= len(body)
 
     def _check_headers(self, headers: Headers) -> None:
         if headers.get("content-encoding", "identity").lower() != "identity":
@@ -112,20 +100,43 @@ class RequestGuard:
         if int(length) > self._limits.max_body_bytes:
             raise self._too_large()
 
-    async def _read(self, receive: Receive) -> bytes:
-        body = bytearray()
-        while True:
-            message = await receive()
-            if message["type"] == "http.disconnect":
-                raise _ClientGone
-            body += message.get("body", b"")
-            if len(body) > self._limits.max_body_bytes:
-                raise self._too_large()
-            if not message.get("more_body", False):
-                return bytes(body)
+    async def _read(self, receive: Receive, body: bytearray) -> None:
+        """Read all of the body into `body`, counting it in `_buffered`."""
+        try:
+            async with asyncio.timeout(self._limits.body_timeout_s):
+                more = True
+                while more:
+                    message = await receive()
+                    if message["type"] == "http.disconnect":
+                        raise _ClientGone
+                    part = message.get("body", b"")
+                    if len(body) + len(part) > self._limits.max_body_bytes:
+                        raise self._too_large()
+                    if self._buffered + len(part) > self._limits.max_buffered_bytes:
+                        raise OverloadedError("too many large requests at one time; retry later", retry_after_s=1.0)
+                    body += part
+                    self._buffered += len(part)
+                    more = message.get("more_body", False)
+        except TimeoutError:
+            seconds = self._limits.body_timeout_s
+            raise RequestTimeoutError(f"the body did not arrive within {seconds:g} seconds") from None
 
     def _too_large(self) -> PayloadTooLargeError:
         return PayloadTooLargeError(f"the body is larger than {self._limits.max_body_bytes} bytes")
+
+
+def _replay(body: bytes, receive: Receive) -> Receive:
+    """A `receive` that gives the body in one message and then goes on as before (with the client's leaving)."""
+    replayed = False
+
+    async def replay() -> Message:
+        nonlocal replayed
+        if replayed:
+            return await receive()
+        replayed = True
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    return replay
 
 
 def _request_id(headers: Headers) -> str:

@@ -4,16 +4,18 @@ import asyncio
 import secrets
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any, TypeVar
 
-from serve_app.api.schemas import GenerationBody
+from serve_app.api.schemas import GenerationBody, Message
 from serve_app.api.service import ApiLimits, ModelCard
 from serve_app.core.request import EngineRequest
 from serve_app.core.sampling_params import SamplingParams
 from serve_app.errors import ContextLengthError, InvalidRequestError, ModelNotFoundError
 from serve_app.text.stream import StopConfig
+from serve_app.text.tokenizer import Tokenizer
 
 _LONG_TEXT = 8192
 """Characters (about 2 ms of tokenizing) from which the work leaves the event loop."""
@@ -37,11 +39,34 @@ _SAMPLING_FIELDS = (
 T = TypeVar("T")
 
 
-async def tokenize(work: Callable[[], T], num_chars: int) -> T:
-    """Run text work of this size: here if it is short, else in a thread beside the event loop."""
-    if num_chars < _LONG_TEXT:
+async def off_loop(work: Callable[[], T], size: int) -> T:
+    """Run text work of this size (characters or tokens): here if it is small, else beside the event loop."""
+    if size < _LONG_TEXT:
         return work()
     return await asyncio.get_running_loop().run_in_executor(_workers, work)
+
+
+async def encode_prompt(
+    tokenizer: Tokenizer, text: str, card: ModelCard, *, add_special_tokens: bool = True
+) -> list[int]:
+    """Ids of a text prompt. Raises `ContextLengthError` without tokenizing what is far beyond the context."""
+    _check_size(tokenizer, text, card, "prompt")
+    return await off_loop(partial(tokenizer.encode, text, add_special_tokens=add_special_tokens), len(text))
+
+
+async def encode_messages(tokenizer: Tokenizer, messages: Sequence[Message], card: ModelCard) -> list[int]:
+    """Ids of a chat; errors as `encode_prompt` and `Tokenizer.apply_chat_template`."""
+    plain = [message.for_template() for message in messages]
+    text = "".join(message["content"] for message in plain)
+    _check_size(tokenizer, text, card, "messages")
+    return await off_loop(partial(tokenizer.apply_chat_template, plain), len(text))
+
+
+def _check_size(tokenizer: Tokenizer, text: str, card: ModelCard, field: str) -> None:
+    if (least := tokenizer.min_tokens(text)) >= card.max_model_len:
+        raise ContextLengthError(
+            f"`{field}` has at least {least} tokens, but this model's context holds {card.max_model_len}", param=field
+        )
 
 
 def check_model(name: str | None, card: ModelCard) -> None:

@@ -29,7 +29,7 @@ class TokenBytes:
         self._added = {i: token.content.encode() for i, token in backend.get_added_tokens_decoder().items()}
         decoder = backend.decoder
         kinds = json.dumps(json.loads(decoder.__getstate__())) if decoder is not None else ""
-        self._byte_level = '"ByteLevel"' in kinds
+        self.byte_level = '"ByteLevel"' in kinds
 
     def __call__(self, token_id: int) -> bytes:
         """Empty for an id outside the vocabulary."""
@@ -39,7 +39,7 @@ class TokenBytes:
         token: str | None = self._backend.id_to_token(token_id)
         if token is None:
             return b""
-        if self._byte_level:
+        if self.byte_level:
             codes = [_ALPHABET.get(char) for char in token]
             known = bytes(code for code in codes if code is not None)
             return known if len(known) == len(codes) else token.encode()

@@ -1,10 +1,12 @@
 """The model's tokenizer: loading it, text to ids, messages to ids, ids to text. Knows no requests."""
 
 import hashlib
+import math
 import os
 import shutil
 import tempfile
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +16,11 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from serve_app.errors import ConfigError
 from serve_app.model_files import ModelFiles, locate_model
-from serve_app.text.chat_template import render_chat
+from serve_app.text.chat_template import encode_chat
 from serve_app.text.detokenizer import Detokenizer
 from serve_app.text.token_bytes import TokenBytes
 
-DEFAULT_CACHE_DIR = Path.home() / ".cache" / "serve_app"
+DEFAULT_CACHE_DIR = Path("~/.cache/serve_app")
 
 
 class Tokenizer:
@@ -34,14 +36,14 @@ class Tokenizer:
         self.name = name
         self._tokenizer = tokenizer
         self._backend = backend
-        self.vocab_size: int = max(backend.get_vocab(with_added_tokens=True).values()) + 1
+        vocab = backend.get_vocab(with_added_tokens=True)
+        self.vocab_size: int = max(vocab.values()) + 1
         """Highest id plus one: must not exceed the width of the model's logits."""
         self.token_bytes = TokenBytes(backend)
-
-    @property
-    def has_chat_template(self) -> bool:
-        """Whether `render_chat` can work at all."""
-        return bool(self._tokenizer.chat_template)
+        self._control_tokens = [token.content for token in backend.get_added_tokens_decoder().values()]
+        # Byte-level tokens write each byte as one character. Other kinds may drop or fold text: no bound.
+        exact = self.token_bytes.byte_level and backend.normalizer is None
+        self._longest_token: float = max(map(len, vocab)) if exact else math.inf
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids; special tokens written in the text count as such. Releases the GIL while it works."""
@@ -53,13 +55,17 @@ class Tokenizer:
         text: str = self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
         return text
 
-    def render_chat(self, messages: Sequence[dict[str, Any]]) -> str:
-        """The prompt text for `messages`; see `chat_template.render_chat`. Encode it without special tokens."""
-        return render_chat(self._tokenizer, messages)
-
     def apply_chat_template(self, messages: Sequence[dict[str, Any]]) -> list[int]:
-        """Prompt ids for `messages`. Raises `InvalidRequestError` in the template's words."""
-        return self.encode(self.render_chat(messages), add_special_tokens=False)
+        """Prompt ids for `messages`; see `chat_template.encode_chat`. Raises `InvalidRequestError`."""
+        encode = partial(self.encode, add_special_tokens=False)
+        return encode_chat(self._tokenizer, encode, self._control_tokens, messages)
+
+    def min_tokens(self, text: str) -> int:
+        """At least so many tokens `encode` will make of `text`, told in no time; 0 where nothing can be promised.
+
+        Bytes that the vocabulary lacks (and that `encode` drops) count as if it had them.
+        """
+        return int(len(text.encode()) // self._longest_token)
 
     def detokenizer(self, prompt_token_ids: Sequence[int] = ()) -> Detokenizer:
         """An incremental decoder for a continuation of `prompt_token_ids`."""
@@ -91,6 +97,7 @@ def _load(files: ModelFiles) -> PreTrainedTokenizerBase:
 def _load_cached(files: ModelFiles, cache_dir: Path | None) -> PreTrainedTokenizerBase:
     if cache_dir is None or files.path is None:
         return _load(files)
+    cache_dir = cache_dir.expanduser()
     stat = files.path.stat()
     identity = f"{files.path}|{stat.st_size}|{stat.st_mtime_ns}|{transformers.__version__}"
     folder = cache_dir / "tokenizers" / hashlib.sha256(identity.encode()).hexdigest()[:20]

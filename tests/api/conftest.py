@@ -78,7 +78,9 @@ def tokenizer() -> Tokenizer:
 async def api(tokenizer: Tokenizer) -> AsyncIterator[Api]:
     """Over a scripted service; small limits, so that tests can reach them."""
     built = build_api(
-        ScriptedService(tokenizer), AdmissionQueue(4, 2), ApiLimits(max_body_bytes=1_000_000, body_timeout_s=0.2)
+        ScriptedService(tokenizer),
+        AdmissionQueue(4, 2),
+        ApiLimits(max_body_bytes=1_000_000, max_buffered_bytes=2_000_000, body_timeout_s=0.2),
     )
     async with built.http:
         yield built

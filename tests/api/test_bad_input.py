@@ -144,6 +144,7 @@ PARAMETERS: list[tuple[dict[str, Any], str]] = [
     ({"prompt": [[5]] * 7}, "prompt"),  # more than the queue holds at all
     ({"prompt": [5] * 2048}, "prompt"),
     ({"prompt": "word " * 3000}, "prompt"),
+    ({"prompt": "word " * 150_000}, "prompt"),
     ({"prompt": [5] * 2047, "max_tokens": 2}, "max_tokens"),
 ]
 

@@ -59,6 +59,17 @@ async def test_an_undeclared_body_is_read_up_to_the_limit(api: Api) -> None:
     assert (status, num_read, headers[b"connection"]) == (413, 5, b"close")
 
 
+async def test_large_bodies_of_many_clients_are_bounded_together(api: Api) -> None:
+    api.service.hold = asyncio.Event()
+    large = b'{"prompt": "x", "user": "%b"}' % (b" " * 900_000)
+    slow = [asyncio.create_task(send(api, [part(large[:-1], more=True)])) for _ in range(2)]  # 1.8 of 2 MB
+    await asyncio.sleep(0)
+    status, _, answer, _ = await send(api, [part(large)])
+    assert (status, answer["error"]["code"]) == (429, "queue_full")
+    assert [result[0] for result in await asyncio.gather(*slow)] == [408, 408]
+    assert (await send(api, [part(large)]))[0] == 400  # read again: `user` is too long
+
+
 @pytest.mark.parametrize("length", [b"-1", b"abc", b"1_000", "²".encode("latin-1")])
 async def test_a_length_that_is_no_number(api: Api, length: bytes) -> None:
     status, _, _, num_read = await send(api, [part(BODY)], [(b"content-length", length)])
