@@ -29,6 +29,8 @@ def engine_config(settings: Settings, *, use_gpu: bool) -> EngineConfig:
         max_waiting_steps=engine.max_waiting_steps,
         enable_prefix_cache=engine.enable_prefix_cache,
         kv_cache_gib=engine.kv_cache_gib,
-        max_num_waiting=settings.max_num_waiting,
+        # The ingress does the counting. The engine's own limit lies beyond, since a request that left the ingress stays
+        # in the engine until the step in flight is over.
+        max_num_waiting=settings.max_num_waiting + settings.max_ongoing_per_replica,
         num_threads=threads,
     )

@@ -34,13 +34,16 @@ _POLL_S = 0.25
 _LOGS = "/tmp/ray/session_latest/logs"
 _OBJECT_STORE_BYTES = 100 * 2**20
 
-# HAProxy as Ray configures it opens its metrics and statistics ports on every interface, without an option to change
-# that; Ray does have one for the binary. `setpriv` lets it end with the process that started it, however that ends;
-# `setsid` keeps a terminal's Ctrl-C from cutting the streams that are to be drained.
+# Ray has an option for HAProxy's binary, but none for two things that Ray's configuration gets wrong for us: the ports
+# for metrics and statistics open on every interface, and with `splice-request` HAProxy does not notice that a client
+# has left while its answer is being computed. `setpriv` lets HAProxy end with the process that started it, however that
+# ends; `setsid` keeps a terminal's Ctrl-C from cutting the streams that are to be drained.
 _HAPROXY_WRAPPER = """#!/bin/sh
 previous=
 for argument in "$@"; do
-  if [ "$previous" = -f ]; then sed -i -E 's/^( *bind )[*]?:/\\1127.0.0.1:/' "$argument"; fi
+  if [ "$previous" = -f ]; then
+    sed -i -E -e 's/^( *bind )[*]?:/\\1127.0.0.1:/' -e '/option splice-request/d' "$argument"
+  fi
   previous=$argument
 done
 exec setsid setpriv --pdeathsig KILL -- "{binary}" "$@"

@@ -1,0 +1,168 @@
+"""Real servers in processes of their own: Ray, HAProxy or Ray's proxy, engines; a tiny model, real HTTP."""
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import psutil
+import pytest
+import yaml
+
+from tests.cli.conftest import tiny_folder
+
+__all__ = ["tiny_folder"]
+
+REPOSITORY = Path(__file__).parents[2]
+DEFAULT_PATH = {"RAY_SERVE_THROUGHPUT_OPTIMIZED": "0", "RAY_SERVE_ENABLE_HA_PROXY": "0"}
+START_TIMEOUT_S = 150
+
+
+@dataclass
+class Server:
+    """`serve-app serve` in a session of its own, as a terminal would start it."""
+
+    process: subprocess.Popen[str]
+    url: str
+    lines: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._settled = threading.Event()
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self.lines.append(line.rstrip("\n"))
+            if "  curl " in line:
+                self._settled.set()
+        self._settled.set()
+
+    def wait_ready(self) -> None:
+        assert self._settled.wait(START_TIMEOUT_S), self.lines
+        assert self.process.poll() is None, self.lines
+
+    def descendants(self) -> list[psutil.Process]:
+        return psutil.Process(self.process.pid).children(recursive=True)
+
+    def stop(self, number: signal.Signals = signal.SIGTERM, *, group: bool = False) -> tuple[int, list[psutil.Process]]:
+        """Signal it; returns its exit status and those of its processes that outlive it."""
+        family = self.descendants()
+        (os.killpg if group else os.kill)(self.process.pid, number)
+        status = self.process.wait(90)
+        self._reader.join(10)
+        assert self.process.stdout is not None
+        self.process.stdout.close()
+        return status, psutil.wait_procs(family, timeout=10)[1]
+
+    def metrics(self) -> dict[str, float]:
+        """Every sample of /metrics, summed over its labels except `where`, `outcome` and `phase`."""
+        samples: dict[str, float] = {}
+        for line in httpx.get(f"{self.url}/metrics", timeout=30).text.splitlines():
+            if line.startswith("#") or "_bucket{" in line:
+                continue
+            name, labels, value = re.fullmatch(r"(\w+)(?:\{(.*)\})? (\S+)", line).groups()  # type: ignore[union-attr]
+            kept = [f'{key}="{text}"' for key, text in re.findall(r'(where|outcome|phase)="(\w+)"', labels or "")]
+            key = f"{name}{{{','.join(kept)}}}" if kept else name
+            samples[key] = samples.get(key, 0.0) + float(value)
+        return samples
+
+    def client(self) -> openai.AsyncOpenAI:
+        return openai.AsyncOpenAI(api_key="none", base_url=f"{self.url}/v1", max_retries=0, timeout=120)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def write_config(folder: Path, args: dict[str, Any], port: int) -> Path:
+    """deploy/config.yaml with other `args`, on another port."""
+    config = yaml.safe_load((REPOSITORY / "deploy" / "config.yaml").read_text())
+    config["http_options"]["port"] = port
+    config["applications"][0]["args"] = args
+    path = folder / f"config-{port}.yaml"
+    path.write_text(yaml.safe_dump(config))
+    return path
+
+
+def launch(config: Path, environment: dict[str, str]) -> subprocess.Popen[str]:
+    command = [str(Path(sys.executable).with_name("serve-app")), "serve", str(config)]
+    # The tests' own switches (warnings as errors, coverage) are not for the server.
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST_", "COV_"))}
+    return subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env={**inherited, **environment},
+        start_new_session=True,
+    )
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[..., Server]]:
+    """Start a server that the test stops itself, or that is killed after the test."""
+    servers: list[Server] = []
+
+    def start(args: dict[str, Any], environment: dict[str, str] | None = None) -> Server:
+        port = free_port()
+        server = Server(launch(write_config(tmp_path, args, port), environment or {}), f"http://127.0.0.1:{port}")
+        servers.append(server)
+        return server
+
+    yield start
+    for server in servers:
+        if server.process.poll() is None:
+            server.stop(signal.SIGKILL)
+
+
+SEATS, WAITING, QUEUED = 8, 8, 64
+
+
+@pytest.fixture(scope="session", params=["fast path", "default path"])
+def server(
+    request: pytest.FixtureRequest, tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Server]:
+    """One replica of a tiny model: 8 seats, 8 more requests in the engine, 64 at the ingress."""
+    args = {
+        "model": str(tiny_folder),
+        "served_model_name": "tiny",
+        "device": "cpu",
+        "engine": {
+            "max_num_seqs": SEATS,
+            "max_num_waiting": WAITING,
+            "max_num_batched_tokens": 64,
+            "kv_cache_gib": 0.05,
+            "num_threads": 1,
+        },
+        "ingress": {"max_queued_requests": QUEUED, "max_body_mib": 1.0},
+    }
+    port = free_port()
+    config = write_config(tmp_path_factory.mktemp("server"), args, port)
+    environment = {} if request.param == "fast path" else DEFAULT_PATH
+    server = Server(launch(config, environment), f"http://127.0.0.1:{port}")
+    try:
+        server.wait_ready()
+        yield server
+    finally:
+        server.stop()
+
+
+def wait_for(condition: Callable[[], bool], what: str, timeout_s: float = 30.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {timeout_s:g} s: {what}"
+        time.sleep(0.05)

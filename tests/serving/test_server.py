@@ -1,0 +1,236 @@
+"""A whole server under load, on Ray's fast path and on its default path: the same behaviour is required of both."""
+
+import asyncio
+import json
+import os
+import re
+import signal
+from typing import Any
+
+import httpx
+import openai
+import psutil
+import pytest
+
+from tests.serving.conftest import QUEUED, SEATS, WAITING, Server, wait_for
+
+pytestmark = pytest.mark.cluster
+
+PLACES = SEATS + WAITING + QUEUED
+NO_EOS: dict[str, Any] = {"ignore_eos": True}
+IDLE = {
+    "serve_app_requests_running": 0.0,
+    "serve_app_requests_waiting": 0.0,
+    "serve_app_waiting_served_ratio": 0.0,
+    "serve_app_kv_blocks_used": 0.0,
+    "serve_app_ingress_queue_depth": 0.0,
+    "serve_app_ingress_requests_ongoing": 0.0,
+    "serve_app_requests_active": 0.0,
+}
+
+
+def wait_idle(server: Server) -> None:
+    def idle() -> bool:
+        metrics = server.metrics()
+        return {name: metrics[name] for name in IDLE} == IDLE
+
+    wait_for(idle, "nothing waits, runs or holds blocks")
+
+
+def body(**fields: Any) -> dict[str, Any]:
+    return {"model": "tiny", "prompt": "Once upon a time", "max_tokens": 8, "temperature": 0, **NO_EOS, **fields}
+
+
+async def complete(client: openai.AsyncOpenAI, prompt: str, max_tokens: int) -> tuple[str, int]:
+    """A streamed completion: its text and the output tokens that its usage counts."""
+    stream = await client.completions.create(
+        model="tiny",
+        prompt=prompt,
+        max_tokens=max_tokens,
+        temperature=0,
+        stream=True,
+        stream_options={"include_usage": True},
+        extra_body=NO_EOS,
+    )
+    text, tokens = "", 0
+    async for chunk in stream:
+        text += "".join(choice.text for choice in chunk.choices)
+        if chunk.usage is not None:
+            tokens = chunk.usage.completion_tokens
+    return text, tokens
+
+
+async def test_chat_and_completions_answer(server: Server) -> None:
+    async with server.client() as client:
+        plain = await client.completions.create(
+            model="tiny", prompt="Once upon a time", max_tokens=8, temperature=0, extra_body=NO_EOS
+        )
+        assert plain.usage is not None
+        assert plain.usage.completion_tokens == 8
+        assert await complete(client, "Once upon a time", 8) == (plain.choices[0].text, 8)
+        assert [model.id for model in (await client.models.list()).data] == ["tiny"]
+
+
+def test_ready_and_live(server: Server) -> None:
+    assert [httpx.get(f"{server.url}/health/{which}").status_code for which in ("ready", "live")] == [200, 200]
+
+
+async def test_64_streams_at_once_say_what_each_says_alone(server: Server) -> None:
+    prompts = [f"Story number {i % 16}: {'long ' * (i % 7)}" for i in range(64)]
+    async with server.client() as client:
+        alone = {prompt: await complete(client, prompt, 24) for prompt in sorted(set(prompts))}
+        together = await asyncio.gather(*(complete(client, prompt, 24) for prompt in prompts))
+    assert together == [alone[prompt] for prompt in prompts]
+    wait_idle(server)
+
+
+async def test_clients_that_vanish_leave_nothing_behind(server: Server) -> None:
+    """Running and waiting ones alike: more leave than there are seats and places in the engine."""
+    before = server.metrics()
+    request = body(max_tokens=400, stream=True)
+
+    async def vanish(http: httpx.AsyncClient, after_chunks: int) -> None:
+        async with http.stream("POST", f"{server.url}/v1/completions", json=request) as response:
+            assert response.status_code == 200
+            chunks = response.aiter_bytes()
+            for _ in range(after_chunks):
+                await anext(chunks)
+
+    async def give_up(http: httpx.AsyncClient) -> None:
+        with pytest.raises(httpx.ReadTimeout):
+            await http.post(f"{server.url}/v1/completions", json=body(max_tokens=480), timeout=0.2)
+
+    limits = httpx.Limits(max_connections=None)
+    async with httpx.AsyncClient(limits=limits, timeout=60) as http:
+        await asyncio.gather(
+            *(vanish(http, after_chunks=1 + i % 3) for i in range(24)), *(give_up(http) for _ in range(24))
+        )
+    wait_idle(server)
+    after = server.metrics()
+    cancelled = 'serve_app_requests_total{outcome="cancelled"}'
+    assert after[cancelled] - before.get(cancelled, 0.0) == 48
+    sampled = after["serve_app_sampled_tokens_total"] - before["serve_app_sampled_tokens_total"]
+    assert sampled < 48 * 400 / 2, "abandoned requests ran on"
+
+
+async def test_beyond_its_queue_the_server_refuses_with_retry_after(server: Server) -> None:
+    async with httpx.AsyncClient(limits=httpx.Limits(max_connections=None), timeout=120) as http:
+        url = f"{server.url}/v1/completions"
+        answers = await asyncio.gather(*(http.post(url, json=body(max_tokens=200)) for _ in range(PLACES + 20)))
+    refused = [answer for answer in answers if answer.status_code == 429]
+    assert sorted({answer.status_code for answer in answers}) == [200, 429]
+    assert 0 < len(refused) <= 20
+    for answer in refused:
+        assert int(answer.headers["retry-after"]) >= 1
+        assert answer.json()["error"]["type"] == "rate_limit_error"
+    wait_idle(server)
+
+
+async def test_counters_equal_what_the_client_counted(server: Server) -> None:
+    wait_idle(server)
+    before = server.metrics()
+    async with server.client() as client:
+        answers = await asyncio.gather(
+            *(
+                client.completions.create(
+                    model="tiny", prompt="x" * (40 + i), max_tokens=5 + i, n=1 + i % 2, extra_body=NO_EOS
+                )
+                for i in range(12)
+            )
+        )
+    wait_idle(server)
+    after = server.metrics()
+
+    def grown(name: str) -> float:
+        return after[name] - before.get(name, 0.0)
+
+    usages = [answer.usage for answer in answers if answer.usage is not None]
+    output_tokens = sum(usage.completion_tokens for usage in usages)
+    assert grown("serve_app_prompt_tokens_total") == sum(usage.prompt_tokens for usage in usages)
+    assert grown("serve_app_output_tokens_total") == output_tokens
+    assert grown("serve_app_sampled_tokens_total") == output_tokens
+    assert grown('serve_app_requests_total{outcome="completed"}') == 12
+    assert grown('serve_app_time_to_first_token_seconds_count{where="ingress"}') == 12
+    assert grown('serve_app_time_to_first_token_seconds_count{where="engine"}') == 12
+    assert grown("serve_app_inter_token_latency_seconds_count") == output_tokens - sum(1 + i % 2 for i in range(12))
+    computed = grown('serve_app_computed_tokens_total{phase="prefill"}')
+    computed += grown('serve_app_computed_tokens_total{phase="decode"}')
+    assert grown("serve_app_batch_tokens_sum") == computed
+    assert grown("serve_app_step_seconds_count") == grown("serve_app_batch_tokens_count") > 0
+    assert grown("serve_app_engine_busy_seconds_total") == pytest.approx(grown("serve_app_step_seconds_sum"))
+    assert 0 < after["serve_app_engine_busy_ratio"] <= 1
+    assert after["serve_app_scrape_up"] == 1
+    assert not [name for name in after if name.startswith("serve_app_gpu")]
+
+
+def test_prefix_hits_are_counted(server: Server) -> None:
+    prompt = "The same long beginning, asked twice in a row. " * 3
+    name = "serve_app_prefix_cache_hit_tokens_total"
+    httpx.post(f"{server.url}/v1/completions", json=body(prompt=prompt))
+    before = server.metrics()[name]
+    answer = httpx.post(f"{server.url}/v1/completions", json=body(prompt=prompt)).json()
+    hits = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+    assert server.metrics()[name] - before == hits > 100
+
+
+@pytest.mark.parametrize(
+    ("fields", "status", "word"),
+    [
+        ({"max_tokens": "many"}, 400, "max_tokens"),
+        ({"temperature": 9}, 400, "temperature"),
+        ({"no_such_field": 1}, 400, "no_such_field"),
+        ({"prompt": "x" * 600}, 400, "context"),
+        ({"prompt": [5, 999_999]}, 400, "prompt"),
+        ({"model": "another"}, 404, "another"),
+        ({"prompt": "x" * 2**20}, 413, "bytes"),
+    ],
+)
+def test_bad_input_is_refused_in_openais_shape(server: Server, fields: dict[str, Any], status: int, word: str) -> None:
+    answer = httpx.post(f"{server.url}/v1/completions", json=body(**fields))
+    assert answer.status_code == status
+    error = answer.json()["error"]
+    assert word in error["message"]
+    assert error["type"] == "invalid_request_error"
+    assert re.fullmatch(r"[\w.:-]+", answer.headers["x-request-id"])
+
+
+def test_garbage_is_refused(server: Server) -> None:
+    headers = {"content-type": "application/json"}
+    for content in (b"", b"{", b"[]", b"\xff\xfe", b'{"model": NaN}'):
+        answer = httpx.post(f"{server.url}/v1/completions", content=content, headers=headers)
+        assert answer.status_code == 400, content
+    assert httpx.get(f"{server.url}/no/such/path").status_code == 404
+
+
+def test_everything_listens_on_loopback_only(server: Server) -> None:
+    listening = [
+        (process.name(), connection.laddr)
+        for process in server.descendants()
+        for connection in process.net_connections("tcp")
+        if connection.status == psutil.CONN_LISTEN
+    ]
+    assert len(listening) > 5
+    assert [entry for entry in listening if entry[1].ip not in ("127.0.0.1", "::1", "::ffff:127.0.0.1")] == []
+
+
+def test_a_dead_engine_is_told_and_replaced(server: Server) -> None:
+    """Last in the file: the replica that the other tests measured is gone afterwards."""
+    engines = [process for process in server.descendants() if "EngineReplica" in " ".join(process.cmdline())]
+    assert len(engines) == 1
+    lines = []
+    with httpx.stream(
+        "POST", f"{server.url}/v1/completions", json=body(max_tokens=480, stream=True), timeout=60
+    ) as response:
+        for line in response.iter_lines():
+            lines += [line] if line else []
+            if len(lines) == 3:
+                os.kill(engines[0].pid, signal.SIGKILL)
+    assert lines[-1] != "data: [DONE]"
+    error = json.loads(lines[-1].removeprefix("data: "))["error"]
+    assert error["type"] == "server_error"
+
+    def answers() -> bool:
+        return httpx.post(f"{server.url}/v1/completions", json=body(), timeout=60).status_code == 200
+
+    wait_for(answers, "a new replica answers", timeout_s=90)
+    wait_idle(server)
