@@ -6,7 +6,6 @@ to event loop). Serves one event loop: the one it was started on.
 """
 
 import asyncio
-import contextlib
 import logging
 import queue
 import threading
@@ -19,6 +18,10 @@ from serve_app.engine.core import EngineConfig, EngineCore, ModelInfo, OnProgres
 from serve_app.errors import EngineError, InvalidRequestError, OverloadedError, RequestError, UnavailableError
 
 logger = logging.getLogger(__name__)
+
+# The books are checked when the engine has been idle for so long: a check of a large pool takes tens of milliseconds,
+# which no request should meet.
+_IDLE_BEFORE_CHECK_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,10 +186,11 @@ class AsyncEngine:
             self._inbox.get()()
         self._stats = core.stats()
         if not core.has_unfinished:
-            if not self._checked:
+            if self._checked:
+                self._sleep(None)
+            elif not self._sleep(core.clock() + _IDLE_BEFORE_CHECK_S):
                 self._checked = True
                 core.check_invariants()
-            self._sleep(None)
             return
         self._checked = False
         self._busy_since = core.clock()
@@ -199,11 +203,16 @@ class AsyncEngine:
         elif deltas:
             self._publish(deltas)
 
-    def _sleep(self, until: float | None) -> None:
+    def _sleep(self, until: float | None) -> bool:
+        """Wait for news, no longer than `until`; whether there was any."""
         self._busy_since = None
         timeout = None if until is None else max(0.0, until - self._core.clock())
-        with contextlib.suppress(queue.Empty):
-            self._inbox.get(timeout=timeout)()
+        try:
+            command = self._inbox.get(timeout=timeout)
+        except queue.Empty:
+            return False
+        command()
+        return True
 
     def _publish(self, deltas: list[TokenDelta]) -> None:
         news: dict[str, list[TokenDelta]] = {}

@@ -10,6 +10,7 @@ from torch import Tensor
 from serve_app.core.output import FinishReason, SchedulerStats, StepRecord, TokenDelta
 from serve_app.core.request import EngineRequest
 from serve_app.core.sampling_params import SamplingParams
+from serve_app.engine import async_engine
 from serve_app.engine.async_engine import AsyncEngine, EngineHealth
 from serve_app.engine.core import EngineConfig, EngineCore
 from serve_app.errors import (
@@ -216,6 +217,22 @@ async def test_a_broken_device_ends_the_engine(
     with pytest.raises(UnavailableError, match="the device is gone"):
         await collect(tiny_engine, make_request("late"))
     assert "the engine died" in caplog.text
+
+
+async def test_books_that_do_not_balance_are_found_when_idle(
+    tiny_engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(async_engine, "_IDLE_BEFORE_CHECK_S", 0.01)
+    scheduler = tiny_engine._core._scheduler
+    await collect(tiny_engine, make_request("fine"))
+    await asyncio.sleep(0.1)
+    assert tiny_engine.health().alive
+    scheduler._free_slots.pop()
+    await collect(tiny_engine, make_request("the last"))
+    async with asyncio.timeout(10):
+        while tiny_engine.health().alive:  # noqa: ASYNC110
+            await asyncio.sleep(0.005)
+    assert "slot" in (tiny_engine.health().error or "")
 
 
 async def test_shutdown_ends_what_runs_and_waits(tiny_engine: AsyncEngine) -> None:

@@ -1,0 +1,121 @@
+import itertools
+
+import pytest
+
+from serve_app.core.output import FinishReason, StepRecord
+from serve_app.core.request import EngineRequest
+from serve_app.core.sampling_params import SamplingParams
+from serve_app.engine import core as core_module
+from serve_app.engine.core import GIB, EngineConfig, EngineCore
+from serve_app.errors import ConfigError, InvalidRequestError
+from serve_app.model.paged_model import PagedModel
+from tests.engine.harness import Harness
+
+
+def make_request(name: str, length: int = 20, max_tokens: int = 4, **fields: object) -> EngineRequest:
+    params = SamplingParams(max_tokens=max_tokens, ignore_eos=True, seed=1, **fields)
+    return EngineRequest(name, tuple(range(2, 2 + length)), params)
+
+
+def test_the_pool_takes_what_the_cap_allows(tiny_llama: PagedModel) -> None:
+    block = tiny_llama.kv_bytes_per_block()
+    core = EngineCore(tiny_llama, EngineConfig(kv_cache_gib=100 * block / GIB))
+    assert core.stats().blocks_total == 98  # the null block, and one that the runner keeps for itself
+    assert core.info.num_blocks == 99
+
+
+def test_the_pool_takes_a_part_of_the_memory_that_is_left(
+    tiny_llama: PagedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    block = tiny_llama.kv_bytes_per_block()
+    monkeypatch.setattr(core_module, "available_memory", lambda device: 100 * block)
+    core = EngineCore(tiny_llama, EngineConfig(memory_fraction=0.5, kv_cache_gib=1.0))
+    assert core.info.num_blocks == 49
+
+
+def test_a_pool_below_one_full_request_is_refused(tiny_llama: PagedModel) -> None:
+    needed = tiny_llama.max_model_len // tiny_llama.block_size + 2
+    enough = EngineConfig(kv_cache_gib=(needed + 0.5) * tiny_llama.kv_bytes_per_block() / GIB)
+    core = EngineCore(tiny_llama, enough)
+    core.add(make_request("full", length=100, max_tokens=tiny_llama.max_model_len - 100))
+    too_small = EngineConfig(kv_cache_gib=(needed - 0.5) * tiny_llama.kv_bytes_per_block() / GIB)
+    with pytest.raises(ConfigError, match=r"kv_cache_gib.*max_model_len 256"):
+        EngineCore(tiny_llama, too_small)
+
+
+def test_the_model_is_told_about_before_it_is_sized(tiny_llama: PagedModel) -> None:
+    said: list[str] = []
+    core = EngineCore(tiny_llama, EngineConfig(kv_cache_gib=0.1), on_progress=said.append)
+    assert said[0] == "warming up"
+    assert str(core.info.num_blocks) in said[1]
+    assert (core.info.vocab_size, core.info.max_model_len, core.info.device) == (200, 256, "cpu")
+    assert core.info.eos_token_ids == (1,)
+
+
+def test_a_step_leaves_a_record(tiny_llama: PagedModel) -> None:
+    ticks = itertools.count(100)
+    records: list[StepRecord] = []
+    config = EngineConfig(kv_cache_gib=0.1, max_num_batched_tokens=32)
+    core = EngineCore(tiny_llama, config, on_step=records.append, clock=lambda: float(next(ticks)))
+    assert core.step() is None
+    assert records == []
+    core.add(make_request("a", 40, 2))
+    core.add(make_request("b", 3, 2))
+    while core.has_unfinished:
+        core.step()
+    assert [(r.num_prefill_tokens, r.num_decode_tokens, r.num_output_tokens) for r in records] == [
+        (32, 0, 0),
+        (11, 0, 2),
+        (0, 2, 2),
+    ]
+    assert [r.step for r in records] == [0, 1, 2]
+    assert [(r.schedule_s, r.model_s, r.update_s) for r in records] == [(1.0, 1.0, 1.0)] * 3
+    assert records[1].started_at > records[0].started_at >= 100
+    assert records[0].admitted == (("a", 0),)
+    assert records[1].admitted == (("b", 0),)
+    assert records[2].finished == (("a", 0, FinishReason.LENGTH), ("b", 0, FinishReason.LENGTH))
+    assert records[0].stats.running == 1
+    assert records[2].stats.blocks_used == 0
+
+
+def test_an_observer_that_fails_ends_nothing(tiny_llama: PagedModel, caplog: pytest.LogCaptureFixture) -> None:
+    def observer(record: StepRecord) -> None:
+        raise ZeroDivisionError(f"step {record.step}")
+
+    core = EngineCore(tiny_llama, EngineConfig(kv_cache_gib=0.1), on_step=observer)
+    core.add(make_request("r"))
+    tokens = [token for _ in range(4) for delta in core.step() or [] for token in delta.token_ids]
+    assert len(tokens) == 4
+    assert caplog.text.count("ZeroDivisionError: step") == 1
+
+
+def test_an_abort_frees_everything_at_once(tiny_llama: PagedModel) -> None:
+    core = EngineCore(tiny_llama, EngineConfig(kv_cache_gib=0.1, max_num_seqs=2))
+    for name in ("a", "b", "waits"):
+        core.add(make_request(name, n=1 + (name == "a")))
+    core.step()
+    for name in ("a", "b", "waits", "unknown"):
+        core.abort(name)
+        core.check_invariants()
+    assert not core.has_unfinished
+    assert core.stats().blocks_used == 0
+
+
+def test_a_seed_that_is_missing_is_drawn(tiny_llama: PagedModel) -> None:
+    harness = Harness(tiny_llama)
+    params = SamplingParams(max_tokens=20, ignore_eos=True)
+    run = harness.run([EngineRequest(name, (5, 6, 7), params) for name in ("a", "b")])
+    assert run.outcomes["a", 0].token_ids != run.outcomes["b", 0].token_ids
+
+
+def test_refusals_leave_nothing_behind(tiny_llama: PagedModel) -> None:
+    core = EngineCore(tiny_llama, EngineConfig(kv_cache_gib=0.1))
+    with pytest.raises(InvalidRequestError, match="200"):
+        core.add(EngineRequest("r", (200,), SamplingParams(max_tokens=1)))
+    assert not core.has_unfinished
+    core.add(make_request("r"))
+
+
+def test_wrong_knobs_are_refused(tiny_llama: PagedModel) -> None:
+    with pytest.raises(ConfigError, match="max_num_batched_tokens"):
+        EngineCore(tiny_llama, EngineConfig(kv_cache_gib=0.1, max_num_seqs=8, max_num_batched_tokens=4))

@@ -1,0 +1,77 @@
+import math
+
+import pytest
+
+import serve_app
+from serve_app.core.output import FinishReason
+from serve_app.core.sampling_params import SamplingParams
+from serve_app.engine.core import EngineCore
+from serve_app.engine.llm import LLM
+from serve_app.errors import ContextLengthError, EngineError, InvalidRequestError
+from serve_app.model.paged_model import PagedModel
+
+
+@pytest.fixture
+def llm(default_model: PagedModel, monkeypatch: pytest.MonkeyPatch) -> LLM:
+    """On the model that is loaded already."""
+    monkeypatch.setattr("serve_app.engine.core.load_model", lambda options, on_progress: default_model)
+    return LLM(kv_cache_gib=0.5, max_num_batched_tokens=64)
+
+
+def test_text_in_text_out(llm: LLM) -> None:
+    params = SamplingParams(temperature=0.0, max_tokens=4)
+    (result,) = llm.generate("The capital of France is", params)
+    (output,) = result.outputs
+    assert result.prompt == "The capital of France is"
+    assert output.text.startswith(" Paris")
+    assert llm.tokenizer.decode(output.token_ids) == output.text
+    assert output.finish_reason is FinishReason.LENGTH
+    assert output.logprobs is None
+    assert result.prompt_logprobs is None
+
+
+def test_lists_keep_their_order_and_their_params(llm: LLM) -> None:
+    params = [
+        SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True),
+        SamplingParams(seed=1, n=2, max_tokens=2, ignore_eos=True, logprobs=1, prompt_logprobs=0),
+        SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True),
+    ]
+    results = llm.generate([[504, 3575], [504, 3575, 282], [504]], params)
+    assert [result.prompt for result in results] == [None] * 3
+    assert [[len(output.token_ids) for output in result.outputs] for result in results] == [[6], [2, 2], [3]]
+    assert [output.index for output in results[1].outputs] == [0, 1]
+    for output in results[1].outputs:
+        assert output.logprobs is not None
+        assert [entry.token_id for entry in output.logprobs] == output.token_ids
+        assert all(entry.logprob <= entry.top[0][1] <= 0 and math.isfinite(entry.logprob) for entry in output.logprobs)
+    assert [entry.token_id for entry in results[1].prompt_logprobs or ()] == [3575, 282]
+
+
+def test_the_end_token_is_not_text(llm: LLM) -> None:
+    """Id 2 ends a turn; biased to certainty, it comes first."""
+    params = SamplingParams(temperature=0.0, logit_bias=((2, 100.0),), max_tokens=5)
+    (output,) = llm.generate("Hello", params)[0].outputs
+    assert (output.token_ids, output.text, output.finish_reason) == ([2], "", FinishReason.STOP)
+
+
+def test_a_refused_prompt_runs_nothing(llm: LLM) -> None:
+    with pytest.raises(ContextLengthError):
+        llm.generate([[5], [5] * 600], SamplingParams(max_tokens=5))
+    with pytest.raises(InvalidRequestError, match="2 entries for 1"):
+        llm.generate("x", [SamplingParams(), SamplingParams()])
+    assert not llm.core.has_unfinished
+
+
+def test_a_failing_engine_is_an_error_and_leaves_nothing(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(self: EngineCore) -> None:
+        raise EngineError("broken")
+
+    monkeypatch.setattr(EngineCore, "step", broken)
+    with pytest.raises(EngineError, match="broken"):
+        llm.generate([[5], [6]], SamplingParams(max_tokens=5))
+    assert not llm.core.has_unfinished
+
+
+def test_the_package_offers_it() -> None:
+    assert serve_app.LLM is LLM
+    assert serve_app.SamplingParams is SamplingParams
