@@ -153,7 +153,7 @@ def compare(
     groups = {f"request-{index}": index % len(PROMPTS) for index in range(len(job.caps))}
     show(console, job, results, groups)
     if png is not None:
-        draw_png(png, [run.timeline for run in results.values()], groups, [f"{cap} tokens" for cap in lengths])
+        draw_png(png, [run.timeline for run in results.values()], groups, [f"{cap} tokens out" for cap in lengths])
     if json_file is not None:
         json_file.write_text(json.dumps(report(results), indent=1) + "\n")
 

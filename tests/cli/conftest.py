@@ -1,0 +1,22 @@
+"""A tiny model in a folder, as users have models: random weights, one token per printable ASCII character."""
+
+from pathlib import Path
+
+import pytest
+import tokenizers
+import torch
+from tokenizers import decoders, models
+from transformers import PreTrainedTokenizerFast
+
+from tests.models import tiny_model
+
+
+@pytest.fixture(scope="session")
+def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models") / "tiny"
+    tiny_model("llama", torch.float32).save_pretrained(folder)
+    vocabulary = {"<s>": 0, "</s>": 1} | {chr(code): code - 30 for code in range(32, 127)}
+    backend = tokenizers.Tokenizer(models.BPE(vocabulary, []))
+    backend.decoder = decoders.Fuse()
+    PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>").save_pretrained(folder)
+    return folder
