@@ -131,6 +131,7 @@ def compare(
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     threads: Annotated[int | None, typer.Option(min=1, help="CPU threads; by default torch's choice.")] = None,
     prefix_cache: Annotated[bool, typer.Option(help="Let the packed runs reuse the repeated prompts' blocks.")] = False,
+    kv_cache_gib: Annotated[float, typer.Option(min=0.001, help="Size of the packed runs' KV pool.")] = 1.0,
     png: Annotated[Path | None, typer.Option(help="Write the picture here.")] = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the figures here.")] = None,
 ) -> None:
@@ -142,9 +143,15 @@ def compare(
         lengths = _parse_caps(caps)
         if device not in ("auto", "cpu", "cuda"):
             raise typer.BadParameter(f"{device!r} is none of auto, cpu, cuda", param_hint="--device")
-        fields = dict(
-            slots=slots, model=model, dtype=dtype, device=device, prefix_cache=prefix_cache, num_threads=threads
-        )
+        fields = {
+            "slots": slots,
+            "model": model,
+            "dtype": dtype,
+            "device": device,
+            "prefix_cache": prefix_cache,
+            "num_threads": threads,
+            "kv_cache_gib": kv_cache_gib,
+        }
         job = make_job(load_tokenizer(model), PROMPTS, lengths, repeat, **fields)
         results = run_all(job, Console(stderr=True))
     except ServeAppError as error:

@@ -50,6 +50,7 @@ class CompareJob:
     device: Literal["auto", "cpu", "cuda"] = "auto"
     prefix_cache: bool = False
     num_threads: int | None = None
+    kv_cache_gib: float = 1.0
 
     @property
     def output_tokens(self) -> int:
@@ -115,6 +116,7 @@ def _measure_engine(mode: Mode, job: CompareJob, on_tokens: OnTokens) -> Measure
         # All requests are there from the start: waiting for more would only add idle time to a last, smaller batch.
         max_wait_s=0.0,
         enable_prefix_cache=job.prefix_cache,
+        kv_cache_gib=job.kv_cache_gib,
         num_threads=job.num_threads,
     )
     engine = EngineCore.load(config, on_step=records.append)

@@ -82,6 +82,7 @@ def run_scene(
 def explain(
     model: Annotated[str, typer.Option(help='"default", a folder, a .gguf file or a hub id.')] = "default",
     budget: Annotated[int, typer.Option(min=4, help="Tokens that one step may compute.")] = BUDGET,
+    kv_cache_gib: Annotated[float, typer.Option(min=0.001, help="Size of the KV pool.")] = 1.0,
     png: Annotated[Path | None, typer.Option(help="Write the picture here.")] = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the step as data here.")] = None,
 ) -> None:
@@ -89,7 +90,7 @@ def explain(
     console = Console()
     try:
         with Console(stderr=True).status("loading the model"):
-            step = _run(model, budget)
+            step = _run(model, budget, kv_cache_gib)
     except ServeAppError as error:
         console.print(f"[red]{error}")
         raise typer.Exit(1) from error
@@ -100,14 +101,18 @@ def explain(
         json_file.write_text(json.dumps(step.to_json(), indent=1) + "\n")
 
 
-def _run(model: str, budget: int) -> PackedStep:
+def _run(model: str, budget: int, kv_cache_gib: float) -> PackedStep:
     from serve_app.engine.core import EngineConfig, EngineCore
     from serve_app.model.loader import ModelOptions
     from serve_app.text.tokenizer import load_tokenizer
 
     records: list[StepRecord] = []
     config = EngineConfig(
-        model=ModelOptions(model=model), max_num_seqs=8, max_num_batched_tokens=budget, enable_prefix_cache=False
+        model=ModelOptions(model=model),
+        max_num_seqs=8,
+        max_num_batched_tokens=budget,
+        enable_prefix_cache=False,
+        kv_cache_gib=kv_cache_gib,
     )
     engine = EngineCore.load(config, on_step=records.append)
     return run_scene(engine, records, load_tokenizer(model), EARLY, LATE)

@@ -37,6 +37,7 @@ def continuous_steps(caps: tuple[int, ...], slots: int) -> int:
 @pytest.fixture(scope="module")
 def job(tiny_folder: Path) -> CompareJob:
     fields = {"slots": SLOTS, "model": str(tiny_folder), "dtype": "float64", "device": "cpu", "num_threads": 1}
+    fields |= {"kv_cache_gib": 0.02}
     return make_job(load_tokenizer(str(tiny_folder)), PROMPTS, TINY_CAPS, REPEAT, **fields)
 
 
@@ -121,7 +122,20 @@ def test_the_command_end_to_end(tiny_folder: Path, tmp_path: Path) -> None:
     """In fresh processes, as users run it."""
     png, json_file = tmp_path / "out.png", tmp_path / "out.json"
     options = ["--model", str(tiny_folder), "--slots", "4", "--repeat", "2", "--caps", "1,2,5,3,4,2"]
-    options += ["--dtype", "float64", "--device", "cpu", "--threads", "1", "--png", str(png), "--json", str(json_file)]
+    options += [
+        "--dtype",
+        "float64",
+        "--device",
+        "cpu",
+        "--threads",
+        "1",
+        "--kv-cache-gib",
+        "0.02",
+        "--png",
+        str(png),
+        "--json",
+        str(json_file),
+    ]
     result = CliRunner().invoke(app, ["compare", *options])
     assert result.exit_code == 0, result.output
     figures = json.loads(json_file.read_text())
@@ -133,7 +147,7 @@ def test_the_command_end_to_end(tiny_folder: Path, tmp_path: Path) -> None:
 
 
 def test_a_childs_failure_is_told_in_one_line(job: CompareJob) -> None:
-    too_long = CompareJob(((5,) * 600,), (4,), 1, job.model, job.dtype, job.device, num_threads=1)
+    too_long = CompareJob(((5,) * 600,), (4,), 1, job.model, job.dtype, job.device, num_threads=1, kv_cache_gib=0.02)
     with pytest.raises(ServeAppError, match="continuous: ContextLengthError: .*512"):
         measure_in_process(Mode.CONTINUOUS, too_long, lambda _: None)
 

@@ -91,7 +91,18 @@ def test_tokens_nobody_knows_are_an_error() -> None:
 def test_the_command_end_to_end(tiny_folder: Path, tmp_path: Path) -> None:
     """One token per character, so the step holds two decodes, one whole prompt and a part of another."""
     png, json_file = tmp_path / "mask.png", tmp_path / "step.json"
-    options = ["--model", str(tiny_folder), "--budget", "60", "--png", str(png), "--json", str(json_file)]
+    options = [
+        "--model",
+        str(tiny_folder),
+        "--budget",
+        "60",
+        "--kv-cache-gib",
+        "0.02",
+        "--png",
+        str(png),
+        "--json",
+        str(json_file),
+    ]
     result = CliRunner().invoke(app, ["explain", *options])
     assert result.exit_code == 0, result.output
     data = json.loads(json_file.read_text())

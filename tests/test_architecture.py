@@ -1,0 +1,110 @@
+"""The rules that keep the code readable: import arrows, sizes, who reads the environment, documented public names."""
+
+import ast
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PACKAGE = ROOT / "serve_app"
+MAX_FILE_LINES, MAX_FUNCTION_LINES, MAX_CLASS_LINES = 400, 60, 250
+MAX_SETTINGS = 30
+"""Every setting is a promise to support it: raising this number is a decision, not an accident."""
+
+SOURCES = sorted(PACKAGE.rglob("*.py"))
+FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+
+
+def names(paths: list[Path]) -> list[str]:
+    return [str(path.relative_to(ROOT)) for path in paths]
+
+
+def walk(path: Path) -> Iterator[ast.AST]:
+    return ast.walk(ast.parse(path.read_text()))
+
+
+def num_lines(node: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) -> int:
+    assert node.end_lineno is not None
+    return node.end_lineno - node.lineno + 1
+
+
+def test_import_arrows_point_down() -> None:
+    """import-linter reads its contracts from pyproject.toml."""
+    lint_imports = shutil.which("lint-imports", path=str(Path(sys.executable).parent))
+    assert lint_imports is not None, "import-linter is not installed in this environment"
+    result = subprocess.run([lint_imports, "--no-cache"], cwd=ROOT, capture_output=True, text=True)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "0 broken" in result.stdout
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=names(SOURCES))
+def test_files_functions_and_classes_stay_small(path: Path) -> None:
+    assert len(path.read_text().splitlines()) <= MAX_FILE_LINES
+    for node in walk(path):
+        if isinstance(node, FUNCTIONS):
+            assert num_lines(node) <= MAX_FUNCTION_LINES, f"{node.name} has {num_lines(node)} lines"
+        elif isinstance(node, ast.ClassDef):
+            assert num_lines(node) <= MAX_CLASS_LINES, f"{node.name} has {num_lines(node)} lines"
+
+
+def test_only_settings_reads_the_environment() -> None:
+    readers = set()
+    for path in SOURCES:
+        for node in walk(path):
+            attribute = isinstance(node, ast.Attribute) and node.attr in ("environ", "getenv", "putenv", "environb")
+            imported = isinstance(node, ast.ImportFrom) and node.module == "os"
+            if attribute or (imported and {alias.name for alias in node.names} & {"environ", "getenv"}):  # type: ignore[union-attr]
+                readers.add(path.relative_to(PACKAGE).as_posix())
+    assert readers == {"settings.py"}
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=names(SOURCES))
+def test_public_names_are_documented(path: Path) -> None:
+    """Each module says what it decides; each public class and function says what it does."""
+    tree = ast.parse(path.read_text())
+    assert ast.get_docstring(tree) or not tree.body, "the module has no docstring"
+    for holder in [tree, *(node for node in tree.body if isinstance(node, ast.ClassDef) and node.name[0] != "_")]:
+        for node in holder.body:
+            if isinstance(node, (*FUNCTIONS, ast.ClassDef)) and not node.name.startswith("_"):
+                overload = any("overload" in ast.unparse(decorator) for decorator in node.decorator_list)
+                assert overload or ast.get_docstring(node), f"{node.name} has no docstring"
+
+
+def test_the_number_of_settings_is_bounded() -> None:
+    from pydantic import BaseModel
+
+    from serve_app.settings import Settings
+
+    def leaves(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
+        for name, field in model.model_fields.items():
+            inner = field.annotation
+            if isinstance(inner, type) and issubclass(inner, BaseModel):
+                yield from leaves(inner, f"{prefix}{name}.")
+            else:
+                yield f"{prefix}{name}"
+
+    settings = list(leaves(Settings))
+    print(f"{len(settings)} settings: {', '.join(settings)}")
+    assert 0 < len(settings) <= MAX_SETTINGS
+
+
+def tracked_files() -> list[Path]:
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True)
+    if listed.returncode:  # an unpacked archive instead of a clone
+        return [path for folder in ("serve_app", "tests", "load_tests") for path in (ROOT / folder).rglob("*.py")]
+    return [ROOT / name for name in listed.stdout.split("\0") if name]
+
+
+def test_the_project_stands_on_its_own() -> None:
+    """No file refers to a folder outside the repository that only its first authors had."""
+    # Put together here, so that this file does not find itself.
+    forbidden = ["/".join(("", "work", "")), "/".join(("..", "shared")), "/tmp/" + "brief", "." + "library/"]
+    for path in tracked_files():
+        if path.is_file() and path.suffix not in (".png", ".ico", ".woff2"):
+            text = path.read_text()
+            found = [word for word in forbidden if word in text]
+            assert not found, f"{path.relative_to(ROOT)} refers to {found}"
