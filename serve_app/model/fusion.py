@@ -155,10 +155,9 @@ def _replacement(module: nn.Module) -> nn.Module | None:
 def _rms_norm(module: nn.Module) -> nn.Module | None:
     """A candidate for any leaf with one vector of weights and one small constant; `_agrees` decides."""
     parameters = dict(module.named_parameters())
-    # On the CPU torch's kernel is a composition that computes in double precision: slower than the module's own.
-    if parameters.get("weight") is None or parameters["weight"].device.type == "cpu":
-        return None
     if set(parameters) != {"weight"} or parameters["weight"].dim() != 1 or isinstance(module, RMSNorm):
+        return None
+    if not _faster_norm(parameters["weight"]):
         return None
     constants = [value for value in vars(module).values() if isinstance(value, float) and 0 < value < 1e-2]
     if len(constants) != 1:
@@ -170,6 +169,11 @@ def _rms_norm(module: nn.Module) -> nn.Module | None:
         if _agrees(module, norm):
             return norm
     return None
+
+
+def _faster_norm(weight: Tensor) -> bool:
+    """On the CPU torch's norm is a composition in double precision: slower than the modules' own."""
+    return weight.device.type != "cpu"
 
 
 def _random_input(module: nn.Module) -> Tensor:

@@ -131,10 +131,9 @@ def pick_backend(name: str, layers: list[AttentionLayer], dtype: torch.dtype, de
 def probe(
     backend: AttentionBackend, layers: list[AttentionLayer], dtype: torch.dtype, device: torch.device
 ) -> str | None:
-    """What is wrong with the backend: run a prefill, then a mixed step, against the reference. None = nothing.
+    """What is wrong with the backend, compared with the reference on a prefill and a mixed step. None = nothing.
 
-    The pool holds NaN wherever this step's sequences have no key, and memory that is freed before the call holds NaN,
-    so reading too far or writing too little shows.
+    The pool holds NaN wherever these sequences have no key, so reading too far shows.
     """
     for layer in dict.fromkeys(layers):
         try:
@@ -150,53 +149,63 @@ _TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-4, torch.float16: 2e-2, to
 """Largest accepted difference, as a part of the reference's standard deviation."""
 
 
+_PROBE_TABLES = ((5, 2), (3, 4), (1,))
+
+
 def _probe_layer(backend: AttentionBackend, layer: AttentionLayer, dtype: torch.dtype, device: torch.device) -> float:
+    """Largest difference from the reference, in standard deviations of its output; infinite when not finite."""
     generator = torch.Generator(device=device).manual_seed(0)
     candidates = (backend, ReferenceAttention())
-    size = max(candidate.block_size for candidate in candidates)
-    lengths = (size + 3, 2 * size, 1)
-    tables = [[5, 2], [3, 4], [1]]
-    caches = [candidate.allocate(layer, 6, dtype, device) for candidate in candidates]
-    for candidate, cache in zip(candidates, caches, strict=True):
-        for pool in cache:
-            pool.fill_(float("nan"))
-            pool.select(candidate.block_dim, 0).zero_()
+    caches = [_poisoned(candidate, layer, dtype, device) for candidate in candidates]
+    size = min(candidate.block_size for candidate in candidates)
+    # Two prompts; then one more token of each together with a third, one token long. (row, first position, tokens)
+    steps = [
+        [(0, 0, size + 2), (1, 0, 2 * size - 1)],
+        [(0, size + 2, 1), (1, 2 * size - 1, 1), (2, 0, 1)],
+    ]
     worst = 0.0
-    # First the prompts of rows 0 and 1 (short of one token), then one token of each together with the whole row 2.
-    for chunk in ([(0, 0, lengths[0] - 1), (1, 0, lengths[1] - 1)], [(0, lengths[0] - 1, 1), (1, lengths[1] - 1, 1)]):
-        rows = chunk if worst == 0.0 and chunk[0][1] == 0 else [*chunk, (2, 0, lengths[2])]
+    for rows in steps:
         tokens = sum(count for _, _, count in rows)
-
-        def random(heads: int, dim: int, count: int = tokens) -> Tensor:
-            return torch.randn(heads, count, dim, generator=generator, device=device).to(dtype)
-
-        query, key = random(layer.num_heads, layer.head_dim), random(layer.num_kv_heads, layer.head_dim)
-        value = random(layer.num_kv_heads, layer.value_dim)
-        outs = []
-        for candidate, cache in zip(candidates, caches, strict=True):
-            batch = _probe_batch(rows, tables, candidate.block_size, device)
-            metadata = candidate.build(batch)
-            torch.full((tokens, layer.num_heads, layer.value_dim), float("nan"), dtype=dtype, device=device)
-            outs.append(candidate.forward(layer, query, key, value, cache, metadata).double())
-        if not bool(torch.isfinite(outs[0]).all()):
+        query, key, value = (
+            torch.randn(heads, tokens, dim, generator=generator, device=device).to(dtype)
+            for heads, dim in (
+                (layer.num_heads, layer.head_dim),
+                (layer.num_kv_heads, layer.head_dim),
+                (layer.num_kv_heads, layer.value_dim),
+            )
+        )
+        got, expected = (
+            candidate.forward(
+                layer, query, key, value, cache, candidate.build(_probe_batch(rows, candidate.block_size, device))
+            ).double()
+            for candidate, cache in zip(candidates, caches, strict=True)
+        )
+        if not bool(torch.isfinite(got).all()):
             return float("inf")
-        worst = max(worst, float((outs[0] - outs[1]).abs().max() / outs[1].std()))
+        worst = max(worst, float((got - expected).abs().max() / expected.std()))
     return worst
 
 
-def _probe_batch(
-    rows: list[tuple[int, int, int]], tables: list[list[int]], block_size: int, device: torch.device
-) -> AttentionBatch:
+def _poisoned(backend: AttentionBackend, layer: AttentionLayer, dtype: torch.dtype, device: torch.device) -> LayerCache:
+    """A small pool of NaN; only the null block is zero, as it is in service."""
+    cache = backend.allocate(layer, 6, dtype, device)
+    for pool in cache:
+        pool.fill_(float("nan"))
+        pool.select(backend.block_dim, 0).zero_()
+    return cache
+
+
+def _probe_batch(rows: list[tuple[int, int, int]], block_size: int, device: torch.device) -> AttentionBatch:
     starts, slots = [0], []
     for row, start, count in rows:
         starts.append(starts[-1] + count)
         slots += [
-            tables[row][position // block_size] * block_size + position % block_size
+            _PROBE_TABLES[row][position // block_size] * block_size + position % block_size
             for position in range(start, start + count)
         ]
     return AttentionBatch(
         query_starts=starts,
         kv_lens=[start + count for _, start, count in rows],
-        block_tables=[tables[row] for row, _, _ in rows],
+        block_tables=[_PROBE_TABLES[row] for row, _, _ in rows],
         slot_mapping=torch.tensor(slots, device=device),
     )
