@@ -74,7 +74,8 @@ def run_repeats(
 
             meter = Meter(server_pid)
             run = asyncio.run(run_workload(server, workload, writer, on_done))
-            runs.append(summarize(run, writer.num_special) | meter.read())
+            usage = meter.read() if server_pid is not None else {}
+            runs.append(summarize(run, writer.num_special) | usage)
     return {"median": median_of(runs), "runs": runs}
 
 

@@ -1,7 +1,6 @@
 """CPU time and memory of a server's process tree, and how busy the rest of the machine was meanwhile."""
 
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import psutil  # type: ignore[import-untyped]
@@ -59,12 +58,15 @@ def wait_until_quiet(limit_s: float, server_pid: int | None = None, cores: float
 
 
 class Meter:
-    """Measures one stretch: what the server used, and what neither server nor client used (`foreign_cores`)."""
+    """Measures one stretch: what the server used, and what neither it nor this process used (`foreign_cores`).
 
-    def __init__(self, server_pid: int | None, client_cpu_s: Callable[[], float] = time.process_time) -> None:
-        self._pid, self._client_cpu_s = server_pid, client_cpu_s
+    Without a server's pid this process is taken to do all the work itself.
+    """
+
+    def __init__(self, server_pid: int | None) -> None:
+        self._pid = server_pid
         self._start = time.perf_counter()
-        self._busy, self._client = busy_cpu_s(), client_cpu_s()
+        self._busy, self._own = busy_cpu_s(), time.process_time()
         self._server = tree_usage(server_pid).cpu_s if server_pid is not None else 0.0
 
     def read(self) -> dict[str, float]:
@@ -72,13 +74,11 @@ class Meter:
         wall = time.perf_counter() - self._start
         usage = tree_usage(self._pid) if self._pid is not None else None
         server = usage.cpu_s - self._server if usage is not None else 0.0
-        client = self._client_cpu_s() - self._client
-        busy = busy_cpu_s() - self._busy
+        own = time.process_time() - self._own
+        figures = {"foreign_cores": round((busy_cpu_s() - self._busy - server - own) / wall, 3)}
         if usage is None:
-            # Without the server's pid its work cannot be told from anybody else's.
-            return {"busy_cores": round(busy / wall, 3)}
-        return {
-            "foreign_cores": round((busy - server - client) / wall, 3),
+            return figures
+        return figures | {
             "server_cores": round(server / wall, 2),
             "server_cpu_s": round(server, 2),
             "server_pss_mib": round(usage.pss_mib),

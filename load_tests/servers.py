@@ -1,0 +1,99 @@
+"""Starting a server on loopback, waiting until it answers, and stopping exactly what was started."""
+
+import os
+import signal
+import subprocess
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from load_tests.client import Server
+
+_POLL_S = 0.2
+_STOP_LIMIT_S = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class ServerCommand:
+    """How to start a server and how to talk to it. `model` is the name to send ("" = the first that it lists)."""
+
+    name: str
+    command: tuple[str, ...]
+    base_url: str
+    ready_path: str
+    model: str = ""
+    extra_body: dict[str, Any] = field(default_factory=dict)
+    extensions: bool = True
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+    def client(self, model: str) -> Server:
+        """The client's view of this server."""
+        return Server(self.base_url, self.model or model, self.extra_body, self.extensions)
+
+
+@dataclass(frozen=True, slots=True)
+class RunningServer:
+    """A started server: its process id, and the seconds from start to ready."""
+
+    pid: int
+    ready_s: float
+
+
+@contextmanager
+def running(server: ServerCommand, log: Path, limit_s: float = 300.0) -> Iterator[RunningServer]:
+    """Start the server, wait until `ready_path` answers 200, and stop it at the end.
+
+    Its output goes to `log`. Raises `RuntimeError` when it ends early, is not ready within `limit_s` seconds, or when
+    something answers at its address already.
+    """
+    url = server.base_url + server.ready_path
+    if _status(url) is not None:
+        raise RuntimeError(f"something answers at {server.base_url} already")
+    started = time.monotonic()
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            server.command,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, **server.environment},
+            start_new_session=True,
+        )
+        try:
+            while _status(url) != 200:
+                if process.poll() is not None:
+                    raise RuntimeError(f"{server.name} ended with status {process.returncode}; see {log}")
+                if time.monotonic() - started > limit_s:
+                    raise RuntimeError(f"{server.name} was not ready after {limit_s:.0f} s; see {log}")
+                time.sleep(_POLL_S)
+            yield RunningServer(process.pid, time.monotonic() - started)
+        finally:
+            _stop(process)
+
+
+def _status(url: str) -> int | None:
+    """The HTTP status of a GET, or None when nobody listens."""
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    try:
+        with opener.open(url, timeout=5) as response:
+            return int(response.status)
+    except urllib.error.HTTPError as error:
+        return error.code
+    except OSError:
+        return None
+
+
+def _stop(process: subprocess.Popen[bytes]) -> None:
+    """Ask the process to end; after a while end its whole session, which is ours alone."""
+    if process.poll() is not None:
+        return
+    process.send_signal(signal.SIGTERM)
+    try:
+        process.wait(_STOP_LIMIT_S)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()

@@ -1,0 +1,67 @@
+"""Servers are started, waited for and stopped; what cannot work is said."""
+
+import socket
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from load_tests.baselines import transformers_serve
+from load_tests.machine import Meter, tree_usage
+from load_tests.servers import ServerCommand, running
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@pytest.fixture
+def file_server(tmp_path: Path) -> ServerCommand:
+    """Python's own file server on a folder with one file in it."""
+    port = free_port()
+    (tmp_path / "ready").write_text("yes")
+    command = (sys.executable, "-m", "http.server", str(port), "--bind", "127.0.0.1", "--directory", str(tmp_path))
+    return ServerCommand("files", command, f"http://127.0.0.1:{port}", "/ready")
+
+
+def test_a_server_runs_inside_the_block_and_no_longer(file_server: ServerCommand, tmp_path: Path) -> None:
+    with running(file_server, tmp_path / "log", limit_s=30) as server:
+        assert psutil.pid_exists(server.pid)
+        assert server.ready_s > 0
+        with pytest.raises(RuntimeError, match="answers at .* already"), running(file_server, tmp_path / "log2"):
+            pass
+        meter = Meter(server.pid)
+        assert tree_usage(server.pid).processes == 1
+        assert meter.read()["server_pss_mib"] > 1
+    assert not psutil.pid_exists(server.pid)
+
+
+def test_a_server_is_stopped_when_the_block_fails(file_server: ServerCommand, tmp_path: Path) -> None:
+    with pytest.raises(KeyError), running(file_server, tmp_path / "log", limit_s=30) as server:
+        raise KeyError
+    assert not psutil.pid_exists(server.pid)
+
+
+def test_a_server_that_ends_early_is_told(tmp_path: Path) -> None:
+    command = (sys.executable, "-c", "import sys; print('no such thing'); sys.exit(3)")
+    server = ServerCommand("broken", command, f"http://127.0.0.1:{free_port()}", "/ready")
+    with pytest.raises(RuntimeError, match="broken ended with status 3"), running(server, tmp_path / "log"):
+        pass
+    assert (tmp_path / "log").read_text() == "no such thing\n"
+
+
+def test_a_server_that_is_never_ready_is_stopped(file_server: ServerCommand, tmp_path: Path) -> None:
+    (tmp_path / "ready").unlink()
+    with pytest.raises(RuntimeError, match="not ready after 1 s"), running(file_server, tmp_path / "log", limit_s=1.0):
+        pass
+
+
+def test_transformers_serve_gets_the_number_of_tokens_in_its_own_way() -> None:
+    from load_tests.workloads import WorkItem
+
+    body = transformers_serve(Path("peers")).client("").body(WorkItem("a b", 2, 77))
+    assert body["generation_config"] == '{"max_new_tokens": 77, "do_sample": false}'
+    assert "ignore_eos" not in body
