@@ -18,6 +18,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from ray.exceptions import RayActorError, RayError
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError, RequestCancelledError
 from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 import serve_app
 from serve_app.api.admission import AdmissionQueue
@@ -121,7 +122,28 @@ class Ingress:
         limits = replace(
             ApiLimits(), max_body_bytes=int(ingress.max_body_mib * 2**20), body_timeout_s=ingress.body_timeout_s
         )
-        return create_app(self._service, limits=limits, admission=self._queue, observer=metrics)
+        app = create_app(self._service, limits=limits, admission=self._queue, observer=metrics)
+        app.add_middleware(OneRequestId)
+        return app
+
+
+class OneRequestId:
+    """Leaves out the response's request id where Ray, which is the next outer layer, will write the same once more."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass on, watching the response's headers."""
+        given = [value for name, value in scope.get("headers", ()) if name == b"x-request-id"]
+
+        async def send_once(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                headers = message["headers"]
+                message["headers"] = [(n, v) for n, v in headers if not (n == b"x-request-id" and v in given)]
+            await send(message)
+
+        await self._app(scope, receive, send_once)
 
 
 def _model_card(settings: Settings, name: str) -> ModelCard:

@@ -194,6 +194,11 @@ def test_bad_input_is_refused_in_openais_shape(server: Server, fields: dict[str,
     assert re.fullmatch(r"[\w.:-]+", answer.headers["x-request-id"])
 
 
+def test_a_request_id_comes_back_once(server: Server) -> None:
+    answer = httpx.get(f"{server.url}/v1/models", headers={"x-request-id": "mine-17"})
+    assert answer.headers.get_list("x-request-id") == ["mine-17"]
+
+
 def test_garbage_is_refused(server: Server) -> None:
     headers = {"content-type": "application/json"}
     for content in (b"", b"{", b"[]", b"\xff\xfe", b'{"model": NaN}'):

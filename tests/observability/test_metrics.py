@@ -1,0 +1,138 @@
+"""Counters count what happened, and one page holds what several processes said."""
+
+import urllib.request
+from typing import Any
+
+import pytest
+from prometheus_client import generate_latest
+from prometheus_client.parser import text_string_to_metric_families
+
+from serve_app.core.output import SchedulerStats, StepRecord
+from serve_app.observability.metrics import EngineMetrics, IngressMetrics, merge_expositions, serve_registry
+
+
+def step(**fields: Any) -> StepRecord:
+    values: dict[str, Any] = {
+        "step": 1,
+        "started_at": 10.0,
+        "schedule_s": 0.001,
+        "model_s": 0.02,
+        "update_s": 0.004,
+        "rows": (),
+        "num_prefill_tokens": 30,
+        "num_decode_tokens": 4,
+        "num_output_tokens": 5,
+        "prefix_hit_tokens": 16,
+        "prefix_queried_tokens": 46,
+        "preempted": (("a", 0),),
+        "admitted": (),
+        "finished": (),
+        "gate_open": True,
+        "stats": SchedulerStats(waiting=0, running=0, blocks_total=1, blocks_used=0, blocks_cached=0),
+    }
+    return StepRecord(**(values | fields))
+
+
+def samples(page: bytes) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
+    return {
+        (sample.name, tuple(sorted(sample.labels.items()))): sample.value
+        for family in text_string_to_metric_families(page.decode())
+        for sample in family.samples
+    }
+
+
+def test_steps_are_counted() -> None:
+    metrics = EngineMetrics()
+    metrics.on_step(step())
+    metrics.on_step(step(started_at=11.0, num_prefill_tokens=0, preempted=()))
+    metrics.first_token(0.25)
+    value = metrics.registry.get_sample_value
+    assert value("serve_app_computed_tokens_total", {"phase": "prefill"}) == 30
+    assert value("serve_app_computed_tokens_total", {"phase": "decode"}) == 8
+    assert value("serve_app_sampled_tokens_total") == 10
+    assert value("serve_app_preemptions_total") == 1
+    assert value("serve_app_prefix_cache_hit_tokens_total") == 32
+    assert value("serve_app_prefix_cache_query_tokens_total") == 92
+    assert value("serve_app_step_seconds_count") == 2
+    assert value("serve_app_step_seconds_sum") == pytest.approx(0.05)
+    assert value("serve_app_engine_busy_seconds_total") == pytest.approx(0.05)
+    assert value("serve_app_batch_tokens_sum") == 38
+    assert value("serve_app_time_to_first_token_seconds_sum", {"where": "engine"}) == 0.25
+
+
+def test_gauges_ask_the_engine_when_scraped() -> None:
+    metrics = EngineMetrics()
+    assert metrics.registry.get_sample_value("serve_app_requests_waiting") is None
+    stats = SchedulerStats(waiting=6, running=4, blocks_total=100, blocks_used=40, blocks_cached=7)
+    metrics.read_stats_from(lambda: stats)
+    value = metrics.registry.get_sample_value
+    assert value("serve_app_requests_waiting") == 6
+    assert value("serve_app_requests_running") == 4
+    assert value("serve_app_waiting_served_ratio") == 1.5
+    assert value("serve_app_kv_blocks_used") == 40
+    assert value("serve_app_kv_blocks_total") == 100
+    assert value("serve_app_kv_blocks_cached") == 7
+
+
+def test_without_a_gpu_there_are_no_gpu_series() -> None:
+    assert b"gpu" not in generate_latest(EngineMetrics().registry)
+
+
+def test_requests_are_counted_by_outcome_and_only_completed_ones_are_timed() -> None:
+    metrics = IngressMetrics(lambda: 3, lambda: 2)
+    for outcome in ("completed", "cancelled"):
+        metrics.started("chat")
+        metrics.first_token(0.1)
+        metrics.tokens(1, None)
+        metrics.tokens(2, 0.5)
+        metrics.finished("chat", outcome, 7, 3, 1.5)
+    metrics.started("completions")
+    value = metrics.registry.get_sample_value
+    assert value("serve_app_ingress_queue_depth") == 3
+    assert value("serve_app_ingress_requests_ongoing") == 2
+    assert value("serve_app_requests_active", {"endpoint": "chat"}) == 0
+    assert value("serve_app_requests_active", {"endpoint": "completions"}) == 1
+    assert value("serve_app_requests_total", {"endpoint": "chat", "outcome": "cancelled"}) == 1
+    assert value("serve_app_request_seconds_count", {"endpoint": "chat"}) == 1
+    assert value("serve_app_prompt_tokens_total") == 14
+    assert value("serve_app_output_tokens_total") == 6
+    assert value("serve_app_inter_token_latency_seconds_count") == 4
+    assert value("serve_app_inter_token_latency_seconds_sum") == pytest.approx(1.0)
+
+
+def test_pages_merge_into_one_with_the_replicas_names() -> None:
+    own = IngressMetrics(lambda: 0, lambda: 0)
+    own.first_token(0.3)
+    replicas = [EngineMetrics(), EngineMetrics()]
+    for number, replica in enumerate(replicas):
+        for _ in range(number + 1):
+            replica.on_step(step())
+            replica.first_token(0.2)
+    pages = {f"r{i}": generate_latest(replica.registry).decode() for i, replica in enumerate(replicas)}
+    page = merge_expositions(own.registry, {**pages, "gone": None})
+    merged = samples(page)
+    assert merged["serve_app_preemptions_total", (("replica", "r0"),)] == 1
+    assert merged["serve_app_preemptions_total", (("replica", "r1"),)] == 2
+    count = "serve_app_time_to_first_token_seconds_count"
+    assert merged[count, (("where", "ingress"),)] == 1
+    assert merged[count, (("replica", "r1"), ("where", "engine"))] == 2
+    assert merged["serve_app_scrape_up", (("replica", "r0"),)] == 1
+    assert merged["serve_app_scrape_up", (("replica", "gone"),)] == 0
+    types = [line.split()[2] for line in page.decode().splitlines() if line.startswith("# TYPE")]
+    assert len(types) == len(set(types)), "a family is declared twice"
+
+
+def test_every_series_has_the_prefix_and_none_tells_a_time_of_birth() -> None:
+    page = merge_expositions(
+        IngressMetrics(lambda: 0, lambda: 0).registry, {"r": generate_latest(EngineMetrics().registry).decode()}
+    )
+    names = {family.name for family in text_string_to_metric_families(page.decode())}
+    assert {name for name in names if not name.startswith("serve_app_") or name.endswith("_created")} == set()
+
+
+def test_the_side_port_serves_the_registry() -> None:
+    metrics = EngineMetrics()
+    metrics.on_step(step())
+    port = serve_registry(metrics.registry, "127.0.0.1")
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=5) as answer:
+        assert samples(answer.read())["serve_app_preemptions_total", ()] == 1

@@ -1,0 +1,96 @@
+"""Settings refuse what is wrong with the key's name, in one line; the deploy files pass, also Serve's own schema."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from serve_app.errors import ConfigError
+from serve_app.settings import Settings, setting_rows
+from tests.quiet_ray import ServeDeploySchema
+
+DEPLOY = Path(__file__).parents[1] / "deploy"
+
+
+def refusal(args: Any) -> str:
+    with pytest.raises(ConfigError) as caught:
+        Settings.model_validate(args)
+    text = str(caught.value)
+    assert "\n" not in text
+    return text
+
+
+def test_nothing_given_means_the_defaults() -> None:
+    settings = Settings.model_validate({})
+    assert (settings.model, settings.device, settings.num_replicas) == ("default", "auto", 1)
+    assert settings.engine.max_num_seqs == 16
+
+
+def test_unknown_keys_are_named_with_the_likely_one() -> None:
+    assert refusal({"modell": "x"}) == "unknown setting `modell` (did you mean `model`?)"
+    text = refusal({"engine": {"max_num_seq": 4}})
+    assert text == "unknown setting `engine.max_num_seq` (did you mean `max_num_seqs`?)"
+    assert "known: max_queued_requests" in refusal({"ingress": {"zzz": 1}})
+
+
+@pytest.mark.parametrize(
+    ("args", "key"),
+    [
+        ({"engine": {"max_num_seqs": 0}}, "engine.max_num_seqs"),
+        ({"engine": {"max_num_seqs": "8"}}, "engine.max_num_seqs"),
+        ({"engine": {"max_num_seqs": True}}, "engine.max_num_seqs"),
+        ({"engine": {"max_wait_s": -0.1}}, "engine.max_wait_s"),
+        ({"engine": {"max_wait_s": float("nan")}}, "engine.max_wait_s"),
+        ({"engine": {"policy": "lifo"}}, "engine.policy"),
+        ({"engine": None}, "engine"),
+        ({"dtype": "int8"}, "dtype"),
+        ({"num_replicas": 0}, "num_replicas"),
+        ({"model": ""}, "model"),
+        ({"ingress": {"max_queued_requests": -1}}, "ingress.max_queued_requests"),
+    ],
+)
+def test_impossible_values_are_named(args: dict[str, Any], key: str) -> None:
+    assert refusal(args).startswith(f"setting `{key}`: ")
+
+
+def test_every_problem_is_told_in_the_one_line() -> None:
+    text = refusal({"dtype": "int8", "typo": 1})
+    assert "`dtype`" in text
+    assert "`typo`" in text
+
+
+def test_args_must_be_a_mapping() -> None:
+    assert "mapping" in refusal(["model"])
+
+
+def test_settings_do_not_change() -> None:
+    with pytest.raises(ValueError, match="frozen"):
+        Settings.model_validate({}).model = "other"  # type: ignore[misc]
+
+
+def test_places_follow_from_seats() -> None:
+    settings = Settings.model_validate({"num_replicas": 3, "engine": {"max_num_seqs": 4}})
+    assert (settings.max_num_waiting, settings.max_ongoing_per_replica, settings.max_ongoing_requests) == (4, 8, 24)
+    settings = Settings.model_validate({"engine": {"max_num_seqs": 4, "max_num_waiting": 0}})
+    assert settings.max_ongoing_requests == 4
+
+
+@pytest.mark.parametrize("name", sorted(path.name for path in DEPLOY.glob("config*.yaml")))
+def test_deploy_files_are_valid(name: str) -> None:
+    config = ServeDeploySchema.model_validate(yaml.safe_load((DEPLOY / name).read_text()))
+    for application in config.applications:
+        assert application.import_path == "serve_app.app:build"
+        Settings.model_validate(application.args)
+
+
+def test_the_default_config_shows_the_defaults_and_stays_at_home() -> None:
+    config = yaml.safe_load((DEPLOY / "config.yaml").read_text())
+    assert config["http_options"] == {"host": "127.0.0.1", "port": 8000}
+    assert Settings.model_validate(config["applications"][0]["args"]) == Settings.model_validate({})
+
+
+def test_every_setting_is_described() -> None:
+    rows = list(setting_rows())
+    assert ("engine.max_num_seqs", "16") in [row[:2] for row in rows]
+    assert [key for key, _, meaning in rows if not meaning] == []
