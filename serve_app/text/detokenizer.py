@@ -44,7 +44,7 @@ class Detokenizer:
     def _restart(self) -> str:
         before = self._decode(self._context)
         text = self._decode(self._context + self._held)[len(before) :]
-        self._context, self._held = [], []
+        self._held = []
         self._stream = self._new_stream()
         return text
 

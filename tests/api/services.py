@@ -18,13 +18,13 @@ EOS = 2
 class ScriptedService:
     """Answers every choice with `reply` (token by token, as long as `max_tokens` allows), then the EOS token.
 
-    `error` is raised before token number `error_at`. With `hold`, generation waits for the event after each token.
+    `error` is raised before token number `error_at` (None: the stream just ends there). With `hold`, generation waits for the event after each token.
     """
 
     tokenizer: Tokenizer
     reply: str = "Paris is the capital of France."
     error: Exception | None = None
-    error_at: int = 0
+    error_at: int | None = None
     hold: asyncio.Event | None = None
     ready: RequestError | None = None
     max_model_len: int = 2048
@@ -50,8 +50,10 @@ class ScriptedService:
             ids = [*self.tokenizer.encode(self.reply, add_special_tokens=False), EOS]
             ids = ids[: request.params.max_tokens]
             for i, token_id in enumerate(ids):
-                if self.error is not None and i == self.error_at:
-                    raise self.error
+                if i == self.error_at:
+                    if self.error is not None:
+                        raise self.error
+                    return
                 yield [self._delta(request, choice, i, token_id, ids) for choice in range(request.params.n)]
                 if self.hold is not None:
                     await self.hold.wait()

@@ -210,7 +210,7 @@ async def test_readiness_is_not_liveness(api: Api) -> None:
 
 
 async def test_an_error_before_the_first_token_has_its_status(api: Api) -> None:
-    api.service.error = UnavailableError("all replicas are gone", retry_after_s=7)
+    api.service.error, api.service.error_at = UnavailableError("all replicas are gone", retry_after_s=7), 0
     for stream in (False, True):
         answer = await api.http.post("/v1/chat/completions", json={"messages": ASK, "stream": stream})
         assert (answer.status_code, answer.headers["retry-after"]) == (503, "7")
@@ -239,8 +239,17 @@ async def test_an_error_in_the_stream_is_told_and_there_is_no_done(api: Api, err
             pass
 
 
+async def test_an_engine_that_ends_early_is_an_error_not_an_answer(api: Api) -> None:
+    api.service.error_at = 3
+    answer = await api.http.post("/v1/completions", json={"prompt": "x"})
+    assert (answer.status_code, answer.json()["error"]["code"]) == (500, "engine_error")
+    answer = await api.http.post("/v1/completions", json={"prompt": "x", "stream": True})
+    assert "event: error" in answer.text
+    assert "[DONE]" not in answer.text
+
+
 async def test_an_unexpected_error_tells_nothing(api: Api) -> None:
-    api.service.error = RuntimeError("secret /path")
+    api.service.error, api.service.error_at = RuntimeError("secret /path"), 0
     answer = await api.http.post("/v1/completions", json={"prompt": "x"})
     assert answer.status_code == 500
     assert answer.json()["error"]["code"] == "internal_error"

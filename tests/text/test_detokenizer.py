@@ -45,6 +45,12 @@ def test_a_continuation_keeps_the_space_before_its_first_word(sentencepiece: Tok
     assert "".join(stream(sentencepiece, answer, prompt)) == " world"
 
 
+def test_garbage_does_not_cost_the_next_word_its_space(sentencepiece: Tokenizer) -> None:
+    [word] = sentencepiece.encode("world")
+    half = 3 + 0xF0  # three times as many as are held back at most
+    assert "".join(stream(sentencepiece, [word, *[half] * 96, word])).endswith("\ufffd world")
+
+
 def test_a_half_character_at_the_end_of_the_prompt_is_not_repeated(byte_level: Tokenizer) -> None:
     prompt = byte_level.encode("🦄", add_special_tokens=False)[:-1]
     answer = byte_level.encode("abc", add_special_tokens=False)

@@ -121,6 +121,8 @@ def test_after_a_stop_string_nothing_is_shown_or_counted(byte_level: Tokenizer) 
     piece = stream.feed(delta(ids, logprobs=True))
     assert (piece.text, piece.finish_reason, stream.num_tokens) == ("one ", FinishReason.STOP, 2)
     assert [entry.data for entry in piece.logprobs] == [b"one", b" two"]
+    at_border = TextStream(byte_level, (), StopConfig((" two",))).feed(delta(ids, logprobs=True))
+    assert [entry.data for entry in at_border.logprobs] == [b"one"]
     assert stream.feed(delta([30], 3, FinishReason.LENGTH)).text == ""
     assert stream.finish_reason is FinishReason.STOP
 
