@@ -4,6 +4,7 @@ from importlib.metadata import version
 from typing import Any
 
 from fastapi import FastAPI, Request
+from pydantic.json_schema import models_json_schema
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
@@ -26,7 +27,7 @@ def create_app(
     observer: RequestObserver | None = None,
 ) -> FastAPI:
     """The whole HTTP API over `service`. No documentation pages: FastAPI's load their scripts from a CDN."""
-    app = FastAPI(title="serve_app", version=version("serve_app"), docs_url=None, redoc_url=None)
+    app = _Api(title="serve_app", version=version("serve_app"), docs_url=None, redoc_url=None)
     context = ApiContext(service, admission, limits or ApiLimits(), observer or NullObserver())
     app.add_middleware(RequestGuard, limits=context.limits)
     app.add_exception_handler(HTTPException, http_exception_handler)
@@ -37,9 +38,25 @@ def create_app(
     return app
 
 
+_BODIES = (ChatBody, CompletionBody, TokenizeBody, DetokenizeBody)
+
+
+class _Api(FastAPI):
+    """Bodies are parsed by us, so FastAPI has to be told their schemas for /openapi.json."""
+
+    def openapi(self) -> dict[str, Any]:
+        schema = super().openapi()
+        _, definitions = models_json_schema([(body, "validation") for body in _BODIES], ref_template=_REF)
+        schema.setdefault("components", {}).setdefault("schemas", {}).update(definitions["$defs"])
+        return schema
+
+
+_REF = "#/components/schemas/{model}"
+
+
 def _accepts(body: type[Body]) -> dict[str, Any]:
-    """The body's schema for /openapi.json; bodies are parsed by us, not by FastAPI."""
-    return {"requestBody": {"required": True, "content": {"application/json": {"schema": body.model_json_schema()}}}}
+    schema = {"$ref": _REF.format(model=body.__name__)}
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
 
 
 def _add_generation(app: FastAPI, context: ApiContext) -> None:

@@ -48,7 +48,8 @@ class CompletionJob:
         ]
         echoed = body.logprobs if body.echo else None
         if echoed is not None:
-            _check_prompt_logprobs(sum(map(len, self._token_ids)), echoed, self._context.limits)
+            num_tokens = sum(map(len, self._token_ids)) * (body.n or 1)
+            _check_prompt_logprobs(num_tokens, echoed, self._context.limits)
         return [
             engine_request(
                 body,
@@ -75,7 +76,7 @@ class CompletionJob:
 def _check_prompt_logprobs(num_tokens: int, top: int, limits: ApiLimits) -> None:
     if num_tokens * (top + 1) > limits.max_prompt_logprobs:
         raise InvalidRequestError(
-            f"`echo` with `logprobs` {top} over {num_tokens} prompt tokens: at most {limits.max_prompt_logprobs} "
+            f"`echo` with `logprobs` {top} over {num_tokens} echoed tokens: at most {limits.max_prompt_logprobs} "
             "log-probabilities per request",
             param="logprobs",
         )

@@ -27,7 +27,7 @@ class ApiLimits:
     max_sequences: int = 128
     """Prompts times choices of one HTTP request."""
     max_prompt_logprobs: int = 2**16
-    """Prompt tokens times alternatives that one answer may carry (`echo` with `logprobs`)."""
+    """Echoed prompt tokens (of all choices) times alternatives that one answer may carry (`echo` with `logprobs`)."""
 
 
 @dataclass(frozen=True, slots=True)

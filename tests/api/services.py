@@ -18,7 +18,8 @@ EOS = 2
 class ScriptedService:
     """Answers every choice with `reply` (token by token, as long as `max_tokens` allows), then the EOS token.
 
-    `error` is raised before token number `error_at` (None: the stream just ends there). With `hold`, generation waits for the event after each token.
+    `error` is raised before token number `error_at` (without an error, the stream just ends there). With `hold`,
+    generation waits for the event after each token.
     """
 
     tokenizer: Tokenizer

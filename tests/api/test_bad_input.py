@@ -167,8 +167,9 @@ async def test_what_is_over_the_context_says_so(api: Api) -> None:
 
 async def test_echoed_logprobs_are_bounded(api: Api) -> None:
     api.service.max_model_len = 8192
-    error = await refused(api, TEXT, 400, {"prompt": [5] * 4000, "echo": True, "logprobs": 20})
-    assert error["param"] == "logprobs"
+    for wide in ({"logprobs": 20}, {"logprobs": 1, "n": 20}):
+        error = await refused(api, TEXT, 400, {"prompt": [5] * 4000, "echo": True, **wide})
+        assert error["param"] == "logprobs"
 
 
 CHATS: list[tuple[dict[str, Any], str]] = [

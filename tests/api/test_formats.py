@@ -1,6 +1,7 @@
 """The wire formats, read by the `openai` client. The service is scripted: each answer is known to the byte."""
 
 import json
+import re
 from typing import Any
 
 import openai
@@ -199,6 +200,15 @@ async def test_models_tokens_and_operations(api: Api) -> None:
     metrics = await api.http.get("/metrics")
     assert metrics.text == "serve_app_up 1\n"
     assert metrics.headers["content-type"] == "text/plain; version=0.0.4; charset=utf-8"
+
+
+async def test_the_openapi_document_is_complete(api: Api) -> None:
+    document = (await api.http.get("/openapi.json")).json()
+    known = document["components"]["schemas"]
+    references = re.findall(r'"#/components/schemas/(\w+)"', json.dumps(document))
+    assert {"ChatBody", "CompletionBody", "Message"} <= set(references) <= set(known)
+    assert '"#/$defs' not in json.dumps(document)
+    assert set(known["CompletionBody"]["properties"]) >= {"prompt", "max_tokens", "ignore_eos"}
 
 
 async def test_readiness_is_not_liveness(api: Api) -> None:
