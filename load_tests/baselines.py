@@ -21,6 +21,7 @@ from load_tests.client import median_of
 from load_tests.machine import Meter, wait_until_quiet
 from load_tests.servers import ServerCommand
 from load_tests.workloads import build_workload, open_writer
+from serve_app.cli.outputs import JsonFile
 
 PEER_PORT = 8101
 BATCH_SIZE = 16
@@ -99,7 +100,7 @@ def generate(
     seed: int = 0,
     num_requests: Annotated[int | None, typer.Option(min=1)] = None,
     wait_quiet: Annotated[float, typer.Option(help="Wait up to so many seconds for a quiet machine.")] = 0.0,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write the figures here.")] = None,
+    json_file: JsonFile = None,
 ) -> None:
     """The workload's requests through `model.generate`, offline, in static padded waves of 16."""
     from serve_app.cli.padded import PaddedGenerator

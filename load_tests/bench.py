@@ -8,7 +8,6 @@ import asyncio
 import json
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from random import Random
 from typing import Annotated, Any
 
@@ -19,6 +18,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from load_tests.client import RequestResult, Server, median_of, open_session, run_workload, send, summarize
 from load_tests.machine import Meter, wait_until_quiet
 from load_tests.workloads import WORKLOADS, PromptWriter, WorkItem, Workload, build_workload, open_writer
+from serve_app.cli.outputs import JsonFile
 
 _WARM_UP_TOKENS = 16
 console = Console(stderr=True)
@@ -99,7 +99,7 @@ def main(
     wait_quiet: Annotated[float, typer.Option(help="Wait up to so many seconds for a quiet machine.")] = 0.0,
     extra_body: Annotated[str, typer.Option(help='JSON merged into each body; "$MAX_TOKENS" is filled in.')] = "{}",
     extensions: Annotated[bool, typer.Option(help="Send ignore_eos and stream_options.")] = True,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write the figures here.")] = None,
+    json_file: JsonFile = None,
 ) -> None:
     """Measure one workload against a running server."""
     if workload not in WORKLOADS:

@@ -27,6 +27,7 @@ from load_tests.baselines import model_folder, setup, transformers_serve
 from load_tests.bench import find_model, run_repeats, warm_up
 from load_tests.servers import RunningServer, ServerCommand, running
 from load_tests.workloads import PromptWriter, build_workload, open_writer
+from serve_app.cli.outputs import JsonFile, PngFile
 
 OURS, GENERATE, PEER = "serve_app", "generate", "transformers_serve"
 QUIET_LIMIT_S = 30.0
@@ -152,8 +153,8 @@ def main(
         "deploy/config.yaml"
     ),
     base_url: Annotated[str, typer.Option(help="Measure this running server of ours instead.")] = "",
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write the figures here.")] = None,
-    png: Annotated[Path | None, typer.Option(help="Write a plot here.")] = None,
+    json_file: JsonFile = None,
+    png: PngFile = None,
 ) -> None:
     """Measure us and the baselines one after another on the same requests."""
     names = workloads.split(",")

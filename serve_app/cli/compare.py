@@ -5,7 +5,6 @@ Decides which requests are compared and how the result is shown. The measuring i
 
 import json
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -14,6 +13,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from serve_app.cli.compare_runs import CompareJob, Measurement, Mode, measure_in_process
+from serve_app.cli.outputs import JsonFile, PngFile
 from serve_app.errors import ServeAppError
 from serve_app.observability.timeline import draw_png, draw_terminal
 
@@ -132,8 +132,8 @@ def compare(
     threads: Annotated[int | None, typer.Option(min=1, help="CPU threads; by default torch's choice.")] = None,
     prefix_cache: Annotated[bool, typer.Option(help="Let the packed runs reuse the repeated prompts' blocks.")] = False,
     kv_cache_gib: Annotated[float, typer.Option(min=0.001, help="Size of the packed runs' KV pool.")] = 1.0,
-    png: Annotated[Path | None, typer.Option(help="Write the picture here.")] = None,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write the figures here.")] = None,
+    png: PngFile = None,
+    json_file: JsonFile = None,
 ) -> None:
     """Static against continuous batching: same requests, same slots, measured and drawn."""
     from serve_app.text.tokenizer import load_tokenizer

@@ -7,12 +7,12 @@ small for all of the last prompt. The drawing is in `packed_step`.
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 
+from serve_app.cli.outputs import JsonFile, PngFile
 from serve_app.cli.packed_step import PackedStep, draw_mask, draw_mask_png, draw_row, packed_step
 from serve_app.core.output import StepRecord
 from serve_app.core.request import EngineRequest
@@ -83,8 +83,8 @@ def explain(
     model: Annotated[str, typer.Option(help='"default", a folder, a .gguf file or a hub id.')] = "default",
     budget: Annotated[int, typer.Option(min=4, help="Tokens that one step may compute.")] = BUDGET,
     kv_cache_gib: Annotated[float, typer.Option(min=0.001, help="Size of the KV pool.")] = 1.0,
-    png: Annotated[Path | None, typer.Option(help="Write the picture here.")] = None,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write the step as data here.")] = None,
+    png: PngFile = None,
+    json_file: JsonFile = None,
 ) -> None:
     """One packed step of a real run: whose tokens it computes, and what each may attend to."""
     console = Console()

@@ -160,6 +160,8 @@ def test_a_childs_failure_is_told_in_one_line(job: CompareJob) -> None:
         (["--caps", "1,2,3,4,5,0"], "is not 6 positive numbers"),
         (["--device", "tpu"], "none of auto, cpu, cuda"),
         (["--slots", "0"], "--slots"),
+        (["--json", "/no/such/folder/file"], "cannot be written"),
+        (["--png", "/"], "is a folder"),
         (["--model", "/no/such/folder"], "/no/such/folder"),
     ],
 )
