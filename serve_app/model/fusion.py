@@ -1,9 +1,10 @@
 """Makes a transformers model faster without knowing its name: fewer and packed products, one-kernel norms.
 
-Three rewrites, each found by structure and each kept only if it reproduces the module it replaces on random input:
+Rewrites, each found by structure and each kept only if it reproduces the module it replaces on random input:
 - linear layers of one parent that were seen to get the same tensor (q, k, v; gate, up) become one product;
 - every linear layer (also transformers' `Conv1D`) becomes an `InvariantLinear` where the weight can be packed;
-- a module that computes an RMS norm becomes torch's own.
+- a module that computes an RMS norm becomes torch's own (on GPUs);
+- an activation on the CPU is called so that no element's bits depend on its place in the batch.
 What does not fit stays as it is, and the log says so.
 """
 
@@ -16,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
+from serve_app.model.elementwise import AlignedActivation, is_activation
 from serve_app.model.linear import MIN_ROWS, can_pack, linear
 
 logger = logging.getLogger(__name__)
@@ -51,6 +53,9 @@ def optimize(
     for index, parent in enumerate(parents):
         _fuse_siblings(parent, inputs, refused)
         for name, child in list(parent.named_children()):
+            if is_activation(child) and next(base.parameters()).device.type == "cpu":
+                setattr(parent, name, AlignedActivation(child))
+                continue
             replacement = _replacement(child)
             if replacement is None:
                 continue

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from serve_app.model.attention.base import AttentionBatch, AttentionLayer, LayerCache
+from serve_app.model.elementwise import aligned_parts
 
 _ROWS = 8
 _SEGMENT = 128
@@ -277,7 +278,8 @@ def _mask(q_low: int, q_high: int, k_low: int, k_high: int, window: int | None) 
 
 def _cap(scores: Tensor, softcap: float | None) -> None:
     if softcap is not None:
-        scores.div_(softcap).tanh_().mul_(softcap)
+        for part in aligned_parts(scores.view(-1, scores.shape[-1])):
+            part.div_(softcap).tanh_().mul_(softcap)
 
 
 def _weighted_sum(scores: Tensor, values: Tensor) -> Tensor:
