@@ -174,7 +174,7 @@ class _Launch:
         for name in self._target.applications:
             if name in states and states[name].status in ("DEPLOY_FAILED", "UNHEALTHY"):
                 parts = [states[name].message, *(d.message for d in states[name].deployments.values())]
-                raise RuntimeError(f"deployment failed: {_cause(parts)} (logs: {_LOGS})")
+                raise RuntimeError(f"deployment failed: {find_cause(parts)} (logs: {_LOGS})")
         if any(name not in states or states[name].status != "RUNNING" for name in self._target.applications):
             return False
         model = _first_token(self._target.url)
@@ -275,7 +275,7 @@ def _curl(url: str, model: str) -> str:
     return f"  curl {url}/v1/chat/completions -H 'Content-Type: application/json' -d '{body}'"
 
 
-def _cause(reports: Iterable[str]) -> str:
+def find_cause(reports: Iterable[str]) -> str:
     """The one line of Ray's reports that says what went wrong: a `ConfigError` if there is one, else any exception."""
     lines = [line.strip() for report in reports for line in report.splitlines() if line.strip()]
     for pattern in (r"(?:\w+\.)*ConfigError: (.+)", r"((?:\w+\.)*\w+(?:Error|Exception): .+)"):

@@ -37,6 +37,7 @@ class Server:
     lines: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
+        self._family: set[psutil.Process] = set()
         self._settled = threading.Event()
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
@@ -56,15 +57,23 @@ class Server:
     def descendants(self) -> list[psutil.Process]:
         return psutil.Process(self.process.pid).children(recursive=True)
 
-    def stop(self, number: signal.Signals = signal.SIGTERM, *, group: bool = False) -> tuple[int, list[psutil.Process]]:
-        """Signal it; returns its exit status and those of its processes that outlive it."""
-        family = self.descendants()
+    def send(self, number: signal.Signals, *, group: bool = False) -> None:
+        """To the launcher alone, or to all of its session's group as a terminal does."""
+        self._family.update(self.descendants())
         (os.killpg if group else os.kill)(self.process.pid, number)
+
+    def stop(self, number: signal.Signals = signal.SIGTERM) -> tuple[int, list[psutil.Process]]:
+        """Signal it and wait; see `wait_stopped`."""
+        self.send(number)
+        return self.wait_stopped()
+
+    def wait_stopped(self) -> tuple[int, list[psutil.Process]]:
+        """Its exit status, and those of its processes that were there at the signal and outlive it."""
         status = self.process.wait(90)
         self._reader.join(10)
         assert self.process.stdout is not None
         self.process.stdout.close()
-        return status, psutil.wait_procs(family, timeout=10)[1]
+        return status, psutil.wait_procs(self._family, timeout=20)[1]
 
     def metrics(self) -> dict[str, float]:
         """Every sample of /metrics, summed over its labels except `where`, `outcome` and `phase`."""

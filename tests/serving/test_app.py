@@ -1,0 +1,88 @@
+"""The application's places: options per device, and GPUs handed out by Ray (logical ones, so no GPU is needed)."""
+
+import json
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from serve_app.serving.engine_config import engine_config
+from serve_app.settings import Settings
+
+OPTIONS = """
+import json, sys
+from serve_app.app import build, engine_options, ingress_options
+from serve_app.settings import Settings
+settings = Settings.model_validate(json.loads(sys.argv[1]))
+build(settings)
+print(json.dumps([{key: options[key] for key in ("ray_actor_options", "num_replicas", "max_ongoing_requests")}
+                  for options in (engine_options(settings), ingress_options(settings))]))
+"""
+
+PLACEMENT = """
+import json, os, ray
+from ray import serve
+from serve_app.app import engine_options, use_gpu
+from serve_app.settings import Settings
+
+class Probe:
+    def record_replica_metadata(self):
+        return {}
+    def where(self):
+        return ray.get_gpu_ids(), os.environ["CUDA_VISIBLE_DEVICES"]
+
+ray.init(address="local", num_cpus=1, num_gpus=2, include_dashboard=False, object_store_memory=100 * 2**20,
+         logging_level="error", log_to_driver=False)
+settings = Settings.model_validate({"device": "auto", "num_replicas": 2})
+assert use_gpu(settings)
+assert not use_gpu(Settings.model_validate({"device": "cpu"}))
+handle = serve.run(serve.deployment(Probe).options(**engine_options(settings)).bind(), route_prefix=None)
+places = {tuple(map(str, handle.where.remote().result())) for _ in range(40)}
+print(json.dumps([sorted(places), ray.available_resources().get("GPU", 0)]))
+serve.shutdown()
+ray.shutdown()
+"""
+
+
+def run(script: str, *arguments: str) -> Any:
+    """The list that `script` prints (among lines of Ray's), from a process of its own on loopback."""
+    environment = {**os.environ, "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "RAY_USAGE_STATS_ENABLED": "0"}
+    command = [sys.executable, "-c", script, *arguments]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=150)
+    assert done.returncode == 0, done.stderr
+    return json.loads(next(line for line in done.stdout.splitlines() if line.startswith("[")))
+
+
+def test_a_replica_takes_a_gpu_when_told_and_no_cpu_slot() -> None:
+    args = {"device": "cuda", "num_replicas": 3, "engine": {"max_num_seqs": 4}, "ingress": {"max_queued_requests": 10}}
+    engine, ingress = run(OPTIONS, json.dumps(args))
+    assert engine["ray_actor_options"] == {"num_cpus": 0, "num_gpus": 1}
+    assert engine["num_replicas"] == 3
+    assert ingress["ray_actor_options"] == {"num_cpus": 0}
+    assert engine["max_ongoing_requests"] >= 8
+    assert ingress["max_ongoing_requests"] > 3 * 8 + 10
+
+
+def test_without_a_cluster_auto_means_the_cpu() -> None:
+    engine, _ = run(OPTIONS, "{}")
+    assert engine["ray_actor_options"] == {"num_cpus": 0, "num_gpus": 0}
+
+
+@pytest.mark.cluster
+def test_auto_gives_each_replica_a_gpu_of_its_own_where_ray_has_some() -> None:
+    places, gpus_left = run(PLACEMENT)
+    assert places == [["['0']", "0"], ["['1']", "1"]] or places == [["[0]", "0"], ["[1]", "1"]]
+    assert gpus_left == 0
+
+
+def test_the_engine_follows_the_place_and_the_settings() -> None:
+    settings = Settings.model_validate(
+        {"model": "x", "num_replicas": 64, "engine": {"max_num_seqs": 4, "policy": "static", "max_model_len": 99}}
+    )
+    on_cpu, on_gpu = engine_config(settings, use_gpu=False), engine_config(settings, use_gpu=True)
+    assert (on_cpu.model.device, on_gpu.model.device) == ("cpu", "cuda")
+    assert (on_cpu.num_threads, on_gpu.num_threads) == (1, None)
+    assert (on_cpu.model.max_model_len, on_cpu.policy, on_cpu.max_num_seqs) == (99, "static", 4)
+    assert on_cpu.max_num_waiting >= settings.max_num_waiting

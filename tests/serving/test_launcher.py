@@ -1,0 +1,125 @@
+"""`serve-app serve` from its start to its end: refusals, failures, readiness, drain, nothing left behind."""
+
+import json
+import signal
+import socket
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+import yaml
+
+from serve_app.serving.launcher import find_cause
+from tests.serving.conftest import REPOSITORY, Server, launch, wait_for, write_config
+
+StartServer = Callable[..., Server]
+
+
+def refusal(config: Path) -> str:
+    """The one line with which the launcher refuses `config`."""
+    process = launch(config, {})
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 2
+    lines = str(output).splitlines()
+    assert len(lines) == 1, lines
+    assert lines[0].startswith(f"serve-app: {config}: ")
+    return lines[0]
+
+
+def test_a_wrong_key_is_named(tmp_path: Path) -> None:
+    line = refusal(write_config(tmp_path, {"engine": {"max_num_seq": 8}}, 8000))
+    assert "unknown setting `engine.max_num_seq` (did you mean `max_num_seqs`?)" in line
+
+
+def test_a_wrong_value_is_named(tmp_path: Path) -> None:
+    assert "`dtype`" in refusal(write_config(tmp_path, {"dtype": "int3"}, 8000))
+
+
+def test_a_wrong_key_of_serves_own_is_named(tmp_path: Path) -> None:
+    path = write_config(tmp_path, {}, 8000)
+    path.write_text(path.read_text() + "\nproxy_place: here\n")
+    assert "proxy_place" in refusal(path)
+
+
+def test_a_missing_model_is_named(tmp_path: Path) -> None:
+    assert "/no/such/model.gguf" in refusal(write_config(tmp_path, {"model": "/no/such/model.gguf"}, 8000))
+
+
+def test_a_taken_port_is_named(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert f"127.0.0.1:{port}: Address already in use" in refusal(write_config(tmp_path, {}, port))
+
+
+def test_what_is_no_config_is_refused(tmp_path: Path) -> None:
+    for text in ("[", "", "applications: 3"):
+        path = tmp_path / "config.yaml"
+        path.write_text(text)
+        refusal(path)
+
+
+@pytest.mark.parametrize(
+    ("reports", "cause"),
+    [
+        (["Traceback\nserve_app.errors.ConfigError: model: no weights", "Failed to update."], "model: no weights"),
+        (["  File x\nRuntimeError: inner\n\nray.exceptions.RayTaskError: outer"], "ray.exceptions.RayTaskError: outer"),
+        (["nothing that looks like an exception\n"], "nothing that looks like an exception"),
+        ([], "no reason given"),
+    ],
+)
+def test_the_cause_is_found_in_rays_reports(reports: list[str], cause: str) -> None:
+    assert find_cause(reports) == cause
+
+
+@pytest.mark.cluster
+def test_a_deployment_that_fails_ends_it_with_the_cause(start: StartServer, tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    server = start({"model": str(tmp_path / "model"), "device": "cpu"})
+    wait_for(lambda: any("deploying" in line for line in server.lines), "Ray is up", timeout_s=60)
+    family = server.descendants()
+    assert server.process.wait(120) == 1
+    server.wait_stopped()
+    assert server.lines[-1].startswith("serve-app: deployment failed: model: ")
+    assert "safetensors" in server.lines[-1]
+    assert [line for line in server.lines if "Traceback" in line or "File" in line] == []
+    assert psutil.wait_procs(family, timeout=10)[1] == []
+
+
+@pytest.mark.cluster
+def test_from_ready_to_ctrl_c_with_the_default_config(start: StartServer) -> None:
+    """The printed curl works; Ctrl-C, which a terminal sends to every process at once, lets a running stream end."""
+    args = yaml.safe_load((REPOSITORY / "deploy" / "config.yaml").read_text())["applications"][0]["args"]
+    server = start(args)
+    server.wait_ready()
+    ready, curl = server.lines[-2:]
+    assert "ready: SmolLM2-135M-Instruct served its first token" in ready
+    answer = subprocess.run(curl, shell=True, capture_output=True, timeout=120, check=True)
+    assert "Paris" in json.loads(answer.stdout)["choices"][0]["message"]["content"]
+
+    request: dict[str, Any] = {"model": "SmolLM2-135M-Instruct", "prompt": "Once", "max_tokens": 40, "ignore_eos": True}
+    events: list[str] = []
+    with httpx.stream(
+        "POST", f"{server.url}/v1/completions", json={**request, "stream": True}, timeout=120
+    ) as response:
+        for line in response.iter_lines():
+            events += [line] if line else []
+            if len(events) == 2:
+                server.send(signal.SIGINT, group=True)
+                server.send(signal.SIGINT, group=True)
+    assert len(events) > 10
+    assert events[-1] == "data: [DONE]"
+    assert server.wait_stopped() == (0, [])
+    assert any("stopping" in line for line in server.lines)
+
+
+@pytest.mark.cluster
+def test_a_killed_launcher_takes_everything_with_it(start: StartServer, tiny_folder: Path) -> None:
+    server = start({"model": str(tiny_folder), "device": "cpu", "engine": {"kv_cache_gib": 0.05}})
+    server.wait_ready()
+    _, left = server.stop(signal.SIGKILL)
+    assert left == []
