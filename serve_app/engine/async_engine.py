@@ -140,7 +140,7 @@ class AsyncEngine:
         """Let go of a request. Names the stream as well: the id may already belong to another one."""
         if self._streams.get(request_id) is stream:
             del self._streams[request_id]
-            self._inbox.put(lambda: self._remove(request_id, stream))
+            self._inbox.put(lambda: self._remove(request_id))
 
     def _fail_all(self, error: RequestError) -> None:
         for stream in self._streams.values():
@@ -237,10 +237,9 @@ class AsyncEngine:
             return
         self._hand_over(stream.news.put_nowait, error)
 
-    def _remove(self, request_id: str, stream: _Stream) -> None:
-        if self._seated.get(request_id) is stream:
-            del self._seated[request_id]
-            self._core.abort(request_id)
+    def _remove(self, request_id: str) -> None:
+        self._seated.pop(request_id, None)
+        self._core.abort(request_id)
 
     def _hand_over(self, callback: Callable[..., object], *args: object) -> None:
         """Run `callback` on the event loop; when that is gone, nobody is left to tell, and the engine ends."""

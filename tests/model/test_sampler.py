@@ -81,6 +81,7 @@ RANDOM = [
     {"top_k": 700, "top_p": 0.9},
     {"top_p": 0.9, "min_p": 0.2},
     {"top_k": 40, "top_p": 0.95, "min_p": 0.02, "temperature": 0.8},
+    {"top_k": 500, "top_p": 0.6, "min_p": 0.1, "temperature": 1.9},
 ]
 EDITS = [
     {"repetition_penalty": 1.5},
