@@ -154,6 +154,12 @@ def export(variables: Mapping[str, str]) -> None:
         os.environ.setdefault(name, value)
 
 
+def suggest(key: str, known: list[str]) -> str:
+    """In brackets: which of the `known` keys `key` probably should be."""
+    close = difflib.get_close_matches(key, known, n=1)
+    return f"(did you mean `{close[0]}`?)" if close else f"(known: {', '.join(known)})"
+
+
 def _section(field: FieldInfo) -> type[BaseModel] | None:
     kind = field.annotation
     return kind if isinstance(kind, type) and issubclass(kind, BaseModel) else None
@@ -175,6 +181,4 @@ def _explain(root: type[BaseModel], item: Any) -> str:
     for part in path[:-1]:
         model = _section(model.model_fields[part]) if model is not None else None
     known = list(model.model_fields) if model is not None else []
-    close = difflib.get_close_matches(path[-1], known, n=1)
-    hint = f"did you mean `{close[0]}`?" if close else f"known: {', '.join(known)}"
-    return f"unknown setting `{key}` ({hint})"
+    return f"unknown setting `{key}` {suggest(path[-1], known)}"

@@ -27,7 +27,7 @@ import yaml
 from serve_app.errors import ConfigError
 from serve_app.model_files import locate_model
 from serve_app.serving.terminal import Terminal
-from serve_app.settings import FAST_PATH_ENVIRONMENT, LAUNCHER_ENVIRONMENT, Settings, export
+from serve_app.settings import FAST_PATH_ENVIRONMENT, LAUNCHER_ENVIRONMENT, Settings, export, suggest
 
 _IMPORT_PATH = "serve_app.app:build"
 _POLL_S = 0.25
@@ -215,10 +215,11 @@ def _write_haproxy_wrapper(scratch: Path) -> Path:
 def _check(config_path: Path) -> _Target:
     """Read the config as Serve and the application will, and look whether it can work. Raises `ConfigError`."""
     from pydantic import ValidationError
-    from ray.serve.schema import ServeDeploySchema
+    from ray.serve.schema import HTTPOptionsSchema, ServeDeploySchema
 
     try:
-        config = ServeDeploySchema.model_validate(yaml.safe_load(config_path.read_text()))
+        data = yaml.safe_load(config_path.read_text())
+        config = ServeDeploySchema.model_validate(data)
     except OSError as error:
         raise ConfigError(f"cannot be read: {error.strerror}") from None
     except yaml.YAMLError as error:
@@ -226,6 +227,8 @@ def _check(config_path: Path) -> _Target:
     except ValidationError as error:
         first = error.errors()[0]
         raise ConfigError(f"`{'.'.join(map(str, first['loc']))}`: {first['msg']}") from None
+    _check_keys("", data, ServeDeploySchema)
+    _check_keys("http_options.", data.get("http_options") or {}, HTTPOptionsSchema)
     model = None
     for application in config.applications:
         if application.import_path == _IMPORT_PATH:
@@ -234,6 +237,13 @@ def _check(config_path: Path) -> _Target:
     host, port = config.http_options.host, config.http_options.port
     _check_port(host, port)
     return _Target(host, port, tuple(application.name for application in config.applications), model)
+
+
+def _check_keys(prefix: str, data: Mapping[str, Any], schema: Any) -> None:
+    """Refuse keys that `schema` does not have; Serve would ignore them."""
+    for key in data:
+        if key not in schema.model_fields:
+            raise ConfigError(f"unknown key `{prefix}{key}` {suggest(key, list(schema.model_fields))}")
 
 
 def _check_port(host: str, port: int) -> None:

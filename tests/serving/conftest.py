@@ -73,7 +73,7 @@ class Server:
         self._reader.join(10)
         assert self.process.stdout is not None
         self.process.stdout.close()
-        return status, psutil.wait_procs(self._family, timeout=20)[1]
+        return status, psutil.wait_procs(self._family, timeout=60)[1]
 
     def metrics(self) -> dict[str, float]:
         """Every sample of /metrics, summed over its labels except `where`, `outcome` and `phase`."""

@@ -22,7 +22,10 @@ StartServer = Callable[..., Server]
 def refusal(config: Path) -> str:
     """The one line with which the launcher refuses `config`."""
     process = launch(config, {})
-    output, _ = process.communicate(timeout=60)
+    try:
+        output, _ = process.communicate(timeout=60)
+    finally:
+        process.kill()
     assert process.returncode == 2
     lines = str(output).splitlines()
     assert len(lines) == 1, lines
@@ -42,7 +45,10 @@ def test_a_wrong_value_is_named(tmp_path: Path) -> None:
 def test_a_wrong_key_of_serves_own_is_named(tmp_path: Path) -> None:
     path = write_config(tmp_path, {}, 8000)
     path.write_text(path.read_text() + "\nproxy_place: here\n")
-    assert "proxy_place" in refusal(path)
+    assert "unknown key `proxy_place` (did you mean `proxy_location`?)" in refusal(path)
+    path = write_config(tmp_path, {}, 8000)
+    path.write_text(path.read_text().replace("host:", "hots:"))
+    assert "unknown key `http_options.hots` (did you mean `host`?)" in refusal(path)
 
 
 def test_a_missing_model_is_named(tmp_path: Path) -> None:
