@@ -5,8 +5,12 @@ requests queued when its clock starts, and stops its clock at the last token. Dr
 """
 
 import multiprocessing
+import os
+import signal
+import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import StrEnum
 from multiprocessing.connection import Connection
@@ -177,7 +181,20 @@ def measure_in_process(mode: Mode, job: CompareJob, on_tokens: OnTokens) -> Meas
 
 
 def _child(mode: Mode, job: CompareJob, sender: Connection) -> None:
-    try:
-        sender.send(measure(mode, job, sender.send))
-    except Exception as error:
-        sender.send(f"{type(error).__name__}: {error}")
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches both; the parent ends this process
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    with suppress(BrokenPipeError):
+        try:
+            sender.send(measure(mode, job, sender.send))
+        except BrokenPipeError:
+            raise
+        except Exception as error:
+            sender.send(f"{type(error).__name__}: {error}")
+
+
+def _end_with_parent() -> None:
+    """A parent that is killed cannot end its children; nobody would want the rest of this run."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
