@@ -9,7 +9,7 @@ CONFIG ?= deploy/config.yaml
 PYTHON ?= $(shell for name in python3.12 python3.11 python3; do \
 	"$$name" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 13))' 2>/dev/null && echo "$$name" && break; \
 	done)
-PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+PIP_INSTALL := $(BIN)/python -m pip install --disable-pip-version-check
 
 serve: $(VENV)/.serve
 	@exec $(BIN)/serve-app serve $(CONFIG)
