@@ -11,6 +11,7 @@ from collections.abc import Callable
 from random import Random
 from typing import Annotated, Any
 
+import aiohttp
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -105,7 +106,12 @@ def main(
     if workload not in WORKLOADS:
         raise typer.BadParameter(f"{workload!r} is none of {', '.join(WORKLOADS)}", param_hint="--workload")
     writer = open_writer(tokenizer)
-    server = Server(base_url, model or asyncio.run(find_model(base_url)), json.loads(extra_body), extensions)
+    try:
+        server = Server(base_url, model or asyncio.run(find_model(base_url)), json.loads(extra_body), extensions)
+        asyncio.run(warm_up(server, writer))
+    except (aiohttp.ClientError, OSError, RuntimeError) as error:
+        console.print(f"[red]{base_url}: {error}")
+        raise typer.Exit(1) from error
 
     def build(repeat: int) -> Workload:
         return build_workload(
@@ -119,7 +125,6 @@ def main(
             num_requests=num_requests,
         )
 
-    asyncio.run(warm_up(server, writer))
     report = run_repeats(server, writer, build, repeats=repeats, server_pid=server_pid, quiet_limit_s=wait_quiet)
     report |= {"base_url": base_url, "model": server.model, "workload": workload, "seed": seed}
     text = json.dumps(report, indent=1)

@@ -2,7 +2,10 @@
 
 import asyncio
 import json
+import subprocess
+import sys
 from collections.abc import AsyncIterator, Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -239,3 +242,11 @@ async def test_repeats_send_different_texts_and_report_the_median(fake: tuple[Fa
     assert len(report["runs"]) == 3
     assert report["median"]["output_tokens"] == 3
     assert {body["prompt"] for body in fake[0].bodies} == {"text 0", "text 1", "text 2"}
+
+
+def test_the_command_says_in_one_line_that_no_server_is_there() -> None:
+    command = [sys.executable, "-m", "load_tests.bench", "--base-url", "http://127.0.0.1:9", "--workload", "single"]
+    result = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[2])
+    assert result.returncode == 1
+    assert "127.0.0.1:9" in result.stderr
+    assert "Traceback" not in result.stderr
