@@ -79,6 +79,10 @@ def launch(config_path: Path) -> int:
         return _Launch(config_path, target, started).run()
 
 
+class _DeploymentError(Exception):
+    """Serve has given up on the application; the message is one line."""
+
+
 class _Launch:
     """One run: `serve run` in the main thread, a watcher beside it."""
 
@@ -150,7 +154,9 @@ class _Launch:
             self._stopping.wait()
             self._drain()
         except Exception as error:
-            self._failure = str(error)
+            # Ours say it in a line; Ray's begin with one that does.
+            kind = "" if isinstance(error, _DeploymentError) else f"{type(error).__name__}: "
+            self._failure = kind + str(error).strip().partition("\n")[0]
         self._ending = True
         main = threading.main_thread().ident
         assert main is not None
@@ -174,7 +180,7 @@ class _Launch:
         for name in self._target.applications:
             if name in states and states[name].status in ("DEPLOY_FAILED", "UNHEALTHY"):
                 parts = [states[name].message, *(d.message for d in states[name].deployments.values())]
-                raise RuntimeError(f"deployment failed: {find_cause(parts)} (logs: {_LOGS})")
+                raise _DeploymentError(f"deployment failed: {find_cause(parts)} (logs: {_LOGS})")
         if any(name not in states or states[name].status != "RUNNING" for name in self._target.applications):
             return False
         model = _first_token(self._target.url)
