@@ -25,6 +25,8 @@ __all__ = ["tiny_folder"]
 
 REPOSITORY = Path(__file__).parents[2]
 DEFAULT_PATH = {"RAY_SERVE_THROUGHPUT_OPTIMIZED": "0", "RAY_SERVE_ENABLE_HA_PROXY": "0"}
+# Ray's would kill replicas when the machine is full, whoever filled it.
+NO_MEMORY_MONITOR = {"RAY_memory_monitor_refresh_ms": "0"}
 START_TIMEOUT_S = 150
 
 
@@ -116,7 +118,7 @@ def launch(config: Path, environment: dict[str, str]) -> subprocess.Popen[str]:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        env={**inherited, **environment},
+        env={**inherited, **NO_MEMORY_MONITOR, **environment},
         start_new_session=True,
     )
 

@@ -10,6 +10,7 @@ import pytest
 
 from serve_app.serving.engine_config import engine_config
 from serve_app.settings import Settings
+from tests.serving.conftest import NO_MEMORY_MONITOR
 
 OPTIONS = """
 import json, sys
@@ -48,7 +49,12 @@ ray.shutdown()
 
 def run(script: str, *arguments: str) -> Any:
     """The list that `script` prints (among lines of Ray's), from a process of its own on loopback."""
-    environment = {**os.environ, "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "RAY_USAGE_STATS_ENABLED": "0"}
+    environment = {
+        **os.environ,
+        "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+        "RAY_USAGE_STATS_ENABLED": "0",
+        **NO_MEMORY_MONITOR,
+    }
     command = [sys.executable, "-c", script, *arguments]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=150)
     assert done.returncode == 0, done.stderr
