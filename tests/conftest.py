@@ -12,6 +12,7 @@ from serve_app.engine.async_engine import AsyncEngine
 from serve_app.engine.core import EngineConfig, EngineCore
 from serve_app.model import loader
 from serve_app.model.paged_model import PagedModel
+from serve_app.model_files import locate_model
 from tests.models import tiny_model
 
 
@@ -31,7 +32,7 @@ def tiny_llama() -> PagedModel:
 def default_module() -> Any:
     """The default model as transformers loads it, float32, untouched."""
     options = loader.ModelOptions()
-    path = loader._find(options.model)
+    path = locate_model(options.model).path
     assert isinstance(path, Path)
     cache_dir = Path(options.cache_dir).expanduser()
     with loader._quiet():

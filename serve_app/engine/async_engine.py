@@ -23,6 +23,9 @@ logger = logging.getLogger(__name__)
 # which no request should meet.
 _IDLE_BEFORE_CHECK_S = 1.0
 
+# What clients read. The cause, which may hold paths, is in the log and in `EngineHealth.error`.
+_DIED = "the engine died; the server's log has the cause"
+
 
 @dataclass(frozen=True, slots=True)
 class EngineHealth:
@@ -93,7 +96,7 @@ class AsyncEngine:
         ended); later `UnavailableError` when the engine is shut down and `EngineError` when it dies.
         """
         if self._error is not None or self._stopping:
-            raise UnavailableError(self._error or "the engine is shutting down")
+            raise UnavailableError("the engine is shutting down" if self._error is None else _DIED)
         request_id = request.request_id
         if request_id in self._streams:
             raise InvalidRequestError(f"request id {request_id!r} is in use", param="request_id")
@@ -177,7 +180,7 @@ class AsyncEngine:
             logger.exception("the engine died")
             self._error = f"the engine died: {type(error).__name__}: {error}"
             self._busy_since = None
-            self._hand_over(self._fail_all, EngineError(self._error))
+            self._hand_over(self._fail_all, EngineError(_DIED))
 
     def _turn(self) -> None:
         """Take in the news, then run one step, or sleep until news or time allow one."""
@@ -229,9 +232,9 @@ class AsyncEngine:
             self._core.add(request)
         except RequestError as refusal:
             error = refusal
-        except Exception as bug:
+        except Exception:
             logger.exception("adding request %r failed", request.request_id)
-            error = EngineError(f"the engine failed to take the request: {bug}")
+            error = EngineError("the engine failed to take the request")
         else:
             self._seated[request.request_id] = stream
             return

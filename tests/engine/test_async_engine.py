@@ -188,7 +188,7 @@ async def test_a_failing_request_hurts_nobody(poisoned: PagedModel, tiny_engine:
         for choice in range(2):
             assert tokens(after, choice) == tokens(before, choice)
     assert {delta.choice: delta.finish_reason for delta in failed} == {0: FinishReason.ERROR, 1: FinishReason.ERROR}
-    assert "poisoned" in (failed[0].error or "")
+    assert failed[0].error == "the model failed on this request"
     alone = await collect(tiny_engine, replace(bad, request_id="bad, and alone in its step"))
     assert alone[-1].finish_reason is FinishReason.ERROR
     assert tiny_engine.health().alive
@@ -207,14 +207,14 @@ async def test_a_broken_device_ends_the_engine(
 
     monkeypatch.setattr(tiny_llama, "forward", broken)
     for stream in streams:
-        with pytest.raises(EngineError, match="the device is gone"):
+        with pytest.raises(EngineError, match="the engine died"):
             async for _ in stream:
                 pass
     health = tiny_engine.health()
     assert not health.alive
     assert "the device is gone" in (health.error or "")
     assert health.last_step_age_s is None
-    with pytest.raises(UnavailableError, match="the device is gone"):
+    with pytest.raises(UnavailableError, match="the engine died"):
         await collect(tiny_engine, make_request("late"))
     assert "the engine died" in caplog.text
 

@@ -10,8 +10,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from serve_app.errors import ConfigError
-from serve_app.model import loader
 from serve_app.model.loader import ModelOptions, load_model
+from serve_app.model_files import locate_model
 from tests.model.stepping import Sequences, random_tokens
 from tests.models import tiny_model
 
@@ -43,7 +43,7 @@ def edit_weights(folder: Path, **changes: torch.Tensor | None) -> None:
 def test_a_local_folder_gives_the_same_logits(folder: Path) -> None:
     model = load_model(ModelOptions(model=str(folder), dtype="float64"))
     assert (model.vocab_size, model.max_model_len, model.eos_token_ids) == (200, 512, (1,))
-    assert (model.dtype, model.device.type, model.name) == (torch.float64, "cpu", str(folder))
+    assert (model.dtype, model.device.type, model.name) == (torch.float64, "cpu", "tiny")
     model.allocate_kv_cache(4)
     tokens = random_tokens(30, 0)
     got = Sequences(model, [tokens], [[1, 2]]).step({0: 30})[0]
@@ -70,7 +70,7 @@ def test_the_default_model_is_converted_once_and_exactly(tmp_path: Path, capfd: 
     assert (cached / "model.safetensors").stat().st_mtime_ns == written
     assert capfd.readouterr() == ("", "")
 
-    source = loader._find("default")
+    source = locate_model("default").path
     assert isinstance(source, Path)
     from gguf import GGUFReader, dequantize
 
@@ -86,9 +86,9 @@ def test_the_default_model_is_converted_once_and_exactly(tmp_path: Path, capfd: 
 @pytest.mark.parametrize(
     ("options", "match"),
     [
-        ({"model": "/no/such/folder"}, "model: no file or folder at /no/such/folder"),
-        ({"model": "weights/missing.gguf"}, "model: no file or folder at weights/missing.gguf"),
-        ({"model": __file__}, "not a .gguf file"),
+        ({"model": "/no/such/folder"}, "model: '/no/such/folder' is neither"),
+        ({"model": "weights/missing.gguf"}, "model: no GGUF file at .*/weights/missing.gguf"),
+        ({"model": __file__}, "nor a hub id"),
         ({"dtype": "int4"}, "dtype: unknown name 'int4'"),
         ({"device": "abacus"}, "device: unknown name 'abacus'"),
         ({"device": "meta"}, "device: 'meta' is not supported"),

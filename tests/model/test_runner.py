@@ -90,7 +90,7 @@ def test_an_exception_ends_only_the_request_that_causes_it(
     monkeypatch.setattr(tiny_llama, "forward", fail_on_poison)
     bad = EngineRequest("bad", (4, POISON, 9), SamplingParams(max_tokens=5, seed=1))
     outcomes = harness.run([good[0], bad, *good[1:]]).outcomes
-    assert "poisoned" in (outcomes.pop(("bad", 0)).error or "")
+    assert outcomes.pop(("bad", 0)).error == "the model failed on this request"
     assert outcomes == expected
 
 
