@@ -7,6 +7,7 @@ import math
 from collections import OrderedDict
 from dataclasses import dataclass, fields
 from heapq import heapify, heappop, heappush
+from itertools import islice
 from typing import TYPE_CHECKING, Literal
 
 from serve_app.errors import ConfigError
@@ -106,6 +107,13 @@ class _OrderedQueue:
     def oldest(self) -> "Request | None":
         return next(iter(self._members), None)
 
+    def newest(self) -> "Request | None":
+        return next(reversed(self._members), None)
+
+    def nth(self, n: int) -> "Request":
+        """The `n`-th that came, counted from 1."""
+        return next(islice(self._members, n - 1, n))
+
 
 class RequestQueue:
     """Who waits, in order of service. Two queues, because only newcomers need the admission gate.
@@ -135,10 +143,20 @@ class RequestQueue:
         return len(self._resuming)
 
     @property
+    def new_head(self) -> "Request | None":
+        """The newcomer who is next."""
+        return self._new.head()
+
+    @property
     def oldest_arrival(self) -> float:
         """When the newcomer who has waited longest came (infinity: nobody waits)."""
         oldest = self._new.oldest()
         return math.inf if oldest is None else oldest.arrived_at
+
+    def last_arrival(self, limit: int) -> int:
+        """The arrival number of the last newcomer to come, or of the `limit`-th where more wait (-1: nobody waits)."""
+        last = self._new.nth(limit) if limit < len(self._new) else self._new.newest()
+        return -1 if last is None else last.arrival
 
     def push(self, request: "Request", *, resuming: bool) -> None:
         """Enqueue by `request.order`."""
@@ -150,7 +168,7 @@ class RequestQueue:
 
     def head(self, *, gate_open: bool) -> "Request | None":
         """Who is next: nobody overtakes the head, but a closed gate hides the newcomers."""
-        resuming, new = self._resuming.head(), self._new.head() if gate_open else None
+        resuming, new = self._resuming.head(), self.new_head if gate_open else None
         if resuming is None or new is None:
             return resuming or new
         return min(resuming, new, key=lambda request: request.order)
@@ -162,7 +180,7 @@ class AdmissionGate:
     Open if any holds: nothing runs; the oldest newcomer has waited `max_wait_s`; `max_waiting_steps` steps passed since
     the last admission; waiting >= floor(running * waiting_served_ratio). With ratio 0 it is always open. It opens for
     the group that waits at that moment and stays open until the group is in, however many steps its prefill takes, or
-    until seats or blocks end it.
+    until seats or blocks end it. Who comes later is not of the group.
 
     Static policy: opens only when nothing runs or resumes, and `max_num_seqs` wait or the oldest has waited
     `max_wait_s`; the group is the batch.
@@ -171,23 +189,21 @@ class AdmissionGate:
     def __init__(self, config: SchedulerConfig) -> None:
         self._config = config
         self._steps_since_admission = 0
-        self._group = 0
+        self._last_of_group = -1
 
-    @property
-    def is_open(self) -> bool:
-        """Whether one more newcomer may enter in this step."""
-        return self._group > 0
+    def is_open(self, queue: RequestQueue) -> bool:
+        """Whether the next newcomer may enter in this step: it belongs to the group."""
+        head = queue.new_head
+        return head is not None and head.arrival <= self._last_of_group
 
     def update(self, now: float, queue: RequestQueue, running: int) -> bool:
         """Look at the state before admission; returns whether the gate is open (also when nobody waits)."""
-        self._group = min(self._group, queue.num_new)
-        if self._group == 0:
-            opens = self._opens(now, queue, running)
-            self._group = queue.num_new if opens else 0
-            if self._config.policy == "static":
-                self._group = min(self._group, self._config.max_num_seqs)
-            return opens
-        return True
+        if self.is_open(queue):
+            return True
+        opens = self._opens(now, queue, running)
+        limit = self._config.max_num_seqs if self._config.policy == "static" else queue.num_new
+        self._last_of_group = queue.last_arrival(limit) if opens else -1
+        return opens
 
     def _opens(self, now: float, queue: RequestQueue, running: int) -> bool:
         config = self._config
@@ -209,12 +225,11 @@ class AdmissionGate:
 
     def admitted(self) -> None:
         """A newcomer went in."""
-        self._group -= 1
         self._steps_since_admission = 0
 
     def close(self) -> None:
         """Seats or blocks have run out: the group ends here."""
-        self._group = 0
+        self._last_of_group = -1
 
     def step_done(self) -> None:
         """A step was planned."""

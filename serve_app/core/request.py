@@ -73,6 +73,11 @@ class Request:
     """Prompt logprobs still to be delivered, always the last ones: a recomputed prompt must not repeat the others."""
 
     @property
+    def arrival(self) -> int:
+        """The number of its request in order of arrival."""
+        return self.order[1]
+
+    @property
     def num_tokens(self) -> int:
         """Tokens known: prompt and output."""
         return len(self.token_ids)

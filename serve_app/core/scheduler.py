@@ -146,7 +146,7 @@ class Scheduler:
     def _admit(self, plan: StepPlan) -> None:
         """Start requests from the queue. The head blocks those behind it on purpose: nobody is overtaken for ever."""
         while plan.budget > 0:
-            request = self._queue.head(gate_open=self._gate.is_open)
+            request = self._queue.head(gate_open=self._gate.is_open(self._queue))
             if request is None:
                 return
             if not self._free_slots or not self._start(request, plan):

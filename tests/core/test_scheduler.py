@@ -470,6 +470,30 @@ def test_a_static_batch_has_at_most_max_num_seqs_members() -> None:
     assert admitted == [(("a", 0),), (("b", 0),), (), (), ()]
 
 
+@pytest.mark.parametrize("queued", [4, 6])
+def test_nobody_joins_a_static_batch_in_place_of_an_aborted_member(queued: int) -> None:
+    driver = Driver(make_config(policy="static", max_num_batched_tokens=8))
+    for i in range(queued):
+        driver.add(make_request(f"g{i}", 20, max_tokens=20))
+    driver.step()
+    driver.abort("g3")
+    driver.add(make_request("newcomer", 3))
+    admitted = [name for _ in range(15) for name, _ in driver.step().admitted]
+    assert admitted == ["g1", "g2"]
+    driver.drain()
+    assert driver.streams["newcomer", 0].finish_reason is FinishReason.LENGTH
+
+
+def test_an_urgent_latecomer_is_not_shut_out_by_an_open_group() -> None:
+    config = make_config(policy="priority", waiting_served_ratio=1.0, max_wait_s=99.0, max_num_batched_tokens=10)
+    driver = Driver(config)
+    for name in "ab":
+        driver.add(make_request(name, 10, priority=1))
+    assert driver.step().admitted == (("a", 0),)
+    driver.add(make_request("urgent", 4, priority=0))
+    assert driver.step().admitted == (("urgent", 0), ("b", 0))
+
+
 def test_max_waiting_steps_opens_the_gate() -> None:
     config = make_config(waiting_served_ratio=9.0, max_wait_s=99.0, max_waiting_steps=3)
     driver = Driver(config)
