@@ -1,5 +1,6 @@
 # serve: run the server   test: run the suite   check: lint, types, import rules   clean: forget the environment
-.PHONY: serve test check clean
+# bench: ours through HTTP beside the baselines, on the same requests in one run (JSON=FILE, PNG=FILE)
+.PHONY: serve test check bench clean
 .DEFAULT_GOAL := serve
 
 VENV := .venv
@@ -22,6 +23,9 @@ check: $(VENV)/.test
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+bench: $(VENV)/.test
+	$(BIN)/python -m load_tests.side_by_side $(if $(JSON),--json $(JSON)) $(if $(PNG),--png $(PNG))
 
 clean:
 	rm -rf $(VENV)
