@@ -37,7 +37,7 @@ class SchedulerConfig:
 
     policy: fcfs = by arrival; priority = lower number first, then by arrival; static = by arrival, in closed batches,
     the baseline that continuous batching is compared with. prefill: fused = prefill chunks ride in the packed step;
-    separate = while a group is admitted and prefilled, decodes pause.
+    separate = while a group is admitted and prefilled, decodes pause; between two groups they compute a token at least.
     """
 
     num_blocks: int
@@ -182,6 +182,9 @@ class AdmissionGate:
     the group that waits at that moment and stays open until the group is in, however many steps its prefill takes, or
     until seats or blocks end it. Who comes later is not of the group.
 
+    Before all that, for the decodes that pause with `prefill: separate`: once anybody has started, no new group before
+    they have had a step; after `max_num_seqs` starts, nobody at all. Nothing bypasses this, or load would starve them.
+
     Static policy: opens only when nothing runs or resumes, and `max_num_seqs` wait or the oldest has waited
     `max_wait_s`; the group is the batch.
     """
@@ -190,6 +193,12 @@ class AdmissionGate:
         self._config = config
         self._steps_since_admission = 0
         self._last_of_group = -1
+        self._starts_since_decodes = 0
+
+    @property
+    def decodes_are_due(self) -> bool:
+        """Whether nobody at all may start before decodes have run: a group, or the forks of one, may be long."""
+        return self._starts_since_decodes >= self._config.max_num_seqs
 
     def is_open(self, queue: RequestQueue) -> bool:
         """Whether the next newcomer may enter in this step: it belongs to the group."""
@@ -200,7 +209,7 @@ class AdmissionGate:
         """Look at the state before admission; returns whether the gate is open (also when nobody waits)."""
         if self.is_open(queue):
             return True
-        opens = self._opens(now, queue, running)
+        opens = self._starts_since_decodes == 0 and self._opens(now, queue, running)
         limit = self._config.max_num_seqs if self._config.policy == "static" else queue.num_new
         self._last_of_group = queue.last_arrival(limit) if opens else -1
         return opens
@@ -226,6 +235,14 @@ class AdmissionGate:
     def admitted(self) -> None:
         """A newcomer went in."""
         self._steps_since_admission = 0
+
+    def started(self) -> None:
+        """Anybody, newcomer or resuming, took a seat."""
+        self._starts_since_decodes += 1
+
+    def decodes_planned(self) -> None:
+        """Everyone who can decode does so in this step (perhaps nobody can)."""
+        self._starts_since_decodes = 0
 
     def close(self) -> None:
         """Seats or blocks have run out: the group ends here."""

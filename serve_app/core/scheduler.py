@@ -5,7 +5,8 @@ Chunked prefill, prefix hits, forks, preemption and failover are that one rule.
 
 `schedule` plans and allocates, `update` commits; only `update` publishes prefix blocks. Order inside `schedule`:
 running requests (decodes, which may preempt; then prefill chunks), the admission gate, then the queue while tokens,
-seats and blocks last. With `prefill: separate` decodes come last, in steps without any prefill.
+seats and blocks last. With `prefill: separate` decodes come last, in steps without any prefill; the gate sees to it
+that such steps come.
 
 Decides nothing about text, sampling or the device. Same calls, same outputs.
 """
@@ -98,7 +99,8 @@ class Scheduler:
         if self._in_flight is not None:
             raise RuntimeError("schedule() while a step is in flight: call update() first")
         plan = StepPlan(self.config.max_num_batched_tokens)
-        if self.config.prefill == "fused":
+        # Where nobody can decode this plans nothing, and says so to the gate.
+        if self.config.prefill == "fused" or all(request.is_prefilling for request in self._running):
             self._schedule_decodes(plan)
         self._schedule_prefills(plan)
         gate_open = self._gate.update(now, self._queue, len(self._running))
@@ -118,6 +120,7 @@ class Scheduler:
 
         In order of service, and the victim is the last in that order: no victim has a row in this step yet.
         """
+        self._gate.decodes_planned()
         position = 0
         while position < len(self._running):
             request = self._running[position]
@@ -145,7 +148,7 @@ class Scheduler:
 
     def _admit(self, plan: StepPlan) -> None:
         """Start requests from the queue. The head blocks those behind it on purpose: nobody is overtaken for ever."""
-        while plan.budget > 0:
+        while plan.budget > 0 and not self._gate.decodes_are_due:
             request = self._queue.head(gate_open=self._gate.is_open(self._queue))
             if request is None:
                 return
@@ -163,6 +166,7 @@ class Scheduler:
         if not self._kv.allocate(request, prefix, reserve=len(self._running)):
             return False
         self._queue.remove(request)
+        self._gate.started()
         if not request.was_admitted:
             request.was_admitted = True
             request.num_cached_tokens = min(prefix.num_tokens, request.num_prompt_tokens)

@@ -1,5 +1,6 @@
 """One rule of the scheduler per test."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -404,6 +405,54 @@ def test_separate_prefill_pauses_decodes_until_the_group_is_in() -> None:
     ]
     driver.drain()
     driver.check_outputs(*workload)
+
+
+def steps_between_decodes(driver: Driver, arrivals: Callable[[int], list[EngineRequest]]) -> int:
+    """The most steps that a running request waits for its next token while `arrivals(step)` come."""
+    driver.add(make_request("victim", 3, max_tokens=40))
+    driver.step()
+    last = longest = 0
+    for step in range(1, 200):
+        driver.now += 0.02
+        for request in arrivals(step):
+            driver.add(request)
+        if "victim" in rows(driver.step()):
+            longest, last = max(longest, step - last), step
+    return max(longest, 200 - last) if driver.streams["victim", 0].finish_reason is None else longest
+
+
+@pytest.mark.parametrize("changes", [{}, {"waiting_served_ratio": 1.2}, {"max_wait_s": 0.0}, {"max_waiting_steps": 1}])
+def test_separate_prefill_does_not_starve_decodes_under_a_steady_load(changes: dict[str, Any]) -> None:
+    driver = Driver(make_config(prefill="separate", **changes))
+    assert steps_between_decodes(driver, lambda step: [make_request(f"x{step}", 3, max_tokens=1)]) == 2
+    driver.drain()
+
+
+def test_separate_prefill_does_not_starve_decodes_by_a_long_queue_that_leaves_seats_free() -> None:
+    driver = Driver(make_config(prefill="separate", max_num_seqs=4, max_num_batched_tokens=8))
+    queue = [make_request(f"x{i}", 8, max_tokens=1) for i in range(40)]
+    assert steps_between_decodes(driver, lambda step: queue if step == 1 else []) == 4 + 1
+
+
+def test_separate_prefill_does_not_starve_decodes_by_forks() -> None:
+    driver = Driver(make_config(prefill="separate"))
+    assert steps_between_decodes(driver, lambda step: [make_request(f"x{step}", 3, max_tokens=1, n=40)]) <= 4 + 1
+
+
+def test_separate_prefill_does_not_starve_decodes_by_preemption() -> None:
+    driver = Driver(make_config(prefill="separate", num_blocks=17, max_num_batched_tokens=16))
+    assert steps_between_decodes(driver, lambda step: [make_request(f"x{step}", 9, max_tokens=6)]) <= 4 + 1
+    assert any(output.preempted for output in driver.outputs)
+    driver.drain()
+
+
+def test_separate_prefill_lets_newcomers_in_at_once_while_nothing_decodes() -> None:
+    driver = Driver(make_config(prefill="separate", max_num_batched_tokens=8, max_num_seqs=8))
+    admitted = []
+    for step in range(5):
+        driver.add(make_request(f"x{step}", 3, max_tokens=1))
+        admitted.append(driver.step().admitted)
+    assert admitted == [((f"x{step}", 0),) for step in range(5)]
 
 
 @pytest.mark.parametrize("prefill", ["fused", "separate"])

@@ -144,7 +144,9 @@ class SchedulerMachine(RuleBasedStateMachine):
 
         def nobody_overdue_stays_out_while_there_is_room(output: SchedulerOutput) -> tuple[int, ...]:
             overdue = self.driver.now >= scheduler._queue.oldest_arrival + config.max_wait_s
-            if overdue and config.policy != "static" and not output.preempted:
+            gate = scheduler._gate  # with separate prefill it may be the turn of the decodes
+            owed = config.prefill == "separate" and (not output.gate_open or gate.decodes_are_due)
+            if overdue and config.policy != "static" and not output.preempted and not owed:
                 head = scheduler._queue.head(gate_open=True)
                 assert head is not None
                 prefix = scheduler._kv.find_prefix(head)
