@@ -69,7 +69,7 @@ class SamplingParams:
         _check_number("top_p", self.top_p, 0.0, 1.0, open_low=True)
         _check_int("top_k", self.top_k, -1, 2**31 - 1)
         _check_number("min_p", self.min_p, 0.0, 1.0)
-        _check_number("repetition_penalty", self.repetition_penalty, 0.0, 10.0, open_low=True)
+        _check_number("repetition_penalty", self.repetition_penalty, 0.01, 10.0)  # less could overflow
         _check_number("presence_penalty", self.presence_penalty, -2.0, 2.0)
         _check_number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
         if self.seed is not None:

@@ -36,6 +36,8 @@ Int64Array = npt.NDArray[np.int64]
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 # Below this a temperature is greedy up to rounding, and dividing by it could overflow.
 _MIN_TEMPERATURE = 1e-6
+_NOT_FINITE = "the model's logits for the next token are not finite numbers"
+_NO_TOKEN = "the sampling parameters leave no token to choose"
 # A row is cut into this many parts when a floor for its k-th value is looked for.
 _NUM_PARTS = 512
 
@@ -56,16 +58,20 @@ def sample(logits: Tensor, slots: Sequence[Slot], eos_token_ids: Sequence[int]) 
     A row whose logits are not numbers, or that has no token left to choose, is reported in `failed`.
     """
     failed: dict[int, str] = {}
+    masked: dict[int, Tensor | None] = {}
     wanted = [i for i, slot in enumerate(slots) if slot.params.logprobs is not None]
     raw = _take(logits, wanted).log_softmax(-1) if wanted else None
     for i, slot in enumerate(slots):
         try:
-            _edit(logits[i], slot, eos_token_ids)
+            masked[i] = _edit(logits[i], slot, eos_token_ids)
         except (RuntimeError, IndexError, ValueError) as error:
             failed[i] = f"sampling failed: {error}"
     best, token_ids = _most_likely(logits)
     for i in (~best.isfinite()).nonzero()[:, 0].tolist():
-        failed.setdefault(i, "the model's logits for the next token are not finite numbers")
+        # The mask alone can empty a row: the model left a token if it took one away.
+        taken = masked.get(i)
+        emptied = taken is not None and bool(best[i] == -torch.inf) and bool(taken.isfinite().any())
+        failed.setdefault(i, _NO_TOKEN if emptied else _NOT_FINITE)
     drawn = [i for i, slot in enumerate(slots) if not slot.params.greedy and i not in failed]
     if drawn:
         for i, token_id in zip(drawn, _draw(logits, drawn, slots), strict=True):
@@ -118,8 +124,8 @@ def _top(slot: Slot) -> int:
     return slot.params.logprobs or 0
 
 
-def _edit(row: Tensor, slot: Slot, eos_token_ids: Sequence[int]) -> None:
-    """Penalties, bias and the `min_tokens` mask, in place on one row of logits."""
+def _edit(row: Tensor, slot: Slot, eos_token_ids: Sequence[int]) -> Tensor | None:
+    """Penalties, bias and the `min_tokens` mask, in place on one row of logits; returns what the mask took away."""
     params = slot.params
     if params.repetition_penalty != 1.0:
         # Ids that occur twice are written twice, with the same value.
@@ -138,10 +144,13 @@ def _edit(row: Tensor, slot: Slot, eos_token_ids: Sequence[int]) -> None:
         row[torch.tensor(list(bias), device=row.device)] += torch.tensor(
             list(bias.values()), device=row.device, dtype=row.dtype
         )
-    if slot.num_output_tokens < params.min_tokens:
-        ends = [*params.stop_token_ids, *(() if params.ignore_eos else eos_token_ids)]
-        if ends:
-            row[torch.tensor(ends, device=row.device)] = -torch.inf
+    if slot.num_output_tokens >= params.min_tokens:
+        return None
+    ends = [*params.stop_token_ids, *(() if params.ignore_eos else eos_token_ids)]
+    index = torch.tensor(ends, dtype=torch.int64, device=row.device)
+    masked = row[index]
+    row[index] = -torch.inf
+    return masked
 
 
 def _most_likely(logits: Tensor) -> tuple[Tensor, list[int]]:

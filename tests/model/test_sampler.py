@@ -233,6 +233,33 @@ def test_a_row_of_nonsense_fails_alone() -> None:
         assert (result.token_ids[i], result.logprobs[i]) == (expected.token_ids[i], expected.logprobs[i])
 
 
+def test_a_failure_names_who_left_no_token() -> None:
+    ends = SamplingParams(seed=1, min_tokens=30, stop_token_ids=(3, 4))
+    only_ends = torch.full((VOCAB,), -torch.inf)
+    only_ends[[3, EOS]] = 1.0
+    nothing = torch.full((VOCAB,), -torch.inf)
+    nonsense = only_ends.clone()
+    nonsense[9] = torch.nan
+    logits = torch.stack([only_ends, nothing, nonsense, nothing, only_ends])
+    slots = [
+        make_slot(ends),
+        make_slot(ends),
+        make_slot(ends),
+        make_slot(SamplingParams(seed=1)),
+        make_slot(SamplingParams(seed=1)),
+    ]
+    failed = sample(logits, slots, (EOS,)).failed
+    assert [failed.get(i, "")[:12] for i in range(5)] == ["the sampling", *["the model's "] * 3, ""]
+    # All of a small vocabulary may be masked.
+    assert "leave no token" in sample(torch.zeros(1, 5), [make_slot(ends, tokens=[0, 1])], (0, 1, 2)).failed[0]
+
+
+def test_the_smallest_repetition_penalty_does_not_overflow() -> None:
+    logits = make_logits(1) * 1e30
+    for temperature in (0.0, 1.0):
+        run_one(logits[0], make_slot(SamplingParams(seed=1, repetition_penalty=0.01, temperature=temperature)))
+
+
 def test_a_row_left_without_a_token_fails_alone() -> None:
     """An id outside the vocabulary cannot pass the request's checks; should it come all the same, it hurts one row."""
     bad = make_slot(SamplingParams(seed=1, logit_bias=((VOCAB, 1.0),)))
