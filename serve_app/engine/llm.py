@@ -22,13 +22,17 @@ from serve_app.text.tokenizer import load_tokenizer
 
 @dataclass(slots=True)
 class CompletionOutput:
-    """One choice. `logprobs` has an entry per token when `SamplingParams.logprobs` asked for it, else is None."""
+    """One choice. `logprobs` has an entry per token when `SamplingParams.logprobs` asked for it, else is None.
+
+    With finish_reason ERROR, `error` says why the engine gave it up, and the rest is what had come before.
+    """
 
     index: int
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     logprobs: list[TokenLogprob] | None = None
+    error: str | None = None
 
 
 @dataclass(slots=True)
@@ -74,7 +78,8 @@ class LLM:
         """Complete every prompt (text or token ids), all batched together, in the order given.
 
         params: one for all (None: the defaults) or one per prompt. Raises `InvalidRequestError` before anything runs
-        when a prompt is refused, `EngineError` when the engine fails on one.
+        when a prompt is refused, `EngineError` when the engine breaks down. A prompt that fails costs nobody else:
+        its choices end with finish_reason ERROR.
         """
         items: list[str | Sequence[int]] = [prompts] if isinstance(prompts, str) else list(prompts)
         each = list(params) if isinstance(params, Sequence) else [params or SamplingParams()] * len(items)
@@ -123,11 +128,9 @@ class LLM:
 
 
 def _collect(delta: TokenDelta, result: RequestOutput) -> None:
-    if delta.finish_reason is FinishReason.ERROR:
-        raise EngineError(delta.error or "the engine failed this request")
     output = result.outputs[delta.choice]
     output.token_ids += delta.token_ids
-    output.finish_reason = delta.finish_reason
+    output.finish_reason, output.error = delta.finish_reason, delta.error
     if output.logprobs is not None:
         output.logprobs += delta.logprobs
     if result.prompt_logprobs is not None:

@@ -1,6 +1,7 @@
 import math
 
 import pytest
+from torch import Tensor
 
 import serve_app
 from serve_app.core.output import FinishReason
@@ -8,6 +9,7 @@ from serve_app.core.sampling_params import SamplingParams
 from serve_app.engine.core import EngineCore
 from serve_app.engine.llm import LLM
 from serve_app.errors import ContextLengthError, EngineError, InvalidRequestError
+from serve_app.model.attention.base import AttentionBatch
 from serve_app.model.paged_model import PagedModel
 
 
@@ -60,6 +62,27 @@ def test_a_refused_prompt_runs_nothing(llm: LLM) -> None:
     with pytest.raises(InvalidRequestError, match="2 entries for 1"):
         llm.generate("x", [SamplingParams(), SamplingParams()])
     assert not llm.core.has_unfinished
+
+
+def test_a_failing_prompt_costs_nobody_else(
+    llm: LLM, default_model: PagedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The model fails on every packed row that holds token 9, as a kernel would that dislikes one shape."""
+    forward = default_model.forward
+
+    def fail_on_9(input_ids: Tensor, positions: Tensor, batch: AttentionBatch) -> Tensor:
+        if 9 in input_ids:
+            raise RuntimeError("poisoned")
+        return forward(input_ids, positions, batch)
+
+    monkeypatch.setattr(default_model, "forward", fail_on_9)
+    params = SamplingParams(temperature=0.0, max_tokens=3, n=2, ignore_eos=True)
+    bad, good = llm.generate([[5, 9], [504, 3575]], params)
+    for output in bad.outputs:
+        assert (output.finish_reason, output.text, output.token_ids) == (FinishReason.ERROR, "", [])
+        assert output.error == "the model failed on this request"
+    for output in good.outputs:
+        assert (output.finish_reason, len(output.token_ids), output.error) == (FinishReason.LENGTH, 3, None)
 
 
 def test_a_failing_engine_is_an_error_and_leaves_nothing(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
