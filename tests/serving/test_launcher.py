@@ -5,6 +5,7 @@ import signal
 import socket
 import subprocess
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -127,9 +128,13 @@ def test_from_ready_to_ctrl_c_with_the_default_config(start: StartServer) -> Non
 def test_a_killed_launcher_takes_everything_with_it(start: StartServer, tiny_folder: Path) -> None:
     server = start({"model": str(tiny_folder), "device": "cpu", "engine": {"kv_cache_gib": 0.05}})
     server.wait_ready()
+    everybody = server.descendants()
     # Ray's two agents of the node notice after about a minute; they hold nothing that others would miss.
-    family = [process for process in server.descendants() if "Agent" not in process.name()]
+    family = [process for process in everybody if "Agent" not in process.name()]
     server.process.kill()
     assert len(family) > 5
     assert psutil.wait_procs(family, timeout=20)[1] == []
-    server.process.wait()
+    for process in everybody:  # the agents still hold the pipe that `wait_stopped` reads to its end
+        with suppress(psutil.NoSuchProcess):
+            process.kill()
+    server.wait_stopped()
