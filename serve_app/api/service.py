@@ -45,6 +45,21 @@ class ModelCard:
 
 
 @dataclass(frozen=True, slots=True)
+class RequestContext:
+    """What a service needs to know of a request beside its tokens.
+
+    deadline: on `time.monotonic`'s clock, in seconds; after it the request ends with `RequestTimeoutError`.
+    session: the client's name for a conversation whose requests should meet the same cache.
+    """
+
+    deadline: float | None = None
+    session: str | None = None
+
+
+NO_CONTEXT = RequestContext()
+
+
+@dataclass(frozen=True, slots=True)
 class MetricsPage:
     """The body of /metrics."""
 
@@ -63,7 +78,9 @@ class Service(Protocol):
     def tokenizer(self) -> Tokenizer:
         """The model's tokenizer."""
 
-    def generate(self, request: EngineRequest) -> AsyncGenerator[list[TokenDelta], None]:
+    def generate(
+        self, request: EngineRequest, context: RequestContext = NO_CONTEXT
+    ) -> AsyncGenerator[list[TokenDelta], None]:
         """News of the request, all its choices, until each has finished. Raises `RequestError`.
 
         Closing or cancelling the generator aborts the request, also while it waits.
