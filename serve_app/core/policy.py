@@ -8,7 +8,7 @@ from collections import OrderedDict
 from dataclasses import dataclass, fields
 from heapq import heapify, heappop, heappush
 from itertools import islice
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from serve_app.errors import ConfigError
 
@@ -26,25 +26,31 @@ _MINIMA = {
     "max_waiting_steps": 1,
 }
 
+LIVE_KNOBS = (
+    "max_num_seqs",
+    "max_num_batched_tokens",
+    "prefill",
+    "waiting_served_ratio",
+    "max_wait_s",
+    "max_waiting_steps",
+)
+"""What may change between two steps. The order of a queue and what the prefix cache knows may not."""
+# Seats and the memory of the largest step are laid out when an engine is built: these may go down, and up again.
+_MEASURED = ("max_num_seqs", "max_num_batched_tokens")
 
-@dataclass(frozen=True, slots=True)
-class SchedulerConfig:
-    """Limits and policies of one engine. Construction raises ConfigError naming the key.
 
-    num_blocks counts the null block (block 0); block_size is in tokens and comes from the attention backend.
-    vocab_size is the logits' width. max_num_batched_tokens bounds the tokens of one step. The gate's knobs are
-    explained at `AdmissionGate`.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerKnobs:
+    """What users may turn. Construction raises ConfigError naming the key.
+
+    max_num_seqs: sequences that run at once. max_num_batched_tokens bounds the tokens of one step. The gate's knobs
+    (waiting_served_ratio, max_wait_s in seconds, max_waiting_steps) are explained at `AdmissionGate`.
 
     policy: fcfs = by arrival; priority = lower number first, then by arrival; static = by arrival, in closed batches,
     the baseline that continuous batching is compared with. prefill: fused = prefill chunks ride in the packed step;
     separate = while a group is admitted and prefilled, decodes pause; between two groups they compute a token at least.
     """
 
-    num_blocks: int
-    block_size: int
-    max_model_len: int
-    vocab_size: int
-    eos_token_ids: tuple[int, ...] = ()
     max_num_seqs: int = 16
     max_num_batched_tokens: int = 512
     policy: Literal["fcfs", "priority", "static"] = "fcfs"
@@ -68,6 +74,40 @@ class SchedulerConfig:
                 f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least max_num_seqs "
                 f"({self.max_num_seqs}): every running request computes a token in every step"
             )
+
+    def knobs(self) -> dict[str, Any]:
+        """The knobs alone, by name."""
+        return {field.name: getattr(self, field.name) for field in fields(SchedulerKnobs)}
+
+    def check_change(self, knobs: "SchedulerKnobs") -> None:
+        """Raise `ConfigError` unless an engine that was built with `self` can go on with `knobs`."""
+        changed = {key: value for key, value in knobs.knobs().items() if value != getattr(self, key)}
+        for key, value in changed.items():
+            if key not in LIVE_KNOBS:
+                raise ConfigError(f"{key} cannot change in a running engine (live: {', '.join(LIVE_KNOBS)})")
+            if key in _MEASURED and value > getattr(self, key):
+                raise ConfigError(
+                    f"{key} can be at most {getattr(self, key)} in this running engine, whose memory was measured "
+                    f"with it, got {value}"
+                )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerConfig(SchedulerKnobs):
+    """The knobs, and what the model and its memory set. Construction raises ConfigError naming the key.
+
+    num_blocks counts the null block (block 0); block_size is in tokens and comes from the attention backend.
+    vocab_size is the logits' width.
+    """
+
+    num_blocks: int
+    block_size: int
+    max_model_len: int
+    vocab_size: int
+    eos_token_ids: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        SchedulerKnobs.__post_init__(self)  # not super(): `slots` makes a new class, which super() would not know
         for token_id in self.eos_token_ids:
             if not 0 <= token_id < self.vocab_size:
                 raise ConfigError(f"eos_token_ids holds {token_id}; the logits have ids 0 to {self.vocab_size - 1}")
@@ -189,16 +229,20 @@ class AdmissionGate:
     `max_wait_s`; the group is the batch.
     """
 
-    def __init__(self, config: SchedulerConfig) -> None:
-        self._config = config
+    def __init__(self, knobs: SchedulerKnobs) -> None:
+        self._knobs = knobs
         self._steps_since_admission = 0
         self._last_of_group = -1
         self._starts_since_decodes = 0
 
+    def reconfigure(self, knobs: SchedulerKnobs) -> None:
+        """Decide by other knobs from now on. A group that is going in goes on."""
+        self._knobs = knobs
+
     @property
     def decodes_are_due(self) -> bool:
         """Whether nobody at all may start before decodes have run: a group, or the forks of one, may be long."""
-        return self._starts_since_decodes >= self._config.max_num_seqs
+        return self._starts_since_decodes >= self._knobs.max_num_seqs
 
     def is_open(self, queue: RequestQueue) -> bool:
         """Whether the next newcomer may enter in this step: it belongs to the group."""
@@ -210,27 +254,27 @@ class AdmissionGate:
         if self.is_open(queue):
             return True
         opens = self._starts_since_decodes == 0 and self._opens(now, queue, running)
-        limit = self._config.max_num_seqs if self._config.policy == "static" else queue.num_new
+        limit = self._knobs.max_num_seqs if self._knobs.policy == "static" else queue.num_new
         self._last_of_group = queue.last_arrival(limit) if opens else -1
         return opens
 
     def _opens(self, now: float, queue: RequestQueue, running: int) -> bool:
-        config = self._config
-        overdue = now >= queue.oldest_arrival + config.max_wait_s
-        if config.policy == "static":
-            return running == 0 and queue.num_resuming == 0 and (overdue or queue.num_new >= config.max_num_seqs)
+        knobs = self._knobs
+        overdue = now >= queue.oldest_arrival + knobs.max_wait_s
+        if knobs.policy == "static":
+            return running == 0 and queue.num_resuming == 0 and (overdue or queue.num_new >= knobs.max_num_seqs)
         return (
             running == 0
             or overdue
-            or self._steps_since_admission >= config.max_waiting_steps
-            or len(queue) >= math.floor(running * config.waiting_served_ratio)
+            or self._steps_since_admission >= knobs.max_waiting_steps
+            or len(queue) >= math.floor(running * knobs.waiting_served_ratio)
         )
 
     def wake_at(self, queue: RequestQueue) -> float | None:
         """When time alone opens the gate of an idle engine; None where it is open anyway, or nobody waits."""
-        if self._config.policy != "static" or queue.num_new == 0:
+        if self._knobs.policy != "static" or queue.num_new == 0:
             return None
-        return queue.oldest_arrival + self._config.max_wait_s
+        return queue.oldest_arrival + self._knobs.max_wait_s
 
     def admitted(self) -> None:
         """A newcomer went in."""

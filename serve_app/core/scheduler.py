@@ -12,6 +12,7 @@ Decides nothing about text, sampling or the device. Same calls, same outputs.
 """
 
 from bisect import bisect_left, insort
+from dataclasses import replace
 from heapq import heappop, heappush
 from operator import attrgetter
 
@@ -25,7 +26,7 @@ from serve_app.core.output import (
     TokenDelta,
     TokenLogprob,
 )
-from serve_app.core.policy import AdmissionGate, RequestQueue, SchedulerConfig, pick_victim
+from serve_app.core.policy import AdmissionGate, RequestQueue, SchedulerConfig, SchedulerKnobs, pick_victim
 from serve_app.core.request import EngineRequest, Request, RequestStatus, make_choices
 from serve_app.core.step_plan import StepPlan
 from serve_app.errors import InvalidRequestError
@@ -42,10 +43,11 @@ def _token_error(row: ScheduledRequest, token_ids: tuple[int, ...], vocab_size: 
 
 
 class Scheduler:
-    """Continuous batching over a paged KV cache; see the module for the rules and `SchedulerConfig` for the knobs."""
+    """Continuous batching over a paged KV cache; see the module for the rules and `SchedulerKnobs` for the knobs."""
 
     def __init__(self, config: SchedulerConfig) -> None:
         self.config = config
+        self._built_with = config
         self._kv = KVCacheManager(config)
         self._queue = RequestQueue()
         self._gate = AdmissionGate(config)
@@ -93,12 +95,23 @@ class Scheduler:
         """When time alone will let `schedule` succeed, after it returned no rows; None: only news can help."""
         return None if self._running else self._gate.wake_at(self._queue)
 
+    def reconfigure(self, knobs: SchedulerKnobs) -> None:
+        """Go on with other knobs from the next `schedule` on. Raises ConfigError, changing nothing, for what cannot.
+
+        Running requests beyond a lower `max_num_seqs` are preempted then, youngest first: they lose no token.
+        """
+        self._built_with.check_change(knobs)
+        self.config = replace(self.config, **knobs.knobs())
+        self._gate.reconfigure(knobs)
+
     # ---------------------------------------------------------------------------------------------- planning
     def schedule(self, now: float) -> SchedulerOutput:
         """Plan the next step; `update` must follow before the next plan, unless the plan has no rows."""
         if self._in_flight is not None:
             raise RuntimeError("schedule() while a step is in flight: call update() first")
         plan = StepPlan(self.config.max_num_batched_tokens)
+        while len(self._running) > self.config.max_num_seqs:
+            self._preempt(pick_victim(self._running), plan)
         # Where nobody can decode this plans nothing, and says so to the gate.
         if self.config.prefill == "fused" or all(request.is_prefilling for request in self._running):
             self._schedule_decodes(plan)
@@ -152,7 +165,7 @@ class Scheduler:
             request = self._queue.head(gate_open=self._gate.is_open(self._queue))
             if request is None:
                 return
-            if not self._free_slots or not self._start(request, plan):
+            if len(self._running) >= self.config.max_num_seqs or not self._start(request, plan):
                 self._gate.close()
                 return
 
@@ -280,7 +293,7 @@ class Scheduler:
         orders = [request.order for request in running]
         assert orders == sorted(set(orders)), "running requests are out of order"
         slots = sorted([*self._free_slots, *(request.slot for request in running)])
-        assert slots == list(range(self.config.max_num_seqs)), "a slot is lost or held twice"
+        assert slots == list(range(self._built_with.max_num_seqs)), "a slot is lost or held twice"
         known = [choice for choices in self._choices.values() for choice in choices]
         assert set(running) == {c for c in known if c.status is RequestStatus.RUNNING}, "running and status disagree"
         waiting = [c for c in known if c.status is RequestStatus.WAITING]

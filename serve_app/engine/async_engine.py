@@ -13,6 +13,7 @@ from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, field
 
 from serve_app.core.output import FinishReason, SchedulerStats, TokenDelta
+from serve_app.core.policy import SchedulerKnobs
 from serve_app.core.request import EngineRequest
 from serve_app.engine.core import EngineConfig, EngineCore, ModelInfo, OnProgress, OnStep
 from serve_app.errors import EngineError, InvalidRequestError, OverloadedError, RequestError, UnavailableError
@@ -119,6 +120,11 @@ class AsyncEngine:
         self._end(request_id, stream)
         last = [TokenDelta(request_id, i, 0, (), finish_reason=FinishReason.ABORT) for i in sorted(stream.unfinished)]
         stream.news.put_nowait(last)
+
+    def reconfigure(self, knobs: SchedulerKnobs) -> None:
+        """Change the scheduler's knobs before its next step. Raises `ConfigError` for what only a restart can do."""
+        self._core.config.check_change(knobs)
+        self._inbox.put(lambda: self._core.reconfigure(knobs))
 
     def stats(self) -> SchedulerStats:
         """The scheduler's state after the last step or the last news, whichever was later."""

@@ -9,10 +9,9 @@ import secrets
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Literal
 
 from serve_app.core.output import SchedulerOutput, SchedulerStats, StepRecord, TokenDelta
-from serve_app.core.policy import SchedulerConfig
+from serve_app.core.policy import SchedulerConfig, SchedulerKnobs
 from serve_app.core.request import EngineRequest
 from serve_app.core.scheduler import Scheduler
 from serve_app.errors import ConfigError
@@ -31,9 +30,9 @@ OnStep = Callable[[StepRecord], None]
 OnProgress = Callable[[str], None]
 
 
-@dataclass(frozen=True, slots=True)
-class EngineConfig:
-    """One engine's settings. The scheduler's knobs are explained at `SchedulerConfig`.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig(SchedulerKnobs):
+    """One engine's settings: the scheduler's knobs, and what it is built with.
 
     kv_cache_gib caps the KV pool (None: no cap on a GPU, 4 GiB on a CPU); memory_fraction is the part of the memory
     left after loading and warming up that the pool may take. max_num_waiting: requests beyond the seats that an
@@ -41,14 +40,6 @@ class EngineConfig:
     """
 
     model: ModelOptions = field(default_factory=ModelOptions)
-    max_num_seqs: int = 16
-    max_num_batched_tokens: int = 512
-    policy: Literal["fcfs", "priority", "static"] = "fcfs"
-    prefill: Literal["fused", "separate"] = "fused"
-    waiting_served_ratio: float = 0.0
-    max_wait_s: float = 1.0
-    max_waiting_steps: int = 20
-    enable_prefix_cache: bool = True
     kv_cache_gib: float | None = None
     memory_fraction: float = 0.8
     max_num_waiting: int = 256
@@ -100,14 +91,7 @@ class EngineCore:
                 max_model_len=model.max_model_len,
                 vocab_size=model.vocab_size,
                 eos_token_ids=tuple(model.eos_token_ids),
-                max_num_seqs=config.max_num_seqs,
-                max_num_batched_tokens=config.max_num_batched_tokens,
-                policy=config.policy,
-                prefill=config.prefill,
-                waiting_served_ratio=config.waiting_served_ratio,
-                max_wait_s=config.max_wait_s,
-                max_waiting_steps=config.max_waiting_steps,
-                enable_prefix_cache=config.enable_prefix_cache,
+                **config.knobs(),
             )
         )
         self.info = ModelInfo(
@@ -148,6 +132,10 @@ class EngineCore:
     def abort(self, request_id: str) -> None:
         """End a request, whatever it is doing; unknown ids are no error."""
         self._scheduler.abort(request_id)
+
+    def reconfigure(self, knobs: SchedulerKnobs) -> None:
+        """Go on with other scheduler knobs. Raises `ConfigError`, changing nothing, for what only a restart can do."""
+        self._scheduler.reconfigure(knobs)
 
     @property
     def has_unfinished(self) -> bool:

@@ -4,6 +4,7 @@ import os
 
 from serve_app.engine.core import EngineConfig
 from serve_app.model.loader import ModelOptions
+from serve_app.serving.knobs import scheduler_knobs
 from serve_app.settings import Settings
 
 
@@ -20,14 +21,7 @@ def engine_config(settings: Settings, *, use_gpu: bool) -> EngineConfig:
             device="cuda" if use_gpu else "cpu",
             max_model_len=engine.max_model_len,
         ),
-        max_num_seqs=engine.max_num_seqs,
-        max_num_batched_tokens=engine.max_num_batched_tokens,
-        policy=engine.policy,
-        prefill=engine.prefill,
-        waiting_served_ratio=engine.waiting_served_ratio,
-        max_wait_s=engine.max_wait_s,
-        max_waiting_steps=engine.max_waiting_steps,
-        enable_prefix_cache=engine.enable_prefix_cache,
+        **scheduler_knobs(engine).knobs(),
         kv_cache_gib=engine.kv_cache_gib,
         # The ingress does the counting. The engine's own limit lies beyond, since a request that left the ingress stays
         # in the engine until the step in flight is over.

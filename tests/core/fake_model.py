@@ -19,7 +19,7 @@ from serve_app.core.output import (
     TokenDelta,
     TokenLogprob,
 )
-from serve_app.core.policy import SchedulerConfig
+from serve_app.core.policy import SchedulerConfig, SchedulerKnobs
 from serve_app.core.request import EngineRequest
 from serve_app.core.scheduler import Scheduler
 
@@ -68,6 +68,7 @@ class FakeRunner:
 
     def __init__(self, config: SchedulerConfig) -> None:
         self.config = config
+        self.num_slots = config.max_num_seqs
         self.slots: dict[int, _Slot] = {}
         self.cells: dict[tuple[int, int], int] = {}  # (block id, offset) -> hash of the prefix that ends there
 
@@ -96,7 +97,8 @@ class FakeRunner:
         assert sum(row.num_tokens for row in output.rows) == output.num_tokens <= self.config.max_num_batched_tokens
         slots = [row.slot for row in output.rows]
         assert len(set(slots)) == len(slots)
-        assert all(0 <= slot < self.config.max_num_seqs for slot in slots)
+        assert all(0 <= slot < self.num_slots for slot in slots)
+        assert len(slots) <= self.config.max_num_seqs
         starts = [(start.slot, start.request_id, start.choice) for start in output.slot_starts]
         assert set(starts) <= {(row.slot, row.request_id, row.choice) for row in output.rows}
         assert [start[1:] for start in starts] == list(output.admitted)
@@ -189,6 +191,12 @@ class Driver:
         self.streams: dict[tuple[str, int], Stream] = {}
         self.outputs: list[SchedulerOutput] = []
         self.now = 0.0
+
+    def reconfigure(self, knobs: SchedulerKnobs) -> None:
+        self.scheduler.reconfigure(knobs)
+        self.twin.reconfigure(knobs)
+        self.scheduler.check_invariants()
+        self.config = self.runner.config = self.scheduler.config
 
     def add(self, request: EngineRequest) -> None:
         self.scheduler.add(request, self.now)

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from serve_app.core.output import FinishReason, SchedulerOutput
-from serve_app.core.policy import SchedulerConfig
+from serve_app.core.policy import SchedulerConfig, SchedulerKnobs
 from serve_app.core.request import EngineRequest
 from serve_app.core.sampling_params import SamplingParams
 from tests.core.fake_model import Driver
@@ -38,6 +38,25 @@ def configs(draw: st.DrawFn) -> SchedulerConfig:
         max_waiting_steps=draw(st.sampled_from([1, 3, 50])),
         enable_prefix_cache=draw(st.booleans()),
     )
+
+
+def live_knobs(built: SchedulerConfig) -> st.SearchStrategy[SchedulerKnobs]:
+    """Whatever an engine built with `built` may go on with."""
+
+    @st.composite
+    def draw_knobs(draw: st.DrawFn) -> SchedulerKnobs:
+        max_num_seqs = draw(st.integers(1, built.max_num_seqs))
+        changes = {
+            "max_num_seqs": max_num_seqs,
+            "max_num_batched_tokens": draw(st.integers(max_num_seqs, built.max_num_batched_tokens)),
+            "prefill": draw(st.sampled_from(["fused", "separate"])),
+            "waiting_served_ratio": draw(st.sampled_from([0.0, 0.5, 2.0])),
+            "max_wait_s": draw(st.sampled_from([0.0, 2.0, 50.0])),
+            "max_waiting_steps": draw(st.sampled_from([1, 3, 50])),
+        }
+        return SchedulerKnobs(**built.knobs() | changes)
+
+    return draw_knobs()
 
 
 @st.composite
@@ -102,12 +121,13 @@ def test_failover_after_any_step_changes_no_token(
 
 
 class SchedulerMachine(RuleBasedStateMachine):
-    """Arrivals, aborts (also with a step in flight), failing rows and passing time, in any order."""
+    """Arrivals, aborts (also with a step in flight), failing rows, other knobs and passing time, in any order."""
 
     driver: Driver
 
     @initialize(config=configs())
     def start(self, config: SchedulerConfig) -> None:
+        self.built_with = config
         self.driver = Driver(config)
         self.alive: dict[str, EngineRequest] = {}
         self.num_requests = 0
@@ -129,6 +149,10 @@ class SchedulerMachine(RuleBasedStateMachine):
     def _abort(self, request_id: str) -> None:
         del self.alive[request_id]
         self.driver.abort(request_id)
+
+    @rule(data=st.data())
+    def reconfigure(self, data: st.DataObject) -> None:
+        self.driver.reconfigure(data.draw(live_knobs(self.built_with)))
 
     @rule(seconds=st.sampled_from([0.5, 3.0]))
     def wait(self, seconds: float) -> None:
@@ -153,7 +177,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 needed = -(-head.num_tokens // config.block_size) - len(prefix.shared)
                 needed += sum(block.ref_count == 0 for block in prefix.shared)
                 assert (
-                    not scheduler._free_slots
+                    len(scheduler._running) == config.max_num_seqs
                     or output.num_tokens == config.max_num_batched_tokens
                     or needed + len(scheduler._running) > scheduler._kv.pool.num_free
                 )

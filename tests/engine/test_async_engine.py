@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from serve_app.core.output import FinishReason, SchedulerStats, StepRecord, TokenDelta
+from serve_app.core.policy import SchedulerKnobs
 from serve_app.core.request import EngineRequest
 from serve_app.core.sampling_params import SamplingParams
 from serve_app.engine import async_engine
@@ -285,4 +286,31 @@ async def test_the_loop_stays_free_while_the_model_loads_and_runs(tiny_llama: Pa
     assert not starting.done()
     leave.set()
     engine = await starting
+    await engine.shutdown()
+
+
+async def test_other_knobs_under_load_change_the_steps_and_no_token(tiny_llama: PagedModel) -> None:
+    requests = [make_request(f"r{i}", 40 + i, 30, n=1 + i % 2, seed=i) for i in range(12)]
+    harness = Harness(tiny_llama)
+    expected = {request.request_id: harness.run([request]).outcomes for request in requests}
+    records: list[StepRecord] = []
+    config = EngineConfig(max_num_batched_tokens=64, kv_cache_gib=0.1)
+    engine = await AsyncEngine.start_with(lambda: EngineCore(tiny_llama, config, on_step=records.append))
+    stream = engine.generate(make_request("first", 3, 2))
+    tasks = [asyncio.create_task(collect(engine, request)) for request in requests]
+    await anext(stream)
+    engine.reconfigure(SchedulerKnobs(max_num_seqs=3, max_num_batched_tokens=5, waiting_served_ratio=1.0))
+    changed_at = len(records) + 2  # a step may be on its way, and another be planned already
+    await stream.aclose()
+    for request, deltas in zip(requests, await asyncio.gather(*tasks), strict=True):
+        for choice in range(request.params.n):
+            assert tokens(deltas, choice) == expected[request.request_id][request.request_id, choice].token_ids
+    late = records[changed_at:]
+    assert late
+    assert max(sum(row.num_tokens for row in record.rows) for record in late) == 5
+    assert max(len(record.rows) for record in late) == 3
+    with pytest.raises(ConfigError, match="max_num_seqs"):
+        engine.reconfigure(SchedulerKnobs(max_num_seqs=17, max_num_batched_tokens=64))
+    assert tokens(await collect(engine, make_request("r0", 40, 30, seed=0))) == expected["r0"]["r0", 0].token_ids
+    await settled(engine)
     await engine.shutdown()

@@ -1,0 +1,35 @@
+"""The scheduler's knobs: from the settings at start, from Serve's `user_config` while the engine runs.
+
+Decides how a `user_config` is read and refused. What may change in a running engine is the scheduler's to say.
+"""
+
+from collections.abc import Mapping
+from dataclasses import fields
+
+from serve_app.core.policy import LIVE_KNOBS, SchedulerKnobs
+from serve_app.errors import ConfigError
+from serve_app.settings import EngineSettings, Settings, suggest
+
+
+def scheduler_knobs(engine: EngineSettings) -> SchedulerKnobs:
+    """What the settings say. Raises `ConfigError` for knobs that contradict each other."""
+    return SchedulerKnobs(**{field.name: getattr(engine, field.name) for field in fields(SchedulerKnobs)})
+
+
+def live_knobs(settings: Settings, user_config: object) -> SchedulerKnobs:
+    """The knobs of an engine built with `settings` once `user_config` has changed some; what it leaves out is as built.
+
+    Raises `ConfigError` naming the key.
+    """
+    if not isinstance(user_config, Mapping):
+        raise ConfigError(f"user_config must be a mapping of scheduler knobs, got {user_config!r}")
+    for key in user_config:
+        if key not in LIVE_KNOBS:
+            raise ConfigError(
+                f"user_config: `{key}` cannot change in a running engine {suggest(key, list(LIVE_KNOBS))}"
+            )
+    engine = {**settings.engine.model_dump(), **user_config}
+    changed = Settings.model_validate({**settings.model_dump(exclude_unset=True), "engine": engine})
+    knobs = scheduler_knobs(changed.engine)
+    scheduler_knobs(settings.engine).check_change(knobs)
+    return knobs
