@@ -1,15 +1,16 @@
 """Builds the Serve application from `Settings` (`import_path: serve_app.app:build`).
 
-Decides the two deployments' options: places, limits, health checks, shutdown. Annotations stay real classes here (no
-postponed evaluation): Ray looks at the builder's to validate `args`.
+Decides the two deployments' options: places, limits, health checks, updates, shutdown, autoscaling. Annotations stay
+real classes here (no postponed evaluation): Ray looks at the builder's to validate `args`.
 """
 
 from typing import Any
 
 import ray
 from ray import serve
-from ray.serve.config import RequestRouterConfig
+from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouterConfig
 
+from serve_app.serving.autoscaling import EnginePolicy, IngressPolicy
 from serve_app.serving.ingress import Ingress
 from serve_app.serving.replica import EngineReplica
 from serve_app.serving.router import EngineRouter
@@ -17,10 +18,25 @@ from serve_app.settings import Settings
 
 # Requests that take no place in an engine (health, metrics, models, tokenize), and calls of Ray's own.
 _SPARE_REQUESTS = 256
+# A replica that leaves hands its streams to another one at once. Alone, it has so long to finish them (s).
+_ENGINE_SHUTDOWN_S = 60.0
+# How many more replicas there may be during an update; one at least.
+_SURGE_PERCENT = 25
+# Serve takes figures each fifth of this, and answers by their mean over it (s). It warns below 10.
+_LOOK_BACK_S = 11.0
+
+# A replica that does not answer three checks in a row is replaced: 16 s after it froze, 6 s after its engine's step
+# has become too old. Its requests have gone elsewhere before.
+_COMMON_OPTIONS: dict[str, Any] = {
+    "max_constructor_retry_count": 1,
+    "health_check_period_s": 2.0,
+    "health_check_timeout_s": 5.0,
+    "graceful_shutdown_wait_loop_s": 0.2,
+}
 
 
 def build(args: Settings) -> serve.Application:
-    """The application: one ingress in front of `num_replicas` engine replicas."""
+    """The application: one ingress in front of the engine replicas."""
     engine = serve.deployment(EngineReplica).options(**engine_options(args))
     engines = engine.bind(args, use_gpu=use_gpu(args))
     ingress = serve.deployment(serve.ingress()(Ingress)).options(**ingress_options(args))
@@ -29,34 +45,52 @@ def build(args: Settings) -> serve.Application:
 
 def engine_options(settings: Settings) -> dict[str, Any]:
     """Deployment options of the engine. A wrong model fails the deployment at its first try, not its twentieth."""
-    return {
+    options = _COMMON_OPTIONS | {
         "name": "EngineReplica",
-        "num_replicas": settings.num_replicas,
         "ray_actor_options": {"num_cpus": 0, "num_gpus": int(use_gpu(settings))},
         "max_ongoing_requests": settings.max_ongoing_per_replica + _SPARE_REQUESTS,
         "max_queued_requests": settings.max_ongoing_requests + _SPARE_REQUESTS,
-        "max_constructor_retry_count": 1,
-        "health_check_period_s": 2.0,
-        "health_check_timeout_s": 10.0,
-        "graceful_shutdown_wait_loop_s": 0.2,
-        "graceful_shutdown_timeout_s": 60.0,
+        "graceful_shutdown_timeout_s": _ENGINE_SHUTDOWN_S,
+        # In an update a new replica comes before an old one goes. Not on GPUs: without a spare one it would never come.
+        "max_surge_percent": 0 if use_gpu(settings) else _SURGE_PERCENT,
         "request_router_config": RequestRouterConfig(request_router_class=EngineRouter),
+    }
+    limits = settings.autoscaling
+    if limits is None:
+        return options | {"num_replicas": settings.num_replicas}
+    policy = AutoscalingPolicy(
+        policy_function=EnginePolicy, policy_kwargs={"max_num_seqs": settings.engine.max_num_seqs}
+    )
+    return options | {
+        "autoscaling_config": AutoscalingConfig(
+            min_replicas=limits.min_replicas,
+            max_replicas=limits.max_replicas,
+            upscale_delay_s=limits.upscale_delay_s,
+            downscale_delay_s=limits.downscale_delay_s,
+            look_back_period_s=_LOOK_BACK_S,
+            policy=policy,
+        )
     }
 
 
 def ingress_options(settings: Settings) -> dict[str, Any]:
     """Deployment options of the ingress, whose own queue decides what may wait; Ray's limits lie beyond it."""
-    return {
+    options = _COMMON_OPTIONS | {
         "name": "Ingress",
-        "num_replicas": 1,
         "ray_actor_options": {"num_cpus": 0},
         "max_ongoing_requests": settings.max_ongoing_requests + settings.ingress.max_queued_requests + _SPARE_REQUESTS,
         "max_queued_requests": _SPARE_REQUESTS,
-        "max_constructor_retry_count": 1,
-        "health_check_period_s": 2.0,
-        "health_check_timeout_s": 10.0,
-        "graceful_shutdown_wait_loop_s": 0.2,
-        "graceful_shutdown_timeout_s": 60.0,
+        # Longer than any request may take: an ingress that is replaced serves its streams to their end.
+        "graceful_shutdown_timeout_s": settings.ingress.request_timeout_s + 10.0,
+        "max_surge_percent": _SURGE_PERCENT,
+    }
+    if settings.autoscaling is None:
+        return options | {"num_replicas": 1}
+    policy = AutoscalingPolicy(policy_function=IngressPolicy)
+    return options | {
+        "autoscaling_config": AutoscalingConfig(
+            min_replicas=1, max_replicas=1, look_back_period_s=_LOOK_BACK_S, policy=policy
+        )
     }
 
 

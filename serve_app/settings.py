@@ -5,9 +5,11 @@ plain dataclasses down; nothing below `api` sees pydantic. `setting_rows` is wha
 """
 
 import difflib
+import hashlib
 import os
 from collections.abc import Iterator, Mapping
-from typing import Any, Literal
+from importlib.metadata import version
+from typing import Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ModelWrapValidatorHandler, ValidationError, model_validator
 from pydantic.fields import FieldInfo
@@ -24,12 +26,15 @@ LAUNCHER_ENVIRONMENT: Mapping[str, str] = {
     "SERVE_APP_LAUNCHER": "1",
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
     "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "0",
+    "RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS": "1",
+    "RAY_SERVE_REPLICA_AUTOSCALING_METRIC_PUSH_INTERVAL_S": "2",
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_worker_niceness": "0",
     "GOMP_SPINCOUNT": "5000",
 }
 """What `make serve` sets besides. Ray's switch for clusters on desktop systems, off, gives the node the address
-127.0.0.1, on which then all of Ray's own ports listen. The draining period is there for load balancers outside. Ray
+127.0.0.1, on which then all of Ray's own ports listen. The draining period is there for load balancers outside. A
+replica that fails its health checks would get a minute to finish what it cannot finish, before it is replaced. Ray
 runs workers at niceness 15, behind everything else on the machine. A thread that waits for its partner in a matrix
 product spins for milliseconds by default; when other processes hold the cores, that is time the partner needs
 (measured beside one busy process: 269 ms a step against 123)."""
@@ -70,7 +75,7 @@ class EngineSettings(_Frozen):
     stall_timeout_s: float = Field(default=60.0, gt=0, le=3600)
     """A replica whose step takes longer than this, in seconds, is unhealthy and replaced."""
     num_threads: int | None = Field(default=None, ge=1, le=1024)
-    """CPU threads of the model in each replica; null = the machine's cores divided by `num_replicas`."""
+    """CPU threads of the model in each replica; null = the machine's cores divided by the number of replicas."""
 
 
 class IngressSettings(_Frozen):
@@ -84,6 +89,21 @@ class IngressSettings(_Frozen):
     """How long a client may take to send its body, in seconds."""
     request_timeout_s: float = Field(default=600.0, gt=0, le=86_400)
     """A request that is not done after this many seconds is ended with a timeout error."""
+    drain_timeout_s: float = Field(default=60.0, ge=0, le=86_400)
+    """After a signal to stop: what still runs after this many seconds is ended with an error."""
+
+
+class AutoscalingSettings(_Frozen):
+    """How many engine replicas there are, by load: what runs, waits and queues, and how full the KV pools are."""
+
+    min_replicas: int = Field(default=1, ge=1, le=1024)
+    """Engine replicas that are always there."""
+    max_replicas: int = Field(default=2, ge=1, le=1024)
+    """Engine replicas at most."""
+    upscale_delay_s: float = Field(default=10.0, ge=0, le=86_400)
+    """More replicas come once the load has asked for them this long, in seconds."""
+    downscale_delay_s: float = Field(default=300.0, ge=0, le=86_400)
+    """Replicas go once the load could do without them this long, in seconds."""
 
 
 class Settings(_Frozen):
@@ -98,7 +118,9 @@ class Settings(_Frozen):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where the model runs; `auto` = one GPU per replica where Ray's cluster has GPUs, else the CPU."""
     num_replicas: int = Field(default=1, ge=1, le=1024)
-    """Engine replicas."""
+    """Engine replicas; leave it out when `autoscaling` is given."""
+    autoscaling: AutoscalingSettings | None = None
+    """As many engine replicas as the load needs, within limits; null = `num_replicas`."""
     metrics_host: str = Field(default="127.0.0.1", min_length=1)
     """Address of every process's metrics port; `node` = its node's address, for clusters of several nodes."""
     engine: EngineSettings = EngineSettings()
@@ -116,9 +138,32 @@ class Settings(_Frozen):
         return self.engine.max_num_seqs + self.max_num_waiting
 
     @property
+    def max_replicas(self) -> int:
+        """Engine replicas at most."""
+        return self.num_replicas if self.autoscaling is None else self.autoscaling.max_replicas
+
+    @property
     def max_ongoing_requests(self) -> int:
-        """Requests that all replicas hold at most; the others wait at the ingress."""
-        return self.num_replicas * self.max_ongoing_per_replica
+        """Requests that `max_replicas` replicas hold at most; the others wait at the ingress."""
+        return self.max_replicas * self.max_ongoing_per_replica
+
+    @property
+    def revision(self) -> str:
+        """Equal for replicas that give the same tokens for the same request, so that one may continue the other's."""
+        parts = (version("serve_app"), self.model, self.dtype, self.device, self.engine.max_model_len)
+        return hashlib.sha256(repr(parts).encode()).hexdigest()[:12]
+
+    @model_validator(mode="after")
+    def _check_replicas(self) -> "Settings":
+        limits = self.autoscaling
+        if limits is not None and "num_replicas" in self.model_fields_set:
+            raise ConfigError("setting `num_replicas`: leave it out, or leave out `autoscaling`")
+        if limits is not None and limits.max_replicas < limits.min_replicas:
+            raise ConfigError(
+                f"setting `autoscaling.max_replicas`: must be at least `min_replicas` ({limits.min_replicas}), "
+                f"got {limits.max_replicas}"
+            )
+        return self
 
     @model_validator(mode="wrap")
     @classmethod
@@ -136,11 +181,11 @@ def setting_rows(model: type[BaseModel] = Settings, prefix: str = "") -> Iterato
     """(key, default, meaning) of every setting, in the order of the tree."""
     for name, field in model.model_fields.items():
         section = _section(field)
-        if section is not None:
-            yield from setting_rows(section, f"{prefix}{name}.")
-        else:
+        if section is None or field.default is None:
             default = "null" if field.default is None else str(field.default).lower()
             yield f"{prefix}{name}", default, field.description or ""
+        if section is not None:
+            yield from setting_rows(section, f"{prefix}{name}.")
 
 
 def fast_path_enabled() -> bool:
@@ -166,8 +211,9 @@ def suggest(key: str, known: list[str]) -> str:
 
 
 def _section(field: FieldInfo) -> type[BaseModel] | None:
-    kind = field.annotation
-    return kind if isinstance(kind, type) and issubclass(kind, BaseModel) else None
+    """The part of the tree that stands under `field`, which may be optional."""
+    kinds = get_args(field.annotation) or (field.annotation,)
+    return next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)), None)
 
 
 def _shown(value: object) -> str:

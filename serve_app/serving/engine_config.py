@@ -13,7 +13,7 @@ def engine_config(settings: Settings, *, use_gpu: bool) -> EngineConfig:
     engine = settings.engine
     threads = engine.num_threads
     if threads is None and not use_gpu:
-        threads = max(1, (os.cpu_count() or 1) // settings.num_replicas)
+        threads = max(1, (os.cpu_count() or 1) // settings.max_replicas)
     return EngineConfig(
         model=ModelOptions(
             model=settings.model,
