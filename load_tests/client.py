@@ -6,7 +6,9 @@ Time to first token (TTFT): from sending a request to its first event that carri
 gap between consecutive such events, pooled over all requests. Time per output token (TPOT): (end - first token) /
 (tokens - 1) of one request. Tokens: the server's `usage`, else its text tokenized again; chunks are never counted.
 Closed loop: at most `concurrency` requests are out, and a request's clock starts when it is really sent.
-Open loop: requests go out at their own times however slow the answers are, so queueing is not hidden.
+Open loop: requests go out at their own times however slow the answers are, and a request's clock starts when it is due,
+not when this process came to send it or when a refused one was tried again, so queueing is not hidden. `late_s` says
+by how much this process itself was late.
 """
 
 import asyncio
@@ -22,6 +24,7 @@ import aiohttp
 from load_tests.workloads import PromptWriter, WorkItem, Workload
 
 MAX_TOKENS_PLACEHOLDER = "$MAX_TOKENS"
+_REFUSALS = (429, 503)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +68,7 @@ def _fill_in(value: Any, max_tokens: int) -> Any:
 
 @dataclass(slots=True)
 class RequestResult:
-    """What happened to one request. Times are seconds; `error` None means success."""
+    """What happened to one request. Times are seconds; `error` None means success, or a user who hung up on purpose."""
 
     item: WorkItem
     error: str | None = None
@@ -75,6 +78,17 @@ class RequestResult:
     output_tokens: int = 0
     prompt_tokens: int | None = None
     """As the server reported them; None if it did not."""
+    due_s: float = 0.0
+    """When its clock started, counted from the start of the run."""
+    late_s: float = 0.0
+    """How long after that it was first sent."""
+    status: int | None = None
+    """HTTP status of the last attempt; None if there was no answer."""
+    retry_after_s: float | None = None
+    """What the last refusal asked for."""
+    attempts: int = 1
+    cancelled: bool = False
+    """The user hung up on purpose; latencies up to there count, the length does not."""
 
     @property
     def tpot_s(self) -> float | None:
@@ -84,15 +98,35 @@ class RequestResult:
         return (self.e2e_s - self.ttft_s) / (self.output_tokens - 1)
 
 
-class _Stream:
-    """Reads one answer's events and notes when tokens came."""
+@dataclass(frozen=True, slots=True)
+class Objective:
+    """What a user accepts: seconds to the first token, mean seconds per token after it; and the share of requests
+    ("goodput") that must stay below both."""
 
-    def __init__(self, result: RequestResult) -> None:
+    ttft_s: float = 1.0
+    tpot_s: float = 0.1
+    goodput: float = 0.9
+
+    def met_by(self, result: RequestResult) -> bool:
+        """Whether one request came through, and fast enough."""
+        return (
+            result.error is None
+            and result.ttft_s is not None
+            and result.ttft_s < self.ttft_s
+            and (result.tpot_s is None or result.tpot_s < self.tpot_s)
+        )
+
+
+class _Stream:
+    """Reads one answer's events and notes when tokens came. `start`: when the request's clock started."""
+
+    def __init__(self, result: RequestResult, start: float) -> None:
         self.result = result
         self.text: list[str] = []
         self.usage: dict[str, Any] = {}
-        self._start = time.perf_counter()
+        self._start = start
         self._last: float | None = None
+        self._ended = False
 
     def event(self, data: dict[str, Any]) -> None:
         now = time.perf_counter()
@@ -102,6 +136,7 @@ class _Stream:
         for choice in (data.get("choices") or [])[:1]:
             text, closing = choice.get("text") or "", choice.get("finish_reason") is not None
             self.text.append(text)
+            self._ended |= closing
             # A closing event without text is no token of its own, unless nothing came before it: then its token had
             # no printable text.
             if text or not closing or self._last is None:
@@ -111,7 +146,12 @@ class _Stream:
                     self.result.gaps_s.append(now - self._last)
                 self._last = now
 
+    def done(self) -> None:
+        """The server said that this was all."""
+        self._ended = True
+
     def close(self, count: Callable[[str], int]) -> None:
+        """Nothing more will come: count what came."""
         result = self.result
         result.e2e_s = time.perf_counter() - self._start
         result.prompt_tokens = self.usage.get("prompt_tokens")
@@ -119,30 +159,73 @@ class _Stream:
         result.output_tokens = count("".join(self.text)) if reported is None else reported
         if result.error is None and result.ttft_s is None:
             result.error = "the answer held no token"
+        elif result.error is None and not self._ended:
+            result.error = "the stream broke off"
 
 
 async def send(
-    session: aiohttp.ClientSession, server: Server, item: WorkItem, count: Callable[[str], int]
+    session: aiohttp.ClientSession,
+    server: Server,
+    item: WorkItem,
+    count: Callable[[str], int],
+    clock_start: float | None = None,
 ) -> RequestResult:
-    """Send one request and read its stream to the end. Failures are reported in the result, never raised."""
-    result = RequestResult(item)
-    stream = _Stream(result)
+    """Send one request and read its stream to the end. Failures are reported in the result, never raised.
+
+    `clock_start`: what latencies count from, in `time.perf_counter` seconds; by default now.
+    """
+    now = time.perf_counter()
+    start = now if clock_start is None else clock_start
+    result = RequestResult(item, late_s=now - start)
+    stream = _Stream(result, start)
     try:
         async with session.post(f"{server.base_url.rstrip('/')}/v1/completions", json=server.body(item)) as response:
+            result.status = response.status
             if response.status != 200:
                 result.error = f"HTTP {response.status} {(await response.text())[:300]}"
-                return result
-            async for line in response.content:
-                if not line.startswith(b"data:"):
-                    continue
-                payload = line[5:].strip()
-                if payload == b"[DONE]":
-                    break
-                stream.event(json.loads(payload))
+                result.retry_after_s = _seconds(response.headers.get("Retry-After"))
+            else:
+                await _read(response, stream)
     except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
         result.error = f"{type(error).__name__}: {error}"
-        return result
     stream.close(count)
+    return result
+
+
+async def _read(response: aiohttp.ClientResponse, stream: _Stream) -> None:
+    async for line in response.content:
+        if not line.startswith(b"data:"):
+            continue
+        payload = line[5:].strip()
+        if payload == b"[DONE]":
+            return stream.done()
+        stream.event(json.loads(payload))
+
+
+def _seconds(header: str | None) -> float | None:
+    """A Retry-After in seconds; None for none, or for a date (which no server measured here sends)."""
+    return float(header) if header is not None and header.isdecimal() else None
+
+
+async def send_again(
+    session: aiohttp.ClientSession,
+    server: Server,
+    item: WorkItem,
+    count: Callable[[str], int],
+    clock_start: float,
+    retries: int,
+) -> RequestResult:
+    """`send`, and while the server refuses with a Retry-After: wait that long and try again, `retries` times at most.
+
+    Latencies and `late_s` count from `clock_start` and the first attempt: the user waited all along.
+    """
+    result = await send(session, server, item, count, clock_start)
+    late_s, attempts = result.late_s, 1
+    while result.status in _REFUSALS and result.retry_after_s is not None and attempts <= retries:
+        await asyncio.sleep(result.retry_after_s)
+        result = await send(session, server, item, count, clock_start)
+        attempts += 1
+    result.late_s, result.attempts = late_s, attempts
     return result
 
 
@@ -170,19 +253,26 @@ async def run_workload(
     workload: Workload,
     writer: PromptWriter,
     on_done: Callable[[RequestResult], None] = lambda _: None,
+    retries: int = 0,
 ) -> Run:
-    """Send all requests of the workload as it asks (closed or open loop) and wait for all answers."""
+    """Send all requests of the workload as it asks (closed or open loop) and wait for all answers.
+
+    `retries`: how often an open-loop request that was refused comes back after its Retry-After.
+    """
     gate = asyncio.Semaphore(workload.concurrency) if workload.concurrency else None
     before = _own_cpu_s()
     start = time.perf_counter()
 
     async def one(session: aiohttp.ClientSession, item: WorkItem) -> RequestResult:
         if gate is None:
-            await asyncio.sleep(max(0.0, item.at_s - (time.perf_counter() - start)))
-            result = await send(session, server, item, writer.count)
+            await asyncio.sleep(max(0.0, start + item.at_s - time.perf_counter()))
+            result = await send_again(session, server, item, writer.count, start + item.at_s, retries)
+            result.due_s = item.at_s
         else:
             async with gate:
+                due_s = time.perf_counter() - start
                 result = await send(session, server, item, writer.count)
+                result.due_s = due_s
         on_done(result)
         return result
 
@@ -209,25 +299,26 @@ def percentile(values: Sequence[float], percent: float) -> float | None:
     return ordered[low] + (ordered[high] - ordered[low]) * (position - low)
 
 
-def summarize(
-    run: Run, extra_prompt_tokens: int = 0, slo_ttft_s: float = 1.0, slo_tpot_s: float = 0.1
-) -> dict[str, Any]:
-    """Figures of one run as plain data: rates in tokens per second, latencies in milliseconds.
+def summarize(run: Run, extra_prompt_tokens: int = 0, objective: Objective = Objective()) -> dict[str, Any]:
+    """Figures of one run as plain data: rates per second, latencies in milliseconds.
 
     `extra_prompt_tokens`: how many special tokens a server may add to a prompt and still count it right.
-    Goodput is the share of all requests with TTFT below `slo_ttft_s` and TPOT below `slo_tpot_s`.
+    `goodput`: the share of all requests, refused and failed ones too, that met the objective.
     """
     good = [result for result in run.results if result.error is None]
+    whole = [result for result in good if not result.cancelled]
     output_tokens = sum(result.output_tokens for result in good)
     prompt_tokens = sum(result.item.prompt_tokens for result in good)
-    within = [r for r in good if (r.ttft_s or 0.0) < slo_ttft_s and (r.tpot_s or 0.0) < slo_tpot_s]
+    met = sum(map(objective.met_by, run.results))
     allowed_extra = (0, extra_prompt_tokens)
     return {
         "workload": run.workload.name,
         "requests": len(run.results),
         "failures": len(run.results) - len(good),
+        "refused": sum(result.status in _REFUSALS for result in run.results),
+        "cancelled": len(good) - len(whole),
         "errors": sorted({result.error for result in run.results if result.error})[:5],
-        "wrong_length": sum(result.output_tokens != result.item.output_tokens for result in good),
+        "wrong_length": sum(result.output_tokens != result.item.output_tokens for result in whole),
         "prompt_mismatch": sum(
             r.prompt_tokens is not None and r.prompt_tokens - r.item.prompt_tokens not in allowed_extra for r in good
         ),
@@ -240,8 +331,10 @@ def summarize(
         "ttft_ms": _milliseconds([r.ttft_s for r in good if r.ttft_s is not None]),
         "itl_ms": _milliseconds([gap for r in good for gap in r.gaps_s]),
         "tpot_ms": _milliseconds([r.tpot_s for r in good if r.tpot_s is not None]),
-        "e2e_ms": _milliseconds([r.e2e_s for r in good]),
-        "goodput": round(len(within) / max(1, len(run.results)), 4),
+        "e2e_ms": _milliseconds([r.e2e_s for r in whole]),
+        "late_ms": _milliseconds([r.late_s for r in run.results]),
+        "goodput": round(met / max(1, len(run.results)), 4),
+        "goodput_per_s": round(met / run.seconds, 3),
         "client_cpu_s": round(run.client_cpu_s, 2),
     }
 

@@ -1,9 +1,28 @@
-"""CPU time and memory of a server's process tree, and how busy the rest of the machine was meanwhile."""
+"""What a measurement ran on: the machine, CPU time and memory of a server's processes, how busy the rest was."""
 
+import os
+import platform
 import time
 from dataclasses import dataclass
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
 
 import psutil  # type: ignore[import-untyped]
+
+
+def machine() -> dict[str, Any]:
+    """What the figures were measured on."""
+    model = next((line for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line), "")
+    return {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "cpu": model.partition(":")[2].strip() or platform.processor(),
+        "cores": os.cpu_count(),
+        "load_average": os.getloadavg(),
+        "python": platform.python_version(),
+        **{name: version(name) for name in ("torch", "transformers", "ray")},
+    }
 
 
 @dataclass(frozen=True, slots=True)

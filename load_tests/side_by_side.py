@@ -8,14 +8,10 @@ and stopped here, unless `--base-url` names a running server of ours.
 
 import asyncio
 import json
-import os
-import platform
 import subprocess
 import sys
 from collections.abc import Sequence
 from contextlib import nullcontext
-from datetime import UTC, datetime
-from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -25,6 +21,7 @@ from rich.table import Table
 
 from load_tests.baselines import model_folder, setup, transformers_serve
 from load_tests.bench import find_model, run_repeats, warm_up
+from load_tests.machine import machine
 from load_tests.servers import RunningServer, ServerCommand, running
 from load_tests.workloads import PromptWriter, build_workload, open_writer
 from serve_app.cli.outputs import JsonFile, PngFile
@@ -82,19 +79,6 @@ def ratios(results: dict[str, dict[str, Report]], workloads: Sequence[str]) -> d
     return {
         name: {other: round(rate(OURS, name) / rate(other, name), 2) for other in results if other != OURS}
         for name in workloads
-    }
-
-
-def machine() -> dict[str, Any]:
-    """What the figures were measured on."""
-    model = next((line for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line), "")
-    return {
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "cpu": model.partition(":")[2].strip() or platform.processor(),
-        "cores": os.cpu_count(),
-        "load_average": os.getloadavg(),
-        "python": platform.python_version(),
-        **{name: version(name) for name in ("torch", "transformers", "ray")},
     }
 
 

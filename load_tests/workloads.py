@@ -9,10 +9,10 @@ Decides lengths, texts and arrival times; sends nothing. Lengths depend on the s
     single         4 requests, one after another; 32 in, 128 out
     shared_prefix  32 requests, 8 at once; 768 tokens shared by all, 32 of their own, 16 out
     poisson        open loop: arrivals at `rate` per second for `duration` seconds, lengths as in mixed
+    bursty         the same in bursts: the gaps vary four times as much
 """
 
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -21,9 +21,11 @@ from typing import Protocol
 
 from transformers import PreTrainedTokenizerFast
 
+from load_tests.arrivals import Arrival, mixed_lengths, random_arrivals
 from serve_app.text.tokenizer import Tokenizer, load_tokenizer
 
-WORKLOADS = ("mixed", "decode", "prefill", "single", "shared_prefix", "poisson")
+WORKLOADS = ("mixed", "decode", "prefill", "single", "shared_prefix", "poisson", "bursty")
+BURSTY_VARIATION = 4.0
 
 _FIXED: dict[str, tuple[int, int, int, int]] = {
     # name: requests, at once, prompt tokens, output tokens
@@ -127,17 +129,17 @@ def build_workload(
 ) -> Workload:
     """The workload called `name` (see the module's docstring).
 
-    `num_requests` overrides how many (closed loop only); `rate` and `duration_s` are for `poisson`.
+    `num_requests` overrides how many (closed loop only); `rate` and `duration_s` are for `poisson` and `bursty`.
     Raises `ValueError` for an unknown name.
     """
     lengths = Random(f"len-{name}-{seed}")
     texts = Random(f"text-{name}-{seed}-{repeat}-{salt}")
 
-    def item(prompt_tokens: int, output_tokens: int, at_s: float = 0.0) -> WorkItem:
-        return WorkItem(writer.write(texts, prompt_tokens), prompt_tokens, output_tokens, at_s)
+    def item(prompt_tokens: int, output_tokens: int) -> WorkItem:
+        return WorkItem(writer.write(texts, prompt_tokens), prompt_tokens, output_tokens)
 
     if name == "mixed":
-        shapes = [_mixed_lengths(lengths) for _ in range(num_requests or _MIXED_REQUESTS)]
+        shapes = [mixed_lengths(lengths) for _ in range(num_requests or _MIXED_REQUESTS)]
         return Workload(name, tuple(item(*shape) for shape in shapes), _MIXED_CONCURRENCY)
     if name in _FIXED:
         count, concurrency, prompt_tokens, output_tokens = _FIXED[name]
@@ -145,16 +147,16 @@ def build_workload(
         return Workload(name, items, concurrency)
     if name == "shared_prefix":
         return _shared_prefix(writer, texts, num_requests or _PREFIX_REQUESTS)
-    if name == "poisson":
-        return Workload(name, _poisson(lengths, item, rate, duration_s), None)
+    if name in ("poisson", "bursty"):
+        variation = BURSTY_VARIATION if name == "bursty" else 1.0
+        return open_workload(name, writer, random_arrivals(lengths, rate, duration_s, variation), texts)
     raise ValueError(f"unknown workload {name!r}; there are {', '.join(WORKLOADS)}")
 
 
-def _mixed_lengths(rng: Random) -> tuple[int, int]:
-    """Prompt tokens and output tokens of one request of `mixed`."""
-    prompt = round(math.exp(rng.uniform(math.log(16), math.log(512))))
-    output = round(rng.expovariate(1 / 64.0))
-    return min(512, max(16, prompt)), min(256, max(4, output))
+def open_workload(name: str, writer: PromptWriter, arrivals: Iterable[Arrival], texts: Random) -> Workload:
+    """An open-loop workload: each arrival with a text of its own."""
+    items = (WorkItem(writer.write(texts, a.prompt_tokens), a.prompt_tokens, a.output_tokens, a.at_s) for a in arrivals)
+    return Workload(name, tuple(items), None)
 
 
 def _shared_prefix(writer: PromptWriter, texts: Random, count: int) -> Workload:
@@ -164,14 +166,3 @@ def _shared_prefix(writer: PromptWriter, texts: Random, count: int) -> Workload:
         for _ in range(count)
     )
     return Workload("shared_prefix", items, _PREFIX_CONCURRENCY)
-
-
-def _poisson(
-    lengths: Random, item: Callable[[int, int, float], WorkItem], rate: float, duration_s: float
-) -> tuple[WorkItem, ...]:
-    items = []
-    at_s = lengths.expovariate(rate)
-    while at_s <= duration_s:
-        items.append(item(*_mixed_lengths(lengths), at_s))
-        at_s += lengths.expovariate(rate)
-    return tuple(items)

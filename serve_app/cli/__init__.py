@@ -7,6 +7,7 @@ matplotlib) only when its command runs, so that help and version answer at once.
 import typer
 
 import serve_app
+from serve_app.cli.bench import bench
 from serve_app.cli.compare import compare
 from serve_app.cli.explain import explain
 from serve_app.cli.serve import serve
@@ -34,3 +35,4 @@ def version() -> None:
 app.command()(serve)
 app.command()(compare)
 app.command()(explain)
+app.add_typer(bench, name="bench")

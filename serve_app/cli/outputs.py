@@ -1,4 +1,4 @@
-"""The options `--json` and `--png` of every command that measures something, checked before the measuring starts."""
+"""The options `--json`, `--png` and `--html` of commands that measure, checked before the measuring starts."""
 
 import os
 from pathlib import Path
@@ -19,3 +19,4 @@ def check_output(path: Path | None) -> Path | None:
 
 JsonFile = Annotated[Path | None, typer.Option("--json", callback=check_output, help="Write the figures here.")]
 PngFile = Annotated[Path | None, typer.Option("--png", callback=check_output, help="Write the picture here.")]
+HtmlFile = Annotated[Path | None, typer.Option("--html", callback=check_output, help="Write a report to look at here.")]

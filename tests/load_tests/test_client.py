@@ -13,7 +13,7 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 
 from load_tests.bench import find_model, run_repeats, warm_up
-from load_tests.client import Run, Server, median_of, open_session, percentile, run_workload, send, summarize
+from load_tests.client import Objective, Run, Server, median_of, open_session, percentile, run_workload, send, summarize
 from load_tests.workloads import PromptWriter, WorkItem, Workload
 
 ITEM = WorkItem("one two three", 3, 4)
@@ -146,6 +146,7 @@ async def test_tokens_without_text_still_have_times(fake: tuple[FakeServer, Serv
         ([{"error": {"message": "boom"}}, "[DONE]"], "boom"),
         ([token("a"), {"error": {"message": "boom"}}], "boom"),
         (["[DONE]"], "no token"),
+        ([token("a"), token("b")], "broke off"),
         (["{not json"], "JSONDecodeError"),
     ],
 )
@@ -203,7 +204,7 @@ async def test_summary_counts_wrong_lengths_mismatches_and_failures(fake: tuple[
     assert summary["errors"] == ['HTTP 500 {"error": {"message": "no"}}']
     assert summarize(run, extra_prompt_tokens=3)["prompt_mismatch"] == 0
     assert summary["goodput"] == pytest.approx(2 / 3, abs=1e-3)
-    assert summarize(run, slo_ttft_s=0.0)["goodput"] == 0.0
+    assert summarize(run, objective=Objective(ttft_s=0.0))["goodput"] == 0.0
 
 
 def test_rates_use_the_whole_time() -> None:

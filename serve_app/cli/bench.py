@@ -1,0 +1,141 @@
+"""`serve-app bench`: named workloads against a running server, and two reports side by side.
+
+Decides the commands' options and what they print. Load, figures and reports are the package `load_tests`, which needs
+the extra `load`.
+"""
+
+import json
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from serve_app.cli.outputs import HtmlFile, JsonFile
+
+if TYPE_CHECKING:
+    from load_tests.workloads import Workload
+
+WORKLOADS = ("mixed", "decode", "prefill", "single", "shared_prefix", "poisson", "bursty")
+
+bench = typer.Typer(help="Measure a running server; compare two measurements.", no_args_is_help=True)
+
+
+@bench.callback()
+def needs_load_tests() -> None:
+    """Measure a running server; compare two measurements."""
+    try:
+        import aiohttp  # noqa: F401
+        import psutil  # type: ignore[import-untyped]  # noqa: F401
+    except ImportError as error:
+        Console(stderr=True).print(f"[red]serve-app bench needs the extra: pip install 'serve_app\\[load]' ({error})")
+        raise typer.Exit(1) from error
+
+
+@bench.command()
+def run(
+    base_url: Annotated[str, typer.Option(help="The server's root, without /v1.")] = "http://127.0.0.1:8000",
+    workload: Annotated[str, typer.Option(help=f"Names, separated by commas: {', '.join(WORKLOADS)}.")] = "decode",
+    model: Annotated[str, typer.Option(help="Model name to send; by default the first that the server lists.")] = "",
+    tokenizer: Annotated[str, typer.Option(help="tokenizer.json, a folder with one, or a model.")] = "default",
+    repeats: Annotated[int, typer.Option(min=1, help="Runs of each workload, each with texts of its own.")] = 1,
+    seed: Annotated[int, typer.Option(help="Decides lengths and texts.")] = 0,
+    salt: Annotated[str, typer.Option(help="Changes the text only; for a second run on a live server.")] = "",
+    num_requests: Annotated[int | None, typer.Option(min=1, help="How many (closed loop).")] = None,
+    rate: Annotated[float, typer.Option(min=0.001, help="poisson, bursty: requests per second.")] = 1.0,
+    duration: Annotated[float, typer.Option(min=0.1, help="poisson, bursty: seconds of arrivals.")] = 60.0,
+    server_pid: Annotated[int | None, typer.Option(help="Also report this process tree's CPU and memory.")] = None,
+    wait_quiet: Annotated[float, typer.Option(help="Wait up to so many seconds for a quiet machine.")] = 0.0,
+    extra_body: Annotated[str, typer.Option(help='JSON merged into each body; "$MAX_TOKENS" is filled in.')] = "{}",
+    extensions: Annotated[bool, typer.Option(help="Send ignore_eos and stream_options.")] = True,
+    json_file: JsonFile = None,
+    html: HtmlFile = None,
+) -> None:
+    """Run named workloads against a server; the exit status is 1 when a request fails or has the wrong length."""
+    names = workload.split(",")
+    for name in names:
+        if name not in WORKLOADS:
+            raise typer.BadParameter(f"{name!r} is none of {', '.join(WORKLOADS)}", param_hint="--workload")
+    from load_tests.bench import reach, run_repeats
+    from load_tests.client import Server
+    from load_tests.report import bench_page, circumstances
+    from load_tests.workloads import build_workload, open_writer
+
+    writer = open_writer(tokenizer)
+    try:
+        server = reach(Server(base_url, model, json.loads(extra_body), extensions), writer)
+    except RuntimeError as error:
+        Console(stderr=True).print(f"[red]{error}")
+        raise typer.Exit(1) from error
+
+    def build(name: str, repeat: int) -> "Workload":
+        return build_workload(
+            name,
+            writer,
+            seed=seed,
+            repeat=repeat,
+            salt=salt,
+            rate=rate,
+            duration_s=duration,
+            num_requests=num_requests,
+        )
+
+    results = {
+        name: run_repeats(
+            server,
+            writer,
+            partial(build, name),
+            repeats=repeats,
+            server_pid=server_pid,
+            quiet_limit_s=wait_quiet,
+        )
+        for name in names
+    }
+    facts = circumstances(server=base_url, model=server.model, seed=seed)
+    text = json.dumps({"circumstances": facts, "results": results}, indent=1)
+    print(text)
+    if json_file is not None:
+        json_file.write_text(text + "\n")
+    if html is not None:
+        html.write_text(bench_page(f"{server.model}: {', '.join(names)}", facts, results), encoding="utf-8")
+    if any(report["median"]["failures"] or report["median"]["wrong_length"] for report in results.values()):
+        Console(stderr=True).print("[red]some requests failed or had the wrong length")
+        raise typer.Exit(1)
+
+
+_Report = Annotated[Path, typer.Argument(exists=True, dir_okay=False, help="Written with --json.")]
+
+
+@bench.command()
+def compare(a: _Report, b: _Report, html: HtmlFile = None) -> None:
+    """B over A for every figure, with the lowest and the highest quotient of single runs."""
+    from load_tests.bench_compare import compare_results, read_results
+    from load_tests.report import page, table
+
+    try:
+        ratios = compare_results(read_results(a), read_results(b))
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+    header = ("workload", "figure", "A", "B", "B / A", "spread of runs", "runs", "")
+    rows = [
+        (
+            one.workload,
+            one.figure,
+            f"{one.a:.4g}",
+            f"{one.b:.4g}",
+            f"{one.ratio:.3f}",
+            f"{one.low:.3f} to {one.high:.3f}",
+            "{} and {}".format(*one.runs),
+            one.verdict,
+        )
+        for one in ratios
+    ]
+    shown = Table(*header, title=f"A: {a}   B: {b}")
+    for row in rows:
+        shown.add_row(*row)
+    Console().print(shown if rows else "The two reports have no workload in common.")
+    if html is not None:
+        body = f"<h1>B over A</h1><p>A: {a.name}, B: {b.name}</p>" + table(header, rows)
+        html.write_text(page(f"{b.name} over {a.name}", body), encoding="utf-8")
