@@ -72,8 +72,8 @@ class EngineSettings(_Frozen):
     """Reuse the KV blocks of prompts that begin alike."""
     max_num_waiting: int | None = Field(default=None, ge=0, le=1_000_000)
     """Requests that a replica holds beyond its seats, so that its admission gate can choose; null = `max_num_seqs`."""
-    stall_timeout_s: float = Field(default=60.0, gt=0, le=3600)
-    """A replica whose step takes longer than this, in seconds, is unhealthy and replaced."""
+    stall_timeout_s: float = Field(default=10.0, gt=0, le=3600)
+    """A replica whose step takes longer than this, in seconds, has stalled: its requests move, and it is replaced."""
     num_threads: int | None = Field(default=None, ge=1, le=1024)
     """CPU threads of the model in each replica; null = the machine's cores divided by the number of replicas."""
 
@@ -89,6 +89,8 @@ class IngressSettings(_Frozen):
     """How long a client may take to send its body, in seconds."""
     request_timeout_s: float = Field(default=600.0, gt=0, le=86_400)
     """A request that is not done after this many seconds is ended with a timeout error."""
+    failover_wait_s: float = Field(default=30.0, ge=0, le=3600)
+    """How long a request whose replica is gone waits, in seconds, while there is no other one."""
     drain_timeout_s: float = Field(default=60.0, ge=0, le=86_400)
     """After a signal to stop: what still runs after this many seconds is ended with an error."""
 
