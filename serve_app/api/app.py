@@ -11,6 +11,7 @@ from starlette.responses import Response
 from serve_app.api.admission import AdmissionQueue
 from serve_app.api.chat import ChatJob
 from serve_app.api.completions import CompletionJob
+from serve_app.api.drain import Drain
 from serve_app.api.endpoint import ApiContext, GenerationResponse
 from serve_app.api.errors import http_exception_handler
 from serve_app.api.guard import RequestGuard
@@ -25,10 +26,14 @@ def create_app(
     admission: AdmissionQueue,
     limits: ApiLimits | None = None,
     observer: RequestObserver | None = None,
+    drain: Drain | None = None,
 ) -> FastAPI:
-    """The whole HTTP API over `service`. No documentation pages: FastAPI's load their scripts from a CDN."""
+    """The whole HTTP API over `service`, until `drain` runs.
+
+    No documentation pages: FastAPI's load their scripts from a CDN.
+    """
     app = _Api(title="serve_app", version=version("serve_app"), docs_url=None, redoc_url=None)
-    context = ApiContext(service, admission, limits or ApiLimits(), observer or NullObserver())
+    context = ApiContext(service, admission, limits or ApiLimits(), observer or NullObserver(), drain or Drain())
     app.add_middleware(RequestGuard, limits=context.limits)
     app.add_exception_handler(HTTPException, http_exception_handler)
     _add_generation(app, context)
@@ -122,6 +127,7 @@ def _add_operations(app: FastAPI, context: ApiContext) -> None:
     @app.get("/health/ready")
     @app.head("/health/ready", include_in_schema=False)
     async def ready() -> dict[str, str]:
+        context.drain.check_open()
         context.service.check_ready()
         return {"status": "ready"}
 

@@ -16,10 +16,13 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from serve_app.api import sse
-from serve_app.api.admission import AdmissionQueue
+from serve_app.api.admission import AdmissionQueue, Caller
+from serve_app.api.caller import client_of, session_of, timeout_of
+from serve_app.api.drain import Drain
 from serve_app.api.errors import error_json, internal_error
 from serve_app.api.generation import ChoicePiece, Generation, Usage
-from serve_app.api.service import ApiLimits, Endpoint, RequestObserver, Service
+from serve_app.api.schemas import GenerationBody
+from serve_app.api.service import ApiLimits, Endpoint, RequestContext, RequestObserver, Service
 from serve_app.api.tracking import RequestTracker
 from serve_app.core.request import EngineRequest
 from serve_app.errors import RequestError
@@ -36,6 +39,7 @@ class ApiContext:
     admission: AdmissionQueue
     limits: ApiLimits
     observer: RequestObserver
+    drain: Drain
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +70,10 @@ class Wire(Protocol):
 
 class Job(Protocol):
     """A parsed request of one endpoint."""
+
+    @property
+    def body(self) -> GenerationBody:
+        """What the client sent."""
 
     @property
     def num_prompts(self) -> int:
@@ -108,13 +116,19 @@ class GenerationResponse(Response):
         await until_disconnect(receive, self._serve(body, send))
 
     async def _serve(self, body: bytes, send: Send) -> None:
-        with RequestTracker(self._context.observer, self._endpoint) as tracker:
+        with RequestTracker(self._context.observer, self._endpoint) as tracker, self._context.drain.request():
+            headers = self._request.headers
+            session = session_of(headers)
+            deadline = self._context.admission.clock() + timeout_of(headers, self._context.limits.request_timeout_s)
             job = self._parse(body)
-            tickets = self._context.admission.reserve(job.num_prompts)
+            self._context.service.check_ready()
+            caller = Caller(client_of(headers, job.body), body, job.body.priority or 0, deadline)
+            tickets = self._context.admission.reserve(job.num_prompts, job.body.n or 1, caller)
             try:
                 requests = await job.engine_requests()
                 tracker.prompt_tokens = sum(len(request.prompt_token_ids) for request in requests)
-                generation = Generation(self._context.service, requests, job.stop, tracker)
+                contexts = [RequestContext(deadline, session) for _ in requests]
+                generation = Generation(self._context.service, requests, contexts, job.stop, tracker)
                 async with aclosing(generation.pieces(tickets)) as pieces:
                     if job.stream:
                         await self._stream(job, generation, pieces, tracker, send)
@@ -128,9 +142,10 @@ class GenerationResponse(Response):
         self, job: Job, generation: Generation, pieces: AsyncGenerator[list[ChoicePiece], None], send: Send
     ) -> None:
         gained: list[list[TextPiece]] = [[] for _ in generation.streams]
-        async for step in pieces:
-            for index, piece in step:
-                gained[index].append(piece)
+        async with self._context.drain.limit():
+            async for step in pieces:
+                for index, piece in step:
+                    gained[index].append(piece)
         choices = [
             Choice(
                 i, "".join(p.text for p in parts), tuple(entry for p in parts for entry in p.logprobs), _reason(parts)
@@ -155,20 +170,21 @@ class GenerationResponse(Response):
         started = False
         seen = [False] * len(generation.streams)
         try:
-            async for step in pieces:
-                data = bytearray()
-                for index, piece in step:
-                    chunk = wire.chunk(index, piece)
-                    if chunk and not seen[index]:
-                        seen[index] = True
-                        data += wire.start(index)
-                    data += chunk
-                if not data:
-                    continue
-                if not started:
-                    await send({"type": "http.response.start", "status": 200, "headers": list(sse.HEADERS)})
-                    started = True
-                await send({"type": "http.response.body", "body": bytes(data), "more_body": True})
+            async with self._context.drain.limit():
+                async for step in pieces:
+                    data = bytearray()
+                    for index, piece in step:
+                        chunk = wire.chunk(index, piece)
+                        if chunk and not seen[index]:
+                            seen[index] = True
+                            data += wire.start(index)
+                        data += chunk
+                    if not data:
+                        continue
+                    if not started:
+                        started = True
+                        await send({"type": "http.response.start", "status": 200, "headers": list(sse.HEADERS)})
+                    await send({"type": "http.response.body", "body": bytes(data), "more_body": True})
             end = wire.usage(usage_json(generation.usage)) + sse.DONE if job.include_usage else sse.DONE
         except Exception as error:
             if not started:
