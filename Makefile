@@ -1,6 +1,7 @@
 # serve: run the server   test: run the suite   check: lint, types, import rules   clean: forget the environment
 # bench: ours through HTTP beside the baselines, on the same requests in one run (JSON=FILE, PNG=FILE)
-.PHONY: serve test check bench clean
+# chaos: kill, freeze and overload a fleet of three replicas, and show what its clients noticed (JSON=FILE)
+.PHONY: serve test check bench chaos clean
 .DEFAULT_GOAL := serve
 
 VENV := .venv
@@ -26,6 +27,9 @@ check: $(VENV)/.test
 
 bench: $(VENV)/.test
 	$(BIN)/python -m load_tests.side_by_side $(if $(JSON),--json $(JSON)) $(if $(PNG),--png $(PNG))
+
+chaos: $(VENV)/.test
+	$(BIN)/python -m load_tests.chaos faults $(if $(JSON),--json $(JSON))
 
 clean:
 	rm -rf $(VENV)

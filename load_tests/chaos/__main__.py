@@ -1,0 +1,118 @@
+"""`python -m load_tests.chaos`: inject faults into real fleets and show what their clients noticed."""
+
+import asyncio
+import json as json_format
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from load_tests.chaos.experiment import Fault, Row
+from load_tests.chaos.faults import FAULTS
+from load_tests.chaos.fleet import PATHS, Fleet, Shape, serving
+from load_tests.chaos.kill_loop import kill_loop
+from load_tests.chaos.overload import overload
+from load_tests.chaos.report import show, show_problems, write_json
+from load_tests.chaos.small_model import write_small_model
+from load_tests.chaos.suite import run_faults
+
+app = typer.Typer(add_completion=False, no_args_is_help=True, help=__doc__)
+Json = Annotated[Path | None, typer.Option("--json", help="also write the figures to this file")]
+Seed = Annotated[int, typer.Option(help="decides everything random")]
+Path_ = Annotated[str, typer.Option("--path", help="Ray's path: fast or default")]
+Model = Annotated[str, typer.Option(help="what to serve; small = random weights made for this")]
+
+
+@app.command("faults")
+def faults_command(
+    only: Annotated[str, typer.Option(help="faults whose name contains this")] = "",
+    path: Annotated[list[str], typer.Option(help="Ray's paths: fast, default")] = list(PATHS),  # noqa: B006
+    moment: Annotated[list[str], typer.Option(help="known, random")] = ["known", "random"],  # noqa: B006
+    seed: Seed = 0,
+    json: Json = None,
+) -> None:
+    """Every fault at a known and at a random point; exits with 1 when something was not as it must be."""
+    chosen = [fault for fault in FAULTS if only in fault.name]
+    rows = asyncio.run(_faults(chosen, path, moment, seed))
+    show(rows)
+    if json is not None:
+        write_json(rows, json, seed)
+    sys.exit(any(row.problems for row in rows))
+
+
+@app.command("kill-loop")
+def kill_loop_command(
+    requests: int = 1000,
+    at_once: int = 16,
+    every: Annotated[float, typer.Option(help="seconds between kills")] = 5.0,
+    path: Path_ = "fast",
+    model: Model = "small",
+    seed: Seed = 0,
+    json: Json = None,
+) -> None:
+    """Streams on 3 replicas, of which a random ready one is killed every few seconds."""
+    _measure(path, model, Shape(), json, lambda fleet: kill_loop(fleet, requests, at_once, every, seed))
+
+
+@app.command("overload")
+def overload_command(
+    seconds: float = 300.0,
+    capacity_seconds: float = 45.0,
+    replicas: int = 1,
+    path: Path_ = "fast",
+    model: Model = "small",
+    seed: Seed = 0,
+    json: Json = None,
+) -> None:
+    """Measure capacity, then offer ten times as much, open loop."""
+    shape = Shape(replicas=replicas)
+    _measure(path, model, shape, json, lambda fleet: overload(fleet, seconds, capacity_seconds, seed))
+
+
+async def _faults(chosen: list[Fault], paths: list[str], moments: list[str], seed: int) -> list[Row]:
+    rows: list[Row] = []
+    started = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="chaos-") as scratch:
+        folder = Path(scratch)
+        write_small_model(folder / "model")
+        for path in paths:
+            async for row in run_faults(chosen, path, moments, str(folder / "model"), folder, seed):
+                rows.append(row)
+                outcome = "FAILED" if row.problems else "ok"
+                print(f"[{time.monotonic() - started:5.0f} s] {row.fault}, {path}, {row.moment}: {outcome}", flush=True)
+                show_problems(row)
+    return rows
+
+
+def _measure(
+    path: str, model: str, shape: Shape, json: Path | None, measure: Callable[[Fleet], Awaitable[dict[str, Any]]]
+) -> None:
+    async def run() -> dict[str, Any]:
+        async with _fleet(path, model, shape) as fleet:
+            return {"command": " ".join(sys.argv[1:]), "model": model, **await measure(fleet)}
+
+    figures = asyncio.run(run())
+    text = json_format.dumps(figures, indent=2)
+    print(text)
+    if json is not None:
+        json.write_text(text + "\n")
+
+
+@asynccontextmanager
+async def _fleet(path: str, model: str, shape: Shape) -> AsyncIterator[Fleet]:
+    with tempfile.TemporaryDirectory(prefix="chaos-") as scratch:
+        folder = Path(scratch)
+        if model == "small":
+            model = str(folder / "model")
+            write_small_model(Path(model))
+        async with serving(path, model, folder, shape) as fleet:
+            yield fleet
+
+
+if __name__ == "__main__":
+    app()

@@ -1,0 +1,348 @@
+"""One experiment: streams under way, one fault, and what must hold afterwards.
+
+Decides what is checked after every fault, and what a row of the report holds. Which fault strikes when is `faults`'.
+"""
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from random import Random
+from typing import Any
+
+import aiohttp
+
+from load_tests.chaos.fleet import Fleet, Holding, NotInTimeError
+from load_tests.chaos.traffic import Answer, Ask, Outcome, ask, compare, mixed, open_session, send, send_into, settle
+from load_tests.chaos.traffic import text as prompt_text
+
+STREAMS = 32
+_MAX_TOKENS = 240
+_VICTIM_TOKENS = 900
+_PREFILL_TOKENS = 3900
+_PROBE_PAUSE_S = 0.1
+_PROBE_LIMIT_S = 120.0
+_STREAMS_LIMIT_S = 180.0
+# HAProxy keeps idle connections to the ingress for a while.
+_SETTLE_LIMIT_S = 60.0
+_FD_SLACK, _THREAD_SLACK = 12, 8
+_MEMORY_SLACK = 0.10
+PROBE = ask("probe", "Is anybody there?", 8)
+
+
+@dataclass(frozen=True)
+class Fault:
+    """Something that happens to the fleet, and how a request may then end beside complete."""
+
+    name: str
+    strike: Callable[["Experiment"], Any]
+    allowed: frozenset[Outcome] = frozenset()
+    moments: tuple[str, ...] = ("known", "random")
+    """At a known point of a given stream; at a random point under 32 streams."""
+    last: bool = False
+    """The fleet is gone afterwards."""
+    on_nodes: bool = False
+    """Needs a fleet that is spread over several Ray nodes."""
+    recovery_limit_s: float = 30.0
+    """A new request must be served this long after the strike."""
+    stall_limit_s: float = 30.0
+    """No stream that goes on is silent for longer."""
+
+
+@dataclass
+class Row:
+    """The outcome of one experiment. Times are seconds, None where nothing was measured."""
+
+    fault: str
+    path: str
+    moment: str
+    requests: int = 0
+    complete: int = 0
+    errors: int = 0
+    cut: int = 0
+    lost_tokens: int = 0
+    doubled_tokens: int = 0
+    stall_s: float | None = None
+    """The longest silence of a stream that completed."""
+    recovery_s: float | None = None
+    """From the strike until a request sent after it was served."""
+    whole_s: float | None = None
+    """From the strike until every replica was ready again."""
+    problems: list[str] = field(default_factory=list)
+    notes: dict[str, Any] = field(default_factory=dict)
+
+
+class UndisturbedError(Exception):
+    """A request failed though nothing had been done to the fleet."""
+
+
+class References:
+    """What undisturbed servers answer, each request asked once."""
+
+    def __init__(self) -> None:
+        self._answers: dict[str, Answer] = {}
+
+    async def learn(self, session: aiohttp.ClientSession, url: str, asks: Sequence[Ask]) -> None:
+        """Ask what is not known yet, all at once. Raises `UndisturbedError` when one fails."""
+        unknown = {repr(a.body): a for a in asks if repr(a.body) not in self._answers}
+        gate = asyncio.Semaphore(STREAMS)
+
+        async def one(a: Ask) -> Answer:
+            async with gate:
+                return await send(session, url, a)
+
+        for key, answer in zip(unknown, await asyncio.gather(*map(one, unknown.values())), strict=True):
+            if answer.outcome is not Outcome.COMPLETE:
+                raise UndisturbedError(
+                    f"undisturbed, {answer.ask.name} ended as {answer.outcome.value}: {answer.detail}"
+                )
+            self._answers[key] = answer
+
+    def of(self, a: Ask) -> Answer | None:
+        """The undisturbed answer, if it was learnt."""
+        return self._answers.get(repr(a.body))
+
+
+class Experiment:
+    """Strikes a fleet once and fills in a row. `run` is called once; faults use the other methods."""
+
+    def __init__(self, fleet: Fleet, fault: Fault, moment: str, references: References, seed: int) -> None:
+        self.fleet = fleet
+        self.fault = fault
+        self.moment = moment
+        self.rng = Random(f"{seed} {fault.name} {moment}")
+        self.row = Row(fault.name, fleet.path, moment)
+        self.answers: list[Answer] = []
+        self.session: aiohttp.ClientSession = open_session()
+        self._references = references
+        self.tasks: list[asyncio.Task[None]] = []
+        self._first_event = asyncio.Event()
+        self._struck_at: float | None = None
+        self._prober: asyncio.Task[None] | None = None
+
+    async def run(self) -> Row:
+        """The whole experiment. Never raises for what the fleet does: that is the row's `problems`."""
+        async with self.session:
+            try:
+                await self.fleet.wait_whole()
+                await self.fleet.wait_idle()
+                before = await asyncio.to_thread(self.fleet.holdings)
+                await self.fault.strike(self)
+                await settle(self.tasks, _STREAMS_LIMIT_S)
+                if self._prober is not None:
+                    await self._prober
+                self._judge()
+                if not self.fault.last:
+                    await self._aftermath(before)
+            except (NotInTimeError, UndisturbedError, TimeoutError) as error:
+                self.row.problems.append(str(error) or type(error).__name__)
+            finally:
+                await settle(self.tasks, 0)
+                if self._prober is not None:
+                    self._prober.cancel()
+        return self.row
+
+    # What faults are made of.
+
+    async def learn(self, asks: Sequence[Ask]) -> None:
+        """Have these requests answered undisturbed before the strike."""
+        await self._references.learn(self.session, self.fleet.url, asks)
+
+    def start(self, a: Ask, on_event: Callable[[Answer], None] = lambda _: None) -> Answer:
+        """Send a request; its answer fills while it comes."""
+
+        def note(answer: Answer) -> None:
+            self._first_event.set()
+            on_event(answer)
+
+        answer = Answer(a)
+        self.answers.append(answer)
+        self.tasks.append(asyncio.create_task(send_into(answer, self.session, self.fleet.url, note)))
+        return answer
+
+    async def streams(self, long_prompts: bool = False) -> None:
+        """32 streams under way, with every feature a continued stream could get wrong."""
+        rng = Random(5)
+        asks = mixed(rng, STREAMS, _MAX_TOKENS)
+        if long_prompts:
+            asks = [ask(f"long prompt {i}", prompt_text(rng, 1500), 64, temperature=1, seed=i) for i in range(STREAMS)]
+        await self.learn(asks)
+        for a in asks:
+            self.start(a)
+
+    async def victim(self, tokens: int = _VICTIM_TOKENS, prompt: int = 50) -> tuple["Watched", int]:
+        """One stream, the pid of the replica that has it, and then a few others around it."""
+        rng = Random(6)
+        target = ask("victim", prompt_text(rng, prompt), tokens, temperature=1, seed=7, logprobs=1)
+        others = mixed(rng, 8, _MAX_TOKENS)
+        await self.learn([target, *others])
+        watched = Watched()
+        watched.answer = self.start(target, watched.on_event)
+        pid = await self.locate()
+        for a in others:
+            self.start(a)
+        return watched, pid
+
+    async def trickle(self, asks: Sequence[Ask]) -> None:
+        """Keep eight requests under way: start one more if fewer are."""
+        if sum(not task.done() for task in self.tasks) < 8:
+            self.start(asks[len(self.tasks) % len(asks)])
+        await asyncio.sleep(0.1)
+
+    async def locate(self) -> int:
+        """The replica that runs something, while only one does."""
+        deadline = time.monotonic() + 20
+        while time.monotonic() < deadline:
+            for process in self.fleet.replicas():
+                samples = await asyncio.to_thread(self.fleet.replica_metrics, process.pid)
+                if samples is not None and samples["serve_app_requests_running"]:
+                    return int(process.pid)
+        raise NotInTimeError("no replica runs the victim")
+
+    async def random_moment(self, within_s: float) -> None:
+        """Wait until a stream has its first token, then for a random part of `within_s`."""
+        await self._first_event.wait()
+        await asyncio.sleep(self.rng.uniform(0, within_s))
+
+    def send_signal(self, pid: int, number: signal.Signals) -> None:
+        """Strike a process, and probe from then on until a new request is served."""
+        os.kill(pid, number)
+        self.struck()
+
+    def struck(self) -> None:
+        """The fault is there: start to probe."""
+        self._struck_at = time.monotonic()
+        if self._prober is None and not self.fault.last:
+            self._prober = asyncio.create_task(self._probe())
+
+    # What is checked.
+
+    async def _probe(self) -> None:
+        """Ask anew until an answer comes; each try has a time limit, since a connection may be one to the dead."""
+        assert self._struck_at is not None
+        told: dict[str, int] = {}
+        while (elapsed := time.monotonic() - self._struck_at) < _PROBE_LIMIT_S:
+            answer = Answer(PROBE)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(self.fault.recovery_limit_s):
+                    await send_into(answer, self.session, self.fleet.url)
+            if answer.outcome is Outcome.COMPLETE:
+                self.row.recovery_s = time.monotonic() - self._struck_at
+                break
+            failure = f"{answer.outcome.value} {answer.detail}"[:120]
+            told[failure] = told.get(failure, 0) + 1
+            await asyncio.sleep(_PROBE_PAUSE_S)
+        else:
+            self.row.problems.append(f"no new request served within {elapsed:.0f} s")
+        if told:
+            self.row.notes["probes"] = told
+        if self.row.recovery_s is not None and self.row.recovery_s > self.fault.recovery_limit_s:
+            self.row.problems.append(f"a new request was served only after {self.row.recovery_s:.1f} s")
+
+    def _judge(self) -> None:
+        row = self.row
+        row.requests = len(self.answers)
+        outcomes = [answer.outcome for answer in self.answers]
+        row.complete, row.errors, row.cut = map(outcomes.count, (Outcome.COMPLETE, Outcome.ERROR, Outcome.CUT))
+        for answer in self.answers:
+            if answer.outcome is not Outcome.COMPLETE and answer.outcome not in self.fault.allowed:
+                row.problems.append(f"{answer.ask.name}: {answer.outcome.value} {answer.detail}")
+            undisturbed = self._references.of(answer.ask)
+            if undisturbed is None:
+                continue
+            difference = compare(answer, undisturbed)
+            row.lost_tokens += difference.lost
+            row.doubled_tokens += difference.doubled
+            if not difference.equal:
+                row.problems.append(f"{answer.ask.name}: {_first_difference(answer, undisturbed)}")
+        survivors = [a for a in self.answers if a.outcome is Outcome.COMPLETE]
+        row.stall_s = max((answer.longest_silence_s for answer in survivors), default=None)
+        if row.stall_s is not None and row.stall_s > self.fault.stall_limit_s:
+            row.problems.append(f"a stream was silent for {row.stall_s:.1f} s")
+
+    async def _aftermath(self, before: dict[int, Holding]) -> None:
+        """Nothing is left behind, every replica is back, and the next request is answered right."""
+        await self.fleet.wait_whole()
+        if self._struck_at is not None:
+            self.row.whole_s = time.monotonic() - self._struck_at
+        try:
+            await self.fleet.wait_idle()
+        except NotInTimeError:
+            self.row.problems.append(f"left behind: {self.fleet.busy()}")
+        await self._check_holdings(before)
+        answer = await asyncio.wait_for(send(self.session, self.fleet.url, PROBE), 60)
+        undisturbed = self._references.of(PROBE)
+        if answer.outcome is not Outcome.COMPLETE:
+            self.row.problems.append(f"the next request ended as {answer.outcome.value}: {answer.detail}")
+        elif undisturbed is not None and answer.said() != undisturbed.said():
+            self.row.problems.append("the next request was answered wrong")
+
+    async def _check_holdings(self, before: dict[int, Holding]) -> None:
+        """Processes that lived through it hold no more than before."""
+        deadline = time.monotonic() + _SETTLE_LIMIT_S
+        while excess := _excesses(before, await asyncio.to_thread(self.fleet.holdings)):
+            if time.monotonic() > deadline:
+                self.row.problems.extend(excess)
+                return
+            await asyncio.sleep(1)
+
+
+class Watched:
+    """A stream whose tokens can be waited for."""
+
+    answer: Answer
+
+    def __init__(self) -> None:
+        self._news = asyncio.Event()
+
+    def on_event(self, _answer: Answer) -> None:
+        """To be called at each of its events."""
+        self._news.set()
+
+    async def tokens(self, count: int, limit_s: float = 60.0) -> None:
+        """Wait for its `count`-th event. Raises `TimeoutError`."""
+        async with asyncio.timeout(limit_s):
+            while self.answer.events < count:
+                self._news.clear()
+                await self._news.wait()
+
+
+def _excesses(before: dict[int, Holding], after: dict[int, Holding]) -> list[str]:
+    return [line for pid in before.keys() & after.keys() for line in _excess(pid, before[pid], after[pid])]
+
+
+def _excess(pid: int, before: Holding, after: Holding) -> list[str]:
+    lines = []
+    if after.fds > before.fds + _FD_SLACK:
+        lines.append(f"process {pid}: {before.fds} file descriptors before, {after.fds} after")
+    if after.threads > before.threads + _THREAD_SLACK:
+        lines.append(f"process {pid}: {before.threads} threads before, {after.threads} after")
+    if after.rss_mib > before.rss_mib * (1 + _MEMORY_SLACK):
+        lines.append(f"process {pid}: {before.rss_mib:.0f} MiB before, {after.rss_mib:.0f} after")
+    return lines
+
+
+def _first_difference(answer: Answer, undisturbed: Answer) -> str:
+    for index, expected in undisturbed.texts.items():
+        said = answer.texts.get(index, "")
+        if said != expected:
+            same = next((i for i, (a, b) in enumerate(zip(said, expected, strict=False)) if a != b), None)
+            at = min(len(said), len(expected)) if same is None else same
+            return (
+                f"choice {index} differs from character {at} on ({len(said)} for {len(expected)}): "
+                f"{said[at : at + 30]!r} for {expected[at : at + 30]!r}"
+            )
+    for name, got, wanted in (
+        ("finish reasons", answer.finish_reasons, undisturbed.finish_reasons),
+        ("usage", answer.usage, undisturbed.usage),
+    ):
+        if got != wanted:
+            return f"{name} {got} for {wanted}"
+    for index, entries in undisturbed.logprobs.items():
+        for at, (got, wanted) in enumerate(zip(answer.logprobs.get(index, []), entries, strict=False)):
+            if got != wanted:
+                return f"choice {index} logprobs differ from token {at} on: {got} for {wanted}"
+    return "logprobs differ in number"

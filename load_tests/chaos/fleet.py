@@ -1,0 +1,342 @@
+"""A real fleet on a local Ray cluster, seen from outside: its processes, its metrics, what each process holds.
+
+Decides how the fleet is started and how its processes are told apart; strikes none of them itself.
+"""
+
+import asyncio
+import http.client
+import os
+import re
+import socket
+import sys
+import time
+import urllib.request
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil  # type: ignore[import-untyped]
+import yaml
+from prometheus_client.parser import text_string_to_metric_families
+
+from load_tests.chaos.traffic import MODEL
+from load_tests.servers import ServerCommand, running
+from serve_app.settings import FAST_PATH_ENVIRONMENT, LAUNCHER_ENVIRONMENT
+
+REPOSITORY = Path(__file__).parents[2]
+PATHS = ("fast", "default")
+# Ray's would kill replicas when the machine is full, whoever filled it.
+_NO_MEMORY_MONITOR = {"RAY_memory_monitor_refresh_ms": "0"}
+_POLL_S = 0.1
+_SCRAPE_TIMEOUT_S = 5.0
+_IDLE = (
+    "serve_app_requests_running",
+    "serve_app_requests_waiting",
+    "serve_app_kv_blocks_used",
+    "serve_app_ingress_queue_depth",
+    "serve_app_ingress_requests_ongoing",
+    "serve_app_requests_active",
+)
+
+_ON_NODES = (
+    {"name": "EngineReplica", "ray_actor_options": {"num_cpus": 0, "resources": {"engine": 1}}},
+    {"name": "Ingress", "ray_actor_options": {"num_cpus": 0, "resources": {"front": 1}}},
+)
+
+Samples = dict[str, float]
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What the fleet is made of. A replica's KV pool holds about 5,200 tokens of the small model."""
+
+    replicas: int = 3
+    seats: int = 8
+    waiting: int = 8
+    queue: int = 64
+    kv_cache_gib: float = 0.01
+
+    @property
+    def places(self) -> int:
+        """Requests that the fleet holds at most; one more is refused."""
+        return self.replicas * (self.seats + self.waiting) + self.queue
+
+    def args(self, model: str) -> dict[str, Any]:
+        """`args` of the application; what is not named here is at its default."""
+        return {
+            "model": model,
+            "served_model_name": MODEL,
+            "device": "cpu",
+            "num_replicas": self.replicas,
+            "engine": {
+                "max_num_seqs": self.seats,
+                "max_num_waiting": self.waiting,
+                "max_num_batched_tokens": 64,
+                "kv_cache_gib": self.kv_cache_gib,
+                "num_threads": 1,
+            },
+            "ingress": {"max_queued_requests": self.queue},
+        }
+
+
+@dataclass(frozen=True)
+class Holding:
+    """What one process holds."""
+
+    fds: int
+    threads: int
+    rss_mib: float
+
+
+@dataclass
+class Fleet:
+    """A running application: everything below `pid` is part of it."""
+
+    url: str
+    pid: int
+    path: str
+    shape: Shape
+    config: Path
+    environment: dict[str, str]
+    _addresses: dict[int, str] = field(default_factory=dict)
+
+    def processes(self, title: str) -> list[psutil.Process]:
+        """Living processes of the fleet whose command line matches the pattern `title`."""
+        found = []
+        for process in psutil.Process(self.pid).children(recursive=True):
+            try:
+                if re.search(title, " ".join(process.cmdline())) and process.status() != psutil.STATUS_ZOMBIE:
+                    found.append(process)
+            except psutil.NoSuchProcess:
+                continue
+        return found
+
+    def replicas(self) -> list[psutil.Process]:
+        """Processes of engine replicas, ready or not."""
+        return self.processes(r"^ray::ServeReplica:\w+:EngineReplica")
+
+    def ingress(self) -> list[psutil.Process]:
+        """Processes of ingress replicas."""
+        return self.processes(r"^ray::ServeReplica:\w+:Ingress")
+
+    def controller(self) -> list[psutil.Process]:
+        """Serve's controller."""
+        return self.processes(r"^ray::ServeController")
+
+    def proxy(self) -> list[psutil.Process]:
+        """Whatever accepts HTTP: HAProxy itself on the fast path, Ray's Python proxy on the default path."""
+        haproxy = self.environment["RAY_SERVE_ENABLE_HA_PROXY"] == "1"
+        return self.processes(r"haproxy.* -f " if haproxy else r"^ray::ProxyActor")
+
+    def nodes(self) -> list[psutil.Process]:
+        """The raylet of every Ray node: all else that runs on the node is below it."""
+        return self.processes(r"/raylet ")
+
+    def family(self) -> list[psutil.Process]:
+        """The launcher and everything below it."""
+        launcher = psutil.Process(self.pid)
+        return [launcher, *launcher.children(recursive=True)]
+
+    def wait_gone(self, family: Sequence[psutil.Process], limit_s: float = 90.0) -> tuple[int | None, list[int]]:
+        """The launcher's exit status (None: it runs on) and the pids of `family` that are still there."""
+        gone, left = psutil.wait_procs(family, timeout=limit_s)
+        status = next((process.returncode for process in gone if process.pid == self.pid), None)
+        return status, [process.pid for process in left]
+
+    def replica_metrics(self, pid: int) -> Samples | None:
+        """A replica's own page, asked of its own port; None while it does not answer."""
+        address = self._addresses.get(pid)
+        if address is not None:
+            page = _get(f"http://{address}/metrics", _SCRAPE_TIMEOUT_S)
+            return None if page is None else _samples(page)
+        for candidate in _listening(pid):
+            page = _get(f"http://{candidate}/metrics", 1.0)
+            if page is not None and "serve_app_kv_blocks_total" in page:
+                self._addresses[pid] = candidate
+                return _samples(page)
+        return None
+
+    def ready_replicas(self) -> list[int]:
+        """Pids of the replicas that are in the routing set, in the order of their pids."""
+        page = _get(f"{self.url}/metrics", _SCRAPE_TIMEOUT_S)
+        if page is None:
+            return []
+        ups = re.findall(r"^serve_app_scrape_up\{.*\} 1\.0$", page, re.MULTILINE)
+        answering = [process.pid for process in self.replicas() if self.replica_metrics(process.pid) is not None]
+        # The page counts replicas but does not name their processes: all that answer, or nobody can be sure.
+        return sorted(answering) if len(answering) == len(ups) else []
+
+    def metrics(self) -> Samples | None:
+        """The whole application's page, each name summed over its labels; None while the ingress does not answer."""
+        page = _get(f"{self.url}/metrics", _SCRAPE_TIMEOUT_S)
+        return None if page is None else _samples(page)
+
+    def busy(self) -> Samples:
+        """The gauges that must be zero when nothing is asked, and are not; `{"metrics": nan}` while there are none."""
+        samples = self.metrics()
+        if samples is None:
+            return {"metrics": float("nan")}
+        return {name: samples[name] for name in _IDLE if samples.get(name, 0.0) != 0.0}
+
+    def holdings(self) -> dict[int, Holding]:
+        """What the ingress and the replicas hold, by pid."""
+        held = {}
+        for process in [*self.ingress(), *self.replicas()]:
+            try:
+                held[process.pid] = Holding(process.num_fds(), process.num_threads(), process.memory_info().rss / 2**20)
+            except psutil.NoSuchProcess:
+                continue
+        return held
+
+    async def wait_whole(self, limit_s: float = 120.0) -> float:
+        """Wait until every replica is ready and nobody else is there; the seconds it took."""
+        return await wait_for(
+            lambda: len(self.ready_replicas()) == self.shape.replicas == len(self.replicas()),
+            f"{self.shape.replicas} replicas ready",
+            limit_s,
+        )
+
+    async def wait_idle(self, limit_s: float = 30.0) -> float:
+        """Wait until nothing runs, waits or holds blocks; the seconds it took."""
+        return await wait_for(lambda: not self.busy(), "idle", limit_s)
+
+
+class NotInTimeError(Exception):
+    """What was waited for did not come."""
+
+
+async def wait_for(condition: Callable[[], bool], what: str, limit_s: float) -> float:
+    """Ask `condition` in a thread until it holds; the seconds it took. Raises `NotInTimeError`."""
+    start = time.monotonic()
+    while not await asyncio.to_thread(condition):
+        if time.monotonic() - start > limit_s:
+            raise NotInTimeError(f"not within {limit_s:.0f} s: {what}")
+        await asyncio.sleep(_POLL_S)
+    return time.monotonic() - start
+
+
+def path_environment(path: str) -> dict[str, str]:
+    """The environment that puts Ray Serve on its fast or its default path."""
+    switches = dict.fromkeys(FAST_PATH_ENVIRONMENT, "0") if path == "default" else FAST_PATH_ENVIRONMENT
+    return {**_NO_MEMORY_MONITOR, **switches}
+
+
+def free_port() -> int:
+    """A port of loopback that nobody listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@asynccontextmanager
+async def serving(path: str, model: str, folder: Path, shape: Shape) -> AsyncIterator[Fleet]:
+    """`serve-app serve` with `shape` on Ray's `path` ("fast" or "default"); its log and config go to `folder`."""
+    config_path = _write_config(folder / f"{path}.yaml", shape.args(model))
+    port = yaml.safe_load(config_path.read_text())["http_options"]["port"]
+    command = ServerCommand(
+        name=f"serve_app on the {path} path",
+        command=(str(Path(sys.executable).with_name("serve-app")), "serve", str(config_path)),
+        base_url=f"http://127.0.0.1:{port}",
+        ready_path="/health/ready",
+        environment=path_environment(path),
+    )
+    async with _entered(command, folder / f"{path}.log") as pid:
+        fleet = Fleet(command.base_url, pid, path, shape, config_path, path_environment(path))
+        await fleet.wait_whole()
+        yield fleet
+
+
+@asynccontextmanager
+async def serving_on_nodes(path: str, model: str, folder: Path, shape: Shape) -> AsyncIterator[Fleet]:
+    """The same application on a cluster of four nodes (see `cluster`), submitted to it with `serve run`.
+
+    HTTP goes through Ray's Python proxy on both paths: HAProxy's ports would be open on every interface here.
+    """
+    environment = path_environment(path) | dict(LAUNCHER_ENVIRONMENT) | {"RAY_SERVE_ENABLE_HA_PROXY": "0"}
+    config_path = _write_config(folder / f"nodes-{path}.yaml", shape.args(model), _ON_NODES)
+    config = yaml.safe_load(config_path.read_text())
+    with (folder / f"nodes-{path}.log").open("wb") as log:
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "load_tests.chaos.cluster"),
+            env={**os.environ, **environment},
+            stdout=asyncio.subprocess.PIPE,
+            stderr=log,
+        )
+    assert process.stdout is not None
+    try:
+        async with asyncio.timeout(120):
+            line = (await process.stdout.readline()).decode()
+        address = line.rpartition(" ")[2].strip()
+        await submit(config_path, address, environment)
+        url = f"http://127.0.0.1:{config['http_options']['port']}"
+        fleet = Fleet(url, process.pid, path, shape, config_path, environment)
+        await fleet.wait_whole()
+        yield fleet
+    finally:
+        process.terminate()
+        await process.wait()
+
+
+async def submit(config: Path, address: str, environment: Mapping[str, str]) -> None:
+    """`serve run` a config on the Ray cluster at `address`. Raises `RuntimeError` when Serve does not take it."""
+    process = await asyncio.create_subprocess_exec(
+        *(str(Path(sys.executable).with_name("serve")), "run", "--non-blocking", "--address", address, str(config)),
+        env={**os.environ, **environment},
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.STDOUT,
+    )
+    output, _ = await process.communicate()
+    if process.returncode:
+        raise RuntimeError(f"serve run: {output.decode()[-500:]}")
+
+
+def _write_config(path: Path, args: dict[str, Any], deployments: Sequence[dict[str, Any]] = ()) -> Path:
+    """deploy/config.yaml with other `args`, on a free port."""
+    config = yaml.safe_load((REPOSITORY / "deploy" / "config.yaml").read_text())
+    config["http_options"]["port"] = free_port()
+    application = config["applications"][0]
+    application["args"] = args
+    if deployments:
+        application["deployments"] = list(deployments)
+    path.write_text(yaml.safe_dump(config))
+    return path
+
+
+@asynccontextmanager
+async def _entered(command: ServerCommand, log: Path) -> AsyncIterator[int]:
+    """`running`, with its waiting done in threads."""
+    context = running(command, log)
+    server = await asyncio.to_thread(context.__enter__)
+    try:
+        yield server.pid
+    finally:
+        await asyncio.to_thread(context.__exit__, None, None, None)
+
+
+def _listening(pid: int) -> list[str]:
+    try:
+        connections = psutil.Process(pid).net_connections("tcp")
+    except psutil.NoSuchProcess:
+        return []
+    return [f"127.0.0.1:{c.laddr.port}" for c in connections if c.status == psutil.CONN_LISTEN]
+
+
+def _get(url: str, timeout_s: float) -> str | None:
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    try:
+        with opener.open(url, timeout=timeout_s) as answer:
+            return str(answer.read().decode())
+    except (OSError, ValueError, http.client.HTTPException):
+        return None
+
+
+def _samples(page: str) -> Samples:
+    """Samples summed over their labels, histogram buckets left out."""
+    samples: Samples = {}
+    for family in text_string_to_metric_families(page):
+        for sample in family.samples:
+            if not sample.name.endswith("_bucket"):
+                samples[sample.name] = samples.get(sample.name, 0.0) + sample.value
+    return samples

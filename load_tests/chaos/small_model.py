@@ -1,0 +1,41 @@
+"""A small random model for the chaos suite: quick to load, slow enough that a fault lands in mid-stream.
+
+Every printable ASCII character is one token and nothing else is, so that lost and doubled tokens show as characters.
+"""
+
+from pathlib import Path
+
+import tokenizers
+import torch
+from tokenizers import decoders, models
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+CONTEXT = 4096
+_VOCABULARY = {"<s>": 0, "</s>": 1} | {chr(code): code - 30 for code in range(32, 127)}
+
+
+def write_small_model(folder: Path, seed: int = 0) -> None:
+    """Write weights, config and tokenizer to `folder`, as users have models."""
+    config = LlamaConfig(
+        vocab_size=len(_VOCABULARY),
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=CONTEXT,
+        bos_token_id=0,
+        eos_token_id=1,
+        pad_token_id=0,
+    )
+    torch.manual_seed(seed)
+    model = LlamaForCausalLM(config)
+    with torch.no_grad():
+        # Wider than at initialization: logits that hardly differ would make every text look alike.
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(std=0.1)
+    model.save_pretrained(folder)
+    backend = tokenizers.Tokenizer(models.BPE(_VOCABULARY, []))
+    backend.decoder = decoders.Fuse()
+    PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>").save_pretrained(folder)

@@ -1,0 +1,259 @@
+"""The requests of the chaos suite, a client that notes everything, and the comparison with an undisturbed answer.
+
+Decides what counts as complete, as a typed error and as cut; knows nothing of processes and faults.
+"""
+
+import asyncio
+import json
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from difflib import SequenceMatcher
+from enum import Enum
+from random import Random
+from typing import Any
+
+import aiohttp
+
+MODEL = "small"
+_LETTERS = "abcdefghijklmnopqrstuvwxyz     "
+
+
+class Outcome(Enum):
+    """How a request ended, as its client sees it."""
+
+    COMPLETE = "complete"
+    """200, every choice with its finish reason, `[DONE]` last."""
+    ERROR = "typed error"
+    """A JSON error in OpenAI's shape: the whole answer, or the last event of a stream without `[DONE]`."""
+    CUT = "cut"
+    """The connection failed or ended without `[DONE]` and without an error."""
+    HUNG = "hung"
+    """Not ended when the experiment gave up waiting."""
+    WRONG = "wrong"
+    """Anything else: `[DONE]` after an error, events after `[DONE]`, errors that are no errors in OpenAI's shape."""
+
+
+@dataclass(frozen=True)
+class Ask:
+    """One request: a name for the report and the body."""
+
+    name: str
+    body: dict[str, Any]
+
+
+@dataclass
+class Answer:
+    """What came back. Times are of the monotonic clock."""
+
+    ask: Ask
+    outcome: Outcome = Outcome.HUNG
+    detail: str = ""
+    status: int | None = None
+    retry_after_s: float | None = None
+    texts: dict[int, str] = field(default_factory=dict)
+    finish_reasons: dict[int, str] = field(default_factory=dict)
+    logprobs: dict[int, list[Any]] = field(default_factory=dict)
+    usage: tuple[int, int] | None = None
+    """Tokens of the prompt and of the output, as the server counts them."""
+    started_at: float = field(default_factory=time.monotonic)
+    ended_at: float = 0.0
+    last_event_at: float | None = None
+    longest_silence_s: float = 0.0
+    """Between two events of the stream."""
+    events: int = 0
+
+    def said(self) -> tuple[Any, ...]:
+        """Everything that must not depend on what happened to the servers."""
+        return self.texts, self.finish_reasons, self.logprobs, self.usage
+
+
+@dataclass(frozen=True)
+class Difference:
+    """An answer beside the undisturbed one: characters (= tokens) missing and too many, and whether all is equal."""
+
+    lost: int
+    doubled: int
+    equal: bool
+
+
+def compare(answer: Answer, undisturbed: Answer) -> Difference:
+    """Complete answers must be equal; what a client got of an answer that failed must be a beginning of it."""
+    whole = answer.outcome is Outcome.COMPLETE
+    lost = doubled = 0
+    for index, expected in undisturbed.texts.items():
+        text = answer.texts.get(index, "")
+        if text == expected or (not whole and expected.startswith(text)):
+            continue
+        blocks = SequenceMatcher(None, expected, text, autojunk=False).get_matching_blocks()
+        same = sum(block.size for block in blocks)
+        lost += len(expected) - same if whole else 0
+        doubled += len(text) - same
+    return Difference(lost, doubled, answer.said() == undisturbed.said() if whole else not doubled)
+
+
+def text(rng: Random, length: int) -> str:
+    """A prompt of exactly `length` tokens."""
+    return "".join(rng.choice(_LETTERS) for _ in range(length))
+
+
+def ask(name: str, prompt: str, max_tokens: int, **fields: Any) -> Ask:
+    """A streamed completion of exactly `max_tokens` tokens per choice, unless a stop string ends it."""
+    body = {
+        "model": MODEL,
+        "prompt": prompt,
+        "max_tokens": max_tokens,
+        "temperature": 0,
+        "ignore_eos": True,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        **fields,
+    }
+    return Ask(name, body)
+
+
+def mixed(rng: Random, count: int, max_tokens: int) -> list[Ask]:
+    """`count` requests that use every feature a continued stream could get wrong. No two are equal."""
+    kinds: list[tuple[str, dict[str, Any]]] = [
+        ("greedy", {}),
+        ("seeded", {"temperature": 1.0, "seed": 11}),
+        ("seeded n=2", {"temperature": 0.9, "top_p": 0.95, "seed": 12, "n": 2}),
+        ("greedy logprobs", {"logprobs": 2}),
+        ("seeded penalties", {"temperature": 0.8, "seed": 13, "frequency_penalty": 0.4, "presence_penalty": 0.3}),
+        ("seeded logprobs", {"temperature": 1.0, "seed": 14, "logprobs": 1, "repetition_penalty": 1.2}),
+        ("seeded n=2 logprobs echo", {"temperature": 1.0, "seed": 15, "n": 2, "logprobs": 1, "echo": True}),
+        ("seeded stop", {"temperature": 1.0, "seed": 16, "min_tokens": max_tokens // 3, "stop": ["th", "q ", "zj"]}),
+    ]
+    asks = []
+    for index in range(count):
+        name, fields = kinds[index % len(kinds)]
+        length = rng.randrange(20, 200)
+        asks.append(ask(f"{name} {index}", text(rng, length), rng.randrange(max_tokens // 2, max_tokens), **fields))
+    return asks
+
+
+def with_stop(whole: Answer, rng: Random) -> Ask:
+    """The request of `whole` again, with a stop string that ends it at about two thirds of its text."""
+    said = whole.texts[0]
+    for at in range(2 * len(said) // 3, len(said) - 3):
+        stop = said[at : at + 3]
+        if said.index(stop) == at:
+            return Ask(f"{whole.ask.name} with stop", whole.ask.body | {"stop": [stop]})
+    return whole.ask
+
+
+async def send(
+    session: aiohttp.ClientSession,
+    url: str,
+    ask: Ask,
+    on_event: Callable[[Answer], None] = lambda _: None,
+    headers: dict[str, str] | None = None,
+) -> Answer:
+    """Send and read to the end. Failures are the answer's outcome; cancelling leaves it hung."""
+    answer = Answer(ask)
+    await send_into(answer, session, url, on_event, headers)
+    return answer
+
+
+async def send_into(
+    answer: Answer,
+    session: aiohttp.ClientSession,
+    url: str,
+    on_event: Callable[[Answer], None] = lambda _: None,
+    headers: dict[str, str] | None = None,
+) -> None:
+    """As `send`, filling in an answer that others watch."""
+    try:
+        async with session.post(f"{url}/v1/completions", json=answer.ask.body, headers=headers) as response:
+            answer.status = response.status
+            if response.status == 200:
+                await _read_events(answer, response, on_event)
+            else:
+                answer.retry_after_s = _seconds(response.headers.get("retry-after"))
+                _end(answer, *_told(await response.text(), response.status))
+    except (aiohttp.ClientError, TimeoutError, OSError) as error:
+        _end(answer, Outcome.CUT, f"{type(error).__name__}: {error}")
+    finally:
+        answer.ended_at = time.monotonic()
+
+
+def open_session() -> aiohttp.ClientSession:
+    """No limit on connections, one per request, no time limit: experiments have their own."""
+    connector = aiohttp.TCPConnector(limit=0, force_close=True)
+    return aiohttp.ClientSession(
+        connector=connector, timeout=aiohttp.ClientTimeout(total=None, sock_connect=30), read_bufsize=2**20
+    )
+
+
+async def _read_events(answer: Answer, response: aiohttp.ClientResponse, on_event: Callable[[Answer], None]) -> None:
+    done = False
+    async for line in response.content:
+        if not line.startswith(b"data:"):
+            continue
+        payload = line[5:].strip()
+        if done or answer.outcome is not Outcome.HUNG:
+            return _end(answer, Outcome.WRONG, f"after the end of the stream: {payload[:200]!r}")
+        if payload == b"[DONE]":
+            done = True
+            continue
+        _event(answer, json.loads(payload))
+        on_event(answer)
+    if answer.outcome is not Outcome.HUNG:
+        return None
+    if not done:
+        return _end(answer, Outcome.CUT, "the stream ended without [DONE]")
+    missing = answer.ask.body.get("n", 1) - len(answer.finish_reasons)
+    if missing or answer.usage is None:
+        return _end(answer, Outcome.WRONG, f"[DONE], but {missing} choices unfinished and usage {answer.usage}")
+    return _end(answer, Outcome.COMPLETE, "")
+
+
+def _event(answer: Answer, data: dict[str, Any]) -> None:
+    now = time.monotonic()
+    if answer.last_event_at is not None:
+        answer.longest_silence_s = max(answer.longest_silence_s, now - answer.last_event_at)
+    answer.last_event_at = now
+    answer.events += 1
+    if "error" in data:
+        _end(answer, *_told(json.dumps(data), 200))
+        return
+    if (usage := data.get("usage")) is not None:
+        answer.usage = usage["prompt_tokens"], usage["completion_tokens"]
+    for choice in data["choices"]:
+        index = choice["index"]
+        answer.texts[index] = answer.texts.get(index, "") + choice["text"]
+        if (logprobs := choice.get("logprobs")) is not None:
+            tops = logprobs["top_logprobs"] or [None] * len(logprobs["tokens"])
+            entries = zip(logprobs["tokens"], logprobs["token_logprobs"], logprobs["text_offset"], tops, strict=True)
+            answer.logprobs.setdefault(index, []).extend(entries)
+        if choice["finish_reason"] is not None:
+            answer.finish_reasons[index] = choice["finish_reason"]
+
+
+def _told(body: str, status: int) -> tuple[Outcome, str]:
+    """A typed error, or what a proxy makes up itself when there is nobody behind it."""
+    try:
+        error = json.loads(body)["error"]
+        return Outcome.ERROR, f"{status} {error['type']}/{error['code']}: {error['message']}"
+    except (ValueError, KeyError, TypeError):
+        outcome = Outcome.CUT if status in (502, 503, 504) else Outcome.WRONG
+        return outcome, f"HTTP {status} without a typed error: {body[:100]!r}"
+
+
+def _end(answer: Answer, outcome: Outcome, detail: str) -> None:
+    answer.outcome = outcome
+    answer.detail = detail[:300]
+
+
+def _seconds(header: str | None) -> float | None:
+    return float(header) if header is not None and header.replace(".", "", 1).isdigit() else None
+
+
+async def settle(tasks: list[asyncio.Task[None]], limit_s: float) -> None:
+    """Wait for all; what has not ended after `limit_s` seconds is cancelled and so stays hung."""
+    if not tasks:
+        return
+    _, pending = await asyncio.wait(tasks, timeout=limit_s)
+    for task in pending:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
