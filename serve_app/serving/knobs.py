@@ -26,7 +26,7 @@ def live_knobs(settings: Settings, user_config: object) -> SchedulerKnobs:
     for key in user_config:
         if key not in LIVE_KNOBS:
             raise ConfigError(
-                f"user_config: `{key}` cannot change in a running engine {suggest(key, list(LIVE_KNOBS))}"
+                f"user_config: `{key}` cannot change in a running engine {suggest(str(key), list(LIVE_KNOBS))}"
             )
     engine = {**settings.engine.model_dump(), **user_config}
     changed = Settings.model_validate({**settings.model_dump(exclude_unset=True), "engine": engine})

@@ -1,8 +1,9 @@
 """`serve-app serve`: `serve run CONFIG` on Ray's fast path, on loopback, with a word about what is going on.
 
-Decides: the environment Ray starts with, what is checked before it starts, when the server counts as ready (a token
-came out of it over HTTP), and how the process ends: 0 after a signal and a drain, 1 when the deployment failed, 2 when
-the configuration is refused. Ray and everything below it are children of this process and end with it.
+Decides: the environment Ray starts with, when the server counts as ready (a token came out of it over HTTP), what
+signals do (SIGINT, SIGTERM: drain and end; SIGUSR1: read the file again), and how the process ends: 0 after a signal
+and a drain, 1 when the deployment failed, 2 when the configuration is refused. Ray and everything below it are children
+of this process and end with it.
 """
 
 import json
@@ -17,20 +18,19 @@ import time
 import urllib.request
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
-import yaml
-
 from serve_app.errors import ConfigError
-from serve_app.model_files import locate_model
+from serve_app.serving.config_file import ConfigFile, read_config
 from serve_app.serving.terminal import Terminal
-from serve_app.settings import FAST_PATH_ENVIRONMENT, LAUNCHER_ENVIRONMENT, Settings, export, suggest
+from serve_app.settings import FAST_PATH_ENVIRONMENT, LAUNCHER_ENVIRONMENT, export
 
-_IMPORT_PATH = "serve_app.app:build"
 _POLL_S = 0.25
+# How much longer than its own time limit a drain may take to answer.
+_DRAIN_ANSWER_S = 10.0
+_DELETE_TIMEOUT_S = 15.0
 _LOGS = "/tmp/ray/session_latest/logs"
 _OBJECT_STORE_BYTES = 100 * 2**20
 
@@ -50,21 +50,6 @@ exec setsid setpriv --pdeathsig KILL -- "{binary}" "$@"
 """
 
 
-@dataclass(frozen=True)
-class _Target:
-    """Where the server listens and what it calls its applications."""
-
-    host: str
-    port: int
-    applications: tuple[str, ...]
-    model: str | None
-
-    @property
-    def url(self) -> str:
-        host = "127.0.0.1" if self.host in ("0.0.0.0", "::") else self.host
-        return f"http://{host}:{self.port}"
-
-
 def launch(config_path: Path) -> int:
     """Serve `config_path` until a signal; returns the exit status. To be called in the main thread."""
     started = time.monotonic()
@@ -72,7 +57,8 @@ def launch(config_path: Path) -> int:
     with tempfile.TemporaryDirectory(prefix="serve-app-", dir="/tmp") as scratch:
         export(_environment(Path(scratch)))
         try:
-            target = _check(config_path)
+            target = read_config(config_path)
+            _check_port(target.host, target.port)
         except ConfigError as error:
             _complain(f"{config_path}: {error}")
             return 2
@@ -86,12 +72,13 @@ class _DeploymentError(Exception):
 class _Launch:
     """One run: `serve run` in the main thread, a watcher beside it."""
 
-    def __init__(self, config_path: Path, target: _Target, started: float) -> None:
+    def __init__(self, config_path: Path, target: ConfigFile, started: float) -> None:
         self._config_path = config_path
         self._target = target
         self._started = started
         self._failure: str | None = None
         self._stopping = threading.Event()
+        self._reload = threading.Event()
         self._watcher = threading.Thread(target=self._watch, daemon=True)
         self._ending = False
 
@@ -125,6 +112,7 @@ class _Launch:
     @contextmanager
     def _signals(self) -> Iterator[None]:
         before = {number: signal.signal(number, self._stop) for number in (signal.SIGINT, signal.SIGTERM)}
+        before[signal.SIGUSR1] = signal.signal(signal.SIGUSR1, lambda _number, _frame: self._reload.set())
         try:
             yield
         finally:
@@ -147,12 +135,18 @@ class _Launch:
             raise KeyboardInterrupt
 
     def _watch(self) -> None:
-        """Beside `serve run`: wait for the first token or a failure, then for a signal; drain; end `serve run`."""
+        """Beside `serve run`: wait for the first token or a failure, then for signals; drain; end `serve run`."""
         try:
-            while not self._stopping.is_set() and not self._is_ready():
+            is_ready = False
+            while not self._stopping.is_set() and not (is_ready := self._is_ready()):
                 self._stopping.wait(_POLL_S)
-            self._stopping.wait()
-            self._drain()
+            deploying = False
+            while not self._stopping.wait(_POLL_S):
+                if self._reload.is_set():
+                    self._reload.clear()
+                    deploying = self._deploy_again()
+                deploying = deploying and not self._has_deployed()
+            self._end(drain=is_ready)
         except Exception as error:
             # Ours say it in a line; Ray's begin with one that does.
             kind = "" if isinstance(error, _DeploymentError) else f"{type(error).__name__}: "
@@ -162,18 +156,65 @@ class _Launch:
         assert main is not None
         signal.pthread_kill(main, signal.SIGINT)
 
-    def _drain(self) -> None:
-        """Take no new requests and let the running ones finish, within the deployments' graceful shutdown time.
+    def _deploy_again(self) -> bool:
+        """Read the config file again and let Serve change what it must: knobs at once, replicas one after another.
 
-        Without this `serve run` stops HAProxy first, which cuts every stream.
+        False if the file is refused.
+        """
+        from ray.serve.context import _get_global_client
+
+        try:
+            target = read_config(self._config_path)
+            if (target.host, target.port) != (self._target.host, self._target.port):
+                raise ConfigError("http_options: host and port cannot change while the server runs")
+        except ConfigError as error:
+            self._say(f"{self._config_path}: {error}; nothing has changed")
+            return False
+        self._target = target
+        _get_global_client().deploy_apps(target.schema, _blocking=False)
+        self._say(f"deploying {self._config_path} again")
+        return True
+
+    def _has_deployed(self) -> bool:
+        """Whether the second or a later deployment is over, and say how. If it failed, the old replicas serve on."""
+        try:
+            if not self._is_running():
+                return False
+        except _DeploymentError as error:
+            self._say(str(error))
+        else:
+            self._say("deployed")
+        return True
+
+    def _end(self, *, drain: bool) -> None:
+        """Take no new requests, let the running ones finish or end them with an error; then delete the applications.
+
+        `serve run` by itself would stop HAProxy first, which cuts every stream.
         """
         from ray import serve
 
-        self._say("stopping: no new requests, waiting for the running ones")
+        if drain:
+            self._say("stopping: no new requests, waiting for the running ones")
+            with suppress(Exception):  # of Ray's, whatever it is: an ingress that does not live has nothing to drain
+                self._drain()
         for name in self._target.applications:
-            serve.delete(name)
+            serve.delete(name, _blocking=False)
+        deadline = time.monotonic() + _DELETE_TIMEOUT_S
+        while set(self._target.applications) & serve.status().applications.keys() and time.monotonic() < deadline:
+            time.sleep(_POLL_S)
 
-    def _is_ready(self) -> bool:
+    def _drain(self) -> None:
+        from ray import serve
+
+        drains = [
+            (serve.get_app_handle(name).drain.remote(), settings.ingress.drain_timeout_s + _DRAIN_ANSWER_S)
+            for name, settings in self._target.ours.items()
+        ]
+        for drain, timeout_s in drains:
+            drain.result(timeout_s)
+
+    def _is_running(self) -> bool:
+        """Whether all applications run. Raises `_DeploymentError` if one never will."""
         from ray import serve
 
         states = serve.status().applications
@@ -181,7 +222,10 @@ class _Launch:
             if name in states and states[name].status in ("DEPLOY_FAILED", "UNHEALTHY"):
                 parts = [states[name].message, *(d.message for d in states[name].deployments.values())]
                 raise _DeploymentError(f"deployment failed: {find_cause(parts)} (logs: {_LOGS})")
-        if any(name not in states or states[name].status != "RUNNING" for name in self._target.applications):
+        return all(name in states and states[name].status == "RUNNING" for name in self._target.applications)
+
+    def _is_ready(self) -> bool:
+        if not self._is_running():
             return False
         model = _first_token(self._target.url)
         if model is None:
@@ -216,40 +260,6 @@ def _write_haproxy_wrapper(scratch: Path) -> Path:
     wrapper.write_text(_HAPROXY_WRAPPER.format(binary=get_haproxy_binary()))
     wrapper.chmod(0o700)
     return wrapper
-
-
-def _check(config_path: Path) -> _Target:
-    """Read the config as Serve and the application will, and look whether it can work. Raises `ConfigError`."""
-    from pydantic import ValidationError
-    from ray.serve.schema import HTTPOptionsSchema, ServeDeploySchema
-
-    try:
-        data = yaml.safe_load(config_path.read_text())
-        config = ServeDeploySchema.model_validate(data)
-    except OSError as error:
-        raise ConfigError(f"cannot be read: {error.strerror}") from None
-    except yaml.YAMLError as error:
-        raise ConfigError(f"is not YAML: {' '.join(str(error).split())}") from None
-    except ValidationError as error:
-        first = error.errors()[0]
-        raise ConfigError(f"`{'.'.join(map(str, first['loc']))}`: {first['msg']}") from None
-    _check_keys("", data, ServeDeploySchema)
-    _check_keys("http_options.", data.get("http_options") or {}, HTTPOptionsSchema)
-    model = None
-    for application in config.applications:
-        if application.import_path == _IMPORT_PATH:
-            settings = Settings.model_validate(application.args)
-            model = settings.served_model_name or locate_model(settings.model).name
-    host, port = config.http_options.host, config.http_options.port
-    _check_port(host, port)
-    return _Target(host, port, tuple(application.name for application in config.applications), model)
-
-
-def _check_keys(prefix: str, data: Mapping[str, Any], schema: Any) -> None:
-    """Refuse keys that `schema` does not have; Serve would ignore them."""
-    for key in data:
-        if key not in schema.model_fields:
-            raise ConfigError(f"unknown key `{prefix}{key}` {suggest(key, list(schema.model_fields))}")
 
 
 def _check_port(host: str, port: int) -> None:

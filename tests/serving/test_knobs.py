@@ -1,0 +1,48 @@
+"""What a `user_config` may say, and how it is refused."""
+
+from typing import Any
+
+import pytest
+
+from serve_app.core.policy import LIVE_KNOBS, SchedulerKnobs
+from serve_app.errors import ConfigError
+from serve_app.serving.knobs import live_knobs, scheduler_knobs
+from serve_app.settings import Settings
+
+BUILT = Settings.model_validate({"engine": {"max_num_seqs": 8, "max_wait_s": 2.0}})
+
+
+def test_what_it_leaves_out_is_as_built() -> None:
+    assert live_knobs(BUILT, {}) == scheduler_knobs(BUILT.engine) == SchedulerKnobs(max_num_seqs=8, max_wait_s=2.0)
+    changed = live_knobs(BUILT, {"waiting_served_ratio": 1.5, "max_num_seqs": 4})
+    assert changed == SchedulerKnobs(max_num_seqs=4, max_wait_s=2.0, waiting_served_ratio=1.5)
+
+
+def test_every_live_knob_can_be_given() -> None:
+    given = {key: value for key, value in scheduler_knobs(BUILT.engine).knobs().items() if key in LIVE_KNOBS}
+    assert set(given) == set(LIVE_KNOBS)
+    assert live_knobs(BUILT, given) == scheduler_knobs(BUILT.engine)
+
+
+@pytest.mark.parametrize(
+    ("user_config", "words"),
+    [
+        ({"max_wait": 1.0}, "`max_wait` cannot change in a running engine (did you mean `max_wait_s`?)"),
+        ({"policy": "priority"}, "`policy` cannot change in a running engine"),
+        ({"num_threads": 2}, "`num_threads` cannot change"),
+        ({3: 2}, "`3` cannot change"),
+        ({"max_wait_s": -1.0}, "setting `engine.max_wait_s`"),
+        ({"max_wait_s": "1"}, "setting `engine.max_wait_s`"),
+        ({"prefill": "none"}, "setting `engine.prefill`"),
+        ({"max_num_seqs": 9}, "max_num_seqs can be at most 8"),
+        ({"max_num_batched_tokens": 4}, "max_num_batched_tokens (4) must be at least max_num_seqs (8)"),
+        ({"max_num_batched_tokens": 4096}, "max_num_batched_tokens can be at most 512"),
+        ("max_wait_s", "must be a mapping"),
+        (["max_wait_s"], "must be a mapping"),
+    ],
+)
+def test_what_is_wrong_is_named(user_config: Any, words: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        live_knobs(BUILT, user_config)
+    assert words in str(caught.value)
+    assert "\n" not in str(caught.value)
