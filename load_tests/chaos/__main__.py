@@ -17,6 +17,7 @@ from load_tests.chaos.faults import FAULTS
 from load_tests.chaos.fleet import PATHS, Fleet, Shape, serving
 from load_tests.chaos.kill_loop import kill_loop
 from load_tests.chaos.overload import overload
+from load_tests.chaos.profile_share import profile_share
 from load_tests.chaos.report import show, show_problems, write_json
 from load_tests.chaos.small_model import write_small_model
 from load_tests.chaos.suite import run_faults
@@ -72,6 +73,14 @@ def overload_command(
     """Measure capacity, then offer ten times as much, open loop."""
     shape = Shape(replicas=replicas)
     _measure(path, model, shape, json, lambda fleet: overload(fleet, seconds, capacity_seconds, seed))
+
+
+@app.command("profile-share")
+def profile_share_command(
+    seconds: float = 30.0, path: Path_ = "fast", model: Model = "small", seed: Seed = 0, json: Json = None
+) -> None:
+    """The part of ingress's and replicas' processor time that failover costs while nothing fails."""
+    _measure(path, model, Shape(), json, lambda fleet: profile_share(fleet, seconds, fleet.config.parent, seed))
 
 
 async def _faults(chosen: list[Fault], paths: list[str], moments: list[str], seed: int) -> list[Row]:

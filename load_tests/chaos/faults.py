@@ -10,14 +10,15 @@ import os
 import signal
 import socket
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from random import Random
 
 import psutil  # type: ignore[import-untyped]
+import yaml
 
 from load_tests.chaos.experiment import STREAMS, Experiment, Fault
 from load_tests.chaos.fleet import NotInTimeError
 from load_tests.chaos.traffic import Outcome, ask, mixed, text
-from load_tests.chaos.update import redeploy
 
 _AT_TOKEN = 50
 _RANDOM_WITHIN_S = 3.0
@@ -110,7 +111,7 @@ def _kill_one(which: str) -> Callable[[Experiment], Awaitable[None]]:
 async def _exhaust_kv(experiment: Experiment) -> None:
     """More tokens running than the pools hold: requests are preempted, and nobody can tell."""
     seats = experiment.fleet.shape.seats * experiment.fleet.shape.replicas
-    asks = [ask(f"long {i}", text(experiment.rng, 100), 1200, temperature=1, seed=i, logprobs=1) for i in range(seats)]
+    asks = [ask(f"long {i}", text(experiment.rng, 100), 900, temperature=1, seed=i, logprobs=1) for i in range(seats)]
     # Undisturbed is each with room to itself: a few at a time.
     for start in range(0, seats, 6):
         await experiment.learn(asks[start : start + 6])
@@ -244,7 +245,8 @@ async def _update(experiment: Experiment) -> None:
     await _under_way(experiment)
     old = {process.pid for process in experiment.fleet.replicas()}
     experiment.struck()
-    await redeploy(experiment.fleet)
+    _change_config(experiment.fleet.config)
+    os.kill(experiment.fleet.pid, signal.SIGUSR1)
     deadline = asyncio.get_running_loop().time() + 90
     while asyncio.get_running_loop().time() < deadline:
         await experiment.trickle(asks)
@@ -285,6 +287,14 @@ def _node_of(experiment: Experiment, replica: int) -> list[int]:
     raise NotInTimeError(f"no node has the replica {replica}")
 
 
+def _change_config(path: Path) -> None:
+    """Another `engine.max_wait_s` under `args`, which every process is started anew for."""
+    config = yaml.safe_load(path.read_text())
+    engine = config["applications"][0]["args"]["engine"]
+    engine["max_wait_s"] = engine.get("max_wait_s", 1.0) + 0.5
+    path.write_text(yaml.safe_dump(config))
+
+
 FAULTS = (
     Fault("replica SIGKILL in decode", _strike_replica(signal.SIGKILL), stall_limit_s=10),
     Fault("replica SIGKILL in prefill", _kill_in_prefill, stall_limit_s=10),
@@ -294,7 +304,7 @@ FAULTS = (
     Fault("ingress SIGKILL", _kill_one("ingress"), allowed=_MAY_BE_CUT, recovery_limit_s=60),
     Fault("controller SIGKILL", _kill_one("controller")),
     Fault("proxy SIGKILL", _kill_one("proxy"), allowed=_MAY_BE_CUT, recovery_limit_s=60),
-    Fault("KV pool exhausted", _exhaust_kv, moments=_KNOWN_ONLY),
+    Fault("KV pool exhausted", _exhaust_kv, moments=_KNOWN_ONLY, stall_limit_s=120),
     Fault("queue overfilled 10x", _overfill_queue, allowed=_MAY_FAIL, moments=_KNOWN_ONLY, recovery_limit_s=60),
     Fault("500 clients vanish", _clients_vanish, moments=_KNOWN_ONLY),
     Fault("readers of a byte a second", _slow_readers, moments=_KNOWN_ONLY),
