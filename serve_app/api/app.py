@@ -34,7 +34,7 @@ def create_app(
     """
     app = _Api(title="serve_app", version=version("serve_app"), docs_url=None, redoc_url=None)
     context = ApiContext(service, admission, limits or ApiLimits(), observer or NullObserver(), drain or Drain())
-    app.add_middleware(RequestGuard, limits=context.limits)
+    app.add_middleware(RequestGuard, limits=context.limits, observer=context.observer)
     app.add_exception_handler(HTTPException, http_exception_handler)
     _add_generation(app, context)
     _add_models(app, context)

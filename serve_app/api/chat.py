@@ -31,18 +31,18 @@ class ChatJob:
 
     def __init__(self, context: ApiContext, raw: bytes) -> None:
         """Raises `InvalidRequestError`, `ModelNotFoundError`, `UnavailableError`."""
-        self._body = parse_body(ChatBody, raw)
+        self.body = parse_body(ChatBody, raw)
         self._context = context
         self._card = context.service.model
-        check_model(self._body.model, self._card)
-        check_sequences(1, self._body, context.limits)
-        self.stream = bool(self._body.stream)
-        self.include_usage = bool(self._body.stream_options and self._body.stream_options.include_usage)
-        self.stop = stop_config(self._body)
+        check_model(self.body.model, self._card)
+        check_sequences(1, self.body, context.limits)
+        self.stream = bool(self.body.stream)
+        self.include_usage = bool(self.body.stream_options and self.body.stream_options.include_usage)
+        self.stop = stop_config(self.body)
 
     async def engine_requests(self) -> list[EngineRequest]:
         """Render, tokenize, validate."""
-        body = self._body
+        body = self.body
         token_ids = await encode_messages(self._context.service.tokenizer, body.messages, self._card)
         asked = ("max_tokens", body.max_tokens)
         if body.max_completion_tokens is not None:
@@ -56,7 +56,7 @@ class ChatJob:
     def wire(self, generation: Generation) -> "ChatWire":
         """The answer's formats."""
         head = answer_head("chatcmpl", "chat.completion.chunk" if self.stream else "chat.completion", self._card)
-        return ChatWire(head, with_logprobs=bool(self._body.logprobs), with_usage=self.include_usage)
+        return ChatWire(head, with_logprobs=bool(self.body.logprobs), with_usage=self.include_usage)
 
 
 class ChatWire:

@@ -26,21 +26,21 @@ class CompletionJob:
 
     def __init__(self, context: ApiContext, raw: bytes) -> None:
         """Raises `InvalidRequestError`, `ModelNotFoundError`, `UnavailableError`."""
-        self._body = parse_body(CompletionBody, raw)
+        self.body = parse_body(CompletionBody, raw)
         self._context = context
         self._card = context.service.model
-        check_model(self._body.model, self._card)
-        self._prompts: list[str] | list[list[int]] = self._body.prompt
+        check_model(self.body.model, self._card)
+        self._prompts: list[str] | list[list[int]] = self.body.prompt
         self.num_prompts = len(self._prompts)
-        check_sequences(self.num_prompts, self._body, context.limits)
-        self.stream = bool(self._body.stream)
-        self.include_usage = bool(self._body.stream_options and self._body.stream_options.include_usage)
-        self.stop = stop_config(self._body)
+        check_sequences(self.num_prompts, self.body, context.limits)
+        self.stream = bool(self.body.stream)
+        self.include_usage = bool(self.body.stream_options and self.body.stream_options.include_usage)
+        self.stop = stop_config(self.body)
         self._token_ids: list[list[int]] = []
 
     async def engine_requests(self) -> list[EngineRequest]:
         """Tokenize, validate; one request per prompt."""
-        body = self._body
+        body = self.body
         tokenizer = self._context.service.tokenizer
         self._token_ids = [
             await encode_prompt(tokenizer, prompt, self._card) if isinstance(prompt, str) else prompt
@@ -69,7 +69,7 @@ class CompletionJob:
         head = answer_head("cmpl", "text_completion", self._card)
         echo = _Echo(self._context.service.tokenizer, generation, self._prompts, self._token_ids)
         return CompletionWire(
-            head, echo if self._body.echo else None, top=self._body.logprobs, with_usage=self.include_usage
+            head, echo if self.body.echo else None, top=self.body.logprobs, with_usage=self.include_usage
         )
 
 

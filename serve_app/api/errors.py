@@ -10,6 +10,8 @@ from starlette.responses import Response
 
 from serve_app.errors import EngineError, RequestError
 
+_LONGEST_HONOURED_S = 60.0
+"""OpenAI's clients used to come back within seconds when told more, too early for a place; this header stops them."""
 _HTTP_CODES = {404: "not_found", 405: "method_not_allowed"}
 
 
@@ -19,10 +21,17 @@ def error_json(error: RequestError, request_id: str) -> bytes:
 
 
 def error_response(error: RequestError, request_id: str) -> Response:
-    """The response for `error`, with `Retry-After` (whole seconds) where coming back makes sense."""
+    """The response for `error`, with `Retry-After` (whole seconds) where coming back makes sense.
+
+    An infinite `retry_after_s` says that it does not.
+    """
     headers = {}
     if error.status in (429, 503):
-        headers["retry-after"] = str(math.ceil(max(error.retry_after_s or 1.0, 1.0)))
+        wait = max(error.retry_after_s or 1.0, 1.0)
+        if wait < math.inf:
+            headers["retry-after"] = str(math.ceil(wait))
+        if wait > _LONGEST_HONOURED_S:
+            headers["x-should-retry"] = "false"
     if error.status in (408, 413, 415):
         headers["connection"] = "close"  # what is left of the body is not read
     return _response(error_json(error, request_id), error.status, headers)

@@ -7,7 +7,7 @@ from contextlib import aclosing
 from dataclasses import dataclass
 
 from serve_app.api.admission import Ticket
-from serve_app.api.service import Service
+from serve_app.api.service import RequestContext, Service
 from serve_app.api.tracking import RequestTracker
 from serve_app.core.output import FinishReason, TokenDelta, TokenLogprob
 from serve_app.core.request import EngineRequest
@@ -31,10 +31,16 @@ class Generation:
     """Runs `requests` (one per prompt, all with the same n); choice c of prompt p is choice p * n + c of the answer."""
 
     def __init__(
-        self, service: Service, requests: Sequence[EngineRequest], stop: StopConfig, tracker: RequestTracker
+        self,
+        service: Service,
+        requests: Sequence[EngineRequest],
+        contexts: Sequence[RequestContext],
+        stop: StopConfig,
+        tracker: RequestTracker,
     ) -> None:
         self._service = service
         self._requests = requests
+        self._contexts = contexts
         self._tracker = tracker
         self.n = requests[0].params.n
         self.streams = [
@@ -67,7 +73,8 @@ class Generation:
     async def _run(self, index: int, ticket: Ticket) -> AsyncGenerator[list[ChoicePiece], None]:
         first = index * self.n
         streams = self.streams[first : first + self.n]
-        async with ticket, aclosing(self._service.generate(self._requests[index])) as steps:
+        async with ticket, aclosing(self._service.generate(self._requests[index], self._contexts[index])) as steps:
+            self._tracker.queued(ticket.waited_s)
             async for deltas in steps:
                 pieces = [(first + delta.choice, self._feed(index, delta)) for delta in deltas]
                 yield pieces
@@ -87,6 +94,8 @@ class Generation:
                 self.prompt_logprobs[index].extend(delta.prompt_logprobs)
         before = stream.num_tokens
         piece = stream.feed(delta)
+        if piece.finish_reason is not None:
+            self._contexts[index].ended_choices.add(delta.choice)
         if count := stream.num_tokens - before:
             now = time.monotonic()
             last, self._last_at[choice] = self._last_at[choice], now

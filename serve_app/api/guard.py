@@ -12,7 +12,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from serve_app.api.errors import error_response, internal_error, plain_error_response
-from serve_app.api.service import ApiLimits
+from serve_app.api.service import ApiLimits, RequestObserver
 from serve_app.errors import (
     InvalidRequestError,
     OverloadedError,
@@ -36,9 +36,10 @@ class _ClientGone(Exception):
 class RequestGuard:
     """See the module's docstring. Sets `scope["state"]["request_id"]`."""
 
-    def __init__(self, app: ASGIApp, limits: ApiLimits) -> None:
+    def __init__(self, app: ASGIApp, limits: ApiLimits, observer: RequestObserver) -> None:
         self._app = app
         self._limits = limits
+        self._observer = observer
         self._buffered = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -113,7 +114,10 @@ class RequestGuard:
                     if len(body) + len(part) > self._limits.max_body_bytes:
                         raise self._too_large()
                     if self._buffered + len(part) > self._limits.max_buffered_bytes:
-                        raise OverloadedError("too many large requests at one time; retry later", retry_after_s=1.0)
+                        self._observer.refused("bodies_full")
+                        raise OverloadedError(
+                            "too many large requests at one time; retry later", code="bodies_full", retry_after_s=1.0
+                        )
                     body += part
                     self._buffered += len(part)
                     more = message.get("more_body", False)

@@ -4,7 +4,7 @@ Serving implements both over Ray handles and Prometheus; tests over an engine in
 """
 
 from collections.abc import AsyncGenerator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Literal, Protocol
 
@@ -28,6 +28,8 @@ class ApiLimits:
     """Prompts times choices of one HTTP request."""
     max_prompt_logprobs: int = 2**16
     """Echoed prompt tokens (of all choices) times alternatives that one answer may carry (`echo` with `logprobs`)."""
+    request_timeout_s: float = 600.0
+    """The most that a request may take, and the most that it may ask for with `x-request-timeout`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,10 +52,12 @@ class RequestContext:
 
     deadline: on `time.monotonic`'s clock, in seconds; after it the request ends with `RequestTimeoutError`.
     session: the client's name for a conversation whose requests should meet the same cache.
+    ended_choices: filled while it runs with the choices that are over for the client (a stop string was found).
     """
 
     deadline: float | None = None
     session: str | None = None
+    ended_choices: set[int] = field(default_factory=set)
 
 
 NO_CONTEXT = RequestContext()
@@ -106,11 +110,18 @@ class Outcome(StrEnum):
 class RequestObserver(Protocol):
     """Told about every generation request. Must neither block nor raise: `tokens` is on the token path.
 
-    Times in seconds. For one HTTP request: `started`, then `tokens` per delivery, then `finished` exactly once.
+    Times in seconds. For one HTTP request: `started`, then `queued`, then `tokens` per delivery, then `finished`
+    exactly once, before it `refused` if that was the reason. Requests may be refused before they have `started`.
     """
 
     def started(self, endpoint: Endpoint) -> None:
         """A request arrived (its body is read)."""
+
+    def queued(self, seconds: float) -> None:
+        """The request's turn came after `seconds` in the queue."""
+
+    def refused(self, reason: str) -> None:
+        """A request was turned away for want of room or time; `reason` is the error's code."""
 
     def first_token(self, seconds: float) -> None:
         """The first token of the request is on its way to the client, `seconds` after its arrival."""
@@ -128,6 +139,12 @@ class NullObserver:
     """Ignores everything."""
 
     def started(self, endpoint: Endpoint) -> None:
+        """Ignore."""
+
+    def queued(self, seconds: float) -> None:
+        """Ignore."""
+
+    def refused(self, reason: str) -> None:
         """Ignore."""
 
     def first_token(self, seconds: float) -> None:

@@ -6,7 +6,9 @@ from types import TracebackType
 from typing import Self
 
 from serve_app.api.service import Endpoint, Outcome, RequestObserver
-from serve_app.errors import OverloadedError, RequestError
+from serve_app.errors import OverloadedError, RequestError, RequestTimeoutError, UnavailableError
+
+_REFUSALS = (OverloadedError, RequestTimeoutError, UnavailableError)
 
 
 class RequestTracker:
@@ -20,6 +22,10 @@ class RequestTracker:
         self.prompt_tokens = 0
         self.told_error: Exception | None = None
         """An error that the client was told inside its stream, and that is therefore not raised."""
+
+    def queued(self, seconds: float) -> None:
+        """See `RequestObserver.queued`."""
+        self._observer.queued(seconds)
 
     def tokens(self, count: int, gap: float | None) -> None:
         """See `RequestObserver.tokens`."""
@@ -36,7 +42,10 @@ class RequestTracker:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         seconds = time.monotonic() - self._started_at
-        outcome = _outcome(error or self.told_error)
+        told = error or self.told_error
+        outcome = _outcome(told)
+        if isinstance(told, _REFUSALS):
+            self._observer.refused(told.code or "other")
         self._observer.finished(self._endpoint, outcome, self.prompt_tokens, self._output_tokens, seconds)
 
 

@@ -98,15 +98,41 @@ class EngineMetrics:
 class IngressMetrics:
     """What the ingress knows: requests as clients see them. Fed by the HTTP layer, in the event loop."""
 
-    def __init__(self, queued: Callable[[], int], ongoing: Callable[[], int]) -> None:
-        """`queued`, `ongoing`: requests that wait at the ingress, and those that it handed to engines, right now."""
+    def __init__(
+        self,
+        queued: Callable[[], int],
+        ongoing: Callable[[], int],
+        engines: Callable[[], tuple[int, int]] = lambda: (0, 0),
+    ) -> None:
+        """What holds right now, in sequences.
+
+        queued: wait at the ingress. ongoing: handed to engines. engines: (waiting, running) in all engines together.
+        """
         self.registry = registry = CollectorRegistry()
         Gauge(
-            "serve_app_ingress_queue_depth", "Requests waiting at the ingress for a place", registry=registry
+            "serve_app_ingress_queue_depth", "Sequences waiting at the ingress for a place", registry=registry
         ).set_function(queued)
         Gauge(
-            "serve_app_ingress_requests_ongoing", "Requests handed to engines and not ended", registry=registry
+            "serve_app_ingress_requests_ongoing", "Sequences handed to engines and not ended", registry=registry
         ).set_function(ongoing)
+
+        def fleet_ratio() -> float:
+            waiting, running = engines()
+            return (queued() + waiting) / max(running, 1)
+
+        # The replicas' series of this name have no `scope`.
+        Gauge(
+            "serve_app_waiting_served_ratio",
+            "Waiting sequences per running one, of all replicas and the ingress",
+            ["scope"],
+            registry=registry,
+        ).labels("fleet").set_function(fleet_ratio)
+        self._queue_wait = Histogram(
+            "serve_app_queue_wait_seconds", "Time in the ingress's queue until the turn came", **_histogram(registry)
+        )
+        self._refusals = Counter(
+            "serve_app_refusals", "Requests turned away for want of room or time", ["reason"], registry=registry
+        )
         self._active = Gauge(
             "serve_app_requests_active", "Requests received and not ended", ["endpoint"], registry=registry
         )
@@ -119,6 +145,17 @@ class IngressMetrics:
         self._inter_token = Histogram(
             "serve_app_inter_token_latency_seconds", "Time between tokens of one choice", **_histogram(registry)
         )
+        self._failovers = Counter(
+            "serve_app_failovers",
+            "Attempts lost by a replica, whose requests went on elsewhere",
+            ["reason"],
+            registry=registry,
+        )
+        self._replayed = Counter(
+            "serve_app_replayed_tokens",
+            "Known tokens of such requests, which the next replica computes again",
+            registry=registry,
+        )
         self._duration = Histogram(
             "serve_app_request_seconds", "Duration of completed requests", ["endpoint"], **_histogram(registry)
         )
@@ -126,6 +163,14 @@ class IngressMetrics:
     def started(self, endpoint: str) -> None:
         """A request arrived."""
         self._active.labels(endpoint).inc()
+
+    def queued(self, seconds: float) -> None:
+        """A prompt's turn came after `seconds` in the queue."""
+        self._queue_wait.observe(seconds)
+
+    def refused(self, reason: str) -> None:
+        """A request was turned away for want of room or time."""
+        self._refusals.labels(reason).inc()
 
     def first_token(self, seconds: float) -> None:
         """The first token of a request is on its way to the client, `seconds` after its arrival."""
@@ -137,6 +182,11 @@ class IngressMetrics:
         if gap is not None:
             for _ in range(count):
                 self._inter_token.observe(gap / count)
+
+    def failed_over(self, reason: str, num_tokens: int) -> None:
+        """A replica lost an attempt; `num_tokens` of its request were known."""
+        self._failovers.labels(reason).inc()
+        self._replayed.inc(num_tokens)
 
     def finished(self, endpoint: str, outcome: str, prompt_tokens: int, output_tokens: int, seconds: float) -> None:
         """The request ended after `seconds`."""

@@ -32,9 +32,17 @@ class Recorder:
     first_tokens: int = 0
     num_tokens: int = 0
     gaps: list[float | None] = field(default_factory=list)
+    waits: list[float] = field(default_factory=list)
+    refusals: list[str] = field(default_factory=list)
 
     def started(self, endpoint: Endpoint) -> None:
         self.begun += 1
+
+    def queued(self, seconds: float) -> None:
+        self.waits.append(seconds)
+
+    def refused(self, reason: str) -> None:
+        self.refusals.append(reason)
 
     def first_token(self, seconds: float) -> None:
         self.first_tokens += 1

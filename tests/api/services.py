@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
 
-from serve_app.api.service import MetricsPage, ModelCard
+from serve_app.api.service import NO_CONTEXT, MetricsPage, ModelCard, RequestContext
 from serve_app.core.output import FinishReason, TokenDelta, TokenLogprob
 from serve_app.core.request import EngineRequest
 from serve_app.engine.async_engine import AsyncEngine
@@ -30,6 +30,7 @@ class ScriptedService:
     ready: RequestError | None = None
     max_model_len: int = 2048
     requests: list[EngineRequest] = field(default_factory=list)
+    contexts: list[RequestContext] = field(default_factory=list)
     running: int = 0
     closed: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -44,8 +45,11 @@ class ScriptedService:
     async def metrics(self) -> MetricsPage:
         return MetricsPage(b"serve_app_up 1\n", "text/plain; version=0.0.4; charset=utf-8")
 
-    async def generate(self, request: EngineRequest) -> AsyncGenerator[list[TokenDelta], None]:
+    async def generate(
+        self, request: EngineRequest, context: RequestContext = NO_CONTEXT
+    ) -> AsyncGenerator[list[TokenDelta], None]:
         self.requests.append(request)
+        self.contexts.append(context)
         self.running += 1
         try:
             ids = [*self.tokenizer.encode(self.reply, add_special_tokens=False), EOS]
@@ -106,5 +110,7 @@ class EngineService:
     async def metrics(self) -> MetricsPage:
         return MetricsPage(b"", "text/plain")
 
-    def generate(self, request: EngineRequest) -> AsyncGenerator[list[TokenDelta], None]:
+    def generate(
+        self, request: EngineRequest, context: RequestContext = NO_CONTEXT
+    ) -> AsyncGenerator[list[TokenDelta], None]:
         return self.engine.generate(request)

@@ -1,9 +1,15 @@
+"""The queue's bounds, turns, deadlines and refusals; the order of its lines is `test_fair_queue`'s."""
+
 import asyncio
+import contextlib
+from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from serve_app.api.admission import AdmissionQueue
-from serve_app.errors import InvalidRequestError, OverloadedError
+from serve_app.api.admission import AdmissionQueue, Caller, Ticket
+from serve_app.errors import InvalidRequestError, OverloadedError, RequestTimeoutError
 
 
 class Clock:
@@ -11,6 +17,10 @@ class Clock:
 
     def __call__(self) -> float:
         return self.now
+
+
+def caller(name: str, number: int = 0, priority: int = 0) -> Caller:
+    return Caller((name, ""), f"{name} {number}".encode(), priority)
 
 
 async def test_turns_come_in_order_of_arrival() -> None:
@@ -34,18 +44,37 @@ async def test_beyond_the_bound_requests_are_refused_and_nothing_is_taken() -> N
     with pytest.raises(OverloadedError):
         queue.reserve(2)
     assert (queue.ongoing, queue.queued) == (1, 1)
-    taken += queue.reserve()
-    with pytest.raises(OverloadedError) as refused:
-        queue.reserve()
-    assert refused.value.retry_after_s is not None
     for ticket in taken:
         ticket.release()
-    assert len(queue.reserve(3)) == 3
+    assert (queue.ongoing, queue.queued) == (0, 0)
 
 
 async def test_what_never_fits_is_not_told_to_retry() -> None:
+    queue = AdmissionQueue(max_ongoing=1, max_queued=2)
+    queue.set_capacity(0)  # the replica is being replaced
     with pytest.raises(InvalidRequestError, match="at most 3"):
-        AdmissionQueue(max_ongoing=1, max_queued=2).reserve(4)
+        queue.reserve(4)
+    assert len(queue.reserve(2)) == 2
+
+
+async def test_choices_count_and_a_request_of_more_than_there_is_starts_all_the_same() -> None:
+    clock = Clock()
+    queue = AdmissionQueue(max_ongoing=4, max_queued=4, clock=clock)
+    [large] = queue.reserve(1, cost=6)
+    assert (queue.ongoing, large.turn.done()) == (6, True)
+    [small], [huge] = queue.reserve(), queue.reserve(1, cost=3)
+    with pytest.raises(OverloadedError):
+        queue.reserve()
+    large.release()
+    assert (small.turn.done(), huge.turn.done(), queue.ongoing) == (True, True, 4)
+    small.release()
+    huge.release()
+    clock.now += 1000  # the promise lapses
+    [all_of_it] = queue.reserve(1, cost=100)
+    with pytest.raises(OverloadedError):
+        queue.reserve(1, cost=5)
+    all_of_it.release()
+    assert (queue.ongoing, queue.queued) == (0, 0)
 
 
 async def test_leaving_while_queued_frees_the_place_and_keeps_the_order() -> None:
@@ -84,13 +113,199 @@ async def test_a_turn_that_comes_to_a_cancelled_waiter_is_passed_on() -> None:
     assert queue.ongoing == 1
 
 
-async def test_retry_after_is_the_backlog_over_the_rate() -> None:
+async def test_a_waiter_is_told_at_its_deadline_and_leaves() -> None:
+    queue = AdmissionQueue(max_ongoing=1, max_queued=2)
+    queue.reserve()
+    [late] = queue.reserve(caller=Caller(deadline=queue.clock() + 0.01))
+    with pytest.raises(RequestTimeoutError, match="in the queue"):
+        async with late:
+            pass
+    late.release()
+    assert (queue.ongoing, queue.queued) == (1, 0)
+
+
+async def test_a_turn_before_the_deadline_is_kept() -> None:
     clock = Clock()
-    queue = AdmissionQueue(max_ongoing=2, max_queued=10, clock=clock)
-    for _ in range(50):  # each request takes 4 s, two at a time: one place every 2 s
-        tickets = queue.reserve(2)
-        clock.now += 4.0
-        for ticket in tickets:
+    queue = AdmissionQueue(max_ongoing=1, max_queued=2, clock=clock)
+    [ticket] = queue.reserve(caller=Caller(deadline=1.0))
+    clock.now = 2.0
+    async with ticket:  # running requests are ended by whoever runs them
+        assert ticket.waited_s == 0
+
+
+async def test_what_cannot_be_in_time_is_refused_at_once() -> None:
+    clock = Clock()
+    queue = AdmissionQueue(max_ongoing=2, max_queued=100, clock=clock)
+    await serve(queue, clock, seconds_each=4.0)  # two places: one turn every two seconds
+    for i in range(2 + 10):
+        queue.reserve(caller=caller("greedy", i))
+    with pytest.raises(OverloadedError, match="would wait about 20 seconds, and has 19") as refused:
+        queue.reserve(caller=Caller(("greedy", ""), deadline=clock.now + 19))
+    assert refused.value.code == "wait_exceeds_timeout"
+    assert refused.value.retry_after_s == pytest.approx(1, abs=0.3)
+    assert queue.queued == 10
+    queue.reserve(caller=Caller(("greedy", ""), deadline=clock.now + 21))
+    queue.reserve(caller=Caller(("modest", ""), deadline=clock.now + 3))  # its turn is the next but one
+
+
+async def test_capacity_follows_the_replicas() -> None:
+    queue = AdmissionQueue(max_ongoing=2, max_queued=10)
+    tickets = [queue.reserve()[0] for _ in range(6)]
+
+    def turns() -> list[bool]:
+        return [ticket.turn.done() for ticket in tickets]
+
+    queue.set_capacity(4)
+    assert turns() == [True] * 4 + [False] * 2
+    queue.set_capacity(0)
+    for ticket in tickets[:4]:
+        ticket.release()
+    assert (queue.ongoing, turns()[4:]) == (0, [False] * 2)
+    queue.set_capacity(1)
+    assert turns()[4:] == [True, False]
+
+
+async def test_a_full_queue_takes_those_who_have_less_of_it() -> None:
+    queue = AdmissionQueue(max_ongoing=1, max_queued=4)
+    greedy = [queue.reserve(caller=caller("greedy", i))[0] for i in range(5)]
+    modest = [queue.reserve(caller=caller("modest", i))[0] for i in range(2)]
+    for client in ("greedy", "modest"):
+        with pytest.raises(OverloadedError):
+            queue.reserve(caller=caller(client, 9))
+    assert queue.queued == 4
+    for newest in greedy[3:]:
+        with pytest.raises(OverloadedError) as refused:
+            async with newest:
+                pass
+        newest.release()
+        assert refused.value.code == "queue_share"
+        assert refused.value.retry_after_s is not None
+    order: list[Ticket] = []
+    waiting = [*greedy[:3], *modest]
+    while waiting:
+        [turn] = [ticket for ticket in waiting if ticket.turn.done()]
+        waiting.remove(turn)
+        order.append(turn)
+        turn.release()
+    assert order == [greedy[0], greedy[1], modest[0], greedy[2], modest[1]]
+    assert (queue.ongoing, queue.queued) == (0, 0)
+
+
+async def test_priority_counts_only_where_the_operator_says_so() -> None:
+    for by_priority in (False, True):
+        queue = AdmissionQueue(max_ongoing=1, max_queued=2, by_priority=by_priority)
+        [running], [low] = queue.reserve(), queue.reserve(caller=caller("a", 0, priority=5))
+        [high] = queue.reserve(caller=caller("a", 1, priority=-5))
+        running.release()
+        assert (high.turn.done(), low.turn.done()) == (by_priority, not by_priority)
+
+
+async def test_a_refused_client_that_comes_back_in_time_is_taken() -> None:
+    clock = Clock()
+    queue = AdmissionQueue(max_ongoing=1, max_queued=8, clock=clock)
+    await serve(queue, clock, seconds_each=1.0)
+    tickets = [queue.reserve(caller=caller("a", i))[0] for i in range(9)]
+    wait = refusal(queue, caller("a", 9)).retry_after_s
+    assert wait is not None
+    assert wait == int(wait) >= 1
+    assert refusal(queue, caller("a", 9)).retry_after_s != wait  # too early: one more promise
+    for _ in range(int(wait)):
+        clock.now += 1.0
+        next(ticket for ticket in tickets if ticket.turn.done()).release()
+        tickets = [ticket for ticket in tickets if ticket.waiting or ticket in queue._granted]
+    newcomers = 0
+    while fits(queue, caller("a", 10 + newcomers)):
+        newcomers += 1
+    assert newcomers < 8 - len(tickets) + 1
+    assert fits(queue, caller("a", 9))
+
+
+def refusal(queue: AdmissionQueue, caller: Caller) -> OverloadedError:
+    with pytest.raises(OverloadedError) as refused:
+        queue.reserve(caller=caller)
+    return refused.value
+
+
+def fits(queue: AdmissionQueue, caller: Caller) -> bool:
+    try:
+        queue.reserve(caller=caller)
+    except OverloadedError:
+        return False
+    return True
+
+
+class Plan:
+    """A random life of a queue: `hypothesis` draws who comes, who leaves or ends, and what becomes of the capacity."""
+
+    def __init__(self, max_ongoing: int, max_queued: int) -> None:
+        self.clock = Clock()
+        self.queue = AdmissionQueue(max_ongoing, max_queued, by_priority=True, clock=self.clock)
+        self.held: list[Ticket] = []
+
+    def arrive(self, client: int, count: int, cost: int, priority: int) -> None:
+        with contextlib.suppress(OverloadedError, InvalidRequestError):
+            self.held += self.queue.reserve(count, cost, caller(str(client), len(self.held), priority))
+
+    def leave(self, which: int) -> None:
+        if self.held:
+            self.held.pop(which % len(self.held)).release()
+
+    def check(self) -> None:
+        queue = self.queue
+        ongoing = [ticket for ticket in self.held if ticket.granted_at is not None]
+        waiting = [ticket for ticket in self.held if ticket.waiting is not None]
+        assert queue.ongoing == sum(ticket.cost for ticket in ongoing)
+        assert queue.queued == sum(ticket.cost for ticket in waiting)
+        assert all(ticket.turn.done() != (ticket.waiting is not None) for ticket in self.held)
+        assert not waiting or queue.ongoing >= queue.max_ongoing
+        last = max((ticket.cost for ticket in ongoing), default=0)
+        assert queue.ongoing < queue._most_ongoing + max(last, 1)
+
+
+STEP = st.one_of(
+    st.tuples(st.just("arrive"), st.integers(0, 3), st.integers(1, 3), st.integers(1, 4), st.integers(0, 1)),
+    st.tuples(st.just("leave"), st.integers(0, 99)),
+    st.tuples(st.just("capacity"), st.integers(0, 6)),
+    st.tuples(st.just("time"), st.integers(0, 30)),
+)
+
+
+@given(st.integers(0, 5), st.integers(0, 12), st.lists(STEP, max_size=60))
+def test_no_place_is_lost_or_idle_whoever_leaves_when(
+    max_ongoing: int, max_queued: int, steps: list[tuple[Any, ...]]
+) -> None:
+    async def live() -> None:
+        plan = Plan(max_ongoing, max_queued)
+        for kind, *arguments in steps:
+            match kind:
+                case "arrive":
+                    plan.arrive(*arguments)
+                case "leave":
+                    plan.leave(*arguments)
+                case "capacity":
+                    plan.queue.set_capacity(*arguments)
+                case _:
+                    plan.clock.now += arguments[0]
+            plan.check()
+        plan.queue.set_capacity(1)
+        for ticket in plan.held:
             ticket.release()
-    queue.reserve(2 + 9)
-    assert queue.retry_after_s() == pytest.approx(10 * 2.0)
+        assert (plan.queue.ongoing, plan.queue.queued) == (0, 0)
+        plan.clock.now += 1e6
+        [ticket] = plan.queue.reserve()
+        assert ticket.turn.done()
+
+    asyncio.run(live())
+
+
+async def serve(queue: AdmissionQueue, clock: Clock, seconds_each: float) -> None:
+    """Keep all places taken, and somebody waiting, for so long that the queue knows its rate."""
+    tickets = queue.reserve(queue.max_ongoing)
+    for _ in range(300):
+        tickets += queue.reserve(queue.max_ongoing)
+        clock.now += seconds_each
+        for ticket in tickets[: queue.max_ongoing]:
+            ticket.release()
+        del tickets[: queue.max_ongoing]
+    for ticket in tickets:
+        ticket.release()

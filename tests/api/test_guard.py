@@ -65,7 +65,8 @@ async def test_large_bodies_of_many_clients_are_bounded_together(api: Api) -> No
     slow = [asyncio.create_task(send(api, [part(large[:-1], more=True)])) for _ in range(2)]  # 1.8 of 2 MB
     await asyncio.sleep(0)
     status, _, answer, _ = await send(api, [part(large)])
-    assert (status, answer["error"]["code"]) == (429, "queue_full")
+    assert (status, answer["error"]["code"]) == (429, "bodies_full")
+    assert api.observer.refusals == ["bodies_full"]
     assert [result[0] for result in await asyncio.gather(*slow)] == [408, 408]
     assert (await send(api, [part(large)]))[0] == 400  # read again: `user` is too long
 

@@ -1,0 +1,147 @@
+"""When a refused client should come back, and the place that is kept for it then.
+
+Decides return times and how many places newcomers must leave alone; who is served when is the queue's. Pure: time is
+an argument. A refusal is a promise: the n-th refused request is told the time at which n more places will have become
+free, at the rate at which they do; about that time a place is kept for it. A promise that is not redeemed lapses.
+"""
+
+import heapq
+import math
+from dataclasses import dataclass, field
+
+MAX_PROMISES = 32_768
+MAX_WAIT_S = 3600.0
+_SPACING = 1.1
+"""Return times leave a tenth of the places to newcomers, so that chance or a wrong rate breaks few promises."""
+_SPREAD_S = 10.0
+"""Return times are whole seconds, so a burst of refusals would come back as bursts: they are spread over so much."""
+_LEAD_S = 10.0
+_LEAD_PLACES = 16
+"""Newcomers leave alone what is due within so many seconds, or until so many places are free: room for returns that
+come in bunches."""
+_GRACE_S = 15.0
+"""A promise lapses so long after its return time."""
+_GOLDEN = (math.sqrt(5) - 1) / 2
+
+
+@dataclass(slots=True, eq=False)
+class _Promise:
+    due: float
+    cost: int
+    identity: bytes
+    kept: bool = field(default=False)
+
+    def __lt__(self, other: "_Promise") -> bool:
+        return self.due < other.due
+
+
+class PromiseBook:
+    """Outstanding promises by identity (who asks for what). Making and redeeming one is O(log n)."""
+
+    def __init__(self, max_promises: int = MAX_PROMISES) -> None:
+        self._max_promises = max_promises
+        self._by_identity: dict[bytes, list[_Promise]] = {}
+        self._later: list[_Promise] = []
+        self._near: list[_Promise] = []
+        self._count = 0
+        self._outstanding = 0
+        self._held = 0
+        self._lead_s = _LEAD_S
+        self.made = self.redeemed = self.lapsed = 0
+
+    def __len__(self) -> int:
+        return self._count
+
+    def make(self, identity: bytes, cost: int, missing: int, rate: float, now: float) -> float:
+        """Promise `cost` places; returns in how many (whole) seconds, or infinity if that would be too many.
+
+        missing: places that should become free before the first return. rate: places that become free per second.
+        """
+        self._lead_s = max(_LEAD_S, _LEAD_PLACES / rate)
+        self._advance(now)
+        after = min((self._outstanding + cost + missing) * _SPACING / rate, 2 * MAX_WAIT_S)
+        # Multiples of the golden ratio: even over any stretch, and the same in every run.
+        after += min(after, _SPREAD_S) * (self.made * _GOLDEN % 1)
+        wait = float(max(1, math.ceil(after)))
+        if self._count >= self._max_promises or wait > MAX_WAIT_S:
+            return math.inf
+        promise = _Promise(now + wait, cost, identity)
+        heapq.heappush(self._by_identity.setdefault(identity, []), promise)
+        heapq.heappush(self._later, promise)
+        self._count += 1
+        self._outstanding += cost
+        self.made += 1
+        return wait
+
+    def redeem(self, identity: bytes, now: float) -> bool:
+        """Whether a promise to `identity` is due; it is used up."""
+        self._advance(now)
+        promises = self._by_identity.get(identity)
+        if not promises or promises[0].due > now:
+            return False
+        promises[0].kept = True
+        self._held -= promises[0].cost
+        self._forget(promises[0])
+        self.redeemed += 1
+        return True
+
+    def held(self, now: float) -> int:
+        """Places that newcomers must leave to promises which are due now or soon."""
+        self._advance(now)
+        return self._held
+
+    def _advance(self, now: float) -> None:
+        while self._later and self._later[0].due <= now + self._lead_s:
+            promise = heapq.heappop(self._later)
+            heapq.heappush(self._near, promise)
+            self._held += promise.cost
+        while self._near and (self._near[0].kept or self._near[0].due + _GRACE_S < now):
+            promise = heapq.heappop(self._near)
+            if not promise.kept:
+                self._held -= promise.cost
+                self._forget(promise)
+                self.lapsed += 1
+
+    def _forget(self, promise: _Promise) -> None:
+        """Promises end in the order of their return times, so it is its identity's first."""
+        promises = self._by_identity[promise.identity]
+        heapq.heappop(promises)
+        if not promises:
+            del self._by_identity[promise.identity]
+        self._count -= 1
+        self._outstanding -= promise.cost
+
+
+class ServiceRate:
+    """How fast a place becomes free again, measured while all places are taken: only then it says what overload brings.
+
+    Places times seconds, and the sequences that ended in them, both fading with the sequences that end after them.
+    """
+
+    def __init__(self) -> None:
+        self._ended = 0.0
+        self._place_s = 0.0
+        self._places = 0
+        self._at = 0.0
+
+    def taken(self, places: int, now: float) -> None:
+        """From now on all of this many places are taken; 0: some place is free."""
+        self._advance(now)
+        self._places = places
+
+    def ended(self, cost: int, now: float) -> None:
+        """Sequences ended, before their places count as free."""
+        self._advance(now)
+        if self._places:
+            fading = 1.0 - 1.0 / max(256, 4 * self._places)
+            self._ended = self._ended * fading + cost
+            self._place_s *= fading
+
+    def per_place(self, now: float) -> float:
+        """Sequences per second and place; one until there is something to measure."""
+        self._advance(now)
+        return (self._ended + 1.0) / (self._place_s + 1.0)
+
+    def _advance(self, now: float) -> None:
+        self._place_s += self._places * (now - self._at)
+        self._at = now
