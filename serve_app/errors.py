@@ -126,9 +126,13 @@ class UnavailableError(RequestError):
 
 
 class EngineError(RequestError):
-    """The engine failed this request (and only this request)."""
+    """The engine failed this request: it alone, or with code `ENGINE_DIED` everything that it had."""
 
     default_code = "engine_error"
+
+
+ENGINE_DIED = "engine_died"
+"""The code of the `EngineError` that ends the requests of an engine that has ended itself."""
 
 
 _WIRE_TYPES: dict[str, type[RequestError]] = {

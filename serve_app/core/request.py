@@ -18,6 +18,7 @@ class EngineRequest:
     """What an engine is asked: token ids in, token ids out.
 
     prior_output_ids: per choice, the output ids another replica already produced (failover); empty = a fresh request.
+    finished_choices: indices of choices that need nothing more, whatever their last token; not all of them.
     cache_salt separates prefix caches (tenants). A lower `priority` number is served sooner.
     """
 
@@ -25,6 +26,7 @@ class EngineRequest:
     prompt_token_ids: tuple[int, ...]
     params: SamplingParams
     prior_output_ids: tuple[tuple[int, ...], ...] = ()
+    finished_choices: tuple[int, ...] = ()
     cache_salt: str = ""
     priority: int = 0
 
@@ -177,7 +179,7 @@ def make_choices(request: EngineRequest, config: SchedulerConfig, arrival: int, 
     """Validate `request` and return its choices in order.
 
     The first unfinished choice leads: it is WAITING and computes the prompt, the others are FORKING. Choices whose
-    prior output is already complete are FINISHED. Raises InvalidRequestError or ContextLengthError.
+    prior output is already complete, and `finished_choices`, are FINISHED. Raises InvalidRequestError or ContextLengthError.
     """
     params, prompt = request.params, request.prompt_token_ids
     # Both are used inside a step, where a wrong type would hurt everybody.
@@ -211,7 +213,7 @@ def make_choices(request: EngineRequest, config: SchedulerConfig, arrival: int, 
         # Choice 0 speaks for the prompt. Output that an earlier replica delivered came after the prompt's logprobs.
         if i == 0 and params.prompt_logprobs is not None and choice.num_output_tokens == 0:
             choice.missing_prompt_logprobs = len(prompt) - 1
-        if choice.finish_reason() is not None:
+        if i in request.finished_choices or choice.finish_reason() is not None:
             choice.status = RequestStatus.FINISHED
         elif leader is None:
             leader, choice.status = choice, RequestStatus.WAITING

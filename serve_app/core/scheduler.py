@@ -66,7 +66,7 @@ class Scheduler:
         Raises InvalidRequestError or ContextLengthError for what can never run: token ids outside the vocabulary, more
         tokens than the model's context or the whole pool can hold, an id that is in use. With `max_tokens` None the
         output may be as long as context and pool allow. Choices that an earlier replica completed
-        (`prior_output_ids`) are reported by the next `update`.
+        (`prior_output_ids`, `finished_choices`) are reported by the next `update`.
         """
         if request.request_id in self._choices:
             raise InvalidRequestError(f"request id {request.request_id!r} is in use", param="request_id")
@@ -75,7 +75,7 @@ class Scheduler:
         self._choices[request.request_id] = choices
         for choice in choices:
             if choice.status is RequestStatus.FINISHED:
-                self._early_deltas.append(choice.delta((), choice.finish_reason()))
+                self._early_deltas.append(choice.delta((), choice.finish_reason() or FinishReason.STOP))
             elif choice.status is RequestStatus.WAITING:
                 self._queue.push(choice, resuming=False)
 

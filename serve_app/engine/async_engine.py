@@ -16,7 +16,7 @@ from serve_app.core.output import FinishReason, SchedulerStats, TokenDelta
 from serve_app.core.policy import SchedulerKnobs
 from serve_app.core.request import EngineRequest
 from serve_app.engine.core import EngineConfig, EngineCore, ModelInfo, OnProgress, OnStep
-from serve_app.errors import EngineError, InvalidRequestError, OverloadedError, RequestError, UnavailableError
+from serve_app.errors import ENGINE_DIED, EngineError, InvalidRequestError, OverloadedError, RequestError, UnavailableError
 
 logger = logging.getLogger(__name__)
 
@@ -186,7 +186,7 @@ class AsyncEngine:
             logger.exception("the engine died")
             self._error = f"the engine died: {type(error).__name__}: {error}"
             self._busy_since = None
-            self._hand_over(self._fail_all, EngineError(_DIED))
+            self._hand_over(self._fail_all, EngineError(_DIED, code=ENGINE_DIED))
 
     def _turn(self) -> None:
         """Take in the news, then run one step, or sleep until news or time allow one."""

@@ -1,45 +1,47 @@
 """The ingress deployment: the HTTP layer on one side, handles of engine replicas on the other.
 
-Decides: how a request travels to a replica and what its failures mean to a client; what `/metrics` shows of the whole
-application. Text, validation and queueing are the HTTP layer's.
+Decides: when the application can serve, and how many requests go on to the replicas; what `/metrics` and
+`/debug/replicas` show of the whole application. Text, validation and queueing are the HTTP layer's, what becomes of a
+request whose replica is lost is `failover`'s.
 """
 
 import asyncio
+import contextvars
 import hashlib
 import logging
 import time
 import urllib.request
 import uuid
 from collections.abc import AsyncGenerator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 from prometheus_client import CONTENT_TYPE_LATEST
-from ray.exceptions import RayActorError, RayError
-from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError, RequestCancelledError
-from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
+from ray.serve.handle import DeploymentHandle
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 import serve_app
 from serve_app.api.admission import AdmissionQueue
 from serve_app.api.app import create_app
-from serve_app.api.service import ApiLimits, MetricsPage, ModelCard
+from serve_app.api.service import ApiLimits, MetricsPage, ModelCard, RequestContext
 from serve_app.core.output import TokenDelta
 from serve_app.core.request import EngineRequest
 from serve_app.core.sampling_params import SamplingParams
-from serve_app.errors import ConfigError, EngineError, OverloadedError, RequestTimeoutError, UnavailableError
+from serve_app.errors import ConfigError, UnavailableError
 from serve_app.observability.logging import log_to_terminal
 from serve_app.observability.metrics import IngressMetrics, merge_expositions
-from serve_app.serving import replica_set
+from serve_app.serving import routing
 from serve_app.serving.binding import bind_replica_port_to_node
-from serve_app.serving.wire import pack_request, unpack_deltas
+from serve_app.serving.failover import RETRY_AFTER_S, Failover
+from serve_app.serving.ray_transport import RayTransport
+from serve_app.serving.replica_set import Replica, process_set
+from serve_app.serving.watchdog import Watchdog
 from serve_app.settings import Settings, fast_path_enabled, started_by_launcher
 from serve_app.text.tokenizer import Tokenizer, load_tokenizer
 
 logger = logging.getLogger(__name__)
 
 _SCRAPE_TIMEOUT_S = 2.0
-_RETRY_AFTER_S = 2.0
 _NO_FAST_PATH = (
     "; this server runs on Ray's default path, which takes five times the processor time per token: "
     "`make serve` starts it on the fast path and keeps all of Ray's ports on loopback"
@@ -47,48 +49,53 @@ _NO_FAST_PATH = (
 
 
 class ReplicaService:
-    """`api.Service` over the engine replicas of this application."""
+    """`api.Service` over the engine replicas of this application. For the event loop it is made on."""
 
     def __init__(
-        self, engines: DeploymentHandle[Any], model: ModelCard, tokenizer: Tokenizer, timeout_s: float
+        self,
+        engines: DeploymentHandle[Any],
+        model: ModelCard,
+        tokenizer: Tokenizer,
+        metrics: IngressMetrics,
+        settings: Settings,
     ) -> None:
-        self._generate = engines.options(method_name="generate", stream=True)
-        self._timeout_s = timeout_s
+        self._timeout_s = settings.ingress.request_timeout_s
+        self._metrics = metrics
         self.model = model
         self.tokenizer = tokenizer
-        self.ingress_metrics: IngressMetrics | None = None
+        transport = RayTransport(engines, process_set)
+        self._failover = Failover(
+            transport,
+            process_set,
+            wait_s=settings.ingress.failover_wait_s,
+            observer=routing.policy,
+            on_failover=metrics.failed_over,
+        )
+        watchdog = Watchdog(transport, process_set, self._failover, stall_timeout_s=settings.engine.stall_timeout_s)
+        self._watching = asyncio.create_task(watchdog.run(), name="watchdog", context=contextvars.Context())
 
-    async def generate(self, request: EngineRequest) -> AsyncGenerator[list[TokenDelta], None]:
-        """News of the request until it ends. Closing or cancelling aborts it on its replica, also while it waits."""
-        self.check_ready()
-        deadline = asyncio.get_running_loop().time() + self._timeout_s
-        response: DeploymentResponseGenerator[Any] = self._generate.remote(pack_request(request))
-        try:
-            while True:
-                try:
-                    async with asyncio.timeout_at(deadline):
-                        item = await anext(response)
-                except StopAsyncIteration:
-                    return
-                yield unpack_deltas(request.request_id, item)
-        except TimeoutError:
-            raise RequestTimeoutError(f"the request was not done after {self._timeout_s:g} seconds") from None
-        except (RayError, RequestCancelledError, BackPressureError, DeploymentUnavailableError) as error:
-            raise _for_client(error) from error
-        finally:
-            response.cancel()
+    def generate(
+        self, request: EngineRequest, context: RequestContext | None = None
+    ) -> AsyncGenerator[list[TokenDelta], None]:
+        """News of the request until it ends, over as many replicas as it takes; see `Failover.generate`."""
+        context = context or RequestContext()
+        deadline = time.monotonic() + self._timeout_s if context.deadline is None else context.deadline
+        return self._failover.generate(request, deadline=deadline, session=context.session, ended=context.ended_choices)
 
     def check_ready(self) -> None:
-        """Raise `UnavailableError` while no replica is there."""
-        if not replica_set.current():
-            raise UnavailableError("no engine replica is running", retry_after_s=_RETRY_AFTER_S)
+        """Raise `UnavailableError` while no replica could serve."""
+        if not process_set.alive():
+            raise UnavailableError("no engine replica is running", retry_after_s=RETRY_AFTER_S)
+
+    def replicas(self) -> list[dict[str, Any]]:
+        """What this process knows of the replicas, for operators."""
+        return [_describe(replica) for replica in process_set.replicas()]
 
     async def metrics(self) -> MetricsPage:
         """The ingress's own metrics and every replica's."""
-        assert self.ingress_metrics is not None
-        replicas = {name: str(metadata["metrics"]) for name, metadata in sorted(replica_set.current().items())}
+        replicas = {name: str(metadata["metrics"]) for name, metadata in sorted(process_set.current().items())}
         pages = await asyncio.gather(*(asyncio.to_thread(_scrape, address) for address in replicas.values()))
-        body = merge_expositions(self.ingress_metrics.registry, dict(zip(replicas, pages, strict=True)))
+        body = merge_expositions(self._metrics.registry, dict(zip(replicas, pages, strict=True)))
         return MetricsPage(body, CONTENT_TYPE_LATEST)
 
 
@@ -99,6 +106,7 @@ class Ingress:
         """Load the tokenizer and wait for the first engine replica. Raises `ConfigError`."""
         log_to_terminal()
         bind_replica_port_to_node()
+        process_set.require(settings.revision)
         tokenizer, _ = await asyncio.gather(
             asyncio.to_thread(load_tokenizer, settings.model), engines.options(method_name="ping").remote()
         )
@@ -107,22 +115,28 @@ class Ingress:
             raise ConfigError(
                 f"model: the tokenizer knows {tokenizer.vocab_size} ids, but the logits are {card.vocab_size} wide"
             )
-        self._service = ReplicaService(engines, card, tokenizer, settings.ingress.request_timeout_s)
+        self._settings = settings
+        self._queue = AdmissionQueue(settings.max_ongoing_requests, settings.ingress.max_queued_requests)
+        self._metrics = IngressMetrics(lambda: self._queue.queued, lambda: self._queue.ongoing)
+        self._service = ReplicaService(engines, card, tokenizer, self._metrics, settings)
         await _first_token(self._service)
         if not started_by_launcher():
             logger.info("%s served its first token%s", card.name, "" if fast_path_enabled() else _NO_FAST_PATH)
-        self._queue = AdmissionQueue(settings.max_ongoing_requests, settings.ingress.max_queued_requests)
-        self._settings = settings
+        loop = asyncio.get_running_loop()
+        process_set.add_listener(lambda: loop.call_soon_threadsafe(self._follow_replicas))
+
+    def _follow_replicas(self) -> None:
+        """Let through what the replicas can take. For one replica even if there is none: these find out, and say so."""
+        self._queue.set_capacity(max(1, len(process_set.alive())) * self._settings.max_ongoing_per_replica)
 
     def __serve_build_asgi_app__(self) -> Any:
         """The ASGI application; Ray calls this once, after the constructor."""
         ingress = self._settings.ingress
-        metrics = IngressMetrics(lambda: self._queue.queued, lambda: self._queue.ongoing)
-        self._service.ingress_metrics = metrics
         limits = replace(
             ApiLimits(), max_body_bytes=int(ingress.max_body_mib * 2**20), body_timeout_s=ingress.body_timeout_s
         )
-        app = create_app(self._service, limits=limits, admission=self._queue, observer=metrics)
+        app = create_app(self._service, limits=limits, admission=self._queue, observer=self._metrics)
+        app.add_api_route("/debug/replicas", self._service.replicas)
         app.add_middleware(OneRequestId)
         return app
 
@@ -148,7 +162,7 @@ class OneRequestId:
 
 def _model_card(settings: Settings, name: str) -> ModelCard:
     """What the replicas serve, as the first one's metadata has it. One has just answered, so the router knows it."""
-    info = next(iter(replica_set.current().values()))["info"]
+    info = process_set.current()[process_set.alive()[0]]["info"]
     identity = f"{name}|{info['dtype']}|{info['backend']}|{info['vocab_size']}|{serve_app.__version__}"
     return ModelCard(
         name=settings.served_model_name or name,
@@ -166,13 +180,19 @@ async def _first_token(service: ReplicaService) -> None:
         pass
 
 
-def _for_client(error: Exception) -> Exception:
-    """What a failure between ingress and replica means to the client."""
-    if isinstance(error, BackPressureError):
-        return OverloadedError("all engine replicas are full", retry_after_s=_RETRY_AFTER_S)
-    if isinstance(error, RayActorError | DeploymentUnavailableError):
-        return UnavailableError("the engine replica that had the request is gone", retry_after_s=_RETRY_AFTER_S)
-    return EngineError("the engine failed the request")
+def _describe(replica: Replica) -> dict[str, Any]:
+    return {
+        "id": replica.replica_id,
+        "node": replica.metadata.get("node"),
+        "pid": replica.metadata.get("pid"),
+        "revision": replica.metadata.get("revision"),
+        "condition": replica.condition,
+        "reason": replica.reason,
+        "leaving": not replica.present,
+        "reserved": replica.reserved,
+        "in_flight": len(replica.attempts),
+        "load": None if replica.load is None else asdict(replica.load),
+    }
 
 
 def _scrape(address: str) -> str | None:

@@ -4,22 +4,39 @@ Decides what a replica tells the world (metadata, health, metrics) and how its s
 decides everything about tokens.
 """
 
+import asyncio
 import logging
+import os
 import time
 from collections.abc import AsyncGenerator
+from contextlib import aclosing
 from dataclasses import asdict
 from typing import Any
 
 import ray
+from ray import serve
 
+from serve_app.core.output import StepRecord
 from serve_app.errors import RequestError
 from serve_app.observability.logging import log_to_terminal
 from serve_app.observability.metrics import EngineMetrics, serve_registry
 from serve_app.serving.binding import bind_replica_port_to_node, node_address
-from serve_app.serving.wire import WireItem, WireRequest, pack_deltas, unpack_request
+from serve_app.serving.wire import (
+    HEARTBEAT_S,
+    WireHeartbeat,
+    WireItem,
+    WireLoad,
+    WireRequest,
+    pack_deltas,
+    pack_load,
+    unpack_request,
+)
 from serve_app.settings import Settings
 
 logger = logging.getLogger(__name__)
+
+# A stream of heartbeats ends by itself, so that none outlives a caller that died without a word.
+_HEARTBEATS_PER_STREAM = 60
 
 
 class EngineReplica:
@@ -34,9 +51,12 @@ class EngineReplica:
         log_to_terminal()
         bind_replica_port_to_node()
         self._stall_timeout_s = settings.engine.stall_timeout_s
+        self._settings = settings
+        self._replica_id = serve.get_replica_context().replica_id.unique_id
+        self._last_step = 0
         self._metrics = EngineMetrics(ray.get_gpu_ids())
         self._engine = await AsyncEngine.start(
-            engine_config(settings, use_gpu=use_gpu), on_step=self._metrics.on_step, on_progress=logger.info
+            engine_config(settings, use_gpu=use_gpu), on_step=self._on_step, on_progress=logger.info
         )
         self._metrics.read_stats_from(self._engine.stats)
         host = node_address() if settings.metrics_host == "node" else settings.metrics_host
@@ -47,20 +67,44 @@ class EngineReplica:
         arrived = time.monotonic()
         waiting = True
         try:
-            async for deltas in self._engine.generate(unpack_request(data)):
-                if waiting and any(delta.token_ids for delta in deltas):
-                    waiting = False
-                    self._metrics.first_token(time.monotonic() - arrived)
-                yield pack_deltas(deltas)
+            async with aclosing(self._engine.generate(unpack_request(data))) as news:
+                async for deltas in news:
+                    load = None
+                    if waiting and any(delta.token_ids for delta in deltas):
+                        waiting = False
+                        load = self._load()
+                        self._metrics.first_token(time.monotonic() - arrived)
+                    yield pack_deltas(deltas, load)
         except RequestError as error:
             yield error.to_wire()
+
+    async def heartbeats(self, _call: dict[str, Any]) -> AsyncGenerator[WireHeartbeat, None]:
+        """A sign of life every `HEARTBEAT_S`, for a while; none when the engine is dead. `_call` is for the router."""
+        for _ in range(_HEARTBEATS_PER_STREAM):
+            if not self._engine.health().alive:
+                return
+            yield self._replica_id, self._load()
+            await asyncio.sleep(HEARTBEAT_S)
 
     async def ping(self) -> None:
         """Return once the replica can take requests."""
 
     def record_replica_metadata(self) -> dict[str, Any]:
-        """What every router learns of this replica: the engine's `ModelInfo` and where its metrics are."""
-        return {"info": asdict(self._engine.info), "metrics": self._metrics_address}
+        """What every router learns of this replica once: what it serves, how much, and where it is."""
+        return {
+            "info": asdict(self._engine.info),
+            "revision": self._settings.revision,
+            "max_num_seqs": self._settings.engine.max_num_seqs,
+            "prefix_cache": self._settings.engine.enable_prefix_cache,
+            "metrics": self._metrics_address,
+            "node": node_address(),
+            "pid": os.getpid(),
+        }
+
+    def record_routing_stats(self) -> dict[str, Any]:
+        """The load for routers that hear no heartbeats of this replica; `time` is Unix time."""
+        names = ("running", "waiting", "free_blocks", "total_blocks", "step", "step_age_s")
+        return {**dict(zip(names, self._load(), strict=True)), "time": time.time()}
 
     async def check_health(self) -> None:
         """Raise when the engine's thread is gone or its current step takes too long."""
@@ -69,3 +113,11 @@ class EngineReplica:
             raise RuntimeError(f"the engine is dead: {health.error}")
         if health.last_step_age_s is not None and health.last_step_age_s > self._stall_timeout_s:
             raise RuntimeError(f"no engine step for {health.last_step_age_s:.1f} s")
+
+    def _load(self) -> WireLoad:
+        return pack_load(self._engine.stats(), self._last_step, self._engine.health().last_step_age_s)
+
+    def _on_step(self, record: StepRecord) -> None:
+        """In the engine's thread."""
+        self._last_step = record.step
+        self._metrics.on_step(record)

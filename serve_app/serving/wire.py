@@ -1,55 +1,81 @@
 """What travels between ingress and replica: plain tuples and dicts, small, with nothing that needs our classes to load.
 
-A stream's items are lists of deltas, or one error dict (`RequestError.to_wire`) which ends it: Ray would wrap an
-exception in its own, and log it with a traceback.
+A stream's items are lists of deltas. The item with the first token is a dict that also tells the replica's load. One
+error dict (`RequestError.to_wire`) ends the stream instead: Ray would wrap an exception in its own, and log it with a
+traceback. A heartbeat is the id of the replica that sent it and its load.
 """
 
 from typing import Any
 
-from serve_app.core.output import FinishReason, TokenDelta, TokenLogprob
+from serve_app.core.output import FinishReason, SchedulerStats, TokenDelta, TokenLogprob
 from serve_app.core.request import EngineRequest
 from serve_app.core.sampling_params import SamplingParams
 from serve_app.errors import from_wire
+from serve_app.serving.replica_set import ReplicaLoad
+
+HEARTBEAT_S = 1.0
+"""Between two heartbeats of a replica."""
 
 WireRequest = dict[str, Any]
 WireDelta = tuple[Any, ...]
+WireLoad = tuple[int, int, int, int, int, float | None]
+WireHeartbeat = tuple[str, WireLoad]
 WireItem = list[WireDelta] | dict[str, Any]
 
 
-def pack_request(request: EngineRequest) -> WireRequest:
-    """`request` as plain data."""
+def pack_request(request: EngineRequest, attempt_id: str, session: str | None = None) -> WireRequest:
+    """`request` as plain data. The replica's engine knows it by `attempt_id`; the router reads `session` as well."""
     return {
-        "request_id": request.request_id,
+        "attempt_id": attempt_id,
+        "session": session,
         "prompt_token_ids": list(request.prompt_token_ids),
         "params": request.params.to_wire(),
         "prior_output_ids": [list(ids) for ids in request.prior_output_ids],
+        "finished_choices": list(request.finished_choices),
         "cache_salt": request.cache_salt,
         "priority": request.priority,
     }
 
 
 def unpack_request(data: WireRequest) -> EngineRequest:
-    """The request that `pack_request` described. Raises `InvalidRequestError`."""
+    """The request that `pack_request` described, under its attempt's id. Raises `InvalidRequestError`."""
     return EngineRequest(
-        request_id=data["request_id"],
+        request_id=data["attempt_id"],
         prompt_token_ids=tuple(data["prompt_token_ids"]),
         params=SamplingParams.from_wire(data["params"]),
         prior_output_ids=tuple(tuple(ids) for ids in data["prior_output_ids"]),
+        finished_choices=tuple(data["finished_choices"]),
         cache_salt=data["cache_salt"],
         priority=data["priority"],
     )
 
 
-def pack_deltas(deltas: list[TokenDelta]) -> list[WireDelta]:
+def pack_deltas(deltas: list[TokenDelta], load: WireLoad | None = None) -> WireItem:
     """A step's news of one request. The usual delta is a short tuple: trailing fields without news are left out."""
-    return [_pack_delta(delta) for delta in deltas]
+    packed = [_pack_delta(delta) for delta in deltas]
+    return packed if load is None else {"deltas": packed, "load": load}
 
 
-def unpack_deltas(request_id: str, item: WireItem) -> list[TokenDelta]:
-    """The deltas that `pack_deltas` described; raises the `RequestError` that travels in their place."""
+def unpack_item(request_id: str, item: WireItem, now: float) -> tuple[list[TokenDelta], ReplicaLoad | None]:
+    """The deltas, and the load if it came with them, as of `now`; raises the `RequestError` that travels in place."""
+    load = None
     if isinstance(item, dict):
-        raise from_wire(item)
-    return [_unpack_delta(request_id, *delta) for delta in item]
+        if "error" in item:
+            raise from_wire(item)
+        load = unpack_load(item["load"], now)
+        item = item["deltas"]
+    return [_unpack_delta(request_id, *delta) for delta in item], load
+
+
+def pack_load(stats: SchedulerStats, step: int, step_age_s: float | None) -> WireLoad:
+    """The engine's state, the number of its last step, and how long the current step has been going on."""
+    free = stats.blocks_total - stats.blocks_used
+    return stats.running, stats.waiting, free, stats.blocks_total, step, step_age_s
+
+
+def unpack_load(load: WireLoad, now: float) -> ReplicaLoad:
+    """The load that `pack_load` described, as of `now` (monotonic seconds)."""
+    return ReplicaLoad(*load, at=now)
 
 
 def _pack_delta(delta: TokenDelta) -> WireDelta:

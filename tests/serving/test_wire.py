@@ -1,23 +1,28 @@
 """What goes over the wire comes back the same, and is plain enough for any serializer."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
-from serve_app.core.output import FinishReason, TokenDelta, TokenLogprob
+from serve_app.core.output import FinishReason, SchedulerStats, TokenDelta, TokenLogprob
 from serve_app.core.request import EngineRequest
 from serve_app.core.sampling_params import SamplingParams
 from serve_app.errors import OverloadedError, RequestError
-from serve_app.serving.wire import pack_deltas, pack_request, unpack_deltas, unpack_request
+from serve_app.serving.replica_set import ReplicaLoad
+from serve_app.serving.wire import pack_deltas, pack_load, pack_request, unpack_item, unpack_request
 
 LOGPROB = TokenLogprob(7, -0.5, ((7, -0.5), (3, -1.25)))
 
 
 def test_requests() -> None:
     params = SamplingParams(n=2, temperature=0.5, seed=4, stop_token_ids=(9,), logit_bias=((3, -2.0),), logprobs=2)
-    request = EngineRequest("r", (1, 2, 3), params, prior_output_ids=((4,), ()), cache_salt="s", priority=-1)
-    assert unpack_request(pack_request(request)) == request
-    assert unpack_request(json.loads(json.dumps(pack_request(request)))) == request
+    request = EngineRequest(
+        "r.2", (1, 2, 3), params, prior_output_ids=((4,), (5, 6)), finished_choices=(1,), cache_salt="s", priority=-1
+    )
+    data = pack_request(replace(request, request_id="r"), "r.2", "session")
+    assert unpack_request(data) == request, "an engine knows a request by its attempt's id"
+    assert unpack_request(json.loads(json.dumps(data))) == request
 
 
 @pytest.mark.parametrize(
@@ -32,8 +37,15 @@ def test_requests() -> None:
 )
 def test_deltas(delta: TokenDelta) -> None:
     packed = pack_deltas([delta, delta])
-    assert unpack_deltas("r", packed) == [delta, delta]
-    assert unpack_deltas("r", json.loads(json.dumps(packed))) == [delta, delta]
+    assert unpack_item("r", packed, 0.0) == ([delta, delta], None)
+    assert unpack_item("r", json.loads(json.dumps(packed)), 0.0) == ([delta, delta], None)
+
+
+def test_load_rides_along() -> None:
+    stats = SchedulerStats(waiting=3, running=2, blocks_total=10, blocks_used=4, blocks_cached=1)
+    item = pack_deltas([TokenDelta("r", 0, 0, (8,))], pack_load(stats, 17, 0.25))
+    load = ReplicaLoad(running=2, waiting=3, free_blocks=6, total_blocks=10, step=17, step_age_s=0.25, at=5.0)
+    assert unpack_item("r", json.loads(json.dumps(item)), 5.0) == ([TokenDelta("r", 0, 0, (8,))], load)
 
 
 def test_the_usual_delta_is_short() -> None:
@@ -42,5 +54,5 @@ def test_the_usual_delta_is_short() -> None:
 
 def test_refusals_are_raised() -> None:
     with pytest.raises(RequestError) as caught:
-        unpack_deltas("r", OverloadedError("full", retry_after_s=3.0).to_wire())
+        unpack_item("r", OverloadedError("full", retry_after_s=3.0).to_wire(), 0.0)
     assert (type(caught.value), caught.value.retry_after_s) == (OverloadedError, 3.0)

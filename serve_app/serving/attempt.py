@@ -1,0 +1,168 @@
+"""One try of one request at one replica, and the ways in which it can be lost while the request lives on.
+
+`Transport` and `ItemStream` are what failover needs of the way to the replicas; `ray_transport` is the real one.
+"""
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator
+from enum import StrEnum
+from typing import Protocol
+
+from serve_app.core.output import TokenDelta
+from serve_app.core.request import EngineRequest
+from serve_app.errors import ENGINE_DIED, EngineError, RequestTimeoutError, UnavailableError
+from serve_app.serving.replica_set import Replica, ReplicaSet
+from serve_app.serving.wire import WireHeartbeat, WireItem, unpack_item
+
+
+class LossReason(StrEnum):
+    """Why an attempt was lost."""
+
+    DIED = "died"
+    """Ray says that the replica's process is dead."""
+    UNAVAILABLE = "unavailable"
+    """The connection broke. On Ray's fast path that is how a death looks."""
+    ENGINE_DIED = "engine_died"
+    """The replica's engine ended with an error."""
+    STALLED = "stalled"
+    """The replica was silent, or its engine's step did not end."""
+    REFUSED = "refused"
+    """The replica is ending and took no request."""
+    LEFT = "left"
+    """The replica is being stopped: scale-down, update, or Ray found it unhealthy."""
+    ISOLATION = "isolation"
+    """The replica was reserved for another request."""
+    CUT = "cut"
+    """The stream ended before the request did."""
+    UNROUTED = "unrouted"
+    """No replica was found for it."""
+
+    @property
+    def is_death(self) -> bool:
+        """Whether the replica ended, or might as well have, and the request may be why."""
+        return self in (LossReason.DIED, LossReason.UNAVAILABLE, LossReason.ENGINE_DIED, LossReason.STALLED)
+
+    @property
+    def is_suspicious(self) -> bool:
+        """Whether the replica should get no requests until it gives a sign of life."""
+        return self.is_death or self is LossReason.REFUSED
+
+
+class ReplicaLostError(Exception):
+    """The attempt is over, its request is not."""
+
+    def __init__(self, reason: LossReason) -> None:
+        super().__init__(reason.value)
+        self.reason = reason
+
+
+class ItemStream(Protocol):
+    """The items of one attempt. Raises `ReplicaLostError`, `RequestError`."""
+
+    async def __anext__(self) -> WireItem:
+        """The next item."""
+
+    def cancel(self) -> None:
+        """Let go: the replica is told to abort. Idempotent, does not wait."""
+
+
+class Transport(Protocol):
+    """The way to the replicas."""
+
+    def generate(self, request: EngineRequest, attempt_id: str, session: str | None) -> ItemStream:
+        """Start an attempt on whichever replica the router chooses. Does not wait."""
+
+    def heartbeats(self, replica_id: str) -> AsyncGenerator[WireHeartbeat, None]:
+        """Signs of life of this replica, one every `wire.HEARTBEAT_S` for a while. Raises `ReplicaLostError`."""
+
+
+class AttemptObserver(Protocol):
+    """Told about every attempt. Must neither block nor raise."""
+
+    def started(self, attempt_id: str, num_cached_tokens: int) -> None:
+        """The replica has admitted it and found this many of its prompt's tokens in the cache."""
+
+    def ended(self, attempt_id: str) -> None:
+        """The attempt is over, started or not."""
+
+
+class Attempt:
+    """Reads one attempt's stream; the watchdog may interrupt it. `deadline` is in monotonic seconds."""
+
+    def __init__(
+        self,
+        request_id: str,
+        attempt_id: str,
+        stream: ItemStream,
+        replicas: ReplicaSet,
+        observer: AttemptObserver,
+        deadline: float,
+    ) -> None:
+        self.attempt_id = attempt_id
+        self.unrouted_ticks = 0
+        """Counted by the watchdog."""
+        self._request_id = request_id
+        self._stream = stream
+        self._replicas = replicas
+        self._observer = observer
+        self._deadline = deadline
+        self._source: Replica | None = None
+        self._has_started = False
+        self._loss: ReplicaLostError | None = None
+        self._scope: asyncio.Timeout | None = None
+
+    @property
+    def replica(self) -> Replica | None:
+        """The replica that has the attempt, or was sent it last."""
+        return self._source or self._replicas.replica_of(self.attempt_id)
+
+    async def next(self) -> list[TokenDelta]:
+        """The next news. Raises `ReplicaLostError` when there will be none, `RequestError` for the request's own."""
+        item = await self._next_item()
+        if self._source is None:
+            self._source = self._replicas.replica_of(self.attempt_id)
+        try:
+            deltas, load = unpack_item(self._request_id, item, time.monotonic())
+        except UnavailableError as error:
+            raise ReplicaLostError(LossReason.REFUSED) from error
+        except EngineError as error:
+            if error.code != ENGINE_DIED:
+                raise
+            raise ReplicaLostError(LossReason.ENGINE_DIED) from error
+        if self._source is not None:
+            self._source.silent_ticks = 0
+            if load is not None:
+                self._replicas.note_load(self._source.replica_id, load)
+        if not self._has_started:
+            self._look_for_start(deltas)
+        return deltas
+
+    def interrupt(self, reason: LossReason) -> None:
+        """End the attempt: its reader gets `ReplicaLostError` in place of the next news."""
+        if self._loss is None:
+            self._loss = ReplicaLostError(reason)
+            if self._scope is not None and not self._scope.expired():
+                self._scope.reschedule(asyncio.get_running_loop().time())
+
+    async def _next_item(self) -> WireItem:
+        if self._loss is not None:
+            raise self._loss
+        try:
+            async with asyncio.timeout_at(self._deadline) as self._scope:
+                return await self._stream.__anext__()
+        except TimeoutError:
+            if self._loss is not None:
+                raise self._loss from None
+            raise RequestTimeoutError("the request was not done before its deadline") from None
+        except StopAsyncIteration:
+            raise ReplicaLostError(LossReason.CUT) from None
+        finally:
+            self._scope = None
+
+    def _look_for_start(self, deltas: list[TokenDelta]) -> None:
+        for delta in deltas:
+            if delta.num_cached_tokens is not None:
+                self._has_started = True
+                self._observer.started(self.attempt_id, delta.num_cached_tokens)
+                return

@@ -1,0 +1,233 @@
+"""One request, as many attempts as it takes: its reader sees one stream, whatever becomes of the replicas.
+
+Decides whether a lost attempt is followed by another one, when, and whether that one has a replica to itself:
+
+- A request's own errors are final. A replica that died, fell silent, is being stopped or is gone costs an attempt: the
+  next one, on another replica, is told all tokens so far and goes on from there (`Journal`).
+- A request that was on two replicas when they died may be why. From then on it runs alone: a replica is reserved for
+  it, whose other streams move away, or finish first where there is no other replica. It is refused when three replicas
+  died under it and the last one before it had got any further, or when six did.
+- While no replica is left, requests wait for `wait_s`, since Ray replaces what died.
+- A replica's "overloaded" is told to the client only before the request's first token, and only if no replica takes
+  the request within a second.
+
+State is per process: with several ingress replicas each counts, and reserves, for its own requests only. What is wrong
+with a replica is found by an attempt or by the `Watchdog`. Knows no Ray.
+"""
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Set
+from contextlib import AsyncExitStack, asynccontextmanager
+
+from serve_app.core.output import TokenDelta
+from serve_app.core.request import EngineRequest
+from serve_app.errors import EngineError, OverloadedError, RequestTimeoutError, UnavailableError
+from serve_app.serving.attempt import Attempt, AttemptObserver, LossReason, ReplicaLostError, Transport
+from serve_app.serving.journal import Journal, MissingTokensError
+from serve_app.serving.replica_set import ReplicaSet
+
+OnFailover = Callable[[LossReason, int], None]
+
+RETRY_AFTER_S = 2.0
+_BUSY_WAIT_S = 1.0
+_FIRST_PAUSE_S, _MAX_PAUSE_S = 0.05, 1.0
+_DEATHS_BEFORE_ALONE = 2
+_MAX_DEATHS = 6
+
+
+class Failover:
+    """Runs requests over `transport`. For one event loop, the one it is made on."""
+
+    def __init__(
+        self,
+        transport: Transport,
+        replicas: ReplicaSet,
+        *,
+        wait_s: float,
+        observer: AttemptObserver,
+        on_failover: OnFailover,
+    ) -> None:
+        """`on_failover(reason, tokens)`: a replica lost an attempt; so many known tokens are to be computed again."""
+        self.attempts: dict[str, Attempt] = {}
+        self._transport = transport
+        self._replicas = replicas
+        self._wait_s = wait_s
+        self._observer = observer
+        self._on_failover = on_failover
+        self._loop = asyncio.get_running_loop()
+        self._changed = asyncio.Event()
+        self._none_since: float | None = self._loop.time()
+        self._wake()
+        self._one_alone = asyncio.Lock()
+        replicas.add_listener(self._replicas_changed)
+
+    async def generate(
+        self, request: EngineRequest, *, deadline: float, session: str | None = None, ended: Set[int] = frozenset()
+    ) -> AsyncGenerator[list[TokenDelta], None]:
+        """News of the request until all its choices have finished, or are in `ended`, which the reader may fill.
+
+        `deadline` is in monotonic seconds. Raises `RequestError`: the request's own; `RequestTimeoutError`;
+        `UnavailableError` when no replica came back in time; `OverloadedError`; `EngineError` for a request that
+        replicas die of. Closing or cancelling the generator ends the attempt that is running.
+        """
+        journal = Journal(request, ended)
+        course = _Course(self._wait_s)
+        while not journal.complete:
+            try:
+                async with self._attempt(journal, course, deadline, session) as attempt:
+                    while not journal.complete:
+                        if news := journal.accept(await attempt.next()):
+                            course.got_news()
+                            yield news
+            except MissingTokensError:
+                await course.lost(LossReason.CUT, journal.num_output_tokens)
+            except ReplicaLostError as loss:
+                await course.lost(loss.reason, journal.num_output_tokens)
+            except OverloadedError as refusal:
+                await course.refused(refusal)
+
+    @asynccontextmanager
+    async def _attempt(
+        self, journal: Journal, course: "_Course", deadline: float, session: str | None
+    ) -> AsyncIterator[Attempt]:
+        """The next attempt, once a replica may take it. It is over when the context is left."""
+        course.num_attempts += 1
+        request_id = journal.request.request_id
+        attempt_id = f"{request_id}.{course.num_attempts}"
+        async with AsyncExitStack() as stack:
+            try:
+                async with asyncio.timeout_at(deadline):
+                    if course.must_run_alone:
+                        self._replicas.pin(attempt_id, await stack.enter_async_context(self._alone()))
+                    else:
+                        await self._until(self._replicas.any_routable)
+            except TimeoutError:
+                raise RequestTimeoutError("no engine replica was free before the request's deadline") from None
+            self._replicas.begin(attempt_id)
+            stream = self._transport.generate(journal.next_attempt(), attempt_id, session)
+            attempt = Attempt(request_id, attempt_id, stream, self._replicas, self._observer, deadline)
+            self.attempts[attempt_id] = attempt
+            try:
+                yield attempt
+            except ReplicaLostError as loss:
+                self._note_loss(attempt, loss.reason, journal.num_known_tokens)
+                raise
+            finally:
+                stream.cancel()
+                del self.attempts[attempt_id]
+                self._replicas.end(attempt_id)
+                self._observer.ended(attempt_id)
+
+    def _note_loss(self, attempt: Attempt, reason: LossReason, num_known_tokens: int) -> None:
+        if (replica := attempt.replica) is None:
+            return
+        if reason.is_suspicious:
+            self._replicas.suspect(replica.replica_id, reason, dead=reason is LossReason.DIED)
+        self._on_failover(reason, num_known_tokens)
+
+    @asynccontextmanager
+    async def _alone(self) -> AsyncIterator[str]:
+        """A replica without any other stream of this process. One at a time, so that the others keep the rest."""
+        async with self._one_alone:
+            while True:
+                await self._until(lambda: bool(self._replicas.alive()))
+                replica_id = min(self._replicas.alive(), key=self._replicas.in_flight)
+                self._replicas.reserve(replica_id)
+                try:
+                    if await self._emptied(replica_id):
+                        yield replica_id
+                        return
+                finally:
+                    self._replicas.release(replica_id)
+
+    async def _emptied(self, replica_id: str) -> bool:
+        """Wait until the replica has no streams; False if it is lost before."""
+        while self._replicas.is_alive(replica_id):
+            if not self._replicas.in_flight(replica_id):
+                return True
+            if self._replicas.any_routable():
+                for attempt in self.attempts.values():
+                    if attempt.replica is not None and attempt.replica.replica_id == replica_id:
+                        attempt.interrupt(LossReason.ISOLATION)
+            await self._changed.wait()
+        return False
+
+    async def _until(self, condition: Callable[[], bool]) -> None:
+        """Wait until the replicas meet `condition`; raises `UnavailableError` when there was none for `wait_s`."""
+        while not condition():
+            give_up = None if self._none_since is None else self._none_since + self._wait_s
+            try:
+                async with asyncio.timeout_at(give_up):
+                    await self._changed.wait()
+            except TimeoutError:
+                raise UnavailableError("no engine replica is running", retry_after_s=RETRY_AFTER_S) from None
+
+    def _replicas_changed(self) -> None:
+        """In whichever thread the change was made."""
+        self._loop.call_soon_threadsafe(self._wake)
+
+    def _wake(self) -> None:
+        if self._replicas.alive():
+            self._none_since = None
+        elif self._none_since is None:
+            self._none_since = self._loop.time()
+        changed, self._changed = self._changed, asyncio.Event()
+        changed.set()
+
+
+class _Course:
+    """How one request has fared, and what follows from it."""
+
+    def __init__(self, wait_s: float) -> None:
+        self.num_attempts = 0
+        self._wait_s = wait_s
+        self._loop = asyncio.get_running_loop()
+        self._num_deaths = 0
+        self._tokens_at_death = -1
+        self._has_news = False
+        self._num_fruitless = 0
+        self._fruitless_since = 0.0
+
+    @property
+    def must_run_alone(self) -> bool:
+        """Whether replicas died under the request so often that it may be why."""
+        return self._num_deaths >= _DEATHS_BEFORE_ALONE
+
+    def got_news(self) -> None:
+        """The attempt has moved the request on."""
+        self._has_news = True
+        self._num_fruitless = 0
+
+    async def lost(self, reason: LossReason, num_output_tokens: int) -> None:
+        """Return when it is time for the next attempt; raises `EngineError` or `UnavailableError` if there is none."""
+        if reason.is_death:
+            self._num_deaths += 1
+            stuck = num_output_tokens == self._tokens_at_death
+            self._tokens_at_death = num_output_tokens
+            if self._num_deaths > _DEATHS_BEFORE_ALONE and (stuck or self._num_deaths >= _MAX_DEATHS):
+                raise EngineError(
+                    f"{self._num_deaths} engine replicas ended while they had this request",
+                    code="request_killed_replicas",
+                )
+        elif self._fruitless_s() > self._wait_s:
+            raise UnavailableError("no engine replica keeps the request", retry_after_s=RETRY_AFTER_S)
+        await self._pause()
+
+    async def refused(self, refusal: OverloadedError) -> None:
+        """Return when it is time for the next attempt; raises `refusal` if the client may as well come back."""
+        if not self._has_news and self._fruitless_s() > _BUSY_WAIT_S:
+            raise refusal
+        await self._pause()
+
+    def _fruitless_s(self) -> float:
+        """For how long attempts have been failing without any news between them."""
+        now = self._loop.time()
+        if self._num_fruitless == 0:
+            self._fruitless_since = now
+        return now - self._fruitless_since
+
+    async def _pause(self) -> None:
+        """The first attempt after news follows at once."""
+        self._num_fruitless += 1
+        if self._num_fruitless > 1:
+            await asyncio.sleep(min(_FIRST_PAUSE_S * 2 ** (self._num_fruitless - 2), _MAX_PAUSE_S))

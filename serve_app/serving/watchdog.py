@@ -1,0 +1,145 @@
+"""Notices what no attempt notices by itself: replicas that fall silent, steps that do not end, replicas being stopped.
+
+Decides when a replica is suspected and which attempts have to leave it. Each replica sends one stream of heartbeats to
+this process (not one per request), with the number and the age of its engine's step: that a replica's event loop lives
+proves nothing about a stuck kernel. Any other item of the replica counts as a sign of life as well.
+
+Time is counted in ticks of this process's own event loop, so that the time in which this process itself was stopped, or
+too busy to read, is not held against the replicas. A false suspicion costs time only: the attempts go on elsewhere, and
+the next heartbeat lifts it.
+"""
+
+import asyncio
+import contextvars
+import logging
+import time
+from contextlib import aclosing
+
+from serve_app.serving.attempt import Attempt, LossReason, ReplicaLostError, Transport
+from serve_app.serving.failover import Failover
+from serve_app.serving.replica_set import Condition, Replica, ReplicaLoad, ReplicaSet
+from serve_app.serving.wire import unpack_load
+
+logger = logging.getLogger(__name__)
+
+TICK_S = 0.5
+SILENCE_S = 5.0
+"""A replica that says nothing for so long is stalled; an attempt that no replica takes for so long is routed again."""
+_LEAVING_S = 1.0
+"""Ray takes a replica out of its set for a moment when its configuration changes."""
+
+
+class Watchdog:
+    """Watches `replicas` on behalf of `failover`. `run` it in a task of its own, on failover's event loop."""
+
+    def __init__(
+        self, transport: Transport, replicas: ReplicaSet, failover: Failover, *, stall_timeout_s: float
+    ) -> None:
+        self._transport = transport
+        self._replicas = replicas
+        self._failover = failover
+        self._stall_timeout_s = stall_timeout_s
+        self._listeners: dict[str, asyncio.Task[None]] = {}
+
+    async def run(self) -> None:
+        """Tick until cancelled."""
+        try:
+            while True:
+                await asyncio.sleep(TICK_S)
+                try:
+                    self.tick()
+                except Exception:
+                    logger.exception("a tick of the watchdog failed")
+        finally:
+            for task in self._listeners.values():
+                task.cancel()
+            await asyncio.gather(*self._listeners.values(), return_exceptions=True)
+
+    def tick(self) -> None:
+        """Look at every replica and every attempt once."""
+        replicas = self._replicas.replicas()
+        for replica in replicas:
+            self._judge(replica)
+        self._check_attempts()
+        present = {replica.replica_id for replica in replicas if replica.present}
+        for replica_id in present - self._listeners.keys():
+            # Ray would take the calls of a task for children of the request in whose context it was made.
+            self._listeners[replica_id] = asyncio.create_task(
+                self._listen(replica_id), name=f"heartbeats of {replica_id}", context=contextvars.Context()
+            )
+        for replica_id in self._listeners.keys() - present:
+            self._listeners.pop(replica_id).cancel()
+
+    def _judge(self, replica: Replica) -> None:
+        replica.silent_ticks += 1
+        replica.absent_ticks = 0 if replica.present else replica.absent_ticks + 1
+        # One that is being stopped sends no heartbeats to anybody; Ray ends it after a while if it hangs.
+        silent = replica.present and replica.has_beaten and replica.silent_ticks * TICK_S > SILENCE_S
+        if replica.condition is Condition.OK and (silent or self._is_stuck(replica)):
+            logger.warning(
+                "replica %s stalled (%s); its requests go on elsewhere",
+                replica.replica_id,
+                f"silent for {SILENCE_S:g} s" if silent else f"no step for {self._stall_timeout_s:g} s",
+            )
+            self._replicas.suspect(replica.replica_id, LossReason.STALLED)
+
+    def _is_stuck(self, replica: Replica) -> bool:
+        age = None if replica.load is None else replica.load.step_age_s
+        return age is not None and age > self._stall_timeout_s
+
+    def _check_attempts(self) -> None:
+        others = self._replicas.any_routable()
+        for attempt in list(self._failover.attempts.values()):
+            if (reason := self._reason_to_leave(attempt, others=others)) is not None:
+                attempt.interrupt(reason)
+
+    def _reason_to_leave(self, attempt: Attempt, *, others: bool) -> LossReason | None:
+        """Why the attempt must not stay where it is. `others`: there are replicas that it could go to."""
+        replica = attempt.replica
+        if replica is None:
+            attempt.unrouted_ticks += 1
+            return LossReason.UNROUTED if attempt.unrouted_ticks * TICK_S > SILENCE_S else None
+        if replica.condition is not Condition.OK:
+            return LossReason(replica.reason)
+        if not others:
+            return None
+        if replica.absent_ticks * TICK_S >= _LEAVING_S:
+            return LossReason.LEFT
+        if replica.reserved and not self._replicas.is_pinned(attempt.attempt_id):
+            return LossReason.ISOLATION
+        return None
+
+    async def _listen(self, replica_id: str) -> None:
+        """Read the replica's heartbeats for ever, over one stream after the other."""
+        while True:
+            try:
+                await self._read_heartbeats(replica_id)
+            except ReplicaLostError as loss:
+                if loss.reason is LossReason.DIED:
+                    self._replicas.suspect(replica_id, loss.reason, dead=True)
+                    self._check_attempts()
+            except Exception:
+                logger.exception("reading the heartbeats of replica %s failed", replica_id)
+            await asyncio.sleep(TICK_S)
+
+    async def _read_heartbeats(self, replica_id: str) -> None:
+        """Of one stream. A replica whose engine is dead ends its streams without any."""
+        alive = False
+        async with aclosing(self._transport.heartbeats(replica_id)) as heartbeats:
+            async for sender, packed in heartbeats:
+                alive = True
+                self._heard(sender, unpack_load(packed, time.monotonic()))
+                if sender != replica_id:
+                    return
+        if not alive:
+            self._replicas.suspect(replica_id, LossReason.ENGINE_DIED)
+            self._check_attempts()
+
+    def _heard(self, replica_id: str, load: ReplicaLoad) -> None:
+        self._replicas.note_load(replica_id, load)
+        replica = self._replicas.get(replica_id)
+        if replica is None:
+            return
+        replica.has_beaten, replica.silent_ticks = True, 0
+        if not self._is_stuck(replica):
+            self._replicas.trust(replica_id)

@@ -1,0 +1,159 @@
+"""Replicas in this process: engines behind the interface that failover knows, with faults on demand."""
+
+import asyncio
+import json
+import uuid
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass, field, replace
+
+from serve_app.core.output import FinishReason, TokenLogprob
+from serve_app.core.request import EngineRequest
+from serve_app.engine.async_engine import AsyncEngine
+from serve_app.errors import RequestError
+from serve_app.serving.attempt import ItemStream, LossReason, ReplicaLostError
+from serve_app.serving.failover import Failover
+from serve_app.serving.replica_set import ReplicaSet
+from serve_app.serving.wire import (
+    WireHeartbeat,
+    WireItem,
+    WireRequest,
+    pack_deltas,
+    pack_load,
+    pack_request,
+    unpack_request,
+)
+
+FAR = 1e9
+"""A deadline that never comes."""
+
+
+@dataclass
+class Fault:
+    """What becomes of one attempt after so many items: a loss, an error of the request, or (None) silence."""
+
+    items: int
+    outcome: LossReason | RequestError | None
+
+
+@dataclass
+class Observer:
+    """Remembers which attempts were started, with how many cached tokens, and which ended."""
+
+    starts: dict[str, int] = field(default_factory=dict)
+    ends: list[str] = field(default_factory=list)
+
+    def started(self, attempt_id: str, num_cached_tokens: int) -> None:
+        self.starts[attempt_id] = num_cached_tokens
+
+    def ended(self, attempt_id: str) -> None:
+        self.ends.append(attempt_id)
+
+
+class Fleet:
+    """A transport to engines by name. `faults` are for the attempts to come, in order; None = none for that one."""
+
+    def __init__(self, engines: dict[str, AsyncEngine], *, wait_s: float = 5.0) -> None:
+        self.engines = engines
+        self.replicas = ReplicaSet()
+        self.replicas.publish({name: {} for name in engines})
+        self.faults: list[Fault | None] = []
+        self.placed: list[tuple[str, str]] = []
+        """(attempt id, replica) in order."""
+        self.requests: list[WireRequest] = []
+        self.losses: list[tuple[LossReason, int]] = []
+        self.frozen: set[str] = set()
+        """Replicas that send no heartbeats."""
+        self.observer = Observer()
+        self.failover = Failover(
+            self,
+            self.replicas,
+            wait_s=wait_s,
+            observer=self.observer,
+            on_failover=lambda reason, tokens: self.losses.append((reason, tokens)),
+        )
+
+    def generate(self, request: EngineRequest, attempt_id: str, session: str | None) -> ItemStream:
+        # Through JSON, to see that nothing but plain data travels.
+        data = json.loads(json.dumps(pack_request(request, attempt_id, session)))
+        self.requests.append(data)
+        allowed = self.replicas.routable(self.engines, attempt_id)
+        fault = self.faults.pop(0) if self.faults else None
+        if not allowed:
+            return _Stream(None, data, fault)
+        name = min(allowed, key=self.replicas.in_flight)
+        self.replicas.note_assigned(attempt_id, name)
+        self.placed.append((attempt_id, name))
+        return _Stream(self.engines[name], data, fault)
+
+    async def heartbeats(self, replica_id: str) -> AsyncGenerator[WireHeartbeat, None]:
+        while replica_id in self.frozen:
+            await asyncio.sleep(0.01)
+        engine = self.engines[replica_id]
+        yield replica_id, pack_load(engine.stats(), 0, engine.health().last_step_age_s)
+
+
+class _Stream:
+    def __init__(self, engine: AsyncEngine | None, data: WireRequest, fault: Fault | None) -> None:
+        self._items = engine.generate(unpack_request(data)) if engine is not None else None
+        self._engine = engine
+        self._fault = fault
+        self._num_items = 0
+        self._closing: asyncio.Task[None] | None = None
+
+    async def __anext__(self) -> WireItem:
+        if self._items is None or self._engine is None:
+            await asyncio.get_running_loop().create_future()
+        assert self._items is not None
+        assert self._engine is not None
+        if self._fault is not None and self._num_items == self._fault.items:
+            match self._fault.outcome:
+                case LossReason() as reason:
+                    raise ReplicaLostError(reason)
+                case RequestError() as error:
+                    return error.to_wire()
+                case None:
+                    await asyncio.get_running_loop().create_future()
+        load = pack_load(self._engine.stats(), self._num_items, None) if self._num_items == 0 else None
+        self._num_items += 1
+        try:
+            deltas = await anext(self._items)
+        except RequestError as error:
+            return error.to_wire()
+        item: WireItem = json.loads(json.dumps(pack_deltas(deltas, load)))
+        return item
+
+    def cancel(self) -> None:
+        if self._items is not None and self._closing is None:
+            self._closing = asyncio.create_task(self._items.aclose())
+
+
+@dataclass
+class Told:
+    """What the reader of one choice was told."""
+
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
+    cached: list[int] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+
+
+async def told(
+    failover: Failover, request: EngineRequest, *, deadline: float = FAR, ended: frozenset[int] = frozenset()
+) -> list[Told]:
+    """Read `request` to its end; fails if a token comes twice, not at all, or after the end."""
+    request = replace(request, request_id=uuid.uuid4().hex)
+    choices = [Told() for _ in range(request.params.n)]
+    async for deltas in failover.generate(request, deadline=deadline, ended=ended):
+        assert deltas
+        for delta in deltas:
+            choice = choices[delta.choice]
+            assert delta.request_id == request.request_id
+            assert delta.offset == len(choice.token_ids)
+            assert choice.finish_reason is None
+            choice.token_ids += delta.token_ids
+            choice.logprobs += delta.logprobs
+            choice.prompt_logprobs += delta.prompt_logprobs
+            choice.cached += [] if delta.num_cached_tokens is None else [delta.num_cached_tokens]
+            choice.finish_reason = delta.finish_reason
+    return choices
