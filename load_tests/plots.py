@@ -14,7 +14,7 @@ from load_tests.client import Objective, RequestResult, Run
 
 BLUE, ORANGE, GREEN, RED, GREY = "#0072B2", "#E69F00", "#009E73", "#D55E00", "#666666"
 COLOURS = (BLUE, ORANGE, GREEN, "#CC79A7", "#56B4E9", RED, "#F0E442", "#000000")
-_BINS = 60
+_BINS = 40
 
 
 def new_figure(height: float = 3.0, columns: int = 1) -> tuple[Figure, list[Axes]]:
@@ -36,25 +36,21 @@ def image(figure: Figure, description: str) -> str:
 
 def draw_over_time(run: Run) -> Figure:
     """Requests due and answered per second, requests in flight, and output tokens per second, over the run."""
-    figure, (rates, tokens) = new_figure(columns=2)
+    figure, (rates, flight, tokens) = new_figure(columns=3)
     width = max(run.seconds / _BINS, 1e-3)
     edges = [index * width for index in range(_BINS)]
     good = [result for result in run.results if result.error is None]
     due, done = (result.due_s for result in run.results), (result.due_s + result.e2e_s for result in good)
-    rates.step(edges, _binned(((at, 1.0) for at in due), width), where="post", color=GREY, label="due per second")
-    rates.step(
-        edges, _binned(((at, 1.0) for at in done), width), where="post", color=GREEN, label="answered per second"
-    )
-    flight = rates.twinx()
-    flight.spines["top"].set_visible(False)
-    flight.step(*_in_flight(run.results), where="post", color=BLUE, linewidth=1)
-    flight.set_ylabel("in flight", color=BLUE)
+    rates.step(edges, _binned(((at, 1.0) for at in due), width), where="post", color=GREY, label="due")
+    rates.step(edges, _binned(((at, 1.0) for at in done), width), where="post", color=GREEN, label="answered")
     rates.set_ylabel("requests per second")
-    rates.legend(frameon=False, fontsize=8, loc="upper left")
+    rates.legend(frameon=False, fontsize=8)
+    flight.step(*_in_flight(run.results), where="post", color=BLUE, linewidth=1)
+    flight.set_ylabel("requests in flight")
     arrived = (token for result in good for token in _token_times(result))
     tokens.step(edges, _binned(arrived, width), where="post", color=BLUE)
     tokens.set_ylabel("output tokens per second")
-    for axes in (rates, tokens, flight):
+    for axes in (rates, flight, tokens):
         axes.set_ylim(bottom=0)
         axes.set_xlabel("seconds since the start")
     return figure

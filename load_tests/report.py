@@ -39,7 +39,7 @@ _COUNTS = {
     "requests_per_s": "answered per second",
     "output_tok_s": "output tokens per second",
     "prompt_tok_s": "prompt tokens per second",
-    "goodput": "goodput (share within the objective)",
+    "goodput": "goodput (share of requests within the objective)",
     "goodput_per_s": "requests within the objective per second",
 }
 
@@ -110,7 +110,7 @@ def _views(views: Sequence[Comparison]) -> str:
         (one.name, one.client, one.server, f"{one.low:g} to {one.high:g}", "yes" if one.agrees else "NO")
         for one in views
     ]
-    return table(["", "this client", "the server", "its bucket", "agree"], rows)
+    return table(["seconds, tokens", "this client", "the server", "its bucket", "agree"], rows)
 
 
 def bench_page(title: str, facts: Mapping[str, Any], results: Mapping[str, Mapping[str, Any]]) -> str:
