@@ -23,6 +23,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 import serve_app
 from serve_app.api.admission import AdmissionQueue
 from serve_app.api.app import create_app
+from serve_app.api.drain import Drain
 from serve_app.api.service import ApiLimits, MetricsPage, ModelCard, RequestContext
 from serve_app.core.output import TokenDelta
 from serve_app.core.request import EngineRequest
@@ -117,6 +118,7 @@ class Ingress:
             )
         self._settings = settings
         self._queue = AdmissionQueue(settings.max_ongoing_requests, settings.ingress.max_queued_requests)
+        self._drain = Drain()
         self._metrics = IngressMetrics(lambda: self._queue.queued, lambda: self._queue.ongoing)
         self._service = ReplicaService(engines, card, tokenizer, self._metrics, settings)
         await _first_token(self._service)
@@ -124,6 +126,15 @@ class Ingress:
             logger.info("%s served its first token%s", card.name, "" if fast_path_enabled() else _NO_FAST_PATH)
         loop = asyncio.get_running_loop()
         process_set.add_listener(lambda: loop.call_soon_threadsafe(self._follow_replicas))
+        self._follow_replicas()
+
+    async def drain(self) -> None:
+        """Take no new requests; return once the running ones have ended, or were ended because their time was over."""
+        await self._drain.run(self._settings.ingress.drain_timeout_s)
+
+    def record_autoscaling_stats(self) -> dict[str, float]:
+        """What `IngressPolicy` reads."""
+        return {"queued": float(self._queue.queued)}
 
     def _follow_replicas(self) -> None:
         """Let through what the replicas can take. For one replica even if there is none: these find out, and say so."""
@@ -135,7 +146,7 @@ class Ingress:
         limits = replace(
             ApiLimits(), max_body_bytes=int(ingress.max_body_mib * 2**20), body_timeout_s=ingress.body_timeout_s
         )
-        app = create_app(self._service, limits=limits, admission=self._queue, observer=self._metrics)
+        app = create_app(self._service, limits=limits, admission=self._queue, observer=self._metrics, drain=self._drain)
         app.add_api_route("/debug/replicas", self._service.replicas)
         app.add_middleware(OneRequestId)
         return app

@@ -17,10 +17,11 @@ import ray
 from ray import serve
 
 from serve_app.core.output import StepRecord
-from serve_app.errors import RequestError
+from serve_app.errors import ConfigError, RequestError
 from serve_app.observability.logging import log_to_terminal
 from serve_app.observability.metrics import EngineMetrics, serve_registry
 from serve_app.serving.binding import bind_replica_port_to_node, node_address
+from serve_app.serving.knobs import live_knobs
 from serve_app.serving.wire import (
     HEARTBEAT_S,
     WireHeartbeat,
@@ -105,6 +106,25 @@ class EngineReplica:
         """The load for routers that hear no heartbeats of this replica; `time` is Unix time."""
         names = ("running", "waiting", "free_blocks", "total_blocks", "step", "step_age_s")
         return {**dict(zip(names, self._load(), strict=True)), "time": time.time()}
+
+    def record_autoscaling_stats(self) -> dict[str, float]:
+        """What `EnginePolicy` reads."""
+        stats = self._engine.stats()
+        return {
+            "waiting": float(stats.waiting),
+            "running": float(stats.running),
+            "kv_usage": stats.blocks_used / stats.blocks_total,
+        }
+
+    async def reconfigure(self, user_config: object) -> None:
+        """Change the scheduler's knobs. Ray calls this whenever the deployment's `user_config` changes, and at start.
+
+        A wrong one is refused in the log and changes nothing: Ray would stop a replica that raises.
+        """
+        try:
+            self._engine.reconfigure(live_knobs(self._settings, user_config))
+        except ConfigError as error:
+            logger.error("user_config is refused, the knobs stay as they were: %s", error)
 
     async def check_health(self) -> None:
         """Raise when the engine's thread is gone or its current step takes too long."""
