@@ -11,6 +11,7 @@ from serve_app.cli.bench import bench
 from serve_app.cli.compare import compare
 from serve_app.cli.explain import explain
 from serve_app.cli.serve import serve
+from serve_app.cli.timeline import timeline
 
 app = typer.Typer(
     name="serve-app",
@@ -36,3 +37,4 @@ app.command()(serve)
 app.command()(compare)
 app.command()(explain)
 app.add_typer(bench, name="bench")
+app.command()(timeline)

@@ -1,0 +1,180 @@
+"""The console over two engines in this process, behind a real HTTP server; and a headless Chromium that looks at it.
+
+Without a Chromium on the machine (Debian: `apt-get install chromium`) the browser's tests are skipped and say so.
+"""
+
+import asyncio
+import itertools
+import shutil
+import threading
+from collections.abc import AsyncGenerator, Coroutine, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+import uvicorn
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from serve_app.api.admission import AdmissionQueue
+from serve_app.api.app import create_app
+from serve_app.api.service import NO_CONTEXT, MetricsPage, ModelCard, RequestContext
+from serve_app.console.routes import Sources, add_console
+from serve_app.core.output import TokenDelta
+from serve_app.core.request import EngineRequest
+from serve_app.engine.async_engine import AsyncEngine
+from serve_app.engine.core import EngineConfig, EngineCore
+from serve_app.model.loader import from_module
+from serve_app.observability.step_ring import Recorder, StepRing
+from serve_app.text.tokenizer import Tokenizer, load_tokenizer
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser, ConsoleMessage, Page
+
+SLOTS = 4
+REPLICAS = ("alpha", "beta")
+
+
+def small_engine() -> tuple[EngineCore, StepRing]:
+    """Random weights over the default tokenizer's vocabulary: answers are nonsense, a step takes milliseconds."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=49152,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        max_position_embeddings=2048,
+        bos_token_id=1,
+        eos_token_id=2,
+        initializer_range=0.5,
+    )
+    ring = StepRing()
+    options = EngineConfig(max_num_seqs=SLOTS, max_num_batched_tokens=32, kv_cache_gib=0.05)
+    return EngineCore(from_module(LlamaForCausalLM(config).eval()), options, on_step=ring.append), ring
+
+
+@dataclass
+class Engines:
+    """`api.Service` over engines in this process, taken in turn. `override` stands in for what they would say."""
+
+    engines: Sequence[AsyncEngine]
+    tokenizer: Tokenizer
+    override: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._turns = itertools.cycle(self.engines)
+
+    @property
+    def model(self) -> ModelCard:
+        info = self.engines[0].info
+        return ModelCard("babbler", info.max_model_len, info.vocab_size, 1_700_000_000, "fp_console")
+
+    def check_ready(self) -> None:
+        return None
+
+    async def metrics(self) -> MetricsPage:
+        return MetricsPage(b"", "text/plain")
+
+    async def generate(
+        self, request: EngineRequest, context: RequestContext = NO_CONTEXT
+    ) -> AsyncGenerator[list[TokenDelta], None]:
+        ids = self.tokenizer.encode("".join(self.override), add_special_tokens=False) if self.override else []
+        async for deltas in next(self._turns).generate(request):
+            yield [self._instead(delta, ids) if ids else delta for delta in deltas]
+
+    def _instead(self, delta: TokenDelta, ids: list[int]) -> TokenDelta:
+        said = tuple(ids[(delta.offset + i) % len(ids)] for i in range(len(delta.token_ids)))
+        return TokenDelta(delta.request_id, delta.choice, delta.offset, said, finish_reason=delta.finish_reason)
+
+
+@dataclass
+class ConsoleServer:
+    """The server in a thread of its own, with its event loop."""
+
+    url: str
+    service: Engines
+    loop: asyncio.AbstractEventLoop
+
+    def run(self, work: Coroutine[Any, Any, Any]) -> Any:
+        return asyncio.run_coroutine_threadsafe(work, self.loop).result(60)
+
+    def busy(self) -> int:
+        return sum(engine.stats().running + engine.stats().waiting for engine in self.service.engines)
+
+
+async def serve(started: "threading.Event", box: dict[str, Any]) -> None:
+    cores = [small_engine() for _ in REPLICAS]
+    engines = [await AsyncEngine.start_with(lambda core=core: core) for core, _ in cores]  # type: ignore[misc]
+    recorders = [
+        Recorder(
+            name,
+            SLOTS,
+            engine.info.block_size,
+            engine.stats,
+            lambda engine=engine: engine.health().last_step_age_s,  # type: ignore[misc]
+            ring,
+        )
+        for name, engine, (_, ring) in zip(REPLICAS, engines, cores, strict=True)
+    ]
+    service, queue = Engines(engines, load_tokenizer("default")), AdmissionQueue(16, 8)
+    app = create_app(service, queue)
+
+    async def recordings(seconds: float) -> list[bytes]:
+        return [recorder.recording(seconds).to_json() for recorder in recorders]
+
+    add_console(app, Sources(recordings, lambda: {"waiting": queue.queued, "ongoing": queue.ongoing}))
+    server = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=0, log_level="error", lifespan="off"))
+    serving = asyncio.create_task(server.serve())
+    while not server.started:  # noqa: ASYNC110 (uvicorn has no event for it)
+        await asyncio.sleep(0.01)
+    port = server.servers[0].sockets[0].getsockname()[1]
+    box.update(console=ConsoleServer(f"http://127.0.0.1:{port}", service, asyncio.get_running_loop()), server=server)
+    started.set()
+    await serving
+    for engine in engines:
+        await engine.shutdown()
+
+
+@pytest.fixture(scope="session")
+def console() -> Iterator[ConsoleServer]:
+    started, box = threading.Event(), {}  # type: tuple[threading.Event, dict[str, Any]]
+    thread = threading.Thread(target=lambda: asyncio.run(serve(started, box)), daemon=True)
+    thread.start()
+    assert started.wait(60)
+    yield box["console"]
+    box["server"].should_exit = True
+    thread.join(30)
+
+
+@pytest.fixture(scope="session")
+def browser() -> Iterator["Browser"]:
+    binary = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+    if binary is None:
+        pytest.skip("no chromium on this machine (Debian: apt-get install chromium)")
+    api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+    with api.sync_playwright() as playwright:
+        # Its sandbox needs rights that a container's root does not have; the page is our own.
+        browser = playwright.chromium.launch(executable_path=binary, args=["--no-sandbox"])
+        yield browser
+        browser.close()
+
+
+def is_complaint(message: "ConsoleMessage") -> bool:
+    """Whether the browser reports a fault of the page; that the server refused something is none."""
+    return message.type == "error" and "responded with a status of 400" not in message.text
+
+
+@pytest.fixture
+def page(browser: "Browser", console: ConsoleServer) -> Iterator["Page"]:
+    """A fresh page on the console that may talk to nobody else and must not complain."""
+    context = browser.new_context(viewport={"width": 1366, "height": 900})
+    page = context.new_page()
+    complaints: list[str] = []
+    page.on("pageerror", lambda error: complaints.append(str(error)))
+    page.on("console", lambda message: complaints.append(message.text) if is_complaint(message) else None)
+    page.on("request", lambda asked: None if asked.url.startswith(console.url) else complaints.append(asked.url))
+    page.goto(console.url)
+    yield page
+    context.close()
+    assert complaints == []
