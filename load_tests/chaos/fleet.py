@@ -5,6 +5,7 @@ Decides how the fleet is started and how its processes are told apart; strikes n
 
 import asyncio
 import http.client
+import json
 import os
 import re
 import socket
@@ -159,14 +160,11 @@ class Fleet:
         return None
 
     def ready_replicas(self) -> list[int]:
-        """Pids of the replicas that are in the routing set, in the order of their pids."""
-        page = _get(f"{self.url}/metrics", _SCRAPE_TIMEOUT_S)
-        if page is None:
-            return []
-        ups = re.findall(r"^serve_app_scrape_up\{.*\} 1\.0$", page, re.MULTILINE)
-        answering = [process.pid for process in self.replicas() if self.replica_metrics(process.pid) is not None]
-        # The page counts replicas but does not name their processes: all that answer, or nobody can be sure.
-        return sorted(answering) if len(answering) == len(ups) else []
+        """Pids of the living replicas that the ingress may send requests to."""
+        page = _get(f"{self.url}/debug/replicas", _SCRAPE_TIMEOUT_S)
+        replicas = [] if page is None else json.loads(page)
+        ready = {replica["pid"] for replica in replicas if replica["condition"] == "ok" and not replica["leaving"]}
+        return sorted(ready & {process.pid for process in self.replicas()})
 
     def metrics(self) -> Samples | None:
         """The whole application's page, each name summed over its labels; None while the ingress does not answer."""
