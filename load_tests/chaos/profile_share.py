@@ -1,8 +1,8 @@
 """Which part of the servers' processor time failover costs while nothing fails, by sampling their stacks under load.
 
-A sample counts as failover's when the innermost frame of ours is in one of its modules and no frame of Ray's lies below
-it: then the interpreter is in the journal, the attempts' bookkeeping or the heartbeats, or in the standard library for
-them. Everything in those modules counts, also what a server without failover would need in another place.
+A sample counts as failover's when the innermost frame of ours is one of its own and no frame of Ray's lies below it:
+then the interpreter is in the journal, the attempts' bookkeeping or the heartbeats, or in the standard library for
+them. All of those modules counts, also what a server without failover would need in another place.
 """
 
 import asyncio
@@ -22,7 +22,8 @@ from load_tests.chaos.traffic import ask, open_session, send, text
 _HERTZ = 200
 _SETTLE_S = 5.0
 _PROMPT, _OUTPUT = 64, 200
-_MODULES = frozenset({"journal", "failover", "attempt", "watchdog"})
+_MODULES = frozenset({"journal", "failover", "attempt", "watchdog", "replica_set"})
+_FUNCTIONS = frozenset({"replica.heartbeats", "replica._load", "wire.pack_load", "wire.unpack_load"})
 _FRAME = re.compile(r"([^;\s]+) \(([^;]+?):\d+\)")
 
 
@@ -98,6 +99,6 @@ def failover_function(stack: str) -> str | None:
         if "ray/" in file:
             return None
         if "serve_app/" in file:
-            module = Path(file).stem
-            return f"{module}.{function}" if module in _MODULES else None
+            name = f"{Path(file).stem}.{function}"
+            return name if Path(file).stem in _MODULES or name in _FUNCTIONS else None
     return None
