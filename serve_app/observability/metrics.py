@@ -9,7 +9,8 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
+from urllib.parse import parse_qsl
 
 from prometheus_client import (
     CollectorRegistry,
@@ -25,6 +26,9 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
 from serve_app.core.output import SchedulerStats, StepRecord
+
+if TYPE_CHECKING:
+    from wsgiref.types import StartResponse, WSGIApplication, WSGIEnvironment
 
 # Without this every counter and histogram brings a second series with its time of birth.
 disable_created_metrics()  # type: ignore[no-untyped-call]
@@ -197,10 +201,27 @@ class IngressMetrics:
             self._duration.labels(endpoint).observe(seconds)
 
 
-def serve_registry(registry: CollectorRegistry, host: str) -> int:
-    """Serve `registry` on a free port of `host`, in a daemon thread; returns the port."""
+Page = Callable[[Mapping[str, str]], bytes]
+"""Makes JSON from the parameters of a query. Called in a thread of its own."""
+
+
+def serve_registry(registry: CollectorRegistry, host: str, pages: Mapping[str, Page] | None = None) -> int:
+    """Serve `registry`, and `pages` by their paths, on a free port of `host`, in a daemon thread; returns the port."""
     server, _thread = start_http_server(0, addr=host, registry=registry)
+    server.set_app(_with_pages(pages or {}, server.get_app()))  # type: ignore[arg-type]
     return int(server.server_port)
+
+
+def _with_pages(pages: Mapping[str, Page], otherwise: "WSGIApplication") -> "WSGIApplication":
+    def answer(environ: "WSGIEnvironment", start_response: "StartResponse") -> Iterable[bytes]:
+        page = pages.get(environ["PATH_INFO"])
+        if page is None:
+            return otherwise(environ, start_response)
+        body = page(dict(parse_qsl(environ["QUERY_STRING"])))
+        start_response("200 OK", [("Content-Type", "application/json"), ("Content-Length", str(len(body)))])
+        return [body]
+
+    return answer
 
 
 def merge_expositions(own: CollectorRegistry, others: Mapping[str, str | None]) -> bytes:

@@ -25,6 +25,7 @@ from serve_app.api.admission import AdmissionQueue
 from serve_app.api.app import create_app
 from serve_app.api.drain import Drain
 from serve_app.api.service import ApiLimits, MetricsPage, ModelCard, RequestContext
+from serve_app.console.routes import Sources, add_console
 from serve_app.core.output import TokenDelta
 from serve_app.core.request import EngineRequest
 from serve_app.core.sampling_params import SamplingParams
@@ -35,7 +36,8 @@ from serve_app.serving import routing
 from serve_app.serving.binding import bind_replica_port_to_node
 from serve_app.serving.failover import RETRY_AFTER_S, Failover
 from serve_app.serving.ray_transport import RayTransport
-from serve_app.serving.replica_set import Replica, process_set
+from serve_app.serving.replica import STEPS_PATH
+from serve_app.serving.replica_set import Condition, Replica, process_set
 from serve_app.serving.watchdog import Watchdog
 from serve_app.settings import Settings, fast_path_enabled, started_by_launcher
 from serve_app.text.tokenizer import Tokenizer, load_tokenizer
@@ -43,6 +45,7 @@ from serve_app.text.tokenizer import Tokenizer, load_tokenizer
 logger = logging.getLogger(__name__)
 
 _SCRAPE_TIMEOUT_S = 2.0
+_ABSENCE_S = 2.0
 _NO_FAST_PATH = (
     "; this server runs on Ray's default path, which takes five times the processor time per token: "
     "`make serve` starts it on the fast path and keeps all of Ray's ports on loopback"
@@ -73,6 +76,8 @@ class ReplicaService:
             on_failover=metrics.failed_over,
         )
         watchdog = Watchdog(transport, process_set, self._failover, stall_timeout_s=settings.engine.stall_timeout_s)
+        self._empty_since: float | None = None
+        process_set.add_listener(self._follow_replicas)
         self._watching = asyncio.create_task(watchdog.run(), name="watchdog", context=contextvars.Context())
 
     def generate(
@@ -83,9 +88,19 @@ class ReplicaService:
         deadline = time.monotonic() + self._timeout_s if context.deadline is None else context.deadline
         return self._failover.generate(request, deadline=deadline, session=context.session, ended=context.ended_choices)
 
+    def _follow_replicas(self) -> None:
+        if process_set.alive():
+            self._empty_since = None
+        elif self._empty_since is None:
+            self._empty_since = time.monotonic()
+
     def check_ready(self) -> None:
-        """Raise `UnavailableError` while no replica could serve."""
-        if not process_set.alive():
+        """Raise `UnavailableError` while no replica could serve.
+
+        Not at once: a replica whose `user_config` changes is away for a moment, and requests can wait.
+        """
+        since = self._empty_since
+        if since is not None and time.monotonic() - since > _ABSENCE_S:
             raise UnavailableError("no engine replica is running", retry_after_s=RETRY_AFTER_S)
 
     def replicas(self) -> list[dict[str, Any]]:
@@ -95,9 +110,17 @@ class ReplicaService:
     async def metrics(self) -> MetricsPage:
         """The ingress's own metrics and every replica's."""
         replicas = {name: str(metadata["metrics"]) for name, metadata in sorted(process_set.current().items())}
-        pages = await asyncio.gather(*(asyncio.to_thread(_scrape, address) for address in replicas.values()))
-        body = merge_expositions(self._metrics.registry, dict(zip(replicas, pages, strict=True)))
+        pages = await asyncio.gather(*(asyncio.to_thread(_read, at, "/metrics") for at in replicas.values()))
+        texts = [None if page is None else page.decode() for page in pages]
+        body = merge_expositions(self._metrics.registry, dict(zip(replicas, texts, strict=True)))
         return MetricsPage(body, CONTENT_TYPE_LATEST)
+
+    async def recordings(self, seconds: float) -> list[bytes]:
+        """What the replicas that are well recorded in the last `seconds` seconds, as JSON."""
+        addresses = [r.metadata["metrics"] for r in process_set.replicas() if r.condition is Condition.OK]
+        path = f"{STEPS_PATH}?seconds={seconds}"
+        pages = await asyncio.gather(*(asyncio.to_thread(_read, address, path) for address in addresses))
+        return [page for page in pages if page is not None]
 
 
 class Ingress:
@@ -148,6 +171,8 @@ class Ingress:
         )
         app = create_app(self._service, limits=limits, admission=self._queue, observer=self._metrics, drain=self._drain)
         app.add_api_route("/debug/replicas", self._service.replicas)
+        queue = self._queue
+        add_console(app, Sources(self._service.recordings, lambda: {"waiting": queue.queued, "ongoing": queue.ongoing}))
         app.add_middleware(OneRequestId)
         return app
 
@@ -206,11 +231,11 @@ def _describe(replica: Replica) -> dict[str, Any]:
     }
 
 
-def _scrape(address: str) -> str | None:
-    """The page of one replica's metrics port (`host:port`), or None when it does not answer."""
+def _read(address: str, path: str) -> bytes | None:
+    """A page of one replica's metrics port (`host:port`), or None when it does not answer."""
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
-        with opener.open(f"http://{address}/metrics", timeout=_SCRAPE_TIMEOUT_S) as answer:
-            return str(answer.read().decode())
+        with opener.open(f"http://{address}{path}", timeout=_SCRAPE_TIMEOUT_S) as answer:
+            return bytes(answer.read())
     except OSError:
         return None

@@ -8,7 +8,7 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
 from dataclasses import asdict
 from typing import Any
@@ -20,6 +20,7 @@ from serve_app.core.output import StepRecord
 from serve_app.errors import ConfigError, RequestError
 from serve_app.observability.logging import log_to_terminal
 from serve_app.observability.metrics import EngineMetrics, serve_registry
+from serve_app.observability.step_ring import Recorder, StepRing
 from serve_app.serving.binding import bind_replica_port_to_node, node_address
 from serve_app.serving.knobs import live_knobs
 from serve_app.serving.wire import (
@@ -35,6 +36,9 @@ from serve_app.serving.wire import (
 from serve_app.settings import Settings
 
 logger = logging.getLogger(__name__)
+
+STEPS_PATH = "/steps"
+"""On the metrics port: the recording of the last `seconds` seconds."""
 
 # A stream of heartbeats ends by itself, so that none outlives a caller that died without a word.
 _HEARTBEATS_PER_STREAM = 60
@@ -56,12 +60,14 @@ class EngineReplica:
         self._replica_id = serve.get_replica_context().replica_id.unique_id
         self._last_step = 0
         self._metrics = EngineMetrics(ray.get_gpu_ids())
+        self._steps = StepRing()
         self._engine = await AsyncEngine.start(
             engine_config(settings, use_gpu=use_gpu), on_step=self._on_step, on_progress=logger.info
         )
         self._metrics.read_stats_from(self._engine.stats)
         host = node_address() if settings.metrics_host == "node" else settings.metrics_host
-        self._metrics_address = f"{host}:{serve_registry(self._metrics.registry, host)}"
+        pages = {STEPS_PATH: self._recorded_steps}
+        self._metrics_address = f"{host}:{serve_registry(self._metrics.registry, host, pages)}"
 
     async def generate(self, data: WireRequest) -> AsyncGenerator[WireItem, None]:
         """One item per step that has news of the request; the engine's refusals are the stream's last item."""
@@ -141,3 +147,17 @@ class EngineReplica:
         """In the engine's thread."""
         self._last_step = record.step
         self._metrics.on_step(record)
+        self._steps.append(record)
+
+    def _recorded_steps(self, query: Mapping[str, str]) -> bytes:
+        """In a thread of the metrics port, so that it answers while requests take all other places."""
+        engine = self._engine
+        recorder = Recorder(
+            replica=self._replica_id,
+            num_slots=self._settings.engine.max_num_seqs,
+            block_size=engine.info.block_size,
+            stats=engine.stats,
+            step_age_s=lambda: engine.health().last_step_age_s,
+            ring=self._steps,
+        )
+        return recorder.recording(float(query["seconds"])).to_json()
