@@ -117,6 +117,8 @@ class Settings(_Frozen):
     """The name clients use; null = the model's own."""
     dtype: Literal["auto", "float32", "bfloat16", "float16", "float64"] = "auto"
     """Number format of weights and KV cache."""
+    quantization: Literal["auto", "none", "int8"] = "none"
+    """`none` = the file's weights in float arithmetic; `int8` = products in 8 bits; `auto` = `int8` where it works."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where the model runs; `auto` = one GPU per replica where Ray's cluster has GPUs, else the CPU."""
     num_replicas: int = Field(default=1, ge=1, le=1024)
@@ -152,7 +154,14 @@ class Settings(_Frozen):
     @property
     def revision(self) -> str:
         """Equal for replicas that give the same tokens for the same request, so that one may continue the other's."""
-        parts = (version("serve_app"), self.model, self.dtype, self.device, self.engine.max_model_len)
+        parts = (
+            version("serve_app"),
+            self.model,
+            self.dtype,
+            self.quantization,
+            self.device,
+            self.engine.max_model_len,
+        )
         return hashlib.sha256(repr(parts).encode()).hexdigest()[:12]
 
     @model_validator(mode="after")

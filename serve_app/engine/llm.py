@@ -61,10 +61,16 @@ class LLM:
         device: str = "auto",
         max_model_len: int | None = None,
         attention_backend: str = "auto",
+        quantization: str = "none",
         **knobs: Any,
     ) -> None:
         options = ModelOptions(
-            model=model, dtype=dtype, device=device, max_model_len=max_model_len, attention_backend=attention_backend
+            model=model,
+            dtype=dtype,
+            device=device,
+            max_model_len=max_model_len,
+            attention_backend=attention_backend,
+            quantization=quantization,
         )
         self.tokenizer = load_tokenizer(model)
         self.core = EngineCore.load(EngineConfig(model=options, **knobs))

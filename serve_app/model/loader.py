@@ -47,7 +47,9 @@ class ModelOptions:
     device: "auto" (the first GPU, else the CPU), "cpu", "cuda" or "cuda:N".
     max_model_len: a shorter context than the model's own, in tokens.
     attention_backend: "auto" or a backend's name.
-    cache_dir: where weights converted from GGUF are kept (as large as the model in float32).
+    quantization: "none" (the file's weights in float arithmetic), "int8" (products in 8 bits, on CPUs) or "auto"
+        (int8 where the CPU kernels run the model).
+    cache_dir: where weights converted from GGUF (as large as the model in float32) and compiled kernels are kept.
     """
 
     model: str = "default"
@@ -55,6 +57,7 @@ class ModelOptions:
     device: str = "auto"
     max_model_len: int | None = None
     attention_backend: str = "auto"
+    quantization: str = "none"
     cache_dir: str = "~/.cache/serve_app"
 
 
@@ -69,31 +72,38 @@ def load_model(options: ModelOptions, on_progress: Progress | None = None) -> Pa
     if options.dtype != "auto" and options.dtype not in _DTYPES:
         raise ConfigError(f"dtype: unknown name {options.dtype!r}; known: auto, {', '.join(_DTYPES)}")
     files = locate_model(options.model)
+    cache_dir = Path(options.cache_dir).expanduser()
     if files.kind == "folder":
         _check_folder(Path(files.source))
     with _quiet():
         if files.gguf_file is not None:
             gguf = Path(files.source, files.gguf_file)
-            module = _load_gguf(gguf, Path(options.cache_dir).expanduser(), options.dtype, device, report)
+            module = _load_gguf(gguf, cache_dir, options.dtype, device, report)
         else:
             module = _load_pretrained(files.source, options.dtype, device, report)
         module = module.to(device)
         return PagedModel(
             module,
             name=files.name,
+            cache_dir=cache_dir,
             max_model_len=options.max_model_len,
             attention_backend=options.attention_backend,
+            quantization=options.quantization,
             on_progress=on_progress,
         )
 
 
-def from_module(module: Any, *, max_model_len: int | None = None, attention_backend: str = "auto") -> PagedModel:
+def from_module(
+    module: Any, *, max_model_len: int | None = None, attention_backend: str = "auto", quantization: str = "none"
+) -> PagedModel:
     """A `PagedModel` of a transformers causal LM in memory, which is copied and stays as it is."""
     return PagedModel(
         copy.deepcopy(module).eval(),
         name=type(module).__name__,
+        cache_dir=Path(ModelOptions().cache_dir).expanduser(),
         max_model_len=max_model_len,
         attention_backend=attention_backend,
+        quantization=quantization,
     )
 
 

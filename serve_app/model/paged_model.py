@@ -1,37 +1,51 @@
-"""A transformers causal LM that runs over packed rows and a paged KV pool.
+"""A causal LM that runs over packed rows and a paged KV pool.
 
-The base model computes hidden states of all packed tokens; the head (whatever the model's own `forward` does after
-its base, so logit scaling and capping are included) computes logits of chosen rows only.
+Decides which stack runs the layers: the C kernels for Llama-like models in float32 on a CPU, transformers' own modules
+for all others. Whichever it is has to reproduce the untouched model's numbers before it may serve.
 """
 
+import logging
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttentions
 
 from serve_app.core.output import BlockCopy
 from serve_app.errors import ConfigError
 from serve_app.model import kv_cache
 from serve_app.model.attention import registry
 from serve_app.model.attention.base import AttentionBatch
-from serve_app.model.fusion import optimize, watch_inputs
-from serve_app.model.linear import pad_rows
+from serve_app.model.cpu.build import KernelsUnavailableError, best_build
+from serve_app.model.cpu.decoder import CpuDecoder
+from serve_app.model.cpu.llama import NotLlamaError, recognise
+from serve_app.model.cpu.ops import Kernels
+from serve_app.model.fusion import watch_inputs
+from serve_app.model.probe import Probe
+from serve_app.model.stack import Stack
+from serve_app.model.transformers_stack import TransformersStack, split
+
+logger = logging.getLogger(__name__)
 
 Progress = Callable[[str, float], None]
 
-_PROBE_LENGTHS = (13, 21)
-_PROBE_TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-2, torch.float16: 0.2, torch.bfloat16: 0.5}
+_KERNELS = "kernels"
+_QUANTIZATIONS = ("auto", "none", "int8")
+
+_TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-2, torch.float16: 0.2, torch.bfloat16: 0.5}
 """Largest accepted difference of the probe's logits from the model's own, as a part of their standard deviation.
 (transformers computes softmax and norms in float32 whatever the dtype.)"""
+_EXACT_TOLERANCE = 1e-3
+"""The same for the C kernels in exact mode, which compute the same sums in another order."""
+_INT8_TOLERANCE = 0.5
+"""The same for their int8 mode: enough to see that something is broken; how good it is, is measured elsewhere."""
 
 
 class PagedModel:
     """The engine's view of a model. Built by `load_model` or `from_module`.
 
-    Takes `module` over: its base is detached from it and rewired. Raises ConfigError for a model that cannot be
-    served this way.
+    Takes `module` over. Raises ConfigError for a model that cannot be served this way.
     """
 
     def __init__(
@@ -39,8 +53,10 @@ class PagedModel:
         module: Any,
         *,
         name: str,
+        cache_dir: Path,
         max_model_len: int | None = None,
         attention_backend: str = "auto",
+        quantization: str = "none",
         on_progress: Progress | None = None,
     ) -> None:
         report = on_progress or (lambda stage, fraction: None)
@@ -50,46 +66,67 @@ class PagedModel:
         self.dtype: torch.dtype = parameter.dtype
         self.max_model_len = _max_model_len(module.config, max_model_len)
         self.eos_token_ids = _eos_token_ids(module)
+        self._cache: kv_cache.KVCache | None = None
+        if quantization not in _QUANTIZATIONS:
+            raise ConfigError(f"quantization: unknown name {quantization!r}; known: {', '.join(_QUANTIZATIONS)}")
         with torch.inference_mode():
-            probe_ids, expected = _own_logits(module, name)
-            self.vocab_size = expected[0].shape[1]
-            self._base, self._hidden = _split(module)
-            self._head = module
-            with watch_inputs(self._base) as seen:
-                self._calls = registry.discover(self._base, probe_ids[0])
-            _check_layers(name, module.config, self._calls)
-            self._layers = [layer for _, layer in self._calls]
-            self._backend = registry.pick_backend(attention_backend, self._layers, self.dtype, self.device)
-            self._context = registry.StepContext(self._backend)
-            registry.bind(self._calls, self._context)
-            self._cache: kv_cache.KVCache | None = None
-            optimize(module, self._base, seen, lambda fraction: report("optimizing", fraction))
+            probe = Probe.of(module, name)
+            self.vocab_size = probe.expected[0].shape[1]
+            base, hidden = split(module)
+            with watch_inputs(base) as seen:
+                calls = registry.discover(base, probe.ids[0])
+            _check_layers(name, module.config, calls)
+            self._layers = [layer for _, layer in calls]
+            report("optimizing", 0.0)
+            decoder = self._cpu_decoder(module, base, probe, cache_dir, attention_backend, quantization)
+            if decoder is not None:
+                self._stack: Stack = decoder
+                report("optimizing", 1.0)
+                report("probing", 1.0)
+                return
+            backend = registry.pick_backend(attention_backend, self._layers, self.dtype, self.device)
+            self._stack = TransformersStack(
+                module, base, hidden, calls, seen, backend, lambda fraction: report("optimizing", fraction)
+            )
             report("probing", 0.0)
-            self._probe(probe_ids, expected)
+            difference = probe.difference(self._stack, self._layers)
             report("probing", 1.0)
+            if not difference <= _TOLERANCE[self.dtype]:
+                raise ConfigError(
+                    f"model {name}: {type(module).__name__} cannot be served: packed with another sequence its "
+                    f"logits differ by {difference:.2g} standard deviations from the sequence run alone"
+                )
 
     @property
     def block_size(self) -> int:
         """Tokens per KV block; the attention backend's choice."""
-        return self._backend.block_size
+        return self._stack.backend.block_size
 
     @property
     def attention_backend(self) -> str:
         """Name of the backend that was picked."""
-        return self._backend.name
+        return self._stack.backend.name
+
+    @property
+    def quantization(self) -> str:
+        """How the products are computed: "none" or "int8"."""
+        return self._stack.quantization
 
     def kv_bytes_per_block(self) -> int:
         """Memory of one KV block over all layers, in bytes."""
-        return kv_cache.bytes_per_block(self._layers, self.block_size, self.dtype)
+        return kv_cache.bytes_per_block(self._layers, self.block_size, self._stack.cache_dtype)
 
     def allocate_kv_cache(self, num_blocks: int) -> None:
         """Allocate the pool (zeroed; block 0 is the null block), replacing an earlier one.
 
         Raises ConfigError when the memory cannot be had.
         """
-        self._free_kv_cache()
-        self._cache = kv_cache.KVCache(self._backend, self._layers, num_blocks, self.dtype, self.device)
-        registry.attach_caches(self._calls, self._cache.layers)
+        # Before the new pool is allocated: both would not fit.
+        self._cache = None
+        self._stack.attach(None)
+        stack = self._stack
+        self._cache = kv_cache.KVCache(stack.backend, self._layers, num_blocks, stack.cache_dtype, self.device)
+        stack.attach(self._cache.layers)
 
     def copy_blocks(self, copies: Sequence[BlockCopy]) -> None:
         """Copy whole KV blocks in every layer."""
@@ -100,22 +137,12 @@ class PagedModel:
         """Hidden states [T, hidden] of the packed tokens (input_ids, positions: int64 [T]); their keys and values
         are written into the pool on the way."""
         self._allocated()
-        tokens = input_ids.shape[0]
-        ids, positions = pad_rows(input_ids), pad_rows(positions)
-        self._context.metadata = self._backend.build(batch)
-        try:
-            hidden: Tensor = self._base(input_ids=ids[None], position_ids=positions[None], use_cache=False)[0]
-        finally:
-            self._context.metadata = None
-        return hidden[0, :tokens]
+        return self._stack.forward(input_ids, positions, batch)
 
     @torch.inference_mode()
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """Logits [R, vocab_size] of hidden states [R, hidden]; float32, or float64 for a float64 model."""
-        rows = hidden.shape[0]
-        self._hidden.value = pad_rows(hidden)[None]
-        ids = torch.zeros(self._hidden.value.shape[:2], dtype=torch.int64, device=hidden.device)
-        logits: Tensor = self._head(input_ids=ids, use_cache=False).logits[0, :rows]
+        logits = self._stack.compute_logits(hidden)
         return logits if logits.dtype == torch.float64 else logits.float()
 
     def _allocated(self) -> kv_cache.KVCache:
@@ -123,82 +150,42 @@ class PagedModel:
             raise RuntimeError("allocate_kv_cache comes first")
         return self._cache
 
-    def _free_kv_cache(self) -> None:
-        # Before the new pool is allocated: both would not fit.
-        self._cache = None
-        registry.attach_caches(self._calls, [None] * len(self._calls))
+    def _cpu_decoder(
+        self, head: Any, base: Any, probe: Probe, cache_dir: Path, attention_backend: str, quantization: str
+    ) -> CpuDecoder | None:
+        """The model on the C kernels. None, with one line in the log, where transformers' modules have to run it.
 
-    def _probe(self, ids: list[Tensor], expected: list[Tensor]) -> None:
-        """Compare two sequences packed together (prompts first, then one more token each) with each run alone."""
-        size = self.block_size
-        blocks = [-(-row.shape[0] // size) for row in ids]
-        tables = [range(1 + sum(blocks[:index]), 1 + sum(blocks[: index + 1])) for index in range(len(ids))]
-        self.allocate_kv_cache(1 + sum(blocks))
-        got: list[list[Tensor]] = [[] for _ in ids]
-        for low, high in ((0, -1), (-1, None)):
-            parts = [torch.arange(row.shape[0])[low:high] for row in ids]
-            counts = [part.shape[0] for part in parts]
-            batch = AttentionBatch(
-                query_starts=[sum(counts[:index]) for index in range(len(ids) + 1)],
-                kv_lens=[int(part[-1]) + 1 for part in parts],
-                block_tables=list(tables),
-                slot_mapping=torch.cat([table[0] * size + part for table, part in zip(tables, parts, strict=True)]).to(
-                    self.device
-                ),
-            )
-            packed = torch.cat([row[low:high] for row in ids])
-            hidden = self.forward(packed, torch.cat(parts).to(self.device), batch)
-            for row, logits in enumerate(torch.split(self.compute_logits(hidden), counts)):
-                got[row].append(logits)
-        self._free_kv_cache()
-        for row, reference in enumerate(expected):
-            worst = float((torch.cat(got[row]) - reference).abs().max() / reference.std())
-            if not worst <= _PROBE_TOLERANCE[self.dtype]:
-                raise ConfigError(
-                    f"model {self.name}: {type(self._head).__name__} cannot be served: packed with another sequence "
-                    f"its logits differ by {worst:.2g} standard deviations from the sequence run alone"
-                )
+        Raises ConfigError when the kernels were asked for by name.
+        """
+        wanted = attention_backend == _KERNELS or quantization == "int8"
+        if not wanted and (attention_backend != "auto" or self.device.type != "cpu" or self.dtype != torch.float32):
+            return None
+        try:
+            if attention_backend not in ("auto", _KERNELS):
+                raise KernelsUnavailableError(f"attention_backend is {attention_backend}")
+            if self.device.type != "cpu" or self.dtype != torch.float32:
+                raise KernelsUnavailableError(f"they are for float32 on a CPU, not {self.dtype} on {self.device}")
+            build = best_build()
+            if build == "portable" and not wanted:
+                raise KernelsUnavailableError("this CPU has no AVX2; torch is faster")
+            llama = recognise(head, base, self._layers, self.max_model_len)
+            decoder = CpuDecoder(Kernels(build, cache_dir), llama)
+            self._check(probe, decoder, _EXACT_TOLERANCE)
+            if quantization != "none":
+                decoder.quantize()
+                self._check(probe, decoder, _INT8_TOLERANCE)
+        except (KernelsUnavailableError, NotLlamaError) as error:
+            if wanted:
+                raise ConfigError(f"model {self.name}: the CPU kernels cannot run it: {error}") from error
+            logger.warning("model %s: runs without the CPU kernels: %s", self.name, error)
+            return None
+        decoder.release()
+        return decoder
 
-
-class _GivenHidden(nn.Module):
-    """Stands in for the base model inside the head: returns the hidden states it was given."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.value: Tensor | None = None
-
-    @property
-    def decoder(self) -> "_GivenHidden":
-        """Some heads call their base's decoder directly."""
-        return self
-
-    def forward(self, *args: Any, **kwargs: Any) -> BaseModelOutputWithPastAndCrossAttentions:
-        value, self.value = self.value, None
-        return BaseModelOutputWithPastAndCrossAttentions(last_hidden_state=value)
-
-
-def _split(module: Any) -> tuple[Any, _GivenHidden]:
-    """Take the base model out of a causal LM; what remains in `module` is the head."""
-    base = module.base_model
-    hidden = _GivenHidden()
-    setattr(module, module.base_model_prefix, hidden)
-    module.config._attn_implementation = registry.IMPLEMENTATION
-    base.config._attn_implementation = registry.IMPLEMENTATION
-    return base, hidden
-
-
-def _own_logits(module: Any, name: str) -> tuple[list[Tensor], list[Tensor]]:
-    """Random probe sequences, and their logits by the untouched model with transformers' own attention."""
-    device = next(module.parameters()).device
-    module.config._attn_implementation = "eager"
-    width = module.get_input_embeddings().weight.shape[0]
-    generator = torch.Generator().manual_seed(0)
-    ids = [torch.randint(0, width, (length,), generator=generator).to(device) for length in _PROBE_LENGTHS]
-    logits = [module(input_ids=row[None], use_cache=False).logits[0] for row in ids]
-    if not all(bool(torch.isfinite(row).all()) for row in logits):
-        raise ConfigError(f"model {name}: its weights give logits that are not finite; the files are damaged")
-    wide = [row if row.dtype == torch.float64 else row.float() for row in logits]
-    return ids, wide
+    def _check(self, probe: Probe, decoder: CpuDecoder, tolerance: float) -> None:
+        difference = probe.difference(decoder, self._layers)
+        if not difference <= tolerance:
+            raise NotLlamaError(f"its logits would differ by {difference:.2g} standard deviations")
 
 
 def _check_layers(name: str, config: Any, calls: list[tuple[nn.Module, Any]]) -> None:

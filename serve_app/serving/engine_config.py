@@ -20,6 +20,7 @@ def engine_config(settings: Settings, *, use_gpu: bool) -> EngineConfig:
             dtype=settings.dtype,
             device="cuda" if use_gpu else "cpu",
             max_model_len=engine.max_model_len,
+            quantization=settings.quantization,
         ),
         **scheduler_knobs(engine).knobs(),
         kv_cache_gib=engine.kv_cache_gib,

@@ -12,9 +12,9 @@ from tests.model.stepping import Sequences, random_tokens
 from tests.models import tiny_model
 
 
-@pytest.fixture(scope="module")
-def real() -> PagedModel:
-    model = load_model(ModelOptions())
+@pytest.fixture(scope="module", params=["none", "int8"])
+def real(request: pytest.FixtureRequest) -> PagedModel:
+    model = load_model(ModelOptions(quantization=request.param))
     model.allocate_kv_cache(200)
     return model
 
@@ -63,8 +63,18 @@ def test_bits_of_the_real_model(real: PagedModel) -> None:
 
 @pytest.mark.parametrize("arch", ["gpt2", "llama", "gemma2", "mistral", "qwen3", "phi"])
 @pytest.mark.usefixtures("threads")
-def test_bits_of_tiny_models(arch: str) -> None:
-    model = from_module(tiny_model(arch, torch.float32))
+def test_bits_of_tiny_models_with_torch(arch: str) -> None:
+    model = from_module(tiny_model(arch, torch.float32), attention_backend="cpu")
+    model.allocate_kv_cache(200)
+    check(model)
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3], indirect=True)
+@pytest.mark.parametrize("quantization", ["none", "int8"])
+@pytest.mark.parametrize("arch", ["llama", "mistral", "qwen2", "qwen3"])
+@pytest.mark.usefixtures("threads")
+def test_bits_of_tiny_models_with_kernels(arch: str, quantization: str) -> None:
+    model = from_module(tiny_model(arch, torch.float32), attention_backend="kernels", quantization=quantization)
     model.allocate_kv_cache(200)
     check(model)
 
@@ -74,6 +84,6 @@ def test_bits_of_tiny_models(arch: str) -> None:
 @pytest.mark.usefixtures("threads")
 def test_bits_when_threads_cut_rows(arch: str) -> None:
     """Not of gemma2: its head caps logits in transformers' code, where threads may cut within a vector."""
-    model = from_module(tiny_model(arch, torch.float32))
+    model = from_module(tiny_model(arch, torch.float32), attention_backend="cpu")
     model.allocate_kv_cache(200)
     check(model)

@@ -43,8 +43,9 @@ def test_packed_chunks_equal_the_module_run_alone(arch: str, backend: str) -> No
             torch.testing.assert_close(torch.cat(parts), expected, rtol=0, atol=1e-9 if sdpa else 1e-5)
 
 
-def test_a_copied_block_serves_like_the_original() -> None:
-    model = from_module(tiny_model("llama"))
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_a_copied_block_serves_like_the_original(dtype: torch.dtype) -> None:
+    model = from_module(tiny_model("llama", dtype))
     model.allocate_kv_cache(8)
     tokens = random_tokens(20, 0)
     original = Sequences(model, [tokens], [[1, 2]])
@@ -56,14 +57,15 @@ def test_a_copied_block_serves_like_the_original() -> None:
     assert torch.equal(forked, original.step({0: 1})[0])
 
 
-def test_stale_nan_of_a_former_owner_does_not_reach_the_next() -> None:
-    model = from_module(tiny_model("llama", torch.float32))
+@pytest.mark.parametrize(("backend", "quantization"), [("cpu", "none"), ("kernels", "none"), ("kernels", "int8")])
+def test_stale_nan_of_a_former_owner_does_not_reach_the_next(backend: str, quantization: str) -> None:
+    model = from_module(tiny_model("llama", torch.float32), attention_backend=backend, quantization=quantization)
     model.allocate_kv_cache(6)
     clean = Sequences(model, [random_tokens(20, 0)], [[1, 2]])
     expected = [clean.step({0: 18})[0], clean.step({0: 2})[0]]
     for cache in model._cache.layers:  # type: ignore[union-attr]
         for pool in cache:
-            pool[:, 3:] = float("nan")
+            pool.narrow(model._stack.backend.block_dim, 3, 3).fill_(float("nan"))
     reused = Sequences(model, [random_tokens(20, 0)], [[5, 3]])
     assert torch.equal(reused.step({0: 18})[0], expected[0])
     assert torch.equal(reused.step({0: 2})[0], expected[1])

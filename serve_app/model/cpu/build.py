@@ -1,0 +1,88 @@
+"""Compiles the C kernels at first use and keeps the library.
+
+Decides which build this machine can run, and where the result is kept: one file per source, compiler, and build, so a
+folder may be shared by machines and outlives upgrades. Does not decide what runs without kernels.
+"""
+
+import ctypes
+import hashlib
+import logging
+import os
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+logger = logging.getLogger(__name__)
+
+SOURCES = Path(__file__).parent / "kernels"
+
+BUILDS: dict[str, tuple[str, ...]] = {
+    "avx512": ("avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512vnni", "avx2", "fma", "f16c"),
+    "avx2": ("avx2", "fma", "f16c"),
+    "portable": (),
+}
+"""The instruction sets that each build uses, fastest build first, by the compiler's names for them."""
+
+_FLAGS = ("-std=gnu11", "-O3", "-ffp-contract=off", "-fno-math-errno", "-Wno-psabi", "-fPIC", "-shared", "-pthread")
+_COMPILE_TIMEOUT_S = 120.0
+
+
+class KernelsUnavailableError(Exception):
+    """Says in one line why there are no kernels here."""
+
+
+def best_build(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
+    """The fastest build that this machine can run."""
+    try:
+        lines = [line for line in cpuinfo.read_text().splitlines() if line.startswith("flags")]
+    except OSError:
+        lines = []
+    # Linux writes avx512_vnni where the compiler says avx512vnni.
+    known = set(lines[0].replace("avx512_vnni", "avx512vnni").split()) if lines else set()
+    return next(build for build, needed in BUILDS.items() if known.issuperset(needed))
+
+
+def load_library(build: str, cache_dir: Path) -> ctypes.CDLL:
+    """The compiled kernels, from `cache_dir` or compiled into it.
+
+    Raises KernelsUnavailableError when there is no compiler, it fails, or the folder cannot be written.
+    """
+    compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
+    if compiler is None:
+        raise KernelsUnavailableError("there is no C compiler (cc, gcc or clang)")
+    flags = [*_FLAGS, *(f"-m{name}" for name in BUILDS[build])]
+    try:
+        path = cache_dir / "kernels" / f"{build}-{_fingerprint(compiler, flags)}.so"
+        if not path.exists():
+            _compile([compiler, *flags], path)
+        return ctypes.CDLL(str(path))
+    except OSError as error:
+        raise KernelsUnavailableError(" ".join(str(error).split())) from error
+
+
+def _fingerprint(compiler: str, flags: list[str]) -> str:
+    digest = hashlib.sha256("\0".join(flags).encode())
+    # Its path, size and date stand for the compiler's version, which would cost a process to ask.
+    status = os.stat(compiler)
+    digest.update(f"{os.path.realpath(compiler)} {status.st_size} {status.st_mtime_ns}".encode())
+    for source in sorted(SOURCES.iterdir()):
+        digest.update(source.name.encode() + source.read_bytes())
+    return digest.hexdigest()[:24]
+
+
+def _compile(command: list[str], target: Path) -> None:
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=target.parent, prefix="tmp-") as scratch:
+        # Several processes may compile at once; the last rename wins, and all of them are the same file.
+        output = Path(scratch) / target.name
+        full = [*command, str(SOURCES / "kernels.c"), "-o", str(output), "-lm"]
+        try:
+            result = subprocess.run(full, capture_output=True, text=True, timeout=_COMPILE_TIMEOUT_S, check=False)
+        except subprocess.TimeoutExpired:
+            raise KernelsUnavailableError(f"{command[0]} did not finish in {_COMPILE_TIMEOUT_S:.0f} s") from None
+        if result.returncode != 0:
+            errors = [line for line in result.stderr.splitlines() if "error" in line] or [f"status {result.returncode}"]
+            raise KernelsUnavailableError(f"{command[0]} failed: {errors[0]}")
+        output.rename(target)
+    logger.info("compiled the CPU kernels (%s)", target.stem)

@@ -1,0 +1,339 @@
+/* Causal attention over the paged KV cache.
+ *
+ * One layer's cache, for blocks of PAGE tokens, in float or half precision:
+ *   keys    [blocks][kv_heads][head_dim][PAGE]   transposed, so that a vector holds one dimension of many keys
+ *   values  [blocks][kv_heads][PAGE][head_dim]
+ *
+ * A task is one kv head of one sequence and some consecutive queries of it; its rows are those queries times the query
+ * heads that share the kv head, in this order, so every key and value loaded serves all of them. Rows are worked on
+ * ROWS at a time. Keys come in rounds of ROUND, counted from position 0; per round: scores, then the softmax's
+ * running maximum and sum (as in FlashAttention), then the values.
+ *
+ * A row's sums run over dimensions and positions in one fixed order, whatever else is in its task: a key that a row
+ * does not see has weight 0 exactly. So a row has the same bits in every batch and however a prompt is cut.
+ * Positions that no token of the sequence has reached are never used, whatever lies there.
+ */
+#ifndef SERVE_APP_ATTENTION_H
+#define SERVE_APP_ATTENTION_H
+
+#include "threads.h"
+#include "vec.h"
+
+/* AVX-512 has 32 registers, the others 16. */
+#if defined(BUILD_AVX512)
+#define ROWS 8
+#else
+#define ROWS 4
+#endif
+
+enum {
+    PAGE = 16,
+    ROUND = 64,
+    PAGES = ROUND / PAGE,
+    TASK_ROWS = 64, /* rows of a task, unless a single query has more */
+};
+
+struct attention {
+    int num_heads, num_kv_heads, head_dim;
+    int window;    /* keys that a query sees, its own included; 0 = all */
+    int half;      /* whether the cache is in half precision */
+    float scale;   /* of the scores */
+};
+
+/* The ragged batch; see AttentionBatch in attention/base.py. */
+struct batch {
+    int32_t num_tokens, num_sequences;
+    const int64_t *positions;    /* [tokens] */
+    const int64_t *slots;        /* [tokens] */
+    const int32_t *query_starts; /* [sequences + 1] */
+    const int32_t *kv_lens;      /* [sequences] */
+    const int32_t *block_starts; /* [sequences]: where each sequence's table begins in `blocks` */
+    const int32_t *blocks;
+};
+
+struct task {
+    int32_t sequence, first_query, num_queries;
+};
+
+struct attend {
+    const struct attention *layer;
+    const struct batch *batch;
+    const struct task *tasks;
+    const void *keys, *values;
+    const float *queries; /* [tokens][query_stride], head after head */
+    int64_t query_stride;
+    float *out;           /* [tokens][num_heads][head_dim] */
+    float *scratch;       /* [threads][attention_scratch] */
+};
+
+/* Rows of one task on the way, in a thread's scratch memory. */
+struct rows {
+    float *query;   /* [rows][head_dim], scaled */
+    float *out;     /* [rows][head_dim]: sum of weights times values so far */
+    float *score;   /* [ROWS][ROUND]: scores, then weights */
+    float *sum;     /* [rows][LANES]: weights so far, by lane */
+    float *largest; /* [rows]: largest score so far */
+    int32_t *position; /* [rows]: the query's; it sees no later key */
+};
+
+static int task_queries(const struct attention *layer) {
+    const int group = layer->num_heads / layer->num_kv_heads;
+    return group < TASK_ROWS ? TASK_ROWS / group : 1;
+}
+
+/* Floats of scratch memory that a thread needs. */
+static int64_t attention_scratch(const struct attention *layer) {
+    const int64_t rows = task_queries(layer) * (layer->num_heads / layer->num_kv_heads);
+    return rows * (2 * layer->head_dim + LANES + 2) + ROWS * ROUND;
+}
+
+static struct rows rows_in(float *scratch, int num_rows, int head_dim) {
+    struct rows rows;
+    rows.query = scratch;
+    rows.out = rows.query + num_rows * head_dim;
+    rows.score = rows.out + num_rows * head_dim;
+    rows.sum = rows.score + ROWS * ROUND;
+    rows.largest = rows.sum + num_rows * LANES;
+    rows.position = (int32_t *)(rows.largest + num_rows);
+    return rows;
+}
+
+SPECIALIZED vec load_cache(const void *cache, int64_t index, const int half) {
+    return half ? load_half((const uint16_t *)cache + index) : load((const float *)cache + index);
+}
+
+SPECIALIZED const void *page_of(const void *cache, int64_t page, int64_t size, const int half) {
+    return (const char *)cache + page * size * (half ? 2 : 4);
+}
+
+/* Scores of `rows` queries with `pages` pages of keys. */
+SPECIALIZED void score_pages(const int rows, const int pages, const int half, const float *query, int head_dim,
+                             const void *const *keys, float *score) {
+    enum { PARTS = PAGE / LANES };
+    vec total[ROWS][2 * PARTS] = {0};
+    for (int d = 0; d < head_dim; d++) {
+        vec key[2 * PARTS];
+        UNROLL
+        for (int p = 0; p < pages * PARTS; p++) key[p] = load_cache(keys[p / PARTS], d * PAGE + p % PARTS * LANES, half);
+        UNROLL
+        for (int r = 0; r < rows; r++) {
+            const vec q = splat(query[r * head_dim + d]);
+            UNROLL
+            for (int p = 0; p < pages * PARTS; p++) total[r][p] = fma_(q, key[p], total[r][p]);
+        }
+    }
+    UNROLL
+    for (int r = 0; r < rows; r++)
+        UNROLL
+        for (int p = 0; p < pages * PARTS; p++) store(score + r * ROUND + p * LANES, total[r][p]);
+}
+
+/* out += weights times values, for `width` vectors of dimensions from `dim` on and the round's first `count` keys. */
+SPECIALIZED void add_values(const int rows, const int width, const int half, const float *weight, int head_dim, int dim,
+                            const void *const *values, int count, float *out) {
+    vec total[ROWS][4];
+    UNROLL
+    for (int r = 0; r < rows; r++)
+        UNROLL
+        for (int v = 0; v < width; v++) total[r][v] = load(out + r * head_dim + dim + v * LANES);
+    for (int t = 0; t < count; t++) {
+        vec value[4];
+        UNROLL
+        for (int v = 0; v < width; v++)
+            value[v] = load_cache(values[t / PAGE], (int64_t)(t % PAGE) * head_dim + dim + v * LANES, half);
+        UNROLL
+        for (int r = 0; r < rows; r++) {
+            const vec w = splat(weight[r * ROUND + t]);
+            UNROLL
+            for (int v = 0; v < width; v++) total[r][v] = fma_(w, value[v], total[r][v]);
+        }
+    }
+    UNROLL
+    for (int r = 0; r < rows; r++)
+        UNROLL
+        for (int v = 0; v < width; v++) store(out + r * head_dim + dim + v * LANES, total[r][v]);
+}
+
+/* Turn one row's scores of the round that begins at key `base` into weights; bring its sums to the new maximum. */
+static void soften(float *score, int base, int position, int window, float *largest, float *sum, float *out,
+                   int head_dim) {
+    const vec hidden = splat(-INFINITY);
+    const int first = window && position >= window ? position - window + 1 : 0;
+    ivec key;
+    for (int i = 0; i < LANES; i++) key[i] = base + i;
+    vec best = splat(*largest);
+    for (int i = 0; i < ROUND; i += LANES, key += LANES) {
+        const vec seen = choose((key <= position) & (key >= first), load(score + i), hidden);
+        store(score + i, seen);
+        best = maximum(seen, best);
+    }
+    const vec maximum_now = splat(reduce_max(best));
+    const vec correction = exponential(splat(*largest) - maximum_now);
+    vec total = load(sum) * correction;
+    for (int i = 0; i < ROUND; i += LANES) {
+        const vec weight = exponential(load(score + i) - maximum_now);
+        store(score + i, weight);
+        total = total + weight;
+    }
+    store(sum, total);
+    *largest = maximum_now[0];
+    for (int i = 0; i < head_dim; i += LANES) store(out + i, load(out + i) * correction);
+}
+
+/* One round for up to ROWS rows. `count`: keys of the round that the last of them sees. */
+SPECIALIZED void attend_round(const int rows, const int half, const struct attention *layer, const struct rows *all,
+                              int row, int base, int count, const void *const *keys, const void *const *values) {
+    const int dim = layer->head_dim, pages = (count + PAGE - 1) / PAGE;
+    const float *query = all->query + row * dim;
+    float *out = all->out + row * dim;
+    int page = 0;
+    for (; LANES == 16 && page + 1 < pages; page += 2)
+        score_pages(rows, 2, half, query, dim, keys + page, all->score + page * PAGE);
+    for (; page < pages; page++) score_pages(rows, 1, half, query, dim, keys + page, all->score + page * PAGE);
+    for (int r = 0; r < rows; r++)
+        soften(all->score + r * ROUND, base, all->position[row + r], layer->window, all->largest + row + r,
+               all->sum + (row + r) * LANES, out + r * dim, dim);
+    const int wide = rows <= 4 && LANES == 16 ? 4 : 2;
+    int d = 0;
+    for (; d + wide * LANES <= dim; d += wide * LANES)
+        add_values(rows, wide, half, all->score, dim, d, values, count, out);
+    for (; d < dim; d += LANES) add_values(rows, 1, half, all->score, dim, d, values, count, out);
+}
+
+static void attend_rows(int rows, int half, const struct attention *layer, const struct rows *all, int row, int base,
+                        int count, const void *const *keys, const void *const *values) {
+#define CASE(n) \
+    case n: \
+        if (half) attend_round(n, 1, layer, all, row, base, count, keys, values); \
+        else attend_round(n, 0, layer, all, row, base, count, keys, values); \
+        break;
+    switch (rows) {
+        CASE(1) CASE(2) CASE(3) CASE(4)
+#if ROWS > 4
+        CASE(5) CASE(6) CASE(7) CASE(8)
+#endif
+    }
+#undef CASE
+}
+
+/* All rows of a task with the keys of one round. */
+static void task_round(const struct attend *job, const struct task *task, int head, const struct rows *rows,
+                       int num_rows, int base) {
+    const struct attention *layer = job->layer;
+    const struct batch *batch = job->batch;
+    const int64_t size = (int64_t)PAGE * layer->head_dim;
+    const int32_t *blocks = batch->blocks + batch->block_starts[task->sequence] + base / PAGE;
+    const void *keys[PAGES], *values[PAGES];
+    for (int page = 0; page < PAGES && base + page * PAGE <= rows->position[num_rows - 1]; page++) {
+        const int64_t index = (int64_t)blocks[page] * layer->num_kv_heads + head;
+        keys[page] = page_of(job->keys, index, size, layer->half);
+        values[page] = page_of(job->values, index, size, layer->half);
+    }
+    for (int row = 0; row < num_rows; row += ROWS) {
+        const int some = num_rows - row < ROWS ? num_rows - row : ROWS;
+        const int seen = rows->position[row + some - 1] + 1 - base;
+        if (seen <= 0) continue;
+        if (layer->window && base + ROUND <= rows->position[row] - layer->window + 1) continue;
+        attend_rows(some, layer->half, layer, rows, row, base, seen < ROUND ? seen : ROUND, keys, values);
+    }
+}
+
+static void attend_chunk(const void *argument, int chunk, int thread) {
+    const struct attend *job = argument;
+    const struct attention *layer = job->layer;
+    const struct task *task = job->tasks + chunk / layer->num_kv_heads;
+    const int head = chunk % layer->num_kv_heads, dim = layer->head_dim;
+    const int group = layer->num_heads / layer->num_kv_heads, num_rows = task->num_queries * group;
+    const struct rows rows = rows_in(job->scratch + thread * attention_scratch(layer), num_rows, dim);
+    for (int row = 0; row < num_rows; row++) {
+        const int token = task->first_query + row / group;
+        const float *query = job->queries + token * job->query_stride + (head * group + row % group) * dim;
+        for (int i = 0; i < dim; i += LANES) {
+            store(rows.query + row * dim + i, load(query + i) * splat(layer->scale));
+            store(rows.out + row * dim + i, splat(0.0f));
+        }
+        store(rows.sum + row * LANES, splat(0.0f));
+        rows.largest[row] = -0x1p126f; /* finite: a round may hide all its keys from a row */
+        rows.position[row] = (int32_t)job->batch->positions[token];
+    }
+    const int window = layer->window, first = rows.position[0];
+    const int begin = window && first >= window ? (first - window + 1) / ROUND * ROUND : 0;
+    for (int base = begin; base <= rows.position[num_rows - 1]; base += ROUND)
+        task_round(job, task, head, &rows, num_rows, base);
+    for (int row = 0; row < num_rows; row++) {
+        const int64_t token = task->first_query + row / group;
+        float *out = job->out + (token * layer->num_heads + head * group + row % group) * dim;
+        const vec total = splat(reduce_add(load(rows.sum + row * LANES)));
+        for (int i = 0; i < dim; i += LANES) store(out + i, load(rows.out + row * dim + i) / total);
+    }
+}
+
+/* Cut the batch into tasks: as many as `attention_tasks` says, the longest first, so that threads end together. */
+static int make_tasks(const struct attention *layer, const struct batch *batch, struct task *tasks) {
+    const int size = task_queries(layer);
+    int count = 0;
+    for (int s = 0; s < batch->num_sequences; s++) {
+        const int start = batch->query_starts[s], end = batch->query_starts[s + 1];
+        for (int first = start + (end - start - 1) / size * size; first >= start; first -= size)
+            tasks[count++] = (struct task){s, first, end - first < size ? end - first : size};
+    }
+    return count;
+}
+
+/* Put one token's key and value [kv_heads][head_dim] into its slot. */
+static void write_cache(const struct attention *layer, const float *key, const float *value, int64_t slot, void *keys,
+                        void *values) {
+    const int dim = layer->head_dim;
+    for (int head = 0; head < layer->num_kv_heads; head++, key += dim, value += dim) {
+        const int64_t page = (slot / PAGE * layer->num_kv_heads + head) * PAGE * dim, offset = slot % PAGE;
+        for (int i = 0; i < dim; i += LANES) {
+            if (layer->half) {
+                uint16_t lane[LANES];
+                store_half(lane, load(key + i));
+                for (int j = 0; j < LANES; j++) ((uint16_t *)keys)[page + (i + j) * PAGE + offset] = lane[j];
+                store_half((uint16_t *)values + page + offset * dim + i, load(value + i));
+            } else {
+                for (int j = 0; j < LANES; j++) ((float *)keys)[page + (i + j) * PAGE + offset] = key[i + j];
+                store((float *)values + page + offset * dim + i, load(value + i));
+            }
+        }
+    }
+}
+
+struct cache_write {
+    const struct attention *layer;
+    const struct batch *batch;
+    const float *new_keys, *new_values; /* [tokens][num_kv_heads][head_dim] */
+    void *keys, *values;
+};
+
+static void write_chunk(const void *argument, int token, int thread) {
+    (void)thread;
+    const struct cache_write *job = argument;
+    const int64_t at = (int64_t)token * job->layer->num_kv_heads * job->layer->head_dim;
+    write_cache(job->layer, job->new_keys + at, job->new_values + at, job->batch->slots[token], job->keys, job->values);
+}
+
+static int64_t tasks_bytes(const struct attention *layer, int64_t tokens, int64_t sequences) {
+    return ((int64_t)sizeof(struct task) * (sequences + tokens / task_queries(layer)) + 63) / 64 * 64;
+}
+
+int64_t attention_workspace(const struct attention *layer, int64_t tokens, int64_t sequences, int64_t threads) {
+    return tasks_bytes(layer, tokens, sequences) + 4 * threads * attention_scratch(layer);
+}
+
+/* Attention of one layer by itself: write the keys and values, then out [tokens][num_heads][head_dim] of queries of
+ * the same shape. `memory`: attention_workspace bytes. */
+void attention(const struct attention *layer, struct pool *pool, const struct batch *batch, const float *queries,
+               const float *new_keys, const float *new_values, void *keys, void *values, char *memory, float *out) {
+    struct task *tasks = (struct task *)memory;
+    float *scratch = (float *)(memory + tasks_bytes(layer, batch->num_tokens, batch->num_sequences));
+    const struct cache_write write = {layer, batch, new_keys, new_values, keys, values};
+    parallel(pool, batch->num_tokens, write_chunk, &write);
+    const struct attend attend = {
+        layer, batch, tasks, keys, values, queries, (int64_t)layer->num_heads * layer->head_dim, out, scratch,
+    };
+    parallel(pool, make_tasks(layer, batch, tasks) * layer->num_kv_heads, attend_chunk, &attend);
+}
+
+#endif

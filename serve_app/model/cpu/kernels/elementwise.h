@@ -1,0 +1,44 @@
+/* What happens to single rows (tokens) between the products: norms, rotary positions, the gated activation.
+ *
+ * Each function takes one row and reads nothing of the others. Counts are multiples of LANES.
+ */
+#ifndef SERVE_APP_ELEMENTWISE_H
+#define SERVE_APP_ELEMENTWISE_H
+
+#include "vec.h"
+
+enum activation { SILU, GELU_TANH };
+
+/* out = x / sqrt(mean(x^2) + eps) * weight. In place is allowed. */
+static void rms_norm(const float *x, const float *weight, float eps, int count, float *out) {
+    vec squares = splat(0.0f);
+    for (int i = 0; i < count; i += LANES) squares = fma_(load(x + i), load(x + i), squares);
+    const vec inverse = splat(1.0f / sqrtf(reduce_add(squares) / (float)count + eps));
+    for (int i = 0; i < count; i += LANES) store(out + i, load(x + i) * inverse * load(weight + i));
+}
+
+static void add(float *x, const float *more, int count) {
+    for (int i = 0; i < count; i += LANES) store(x + i, load(x + i) + load(more + i));
+}
+
+/* Rotary position embedding of one head: the pairs (i, i + half) of its first 2 half numbers are turned by the
+ * position's angles, given as cos and sin [half]. */
+static void rotate(float *head, const float *cos, const float *sin, int half) {
+    for (int i = 0; i < half; i++) {
+        const float a = head[i], b = head[i + half];
+        head[i] = a * cos[i] - b * sin[i];
+        head[i + half] = b * cos[i] + a * sin[i];
+    }
+}
+
+/* out = act(gate) * up. SiLU is x / (1 + e^-x); GELU in its tanh form is x / (1 + e^-2u) with
+ * u = sqrt(2 / pi) (x + 0.044715 x^3). */
+static void gated(const float *gate, const float *up, int activation, int count, float *out) {
+    for (int i = 0; i < count; i += LANES) {
+        const vec x = load(gate + i);
+        const vec u = activation == SILU ? x : splat(1.5957691216f) * (x + splat(0.044715f) * x * x * x);
+        store(out + i, x / (splat(1.0f) + exponential(-u)) * load(up + i));
+    }
+}
+
+#endif

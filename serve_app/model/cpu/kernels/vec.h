@@ -1,0 +1,192 @@
+/* Vectors of floats, as wide as the instruction set the file is compiled for has them.
+ *
+ *   build     LANES   needs
+ *   avx512    16      AVX-512 F, BW, DQ, VL and VNNI
+ *   avx2       8      AVX2, FMA, F16C
+ *   portable   4      nothing: the compiler's own vectors
+ *
+ * Everything that differs between the builds is in this file. Expressions on vectors are GCC's vector extensions;
+ * products and sums are fused only where `fma` says so (the file is compiled with -ffp-contract=off), so a result's
+ * bits never depend on how the compiler arranged a loop.
+ */
+#ifndef SERVE_APP_VEC_H
+#define SERVE_APP_VEC_H
+
+#include <math.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <string.h>
+
+#if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VNNI__)
+#define BUILD_AVX512 1
+#define LANES 16
+#elif defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
+#define BUILD_AVX2 1
+#define LANES 8
+#else
+#define LANES 4
+#endif
+
+#if defined(BUILD_AVX512) || defined(BUILD_AVX2)
+#include <immintrin.h>
+#endif
+
+typedef float vec __attribute__((vector_size(4 * LANES)));
+typedef int32_t ivec __attribute__((vector_size(4 * LANES)));
+typedef int8_t bytes __attribute__((vector_size(LANES)));
+
+/* For functions that get their loop counts as constants: each caller has its own copy with the loops unrolled. */
+#define SPECIALIZED static inline __attribute__((always_inline))
+#define UNROLL _Pragma("GCC unroll 16")
+
+static inline vec load(const float *from) {
+    vec value;
+    memcpy(&value, from, sizeof value);
+    return value;
+}
+
+static inline void store(float *to, vec value) { memcpy(to, &value, sizeof value); }
+
+static inline ivec load_int(const void *from) {
+    ivec value;
+    memcpy(&value, from, sizeof value);
+    return value;
+}
+
+static inline void store_bytes(int8_t *to, ivec value) {
+    const bytes narrow = __builtin_convertvector(value, bytes);
+    memcpy(to, &narrow, sizeof narrow);
+}
+
+static inline vec splat(float value) { return value - (vec){0}; }
+
+/* The same four bytes in every lane. */
+static inline ivec splat_bytes(const int8_t *from) {
+    int32_t word;
+    memcpy(&word, from, 4);
+    return word - (ivec){0};
+}
+
+static inline vec choose(ivec mask, vec yes, vec no) { return (vec)((mask & (ivec)yes) | (~mask & (ivec)no)); }
+
+static inline vec maximum(vec a, vec b) { return choose(a > b, a, b); }
+
+static inline vec absolute(vec a) { return (vec)((ivec)a & 0x7fffffff); }
+
+static inline vec to_float(ivec value) { return __builtin_convertvector(value, vec); }
+
+/* a * b + c, rounded once where the machine can. */
+static inline vec fma_(vec a, vec b, vec c) {
+#if defined(BUILD_AVX512)
+    return (vec)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined(BUILD_AVX2)
+    return (vec)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#else
+    return a * b + c;
+#endif
+}
+
+/* Per lane: sum + w[0] a[0] + ... + w[3] a[3], with w unsigned and a signed bytes. Exact in every build. */
+static inline ivec dot4(ivec sum, ivec w, ivec a) {
+#if defined(BUILD_AVX512)
+    /* In assembly, because GCC 12 moves the accumulators of the intrinsic through other registers and spills. */
+    __asm__("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(w), "v"(a));
+    return sum;
+#elif defined(BUILD_AVX2)
+    /* Even and odd bytes as 16-bit numbers; vpmaddubsw would saturate. */
+    const __m256i w8 = (__m256i)w, a8 = (__m256i)a;
+    const __m256i w_even = _mm256_and_si256(w8, _mm256_set1_epi16(0xff)), w_odd = _mm256_srli_epi16(w8, 8);
+    const __m256i a_even = _mm256_srai_epi16(_mm256_slli_epi16(a8, 8), 8), a_odd = _mm256_srai_epi16(a8, 8);
+    return sum + (ivec)_mm256_madd_epi16(w_even, a_even) + (ivec)_mm256_madd_epi16(w_odd, a_odd);
+#else
+    for (int shift = 0; shift < 32; shift += 8)
+        sum += ((w >> shift) & 0xff) * ((a << (24 - shift)) >> 24);
+    return sum;
+#endif
+}
+
+/* Sums in one fixed order: halves onto each other until one lane is left. */
+static inline float reduce_add(vec value) {
+    float lane[LANES];
+    store(lane, value);
+    for (int width = LANES / 2; width; width /= 2)
+        for (int i = 0; i < width; i++) lane[i] += lane[i + width];
+    return lane[0];
+}
+
+static inline float reduce_max(vec value) {
+    float lane[LANES];
+    store(lane, value);
+    for (int width = LANES / 2; width; width /= 2)
+        for (int i = 0; i < width; i++) lane[i] = lane[i] > lane[i + width] ? lane[i] : lane[i + width];
+    return lane[0];
+}
+
+/* e^x with an error of about one unit in the last place; exactly 1 at 0 and exactly 0 below -87.3 (-inf included).
+ * x = n ln 2 + r with |r| <= ln 2 / 2: the Taylor polynomial of e^r, times 2^n put into the exponent bits. */
+static inline vec exponential(vec x) {
+    const vec magic = splat(0x1.8p23f); /* adding it rounds to an integer, which then stands in the low bits */
+    const vec clamped = choose(x > splat(88.3f), splat(88.3f), x);
+    const vec shifted = fma_(clamped, splat(0x1.715476p0f), magic), n = shifted - magic;
+    const vec r = fma_(n, splat(2.12194440e-4f), fma_(n, splat(-0.693359375f), clamped)); /* ln 2 in two parts */
+    vec p = splat(1.0f / 5040);
+    p = fma_(p, r, splat(1.0f / 720));
+    p = fma_(p, r, splat(1.0f / 120));
+    p = fma_(p, r, splat(1.0f / 24));
+    p = fma_(p, r, splat(1.0f / 6));
+    p = fma_(p, r, splat(0.5f));
+    p = fma_(p, r, splat(1.0f));
+    p = fma_(p, r, splat(1.0f));
+    const vec scaled = (vec)((ivec)p + ((ivec)shifted << 23));
+    return choose(x < splat(-87.3f), splat(0.0f), scaled);
+}
+
+/* Half precision, for scales and the KV cache. */
+static inline float half_to_float(uint16_t half) {
+    uint32_t bits = (uint32_t)(half & 0x7fff) << 13;
+    float value;
+    memcpy(&value, &bits, 4);
+    value *= 0x1p112f;
+    return half & 0x8000 ? -value : value;
+}
+
+/* Rounds to nearest even; what is too large becomes the largest number, not infinity. */
+static inline uint16_t float_to_half(float value) {
+    uint32_t bits;
+    const uint16_t sign = signbit(value) ? 0x8000 : 0;
+    float size = fabsf(value);
+    if (size > 65504.0f) size = 65504.0f;
+    if (size < 0x1p-14f) { /* subnormal: the unit of 0.5f is the unit of these */
+        size += 0.5f;
+        memcpy(&bits, &size, 4);
+        return sign | (uint16_t)(bits - 0x3f000000);
+    }
+    memcpy(&bits, &size, 4);
+    bits += 0xfff + ((bits >> 13) & 1);
+    return sign | (uint16_t)((bits >> 13) - (112 << 10));
+}
+
+static inline vec load_half(const uint16_t *from) {
+#if defined(BUILD_AVX512)
+    return (vec)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)from));
+#elif defined(BUILD_AVX2)
+    return (vec)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)from));
+#else
+    float lane[LANES];
+    for (int i = 0; i < LANES; i++) lane[i] = half_to_float(from[i]);
+    return load(lane);
+#endif
+}
+
+static inline void store_half(uint16_t *to, vec value) {
+    const vec limit = splat(65504.0f), bounded = choose(value > limit, limit, choose(value < -limit, -limit, value));
+#if defined(BUILD_AVX512)
+    _mm256_storeu_si256((__m256i *)to, _mm512_cvtps_ph((__m512)bounded, _MM_FROUND_TO_NEAREST_INT));
+#elif defined(BUILD_AVX2)
+    _mm_storeu_si128((__m128i *)to, _mm256_cvtps_ph((__m256)bounded, _MM_FROUND_TO_NEAREST_INT));
+#else
+    for (int i = 0; i < LANES; i++) to[i] = float_to_half(bounded[i]);
+#endif
+}
+
+#endif

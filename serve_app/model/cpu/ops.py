@@ -1,0 +1,259 @@
+"""The C kernels as typed functions on tensors. Mirrors the structs of `kernels/*.h`; decides nothing.
+
+Tensors must be contiguous; the wrappers check shapes that could make C read beyond a tensor's end.
+"""
+
+import ctypes
+import itertools
+import weakref
+from ctypes import c_float, c_int, c_int32, c_int64, c_void_p
+from dataclasses import dataclass
+from enum import IntEnum
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from serve_app.model.attention.base import AttentionBatch, AttentionLayer
+from serve_app.model.cpu.build import load_library
+
+GROUP = 32
+"""Inputs that share a scale in the 8- and 4-bit formats."""
+PAGE = 16
+"""Tokens per KV block."""
+
+
+class Format(IntEnum):
+    """How a weight is stored; see `kernels/weights.h`."""
+
+    F32 = 0
+    BF16 = 1
+    Q8 = 2
+    Q4 = 3
+
+
+class WeightStruct(ctypes.Structure):
+    """`struct weight`."""
+
+    _fields_ = [
+        ("data", c_void_p),
+        ("bias", c_void_p),
+        ("format", c_int32),
+        ("outputs", c_int32),
+        ("inputs", c_int32),
+    ]
+
+
+class LayerStruct(ctypes.Structure):
+    """`struct layer`."""
+
+    _fields_ = [
+        *((name, WeightStruct) for name in ("qkv", "out", "gate_up", "down")),
+        *((name, c_void_p) for name in ("input_norm", "post_norm", "query_norm", "key_norm", "keys", "values")),
+        ("window", c_int64),
+    ]
+
+
+class DecoderStruct(ctypes.Structure):
+    """`struct decoder`."""
+
+    _fields_ = [
+        *((name, c_int32) for name in ("num_layers", "hidden", "intermediate", "num_heads", "num_kv_heads")),
+        *((name, c_int32) for name in ("head_dim", "rotary_half", "activation", "int8")),
+        ("eps", c_float),
+        ("scale", c_float),
+        *((name, c_void_p) for name in ("embedding", "final_norm", "cos", "sin")),
+        ("layers", ctypes.POINTER(LayerStruct)),
+    ]
+
+
+class _AttentionStruct(ctypes.Structure):
+    _fields_ = [
+        *((name, c_int) for name in ("num_heads", "num_kv_heads", "head_dim", "window", "half")),
+        ("scale", c_float),
+    ]
+
+
+class _BatchStruct(ctypes.Structure):
+    _fields_ = [
+        ("num_tokens", c_int32),
+        ("num_sequences", c_int32),
+        *((name, c_void_p) for name in ("positions", "slots", "query_starts", "kv_lens", "block_starts", "blocks")),
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class PackedWeight:
+    """A matrix [outputs, inputs] in panels, with its bias padded like them."""
+
+    data: Tensor
+    bias: Tensor | None
+    format: Format
+    outputs: int
+    padded_outputs: int
+    inputs: int
+
+    def struct(self) -> WeightStruct:
+        """For C; valid while this object lives."""
+        bias = None if self.bias is None else self.bias.data_ptr()
+        return WeightStruct(self.data.data_ptr(), bias, self.format, self.padded_outputs, self.inputs)
+
+
+class Batch:
+    """`struct batch` with the arrays it points to. positions: int64 [T]."""
+
+    def __init__(self, batch: AttentionBatch, positions: Tensor) -> None:
+        lengths = [-(-kv_len // PAGE) for kv_len in batch.kv_lens]
+        tables = [table[:length] for table, length in zip(batch.block_tables, lengths, strict=True)]
+        self.num_tokens, self.num_sequences = positions.shape[0], len(lengths)
+        self._arrays = [
+            np.array(batch.query_starts, dtype=np.int32),
+            np.array(batch.kv_lens, dtype=np.int32),
+            np.array([0, *itertools.accumulate(lengths)], dtype=np.int32),
+            np.fromiter(itertools.chain.from_iterable(tables), dtype=np.int32, count=sum(lengths)),
+        ]
+        self._tensors = [positions.contiguous(), batch.slot_mapping.contiguous()]
+        self.struct = _BatchStruct(
+            self.num_tokens,
+            self.num_sequences,
+            *(tensor.data_ptr() for tensor in self._tensors),
+            *(array.ctypes.data for array in self._arrays),
+        )
+
+
+class Kernels:
+    """The compiled library of one build, and one pool of threads.
+
+    Not for several threads at a time: whoever calls owns the pool and the working memory until the call returns.
+    """
+
+    def __init__(self, build: str, cache_dir: Path) -> None:
+        self.build = build
+        self._library = _declare(load_library(build, cache_dir))
+        self.panel: int = self._library.weight_panel()
+        self._pool: int | None = None
+        self._pool_threads = 0
+        self._free_pool: weakref.finalize[Any, Any] | None = None
+        self._memory = torch.empty(0, dtype=torch.uint8)
+
+    def pack(self, weight: Tensor, bias: Tensor | None, format: Format, *, exactly: bool) -> PackedWeight | None:
+        """Pack a float32 weight [outputs, inputs]. None when `exactly` is asked for and a value does not fit."""
+        outputs, inputs = weight.shape
+        panels = -(-outputs // self.panel)
+        if format >= Format.Q8 and inputs % GROUP:
+            return None
+        size = panels * self._library.weight_panel_bytes(format, inputs)
+        data = torch.zeros(size, dtype=torch.uint8)
+        source = weight.detach().contiguous()
+        if not self._library.weight_pack(source.data_ptr(), outputs, inputs, format, exactly, data.data_ptr()):
+            return None
+        padded = panels * self.panel
+        if bias is not None:
+            bias = torch.cat([bias.detach().float(), torch.zeros(padded - outputs)])
+        return PackedWeight(data, bias, format, outputs, padded, inputs)
+
+    def linear(self, weight: PackedWeight, x: Tensor, *, int8: bool) -> Tensor:
+        """x [rows, inputs] float32 -> [rows, outputs], in float arithmetic or with x rounded to 8 bits."""
+        rows, inputs = x.shape
+        if inputs != weight.inputs:
+            raise ValueError(f"{inputs} inputs for a weight of {weight.inputs}")
+        x, struct = x.contiguous(), weight.struct()
+        out = torch.empty(rows, weight.padded_outputs)
+        memory = self._workspace(self._library.linear_workspace(ctypes.byref(struct), rows))
+        self._library.linear(self._threads(), ctypes.byref(struct), int8, x.data_ptr(), rows, memory, out.data_ptr())
+        return out[:, : weight.outputs]
+
+    def attention(
+        self,
+        layer: AttentionLayer,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        caches: tuple[Tensor, Tensor],
+        batch: Batch,
+    ) -> Tensor:
+        """query [T, heads, dim], key and value [T, kv_heads, dim], float32 -> [T, heads, dim]. Writes the caches."""
+        query, key, value = query.contiguous(), key.contiguous(), value.contiguous()
+        struct = _AttentionStruct(
+            layer.num_heads,
+            layer.num_kv_heads,
+            layer.head_dim,
+            layer.sliding_window or 0,
+            caches[0].dtype == torch.float16,
+            layer.scale,
+        )
+        pool, out = self._threads(), torch.empty_like(query)
+        size = self._library.attention_workspace(
+            ctypes.byref(struct), batch.num_tokens, batch.num_sequences, self._pool_threads
+        )
+        self._library.attention(
+            ctypes.byref(struct),
+            pool,
+            ctypes.byref(batch.struct),
+            query.data_ptr(),
+            key.data_ptr(),
+            value.data_ptr(),
+            caches[0].data_ptr(),
+            caches[1].data_ptr(),
+            self._workspace(size),
+            out.data_ptr(),
+        )
+        return out
+
+    def step(self, decoder: DecoderStruct, ids: Tensor, batch: Batch) -> Tensor:
+        """Final hidden states [T, hidden] of token ids int64 [T]."""
+        ids = ids.contiguous()
+        pool, hidden = self._threads(), torch.empty(batch.num_tokens, decoder.hidden)
+        size = self._library.decoder_workspace(
+            ctypes.byref(decoder), batch.num_tokens, batch.num_sequences, self._pool_threads
+        )
+        self._library.decoder_step(
+            ctypes.byref(decoder),
+            pool,
+            ctypes.byref(batch.struct),
+            ids.data_ptr(),
+            self._workspace(size),
+            hidden.data_ptr(),
+        )
+        return hidden
+
+    def _workspace(self, size: int) -> int:
+        if self._memory.shape[0] < size:
+            self._memory = torch.empty(size, dtype=torch.uint8)
+        return self._memory.data_ptr()
+
+    def _threads(self) -> int:
+        """The pool, of as many threads as torch's operations have here."""
+        wanted = torch.get_num_threads()
+        if self._pool is None or self._pool_threads != wanted:
+            if self._free_pool is not None:
+                self._free_pool()
+            self._pool = self._library.pool_new(wanted)
+            if not self._pool:
+                raise MemoryError("no memory for the kernels' threads")
+            self._pool_threads = wanted
+            self._free_pool = weakref.finalize(self, self._library.pool_free, self._pool)
+            self._free_pool.atexit = False
+        return self._pool
+
+
+def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
+    signatures: dict[str, tuple[Any, list[Any]]] = {
+        "weight_panel": (c_int64, []),
+        "weight_panel_bytes": (c_int64, [c_int64, c_int64]),
+        "weight_pack": (c_int64, [c_void_p, c_int64, c_int64, c_int64, c_int64, c_void_p]),
+        "linear_workspace": (c_int64, [c_void_p, c_int64]),
+        "linear": (None, [c_void_p, c_void_p, c_int64, c_void_p, c_int64, c_void_p, c_void_p]),
+        "attention_workspace": (c_int64, [c_void_p, c_int64, c_int64, c_int64]),
+        "attention": (None, [c_void_p] * 10),
+        "decoder_workspace": (c_int64, [c_void_p, c_int64, c_int64, c_int64]),
+        "decoder_step": (None, [c_void_p] * 6),
+        "pool_new": (c_void_p, [c_int]),
+        "pool_free": (None, [c_void_p]),
+    }
+    for name, (result, arguments) in signatures.items():
+        function = getattr(library, name)
+        function.restype, function.argtypes = result, arguments
+    return library
