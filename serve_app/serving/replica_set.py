@@ -78,7 +78,7 @@ class ReplicaSet:
             self._current = dict(replicas)
             for replica_id, metadata in replicas.items():
                 replica = self._replicas.setdefault(replica_id, Replica(replica_id, metadata))
-                replica.present, replica.absent_ticks = True, 0
+                replica.metadata, replica.present, replica.absent_ticks = metadata, True, 0
             for replica in list(self._replicas.values()):
                 replica.present = replica.replica_id in replicas
                 self._forget_if_gone(replica)

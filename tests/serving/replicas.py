@@ -3,7 +3,7 @@
 import asyncio
 import json
 import uuid
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, field, replace
 
 from serve_app.core.output import FinishReason, TokenLogprob
@@ -16,6 +16,7 @@ from serve_app.serving.replica_set import ReplicaSet
 from serve_app.serving.wire import (
     WireHeartbeat,
     WireItem,
+    WireLoad,
     WireRequest,
     pack_deltas,
     pack_load,
@@ -61,8 +62,9 @@ class Fleet:
         """(attempt id, replica) in order."""
         self.requests: list[WireRequest] = []
         self.losses: list[tuple[LossReason, int]] = []
-        self.frozen: set[str] = set()
-        """Replicas that send no heartbeats."""
+        self.num_hanging = 0
+        """Streams that have fallen silent."""
+        self._hearts: dict[str, asyncio.Queue[WireLoad | LossReason | None]] = {}
         self.observer = Observer()
         self.failover = Failover(
             self,
@@ -79,22 +81,27 @@ class Fleet:
         allowed = self.replicas.routable(self.engines, attempt_id)
         fault = self.faults.pop(0) if self.faults else None
         if not allowed:
-            return _Stream(None, data, fault)
+            return _Stream(self, None, data, fault)
         name = min(allowed, key=self.replicas.in_flight)
         self.replicas.note_assigned(attempt_id, name)
         self.placed.append((attempt_id, name))
-        return _Stream(self.engines[name], data, fault)
+        return _Stream(self, self.engines[name], data, fault)
 
     async def heartbeats(self, replica_id: str) -> AsyncGenerator[WireHeartbeat, None]:
-        while replica_id in self.frozen:
-            await asyncio.sleep(0.01)
-        engine = self.engines[replica_id]
-        yield replica_id, pack_load(engine.stats(), 0, engine.health().last_step_age_s)
+        while (news := await self.heart(replica_id).get()) is not None:
+            if isinstance(news, LossReason):
+                raise ReplicaLostError(news)
+            yield replica_id, news
+
+    def heart(self, replica_id: str) -> "asyncio.Queue[WireLoad | LossReason | None]":
+        """What its streams of heartbeats say: a load, how they break, or None for their end."""
+        return self._hearts.setdefault(replica_id, asyncio.Queue())
 
 
 class _Stream:
-    def __init__(self, engine: AsyncEngine | None, data: WireRequest, fault: Fault | None) -> None:
+    def __init__(self, fleet: Fleet, engine: AsyncEngine | None, data: WireRequest, fault: Fault | None) -> None:
         self._items = engine.generate(unpack_request(data)) if engine is not None else None
+        self._fleet = fleet
         self._engine = engine
         self._fault = fault
         self._num_items = 0
@@ -112,6 +119,7 @@ class _Stream:
                 case RequestError() as error:
                     return error.to_wire()
                 case None:
+                    self._fleet.num_hanging += 1
                     await asyncio.get_running_loop().create_future()
         load = pack_load(self._engine.stats(), self._num_items, None) if self._num_items == 0 else None
         self._num_items += 1
@@ -157,3 +165,10 @@ async def told(
             choice.cached += [] if delta.num_cached_tokens is None else [delta.num_cached_tokens]
             choice.finish_reason = delta.finish_reason
     return choices
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Let others run until `condition` holds."""
+    async with asyncio.timeout(20):
+        while not condition():  # noqa: ASYNC110 - what is waited for has no event
+            await asyncio.sleep(0.001)

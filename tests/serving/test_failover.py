@@ -1,15 +1,16 @@
 """A request whose replicas are lost at any token gives what it gives undisturbed: real engines, scripted losses."""
 
 import asyncio
-from collections.abc import Iterator
+import time
+from collections.abc import Coroutine, Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from serve_app.core.output import FinishReason
 from serve_app.core.request import EngineRequest
 from serve_app.core.sampling_params import SamplingParams
 from serve_app.engine.async_engine import AsyncEngine
@@ -19,13 +20,15 @@ from serve_app.errors import (
     ContextLengthError,
     EngineError,
     OverloadedError,
+    RequestError,
     RequestTimeoutError,
     UnavailableError,
 )
 from serve_app.model import loader
+from serve_app.serving import failover
 from serve_app.serving.attempt import LossReason
 from tests.models import tiny_model
-from tests.serving.replicas import Fault, Fleet, Told, told
+from tests.serving.replicas import FAR, Fault, Fleet, Told, told, until
 
 PLANNED = [LossReason.LEFT, LossReason.CUT]
 
@@ -61,7 +64,7 @@ def lab() -> Iterator[Lab]:
 def request(prompt_length: int = 20, **params: object) -> EngineRequest:
     generator = torch.Generator().manual_seed(prompt_length)
     prompt = torch.randint(2, 199, (prompt_length,), generator=generator).tolist()
-    return EngineRequest("r", tuple(prompt), SamplingParams(**{"seed": 5, "max_tokens": 10, **params}))  # type: ignore[arg-type]
+    return EngineRequest("r", tuple(prompt), SamplingParams(**{"seed": 5, "max_tokens": 7, **params}))  # type: ignore[arg-type]
 
 
 def without_cache(choices: list[Told]) -> list[Told]:
@@ -76,7 +79,7 @@ VARIANTS = {
     "logprobs": {"logprobs": 3},
     "prompt logprobs": {"prompt_logprobs": 2, "logprobs": 0},
     "two choices": {"n": 2, "temperature": 1.3, "logprobs": 1},
-    "min tokens": {"min_tokens": 9, "stop_token_ids": tuple(range(2, 199, 3)), "temperature": 1.5},
+    "min tokens": {"min_tokens": 6, "stop_token_ids": tuple(range(2, 199, 3)), "temperature": 1.5},
     "stop tokens": {"stop_token_ids": tuple(range(2, 199, 5)), "temperature": 1.5},
 }
 
@@ -101,7 +104,7 @@ def test_lost_at_every_item_and_told_once(lab: Lab, variant: str) -> None:
 @st.composite
 def subjects(draw: st.DrawFn) -> EngineRequest:
     greedy = draw(st.booleans())
-    max_tokens = draw(st.integers(1, 14))
+    max_tokens = draw(st.integers(1, 8))
     return request(
         draw(st.sampled_from([1, 7, 16, 33, 40])),
         n=draw(st.integers(1, 3)),
@@ -117,7 +120,7 @@ def subjects(draw: st.DrawFn) -> EngineRequest:
     )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(subject=subjects(), faults=st.lists(st.tuples(st.integers(0, 8), st.sampled_from(PLANNED)), max_size=4))
 def test_any_request_lost_any_number_of_times(
     lab: Lab, subject: EngineRequest, faults: list[tuple[int, LossReason]]
@@ -130,3 +133,213 @@ def test_any_request_lost_any_number_of_times(
         assert len(fleet.observer.ends) == len(fleet.placed) == len(fleet.losses) + 1
 
     lab.runner.run(run())
+
+
+def run(lab: Lab, coroutine: Coroutine[Any, Any, None]) -> None:
+    async def limited() -> None:
+        async with asyncio.timeout(30):
+            await coroutine
+
+    lab.runner.run(limited())
+
+
+def test_cached_tokens_are_those_of_the_first_attempt(lab: Lab) -> None:
+    async def check() -> None:
+        subject = request(40)
+        await told(lab.fleet().failover, subject)
+        fleet = lab.fleet()
+        fleet.faults = [Fault(3, LossReason.DIED)]
+        [choice] = await told(fleet.failover, subject)
+        first, second = fleet.observer.starts.values()
+        assert choice.cached == [first]
+        assert second >= 0
+
+    run(lab, check())
+
+
+def test_a_choice_that_is_over_for_the_reader_is_not_computed_again(lab: Lab) -> None:
+    async def check() -> None:
+        subject = request(n=2, temperature=1.3)
+        expected = await told(lab.fleet().failover, subject)
+        fleet = lab.fleet()
+        fleet.faults = [Fault(3, LossReason.DIED)]
+        ended: set[int] = set()
+        tokens: list[list[int]] = [[], []]
+        async for deltas in fleet.failover.generate(subject, deadline=FAR, ended=ended):
+            for delta in deltas:
+                tokens[delta.choice] += delta.token_ids
+            if len(tokens[0]) == 2:
+                ended.add(0)
+        assert fleet.requests[1]["finished_choices"] == [0]
+        assert tokens[0] == expected[0].token_ids[: len(tokens[0])] != expected[0].token_ids
+        assert tokens[1] == expected[1].token_ids
+
+    run(lab, check())
+
+
+@pytest.mark.parametrize(
+    "error", [ContextLengthError("long", param="prompt"), EngineError("this row"), RequestTimeoutError("late")]
+)
+def test_a_requests_own_error_is_final(lab: Lab, error: RequestError) -> None:
+    async def check() -> None:
+        fleet = lab.fleet()
+        fleet.faults = [Fault(2, error)]
+        with pytest.raises(type(error), match=error.message):
+            await told(fleet.failover, request())
+        assert len(fleet.placed) == 1
+        assert not fleet.losses
+
+    run(lab, check())
+
+
+def test_what_an_engine_refuses_is_refused(lab: Lab) -> None:
+    async def check() -> None:
+        with pytest.raises(ContextLengthError):
+            await told(lab.fleet().failover, request(127, max_tokens=50))
+
+    run(lab, check())
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (EngineError("broken", code=ENGINE_DIED), LossReason.ENGINE_DIED),
+        (UnavailableError("shutting down"), LossReason.REFUSED),
+    ],
+)
+def test_an_engine_that_ends_costs_an_attempt(lab: Lab, error: RequestError, reason: LossReason) -> None:
+    async def check() -> None:
+        subject = request()
+        expected = without_cache(await told(lab.fleet().failover, subject))
+        fleet = lab.fleet()
+        fleet.faults = [Fault(4, error)]
+        assert without_cache(await told(fleet.failover, subject)) == expected
+        assert fleet.losses == [(reason, 20 + 4)]
+        (_, first), (_, second) = fleet.placed
+        assert first != second
+        assert not fleet.replicas.is_routable(first)
+        fleet.replicas.trust(first)
+        assert fleet.replicas.is_routable(first)
+
+    run(lab, check())
+
+
+@pytest.fixture
+def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second passes in 20 ms."""
+    monkeypatch.setattr(failover, "_FIRST_PAUSE_S", 0.001)
+    monkeypatch.setattr(failover, "_BUSY_WAIT_S", 0.02)
+
+
+def test_overload_is_told_to_the_client_after_a_second_try_elsewhere(lab: Lab, hasty: None) -> None:
+    async def check() -> None:
+        full = OverloadedError("full", retry_after_s=3.0)
+        fleet = lab.fleet()
+        fleet.faults = [Fault(0, full), Fault(0, full)]
+        [choice] = await told(fleet.failover, request())
+        assert choice.finish_reason is not None
+        assert not fleet.losses
+        fleet.faults = [Fault(0, full)] * 100
+        with pytest.raises(OverloadedError):
+            await told(fleet.failover, request())
+
+    run(lab, check())
+
+
+def test_overload_does_not_end_a_stream_that_has_begun(lab: Lab, hasty: None) -> None:
+    async def check() -> None:
+        subject = request()
+        expected = without_cache(await told(lab.fleet().failover, subject))
+        fleet = lab.fleet()
+        fleet.faults = [Fault(2, LossReason.LEFT), *[Fault(0, OverloadedError("full"))] * 8]
+        assert without_cache(await told(fleet.failover, subject)) == expected
+
+    run(lab, check())
+
+
+def test_without_replicas_requests_wait_for_one(lab: Lab) -> None:
+    async def check() -> None:
+        fleet = lab.fleet()
+        fleet.replicas.publish({})
+        waiting = asyncio.create_task(told(fleet.failover, request()))
+        await asyncio.sleep(0)
+        assert not fleet.placed
+        await asyncio.to_thread(fleet.replicas.publish, {"b": {}})  # as a router in a thread of its own does
+        await waiting
+        assert [name for _, name in fleet.placed] == ["b"]
+
+    run(lab, check())
+
+
+def test_without_replicas_requests_end_in_time(lab: Lab) -> None:
+    async def check() -> None:
+        fleet = Fleet(lab.engines, wait_s=0.05)
+        fleet.faults = [Fault(2, LossReason.DIED), Fault(1, LossReason.DIED)]
+        with pytest.raises(UnavailableError, match="no engine replica") as caught:
+            await told(fleet.failover, request())
+        assert caught.value.retry_after_s is not None
+        with pytest.raises(UnavailableError):
+            await told(fleet.failover, request())
+        assert len(fleet.placed) == 2
+
+    run(lab, check())
+
+
+def test_the_deadline_holds_while_waiting_and_while_reading(lab: Lab) -> None:
+    async def check() -> None:
+        fleet = lab.fleet()
+        fleet.faults = [Fault(2, None)]
+        with pytest.raises(RequestTimeoutError):
+            await told(fleet.failover, request(), deadline=time.monotonic() + 0.2)
+        fleet.replicas.publish({})
+        with pytest.raises(RequestTimeoutError):
+            await told(fleet.failover, request(), deadline=time.monotonic() + 0.05)
+        assert not fleet.failover.attempts
+
+    run(lab, check())
+
+
+def test_closing_ends_the_attempt(lab: Lab) -> None:
+    async def check() -> None:
+        fleet = lab.fleet()
+        stream = fleet.failover.generate(request(max_tokens=100), deadline=FAR)
+        await anext(stream)
+        [(attempt_id, name)] = fleet.placed
+        assert fleet.replicas.in_flight(name) == 1
+        await stream.aclose()
+        assert fleet.replicas.in_flight(name) == 0
+        assert fleet.observer.ends == [attempt_id]
+        engine = lab.engines[name]
+        await until(lambda: engine.stats().running == engine.stats().waiting == 0)
+
+    run(lab, check())
+
+
+def test_a_request_that_replicas_die_of_runs_alone_and_is_refused(lab: Lab) -> None:
+    """Its third replica has no other stream, and gets none; the others' streams are whole."""
+
+    async def check() -> None:
+        fleet = lab.fleet()
+        innocent = request(9, max_tokens=60)
+        expected = without_cache(await told(lab.fleet().failover, innocent))
+        fleet.faults = [Fault(2, LossReason.UNAVAILABLE), Fault(0, LossReason.UNAVAILABLE), Fault(0, None), None]
+        poison = asyncio.create_task(told(fleet.failover, request()))
+        while len(fleet.placed) < 2:
+            await asyncio.sleep(0)
+            for name in lab.engines:
+                fleet.replicas.trust(name)
+        for name in lab.engines:
+            fleet.replicas.trust(name)
+        await until(lambda: len(fleet.placed) == 3)
+        alone, its_replica = fleet.placed[2]
+        others = [asyncio.create_task(told(fleet.failover, innocent)) for _ in range(4)]
+        assert [without_cache(await other) for other in others] == [expected] * 4
+        assert its_replica not in {name for _, name in fleet.placed[3:]}
+        fleet.failover.attempts[alone].interrupt(LossReason.UNAVAILABLE)
+        with pytest.raises(EngineError) as caught:
+            await poison
+        assert caught.value.code == "request_killed_replicas"
+        fleet.replicas.trust(its_replica)
+        assert all(fleet.replicas.is_routable(name) for name in lab.engines)
+
+    run(lab, check())

@@ -1,0 +1,189 @@
+"""What the watchdog finds, and what becomes of the streams: real engines, heartbeats and ticks by hand."""
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import pytest
+
+from serve_app.core.request import EngineRequest
+from serve_app.core.sampling_params import SamplingParams
+from serve_app.engine.async_engine import AsyncEngine
+from serve_app.serving.attempt import LossReason
+from serve_app.serving.replica_set import Condition
+from serve_app.serving.watchdog import SILENCE_S, TICK_S, Watchdog
+from serve_app.serving.wire import WireLoad
+from tests.serving.replicas import Fault, Fleet, Told, told, until
+
+STALL_TIMEOUT_S = 3.0
+TICKS_OF_SILENCE = int(SILENCE_S / TICK_S) + 1
+REQUEST = EngineRequest("r", (5, 6, 7, 8), SamplingParams(max_tokens=20, seed=1, ignore_eos=True))
+
+
+def load(step_age_s: float | None = None) -> WireLoad:
+    return 1, 0, 90, 100, 7, step_age_s
+
+
+@pytest.fixture
+async def fleet(tiny_engine: AsyncEngine) -> Fleet:
+    """Two names for one engine: which of them has a request matters here, not what it computes."""
+    return Fleet({"a": tiny_engine, "b": tiny_engine})
+
+
+@pytest.fixture
+async def watchdog(fleet: Fleet) -> AsyncIterator[Watchdog]:
+    """Has heard one heartbeat of each replica; ticks only when told to."""
+    watchdog = Watchdog(fleet, fleet.replicas, fleet.failover, stall_timeout_s=STALL_TIMEOUT_S)
+    watchdog.tick()
+    for name in fleet.engines:
+        fleet.heart(name).put_nowait(load())
+    await until(lambda: set(fleet.replicas.loads()) == set(fleet.engines))
+    yield watchdog
+    task = asyncio.create_task(watchdog.run())
+    await asyncio.sleep(0)
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+
+
+async def start(fleet: Fleet) -> "asyncio.Task[list[Told]]":
+    """A request that hangs after a few items, on replica a."""
+    fleet.faults = [Fault(3, None)]
+    task = asyncio.create_task(told(fleet.failover, REQUEST))
+    await until(lambda: fleet.num_hanging == 1)
+    return task
+
+
+async def test_a_silent_replica_loses_its_requests_until_it_is_heard(fleet: Fleet, watchdog: Watchdog) -> None:
+    expected = await told(Fleet(fleet.engines).failover, REQUEST)
+    task = await start(fleet)
+    for _ in range(TICKS_OF_SILENCE - 1):
+        watchdog.tick()
+    assert fleet.replicas.is_routable("a")
+    fleet.heart("b").put_nowait(load())
+    await until(fleet.heart("b").empty)
+    watchdog.tick()
+    assert not fleet.replicas.is_routable("a")
+    assert fleet.replicas.is_routable("b")
+    assert [choice.token_ids for choice in await task] == [choice.token_ids for choice in expected]
+    assert [reason for reason, _ in fleet.losses] == [LossReason.STALLED]
+    fleet.heart("a").put_nowait(load())
+    await until(lambda: fleet.replicas.is_routable("a"))
+
+
+async def test_any_item_is_a_sign_of_life(fleet: Fleet, watchdog: Watchdog) -> None:
+    for _ in range(TICKS_OF_SILENCE - 1):
+        watchdog.tick()
+    await told(fleet.failover, REQUEST)
+    watchdog.tick()
+    assert fleet.replicas.is_routable(fleet.placed[0][1])
+
+
+async def test_a_step_that_does_not_end(fleet: Fleet, watchdog: Watchdog) -> None:
+    task = await start(fleet)
+    fleet.heart("a").put_nowait(load(STALL_TIMEOUT_S - 0.1))
+    await until(fleet.heart("a").empty)
+    watchdog.tick()
+    assert fleet.replicas.is_routable("a")
+    fleet.heart("a").put_nowait(load(STALL_TIMEOUT_S + 0.1))
+    await until(fleet.heart("a").empty)
+    watchdog.tick()
+    await task
+    assert [name for _, name in fleet.placed] == ["a", "b"]
+    fleet.heart("a").put_nowait(load(STALL_TIMEOUT_S + 1.1))
+    await until(fleet.heart("a").empty)
+    assert not fleet.replicas.is_routable("a")
+    fleet.heart("a").put_nowait(load(0.1))
+    await until(lambda: fleet.replicas.is_routable("a"))
+
+
+async def test_a_replica_that_is_being_stopped_hands_its_requests_over(fleet: Fleet, watchdog: Watchdog) -> None:
+    task = await start(fleet)
+    fleet.replicas.publish({"b": {}})
+    watchdog.tick()
+    assert not fleet.losses, "it may only be changing its configuration"
+    watchdog.tick()
+    await task
+    assert [reason for reason, _ in fleet.losses] == [LossReason.LEFT]
+    assert [name for _, name in fleet.placed] == ["a", "b"]
+    assert [replica.replica_id for replica in fleet.replicas.replicas()] == ["b"]
+
+
+async def test_alone_it_keeps_them_until_another_one_comes(fleet: Fleet, watchdog: Watchdog) -> None:
+    task = await start(fleet)
+    fleet.replicas.publish({})
+    for _ in range(3 * TICKS_OF_SILENCE):
+        watchdog.tick()
+    assert not fleet.losses
+    fleet.replicas.publish({"b": {}})
+    watchdog.tick()
+    await task
+    assert [reason for reason, _ in fleet.losses] == [LossReason.LEFT]
+
+
+@pytest.mark.parametrize(("news", "condition"), [(LossReason.DIED, Condition.DEAD), (None, Condition.SUSPECT)])
+async def test_heartbeats_that_end(
+    fleet: Fleet, watchdog: Watchdog, news: LossReason | None, condition: Condition
+) -> None:
+    """By death, or (the second stream: none at all) because the engine is dead."""
+    task = await start(fleet)
+    fleet.heart("a").put_nowait(news)
+    fleet.heart("a").put_nowait(news)
+    await until(lambda: not fleet.replicas.is_routable("a"))
+    await task
+    assert [name for _, name in fleet.placed] == ["a", "b"]
+    assert fleet.losses[0][0] is (LossReason.DIED if news else LossReason.ENGINE_DIED)
+    fleet.replicas.trust("a")
+    assert fleet.replicas.is_routable("a") is (condition is Condition.SUSPECT)
+
+
+async def test_what_no_replica_takes_is_routed_again(fleet: Fleet, watchdog: Watchdog) -> None:
+    fleet.replicas.publish({"c": {}})
+    task = asyncio.create_task(told(fleet.failover, REQUEST))
+    await until(lambda: len(fleet.requests) == 1)
+    fleet.replicas.publish({"a": {}})
+    for _ in range(TICKS_OF_SILENCE):
+        assert len(fleet.requests) == 1
+        watchdog.tick()
+    await task
+    assert [name for _, name in fleet.placed] == ["a"]
+    assert not fleet.losses
+
+
+async def test_another_revision_is_no_replica_of_ours(fleet: Fleet, watchdog: Watchdog) -> None:
+    fleet.replicas.require("new")
+    fleet.replicas.publish({"a": {"revision": "old"}, "b": {"revision": "new"}})
+    await told(fleet.failover, REQUEST)
+    assert fleet.replicas.alive() == ["b"] == [name for _, name in fleet.placed]
+
+
+async def test_a_reserved_replica_sends_its_streams_away(fleet: Fleet, watchdog: Watchdog) -> None:
+    task = await start(fleet)
+    fleet.replicas.reserve("a")
+    watchdog.tick()
+    await task
+    assert [reason for reason, _ in fleet.losses] == [LossReason.ISOLATION]
+    assert [name for _, name in fleet.placed] == ["a", "b"]
+
+
+async def test_the_last_replica_finishes_its_streams_before_one_runs_alone_there(
+    fleet: Fleet, watchdog: Watchdog
+) -> None:
+    fleet.replicas.publish({"a": {}})
+    innocent = await start(fleet)
+    fleet.faults = [Fault(1, LossReason.UNAVAILABLE), Fault(0, LossReason.UNAVAILABLE)]
+    poison = asyncio.create_task(told(fleet.failover, REQUEST))
+    for count in (2, 3):
+        await until(lambda count=count: len(fleet.placed) == count)  # type: ignore[misc]
+        await until(lambda: not fleet.replicas.is_routable("a"))
+        fleet.replicas.trust("a")
+    await until(lambda: not fleet.replicas.is_routable("a"))
+    assert fleet.replicas.is_alive("a")
+    late = asyncio.create_task(told(fleet.failover, REQUEST))
+    watchdog.tick()
+    await asyncio.sleep(0.01)
+    assert len(fleet.placed) == 3, "one waits for the first to finish, the other for both"
+    assert not innocent.done()
+    poison_id = fleet.placed[1][0].removesuffix(".1")
+    next(iter(fleet.failover.attempts.values())).interrupt(LossReason.CUT)
+    await asyncio.gather(innocent, poison, late)
+    assert len(fleet.losses) == 3
+    assert fleet.placed[3] == (f"{poison_id}.3", "a")
