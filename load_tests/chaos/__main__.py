@@ -2,13 +2,14 @@
 
 import asyncio
 import json as json_format
+import signal
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import typer
 
@@ -22,6 +23,7 @@ from load_tests.chaos.report import show, show_problems, write_json
 from load_tests.chaos.small_model import write_small_model
 from load_tests.chaos.suite import run_faults
 
+T = TypeVar("T")
 app = typer.Typer(add_completion=False, no_args_is_help=True, help=__doc__)
 Json = Annotated[Path | None, typer.Option("--json", help="also write the figures to this file")]
 Seed = Annotated[int, typer.Option(help="decides everything random")]
@@ -39,7 +41,7 @@ def faults_command(
 ) -> None:
     """Every fault at a known and at a random point; exits with 1 when something was not as it must be."""
     chosen = [fault for fault in FAULTS if only in fault.name]
-    rows = asyncio.run(_faults(chosen, path, moment, seed))
+    rows = _run(_faults(chosen, path, moment, seed))
     show(rows)
     if json is not None:
         write_json(rows, json, seed)
@@ -105,11 +107,23 @@ def _measure(
         async with _fleet(path, model, shape) as fleet:
             return {"command": " ".join(sys.argv[1:]), "model": model, **await measure(fleet)}
 
-    figures = asyncio.run(run())
+    figures = _run(run())
     text = json_format.dumps(figures, indent=2)
     print(text)
     if json is not None:
         json.write_text(text + "\n")
+
+
+def _run(work: Coroutine[Any, Any, T]) -> T:
+    """Run it; SIGTERM ends it as Ctrl-C does, and the servers with it."""
+
+    async def main() -> T:
+        task = asyncio.current_task()
+        assert task is not None
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+        return await work
+
+    return asyncio.run(main())
 
 
 @asynccontextmanager

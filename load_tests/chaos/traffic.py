@@ -27,7 +27,7 @@ class Outcome(Enum):
     ERROR = "typed error"
     """A JSON error in OpenAI's shape: the whole answer, or the last event of a stream without `[DONE]`."""
     CUT = "cut"
-    """The connection failed or ended without `[DONE]` and without an error."""
+    """The connection failed or ended without `[DONE]` and without an error, or a proxy said that nobody answers it."""
     HUNG = "hung"
     """Not ended when the experiment gave up waiting."""
     WRONG = "wrong"
@@ -236,7 +236,7 @@ def _told(body: str, status: int) -> tuple[Outcome, str]:
         error = json.loads(body)["error"]
         return Outcome.ERROR, f"{status} {error['type']}/{error['code']}: {error['message']}"
     except (ValueError, KeyError, TypeError):
-        outcome = Outcome.CUT if status in (502, 503, 504) else Outcome.WRONG
+        outcome = Outcome.CUT if status >= 500 else Outcome.WRONG
         return outcome, f"HTTP {status} without a typed error: {body[:100]!r}"
 
 
