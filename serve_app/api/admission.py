@@ -157,7 +157,7 @@ class AdmissionQueue:
                 f"`prompt` must hold at most {capacity} prompts here, got {count}", param="prompt"
             )
         now = self.clock()
-        kept = len(self.promises) > 0 and self.promises.redeem(_identity(caller), now)
+        kept = self.promises.outstanding > 0 and self.promises.redeem(_identity(caller), now)
         waiting = _Waiting(caller, count, cost, caller.priority if self._by_priority else 0, kept)
         self._check_deadline(waiting, now)
         self._make_room(waiting, now)
@@ -168,11 +168,11 @@ class AdmissionQueue:
         return tickets
 
     def _check_deadline(self, waiting: _Waiting, now: float) -> None:
-        """Refuse what could only time out in the queue."""
-        left = waiting.caller.deadline - now
-        if left * self._served_per_s(now) >= self._queue.size:
+        """Refuse what could only time out in the queue, as far as that is known."""
+        left, rate = waiting.caller.deadline - now, self._served_per_s(now)
+        if left * rate >= self._queue.size or not self._rate.known:
             return
-        expected = self._queue.ahead_of(waiting) / self._served_per_s(now)
+        expected = self._queue.ahead_of(waiting) / rate
         if expected > left:
             raise OverloadedError(
                 f"the request would wait about {expected:.0f} seconds, and has {max(left, 0):.0f}",
@@ -204,7 +204,8 @@ class AdmissionQueue:
 
     def _refusal(self, waiting: _Waiting, now: float, reason: str, code: str | None = None) -> OverloadedError:
         missing = max(self._queue.size - int(self.max_queued * _CALM), 0)
-        wait = self.promises.make(_identity(waiting.caller), waiting.size, missing, self._served_per_s(now), now)
+        caller, rate = waiting.caller, self._served_per_s(now)
+        wait = self.promises.make(caller.client, _identity(caller), waiting.size, missing, rate, now)
         if wait == math.inf:
             message = f"{reason}, and no place can be promised within the hour"
         else:
@@ -212,7 +213,8 @@ class AdmissionQueue:
         return OverloadedError(message, code=code, retry_after_s=wait)
 
     def _served_per_s(self, now: float) -> float:
-        return max(self._rate.per_place(now) * self.max_ongoing, 1e-6)
+        # While all replicas are away: as with one place, for they will be back.
+        return self._rate.per_place(now) * max(self.max_ongoing, 1)
 
     def _grant(self) -> None:
         while self._queue.size and self._ongoing < self.max_ongoing:

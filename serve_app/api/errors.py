@@ -10,8 +10,8 @@ from starlette.responses import Response
 
 from serve_app.errors import EngineError, RequestError
 
-_LONGEST_HONOURED_S = 60.0
-"""OpenAI's clients used to come back within seconds when told more, too early for a place; this header stops them."""
+_LONGEST_HONOURED_S = 120.0
+"""OpenAI's clients wait no longer than this; older ones come back at once when told more: the header stops them."""
 _HTTP_CODES = {404: "not_found", 405: "method_not_allowed"}
 
 

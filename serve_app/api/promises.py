@@ -7,9 +7,11 @@ free, at the rate at which they do; about that time a place is kept for it. A pr
 
 import heapq
 import math
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 
-MAX_PROMISES = 32_768
+MAX_PROMISED = 65_536
+"""Sequences promised at a time, which bounds memory (about 300 bytes each)."""
 MAX_WAIT_S = 3600.0
 _SPACING = 1.1
 """Return times leave a tenth of the places to newcomers, so that chance or a wrong rate breaks few promises."""
@@ -21,6 +23,7 @@ _LEAD_PLACES = 16
 come in bunches."""
 _GRACE_S = 15.0
 """A promise lapses so long after its return time."""
+_ENOUGH = 8
 _GOLDEN = (math.sqrt(5) - 1) / 2
 
 
@@ -28,6 +31,7 @@ _GOLDEN = (math.sqrt(5) - 1) / 2
 class _Promise:
     due: float
     cost: int
+    client: Hashable
     identity: bytes
     kept: bool = field(default=False)
 
@@ -38,38 +42,40 @@ class _Promise:
 class PromiseBook:
     """Outstanding promises by identity (who asks for what). Making and redeeming one is O(log n)."""
 
-    def __init__(self, max_promises: int = MAX_PROMISES) -> None:
-        self._max_promises = max_promises
+    def __init__(self, max_promised: int = MAX_PROMISED) -> None:
+        self._max_promised = max_promised
         self._by_identity: dict[bytes, list[_Promise]] = {}
+        self._by_client: dict[Hashable, int] = {}
         self._later: list[_Promise] = []
         self._near: list[_Promise] = []
-        self._count = 0
-        self._outstanding = 0
         self._held = 0
         self._lead_s = _LEAD_S
+        self.outstanding = 0
         self.made = self.redeemed = self.lapsed = 0
 
-    def __len__(self) -> int:
-        return self._count
-
-    def make(self, identity: bytes, cost: int, missing: int, rate: float, now: float) -> float:
+    def make(self, client: Hashable, identity: bytes, cost: int, missing: int, rate: float, now: float) -> float:
         """Promise `cost` places; returns in how many (whole) seconds, or infinity if that would be too many.
 
         missing: places that should become free before the first return. rate: places that become free per second.
         """
         self._lead_s = max(_LEAD_S, _LEAD_PLACES / rate)
         self._advance(now)
-        after = min((self._outstanding + cost + missing) * _SPACING / rate, 2 * MAX_WAIT_S)
+        own = self._by_client.get(client, 0) + cost
+        clients = len(self._by_client) + (own == cost)
+        # Clients with promises take turns: the others have as much returned meanwhile, or all they were promised.
+        ahead = min(self.outstanding + cost, own * clients) + missing
+        after = min(ahead * _SPACING / rate, 2 * MAX_WAIT_S)
         # Multiples of the golden ratio: even over any stretch, and the same in every run.
         after += min(after, _SPREAD_S) * (self.made * _GOLDEN % 1)
         wait = float(max(1, math.ceil(after)))
-        if self._count >= self._max_promises or wait > MAX_WAIT_S:
+        # A client leaves as much room as it takes (the dynamic thresholds of shared switch buffers).
+        if wait > MAX_WAIT_S or own > self._max_promised - self.outstanding:
             return math.inf
-        promise = _Promise(now + wait, cost, identity)
+        promise = _Promise(now + wait, cost, client, identity)
         heapq.heappush(self._by_identity.setdefault(identity, []), promise)
         heapq.heappush(self._later, promise)
-        self._count += 1
-        self._outstanding += cost
+        self._by_client[client] = own
+        self.outstanding += cost
         self.made += 1
         return wait
 
@@ -108,8 +114,10 @@ class PromiseBook:
         heapq.heappop(promises)
         if not promises:
             del self._by_identity[promise.identity]
-        self._count -= 1
-        self._outstanding -= promise.cost
+        self.outstanding -= promise.cost
+        self._by_client[promise.client] -= promise.cost
+        if not self._by_client[promise.client]:
+            del self._by_client[promise.client]
 
 
 class ServiceRate:
@@ -136,6 +144,11 @@ class ServiceRate:
             fading = 1.0 - 1.0 / max(256, 4 * self._places)
             self._ended = self._ended * fading + cost
             self._place_s *= fading
+
+    @property
+    def known(self) -> bool:
+        """Whether enough has ended to believe it."""
+        return self._ended >= _ENOUGH
 
     def per_place(self, now: float) -> float:
         """Sequences per second and place; one until there is something to measure."""

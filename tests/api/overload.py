@@ -3,7 +3,7 @@
 import asyncio
 import heapq
 import random
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import count
@@ -31,6 +31,8 @@ class Simulation:
     returns: Counter[bool] = field(default_factory=Counter)
     newcomers: Counter[bool] = field(default_factory=Counter)
     unpromised: int = 0
+    refused: Counter[str] = field(default_factory=Counter)
+    waits: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
     ended: Counter[str] = field(default_factory=Counter)
     evicted: int = 0
     most_promises: int = 0
@@ -68,7 +70,7 @@ class Simulation:
             self.now = time
             event()
             await asyncio.sleep(0)
-            self.most_promises = max(self.most_promises, len(self.queue.promises))
+            self.most_promises = max(self.most_promises, self.queue.promises.outstanding)
             assert not (self.queue.queued and self.queue.ongoing < self.queue.max_ongoing), "a place idles"
         self.now = until
 
@@ -90,6 +92,8 @@ class Simulation:
             ticket.release()
             return
 
+        self.waits[caller.client[0]].append(ticket.waited_s)
+
         def end() -> None:
             self.ended[caller.client[0]] += cost
             ticket.release()
@@ -98,6 +102,7 @@ class Simulation:
 
     def _refused(self, refusal: OverloadedError, caller: Caller, cost: int) -> None:
         assert refusal.retry_after_s is not None
+        self.refused[caller.client[0]] += 1
         if refusal.retry_after_s > _WITHIN_THE_RUN:
             self.unpromised += 1
         elif self.random.random() < self.return_part:
