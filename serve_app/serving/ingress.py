@@ -140,9 +140,13 @@ class Ingress:
                 f"model: the tokenizer knows {tokenizer.vocab_size} ids, but the logits are {card.vocab_size} wide"
             )
         self._settings = settings
-        self._queue = AdmissionQueue(settings.max_ongoing_requests, settings.ingress.max_queued_requests)
+        self._queue = AdmissionQueue(
+            settings.max_ongoing_requests,
+            settings.ingress.max_queued_requests,
+            by_priority=settings.engine.policy == "priority",
+        )
         self._drain = Drain()
-        self._metrics = IngressMetrics(lambda: self._queue.queued, lambda: self._queue.ongoing)
+        self._metrics = IngressMetrics(lambda: self._queue.queued, lambda: self._queue.ongoing, _engines_load)
         self._service = ReplicaService(engines, card, tokenizer, self._metrics, settings)
         await _first_token(self._service)
         if not started_by_launcher():
@@ -167,7 +171,10 @@ class Ingress:
         """The ASGI application; Ray calls this once, after the constructor."""
         ingress = self._settings.ingress
         limits = replace(
-            ApiLimits(), max_body_bytes=int(ingress.max_body_mib * 2**20), body_timeout_s=ingress.body_timeout_s
+            ApiLimits(),
+            max_body_bytes=int(ingress.max_body_mib * 2**20),
+            body_timeout_s=ingress.body_timeout_s,
+            request_timeout_s=ingress.request_timeout_s,
         )
         app = create_app(self._service, limits=limits, admission=self._queue, observer=self._metrics, drain=self._drain)
         app.add_api_route("/debug/replicas", self._service.replicas)
@@ -207,6 +214,13 @@ def _model_card(settings: Settings, name: str) -> ModelCard:
         created=int(time.time()),
         fingerprint="fp_" + hashlib.sha256(identity.encode()).hexdigest()[:12],
     )
+
+
+def _engines_load() -> tuple[int, int]:
+    """(waiting, running) sequences in all engines, as they last told."""
+    loads = process_set.loads()
+    alive = [loads[name] for name in process_set.alive() if name in loads]
+    return sum(load.waiting for load in alive), sum(load.running for load in alive)
 
 
 async def _first_token(service: ReplicaService) -> None:
