@@ -1,14 +1,17 @@
 """What a `user_config` may say, and how it is refused."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from serve_app.core.policy import LIVE_KNOBS, SchedulerKnobs
 from serve_app.errors import ConfigError
 from serve_app.serving.knobs import live_knobs, scheduler_knobs
 from serve_app.settings import Settings
 
+REPOSITORY = Path(__file__).parents[2]
 BUILT = Settings.model_validate({"engine": {"max_num_seqs": 8, "max_wait_s": 2.0}})
 
 
@@ -46,3 +49,10 @@ def test_what_is_wrong_is_named(user_config: Any, words: str) -> None:
         live_knobs(BUILT, user_config)
     assert words in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("path", sorted((REPOSITORY / "deploy").glob("config*.yaml")), ids=lambda path: str(path.name))
+def test_the_deploy_files_change_nothing_that_cannot(path: Path) -> None:
+    for application in yaml.safe_load(path.read_text())["applications"]:
+        for deployment in application.get("deployments", ()):
+            live_knobs(Settings.model_validate(application["args"]), deployment["user_config"])

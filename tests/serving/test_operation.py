@@ -1,0 +1,221 @@
+"""A server in operation: knobs that change while it runs, an update under load, its end. One server, in this order."""
+
+import asyncio
+import json
+import signal
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import yaml
+
+from tests.serving.conftest import Server, free_port, launch, wait_for, write_config
+
+pytestmark = pytest.mark.cluster
+
+SEATS = 8
+WORKERS = 16
+DRAIN_TIMEOUT_S = 3.0
+
+
+@dataclass
+class Operated:
+    """A server and the config file that it was started with."""
+
+    server: Server
+    config: Path
+
+    def deploy(self, change: Callable[[dict[str, Any]], None]) -> str:
+        """Change the application in the config file, have the file read again; what the server says in the end."""
+        config = yaml.safe_load(self.config.read_text())
+        change(config["applications"][0])
+        self.config.write_text(yaml.safe_dump(config))
+        said = len(self.server.lines)
+        self.server.process.send_signal(signal.SIGUSR1)
+
+        def answer() -> str | None:
+            lines = self.server.lines[said:]
+            return next((line for line in lines if line.endswith(("nothing has changed", "deployed"))), None)
+
+        wait_for(lambda: answer() is not None, "the server says what it did", timeout_s=120)
+        return str(answer())
+
+
+@pytest.fixture(scope="module")
+def operated(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Operated]:
+    args = {
+        "model": str(tiny_folder),
+        "served_model_name": "tiny",
+        "device": "cpu",
+        "engine": {"max_num_seqs": SEATS, "max_num_batched_tokens": 64, "kv_cache_gib": 0.05, "num_threads": 1},
+        "ingress": {"drain_timeout_s": DRAIN_TIMEOUT_S},
+    }
+    port = free_port()
+    config = write_config(tmp_path_factory.mktemp("operated"), args, port)
+    server = Server(launch(config, {}), f"http://127.0.0.1:{port}")
+    try:
+        server.wait_ready()
+        yield Operated(server, config)
+    finally:
+        if server.process.poll() is None:
+            server.stop(signal.SIGKILL)
+
+
+def body(number: int, max_tokens: int = 60) -> dict[str, Any]:
+    """Request `number`: every other one samples, some have two choices."""
+    return {
+        "model": "tiny",
+        "prompt": f"Story {number}: " + "long " * (number % 5),
+        "max_tokens": max_tokens,
+        "temperature": 0.8 * (number % 2),
+        "seed": number,
+        "n": 1 + (number % 4 == 3),
+        "ignore_eos": True,
+        "stream": True,
+    }
+
+
+async def ask(http: httpx.AsyncClient, request: dict[str, Any]) -> tuple[dict[int, str], list[str]]:
+    """The text of each choice, and the events."""
+    texts: dict[int, str] = {}
+    events = []
+    async with http.stream("POST", "/v1/completions", json=request) as response:
+        assert response.status_code == 200, await response.aread()
+        async for line in response.aiter_lines():
+            if line:
+                events.append(line.removeprefix("data: "))
+                if line != "data: [DONE]":
+                    for choice in json.loads(events[-1]).get("choices", ()):
+                        texts[choice["index"]] = texts.get(choice["index"], "") + choice["text"]
+    return texts, events
+
+
+@dataclass
+class Traffic:
+    """Streams without a pause; `wrong` are those that did not end as they do alone."""
+
+    done: int = 0
+    wrong: list[Any] = field(default_factory=list)
+
+
+@asynccontextmanager
+async def traffic(server: Server) -> AsyncIterator[Traffic]:
+    """Keep `WORKERS` streams going inside; every text is compared with that of the same request on its own."""
+    seen = Traffic()
+    over = asyncio.Event()
+    limits = httpx.Limits(max_connections=None)
+    async with httpx.AsyncClient(base_url=server.url, timeout=120, limits=limits) as http:
+        expected = [(await ask(http, body(number)))[0] for number in range(WORKERS)]
+
+        async def work(number: int) -> None:
+            while not over.is_set():
+                try:
+                    texts, events = await ask(http, body(number))
+                except (AssertionError, httpx.HTTPError) as error:
+                    seen.wrong.append(error)
+                    continue
+                seen.done += 1
+                if (texts, events[-1]) != (expected[number], "[DONE]"):
+                    seen.wrong.append((number, texts, events[-2:]))
+
+        async with asyncio.TaskGroup() as group:
+            for number in range(WORKERS):
+                group.create_task(work(number))
+            try:
+                yield seen
+            finally:
+                over.set()
+
+
+def most_running(server: Server, samples: int = 20) -> float:
+    """The highest number of running sequences in so many looks."""
+    return max(server.metrics()["serve_app_requests_running"] for _ in range(samples))
+
+
+async def test_knobs_change_under_load_without_losing_a_token(operated: Operated) -> None:
+    async with traffic(operated.server) as seen:
+        assert await asyncio.to_thread(most_running, operated.server) > 2
+
+        def two_seats(application: dict[str, Any]) -> None:
+            knobs = {"max_num_seqs": 2, "max_num_batched_tokens": 8, "waiting_served_ratio": 1.0}
+            application["deployments"] = [{"name": "EngineReplica", "user_config": knobs}]
+
+        before = replicas(operated.server)
+        assert (await asyncio.to_thread(operated.deploy, two_seats)).endswith("deployed")
+        assert 0 < await asyncio.to_thread(most_running, operated.server) <= 2
+        assert replicas(operated.server) == before
+    assert seen.wrong == []
+    assert seen.done > WORKERS
+
+
+def test_a_wrong_knob_is_named_and_changes_nothing(operated: Operated) -> None:
+    def wrong(application: dict[str, Any]) -> None:
+        application["deployments"][0]["user_config"] = {"max_num_seq": 2}
+
+    said = operated.deploy(wrong)
+    assert "`max_num_seq` cannot change in a running engine (did you mean `max_num_seqs`?)" in said
+    assert httpx.post(f"{operated.server.url}/v1/completions", json=body(0), timeout=60).status_code == 200
+
+
+async def test_an_update_under_load_costs_no_request(operated: Operated) -> None:
+    """New replicas, ingress and engine, take over while streams run and come."""
+    before = replicas(operated.server)
+    async with traffic(operated.server) as seen:
+
+        def other_args(application: dict[str, Any]) -> None:
+            application["args"]["engine"]["max_wait_s"] = 0.5
+            application["deployments"] = []
+
+        assert (await asyncio.to_thread(operated.deploy, other_args)).endswith("deployed")
+        done = seen.done
+        await asyncio.to_thread(wait_for, lambda: seen.done > done + WORKERS, "streams go on")
+    assert seen.wrong == []
+    assert replicas(operated.server).isdisjoint(before)
+
+
+async def test_sigterm_lets_short_streams_end_and_tells_the_others(operated: Operated) -> None:
+    """More and longer streams than the time for draining allows; new requests are refused by type, not by HAProxy."""
+    server = operated.server
+    limits = httpx.Limits(max_connections=None)
+    async with httpx.AsyncClient(base_url=server.url, timeout=120, limits=limits) as http:
+        expected = (await ask(http, body(0)))[0]
+        first = asyncio.Event()
+
+        async def stream(number: int, max_tokens: int) -> tuple[int, dict[int, str], list[str]]:
+            async with http.stream("POST", "/v1/completions", json=body(number, max_tokens)) as response:
+                texts, events = {}, []
+                async for line in response.aiter_lines():
+                    if line:
+                        first.set()
+                        events.append(line.removeprefix("data: "))
+                return response.status_code, texts, events
+
+        short = asyncio.create_task(ask(http, body(0)))
+        tasks = [asyncio.create_task(stream(1 + number % 7, 450)) for number in range(100)]
+        await first.wait()
+        server.send(signal.SIGTERM)
+
+        ready = f"{server.url}/health/ready"
+        await asyncio.to_thread(wait_for, lambda: httpx.get(ready).status_code == 503, "not ready any more")
+        answer = await http.post("/v1/completions", json=body(0))
+        assert (answer.status_code, answer.json()["error"]["type"]) == (503, "server_error")
+        assert int(answer.headers["retry-after"]) >= 1
+        assert "shutting down" in answer.json()["error"]["message"]
+
+        assert (await short)[0] == expected
+        ends = [(status, events[-1]) for status, _, events in await asyncio.gather(*tasks)]
+    complete = [end for end in ends if end == (200, "[DONE]")]
+    told = [json.loads(last)["error"] for _, last in ends if last != "[DONE]"]
+    assert {error["message"] for error in told} == {"the server has shut down"}
+    assert complete
+    assert len(complete) + len(told) == 100
+    assert {status for status, _ in ends} == {200, 503}
+    assert server.wait_stopped() == (0, [])
+
+
+def replicas(server: Server) -> set[str]:
+    return {replica["id"] for replica in httpx.get(f"{server.url}/debug/replicas", timeout=30).json()}
