@@ -111,10 +111,10 @@ def _kill_one(which: str) -> Callable[[Experiment], Awaitable[None]]:
 async def _exhaust_kv(experiment: Experiment) -> None:
     """More tokens running than the pools hold: requests are preempted, and nobody can tell."""
     seats = experiment.fleet.shape.seats * experiment.fleet.shape.replicas
-    asks = [ask(f"long {i}", text(experiment.rng, 100), 900, temperature=1, seed=i, logprobs=1) for i in range(seats)]
-    # Undisturbed is each with room to itself: a few at a time.
-    for start in range(0, seats, 6):
-        await experiment.learn(asks[start : start + 6])
+    asks = [ask(f"long {i}", text(experiment.rng, 500), 400, temperature=1, seed=i, logprobs=1) for i in range(seats)]
+    # Undisturbed is each with room to itself: half of them at a time.
+    for start in range(0, seats, seats // 2):
+        await experiment.learn(asks[start : start + seats // 2])
     before = _preemptions(experiment)
     for a in asks:
         experiment.start(a)
