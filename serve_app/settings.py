@@ -59,7 +59,7 @@ class EngineSettings(_Frozen):
     kv_cache_gib: float | None = Field(default=None, gt=0)
     """Cap on the KV pool in GiB; null = what measured memory allows (on a CPU at most 4)."""
     policy: Literal["fcfs", "priority", "static"] = "fcfs"
-    """Queue order: first come first served; by the request's `priority`; or whole batches (the baseline)."""
+    """Queue order: first come first served; lowest `priority` of the request first; or whole batches (the baseline)."""
     prefill: Literal["fused", "separate"] = "fused"
     """Prompts ride along with decode tokens in one packed step, or get steps of their own while decodes pause."""
     waiting_served_ratio: float = Field(default=0.0, ge=0, le=1000)
@@ -82,13 +82,13 @@ class IngressSettings(_Frozen):
     """The HTTP side: what is accepted, how much may wait."""
 
     max_queued_requests: int = Field(default=128, ge=0, le=1_000_000)
-    """Requests that may wait at the ingress for a place in an engine; one more is answered 429 with `Retry-After`."""
+    """Sequences (prompts times `n`) that may wait at the ingress; one more is answered 429 with `Retry-After`."""
     max_body_mib: float = Field(default=4.0, gt=0, le=1024)
     """Largest request body in MiB; a larger one is answered 413 before it is read."""
     body_timeout_s: float = Field(default=10.0, gt=0, le=3600)
     """How long a client may take to send its body, in seconds."""
     request_timeout_s: float = Field(default=600.0, gt=0, le=86_400)
-    """A request that is not done after this many seconds is ended with a timeout error."""
+    """After so many seconds, or fewer by the header `x-request-timeout`, a request is ended with a timeout error."""
     failover_wait_s: float = Field(default=30.0, ge=0, le=3600)
     """How long a request whose replica is gone waits, in seconds, while there is no other one."""
     drain_timeout_s: float = Field(default=60.0, ge=0, le=86_400)
