@@ -159,7 +159,7 @@ def server(
             "kv_cache_gib": 0.05,
             "num_threads": 1,
         },
-        "ingress": {"max_queued_requests": QUEUED, "max_body_mib": 1.0},
+        "ingress": {"max_queued_requests": QUEUED, "max_body_mib": 1.0, "failover_wait_s": 120.0},
     }
     port = free_port()
     config = write_config(tmp_path_factory.mktemp("server"), args, port)

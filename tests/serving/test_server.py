@@ -2,9 +2,7 @@
 
 import asyncio
 import json
-import os
 import re
-import signal
 from typing import Any
 
 import httpx
@@ -218,24 +216,36 @@ def test_everything_listens_on_loopback_only(server: Server) -> None:
     assert [entry for entry in listening if entry[1].ip not in ("127.0.0.1", "::1", "::ffff:127.0.0.1")] == []
 
 
-def test_a_dead_engine_is_told_and_replaced(server: Server) -> None:
+def test_debug_replicas_says_who_is_there(server: Server) -> None:
+    [engine] = [process for process in server.descendants() if "EngineReplica" in " ".join(process.cmdline())]
+    [replica] = httpx.get(f"{server.url}/debug/replicas").json()
+    assert (replica["pid"], replica["condition"], replica["leaving"]) == (engine.pid, "ok", False)
+    wait_for(
+        lambda: httpx.get(f"{server.url}/debug/replicas").json()[0]["load"]["free_blocks"] > 0, "a heartbeat was heard"
+    )
+
+
+def test_a_stream_outlives_its_only_replica(server: Server) -> None:
     """Last in the file: the replica that the other tests measured is gone afterwards."""
-    engines = [process for process in server.descendants() if "EngineReplica" in " ".join(process.cmdline())]
-    assert len(engines) == 1
-    lines = []
-    with httpx.stream(
-        "POST", f"{server.url}/v1/completions", json=body(max_tokens=480, stream=True), timeout=60
-    ) as response:
-        for line in response.iter_lines():
-            lines += [line] if line else []
-            if len(lines) == 3:
-                os.kill(engines[0].pid, signal.SIGKILL)
-    assert lines[-1] != "data: [DONE]"
-    error = json.loads(lines[-1].removeprefix("data: "))["error"]
-    assert error["type"] == "server_error"
+    request = body(max_tokens=480, stream=True, logprobs=1)
 
-    def answers() -> bool:
-        return httpx.post(f"{server.url}/v1/completions", json=body(), timeout=60).status_code == 200
+    def choices(kill: psutil.Process | None) -> list[Any]:
+        lines = []
+        with httpx.stream("POST", f"{server.url}/v1/completions", json=request, timeout=150) as response:
+            for line in response.iter_lines():
+                lines += [line.removeprefix("data: ")] if line else []
+                if len(lines) == 3 and kill is not None:
+                    kill.kill()
+        assert lines[-1] == "[DONE]"
+        return [choice for line in lines[:-1] for choice in json.loads(line)["choices"]]
 
-    wait_for(answers, "a new replica answers", timeout_s=90)
+    def joined(choices: list[Any]) -> tuple[str, list[float], str]:
+        logprobs = [value for choice in choices for value in choice["logprobs"]["token_logprobs"]]
+        return "".join(choice["text"] for choice in choices), logprobs, choices[-1]["finish_reason"]
+
+    undisturbed = joined(choices(kill=None))
+    before = server.metrics().get("serve_app_failovers_total", 0.0)
+    [engine] = [process for process in server.descendants() if "EngineReplica" in " ".join(process.cmdline())]
+    assert joined(choices(kill=engine)) == undisturbed
+    assert server.metrics()["serve_app_failovers_total"] == before + 1
     wait_idle(server)
