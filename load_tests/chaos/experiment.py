@@ -87,7 +87,7 @@ class References:
 
     async def learn(self, session: aiohttp.ClientSession, url: str, asks: Sequence[Ask]) -> None:
         """Ask what is not known yet, all at once. Raises `UndisturbedError` when one fails."""
-        unknown = {repr(a.body): a for a in asks if repr(a.body) not in self._answers}
+        unknown = {a.key: a for a in asks if a.key not in self._answers}
         gate = asyncio.Semaphore(STREAMS)
 
         async def one(a: Ask) -> Answer:
@@ -103,7 +103,7 @@ class References:
 
     def of(self, a: Ask) -> Answer | None:
         """The undisturbed answer, if it was learnt."""
-        return self._answers.get(repr(a.body))
+        return self._answers.get(a.key)
 
 
 class Experiment:

@@ -10,6 +10,7 @@ import os
 import signal
 import socket
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 
@@ -130,13 +131,14 @@ def _preemptions(experiment: Experiment) -> float:
 
 
 async def _overfill_queue(experiment: Experiment) -> None:
-    """Ten times as many requests at once as the fleet has places for."""
+    """Ten times as many requests at once as the fleet has places for, each of another user."""
     places = experiment.fleet.shape.places
     asks = [ask(f"one of many {i}", text(experiment.rng, 30), 40) for i in range(60)]
     await experiment.learn(asks)
     experiment.struck()
     for i in range(_OVERFILL * places):
-        experiment.start(asks[i % len(asks)])
+        a = asks[i % len(asks)]
+        experiment.start(replace(a, body=a.body | {"user": f"user {i}"}))
     await asyncio.gather(*experiment.tasks)
     refused = [answer for answer in experiment.answers if answer.outcome is Outcome.ERROR]
     without = [answer for answer in refused if answer.status != 429 or not answer.retry_after_s]

@@ -41,6 +41,11 @@ class Ask:
     name: str
     body: dict[str, Any]
 
+    @property
+    def key(self) -> str:
+        """Equal for requests that must be answered alike: whoever asks."""
+        return repr({name: value for name, value in self.body.items() if name != "user"})
+
 
 @dataclass
 class Answer:
