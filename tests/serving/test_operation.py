@@ -3,9 +3,8 @@
 import asyncio
 import json
 import signal
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +13,11 @@ import pytest
 import yaml
 
 from tests.serving.conftest import Server, free_port, launch, wait_for, write_config
+from tests.serving.traffic import WORKERS, ask, body, connect, replicas, traffic
 
 pytestmark = pytest.mark.cluster
 
 SEATS = 8
-WORKERS = 16
 DRAIN_TIMEOUT_S = 3.0
 
 
@@ -63,72 +62,6 @@ def operated(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Ite
     finally:
         if server.process.poll() is None:
             server.stop(signal.SIGKILL)
-
-
-def body(number: int, max_tokens: int = 60) -> dict[str, Any]:
-    """Request `number`: every other one samples, some have two choices."""
-    return {
-        "model": "tiny",
-        "prompt": f"Story {number}: " + "long " * (number % 5),
-        "max_tokens": max_tokens,
-        "temperature": 0.8 * (number % 2),
-        "seed": number,
-        "n": 1 + (number % 4 == 3),
-        "ignore_eos": True,
-        "stream": True,
-    }
-
-
-async def ask(http: httpx.AsyncClient, request: dict[str, Any]) -> tuple[dict[int, str], list[str]]:
-    """The text of each choice, and the events."""
-    texts: dict[int, str] = {}
-    events = []
-    async with http.stream("POST", "/v1/completions", json=request) as response:
-        assert response.status_code == 200, await response.aread()
-        async for line in response.aiter_lines():
-            if line:
-                events.append(line.removeprefix("data: "))
-                if line != "data: [DONE]":
-                    for choice in json.loads(events[-1]).get("choices", ()):
-                        texts[choice["index"]] = texts.get(choice["index"], "") + choice["text"]
-    return texts, events
-
-
-@dataclass
-class Traffic:
-    """Streams without a pause; `wrong` are those that did not end as they do alone."""
-
-    done: int = 0
-    wrong: list[Any] = field(default_factory=list)
-
-
-@asynccontextmanager
-async def traffic(server: Server) -> AsyncIterator[Traffic]:
-    """Keep `WORKERS` streams going inside; every text is compared with that of the same request on its own."""
-    seen = Traffic()
-    over = asyncio.Event()
-    limits = httpx.Limits(max_connections=None)
-    async with httpx.AsyncClient(base_url=server.url, timeout=120, limits=limits) as http:
-        expected = [(await ask(http, body(number)))[0] for number in range(WORKERS)]
-
-        async def work(number: int) -> None:
-            while not over.is_set():
-                try:
-                    texts, events = await ask(http, body(number))
-                except (AssertionError, httpx.HTTPError) as error:
-                    seen.wrong.append(error)
-                    continue
-                seen.done += 1
-                if (texts, events[-1]) != (expected[number], "[DONE]"):
-                    seen.wrong.append((number, texts, events[-2:]))
-
-        async with asyncio.TaskGroup() as group:
-            for number in range(WORKERS):
-                group.create_task(work(number))
-            try:
-                yield seen
-            finally:
-                over.set()
 
 
 def most_running(server: Server, samples: int = 20) -> float:
@@ -180,19 +113,19 @@ async def test_an_update_under_load_costs_no_request(operated: Operated) -> None
 async def test_sigterm_lets_short_streams_end_and_tells_the_others(operated: Operated) -> None:
     """More and longer streams than the time for draining allows; new requests are refused by type, not by HAProxy."""
     server = operated.server
-    limits = httpx.Limits(max_connections=None)
-    async with httpx.AsyncClient(base_url=server.url, timeout=120, limits=limits) as http:
+    async with connect(server) as http:
         expected = (await ask(http, body(0)))[0]
         first = asyncio.Event()
 
-        async def stream(number: int, max_tokens: int) -> tuple[int, dict[int, str], list[str]]:
+        async def stream(number: int, max_tokens: int) -> tuple[int, str]:
+            """The status and the last event (or the whole body)."""
+            last = ""
             async with http.stream("POST", "/v1/completions", json=body(number, max_tokens)) as response:
-                texts, events = {}, []
                 async for line in response.aiter_lines():
                     if line:
                         first.set()
-                        events.append(line.removeprefix("data: "))
-                return response.status_code, texts, events
+                        last = line.removeprefix("data: ")
+                return response.status_code, last
 
         short = asyncio.create_task(ask(http, body(0)))
         tasks = [asyncio.create_task(stream(1 + number % 7, 450)) for number in range(100)]
@@ -207,7 +140,7 @@ async def test_sigterm_lets_short_streams_end_and_tells_the_others(operated: Ope
         assert "shutting down" in answer.json()["error"]["message"]
 
         assert (await short)[0] == expected
-        ends = [(status, events[-1]) for status, _, events in await asyncio.gather(*tasks)]
+        ends = await asyncio.gather(*tasks)
     complete = [end for end in ends if end == (200, "[DONE]")]
     told = [json.loads(last)["error"] for _, last in ends if last != "[DONE]"]
     assert {error["message"] for error in told} == {"the server has shut down"}
@@ -215,7 +148,3 @@ async def test_sigterm_lets_short_streams_end_and_tells_the_others(operated: Ope
     assert len(complete) + len(told) == 100
     assert {status for status, _ in ends} == {200, 503}
     assert server.wait_stopped() == (0, [])
-
-
-def replicas(server: Server) -> set[str]:
-    return {replica["id"] for replica in httpx.get(f"{server.url}/debug/replicas", timeout=30).json()}
