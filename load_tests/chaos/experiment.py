@@ -131,7 +131,7 @@ class Experiment:
                 await self.fleet.wait_idle()
                 before = await asyncio.to_thread(self.fleet.holdings)
                 await self.fault.strike(self)
-                await settle(self.tasks, _STREAMS_LIMIT_S)
+                await self.finish()
                 if self._prober is not None:
                     await self._prober
                 self._judge()
@@ -217,6 +217,10 @@ class Experiment:
         self._struck_at = time.monotonic()
         if self._prober is None and not self.fault.last:
             self._prober = asyncio.create_task(self._probe())
+
+    async def finish(self) -> None:
+        """Wait until every request has ended; what takes too long is left as hung."""
+        await settle(self.tasks, _STREAMS_LIMIT_S)
 
     # What is checked.
 

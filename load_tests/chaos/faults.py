@@ -27,6 +27,7 @@ _VANISHING = 500
 _OVERFILL = 10
 _SLOW_READERS = 4
 _SLOW_SECONDS = 10
+_UPDATE_LIMIT_S = 180.0
 _KNOWN_ONLY = ("known",)
 _MAY_FAIL = frozenset({Outcome.ERROR})
 _MAY_BE_CUT = frozenset({Outcome.ERROR, Outcome.CUT})
@@ -119,7 +120,7 @@ async def _exhaust_kv(experiment: Experiment) -> None:
     before = _preemptions(experiment)
     for a in asks:
         experiment.start(a)
-    await asyncio.gather(*experiment.tasks)
+    await experiment.finish()
     preempted = _preemptions(experiment) - before
     experiment.row.notes["preemptions"] = preempted
     if not preempted:
@@ -139,7 +140,7 @@ async def _overfill_queue(experiment: Experiment) -> None:
     for i in range(_OVERFILL * places):
         a = asks[i % len(asks)]
         experiment.start(replace(a, body=a.body | {"user": f"user {i}"}))
-    await asyncio.gather(*experiment.tasks)
+    await experiment.finish()
     refused = [answer for answer in experiment.answers if answer.outcome is Outcome.ERROR]
     without = [answer for answer in refused if answer.status != 429 or not answer.retry_after_s]
     if without:
@@ -232,7 +233,7 @@ async def _terminate(experiment: Experiment) -> None:
     before = list(experiment.answers)
     await asyncio.sleep(1)
     experiment.start(ask("newcomer", "Is it too late?", 8))
-    await asyncio.gather(*experiment.tasks)
+    await experiment.finish()
     unfinished = [answer for answer in before if answer.outcome is not Outcome.COMPLETE]
     experiment.row.problems.extend(f"{a.ask.name} was under way: {a.outcome.value} {a.detail}" for a in unfinished)
     status, left = await asyncio.to_thread(fleet.wait_gone, family)
@@ -249,13 +250,13 @@ async def _update(experiment: Experiment) -> None:
     experiment.struck()
     _change_config(experiment.fleet.config)
     os.kill(experiment.fleet.pid, signal.SIGUSR1)
-    deadline = asyncio.get_running_loop().time() + 90
+    deadline = asyncio.get_running_loop().time() + _UPDATE_LIMIT_S
     while asyncio.get_running_loop().time() < deadline:
         await experiment.trickle(asks)
         now = {process.pid for process in experiment.fleet.replicas()}
         if not now & old and len(now) == experiment.fleet.shape.replicas:
             return
-    raise NotInTimeError("not within 90 s: all replicas replaced by the update")
+    raise NotInTimeError("not in time: all replicas replaced by the update")
 
 
 async def _lose_node(experiment: Experiment) -> None:
@@ -273,7 +274,7 @@ async def _lose_node(experiment: Experiment) -> None:
     for pid in family[1:]:
         os.kill(pid, number)
     experiment.send_signal(family[0], number)
-    await asyncio.gather(*experiment.tasks)
+    await experiment.finish()
     # Nobody else can end frozen processes.
     for pid in family:
         if psutil.pid_exists(pid):
