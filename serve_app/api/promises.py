@@ -151,9 +151,13 @@ class ServiceRate:
         return self._ended >= _ENOUGH
 
     def per_place(self, now: float) -> float:
-        """Sequences per second and place; one until there is something to measure."""
+        """Sequences per second and place; one while there is nothing to measure."""
         self._advance(now)
-        return (self._ended + 1.0) / (self._place_s + 1.0)
+        measured = (self._ended + 1.0) / (self._place_s + 1.0)
+        if self.known or not self._places:
+            return measured
+        # Nobody has ended yet, or hardly: take those who run to be half through.
+        return max(measured, 1.0 / (1.0 + 2.0 * self._place_s / self._places))
 
     def _advance(self, now: float) -> None:
         self._place_s += self._places * (now - self._at)

@@ -97,6 +97,13 @@ def test_the_rate_counts_only_while_every_place_is_taken() -> None:
     assert rate.per_place(10999.0) < 0.25, "nothing ends any more"
 
 
+def test_before_anything_has_ended_the_running_ones_are_taken_to_be_half_through() -> None:
+    rate = ServiceRate()
+    rate.taken(10, 0.0)
+    assert rate.per_place(0.0) == 1.0
+    assert rate.per_place(50.0) == pytest.approx(1 / 100, rel=0.02)
+
+
 @pytest.mark.parametrize(
     ("server", "clients"),
     [
