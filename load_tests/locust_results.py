@@ -82,7 +82,12 @@ class Collector:
 
     def _on_stop(self, environment: Any, **_: Any) -> None:
         self._ended = time.time()
-        if not isinstance(environment.runner, WorkerRunner):
+        if isinstance(environment.runner, WorkerRunner):
+            # The next report would be due in seconds, when the master may have ended; and before that a worker would
+            # sit out its stop timeout although everybody has stopped.
+            environment.runner._send_stats()
+            environment.stop_timeout = 0.0
+        else:
             self._after = ServerView.read(_host(environment))
 
     def _send(self, data: dict[str, Any], **_: Any) -> None:

@@ -192,6 +192,8 @@ class Crowd(LoadTestShape):
         users, run_time = options.num_users or 1, float(options.run_time or 0)
         passed = self.get_run_time()
         if run_time and passed >= run_time:
+            # Locust's own way out of a headless run does not wait for what its workers have still to report.
+            self.runner.stop()
             return None
         wanted = users_wanted(options.shape, users, passed / (run_time or 60.0))
         return wanted, float(options.spawn_rate or 1.0) if options.shape == "steady" else float(users)

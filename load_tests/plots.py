@@ -60,13 +60,14 @@ def draw_first_tokens(run: Run, objective: Objective) -> Figure:
     """Each request's time to first token at the time it was due; failures as crosses at the top."""
     figure, (axes,) = new_figure()
     answered = [result for result in run.results if result.ttft_s is not None]
+    axes.set_yscale("log")
+    axes.set_ylim(*_range([result.ttft_s or 0.0 for result in answered], objective.ttft_s))
     for colour, label, wanted in ((BLUE, "met the objective", True), (ORANGE, "missed it", False)):
         chosen = [result for result in answered if objective.met_by(result) is wanted]
         times = [1000 * (result.ttft_s or 0.0) for result in chosen]
         # Thousands of dots would make the page heavy as shapes.
         axes.plot([r.due_s for r in chosen], times, ".", color=colour, markersize=4, label=label, rasterized=True)
     axes.axhline(1000 * objective.ttft_s, color=RED, linewidth=1, label="objective")
-    axes.set_yscale("log")
     failed = [result.due_s for result in run.results if result.error is not None]
     if failed:
         axes.plot(failed, [0.97] * len(failed), "x", color=RED, transform=axes.get_xaxis_transform(), label="failed")
@@ -80,18 +81,29 @@ def draw_distributions(run: Run, objective: Objective) -> Figure:
     """What share of requests had at most so long to the first token, and per token; of gaps, between tokens."""
     figure, (first, between) = new_figure(columns=2)
     good = [result for result in run.results if result.error is None]
-    _draw_shares(first, [r.ttft_s for r in good if r.ttft_s is not None], BLUE, "time to first token")
-    first.axvline(1000 * objective.ttft_s, color=RED, linewidth=1, label="objective")
-    _draw_shares(between, [gap for r in good for gap in r.gaps_s], BLUE, "between tokens (ITL)")
-    _draw_shares(between, [r.tpot_s for r in good if r.tpot_s is not None], GREEN, "a request's mean (TPOT)")
-    between.axvline(1000 * objective.tpot_s, color=RED, linewidth=1, label="objective")
-    for axes in (first, between):
+    ttft = [r.ttft_s for r in good if r.ttft_s is not None]
+    gaps = [gap for r in good for gap in r.gaps_s]
+    means = [r.tpot_s for r in good if r.tpot_s is not None]
+    for axes, limit_s, curves in (
+        (first, objective.ttft_s, ((ttft, BLUE, "time to first token"),)),
+        (between, objective.tpot_s, ((gaps, BLUE, "between tokens (ITL)"), (means, GREEN, "a request's mean (TPOT)"))),
+    ):
         axes.set_xscale("log")
+        axes.set_xlim(*_range([value for values, _, _ in curves for value in values], limit_s))
+        for values, colour, label in curves:
+            _draw_shares(axes, values, colour, label)
+        axes.axvline(1000 * limit_s, color=RED, linewidth=1, label="objective")
         axes.set_ylim(0, 1.02)
         axes.set_xlabel("ms")
         axes.set_ylabel("share at most so long")
-        axes.legend(frameon=False, fontsize=8, loc="lower right")
+        axes.legend(frameon=False, fontsize=8, loc="upper left")
     return figure
+
+
+def _range(seconds: Sequence[float], objective_s: float) -> tuple[float, float]:
+    """Limits in milliseconds of a logarithmic axis for these and the objective; what came together is left of it."""
+    shown = [1000 * value for value in (*seconds, objective_s)]
+    return max(0.1, min(shown) / 1.5), max(0.2, 1.5 * max(shown))
 
 
 def draw_rates(results: Mapping[str, Mapping[str, Any]]) -> Figure:

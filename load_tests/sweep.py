@@ -11,8 +11,7 @@ in a shuffled order, fused beside separate, and the defaults are measured again 
 import asyncio
 import json
 import sys
-import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from random import Random
@@ -116,25 +115,33 @@ def measure(
     rates: Sequence[float],
     shares: Sequence[float],
     seconds: float,
+    on_points: Callable[[list[dict[str, Any]]], None],
     port: int = _PORT,
 ) -> list[dict[str, Any]]:
-    """One point per setting and rate. Without `rates` they are `shares` of what the first server can do."""
+    """One point per setting and rate; `on_points` gets all of them after every setting. Logs go to `folder`.
+
+    Without `rates` they are `shares` of what the first server can do.
+    """
     points: list[dict[str, Any]] = []
     for number, setting in enumerate(settings):
         console.print(f"[bold]{number + 1}/{len(settings)} {setting}")
         command = server_of(setting, config, folder, port)
-        with running(command, folder / "server.log"):
-            server = reach(command.client(""), writer)
-            if not rates:
-                capacity = measure_capacity(server, writer)
-                rates = [round(share * capacity, 2) for share in shares]
-                console.print(f"about {capacity:.2f} requests per second can be done; rates {rates}")
-            for rate in rates:
-                workload = arrivals_at(rate, seconds, writer, seed=0)
-                with show_progress(workload, f"{setting.prefill} {workload.name}") as on_done:
-                    run = asyncio.run(run_workload(server, workload, writer, on_done))
-                summary = summarize(run, writer.num_special)
-                points.append({**asdict(setting), "rate": rate, "summary": summary})
+        try:
+            with running(command, folder / f"server-{number + 1}.log"):
+                server = reach(command.client(""), writer)
+                if not rates:
+                    capacity = measure_capacity(server, writer)
+                    rates = [round(share * capacity, 2) for share in shares]
+                    console.print(f"about {capacity:.2f} requests per second can be done; rates {rates}")
+                for rate in rates:
+                    workload = arrivals_at(rate, seconds, writer, seed=0)
+                    with show_progress(workload, f"{setting.prefill} {workload.name}") as on_done:
+                        run = asyncio.run(run_workload(server, workload, writer, on_done))
+                    points.append({**asdict(setting), "rate": rate, "summary": summarize(run, writer.num_special)})
+        except RuntimeError as error:
+            # A server that does not start costs its own points, not the hour before.
+            console.print(f"[red]{setting} is left out: {error}")
+        on_points(points)
     return points
 
 
@@ -148,6 +155,7 @@ def main(
     seconds: Annotated[float, typer.Option(min=1, help="Seconds of arrivals at each rate.")] = 30.0,
     tokenizer: Annotated[str, typer.Option(help="Of the config's model: a folder, or a model.")] = "default",
     quick: Annotated[bool, typer.Option(help="The highest value of each knob, 0.8 of capacity, 8 s.")] = False,
+    folder: Annotated[Path, typer.Option(help="Where the servers' logs go.")] = Path("build/sweep"),
     json_file: JsonFile = None,
     html: HtmlFile = None,
     png: PngFile = None,
@@ -159,23 +167,25 @@ def main(
             raise typer.BadParameter(f"{name!r} is none of {', '.join(VALUES)}", param_hint="--knobs")
     if quick:
         shares, seconds = "0.8", 8.0
-    with tempfile.TemporaryDirectory(prefix="serve-app-sweep-") as folder:
-        points = measure(
-            settings_to_try(names, quick),
-            config,
-            Path(folder),
-            open_writer(tokenizer),
-            rates=[float(rate) for rate in rates.split(",") if rate],
-            shares=[float(share) for share in shares.split(",")],
-            seconds=seconds,
-        )
+    folder.mkdir(parents=True, exist_ok=True)
     facts = circumstances(config=str(config), seconds_per_rate=seconds)
-    text = json.dumps({"circumstances": facts, "points": points}, indent=1)
-    print(text)
-    if json_file is not None:
-        json_file.write_text(text + "\n")
-    if html is not None:
-        html.write_text(sweep_page(facts, points), encoding="utf-8")
+
+    def save(points: list[dict[str, Any]]) -> None:
+        if json_file is not None:
+            json_file.write_text(json.dumps({"circumstances": facts, "points": points}, indent=1) + "\n")
+        if html is not None:
+            html.write_text(sweep_page(facts, points), encoding="utf-8")
+
+    points = measure(
+        settings_to_try(names, quick),
+        config,
+        folder,
+        open_writer(tokenizer),
+        rates=[float(rate) for rate in rates.split(",") if rate],
+        shares=[float(share) for share in shares.split(",")],
+        seconds=seconds,
+        on_points=save,
+    )
     if png is not None:
         draw_sweep(points).savefig(png, format="png", dpi=110)
 

@@ -38,6 +38,7 @@ def draw_sweep(points: Sequence[Point]) -> Figure:
 
 
 def _draw_knob(axes: Axes, points: Sequence[Point], knob: str, kind: str, percent: str) -> None:
+    axes.set_yscale("log")
     values = sorted({point["value"] for point in points if point["knob"] == knob})
     curves = [("", 0.0, "default"), *((knob, value, f"{value:g}") for value in values)]
     for colour, (name, value, label) in zip(COLOURS, curves, strict=False):
@@ -52,7 +53,6 @@ def _draw_knob(axes: Axes, points: Sequence[Point], knob: str, kind: str, percen
                 color=colour,
                 label=f"{label}, {prefill}",
             )
-    axes.set_yscale("log")
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
 

@@ -1,93 +1,33 @@
 """The load generator against a small real HTTP server whose every event the test decides."""
 
 import asyncio
-import json
-import subprocess
-import sys
-from collections.abc import AsyncIterator, Callable
-from pathlib import Path
+import time
+from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
-from aiohttp import web
-from aiohttp.test_utils import TestServer
 
 from load_tests.bench import find_model, run_repeats, warm_up
-from load_tests.client import Objective, Run, Server, median_of, open_session, percentile, run_workload, send, summarize
-from load_tests.workloads import PromptWriter, WorkItem, Workload
-
-ITEM = WorkItem("one two three", 3, 4)
-DONE = {"choices": [{"text": "", "finish_reason": "length"}]}
-
-
-class WordTokenizer:
-    """One token per word."""
-
-    vocab_size = 1000
-
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        return [hash(word) % 1000 for word in text.split()]
-
-    def decode(self, token_ids: list[int]) -> str:
-        number = token_ids[0]
-        return "w" + "".join(chr(97 + number // 26**power % 26) for power in range(3))
-
-
-WRITER = PromptWriter(WordTokenizer())
-
-
-class FakeServer:
-    """Answers completions with the events that `script(body)` gives, and remembers what it was asked."""
-
-    def __init__(self) -> None:
-        self.bodies: list[dict[str, Any]] = []
-        self.at_once = self.most_at_once = 0
-        self.script: Callable[[dict[str, Any]], list[Any]] = answer
-        self.arrivals = asyncio.Semaphore(0)
-        self.hold: asyncio.Event | None = None
-
-    async def complete(self, request: web.Request) -> web.StreamResponse:
-        body = await request.json()
-        self.bodies.append(body)
-        self.at_once += 1
-        self.most_at_once = max(self.most_at_once, self.at_once)
-        self.arrivals.release()
-        events = self.script(body)
-        if isinstance(events[0], int):
-            self.at_once -= 1
-            return web.json_response({"error": {"message": "no"}}, status=events[0])
-        response = web.StreamResponse()
-        await response.prepare(request)
-        for event in events:
-            if self.hold is not None:
-                await self.hold.wait()
-            await response.write(f"data: {event if isinstance(event, str) else json.dumps(event)}\n\n".encode())
-        self.at_once -= 1
-        return response
-
-
-def token(text: str) -> dict[str, Any]:
-    return {"choices": [{"text": text, "finish_reason": None}]}
-
-
-def answer(body: dict[str, Any]) -> list[Any]:
-    count = body["max_tokens"]
-    usage = {"choices": [], "usage": {"completion_tokens": count, "prompt_tokens": len(body["prompt"].split())}}
-    return [*(token("word ") for _ in range(count)), DONE, usage, "[DONE]"]
+from load_tests.client import (
+    Objective,
+    RequestResult,
+    Run,
+    Server,
+    median_of,
+    open_session,
+    percentile,
+    run_workload,
+    send,
+    summarize,
+)
+from load_tests.workloads import WorkItem, Workload
+from tests.load_tests.fake_server import DONE, ITEM, WRITER, FakeServer, answer, serving, token
 
 
 @pytest.fixture
 async def fake() -> AsyncIterator[tuple[FakeServer, Server]]:
-    server = FakeServer()
-    app = web.Application()
-    app.router.add_post("/v1/completions", server.complete)
-
-    async def models(_: web.Request) -> web.Response:
-        return web.json_response({"data": [{"id": "tiny"}]})
-
-    app.router.add_get("/v1/models", models)
-    async with TestServer(app) as running:
-        yield server, Server(str(running.make_url("/")), "tiny", timeout_s=10)
+    async with serving() as both:
+        yield both
 
 
 async def one(server: Server, item: WorkItem = ITEM) -> Any:
@@ -208,8 +148,6 @@ async def test_summary_counts_wrong_lengths_mismatches_and_failures(fake: tuple[
 
 
 def test_rates_use_the_whole_time() -> None:
-    from load_tests.client import RequestResult
-
     results = tuple(RequestResult(ITEM, None, 0.5, 2.0, [0.5, 0.5, 0.5], 4, 3) for _ in range(3))
     summary = summarize(Run(Workload("w", (ITEM,) * 3, 3), results, 4.0, 0.1))
     assert (summary["output_tok_s"], summary["prompt_tok_s"], summary["requests_per_s"]) == (3.0, 2.25, 0.75)
@@ -245,9 +183,54 @@ async def test_repeats_send_different_texts_and_report_the_median(fake: tuple[Fa
     assert {body["prompt"] for body in fake[0].bodies} == {"text 0", "text 1", "text 2"}
 
 
-def test_the_command_says_in_one_line_that_no_server_is_there() -> None:
-    command = [sys.executable, "-m", "load_tests.bench", "--base-url", "http://127.0.0.1:9", "--workload", "single"]
-    result = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[2])
-    assert result.returncode == 1
-    assert "127.0.0.1:9" in result.stderr
-    assert "Traceback" not in result.stderr
+async def test_latencies_count_from_when_a_request_was_due(fake: tuple[FakeServer, Server]) -> None:
+    async with open_session(fake[1]) as session:
+        result = await send(session, fake[1], ITEM, WRITER.count, clock_start=time.perf_counter() - 5.0)
+    assert result.ttft_s > 5.0
+    assert result.late_s == pytest.approx(5.0, abs=1.0)
+
+
+async def test_a_refused_request_comes_back_when_told_and_has_waited_all_along(
+    fake: tuple[FakeServer, Server],
+) -> None:
+    fake[0].headers = {"Retry-After": "1"}
+    fake[0].script = lambda body: [429] if len(fake[0].bodies) == 1 else answer(body)
+    items = (WorkItem("one two three", 3, 4),)
+    (result,) = (await run_workload(fake[1], Workload("w", items, None), WRITER, retries=1)).results
+    assert (result.error, result.status, result.attempts, result.output_tokens) == (None, 200, 2, 4)
+    assert result.ttft_s > 1.0
+    assert result.late_s < 1.0
+
+
+@pytest.mark.parametrize(("retries", "headers"), [(0, {"Retry-After": "1"}), (3, {}), (3, {"Retry-After": "soon"})])
+async def test_without_retries_or_a_time_a_refusal_is_final(
+    fake: tuple[FakeServer, Server], retries: int, headers: dict[str, str]
+) -> None:
+    fake[0].headers, fake[0].script = headers, lambda body: [429]
+    run = await run_workload(fake[1], Workload("w", (ITEM,), None), WRITER, retries=retries)
+    assert len(fake[0].bodies) == 1
+    assert (summarize(run)["refused"], summarize(run)["failures"]) == (1, 1)
+
+
+def test_hanging_up_is_no_failure_and_has_no_wrong_length() -> None:
+    left = RequestResult(ITEM, None, 0.5, 0.7, [0.2], 2, 3, cancelled=True)
+    whole = RequestResult(ITEM, None, 0.5, 2.0, [0.5, 0.5, 0.5], 4, 3)
+    summary = summarize(Run(Workload("w", (ITEM, ITEM), None), (left, whole), 4.0, 0.1))
+    assert (summary["failures"], summary["cancelled"], summary["wrong_length"]) == (0, 1, 0)
+    assert summary["e2e_ms"]["p50"] == 2000.0
+    assert summary["ttft_ms"]["p50"] == 500.0
+
+
+@pytest.mark.parametrize(
+    ("result", "met"),
+    [
+        (RequestResult(ITEM, None, 0.9, 1.2, [0.1] * 3, 4), True),
+        (RequestResult(ITEM, None, 1.1, 1.4, [0.1] * 3, 4), False),
+        (RequestResult(ITEM, None, 0.9, 2.1, [0.4] * 3, 4), False),
+        (RequestResult(ITEM, "HTTP 429", None, 0.1, [], 0), False),
+        (RequestResult(ITEM, None, 0.9, 0.9, [], 1), True),
+        (RequestResult(ITEM, None, None, 0.9, [], 0, cancelled=True), False),
+    ],
+)
+def test_the_objective_wants_both_latencies_and_an_answer(result: RequestResult, met: bool) -> None:
+    assert Objective(ttft_s=1.0, tpot_s=0.2).met_by(result) is met
