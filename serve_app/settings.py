@@ -93,6 +93,8 @@ class IngressSettings(_Frozen):
     """How long a request whose replica is gone waits, in seconds, while there is no other one."""
     drain_timeout_s: float = Field(default=60.0, ge=0, le=86_400)
     """After a signal to stop: what still runs after this many seconds is ended with an error."""
+    otlp_endpoint: str | None = Field(default=None, pattern=r"https?://.+")
+    """Collector that gets an OpenTelemetry span of every request, by OTLP over HTTP (`http://127.0.0.1:4318`)."""
 
 
 class AutoscalingSettings(_Frozen):

@@ -17,7 +17,7 @@ from serve_app.api.errors import http_exception_handler
 from serve_app.api.guard import RequestGuard
 from serve_app.api.prepare import check_model, encode_messages, encode_prompt, off_loop
 from serve_app.api.schemas import Body, ChatBody, CompletionBody, DetokenizeBody, TokenizeBody, parse_body
-from serve_app.api.service import ApiLimits, NullObserver, RequestObserver, Service
+from serve_app.api.service import ApiLimits, NullObserver, RequestLog, RequestObserver, Service
 from serve_app.errors import InvalidRequestError
 
 
@@ -27,13 +27,14 @@ def create_app(
     limits: ApiLimits | None = None,
     observer: RequestObserver | None = None,
     drain: Drain | None = None,
+    log: RequestLog = lambda _: None,
 ) -> FastAPI:
-    """The whole HTTP API over `service`, until `drain` runs.
+    """The whole HTTP API over `service`, until `drain` runs; `log` is told of every generation request.
 
     No documentation pages: FastAPI's load their scripts from a CDN.
     """
     app = _Api(title="serve_app", version=version("serve_app"), docs_url=None, redoc_url=None)
-    context = ApiContext(service, admission, limits or ApiLimits(), observer or NullObserver(), drain or Drain())
+    context = ApiContext(service, admission, limits or ApiLimits(), observer or NullObserver(), drain or Drain(), log)
     app.add_middleware(RequestGuard, limits=context.limits, observer=context.observer)
     app.add_exception_handler(HTTPException, http_exception_handler)
     _add_generation(app, context)

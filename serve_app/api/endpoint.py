@@ -22,7 +22,7 @@ from serve_app.api.drain import Drain
 from serve_app.api.errors import error_json, internal_error
 from serve_app.api.generation import ChoicePiece, Generation, Usage
 from serve_app.api.schemas import GenerationBody
-from serve_app.api.service import ApiLimits, Endpoint, RequestContext, RequestObserver, Service
+from serve_app.api.service import ApiLimits, Endpoint, RequestContext, RequestLog, RequestObserver, Service
 from serve_app.api.tracking import RequestTracker
 from serve_app.core.request import EngineRequest
 from serve_app.errors import RequestError
@@ -40,6 +40,7 @@ class ApiContext:
     limits: ApiLimits
     observer: RequestObserver
     drain: Drain
+    log: RequestLog
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +117,7 @@ class GenerationResponse(Response):
         await until_disconnect(receive, self._serve(body, send))
 
     async def _serve(self, body: bytes, send: Send) -> None:
-        with RequestTracker(self._context.observer, self._endpoint) as tracker, self._context.drain.request():
+        with self._tracker() as tracker, self._context.drain.request():
             headers = self._request.headers
             session = session_of(headers)
             deadline = self._context.admission.clock() + timeout_of(headers, self._context.limits.request_timeout_s)
@@ -126,8 +127,8 @@ class GenerationResponse(Response):
             tickets = self._context.admission.reserve(job.num_prompts, job.body.n or 1, caller)
             try:
                 requests = await job.engine_requests()
-                tracker.prompt_tokens = sum(len(request.prompt_token_ids) for request in requests)
                 contexts = [RequestContext(deadline, session) for _ in requests]
+                tracker.generates(requests, contexts)
                 generation = Generation(self._context.service, requests, contexts, job.stop, tracker)
                 async with aclosing(generation.pieces(tickets)) as pieces:
                     if job.stream:
@@ -137,6 +138,11 @@ class GenerationResponse(Response):
             finally:
                 for ticket in tickets:
                     ticket.release()
+
+    def _tracker(self) -> RequestTracker:
+        request, context = self._request, self._context
+        traceparent = request.headers.get("traceparent")
+        return RequestTracker(context.observer, context.log, self._endpoint, request.state.request_id, traceparent)
 
     async def _answer(
         self, job: Job, generation: Generation, pieces: AsyncGenerator[list[ChoicePiece], None], send: Send

@@ -3,7 +3,7 @@
 Serving implements both over Ray handles and Prometheus; tests over an engine in the same process.
 """
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Literal, Protocol
@@ -53,11 +53,13 @@ class RequestContext:
     deadline: on `time.monotonic`'s clock, in seconds; after it the request ends with `RequestTimeoutError`.
     session: the client's name for a conversation whose requests should meet the same cache.
     ended_choices: filled while it runs with the choices that are over for the client (a stop string was found).
+    replicas: filled by the service while it runs: the engines that had the request, in order.
     """
 
     deadline: float | None = None
     session: str | None = None
     ended_choices: set[int] = field(default_factory=set)
+    replicas: list[str] = field(default_factory=list)
 
 
 NO_CONTEXT = RequestContext()
@@ -105,6 +107,34 @@ class Outcome(StrEnum):
     OVERLOADED = "overloaded"
     FAILED = "failed"
     CANCELLED = "cancelled"
+
+
+@dataclass(frozen=True, slots=True)
+class RequestSummary:
+    """How one generation request went: its line in the log, its span in a trace. No text, so nothing private.
+
+    error: the error's code, or its type. queue_s: the longest wait of its prompts, None if none had its turn.
+    first_token_s, seconds: since its arrival at started_at, a Unix time in seconds. replicas: in the order in which
+    they had it. engine_ids: the names of its prompts in recorded steps. traceparent: the client's, unchecked.
+    """
+
+    request_id: str
+    endpoint: Endpoint
+    outcome: Outcome
+    error: str | None
+    prompt_tokens: int
+    output_tokens: int
+    queue_s: float | None
+    first_token_s: float | None
+    seconds: float
+    started_at: float
+    replicas: tuple[str, ...]
+    engine_ids: tuple[str, ...]
+    traceparent: str | None
+
+
+RequestLog = Callable[[RequestSummary], None]
+"""Told about every generation request once it has ended. Must neither block nor raise."""
 
 
 class RequestObserver(Protocol):

@@ -1,11 +1,13 @@
-"""Tells the observer about one HTTP request: when it started, its tokens, and exactly once how it ended."""
+"""Tells observer and log about one HTTP request: when it started, its tokens, and exactly once how it ended."""
 
 import asyncio
 import time
+from collections.abc import Sequence
 from types import TracebackType
 from typing import Self
 
-from serve_app.api.service import Endpoint, Outcome, RequestObserver
+from serve_app.api.service import Endpoint, Outcome, RequestContext, RequestLog, RequestObserver, RequestSummary
+from serve_app.core.request import EngineRequest
 from serve_app.errors import OverloadedError, RequestError, RequestTimeoutError, UnavailableError
 
 _REFUSALS = (OverloadedError, RequestTimeoutError, UnavailableError)
@@ -14,23 +16,42 @@ _REFUSALS = (OverloadedError, RequestTimeoutError, UnavailableError)
 class RequestTracker:
     """`with` around the whole request. Passes every exception on."""
 
-    def __init__(self, observer: RequestObserver, endpoint: Endpoint) -> None:
+    def __init__(
+        self,
+        observer: RequestObserver,
+        log: RequestLog,
+        endpoint: Endpoint,
+        request_id: str,
+        traceparent: str | None = None,
+    ) -> None:
         self._observer = observer
-        self._endpoint = endpoint
+        self._log = log
+        self._endpoint: Endpoint = endpoint
+        self._request_id = request_id
+        self._traceparent = traceparent
         self._started_at = time.monotonic()
         self._output_tokens = 0
-        self.prompt_tokens = 0
+        self._queue_s: float | None = None
+        self._first_token_s: float | None = None
+        self._requests: Sequence[EngineRequest] = ()
+        self._contexts: Sequence[RequestContext] = ()
         self.told_error: Exception | None = None
         """An error that the client was told inside its stream, and that is therefore not raised."""
 
+    def generates(self, requests: Sequence[EngineRequest], contexts: Sequence[RequestContext]) -> None:
+        """What the HTTP request turned out to be, before any of it is generated."""
+        self._requests, self._contexts = requests, contexts
+
     def queued(self, seconds: float) -> None:
         """See `RequestObserver.queued`."""
+        self._queue_s = max(seconds, self._queue_s or 0.0)
         self._observer.queued(seconds)
 
     def tokens(self, count: int, gap: float | None) -> None:
         """See `RequestObserver.tokens`."""
-        if not self._output_tokens:
-            self._observer.first_token(time.monotonic() - self._started_at)
+        if self._first_token_s is None:
+            self._first_token_s = time.monotonic() - self._started_at
+            self._observer.first_token(self._first_token_s)
         self._output_tokens += count
         self._observer.tokens(count, gap)
 
@@ -41,12 +62,38 @@ class RequestTracker:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        seconds = time.monotonic() - self._started_at
         told = error or self.told_error
-        outcome = _outcome(told)
         if isinstance(told, _REFUSALS):
             self._observer.refused(told.code or "other")
-        self._observer.finished(self._endpoint, outcome, self.prompt_tokens, self._output_tokens, seconds)
+        summary = self._summary(told)
+        self._observer.finished(
+            self._endpoint, summary.outcome, summary.prompt_tokens, summary.output_tokens, summary.seconds
+        )
+        self._log(summary)
+
+    def _summary(self, error: BaseException | None) -> RequestSummary:
+        seconds = time.monotonic() - self._started_at
+        outcome = _outcome(error)
+        replicas = dict.fromkeys(name for context in self._contexts for name in context.replicas)
+        return RequestSummary(
+            request_id=self._request_id,
+            endpoint=self._endpoint,
+            outcome=outcome,
+            error=None if error is None or outcome is Outcome.CANCELLED else _name(error),
+            prompt_tokens=sum(len(request.prompt_token_ids) for request in self._requests),
+            output_tokens=self._output_tokens,
+            queue_s=self._queue_s,
+            first_token_s=self._first_token_s,
+            seconds=seconds,
+            started_at=time.time() - seconds,
+            replicas=tuple(replicas),
+            engine_ids=tuple(request.request_id for request in self._requests),
+            traceparent=self._traceparent,
+        )
+
+
+def _name(error: BaseException) -> str:
+    return error.code or error.type if isinstance(error, RequestError) else "internal_error"
 
 
 def _outcome(error: BaseException | None) -> Outcome:

@@ -1,38 +1,39 @@
-// Twelve requests at once, for those who want to see the batch work. They stop when the page is left.
+// Twelve prompts at once, for those who want to see the batch work. They stop when the page is left.
 
 import { streamJson } from "./api.js";
 
-const PROMPTS = [
-  ["What is the capital of France?", 24],
-  ["Write a short story about a lighthouse keeper who finds a letter.", 220],
-  ["List three uses of a paper clip.", 70],
-  ["Explain to a child why the sky is blue.", 150],
-  ["Say hello.", 8],
-  ["Summarize this in one sentence: " + "The train left the station late and everybody on board looked at the rain. ".repeat(12), 60],
+const STORY = "The train left the station late, and everybody on board looked at the rain. ".repeat(16);
+// Three requests of several prompts each: a browser opens six connections to a server at most, and the page needs some.
+const REQUESTS = [
+  { max_tokens: 32, prompt: ["The capital of France is", "Water boils at", "My favourite animal is", "2 + 2 =", "Hello,", STORY] },
+  { max_tokens: 110, prompt: ["The sky is blue because", "Three uses of a paper clip:", "Once upon a time", `${STORY}Then`] },
+  { max_tokens: 240, prompt: ["A lighthouse keeper found a letter.", "Dear colleague, you asked how a steam engine works."] },
 ];
-const COUNT = 12;
+const COUNT = REQUESTS.flatMap((request) => request.prompt).length;
 const find = (id) => document.getElementById(id);
 
 export function startCrowd() {
   find("crowd").addEventListener("click", async () => {
     find("crowd").disabled = true;
     let done = 0;
-    let failed = 0;
+    let failure = "";
     const show = () => {
-      const end = failed ? `, ${failed} failed` : "";
-      find("crowd-status").textContent = `${done} of ${COUNT} answered${end}`;
+      find("crowd-status").textContent = `${done} of ${COUNT} answered${failure && `; ${failure}`}`;
     };
     show();
-    const runs = Array.from({ length: COUNT }, async (_, i) => {
-      const [content, max_tokens] = PROMPTS[i % PROMPTS.length];
-      const body = { model: find("model").value, messages: [{ role: "user", content }], max_tokens, stream: true };
+    const count = (chunk) => {
+      const ended = chunk.choices.filter((choice) => choice.finish_reason !== null).length;
+      done += ended;
+      if (ended) show();
+    };
+    const runs = REQUESTS.map(async (request) => {
+      const body = { ...request, model: find("model").value, ignore_eos: true, stream: true };
       try {
-        await streamJson("/v1/chat/completions", body, undefined, () => {});
-        done += 1;
-      } catch {
-        failed += 1;
+        await streamJson("/v1/completions", body, undefined, count);
+      } catch (error) {
+        failure = error.message;
+        show();
       }
-      show();
     });
     await Promise.all(runs);
     find("crowd").disabled = false;

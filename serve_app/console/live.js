@@ -70,7 +70,7 @@ function fillCard(card, replica, now) {
     running: [stats.running, `of ${replica.num_slots}`],
     waiting: [stats.waiting],
     "waiting-served ratio": [(stats.waiting / Math.max(stats.running, 1)).toFixed(2)],
-    step: recent.length ? [stepMs.toFixed(stepMs < 10 ? 1 : 0), "ms"] : ["idle"],
+    step: recent.length ? [stepMs.toFixed(stepMs < 10 ? 1 : 0), "ms"] : [stats.running ? "busy" : "idle"],
     gate: [last && !last.gate_open && stats.running ? "closed" : "open"],
     preempted: [sum(replica.records, (record) => record.preempted.length), "in 5 min"],
   });
@@ -99,16 +99,18 @@ function showSlots(list, replica) {
   });
 }
 
-/** Slot -> the latest row of whoever holds it now. A step need not have a row for everyone. */
+/** Slot -> the latest row of whoever holds it now: a step need not have a row for everyone. */
 function currentRows(replica) {
   const rows = new Map();
-  if (replica.gone || replica.stats.running === 0) return rows;
+  if (replica.gone) return rows;
   for (const record of replica.records.slice(-32)) {
     const left = new Set([...record.finished, ...record.preempted].map(([request, choice]) => `${request}#${choice}`));
-    for (const row of prepare(record).rows) rows.set(row.slot, row);
+    for (const row of prepare(record).rows) rows.set(row.slot, { ...row, step: record.step });
     for (const [slot, row] of rows) if (left.has(`${row.request}#${row.choice}`)) rows.delete(slot);
   }
-  return rows;
+  // A request whose client left ends without a record: those seen last are the ones that run.
+  const latest = [...rows].sort(([, a], [, b]) => b.step - a.step);
+  return new Map(latest.slice(0, replica.stats.running));
 }
 
 function showFigures(list, figures) {

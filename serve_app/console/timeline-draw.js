@@ -69,7 +69,7 @@ export function drawReplica(canvas, replica, { from, to, axis }) {
   const records = replica.records.filter((record) => prepare(record).end > from && record.started_at < to);
   const columns = axis === "steps" ? byStep(records, width) : byTime(records, width, from, to);
   const picture = { context, width, columns, replica, lane: laneHeight(replica), css: (name) => style.getPropertyValue(name) };
-  drawLanes(picture);
+  drawLanes(picture, axis === "time" ? unfinished(replica, width, from, to) : null);
   drawRows(picture);
   drawMarks(picture);
   const lanesEnd = picture.lane * replica.num_slots;
@@ -91,6 +91,13 @@ function byTime(records, width, from, to) {
   });
 }
 
+/** Where the step that is running now stands: what is in it is told when it is over. */
+function unfinished(replica, width, from, to) {
+  if (replica.gone || replica.step_age_s === null) return null;
+  const x = (time) => Math.min(width, Math.max(GUTTER, GUTTER + ((time - from) / (to - from)) * (width - GUTTER)));
+  return { x: x(replica.now - replica.step_age_s), end: x(replica.now) };
+}
+
 function byStep(records, width) {
   const gap = (i) => i > 0 && records[i].started_at - records[i - 1].end > IDLE_S;
   const gaps = records.filter((_, i) => gap(i)).length;
@@ -103,11 +110,11 @@ function byStep(records, width) {
 }
 
 /** Slots have a ground only while the engine runs: a pale lane is an idle slot, white is an idle engine. */
-function drawLanes({ context, width, columns, replica, lane, css }) {
+function drawLanes({ context, width, columns, replica, lane, css }, running) {
   context.textBaseline = "middle";
   const labelEvery = Math.max(1, Math.ceil(12 / lane));
   const runs = [];
-  for (const { x, end } of columns) {
+  for (const { x, end } of running ? [...columns, running] : columns) {
     if (runs.length && x - runs.at(-1).end < 0.5) runs.at(-1).end = end;
     else runs.push({ x, end });
   }

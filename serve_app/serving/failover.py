@@ -62,16 +62,23 @@ class Failover:
         replicas.add_listener(self._replicas_changed)
 
     async def generate(
-        self, request: EngineRequest, *, deadline: float, session: str | None = None, ended: Set[int] = frozenset()
+        self,
+        request: EngineRequest,
+        *,
+        deadline: float,
+        session: str | None = None,
+        ended: Set[int] = frozenset(),
+        visited: list[str] | None = None,
     ) -> AsyncGenerator[list[TokenDelta], None]:
         """News of the request until all its choices have finished, or are in `ended`, which the reader may fill.
 
-        `deadline` is in monotonic seconds. Raises `RequestError`: the request's own; `RequestTimeoutError`;
-        `UnavailableError` when no replica came back in time; `OverloadedError`; `EngineError` for a request that
-        replicas die of. Closing or cancelling the generator ends the attempt that is running.
+        `deadline` is in monotonic seconds; `visited` gains the replicas that had the request. Raises `RequestError`:
+        the request's own; `RequestTimeoutError`; `UnavailableError` when no replica came back in time;
+        `OverloadedError`; `EngineError` for a request that replicas die of. Closing or cancelling the generator ends
+        the attempt that is running.
         """
         journal = Journal(request, ended)
-        course = _Course(self._wait_s)
+        course = _Course(self._wait_s, [] if visited is None else visited)
         while not journal.complete:
             try:
                 async with self._attempt(journal, course, deadline, session) as attempt:
@@ -113,6 +120,8 @@ class Failover:
                 self._note_loss(attempt, loss.reason, journal.num_known_tokens)
                 raise
             finally:
+                if attempt.replica is not None:
+                    course.visited.append(attempt.replica.replica_id)
                 stream.cancel()
                 del self.attempts[attempt_id]
                 self._replicas.end(attempt_id)
@@ -178,8 +187,9 @@ class Failover:
 class _Course:
     """How one request has fared, and what follows from it."""
 
-    def __init__(self, wait_s: float) -> None:
+    def __init__(self, wait_s: float, visited: list[str]) -> None:
         self.num_attempts = 0
+        self.visited = visited
         self._wait_s = wait_s
         self._loop = asyncio.get_running_loop()
         self._num_deaths = 0

@@ -24,14 +24,15 @@ import serve_app
 from serve_app.api.admission import AdmissionQueue
 from serve_app.api.app import create_app
 from serve_app.api.drain import Drain
-from serve_app.api.service import ApiLimits, MetricsPage, ModelCard, RequestContext
+from serve_app.api.service import ApiLimits, MetricsPage, ModelCard, RequestContext, RequestSummary
 from serve_app.console.routes import Sources, add_console
 from serve_app.core.output import TokenDelta
 from serve_app.core.request import EngineRequest
 from serve_app.core.sampling_params import SamplingParams
 from serve_app.errors import ConfigError, UnavailableError
-from serve_app.observability.logging import log_to_terminal
+from serve_app.observability.logging import log_request, log_to_terminal
 from serve_app.observability.metrics import IngressMetrics, merge_expositions
+from serve_app.observability.tracing import RequestSpans
 from serve_app.serving import routing
 from serve_app.serving.binding import bind_replica_port_to_node
 from serve_app.serving.failover import RETRY_AFTER_S, Failover
@@ -86,7 +87,13 @@ class ReplicaService:
         """News of the request until it ends, over as many replicas as it takes; see `Failover.generate`."""
         context = context or RequestContext()
         deadline = time.monotonic() + self._timeout_s if context.deadline is None else context.deadline
-        return self._failover.generate(request, deadline=deadline, session=context.session, ended=context.ended_choices)
+        return self._failover.generate(
+            request,
+            deadline=deadline,
+            session=context.session,
+            ended=context.ended_choices,
+            visited=context.replicas,
+        )
 
     def _follow_replicas(self) -> None:
         if process_set.alive():
@@ -147,6 +154,8 @@ class Ingress:
         )
         self._drain = Drain()
         self._metrics = IngressMetrics(lambda: self._queue.queued, lambda: self._queue.ongoing, _engines_load)
+        otlp_endpoint = settings.ingress.otlp_endpoint
+        self._spans = None if otlp_endpoint is None else RequestSpans(otlp_endpoint, card.name)
         self._service = ReplicaService(engines, card, tokenizer, self._metrics, settings)
         await _first_token(self._service)
         if not started_by_launcher():
@@ -167,6 +176,12 @@ class Ingress:
         """Let through what the replicas can take. For one replica even if there is none: these find out, and say so."""
         self._queue.set_capacity(max(1, len(process_set.alive())) * self._settings.max_ongoing_per_replica)
 
+    def _log_request(self, summary: RequestSummary) -> None:
+        fields = asdict(summary)
+        log_request(fields)
+        if self._spans is not None:
+            self._spans(fields)
+
     def __serve_build_asgi_app__(self) -> Any:
         """The ASGI application; Ray calls this once, after the constructor."""
         ingress = self._settings.ingress
@@ -176,7 +191,9 @@ class Ingress:
             body_timeout_s=ingress.body_timeout_s,
             request_timeout_s=ingress.request_timeout_s,
         )
-        app = create_app(self._service, limits=limits, admission=self._queue, observer=self._metrics, drain=self._drain)
+        app = create_app(
+            self._service, self._queue, limits, observer=self._metrics, drain=self._drain, log=self._log_request
+        )
         app.add_api_route("/debug/replicas", self._service.replicas)
         queue = self._queue
         add_console(app, Sources(self._service.recordings, lambda: {"waiting": queue.queued, "ongoing": queue.ongoing}))

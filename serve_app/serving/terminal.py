@@ -48,6 +48,9 @@ class Terminal(io.TextIOBase):
             if not _SERVE_RUN_LINE.fullmatch(plain):
                 self._target.write(f"{line}\n")
             return
+        if worker["text"].startswith('{"time":'):  # a request's line, for programs: as it is
+            self._target.write(f"{worker['text']}\n")
+            return
         record = _OUR_RECORD.fullmatch(worker["text"])
         if record is not None:
             name = worker["worker"].rpartition(":")[2]

@@ -33,3 +33,8 @@ def test_lines_of_this_process_pass_whole_however_they_are_cut() -> None:
 
 def test_what_serve_run_reports_is_dropped() -> None:
     assert shown("2026-11-21 11:55:27,536\tINFO scripts.py:489 -- Running config file: 'x'.\n") == ([], "")
+
+
+def test_request_lines_pass_as_they_are() -> None:
+    line = '{"time":"2026-11-21T15:00:00.000+00:00","request_id":"mine-1"}'
+    assert shown(f"\x1b[36m(ServeReplica:serve_app:Ingress pid=7)\x1b[0m {line}\n") == ([], f"{line}\n")

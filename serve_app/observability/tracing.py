@@ -1,0 +1,94 @@
+"""Spans of generation requests for OpenTelemetry, sent to a collector where an endpoint is configured.
+
+Decides what a span holds. It is made when the request has ended, from the same summary as its log line, so that
+nothing happens on the way of a token. Attribute names are OpenTelemetry's semantic conventions for generative AI where
+those have one.
+"""
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import serve_app
+from serve_app.errors import ConfigError
+
+_TRACEPARENT = re.compile(r"00-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})")
+"""W3C Trace Context, version 00: trace id, parent's span id, flags."""
+_OPERATIONS = {"chat": "chat", "completions": "text_completion"}
+
+
+class RequestSpans:
+    """Sends a span for every request it is called with, from a thread of its own."""
+
+    def __init__(self, endpoint: str, model: str) -> None:
+        """`endpoint`: a collector's address for OTLP over HTTP, such as `http://127.0.0.1:4318`.
+
+        Raises `ConfigError` when the exporter is not installed.
+        """
+        from opentelemetry.sdk.resources import Resource
+        from opentelemetry.sdk.trace import TracerProvider
+        from opentelemetry.sdk.trace.export import BatchSpanProcessor
+
+        try:
+            from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+        except ImportError:
+            raise ConfigError("ingress.otlp_endpoint: needs the exporter: pip install 'serve_app[trace]'") from None
+        resource = Resource.create({"service.name": "serve_app", "service.version": serve_app.__version__})
+        self._provider = TracerProvider(resource=resource, shutdown_on_exit=True)
+        exporter = OTLPSpanExporter(endpoint=f"{endpoint.rstrip('/')}/v1/traces")
+        self._provider.add_span_processor(BatchSpanProcessor(exporter))
+        self._tracer = self._provider.get_tracer("serve_app", serve_app.__version__)
+        self._model = model
+
+    def __call__(self, summary: Mapping[str, Any]) -> None:
+        """A span from the request's arrival to its end, with its time in the queue as a child."""
+        from opentelemetry.trace import Status, StatusCode, set_span_in_context
+
+        def at(seconds: float) -> int:
+            return round(summary["started_at"] * 1e9) + round(seconds * 1e9)
+
+        operation = _OPERATIONS[summary["endpoint"]]
+        parent = _parent(summary["traceparent"])
+        span = self._tracer.start_span(
+            f"{operation} {self._model}",
+            parent,
+            start_time=at(0),
+            attributes=_attributes(summary, operation, self._model),
+        )
+        if summary["queue_s"] is not None:
+            queue = self._tracer.start_span("queue", set_span_in_context(span), start_time=at(0))
+            queue.end(at(summary["queue_s"]))
+        if summary["first_token_s"] is not None:
+            span.add_event("first token", timestamp=at(summary["first_token_s"]))
+        if summary["error"] is not None:
+            span.set_status(Status(StatusCode.ERROR, summary["error"]))
+        span.end(at(summary["seconds"]))
+
+    def shutdown(self) -> None:
+        """Send what is left."""
+        self._provider.shutdown()
+
+
+def _attributes(summary: Mapping[str, Any], operation: str, model: str) -> dict[str, Any]:
+    attributes = {
+        "gen_ai.operation.name": operation,
+        "gen_ai.request.model": model,
+        "gen_ai.usage.input_tokens": summary["prompt_tokens"],
+        "gen_ai.usage.output_tokens": summary["output_tokens"],
+        "serve_app.request_id": summary["request_id"],
+        "serve_app.outcome": str(summary["outcome"]),
+        "serve_app.replicas": summary["replicas"],
+    }
+    return attributes if summary["error"] is None else {**attributes, "error.type": summary["error"]}
+
+
+def _parent(traceparent: str | None) -> Any:
+    """The client's span as a context; None where it gave none, or something else."""
+    from opentelemetry.trace import NonRecordingSpan, SpanContext, TraceFlags, set_span_in_context
+
+    found = _TRACEPARENT.fullmatch(traceparent or "")
+    if found is None:
+        return None
+    trace_id, span_id, flags = (int(part, 16) for part in found.groups())
+    context = SpanContext(trace_id, span_id, is_remote=True, trace_flags=TraceFlags(flags))
+    return set_span_in_context(NonRecordingSpan(context)) if context.is_valid else None
