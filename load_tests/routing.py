@@ -185,7 +185,7 @@ def main(
         raise typer.BadParameter(f"there is no {', '.join(sorted(unknown))}; there are {', '.join(APPLICATIONS)}")
     writer = open_writer(model)
     results = {name: measure(name, make_config(model), writer, repeats, concurrency) for name in names}
-    Console().print(show(results))
+    Console(width=max(console.width, 120)).print(show(results))
     faults = verdict(results)
     for fault in faults:
         console.print(f"[red]{fault}")

@@ -15,9 +15,14 @@ from typing import Any
 from serve_app.core.prefix_cache import hash_block, root_hash
 from serve_app.serving.replica_set import ReplicaLoad
 
-_TOKENS_PER_SEQUENCE = 64
-"""What one more running sequence costs a newcomer, in prompt tokens. For 512 tokens of prefix a request goes to a
-replica with up to 8 more sequences than the idlest."""
+# What a replica's load costs a newcomer, in prompt tokens to compute. The figures did best over simulated engines
+# (tests/serving/simulated_fleet.py), from idle to twice as many requests as seats.
+_TOKENS_PER_SEQUENCE = 32
+"""Every running sequence makes each step longer."""
+_TOKENS_PER_SEQUENCE_TOO_MANY = 64
+"""And one for which there is no seat waits for another's end."""
+_SHARE_OF_WAITING_TOKENS = 0.25
+"""Prompts that are computed first delay only this one; its own prompt delays everybody who comes after, too."""
 _LOAD_IS_FRESH_S = 5.0
 """An older report of a replica's load says nothing any more. Reports come every second or two."""
 _MAX_BLOCKS = 65_536
@@ -168,10 +173,9 @@ class RoutingPolicy:
     ) -> list[str]:
         """The candidates, best first. `now` and the loads' `at` are seconds of one clock.
 
-        A replica without a free seat, or without room for the prompt, comes after all that have both. Then the
-        session's own replica is first. Then the fewest tokens to compute count, where those of requests waiting there
-        for their first token delay this one and those of this one delay everybody there, and every running sequence
-        slows the rest. Equals take turns.
+        A replica without room for the prompt comes after all that have it. Then the session's own replica is first, if
+        it has a free seat. Then the fewest tokens to compute count, with the replica's load taken for some more. Equals
+        take turns.
         """
         with self._lock:
             known = [(name, self._replicas[name]) for name in candidates if name in self._replicas]
@@ -183,12 +187,16 @@ class RoutingPolicy:
         self, request: RoutingRequest, name: str, replica: _Replica, home: str | None, load: ReplicaLoad | None
     ) -> tuple[bool, bool, float, int]:
         sequences = max(replica.sequences, load.running + load.waiting if load is not None else 0)
+        too_many = max(0, sequences + request.num_sequences - replica.info.max_num_seqs)
         missing = len(request.token_ids) - self._cached_tokens(request, replica)
-        full = sequences + request.num_sequences > replica.info.max_num_seqs or (
-            load is not None and missing > load.free_blocks * replica.info.block_size
+        no_room = load is not None and missing > load.free_blocks * replica.info.block_size
+        cost = (
+            missing
+            + replica.waiting_tokens * _SHARE_OF_WAITING_TOKENS
+            + sequences * _TOKENS_PER_SEQUENCE
+            + too_many * _TOKENS_PER_SEQUENCE_TOO_MANY
         )
-        cost = missing + replica.waiting_tokens / 2 + sequences * _TOKENS_PER_SEQUENCE
-        return full, full or name != home, cost, replica.last_routed
+        return no_room, too_many > 0 or name != home, cost, replica.last_routed
 
     def _cached_tokens(self, request: RoutingRequest, replica: _Replica) -> int:
         if not request.reads_cache:

@@ -9,8 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from serve_app.core.prefix_cache import hash_block, root_hash
+from serve_app.serving import routing
 from serve_app.serving.replica_set import ReplicaLoad
 from serve_app.serving.routing import PrefixIndex, ReplicaInfo, RoutingPolicy, RoutingRequest
+from tests.serving.simulated_fleet import Ours, PowerOfTwo, SimulatedFleet, prefix_groups
 
 BLOCK, SEATS = 4, 16
 INFO = ReplicaInfo(block_size=BLOCK, num_blocks=4096, max_num_seqs=SEATS)
@@ -115,13 +117,11 @@ def test_a_replica_that_left_is_not_offered_and_one_that_returns_is() -> None:
 
 def test_a_replica_that_left_for_a_moment_keeps_its_attempts_and_its_prefixes() -> None:
     policy = fleet("a", "b")
-    policy.routed(request("1", prefix(1)), "a")
-    policy.update({"b": INFO})
+    policy.routed(request("1", prefix(1)), "b")
+    policy.update({"a": INFO})
     policy.update({"a": INFO, "b": INFO})
-    assert policy.rank(request("2", prefix(1)), ["a", "b"], {}, 0.0)[0] == "a"
-    for i in range(9):
-        policy.routed(request(f"more-{i}", prefix(9, 4)), "a")
-    assert policy.rank(request("2", prefix(1)), ["a", "b"], {}, 0.0)[0] == "b"
+    assert policy.rank(request("2", prefix(1)), ["a", "b"], {}, 0.0) == ["b", "a"]
+    assert policy.rank(request("2", prefix(2)), ["b", "a"], {}, 0.0) == ["a", "b"]
 
 
 # -------------------------------------------------------------------------------------------------- prefixes
@@ -217,17 +217,37 @@ def test_a_prefix_that_is_still_being_computed_is_not_taken_for_evicted() -> Non
     assert policy.rank(request("x", prefix(1)), "ab", {}, 0.0)[0] == "a"
 
 
+def test_of_output_that_came_from_elsewhere_the_engine_says_nothing() -> None:
+    policy = fleet("a", "b")
+    serve(policy, request("old", prefix(1)), "a")
+    serve(policy, request("1.0", prefix(2, 40), prior=range(200)), "a")
+    policy.routed(request("2.0", prefix(2, 40), prior=range(200)), "a")
+    policy.started("2.0", num_cached_tokens=36)
+    policy.ended("2.0")
+    serve(policy, request("other", prefix(9)), "b")
+    assert policy.rank(request("x", prefix(1)), "ab", {}, 0.0)[0] == "a"
+
+
 # -------------------------------------------------------------------------------------------------- load
 def test_load_wins_over_prefix_when_the_spread_is_large() -> None:
     policy = fleet("a", "b")
-    serve(policy, request("1", prefix(1)), "a")
+    serve(policy, request("1", prefix(1, 200)), "a")
     for number in range(8):
         policy.routed(request(f"busy-{number}", [number]), "a")
-    policy.started("busy-0", 0)
-    assert policy.rank(request("2", prefix(1)), "ab", {}, 0.0)[0] == "b"
+    assert policy.rank(request("2", prefix(1, 200)), "ab", {}, 0.0)[0] == "b"
     for number in range(4):
         policy.ended(f"busy-{number}")
-    assert policy.rank(request("2", prefix(1)), "ab", {}, 0.0)[0] == "a"
+    assert policy.rank(request("2", prefix(1, 200)), "ab", {}, 0.0)[0] == "a"
+
+
+def test_waiting_for_a_seat_costs_more_than_a_longer_step() -> None:
+    policy = fleet("a", "b")
+    serve(policy, request("1", prefix(1, 150)), "a")
+    what = request("2", prefix(1, 150))
+    busy = {"a": load(running=SEATS - 4), "b": load(running=SEATS - 6)}
+    assert policy.rank(what, "ab", busy, 0.0)[0] == "a"
+    over = {"a": load(running=SEATS, waiting=2), "b": load(running=SEATS)}
+    assert policy.rank(what, "ab", over, 0.0)[0] == "b"
 
 
 def test_a_replica_that_computes_a_long_prompt_is_busier_than_one_that_generates() -> None:
@@ -329,6 +349,16 @@ def test_a_session_stays_and_moves_when_its_replica_is_gone() -> None:
     assert policy.rank(request("4", prefix(8, 400), session=homes["a"]), "abc", {}, 0.0)[0] == moved
 
 
+def test_the_sessions_least_recently_used_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(routing, "_MAX_SESSIONS", 2)
+    policy = fleet("a", "b")
+    for i, session in enumerate(["s", "t", "s", "u"]):
+        policy.routed(request(str(i), prefix(i, 8), session=session), "b")
+        policy.ended(str(i))
+    best = {s: policy.rank(request("x", prefix(9, 8), session=s), "ab", {}, 0.0)[0] for s in "stu"}
+    assert best == {"s": "b", "t": "a", "u": "b"}
+
+
 # -------------------------------------------------------------------------------------------------- accounts
 def test_an_attempt_counts_once_wherever_it_was_sent_and_not_after_its_end() -> None:
     policy = fleet("a", "b")
@@ -347,3 +377,17 @@ def test_an_attempt_counts_once_wherever_it_was_sent_and_not_after_its_end() -> 
     assert {name: (r.sequences, r.waiting_tokens) for name, r in policy._replicas.items()} == dict.fromkeys(
         "ab", (0, 0)
     )
+
+
+# -------------------------------------------------------------------------------------------------- the whole
+@pytest.mark.parametrize("concurrency", [6, 12, 48])
+def test_shared_prefixes_hit_half_as_often_again_as_by_power_of_two_and_answer_sooner(concurrency: int) -> None:
+    """Real schedulers in virtual time: what `load_tests.routing` measures on real ones."""
+    names = ["a", "b", "c"]
+    prompts = prefix_groups(Random(1))
+    ours, other = SimulatedFleet(names, Ours(names)), SimulatedFleet(names, PowerOfTwo(Random(2)))
+    for simulated in (ours, other):
+        simulated.serve(prompts, concurrency)
+    assert ours.hit_rate > 1.5 * other.hit_rate
+    assert ours.mean_ttft_s < other.mean_ttft_s
+    assert ours.seconds < other.seconds
