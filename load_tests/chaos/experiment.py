@@ -23,6 +23,7 @@ STREAMS = 32
 _MAX_TOKENS = 240
 _VICTIM_TOKENS = 900
 _PREFILL_TOKENS = 3900
+_LOCATE_LIMIT_S = 20.0
 _PROBE_PAUSE_S = 0.1
 _PROBE_LIMIT_S = 120.0
 _STREAMS_LIMIT_S = 180.0
@@ -192,15 +193,15 @@ class Experiment:
             self.start(asks[len(self.tasks) % len(asks)])
         await asyncio.sleep(0.1)
 
-    async def locate(self) -> int:
-        """The replica that runs something, while only one does."""
-        deadline = time.monotonic() + 20
+    async def locate(self, but: int = 0) -> int:
+        """The replica, other than `but`, that the ingress has most requests on."""
+        deadline = time.monotonic() + _LOCATE_LIMIT_S
         while time.monotonic() < deadline:
-            for process in self.fleet.replicas():
-                samples = await asyncio.to_thread(self.fleet.replica_metrics, process.pid)
-                if samples is not None and samples["serve_app_requests_running"]:
-                    return int(process.pid)
-        raise NotInTimeError("no replica runs the victim")
+            in_flight = await asyncio.to_thread(self.fleet.in_flight)
+            in_flight.pop(but, None)
+            if any(in_flight.values()):
+                return max(in_flight, key=lambda pid: in_flight[pid])
+        raise NotInTimeError("no replica has the victim")
 
     async def random_moment(self, within_s: float) -> None:
         """Wait until a stream has its first token, then for a random part of `within_s`."""

@@ -66,19 +66,7 @@ async def _kill_twice(experiment: Experiment) -> None:
     await victim.tokens(_AT_TOKEN)
     os.kill(pid, signal.SIGKILL)
     await victim.tokens(victim.answer.events + 20)
-    experiment.send_signal(await _runner(experiment, pid), signal.SIGKILL)
-
-
-async def _runner(experiment: Experiment, but: int) -> int:
-    """The replica that runs most."""
-    running: dict[int, float] = {}
-    for process in experiment.fleet.replicas():
-        samples = experiment.fleet.replica_metrics(process.pid) if process.pid != but else None
-        if samples is not None:
-            running[process.pid] = samples["serve_app_requests_running"]
-    if not running:
-        raise NotInTimeError("no second replica answers")
-    return max(running, key=lambda pid: running[pid])
+    experiment.send_signal(await experiment.locate(but=pid), signal.SIGKILL)
 
 
 async def _kill_all(experiment: Experiment) -> None:

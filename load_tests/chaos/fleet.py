@@ -14,7 +14,7 @@ import time
 import urllib.request
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -101,7 +101,6 @@ class Fleet:
     shape: Shape
     config: Path
     environment: dict[str, str]
-    _addresses: dict[int, str] = field(default_factory=dict)
 
     def processes(self, title: str) -> list[psutil.Process]:
         """Living processes of the fleet whose command line matches the pattern `title`."""
@@ -146,25 +145,19 @@ class Fleet:
         status = next((process.returncode for process in gone if process.pid == self.pid), None)
         return status, [process.pid for process in left]
 
-    def replica_metrics(self, pid: int) -> Samples | None:
-        """A replica's own page, asked of its own port; None while it does not answer."""
-        address = self._addresses.get(pid)
-        if address is not None:
-            page = _get(f"http://{address}/metrics", _SCRAPE_TIMEOUT_S)
-            return None if page is None else _samples(page)
-        for candidate in _listening(pid):
-            page = _get(f"http://{candidate}/metrics", 1.0)
-            if page is not None and "serve_app_kv_blocks_total" in page:
-                self._addresses[pid] = candidate
-                return _samples(page)
-        return None
-
     def ready_replicas(self) -> list[int]:
         """Pids of the living replicas that the ingress may send requests to."""
-        page = _get(f"{self.url}/debug/replicas", _SCRAPE_TIMEOUT_S)
-        replicas = [] if page is None else json.loads(page)
-        ready = {replica["pid"] for replica in replicas if replica["condition"] == "ok" and not replica["leaving"]}
+        listed = self._listed()
+        ready = {replica["pid"] for replica in listed if replica["condition"] == "ok" and not replica["leaving"]}
         return sorted(ready & {process.pid for process in self.replicas()})
+
+    def in_flight(self) -> dict[int, int]:
+        """Requests that the ingress has on each replica that it thinks well of, by pid."""
+        return {replica["pid"]: replica["in_flight"] for replica in self._listed() if replica["condition"] == "ok"}
+
+    def _listed(self) -> list[dict[str, Any]]:
+        page = _get(f"{self.url}/debug/replicas", _SCRAPE_TIMEOUT_S)
+        return [] if page is None else list(json.loads(page))
 
     def metrics(self) -> Samples | None:
         """The whole application's page, each name summed over its labels; None while the ingress does not answer."""
@@ -311,14 +304,6 @@ async def _entered(command: ServerCommand, log: Path) -> AsyncIterator[int]:
         yield server.pid
     finally:
         await asyncio.to_thread(context.__exit__, None, None, None)
-
-
-def _listening(pid: int) -> list[str]:
-    try:
-        connections = psutil.Process(pid).net_connections("tcp")
-    except psutil.NoSuchProcess:
-        return []
-    return [f"127.0.0.1:{c.laddr.port}" for c in connections if c.status == psutil.CONN_LISTEN]
 
 
 def _get(url: str, timeout_s: float) -> str | None:
