@@ -174,11 +174,13 @@ class Experiment:
         for a in asks:
             self.start(a)
 
-    async def victim(self, tokens: int = _VICTIM_TOKENS, prompt: int = 50) -> tuple["Watched", int]:
-        """One stream, the pid of the replica that has it, and then a few others around it."""
+    async def victim(
+        self, tokens: int = _VICTIM_TOKENS, prompt: int = 50, *, alone: bool = False
+    ) -> tuple["Watched", int]:
+        """One stream, the pid of the replica that has it, and then (unless it is to be `alone`) others around it."""
         rng = Random(6)
         target = ask("victim", prompt_text(rng, prompt), tokens, temperature=1, seed=7, logprobs=1)
-        others = mixed(rng, 8, _MAX_TOKENS)
+        others = [] if alone else mixed(rng, 8, _MAX_TOKENS)
         await self.learn([target, *others])
         watched = Watched()
         watched.answer = self.start(target, watched.on_event)

@@ -62,7 +62,7 @@ async def _kill_in_prefill(experiment: Experiment) -> None:
 
 async def _kill_twice(experiment: Experiment) -> None:
     """The victim's replica, and when the stream has gone on, the next one: it must end on the third."""
-    victim, pid = await experiment.victim()
+    victim, pid = await experiment.victim(alone=True)
     await victim.tokens(_AT_TOKEN)
     os.kill(pid, signal.SIGKILL)
     await victim.tokens(victim.answer.events + 20)
