@@ -44,17 +44,23 @@ class LossReason(StrEnum):
         return self in (LossReason.DIED, LossReason.UNAVAILABLE, LossReason.ENGINE_DIED, LossReason.STALLED)
 
     @property
+    def is_planned(self) -> bool:
+        """Whether somebody wanted the replica to be rid of the attempt."""
+        return self in (LossReason.LEFT, LossReason.ISOLATION)
+
+    @property
     def is_suspicious(self) -> bool:
         """Whether the replica should get no requests until it gives a sign of life."""
         return self.is_death or self is LossReason.REFUSED
 
 
 class ReplicaLostError(Exception):
-    """The attempt is over, its request is not."""
+    """The attempt is over, its request is not. `replica` is the one that lost it, once failover knows."""
 
     def __init__(self, reason: LossReason) -> None:
         super().__init__(reason.value)
         self.reason = reason
+        self.replica: Replica | None = None
 
 
 class ItemStream(Protocol):

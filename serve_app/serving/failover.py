@@ -5,8 +5,8 @@ Decides whether a lost attempt is followed by another one, when, and whether tha
 - A request's own errors are final. A replica that died, fell silent, is being stopped or is gone costs an attempt: the
   next one, on another replica, is told all tokens so far and goes on from there (`Journal`).
 - A request that was on two replicas when they died may be why. From then on it runs alone: a replica is reserved for
-  it, whose other streams move away, or finish first where there is no other replica. It is refused when three replicas
-  died under it and the last one before it had got any further, or when six did.
+  it, whose other streams move away, or finish first where there is no other replica. It is refused when the third
+  replica died under it before it got any further, or the sixth in all. A replica that gives a sign of life did not die.
 - While no replica is left, requests wait for `wait_s`, since Ray replaces what died.
 - A replica's "overloaded" is told to the client only before the request's first token, and only if no replica takes
   the request within a second.
@@ -24,7 +24,7 @@ from serve_app.core.request import EngineRequest
 from serve_app.errors import EngineError, OverloadedError, RequestTimeoutError, UnavailableError
 from serve_app.serving.attempt import Attempt, AttemptObserver, LossReason, ReplicaLostError, Transport
 from serve_app.serving.journal import Journal, MissingTokensError
-from serve_app.serving.replica_set import ReplicaSet
+from serve_app.serving.replica_set import Condition, Replica, ReplicaSet
 
 OnFailover = Callable[[LossReason, int], None]
 
@@ -87,9 +87,9 @@ class Failover:
                             course.got_news()
                             yield news
             except MissingTokensError:
-                await course.lost(LossReason.CUT, journal.num_output_tokens)
+                await course.lost(ReplicaLostError(LossReason.CUT))
             except ReplicaLostError as loss:
-                await course.lost(loss.reason, journal.num_output_tokens)
+                await course.lost(loss)
             except OverloadedError as refusal:
                 await course.refused(refusal)
 
@@ -117,7 +117,8 @@ class Failover:
             try:
                 yield attempt
             except ReplicaLostError as loss:
-                self._note_loss(attempt, loss.reason, journal.num_known_tokens)
+                loss.replica = attempt.replica
+                self._note(loss, journal.num_known_tokens)
                 raise
             finally:
                 if attempt.replica is not None:
@@ -127,12 +128,12 @@ class Failover:
                 self._replicas.end(attempt_id)
                 self._observer.ended(attempt_id)
 
-    def _note_loss(self, attempt: Attempt, reason: LossReason, num_known_tokens: int) -> None:
-        if (replica := attempt.replica) is None:
+    def _note(self, loss: ReplicaLostError, num_known_tokens: int) -> None:
+        if loss.replica is None:
             return
-        if reason.is_suspicious:
-            self._replicas.suspect(replica.replica_id, reason, dead=reason is LossReason.DIED)
-        self._on_failover(reason, num_known_tokens)
+        if loss.reason.is_suspicious:
+            self._replicas.suspect(loss.replica.replica_id, loss.reason, dead=loss.reason is LossReason.DIED)
+        self._on_failover(loss.reason, num_known_tokens)
 
     @asynccontextmanager
     async def _alone(self) -> AsyncIterator[str]:
@@ -192,8 +193,7 @@ class _Course:
         self.visited = visited
         self._wait_s = wait_s
         self._loop = asyncio.get_running_loop()
-        self._num_deaths = 0
-        self._tokens_at_death = -1
+        self._killed: set[Replica] = set()
         self._has_news = False
         self._num_fruitless = 0
         self._fruitless_since = 0.0
@@ -203,20 +203,25 @@ class _Course:
         """Whether replicas died under the request so often that it may be why."""
         return self._num_deaths >= _DEATHS_BEFORE_ALONE
 
+    @property
+    def _num_deaths(self) -> int:
+        return sum(replica.condition is not Condition.OK for replica in self._killed)
+
     def got_news(self) -> None:
         """The attempt has moved the request on."""
         self._has_news = True
         self._num_fruitless = 0
 
-    async def lost(self, reason: LossReason, num_output_tokens: int) -> None:
+    async def lost(self, loss: ReplicaLostError) -> None:
         """Return when it is time for the next attempt; raises `EngineError` or `UnavailableError` if there is none."""
-        if reason.is_death:
-            self._num_deaths += 1
-            stuck = num_output_tokens == self._tokens_at_death
-            self._tokens_at_death = num_output_tokens
-            if self._num_deaths > _DEATHS_BEFORE_ALONE and (stuck or self._num_deaths >= _MAX_DEATHS):
+        if loss.reason.is_planned:
+            return
+        if loss.reason.is_death and loss.replica is not None:
+            self._killed.add(loss.replica)
+            stuck = self._num_deaths > _DEATHS_BEFORE_ALONE and self._num_fruitless > 0
+            if stuck or max(self._num_deaths, self._num_fruitless) >= _MAX_DEATHS:
                 raise EngineError(
-                    f"{self._num_deaths} engine replicas ended while they had this request",
+                    f"{len(self._killed)} engine replicas were lost while they had this request",
                     code="request_killed_replicas",
                 )
         elif self._fruitless_s() > self._wait_s:
@@ -231,13 +236,12 @@ class _Course:
 
     def _fruitless_s(self) -> float:
         """For how long attempts have been failing without any news between them."""
-        now = self._loop.time()
-        if self._num_fruitless == 0:
-            self._fruitless_since = now
-        return now - self._fruitless_since
+        return self._loop.time() - self._fruitless_since if self._num_fruitless else 0.0
 
     async def _pause(self) -> None:
         """The first attempt after news follows at once."""
         self._num_fruitless += 1
-        if self._num_fruitless > 1:
+        if self._num_fruitless == 1:
+            self._fruitless_since = self._loop.time()
+        else:
             await asyncio.sleep(min(_FIRST_PAUSE_S * 2 ** (self._num_fruitless - 2), _MAX_PAUSE_S))

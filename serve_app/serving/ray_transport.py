@@ -77,9 +77,9 @@ class _RayStream:
         response.cancel()
         # Ray forgets a call that was assigned to a replica in this very turn of the event loop: nobody has read it yet.
         assigned = response._replica_result_future
-        if response._replica_result is None and assigned.done() and not assigned.cancelled():
-            if assigned.exception() is None:
-                assigned.result().cancel()
+        is_unread = response._replica_result is None and assigned.done() and not assigned.cancelled()
+        if is_unread and assigned.exception() is None:
+            assigned.result().cancel()
 
 
 def _meaning(error: Exception) -> Exception:

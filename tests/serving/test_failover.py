@@ -315,22 +315,66 @@ def test_closing_ends_the_attempt(lab: Lab) -> None:
     run(lab, check())
 
 
+def test_replicas_that_are_heard_again_did_not_die(lab: Lab) -> None:
+    """False stalls, as on a machine that is too busy, neither isolate nor end a request, however many."""
+
+    async def check() -> None:
+        subject = request(max_tokens=20)
+        expected = without_cache(await told(lab.fleet().failover, subject))
+        fleet = lab.fleet()
+        fleet.faults = [Fault(1, LossReason.STALLED)] * 12
+        task = asyncio.create_task(told(fleet.failover, subject))
+        for count in range(1, 13):
+            await until(lambda count=count: len(fleet.losses) == count)  # type: ignore[misc]
+            for name in lab.engines:
+                fleet.replicas.trust(name)
+        assert without_cache(await task) == expected
+
+    run(lab, check())
+
+
+def test_deaths_with_progress_between_them_do_not_end_a_request(lab: Lab) -> None:
+    """It runs alone from the third replica on, but a fleet that is struck at random loses nothing."""
+
+    async def check() -> None:
+        subject = request(max_tokens=20)
+        expected = without_cache(await told(lab.fleet().failover, subject))
+        names = [f"replica {i}" for i in range(7)]
+        fleet = Fleet(dict.fromkeys(names, lab.engines["a"]))
+        fleet.faults = [Fault(1, LossReason.DIED)] * 5
+        assert without_cache(await told(fleet.failover, subject)) == expected
+        assert len(fleet.losses) == 5
+        fleet = Fleet(dict.fromkeys(names, lab.engines["a"]))
+        fleet.faults = [Fault(1, LossReason.DIED)] * 6
+        with pytest.raises(EngineError) as caught:
+            await told(fleet.failover, subject)
+        assert caught.value.code == "request_killed_replicas"
+
+    run(lab, check())
+
+
+def test_planned_moves_do_not_count(lab: Lab) -> None:
+    async def check() -> None:
+        subject = request()
+        expected = without_cache(await told(lab.fleet().failover, subject))
+        fleet = Fleet(lab.engines, wait_s=0.0)
+        fleet.faults = [Fault(0, reason) for reason in (LossReason.LEFT, LossReason.ISOLATION) * 8]
+        assert without_cache(await told(fleet.failover, subject)) == expected
+
+    run(lab, check())
+
+
 def test_a_request_that_replicas_die_of_runs_alone_and_is_refused(lab: Lab) -> None:
     """Its third replica has no other stream, and gets none; the others' streams are whole."""
 
     async def check() -> None:
-        fleet = lab.fleet()
+        fleet = Fleet({f"replica {i}": lab.engines["ab"[i % 2]] for i in range(4)})
         innocent = request(9, max_tokens=60)
         expected = without_cache(await told(lab.fleet().failover, innocent))
         fleet.faults = [Fault(2, LossReason.UNAVAILABLE), Fault(0, LossReason.UNAVAILABLE), Fault(0, None), None]
         poison = asyncio.create_task(told(fleet.failover, request()))
-        while len(fleet.placed) < 2:
-            await asyncio.sleep(0)
-            for name in lab.engines:
-                fleet.replicas.trust(name)
-        for name in lab.engines:
-            fleet.replicas.trust(name)
-        await until(lambda: len(fleet.placed) == 3)
+        await until(lambda: fleet.num_hanging == 1)
+        assert len({name for _, name in fleet.placed}) == 3
         alone, its_replica = fleet.placed[2]
         others = [asyncio.create_task(told(fleet.failover, innocent)) for _ in range(4)]
         assert [without_cache(await other) for other in others] == [expected] * 4
@@ -339,7 +383,7 @@ def test_a_request_that_replicas_die_of_runs_alone_and_is_refused(lab: Lab) -> N
         with pytest.raises(EngineError) as caught:
             await poison
         assert caught.value.code == "request_killed_replicas"
-        fleet.replicas.trust(its_replica)
-        assert all(fleet.replicas.is_routable(name) for name in lab.engines)
+        assert not fleet.replicas.is_routable(its_replica)
+        assert sum(map(fleet.replicas.is_routable, fleet.engines)) == 1
 
     run(lab, check())

@@ -167,16 +167,13 @@ async def test_a_reserved_replica_sends_its_streams_away(fleet: Fleet, watchdog:
 async def test_the_last_replica_finishes_its_streams_before_one_runs_alone_there(
     fleet: Fleet, watchdog: Watchdog
 ) -> None:
-    fleet.replicas.publish({"a": {}})
+    fleet.engines |= {"c": fleet.engines["a"]}
     innocent = await start(fleet)
+    fleet.replicas.publish({"a": {}, "b": {}, "c": {}})
     fleet.faults = [Fault(1, LossReason.UNAVAILABLE), Fault(0, LossReason.UNAVAILABLE)]
     poison = asyncio.create_task(told(fleet.failover, REQUEST))
-    for count in (2, 3):
-        await until(lambda count=count: len(fleet.placed) == count)  # type: ignore[misc]
-        await until(lambda: not fleet.replicas.is_routable("a"))
-        fleet.replicas.trust("a")
-    await until(lambda: not fleet.replicas.is_routable("a"))
-    assert fleet.replicas.is_alive("a")
+    await until(lambda: not fleet.replicas.any_routable())
+    assert fleet.replicas.alive() == ["a"]
     late = asyncio.create_task(told(fleet.failover, REQUEST))
     watchdog.tick()
     await asyncio.sleep(0.01)
