@@ -80,7 +80,9 @@ def run_page(
     """The page about one run: whether the objective was met, figures, pictures, both views, circumstances."""
     parts = [f"<h1>{escape(title)}</h1>", _verdict(summary, objective)]
     parts.append(table(["", ""], [(text, summary[key]) for key, text in _COUNTS.items()]))
-    percentiles = [(text, *summary[key].values()) for key, text in _LATENCIES.items()]
+    # Where users themselves say when they begin, nothing is late.
+    shown = {key: text for key, text in _LATENCIES.items() if key != "late_ms" or summary[key]["p99"]}
+    percentiles = [(text, *summary[key].values()) for key, text in shown.items()]
     parts.append(table(["", "p50", "p90", "p99"], percentiles))
     if summary["errors"]:
         parts.append(

@@ -63,6 +63,7 @@ async def test_failures_and_wrong_lengths_fail_the_command() -> None:
 def test_a_server_that_is_not_there_is_said_in_one_line() -> None:
     result = CliRunner().invoke(app, ["bench", "run", "--base-url", "http://127.0.0.1:9", "--workload", "single"])
     assert result.exit_code == 1
+    assert "Cannot connect" in result.output
     assert "127.0.0.1:9" in result.output
 
 

@@ -70,11 +70,15 @@ async def test_a_trace_decides_times_and_lengths(tmp_path: Path) -> None:
     assert report["circumstances"]["offered_per_s"] == 20.0
 
 
-async def test_what_cannot_work_is_said_in_a_line(tmp_path: Path) -> None:
+async def test_a_file_that_is_no_trace_is_said_in_a_line(tmp_path: Path) -> None:
     (tmp_path / "other.csv").write_text("a,b\n1,2\n")
     result, _ = await invoke("--trace", tmp_path / "other.csv")
     assert result.exit_code == 1
     assert "header" in result.output
+
+
+def test_a_server_that_is_not_there_is_said_in_a_line() -> None:
     result = CliRunner().invoke(app, ["--base-url", "http://127.0.0.1:9"])
     assert result.exit_code == 1
+    assert "Cannot connect" in result.output
     assert "127.0.0.1:9" in result.output
