@@ -1,0 +1,41 @@
+/* The kernels' inner functions, to be called by themselves. */
+#include "decoder.h"
+
+void test_exponential(const float *x, int count, float *out) {
+    for (int i = 0; i < count; i += LANES) store(out + i, exponential(load(x + i)));
+}
+
+void test_rms_norm(const float *x, const float *weight, float eps, int count, float *out) {
+    rms_norm(x, weight, eps, count, out);
+}
+
+void test_rotate(float *head, const float *cos, const float *sin, int half) { rotate(head, cos, sin, half); }
+
+void test_gated(const float *gate, const float *up, int activation, int count, float *out) {
+    gated(gate, up, activation, count, out);
+}
+
+void test_quantize_row(const float *x, int count, int8_t *q, float *scale, float *sum) {
+    quantize_row(x, count, q, scale, sum);
+}
+
+void test_halves(const float *x, int count, uint16_t *vectors, uint16_t *scalars, float *back, float *scalars_back) {
+    for (int i = 0; i < count; i += LANES) {
+        store_half(vectors + i, load(x + i));
+        store(back + i, load_half(vectors + i));
+    }
+    for (int i = 0; i < count; i++) {
+        scalars[i] = float_to_half(x[i]);
+        scalars_back[i] = half_to_float(scalars[i]);
+    }
+}
+
+/* A job that counts how often each chunk ran. */
+static void count_chunk(const void *job, int chunk, int thread) {
+    (void)thread;
+    atomic_fetch_add((_Atomic int32_t *)job + chunk, 1);
+}
+
+void test_parallel(struct pool *pool, int num_chunks, int repeats, int32_t *counts) {
+    for (int i = 0; i < repeats; i++) parallel(pool, num_chunks, count_chunk, counts);
+}

@@ -1,0 +1,90 @@
+"""Which build is picked, how it is kept, and what happens without a compiler."""
+
+import logging
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from serve_app.errors import ConfigError
+from serve_app.model.cpu import build
+from serve_app.model.loader import from_module
+from tests.models import tiny_model
+
+SKYLAKE = "fpu avx avx2 fma f16c avx512f avx512bw avx512dq avx512vl avx512cd"
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        (SKYLAKE + " avx512_vnni", "avx512"),
+        (SKYLAKE, "avx2"),
+        ("fpu avx avx2 fma", "portable"),
+        ("fpu sse2", "portable"),
+    ],
+)
+def test_build_for_a_cpu(tmp_path: Path, flags: str, expected: str) -> None:
+    cpuinfo = tmp_path / "cpuinfo"
+    cpuinfo.write_text(f"processor : 0\nflags\t\t: {flags}\n\nprocessor : 1\nflags\t\t: {flags}\n")
+    assert build.best_build(cpuinfo) == expected
+
+
+def test_a_cpu_that_tells_nothing_gets_the_portable_build(tmp_path: Path) -> None:
+    assert build.best_build(tmp_path / "none") == "portable"
+    (tmp_path / "arm").write_text("Features : fp asimd\n")
+    assert build.best_build(tmp_path / "arm") == "portable"
+
+
+def test_compiled_once_and_again_when_a_source_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sources = tmp_path / "sources"
+    shutil.copytree(build.SOURCES, sources)
+    monkeypatch.setattr(build, "SOURCES", sources)
+    build.load_library("portable", tmp_path)
+    (first,) = (tmp_path / "kernels").iterdir()
+    written = first.stat().st_mtime_ns
+    build.load_library("portable", tmp_path)
+    assert first.stat().st_mtime_ns == written
+    with (sources / "vec.h").open("a") as file:
+        file.write("/* changed */\n")
+    build.load_library("portable", tmp_path)
+    assert len(list((tmp_path / "kernels").iterdir())) == 2
+
+
+def test_why_there_are_no_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    broken = tmp_path / "broken"
+    broken.mkdir()
+    (broken / "kernels.c").write_text("int f(void) { return missing; }\n")
+    with monkeypatch.context() as patch:
+        patch.setattr(build, "SOURCES", broken)
+        with pytest.raises(build.KernelsUnavailableError, match="failed: .*missing"):
+            build.load_library("portable", tmp_path)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(build.KernelsUnavailableError, match="Not a directory"):
+        build.load_library("portable", tmp_path / "file")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(build.KernelsUnavailableError, match="no C compiler"):
+        build.load_library("portable", tmp_path)
+
+
+def test_without_a_compiler_torch_runs_the_model_and_one_line_says_so(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    module = tiny_model("llama", torch.float32)
+    with caplog.at_level(logging.WARNING):
+        model = from_module(module, quantization="auto")
+    assert (model.attention_backend, model.quantization) == ("cpu", "none")
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert line.endswith("runs without the CPU kernels: there is no C compiler (cc, gcc or clang)")
+    for options in ({"quantization": "int8"}, {"attention_backend": "kernels"}):
+        with pytest.raises(ConfigError, match="the CPU kernels cannot run it: there is no C compiler"):
+            from_module(module, **options)
+
+
+def test_without_avx2_torch_is_faster_and_runs_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("serve_app.model.paged_model.best_build", lambda: "portable")
+    module = tiny_model("llama", torch.float32)
+    assert from_module(module).attention_backend == "cpu"
+    # Asked for by name, the portable build does it.
+    assert from_module(module, quantization="int8").quantization == "int8"

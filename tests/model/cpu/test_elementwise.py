@@ -1,0 +1,117 @@
+"""The kernels' inner functions against torch, in every build, and the pool of threads."""
+
+import ctypes
+import subprocess
+import threading
+from ctypes import c_float, c_int, c_void_p
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from serve_app.model.cpu.build import _FLAGS, BUILDS, SOURCES
+from serve_app.model.cpu.ops import Kernels
+from tests.model.cpu.test_linear import quantized
+
+
+@pytest.fixture(scope="module")
+def shim(kernels: Kernels, kernels_folder: Path) -> ctypes.CDLL:
+    path = kernels_folder / f"shim-{kernels.build}.so"
+    flags = [*_FLAGS, *(f"-m{name}" for name in BUILDS[kernels.build]), "-Wall", "-Wextra", "-Werror"]
+    source = Path(__file__).with_name("shim.c")
+    subprocess.run(["cc", *flags, f"-I{SOURCES}", str(source), "-o", str(path), "-lm"], check=True)
+    return ctypes.CDLL(str(path))
+
+
+def call(function: Any, *arguments: Tensor | int | float) -> None:
+    kinds = {Tensor: c_void_p, int: c_int, float: c_float}
+    function.restype = None
+    function.argtypes = [kinds[type(argument)] for argument in arguments]
+    function(*(argument.data_ptr() if isinstance(argument, Tensor) else argument for argument in arguments))
+
+
+def test_exponential(shim: ctypes.CDLL) -> None:
+    x = torch.cat(
+        [torch.linspace(-87.2, 88, 4000), torch.tensor([0.0, -0.0, -1e-30, -87.4, -1e30, -float("inf")] * 16)]
+    )
+    out = torch.empty_like(x)
+    call(shim.test_exponential, x, x.shape[0], out)
+    torch.testing.assert_close(out[:4000].double(), x[:4000].double().exp(), rtol=2.5e-7, atol=0)
+    assert out[4000:4006].tolist() == [1, 1, 1, 0, 0, 0]
+    nan = torch.full((16,), float("nan"))
+    call(shim.test_exponential, nan, 16, out)
+    assert bool(out[:16].isnan().all())
+
+
+def test_rms_norm(shim: ctypes.CDLL) -> None:
+    x, weight = torch.randn(576) * 5, torch.randn(576)
+    out = torch.empty(576)
+    call(shim.test_rms_norm, x, weight, 1e-5, 576, out)
+    torch.testing.assert_close(out, F.rms_norm(x.double(), (576,), weight.double(), 1e-5).float(), rtol=1e-6, atol=1e-6)
+
+
+def test_rotate_leaves_the_rest_of_the_head(shim: ctypes.CDLL) -> None:
+    head, angles = torch.randn(64), torch.randn(20)
+    expected = head.clone()
+    expected[:20] = head[:20] * angles.cos() - head[20:40] * angles.sin()
+    expected[20:40] = head[20:40] * angles.cos() + head[:20] * angles.sin()
+    call(shim.test_rotate, head, angles.cos(), angles.sin(), 20)
+    torch.testing.assert_close(head, expected)
+
+
+@pytest.mark.parametrize("activation", [0, 1])
+def test_gated(shim: ctypes.CDLL, activation: int) -> None:
+    gate, up = torch.cat([torch.randn(2000) * 4, torch.linspace(-200, 200, 48)]), torch.randn(2048)
+    out = torch.empty(2048)
+    call(shim.test_gated, gate, up, activation, 2048, out)
+    wide = gate.double()
+    expected = (F.gelu(wide, approximate="tanh") if activation else F.silu(wide)) * up
+    torch.testing.assert_close(out.double(), expected, rtol=1e-6, atol=1e-6)
+
+
+def test_quantize_row(shim: ctypes.CDLL) -> None:
+    x = torch.randn(320) * torch.logspace(-6, 6, 320)
+    x[64:96] = 0
+    q, scale, total = torch.empty(320, dtype=torch.int8), torch.empty(10), torch.empty(10)
+    call(shim.test_quantize_row, x, 320, q, scale, total)
+    torch.testing.assert_close((q.view(10, 32) * scale[:, None]).view(1, -1), quantized(x[None]), rtol=1e-6, atol=0)
+    torch.testing.assert_close(total, scale * q.view(10, 32).sum(1), rtol=1e-6, atol=0)
+    assert q.view(10, 32).abs().amax(1).tolist() == [127, 127, 0, *[127] * 7]
+
+
+def test_half_precision_is_torchs(shim: ctypes.CDLL) -> None:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(4096, generator=generator) * torch.logspace(-9, 4.8, 4096)
+    x[:4] = torch.tensor([0.0, -0.0, 65504.0, -65504.0])
+    bits, scalar_bits = torch.empty(4096, dtype=torch.int16), torch.empty(4096, dtype=torch.int16)
+    back, scalars_back = torch.empty(4096), torch.empty(4096)
+    call(shim.test_halves, x, 4096, bits, scalar_bits, back, scalars_back)
+    expected = x.clamp(-65504, 65504).half()
+    for got, values in ((bits, back), (scalar_bits, scalars_back)):
+        assert torch.equal(got, expected.view(torch.int16))
+        assert torch.equal(values, expected.float())
+
+
+@pytest.mark.parametrize("num_threads", [1, 2, 5])
+def test_every_chunk_runs_once(shim: ctypes.CDLL, num_threads: int) -> None:
+    shim.pool_new.restype, shim.pool_new.argtypes = c_void_p, [c_int]
+    shim.pool_free.restype, shim.pool_free.argtypes = None, [c_void_p]
+    shim.test_parallel.argtypes = [c_void_p, c_int, c_int, c_void_p]
+    counts = torch.zeros(7, dtype=torch.int32)
+
+    def work() -> None:
+        pool = shim.pool_new(num_threads)
+        for num_chunks in (7, 1, 2, 0, 7):
+            shim.test_parallel(pool, num_chunks, 200, counts.data_ptr())
+        shim.pool_free(pool)
+
+    # Two pools at a time: engines of one process do not share theirs.
+    others = [threading.Thread(target=work) for _ in range(2)]
+    for other in others:
+        other.start()
+    for other in others:
+        other.join()
+    assert counts.tolist() == [2 * 200 * n for n in (4, 3, 2, 2, 2, 2, 2)]

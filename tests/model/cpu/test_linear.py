@@ -1,0 +1,121 @@
+"""Packed weights and their products against torch, in every build."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from serve_app.model.cpu.ops import GROUP, Format, Kernels, PackedWeight
+
+ODD_SHAPES = [(1, 32), (31, 64), (33, 96), (200, 576), (65, 160)]
+"""[outputs, inputs]: less and more than a panel of every build, depths that are no multiple of what is unpacked."""
+
+
+def random_weight(format: Format, outputs: int, inputs: int, seed: int = 0) -> Tensor:
+    """A weight that the format holds exactly, made the way files of it are read."""
+    generator = torch.Generator().manual_seed(seed)
+    if format in (Format.F32, Format.BF16):
+        weight = torch.randn(outputs, inputs, generator=generator)
+        return weight.bfloat16().float() if format == Format.BF16 else weight
+    groups = (outputs, inputs // GROUP)
+    scale = (torch.rand(*groups, 1, generator=generator) * 0.01 + 1e-4).half().float()
+    if format == Format.Q4:
+        q = torch.randint(0, 16, (*groups, GROUP), generator=generator)
+        q[..., 3], q[..., 17] = 0, 15
+        low = (torch.randn(*groups, 1, generator=generator) * 0.05).half().float()
+        return (scale * q + low).view(outputs, inputs)
+    q = torch.randint(-127, 128, (*groups, GROUP), generator=generator)
+    q[..., 5] = -127
+    return (scale * q).view(outputs, inputs)
+
+
+def quantized(x: Tensor) -> Tensor:
+    """x [rows, inputs] as int8 mode sees it: groups of 32 in steps of their largest size / 127."""
+    groups = x.view(x.shape[0], -1, GROUP)
+    size = groups.abs().amax(-1, keepdim=True)
+    largest = torch.tensor(127.0)  # a tensor: torch divides a plain number by multiplying with the reciprocal
+    q = (groups * torch.where(size > 0, largest / size, 0.0)).round()
+    return (q * (size / 127.0)).view(x.shape)
+
+
+def packed(kernels: Kernels, weight: Tensor, bias: Tensor | None, format: Format) -> PackedWeight:
+    result = kernels.pack(weight, bias, format, exactly=True)
+    assert result is not None
+    return result
+
+
+def check(got: Tensor, weight: Tensor, x: Tensor, bias: Tensor | None) -> None:
+    expected = torch.nn.functional.linear(x.double(), weight.double(), None if bias is None else bias.double())
+    size = (x.double().abs() @ weight.double().abs().T).amax().clamp_min(1e-30)
+    assert float((got.double() - expected).abs().max() / size) < 1e-6
+
+
+@pytest.mark.parametrize("rows", [1, 2, 5, 6, 13, 97, 200])
+@pytest.mark.parametrize("format", list(Format))
+def test_float_products(kernels: Kernels, format: Format, rows: int, threads: None) -> None:
+    outputs, inputs = ODD_SHAPES[rows % len(ODD_SHAPES)]
+    weight = random_weight(format, outputs, inputs)
+    x, bias = torch.randn(rows, inputs), torch.randn(outputs) if rows % 2 else None
+    got = kernels.linear(packed(kernels, weight, bias, format), x, int8=False)
+    assert got.shape == (rows, outputs)
+    check(got, weight, x, bias)
+
+
+@pytest.mark.parametrize("shape", ODD_SHAPES)
+@pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 6, 7, 97])
+@pytest.mark.parametrize("format", [Format.Q8, Format.Q4])
+def test_int8_products(kernels: Kernels, format: Format, rows: int, shape: tuple[int, int]) -> None:
+    weight, bias = random_weight(format, *shape), torch.randn(shape[0])
+    x = torch.randn(rows, shape[1]) * 3
+    x[0, :GROUP] = 0
+    check(kernels.linear(packed(kernels, weight, bias, format), x, int8=True), weight, quantized(x), bias)
+
+
+def test_extreme_bytes_do_not_saturate(kernels: Kernels) -> None:
+    """All weights at the ends of their range and all activations at 127: sums that 16 bits cannot hold."""
+    weight = torch.full((64, 64), 127.0)
+    weight[1::2] = -127.0
+    x = torch.ones(3, 64)
+    got = kernels.linear(packed(kernels, weight, None, Format.Q8), x, int8=True)
+    torch.testing.assert_close(got, x @ weight.T, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("int8", [False, True])
+@pytest.mark.parametrize("format", list(Format))
+def test_a_row_has_the_same_bits_in_every_batch(kernels: Kernels, format: Format, int8: bool, threads: None) -> None:
+    if int8 and format < Format.Q8:
+        pytest.skip("int8 products are of 8- and 4-bit weights")
+    weight = packed(kernels, random_weight(format, 70, 224), None, format)
+    x = torch.randn(203, 224)
+    whole = kernels.linear(weight, x, int8=int8)
+    for first, last in ((0, 1), (7, 8), (3, 5), (0, 11), (90, 103), (101, 203)):
+        assert torch.equal(kernels.linear(weight, x[first:last], int8=int8), whole[first:last])
+
+
+@pytest.mark.parametrize("format", [Format.BF16, Format.Q8, Format.Q4])
+def test_one_value_that_does_not_fit_is_noticed(kernels: Kernels, format: Format) -> None:
+    weight = random_weight(format, 40, 64)
+    assert kernels.pack(weight, None, format, exactly=True) is not None
+    weight[39, 40] = torch.nextafter(weight[39, 40], torch.tensor(9.0))
+    assert kernels.pack(weight, None, format, exactly=True) is None
+
+
+def test_inputs_that_are_no_whole_groups_are_refused(kernels: Kernels) -> None:
+    assert kernels.pack(torch.randn(8, 48), None, Format.Q8, exactly=False) is None
+
+
+def test_any_weight_in_8_bits(kernels: Kernels) -> None:
+    """Nearest values: no weight moves by more than half a step of its group, and a little as its ends are rounded."""
+    weight = torch.randn(50, 96)
+    weight[4, :GROUP] = 0.25
+    packed_weight = kernels.pack(weight, None, Format.Q8, exactly=False)
+    assert packed_weight is not None
+    got = kernels.linear(packed_weight, torch.eye(96), int8=False).T
+    groups = weight.view(50, -1, GROUP)
+    step = (groups.amax(-1) - groups.amin(-1)).repeat_interleave(GROUP, dim=1) / 255
+    assert bool(((got - weight).abs() <= 0.7 * step + 1e-3 * weight.abs()).all())
+
+
+def test_a_weight_of_other_inputs_is_refused(kernels: Kernels) -> None:
+    weight = packed(kernels, torch.randn(8, 64), None, Format.F32)
+    with pytest.raises(ValueError, match="32 inputs for a weight of 64"):
+        kernels.linear(weight, torch.randn(2, 32), int8=False)
