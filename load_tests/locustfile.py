@@ -113,7 +113,7 @@ class ChatUser(HttpUser):
                 if response.status_code == 200:
                     self._read(response, result, start, patience)
                 else:
-                    result.error = f"status {response.status_code}"
+                    result.error = f"status {response.status_code} {response.error or ''}".strip()
             except (RequestException, ValueError) as error:
                 result.error = f"{type(error).__name__}: {error}"
             result.e2e_s = time.perf_counter() - start

@@ -10,6 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 
+from load_tests.bench_compare import Ratio
 from load_tests.client import Objective, RequestResult, Run
 
 BLUE, ORANGE, GREEN, RED, GREY = "#0072B2", "#E69F00", "#009E73", "#D55E00", "#666666"
@@ -116,6 +117,20 @@ def draw_rates(results: Mapping[str, Mapping[str, Any]]) -> Figure:
         axes.plot([place] * len(rates), rates, "o", color="black", markersize=3)
     axes.set_xticks(range(len(results)), list(results))
     axes.set_ylabel("output tokens per second")
+    return figure
+
+
+def draw_ratios(ratios: Sequence[Ratio]) -> Figure:
+    """B over A: a dot for the medians, a bar from the lowest to the highest quotient; green and red are verdicts."""
+    figure, (axes,) = new_figure(height=1 + 0.28 * len(ratios))
+    colours = {"B better": GREEN, "A better": RED}
+    for place, one in enumerate(reversed(ratios)):
+        colour = colours.get(one.verdict, GREY)
+        axes.plot([one.low, one.high], [place, place], color=colour, linewidth=2)
+        axes.plot([one.ratio], [place], "o", color=colour)
+    axes.axvline(1.0, color="black", linewidth=1)
+    axes.set_yticks(range(len(ratios)), [f"{one.workload}: {one.figure}" for one in reversed(ratios)], fontsize=8)
+    axes.set_xlabel("B / A")
     return figure
 
 

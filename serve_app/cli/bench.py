@@ -6,6 +6,7 @@ the extra `load`.
 
 import json
 from functools import partial
+from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -112,6 +113,7 @@ _Report = Annotated[Path, typer.Argument(exists=True, dir_okay=False, help="Writ
 def compare(a: _Report, b: _Report, html: HtmlFile = None) -> None:
     """B over A for every figure, with the lowest and the highest quotient of single runs."""
     from load_tests.bench_compare import compare_results, read_results
+    from load_tests.plots import draw_ratios, image
     from load_tests.report import page, table
 
     try:
@@ -137,5 +139,6 @@ def compare(a: _Report, b: _Report, html: HtmlFile = None) -> None:
         shown.add_row(*row)
     Console().print(shown if rows else "The two reports have no workload in common.")
     if html is not None:
-        body = f"<h1>B over A</h1><p>A: {a.name}, B: {b.name}</p>" + table(header, rows)
+        body = f"<h1>B over A</h1><p>A: {escape(a.name)}, B: {escape(b.name)}</p>" + table(header, rows)
+        body += image(draw_ratios(ratios), "B over A for each figure, with the spread of single runs")
         html.write_text(page(f"{b.name} over {a.name}", body), encoding="utf-8")

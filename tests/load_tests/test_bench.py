@@ -46,8 +46,10 @@ async def test_workloads_run_and_both_reports_are_written(tmp_path: Path) -> Non
     assert "data:image/svg" in html
     assert len(fake.bodies) == 17 + 12
     files = [str(tmp_path / "a.json"), str(tmp_path / "a.json")]
-    result = CliRunner(env={"COLUMNS": "200"}).invoke(app, ["bench", "compare", *files])
+    html = tmp_path / "ratios.html"
+    result = CliRunner(env={"COLUMNS": "200"}).invoke(app, ["bench", "compare", *files, "--html", str(html)])
     assert result.exit_code == 0
+    assert "data:image/svg" in html.read_text()
     assert "within the spread" in result.output
 
 
