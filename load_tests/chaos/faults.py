@@ -291,7 +291,7 @@ FAULTS = (
     Fault("replica SIGKILL in prefill", _kill_in_prefill, stall_limit_s=10),
     Fault("replica SIGSTOP", _strike_replica(signal.SIGSTOP), stall_limit_s=10),
     Fault("replica SIGKILL, then the next", _kill_twice, moments=_KNOWN_ONLY),
-    Fault("all replicas SIGKILL", _kill_all, allowed=_MAY_FAIL, recovery_limit_s=60),
+    Fault("all replicas SIGKILL", _kill_all, allowed=_MAY_FAIL, recovery_limit_s=60, stall_limit_s=60),
     Fault("ingress SIGKILL", _kill_one("ingress"), allowed=_MAY_BE_CUT, recovery_limit_s=60),
     Fault("controller SIGKILL", _kill_one("controller")),
     Fault("proxy SIGKILL", _kill_one("proxy"), allowed=_MAY_BE_CUT, recovery_limit_s=60),
