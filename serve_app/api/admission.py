@@ -193,11 +193,11 @@ class AdmissionQueue:
         yielding = self._queue.giving_way(waiting, needed)
         if not yielding:
             reason = f"the queue is full: {self._queue.size} sequences wait, {held} places are promised"
-            raise self._refusal(waiting, now, reason)
+            raise self._refusal(waiting, now, reason, "promise_broken" if waiting.kept else None)
         for entry in yielding:
             assert isinstance(entry, _Waiting)
-            self._queue.drop(entry, entry.remaining)
             refusal = self._refusal(entry, now, "the queue is full, and others have had less of it", "queue_share")
+            self._queue.drop(entry, entry.remaining)
             for ticket in entry.tickets:
                 ticket.refusal = refusal
                 ticket.leave_queue()

@@ -30,13 +30,14 @@ _GOLDEN = (math.sqrt(5) - 1) / 2
 @dataclass(slots=True, eq=False)
 class _Promise:
     due: float
+    number: int
     cost: int
     client: Hashable
     identity: bytes
     kept: bool = field(default=False)
 
     def __lt__(self, other: "_Promise") -> bool:
-        return self.due < other.due
+        return (self.due, self.number) < (other.due, other.number)
 
 
 class PromiseBook:
@@ -71,7 +72,7 @@ class PromiseBook:
         # A client leaves as much room as it takes (the dynamic thresholds of shared switch buffers).
         if wait > MAX_WAIT_S or own > self._max_promised - self.outstanding:
             return math.inf
-        promise = _Promise(now + wait, cost, client, identity)
+        promise = _Promise(now + wait, self.made, cost, client, identity)
         heapq.heappush(self._by_identity.setdefault(identity, []), promise)
         heapq.heappush(self._later, promise)
         self._by_client[client] = own

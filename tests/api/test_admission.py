@@ -180,6 +180,7 @@ async def test_a_full_queue_takes_those_who_have_less_of_it() -> None:
         newest.release()
         assert refused.value.code == "queue_share"
         assert refused.value.retry_after_s is not None
+    assert queue.promises.outstanding == 4
     order: list[Ticket] = []
     waiting = [*greedy[:3], *modest]
     while waiting:
@@ -218,6 +219,18 @@ async def test_a_refused_client_that_comes_back_in_time_is_taken() -> None:
         newcomers += 1
     assert newcomers < 8 - len(tickets) + 1
     assert fits(queue, caller("a", 9))
+
+
+async def test_a_promise_that_cannot_be_kept_is_called_so_and_renewed() -> None:
+    clock = Clock()
+    queue = AdmissionQueue(max_ongoing=1, max_queued=8, clock=clock)
+    for i in range(9):
+        queue.reserve(caller=caller("a", i))
+    for _ in range(3):  # nothing ends
+        refused = refusal(queue, caller("a", 9))
+        assert refused.code == ("queue_full" if clock.now == 0 else "promise_broken")
+        assert refused.retry_after_s is not None
+        clock.now += refused.retry_after_s
 
 
 def refusal(queue: AdmissionQueue, caller: Caller) -> OverloadedError:

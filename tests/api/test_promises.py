@@ -57,6 +57,17 @@ def test_the_same_request_refused_twice_is_promised_two_places() -> None:
     assert book.redeem(b"x", waits[1])
 
 
+def test_promises_of_the_same_moment_are_told_apart() -> None:
+    """The same bytes sent to both endpoints: one identity, two costs, and by chance one return time."""
+    book = PromiseBook()
+    waits = {cost: book.make("a", b"x", cost, missing=0, rate=1e6, now=0.0) for cost in (1, 4)}
+    assert waits == {1: 1.0, 4: 1.0}
+    assert book.held(1.0) == 5
+    assert book.redeem(b"x", 1.0)
+    assert book.held(1.0) == 4
+    assert book.held(100.0) == book.outstanding == 0
+
+
 def test_memory_is_bounded_and_no_client_takes_all_of_it() -> None:
     book = PromiseBook(max_promised=1000)
     greedy = sum(book.make("greedy", name(i), 1, 0, 1e3, 0.0) < math.inf for i in range(5000))

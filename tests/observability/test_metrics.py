@@ -100,6 +100,31 @@ def test_requests_are_counted_by_outcome_and_only_completed_ones_are_timed() -> 
     assert value("serve_app_inter_token_latency_seconds_sum") == pytest.approx(1.0)
 
 
+def test_the_fleet_has_a_waiting_served_ratio_of_its_own() -> None:
+    """Beside the replicas', which have no `scope`; what waits at the ingress counts, what runs counts once."""
+    engines = [6, 4]
+    own = IngressMetrics(lambda: 10, lambda: 0, engines=lambda: (engines[0], engines[1]))
+    replica = EngineMetrics()
+    replica.read_stats_from(lambda: SchedulerStats(6, 4, 100, 40, 7))
+    page = samples(merge_expositions(own.registry, {"r0": generate_latest(replica.registry).decode()}))
+    ratios = {labels: value for (name, labels), value in page.items() if name == "serve_app_waiting_served_ratio"}
+    assert ratios == {(("scope", "fleet"),): 4.0, (("replica", "r0"),): 1.5}
+    engines[:] = [0, 0]
+    assert own.registry.get_sample_value("serve_app_waiting_served_ratio", {"scope": "fleet"}) == 10
+
+
+def test_waits_and_refusals_are_counted() -> None:
+    metrics = IngressMetrics(lambda: 0, lambda: 0)
+    metrics.queued(0.3)
+    metrics.refused("queue_full")
+    metrics.refused("queue_full")
+    metrics.refused("queue_share")
+    value = metrics.registry.get_sample_value
+    assert value("serve_app_queue_wait_seconds_sum") == pytest.approx(0.3)
+    assert value("serve_app_refusals_total", {"reason": "queue_full"}) == 2
+    assert value("serve_app_refusals_total", {"reason": "queue_share"}) == 1
+
+
 def test_pages_merge_into_one_with_the_replicas_names() -> None:
     own = IngressMetrics(lambda: 0, lambda: 0)
     own.first_token(0.3)
