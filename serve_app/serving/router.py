@@ -74,7 +74,11 @@ class EngineRouter(ReportingMixin, RequestRouter):  # type: ignore[misc]
         if request is not None:
             routing.policy.routed(request, chosen.replica_id.unique_id)
         # Before it has accepted: one that is stopped never will, and someone should know whom the request waits for.
-        replica_set.note_assigned(data.get("attempt_id", ""), chosen.replica_id.unique_id)
+        attempt_id = data.get("attempt_id", "")
+        replica_set.note_assigned(attempt_id, chosen.replica_id.unique_id)
+        if replica_set.process_set.replica_of(attempt_id) is None:
+            # It was cancelled meanwhile: nobody would take it off the replica's account any more.
+            routing.policy.ended(attempt_id)
         return chosen
 
     def _in_order(
