@@ -65,7 +65,8 @@ function fillCard(card, replica, now) {
   const stepMs = 1000 * mean(recent.map((record) => endOf(record) - record.started_at));
   const last = replica.records.at(-1);
   card.classList.toggle("gone", replica.gone);
-  card.querySelector(".name").textContent = `Replica ${replica.replica}${replica.gone ? " (gone)" : ""}`;
+  card.querySelector(".name").textContent = `Replica ${replica.replica}${replica.gone ? ": gone, its requests go on elsewhere" : ""}`;
+  if (replica.gone) return;
   showFigures(card.querySelector(".figures"), {
     running: [stats.running, `of ${replica.num_slots}`],
     waiting: [stats.waiting],
@@ -102,7 +103,6 @@ function showSlots(list, replica) {
 /** Slot -> the latest row of whoever holds it now: a step need not have a row for everyone. */
 function currentRows(replica) {
   const rows = new Map();
-  if (replica.gone) return rows;
   for (const record of replica.records.slice(-32)) {
     const left = new Set([...record.finished, ...record.preempted].map(([request, choice]) => `${request}#${choice}`));
     for (const row of prepare(record).rows) rows.set(row.slot, { ...row, step: record.step });

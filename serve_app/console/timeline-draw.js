@@ -20,6 +20,12 @@ export function colourOf(request) {
   return colours.get(name);
 }
 
+/** Black or white, whichever is read more easily on the colour. */
+function inkOn(colour) {
+  const [red, green, blue] = [1, 3, 5].map((i) => parseInt(colour.slice(i, i + 2), 16));
+  return 0.299 * red + 0.587 * green + 0.114 * blue > 110 ? "#10151b" : "#ffffff";
+}
+
 /** Which attempt at the request this replica was given; above 1 it came from another replica. */
 export function attemptOf(request) {
   const number = Number(request.split(".")[1] ?? 1);
@@ -129,7 +135,8 @@ function drawLanes({ context, width, columns, replica, lane, css }, running) {
   const edges = [{ end: GUTTER }, ...runs, { x: width }];
   for (let i = 1; i < edges.length; i++) {
     const room = edges[i].x - edges[i - 1].end;
-    if (room > 40) context.fillText("idle", edges[i - 1].end + room / 2 - 10, (lane * replica.num_slots) / 2);
+    const word = replica.gone && i === edges.length - 1 ? "gone" : "idle";
+    if (room > 40) context.fillText(word, edges[i - 1].end + room / 2 - 10, (lane * replica.num_slots) / 2);
   }
 }
 
@@ -146,9 +153,9 @@ function drawRows({ context, columns, lane }) {
     context.globalAlpha = 1;
     if (decodes || lane < 9) return;
     const label = String(band.tokens);
-    if (wide > 7 * label.length + 4) {
-      context.fillStyle = "#10151b";
-      context.fillText(label, band.x + 3, top + lane / 2);
+    if (wide > 7 * label.length + 9) {
+      context.fillStyle = inkOn(colourOf(band.request));
+      context.fillText(label, band.x + (attemptOf(band.request) > 1 ? 8 : 3), top + lane / 2);
     }
   };
   for (const { record, x, end } of columns) {
