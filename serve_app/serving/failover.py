@@ -23,7 +23,7 @@ from serve_app.core.output import TokenDelta
 from serve_app.core.request import EngineRequest
 from serve_app.errors import EngineError, OverloadedError, RequestTimeoutError, UnavailableError
 from serve_app.serving.attempt import Attempt, AttemptObserver, LossReason, ReplicaLostError, Transport
-from serve_app.serving.journal import Journal, MissingTokensError
+from serve_app.serving.journal import Journal, OutOfPlaceError
 from serve_app.serving.replica_set import Condition, Replica, ReplicaSet
 
 OnFailover = Callable[[LossReason, int], None]
@@ -86,7 +86,7 @@ class Failover:
                         if news := journal.accept(await attempt.next()):
                             course.got_news()
                             yield news
-            except MissingTokensError:
+            except OutOfPlaceError:
                 await course.lost(ReplicaLostError(LossReason.CUT))
             except ReplicaLostError as loss:
                 await course.lost(loss)

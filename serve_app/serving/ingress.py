@@ -16,7 +16,7 @@ from collections.abc import AsyncGenerator
 from dataclasses import asdict, replace
 from typing import Any
 
-from prometheus_client import CONTENT_TYPE_LATEST
+from prometheus_client import CONTENT_TYPE_LATEST, Gauge
 from ray.serve.handle import DeploymentHandle
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -154,13 +154,15 @@ class Ingress:
         )
         self._drain = Drain()
         self._metrics = IngressMetrics(lambda: self._queue.queued, lambda: self._queue.ongoing, _engines_load)
+        loop = asyncio.get_running_loop()
+        tasks = Gauge("serve_app_ingress_tasks", "Tasks of the ingress's event loop", registry=self._metrics.registry)
+        tasks.set_function(lambda: len(asyncio.all_tasks(loop)))
         otlp_endpoint = settings.ingress.otlp_endpoint
         self._spans = None if otlp_endpoint is None else RequestSpans(otlp_endpoint, card.name)
         self._service = ReplicaService(engines, card, tokenizer, self._metrics, settings)
         await _first_token(self._service)
         if not started_by_launcher():
             logger.info("%s served its first token%s", card.name, "" if fast_path_enabled() else _NO_FAST_PATH)
-        loop = asyncio.get_running_loop()
         process_set.add_listener(lambda: loop.call_soon_threadsafe(self._follow_replicas))
         self._follow_replicas()
 

@@ -1,7 +1,7 @@
 """What the reader of one request has been given so far: enough to let any replica go on exactly there.
 
-Decides what of an attempt's news is new: tokens, log-probabilities and counts that an earlier attempt told are left
-out, so that the reader sees one stream. Knows neither replicas nor time.
+Decides what of an attempt's news is new: what an earlier attempt told of the prompt, and of choices that have finished,
+is left out, so that the reader sees one stream. Knows neither replicas nor time.
 """
 
 from collections.abc import Set
@@ -11,8 +11,8 @@ from serve_app.core.output import TokenDelta
 from serve_app.core.request import EngineRequest
 
 
-class MissingTokensError(Exception):
-    """An attempt's news begin after the end of what is known."""
+class OutOfPlaceError(Exception):
+    """An attempt's tokens do not begin where the known ones end."""
 
 
 class Journal:
@@ -56,14 +56,12 @@ class Journal:
         )
 
     def accept(self, deltas: list[TokenDelta]) -> list[TokenDelta]:
-        """Enter an attempt's news; returns what of them is new. Raises `MissingTokensError`."""
+        """Enter an attempt's news; returns what of them is new. Raises `OutOfPlaceError`."""
         news = deltas if self._attempts == 1 else [new for delta in deltas if (new := self._news(delta)) is not None]
         for delta in news:
             output = self._outputs[delta.choice]
             if delta.offset != len(output):
-                raise MissingTokensError(
-                    f"{len(output)} tokens of choice {delta.choice}, then those from {delta.offset}"
-                )
+                raise OutOfPlaceError(f"{len(output)} tokens of choice {delta.choice}, then those from {delta.offset}")
             output += delta.token_ids
             self._told_prompt_logprobs += len(delta.prompt_logprobs)
             if delta.num_cached_tokens is not None:
@@ -73,18 +71,17 @@ class Journal:
         return news
 
     def _news(self, delta: TokenDelta) -> TokenDelta | None:
-        """The part of `delta` that no earlier attempt told."""
-        known = len(self._outputs[delta.choice])
-        repeated = max(0, known - delta.offset)
-        repeated_prompt = max(0, self._told_prompt_logprobs - self._seen_prompt_logprobs)
+        """What of `delta` no earlier attempt told. Its tokens are new: the attempt was told all before them."""
+        if delta.choice in self._finished:
+            return None
+        repeated = max(0, self._told_prompt_logprobs - self._seen_prompt_logprobs)
         self._seen_prompt_logprobs += len(delta.prompt_logprobs)
-        news = replace(
+        prompt_logprobs = delta.prompt_logprobs[repeated:]
+        if not (delta.token_ids or prompt_logprobs or delta.finish_reason is not None):
+            return None
+        told_cached = delta.choice in self._told_cached
+        return replace(
             delta,
-            offset=max(known, delta.offset),
-            token_ids=delta.token_ids[repeated:],
-            logprobs=delta.logprobs[repeated:],
-            prompt_logprobs=delta.prompt_logprobs[repeated_prompt:],
-            num_cached_tokens=None if delta.choice in self._told_cached else delta.num_cached_tokens,
+            prompt_logprobs=prompt_logprobs,
+            num_cached_tokens=None if told_cached else delta.num_cached_tokens,
         )
-        has_news = news.token_ids or news.prompt_logprobs or news.finish_reason is not None
-        return news if has_news and delta.choice not in self._finished else None
