@@ -30,7 +30,8 @@ from serve_app.settings import FAST_PATH_ENVIRONMENT, LAUNCHER_ENVIRONMENT, expo
 _POLL_S = 0.25
 # How much longer than its own time limit a drain may take to answer.
 _DRAIN_ANSWER_S = 10.0
-_DELETE_TIMEOUT_S = 15.0
+# For the ends of streams that HAProxy has and the clients have not.
+_LAST_BYTES_S = 1.0
 _LOGS = "/tmp/ray/session_latest/logs"
 _OBJECT_STORE_BYTES = 100 * 2**20
 
@@ -187,9 +188,10 @@ class _Launch:
         return True
 
     def _end(self, *, drain: bool) -> None:
-        """Take no new requests, let the running ones finish or end them with an error; then delete the applications.
+        """Take no new requests, let the running ones finish or end them with an error.
 
-        `serve run` by itself would stop HAProxy first, which cuts every stream.
+        Our applications stay, to refuse whoever comes, until `serve run` stops HAProxy, which would cut every stream.
+        Others have no drain of their own; deleting them is theirs.
         """
         from ray import serve
 
@@ -197,11 +199,9 @@ class _Launch:
             self._say("stopping: no new requests, waiting for the running ones")
             with suppress(Exception):  # of Ray's, whatever it is: an ingress that does not live has nothing to drain
                 self._drain()
-        for name in self._target.applications:
-            serve.delete(name, _blocking=False)
-        deadline = time.monotonic() + _DELETE_TIMEOUT_S
-        while set(self._target.applications) & serve.status().applications.keys() and time.monotonic() < deadline:
-            time.sleep(_POLL_S)
+                time.sleep(_LAST_BYTES_S)
+        for name in set(self._target.applications) - self._target.ours.keys():
+            serve.delete(name)
 
     def _drain(self) -> None:
         from ray import serve

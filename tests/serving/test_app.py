@@ -22,6 +22,20 @@ print(json.dumps([{key: options[key] for key in ("ray_actor_options", "num_repli
                   for options in (engine_options(settings), ingress_options(settings))]))
 """
 
+AUTOSCALING = """
+import json, sys
+from serve_app.app import build, engine_options, ingress_options
+from serve_app.settings import Settings
+settings = Settings.model_validate(json.loads(sys.argv[1]))
+build(settings)
+shown = []
+for options in (engine_options(settings), ingress_options(settings)):
+    config, policy = options["autoscaling_config"], options["autoscaling_config"].policy
+    limits = [config.min_replicas, config.max_replicas, config.upscale_delay_s, config.downscale_delay_s]
+    shown.append([limits, policy.policy_function, policy.policy_kwargs, "num_replicas" in options])
+print(json.dumps(shown))
+"""
+
 PLACEMENT = """
 import json, os, ray
 from ray import serve
@@ -74,6 +88,21 @@ def test_a_replica_takes_a_gpu_when_told_and_no_cpu_slot() -> None:
 def test_without_a_cluster_auto_means_the_cpu() -> None:
     engine, _ = run(OPTIONS, "{}")
     assert engine["ray_actor_options"] == {"num_cpus": 0, "num_gpus": 0}
+
+
+def test_autoscaling_takes_the_place_of_a_number() -> None:
+    limits = {"min_replicas": 2, "max_replicas": 5, "upscale_delay_s": 3.0, "downscale_delay_s": 60.0}
+    engine, ingress = run(AUTOSCALING, json.dumps({"autoscaling": limits, "engine": {"max_num_seqs": 4}}))
+    policy = "serve_app.serving.autoscaling"
+    assert engine == [[2, 5, 3.0, 60.0], f"{policy}.EnginePolicy", {"max_num_seqs": 4}, False]
+    assert ingress[0][:2] == [1, 1]
+    assert ingress[1:] == [f"{policy}.IngressPolicy", {}, False]
+
+
+def test_threads_are_shared_with_the_replicas_that_may_come() -> None:
+    settings = Settings.model_validate({"model": "x", "autoscaling": {"max_replicas": 1024}})
+    assert engine_config(settings, use_gpu=False).num_threads == 1
+    assert settings.max_ongoing_requests == 1024 * settings.max_ongoing_per_replica
 
 
 @pytest.mark.cluster
