@@ -29,7 +29,7 @@ _PROBE_LIMIT_S = 120.0
 _STREAMS_LIMIT_S = 180.0
 # HAProxy keeps idle connections to the ingress for a while.
 _SETTLE_LIMIT_S = 60.0
-_FD_SLACK, _THREAD_SLACK = 12, 8
+_FD_SLACK, _THREAD_SLACK, _TASK_SLACK = 12, 8, 8
 _MEMORY_SLACK = 0.10
 PROBE = ask("probe", "Is anybody there?", 8)
 
@@ -327,6 +327,8 @@ def _excess(pid: int, before: Holding, after: Holding) -> list[str]:
         lines.append(f"process {pid}: {before.fds} file descriptors before, {after.fds} after")
     if after.threads > before.threads + _THREAD_SLACK:
         lines.append(f"process {pid}: {before.threads} threads before, {after.threads} after")
+    if after.tasks > before.tasks + _TASK_SLACK:
+        lines.append(f"process {pid}: {before.tasks:.0f} tasks before, {after.tasks:.0f} after")
     if after.rss_mib > before.rss_mib * (1 + _MEMORY_SLACK):
         lines.append(f"process {pid}: {before.rss_mib:.0f} MiB before, {after.rss_mib:.0f} after")
     return lines

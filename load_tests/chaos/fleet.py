@@ -89,6 +89,8 @@ class Holding:
     fds: int
     threads: int
     rss_mib: float
+    tasks: float
+    """Of the ingress's event loop; 0 for replicas."""
 
 
 @dataclass
@@ -174,9 +176,16 @@ class Fleet:
     def holdings(self) -> dict[int, Holding]:
         """What the ingress and the replicas hold, by pid."""
         held = {}
-        for process in [*self.ingress(), *self.replicas()]:
+        tasks = (self.metrics() or {}).get("serve_app_ingress_tasks", 0.0)
+        ingress = self.ingress()
+        for process in [*ingress, *self.replicas()]:
             try:
-                held[process.pid] = Holding(process.num_fds(), process.num_threads(), process.memory_info().rss / 2**20)
+                held[process.pid] = Holding(
+                    process.num_fds(),
+                    process.num_threads(),
+                    process.memory_info().rss / 2**20,
+                    tasks if process in ingress else 0.0,
+                )
             except psutil.NoSuchProcess:
                 continue
         return held
