@@ -164,3 +164,25 @@ def test_no_more_is_ahead_than_estimated() -> None:
         served += 1
     assert served == 20 + 21 + 3
     assert served <= ahead < 73
+
+
+def test_who_comes_late_has_saved_nothing() -> None:
+    queue = FairQueue()
+    for _ in range(200):
+        queue.add(Entry(("early", "")))
+    for _ in range(100):
+        queue.take()
+    for _ in range(50):
+        queue.add(Entry(("late", "")))
+    served = [queue.take().client[0] for _ in range(20)]
+    assert served.count("late") == 10
+
+
+def test_a_request_of_which_a_part_was_served_does_not_give_way() -> None:
+    for kept in (False, True):
+        queue = FairQueue()
+        entry = Entry(("a", ""), remaining=9, kept=kept)
+        queue.add(entry)
+        assert queue.giving_way(Entry(("b", "")), 1) == [entry]
+        queue.take()
+        assert queue.giving_way(Entry(("b", "")), 1) == []
