@@ -7,9 +7,9 @@ those have one.
 
 import re
 from collections.abc import Mapping
+from importlib.metadata import version
 from typing import Any
 
-import serve_app
 from serve_app.errors import ConfigError
 
 _TRACEPARENT = re.compile(r"00-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})")
@@ -33,19 +33,21 @@ class RequestSpans:
             from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
         except ImportError:
             raise ConfigError("ingress.otlp_endpoint: needs the exporter: pip install 'serve_app[trace]'") from None
-        resource = Resource.create({"service.name": "serve_app", "service.version": serve_app.__version__})
+        resource = Resource.create({"service.name": "serve_app", "service.version": version("serve_app")})
         self._provider = TracerProvider(resource=resource, shutdown_on_exit=True)
         exporter = OTLPSpanExporter(endpoint=f"{endpoint.rstrip('/')}/v1/traces")
         self._provider.add_span_processor(BatchSpanProcessor(exporter))
-        self._tracer = self._provider.get_tracer("serve_app", serve_app.__version__)
+        self._tracer = self._provider.get_tracer("serve_app", version("serve_app"))
         self._model = model
 
     def __call__(self, summary: Mapping[str, Any]) -> None:
         """A span from the request's arrival to its end, with its time in the queue as a child."""
         from opentelemetry.trace import Status, StatusCode, set_span_in_context
 
+        started_at: int = round(summary["started_at"] * 1e9)
+
         def at(seconds: float) -> int:
-            return round(summary["started_at"] * 1e9) + round(seconds * 1e9)
+            return started_at + round(seconds * 1e9)
 
         operation = _OPERATIONS[summary["endpoint"]]
         parent = _parent(summary["traceparent"])
