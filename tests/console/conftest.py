@@ -56,11 +56,15 @@ def small_engine() -> tuple[EngineCore, StepRing]:
 
 @dataclass
 class Engines:
-    """`api.Service` over engines in this process, taken in turn. `override` stands in for what they would say."""
+    """`api.Service` over engines in this process, taken in turn.
+
+    `override` stands in for what they would say; replicas in `silent` tell nothing of themselves.
+    """
 
     engines: Sequence[AsyncEngine]
     tokenizer: Tokenizer
     override: list[str] = field(default_factory=list)
+    silent: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         self._turns = itertools.cycle(self.engines)
@@ -121,7 +125,8 @@ async def serve(started: "threading.Event", box: dict[str, Any]) -> None:
     app = create_app(service, queue)
 
     async def recordings(seconds: float) -> list[bytes]:
-        return [recorder.recording(seconds).to_json() for recorder in recorders]
+        told = [recorder for recorder in recorders if recorder.replica not in service.silent]
+        return [recorder.recording(seconds).to_json() for recorder in told]
 
     add_console(app, Sources(recordings, lambda: {"waiting": queue.queued, "ongoing": queue.ongoing}))
     server = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=0, log_level="error", lifespan="off"))

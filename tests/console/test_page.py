@@ -2,6 +2,8 @@
 
 import re
 from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -9,9 +11,19 @@ pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
 
 from playwright.sync_api import Page, expect
 
+from serve_app.console.picture import picture
 from tests.console.conftest import REPLICAS, SLOTS, ConsoleServer
+from tests.observability.recordings import record_run
 
 TIMEOUT_MS = 60_000
+COLOURS = """() => {
+    const drawn = document.querySelector("canvas");
+    const pixels = drawn.getContext("2d").getImageData(0, 0, drawn.width, drawn.height).data;
+    const colours = new Set();
+    for (let i = 0; i < pixels.length; i += 4) colours.add(pixels.slice(i, i + 3).join());
+    return [...colours];
+}"""
+"""The colours in the first canvas, each as "red,green,blue"."""
 
 
 @pytest.fixture
@@ -92,17 +104,32 @@ def test_the_batch_and_the_timeline_move(page: Page) -> None:
     expect(page.locator(".slots li.busy").first).to_be_visible(timeout=TIMEOUT_MS)
     assert page.locator(".replica").count() == len(REPLICAS)
     wait_text(page, "#timeline-view figcaption", r"Replica alpha: [1-9]\d* steps in 30 s.* [1-9]\d* prefill")
-    painted = page.evaluate(
-        """() => {
-            const canvas = document.querySelector("#timeline-view canvas");
-            const pixels = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height).data;
-            const colours = new Set();
-            for (let i = 0; i < pixels.length; i += 4) colours.add(pixels.slice(i, i + 3).join());
-            return colours.size;
-        }"""
-    )
-    assert painted > 5
+    assert len(page.evaluate(COLOURS.replace("canvas", "#timeline-view canvas", 1))) > 5
     wait_text(page, "#crowd-status", "12 of 12 answered")
+
+
+def test_a_replica_that_died_stays_in_the_picture(page: Page, console: ConsoleServer) -> None:
+    settle(page)
+    page.click("#crowd")
+    wait_text(page, "#crowd-status", "12 of 12 answered")
+    console.service.silent.add("beta")
+    try:
+        wait_text(page, "#health", "^1 replica ready$")
+        expect(page.locator(".replica", has_text="beta: gone")).to_be_visible()
+        expect(page.locator("figcaption", has_text="Replica beta (gone): ")).to_be_visible()
+        console.service.silent.add("alpha")
+        wait_text(page, "#health", "^no replica$")
+    finally:
+        console.service.silent.clear()
+    wait_text(page, "#health", "^2 replicas ready$")
+
+
+def test_a_page_whose_server_is_away_says_so_and_comes_back(page: Page) -> None:
+    wait_text(page, "#health", "ready")
+    page.route("**/debug/timeline*", lambda route: route.fulfill(status=400, body="{}"))
+    wait_text(page, "#health", "^server unreachable$")
+    page.unroute("**/debug/timeline*")
+    wait_text(page, "#health", "ready$")
 
 
 def test_everything_is_reached_by_keyboard_and_has_a_name(page: Page) -> None:
@@ -167,6 +194,34 @@ def test_the_saved_picture_draws_under_its_own_policy(page: Page, console: Conso
     page.get_by_role("button", name="Earlier").click()
     page.select_option("select >> nth=1", "steps")
     assert page.locator("canvas").count() == len(REPLICAS)
+
+
+def test_the_saved_picture_shows_every_kind_of_event_from_disk(page: Page, tmp_path: Path) -> None:
+    """Preempted, moved here, gate closed: each has a colour of its own, and the words say the same."""
+    recording = record_run((9, 3, 5), (6, 12, 4), ("one.1", "two.1", "three.2"), max_num_batched_tokens=6, num_blocks=6)
+    records = [replace(record, gate_open=i != 4) for i, record in enumerate(recording.records)]
+    path = tmp_path / "picture.html"
+    path.write_bytes(picture([replace(recording, records=tuple(records)).to_json()]))
+    other = page.context.new_page()
+    faults: list[str] = []
+    other.on("pageerror", lambda error: faults.append(str(error)))
+    other.goto(path.as_uri())
+    preempted, moved = (
+        sum(len(r.preempted) for r in records),
+        sum(name == "three.2" for r in records for name, _ in r.admitted),
+    )
+    words = wait_text(other, "figcaption", "Replica alpha")
+    assert f"{preempted} preempted, {moved} moved here from another replica; gate closed in 1 steps" in words
+    for axis in ("time", "steps"):
+        other.select_option("select >> nth=1", axis)
+        shown = other.evaluate(COLOURS)
+        assert {"179,38,30", "192,57,43", "29,122,76"} <= set(shown), "preemption, gate closed, gate open"
+    other.mouse.move(0, 0)
+    box = other.locator("canvas").bounding_box()
+    assert box is not None
+    other.mouse.move(box["x"] + box["width"] / 2, box["y"] + 3)
+    assert "slot 0" in wait_text(other, ".tip", "step")
+    assert faults == []
 
 
 def test_the_api_is_documented_without_a_cdn(page: Page, console: ConsoleServer) -> None:
