@@ -27,6 +27,8 @@ class _Killer:
     rng: Random
     killed: int = 0
     skipped: int = 0
+    struck: int = 0
+    """Requests that the killed replicas had, as the ingress told a moment before."""
     ready: Counter[int] = field(default_factory=Counter)
 
     async def run(self) -> None:
@@ -38,7 +40,9 @@ class _Killer:
             if len(ready) < 2:
                 self.skipped += 1
                 continue
-            os.kill(self.rng.choice(ready), signal.SIGKILL)
+            pid = self.rng.choice(ready)
+            self.struck += (await asyncio.to_thread(self.fleet.in_flight)).get(pid, 0)
+            os.kill(pid, signal.SIGKILL)
             self.killed += 1
 
 
@@ -69,6 +73,7 @@ async def kill_loop(fleet: Fleet, requests: int, at_once: int, every_s: float, s
     return _figures(answers, references, fleet) | {
         "killed": killer.killed,
         "skipped": killer.skipped,
+        "requests_struck": killer.struck,
         "ready_at_kill_time": dict(sorted(killer.ready.items())),
         "seconds": round(seconds, 1),
     }
