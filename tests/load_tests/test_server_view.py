@@ -21,7 +21,7 @@ def exposition(ttft: list[float], gaps: list[float]) -> str:
         metrics.tokens(1, seconds)
     # A replica's own view of first tokens stands on the same page and is another figure.
     replica = EngineMetrics()
-    for _ in range(100):
+    for _ in range(100 * len(ttft)):
         replica.first_token(0.001)
     return merge_expositions(metrics.registry, {"one": generate_latest(replica.registry).decode()}).decode()
 
