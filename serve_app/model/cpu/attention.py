@@ -45,8 +45,8 @@ class KernelAttention:
     ) -> Tensor:
         """See `AttentionBackend.forward`."""
         tokens, padded = metadata.num_tokens, query.shape[1]
-        parts = (part[:, :tokens].transpose(0, 1).float() for part in (query, key, value))
-        out = self._kernels.attention(layer, *parts, cache, metadata).to(query.dtype)
+        queries, keys, values = (part[:, :tokens].transpose(0, 1).float() for part in (query, key, value))
+        out = self._kernels.attention(layer, queries, keys, values, cache, metadata).to(query.dtype)
         return out if padded == tokens else torch.cat([out, out.new_zeros(padded - tokens, *out.shape[1:])])
 
 

@@ -96,13 +96,13 @@ static const float *unpack(const struct weight *weight, const uint8_t *panel, in
     return to;
 }
 
-SPECIALIZED void float_tile(const int rows, const float *x, int64_t x_stride, const float *w, int depth, float *out,
-                            int64_t out_stride) {
+/* Some inputs of one panel: sums[rows][PANEL] += W x. */
+SPECIALIZED void float_tile(const int rows, const float *x, int64_t x_stride, const float *w, int depth, float *sums) {
     vec total[FLOAT_ROWS][2];
     UNROLL
     for (int r = 0; r < rows; r++) {
-        total[r][0] = load(out + r * out_stride);
-        total[r][1] = load(out + r * out_stride + LANES);
+        total[r][0] = load(sums + r * PANEL);
+        total[r][1] = load(sums + r * PANEL + LANES);
     }
     for (int k = 0; k < depth; k++, w += PANEL) {
         const vec w0 = load(w), w1 = load(w + LANES);
@@ -115,20 +115,20 @@ SPECIALIZED void float_tile(const int rows, const float *x, int64_t x_stride, co
     }
     UNROLL
     for (int r = 0; r < rows; r++) {
-        store(out + r * out_stride, total[r][0]);
-        store(out + r * out_stride + LANES, total[r][1]);
+        store(sums + r * PANEL, total[r][0]);
+        store(sums + r * PANEL + LANES, total[r][1]);
     }
 }
 
 /* All inputs of one panel. */
 SPECIALIZED void int8_tile(const int rows, const int format, const struct input *input, int inputs,
-                           const uint8_t *panel, float *out, int64_t out_stride) {
+                           const uint8_t *panel, const float *bias, float *out, int64_t out_stride) {
     const int groups = inputs / GROUP;
     vec total[INT8_ROWS][2];
     UNROLL
     for (int r = 0; r < rows; r++) {
-        total[r][0] = load(out + r * out_stride);
-        total[r][1] = load(out + r * out_stride + LANES);
+        total[r][0] = load(bias);
+        total[r][1] = load(bias + LANES);
     }
     for (int g = 0; g < groups; g++, panel += group_bytes(format)) {
         const uint8_t *bytes = panel + 4 * PANEL;
@@ -168,10 +168,9 @@ SPECIALIZED void int8_tile(const int rows, const int format, const struct input 
     }
 }
 
-static void float_rows(int rows, const float *x, int64_t x_stride, const float *w, int depth, float *out,
-                       int64_t stride) {
+static void float_rows(int rows, const float *x, int64_t x_stride, const float *w, int depth, float *sums) {
     switch (rows) {
-#define TILE(n) case n: float_tile(n, x, x_stride, w, depth, out, stride); break;
+#define TILE(n) case n: float_tile(n, x, x_stride, w, depth, sums); break;
         TILE(1) TILE(2) TILE(3) TILE(4)
 #if FLOAT_ROWS > 4
         TILE(5) TILE(6)
@@ -183,12 +182,12 @@ static void float_rows(int rows, const float *x, int64_t x_stride, const float *
     }
 }
 
-static void int8_rows(int rows, int format, const struct input *input, int inputs, const uint8_t *panel, float *out,
-                      int64_t stride) {
+static void int8_rows(int rows, int format, const struct input *input, int inputs, const uint8_t *panel,
+                      const float *bias, float *out, int64_t stride) {
 #define TILE(n) \
     case n: \
-        if (format == Q4) int8_tile(n, Q4, input, inputs, panel, out, stride); \
-        else int8_tile(n, Q8, input, inputs, panel, out, stride); \
+        if (format == Q4) int8_tile(n, Q4, input, inputs, panel, bias, out, stride); \
+        else int8_tile(n, Q8, input, inputs, panel, bias, out, stride); \
         break;
     switch (rows) {
         TILE(1) TILE(2)
@@ -212,29 +211,37 @@ static struct input input_from(const struct input *input, int row, int inputs) {
     };
 }
 
-static void float_panel(const struct matmul *job, int row, int end, const uint8_t *panel, float *out) {
+/* The sums are collected in one place and copied at the end: `out` has a stride that may map all of its rows onto few
+ * lines of the cache. */
+static void float_panel(const struct matmul *job, int row, int end, const uint8_t *panel, const float *bias,
+                        float *out) {
     const struct weight *weight = job->weight;
-    float unpacked[DEPTH * PANEL];
+    float unpacked[DEPTH * PANEL], sums[ROW_BLOCK * PANEL];
+    for (int r = 0; r < end - row; r++) memcpy(sums + r * PANEL, bias, sizeof(float) * PANEL);
     for (int first = 0; first < weight->inputs; first += DEPTH) {
         const int depth = weight->inputs - first < DEPTH ? weight->inputs - first : DEPTH;
         const float *w = unpack(weight, panel, first, depth, unpacked);
         for (int r = row; r < end; r += FLOAT_ROWS)
             float_rows(end - r < FLOAT_ROWS ? end - r : FLOAT_ROWS, job->input.x + (int64_t)r * weight->inputs + first,
-                       weight->inputs, w, depth, out + r * job->out_stride, job->out_stride);
+                       weight->inputs, w, depth, sums + (r - row) * PANEL);
     }
+    for (int r = row; r < end; r++)
+        memcpy(out + r * job->out_stride, sums + (r - row) * PANEL, sizeof(float) * PANEL);
 }
 
-static void int8_panel(const struct matmul *job, int row, int end, const uint8_t *panel, float *out) {
+static void int8_panel(const struct matmul *job, int row, int end, const uint8_t *panel, const float *bias,
+                       float *out) {
     const struct weight *weight = job->weight;
     for (int r = row; r < end; r += INT8_ROWS) {
         const struct input input = input_from(&job->input, r, weight->inputs);
-        int8_rows(end - r < INT8_ROWS ? end - r : INT8_ROWS, weight->format, &input, weight->inputs, panel,
+        int8_rows(end - r < INT8_ROWS ? end - r : INT8_ROWS, weight->format, &input, weight->inputs, panel, bias,
                   out + r * job->out_stride, job->out_stride);
     }
 }
 
 static void matmul_chunk(const void *argument, int chunk, int thread) {
     (void)thread;
+    static const float no_bias[PANEL];
     const struct matmul *job = argument;
     const struct weight *weight = job->weight;
     const int row = chunk / job->panel_chunks * ROW_BLOCK;
@@ -242,13 +249,11 @@ static void matmul_chunk(const void *argument, int chunk, int thread) {
     const int first = chunk % job->panel_chunks * job->panels_per_chunk;
     for (int n = first; n < first + job->panels_per_chunk && n < weight->outputs / PANEL; n++) {
         const uint8_t *panel = weight->data + n * weight_panel_bytes(weight->format, weight->inputs);
-        float *out = job->out + n * PANEL;
-        for (int r = row; r < end; r++)
-            for (int i = 0; i < PANEL; i++) out[r * job->out_stride + i] = weight->bias ? weight->bias[n * PANEL + i] : 0;
+        const float *bias = weight->bias ? weight->bias + n * PANEL : no_bias;
         if (job->int8)
-            int8_panel(job, row, end, panel, out);
+            int8_panel(job, row, end, panel, bias, job->out + n * PANEL);
         else
-            float_panel(job, row, end, panel, out);
+            float_panel(job, row, end, panel, bias, job->out + n * PANEL);
     }
 }
 
