@@ -19,7 +19,9 @@ _PAGE = """\
   <style>/*STYLE*/</style>
 </head>
 <body>
-<main class="single"><section aria-labelledby="title"><h1 id="title">What the batch did</h1><div id="view"></div></section></main>
+<main class="single">
+<section aria-labelledby="title"><h1 id="title">What the batch did</h1><div id="view"></div></section>
+</main>
 <script id="recordings" type="application/json">/*RECORDINGS*/</script>
 <script type="module">/*SCRIPT*/</script>
 </body>

@@ -179,7 +179,8 @@ def make_choices(request: EngineRequest, config: SchedulerConfig, arrival: int, 
     """Validate `request` and return its choices in order.
 
     The first unfinished choice leads: it is WAITING and computes the prompt, the others are FORKING. Choices whose
-    prior output is already complete, and `finished_choices`, are FINISHED. Raises InvalidRequestError or ContextLengthError.
+    prior output is already complete, and `finished_choices`, are FINISHED. Raises InvalidRequestError or
+    ContextLengthError.
     """
     params, prompt = request.params, request.prompt_token_ids
     # Both are used inside a step, where a wrong type would hurt everybody.

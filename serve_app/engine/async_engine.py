@@ -16,7 +16,14 @@ from serve_app.core.output import FinishReason, SchedulerStats, TokenDelta
 from serve_app.core.policy import SchedulerKnobs
 from serve_app.core.request import EngineRequest
 from serve_app.engine.core import EngineConfig, EngineCore, ModelInfo, OnProgress, OnStep
-from serve_app.errors import ENGINE_DIED, EngineError, InvalidRequestError, OverloadedError, RequestError, UnavailableError
+from serve_app.errors import (
+    ENGINE_DIED,
+    EngineError,
+    InvalidRequestError,
+    OverloadedError,
+    RequestError,
+    UnavailableError,
+)
 
 logger = logging.getLogger(__name__)
 
