@@ -79,6 +79,18 @@ def test_bits_of_tiny_models_with_kernels(arch: str, quantization: str) -> None:
     check(model)
 
 
+@pytest.mark.parametrize("quantization", ["none", "int8"])
+def test_bits_do_not_depend_on_the_number_of_threads(quantization: str) -> None:
+    model = from_module(tiny_model("qwen3", torch.float32), quantization=quantization)
+    model.allocate_kv_cache(60)
+    results = []
+    for threads in (3, 2, 1):  # the suite runs with one
+        torch.set_num_threads(threads)
+        results.append(run(model, [random_tokens(300, 0)], [range(1, 20)], [{0: 290}, {0: 10}]))
+    assert torch.equal(results[0], results[1])
+    assert torch.equal(results[0], results[2])
+
+
 @pytest.mark.parametrize("threads", [5], indirect=True)
 @pytest.mark.parametrize("arch", ["gpt2", "llama"])
 @pytest.mark.usefixtures("threads")
