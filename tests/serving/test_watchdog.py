@@ -99,6 +99,7 @@ async def test_a_replica_that_is_being_stopped_hands_its_requests_over(fleet: Fl
     task = await start(fleet)
     fleet.replicas.publish({"b": {}})
     watchdog.tick()
+    await asyncio.sleep(0.01)
     assert not fleet.losses, "it may only be changing its configuration"
     watchdog.tick()
     await task
@@ -112,6 +113,7 @@ async def test_alone_it_keeps_them_until_another_one_comes(fleet: Fleet, watchdo
     fleet.replicas.publish({})
     for _ in range(3 * TICKS_OF_SILENCE):
         watchdog.tick()
+    await asyncio.sleep(0.01)
     assert not fleet.losses
     fleet.replicas.publish({"b": {}})
     watchdog.tick()
