@@ -18,6 +18,8 @@ from serve_app.settings import Settings
 
 # Requests that take no place in an engine (health, metrics, models, tokenize), and calls of Ray's own.
 _SPARE_REQUESTS = 256
+# Requests that arrive in one moment wait at Ray's until the ingress's own queue takes or refuses them, by type.
+_MAX_QUEUED_AT_RAY = 16_384
 # A replica that leaves hands its streams to another one at once. Alone, it has so long to finish them (s).
 _ENGINE_SHUTDOWN_S = 60.0
 # How many more replicas there may be during an update; one at least.
@@ -79,7 +81,7 @@ def ingress_options(settings: Settings) -> dict[str, Any]:
         "name": "Ingress",
         "ray_actor_options": {"num_cpus": 0},
         "max_ongoing_requests": settings.max_ongoing_requests + settings.ingress.max_queued_requests + _SPARE_REQUESTS,
-        "max_queued_requests": _SPARE_REQUESTS,
+        "max_queued_requests": _MAX_QUEUED_AT_RAY,
         # Longer than any request may take: an ingress that is replaced serves its streams to their end.
         "graceful_shutdown_timeout_s": settings.ingress.request_timeout_s + 10.0,
         "max_surge_percent": _SURGE_PERCENT,

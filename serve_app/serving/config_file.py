@@ -16,7 +16,8 @@ from serve_app.serving.knobs import live_knobs, scheduler_knobs
 from serve_app.settings import Settings, suggest
 
 _IMPORT_PATH = "serve_app.app:build"
-_ENGINE = "EngineReplica"
+ENGINE, INGRESS = "EngineReplica", "Ingress"
+"""Our deployments' names."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +71,7 @@ def _check_application(application: Any) -> Settings:
     locate_model(settings.model)
     scheduler_knobs(settings.engine)
     for deployment in application.deployments:
-        if deployment.name == _ENGINE and isinstance(deployment.user_config, Mapping):
+        if deployment.name == ENGINE and isinstance(deployment.user_config, Mapping):
             live_knobs(settings, deployment.user_config)
     return settings
 

@@ -6,6 +6,7 @@ and a drain, 1 when the deployment failed, 2 when the configuration is refused. 
 of this process and end with it.
 """
 
+import asyncio
 import json
 import logging
 import re
@@ -23,7 +24,7 @@ from types import FrameType
 from typing import Any
 
 from serve_app.errors import ConfigError
-from serve_app.serving.config_file import ConfigFile, read_config
+from serve_app.serving.config_file import INGRESS, ConfigFile, read_config
 from serve_app.serving.terminal import Terminal
 from serve_app.settings import FAST_PATH_ENVIRONMENT, LAUNCHER_ENVIRONMENT, export
 
@@ -197,21 +198,41 @@ class _Launch:
 
         if drain:
             self._say("stopping: no new requests, waiting for the running ones")
-            with suppress(Exception):  # of Ray's, whatever it is: an ingress that does not live has nothing to drain
-                self._drain()
-                time.sleep(_LAST_BYTES_S)
+            deadline = time.monotonic() + self._drain_limit_s
+            try:
+                asyncio.run(self._drain())
+                while self._has_stopping_ingress() and time.monotonic() < deadline:
+                    time.sleep(_POLL_S)
+            except Exception as error:  # of Ray's, whatever it is: an ingress that does not live has nothing to drain
+                self._say(f"draining failed: {type(error).__name__}: {str(error).strip().partition(chr(10))[0]}")
+            time.sleep(_LAST_BYTES_S)
         for name in set(self._target.applications) - self._target.ours.keys():
             serve.delete(name)
 
-    def _drain(self) -> None:
+    async def _drain(self) -> None:
+        """Drain every ingress.
+
+        A coroutine, because on Ray's fast path handles work on an event loop only.
+        """
         from ray import serve
 
-        drains = [
-            (serve.get_app_handle(name).drain.remote(), settings.ingress.drain_timeout_s + _DRAIN_ANSWER_S)
-            for name, settings in self._target.ours.items()
-        ]
-        for drain, timeout_s in drains:
-            drain.result(timeout_s)
+        async with asyncio.timeout(self._drain_limit_s + _DRAIN_ANSWER_S):
+            # By the deployment's name: an application that is being built has no ingress that Ray would tell.
+            handles = [serve.get_deployment_handle(INGRESS, name) for name in self._target.ours]
+            for answer in [handle.drain.remote() for handle in handles]:
+                await answer
+
+    @property
+    def _drain_limit_s(self) -> float:
+        return max((settings.ingress.drain_timeout_s for settings in self._target.ours.values()), default=0.0)
+
+    def _has_stopping_ingress(self) -> bool:
+        """Whether there is one that an update has just replaced; it drains by itself."""
+        from ray import serve
+
+        applications = serve.status().applications
+        ingresses = (applications[name].deployments.get(INGRESS) for name in self._target.ours if name in applications)
+        return any(ingress is not None and ingress.replica_states.get("STOPPING") for ingress in ingresses)
 
     def _is_running(self) -> bool:
         """Whether all applications run. Raises `_DeploymentError` if one never will."""

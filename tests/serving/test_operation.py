@@ -40,7 +40,7 @@ class Operated:
             lines = self.server.lines[said:]
             return next((line for line in lines if line.endswith(("nothing has changed", "deployed"))), None)
 
-        wait_for(lambda: answer() is not None, "the server says what it did", timeout_s=120)
+        wait_for(lambda: answer() is not None, "the server says what it did", timeout_s=240)
         return str(answer())
 
 
@@ -143,7 +143,8 @@ async def test_sigterm_lets_short_streams_end_and_tells_the_others(operated: Ope
         ends = await asyncio.gather(*tasks)
     complete = [end for end in ends if end == (200, "[DONE]")]
     told = [json.loads(last)["error"] for _, last in ends if last != "[DONE]"]
-    assert {error["message"] for error in told} == {"the server has shut down"}
+    messages = {error["message"] for error in told}
+    assert {"the server has shut down"} <= messages <= {"the server has shut down", "the server is shutting down"}
     assert complete
     assert len(complete) + len(told) == 100
     assert {status for status, _ in ends} == {200, 503}
