@@ -8,6 +8,7 @@ import tempfile
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -24,6 +25,9 @@ from load_tests.chaos.small_model import write_small_model
 from load_tests.chaos.suite import run_faults
 
 T = TypeVar("T")
+_KV_CACHE_GIB = 0.5
+"""Of other models than the small one, per replica."""
+
 app = typer.Typer(add_completion=False, no_args_is_help=True, help=__doc__)
 Json = Annotated[Path | None, typer.Option("--json", help="also write the figures to this file")]
 Seed = Annotated[int, typer.Option(help="decides everything random")]
@@ -133,6 +137,8 @@ async def _fleet(path: str, model: str, shape: Shape) -> AsyncIterator[Fleet]:
         if model == "small":
             model = str(folder / "model")
             write_small_model(Path(model))
+        else:
+            shape = replace(shape, kv_cache_gib=_KV_CACHE_GIB)
         async with serving(path, model, folder, shape) as fleet:
             yield fleet
 

@@ -16,13 +16,25 @@ from typing import Any
 import aiohttp
 
 from load_tests.chaos.fleet import Fleet, Holding, NotInTimeError
-from load_tests.chaos.traffic import Answer, Ask, Outcome, ask, compare, mixed, open_session, send, send_into, settle
+from load_tests.chaos.traffic import (
+    STOPPED,
+    Answer,
+    Ask,
+    Outcome,
+    ask,
+    compare,
+    mixed,
+    open_session,
+    send,
+    send_into,
+    settle,
+    with_stop,
+)
 from load_tests.chaos.traffic import text as prompt_text
 
 STREAMS = 32
-_MAX_TOKENS = 240
-_VICTIM_TOKENS = 900
-_PREFILL_TOKENS = 3900
+_MAX_TOKENS = 400
+_VICTIM_TOKENS = 1500
 _LOCATE_LIMIT_S = 20.0
 _PROBE_PAUSE_S = 0.1
 _PROBE_LIMIT_S = 120.0
@@ -102,6 +114,13 @@ class References:
                 )
             self._answers[key] = answer
 
+    async def learn_mixed(self, session: aiohttp.ClientSession, url: str, asks: Sequence[Ask]) -> list[Ask]:
+        """Learn requests of `traffic.mixed`; returns them with the stop strings that come up in their own answers."""
+        await self.learn(session, url, asks)
+        stopping = [with_stop(self._answers[a.key]) if a.name.startswith(STOPPED) else a for a in asks]
+        await self.learn(session, url, stopping)
+        return stopping
+
     def of(self, a: Ask) -> Answer | None:
         """The undisturbed answer, if it was learnt."""
         return self._answers.get(a.key)
@@ -152,6 +171,11 @@ class Experiment:
         """Have these requests answered undisturbed before the strike."""
         await self._references.learn(self.session, self.fleet.url, asks)
 
+    async def mixed(self, rng: Random, count: int, max_tokens: int) -> list[Ask]:
+        """Requests with every feature a continued stream could get wrong, learnt."""
+        asks = mixed(rng, count, max_tokens)
+        return await self._references.learn_mixed(self.session, self.fleet.url, asks)
+
     def start(self, a: Ask, on_event: Callable[[Answer], None] = lambda _: None) -> Answer:
         """Send a request; its answer fills while it comes."""
 
@@ -165,12 +189,13 @@ class Experiment:
         return answer
 
     async def streams(self, long_prompts: bool = False) -> None:
-        """32 streams under way, with every feature a continued stream could get wrong."""
+        """32 streams under way."""
         rng = Random(5)
-        asks = mixed(rng, STREAMS, _MAX_TOKENS)
         if long_prompts:
             asks = [ask(f"long prompt {i}", prompt_text(rng, 1500), 64, temperature=1, seed=i) for i in range(STREAMS)]
-        await self.learn(asks)
+            await self.learn(asks)
+        else:
+            asks = await self.mixed(rng, STREAMS, _MAX_TOKENS)
         for a in asks:
             self.start(a)
 
@@ -180,8 +205,8 @@ class Experiment:
         """One stream, the pid of the replica that has it, and then (unless it is to be `alone`) others around it."""
         rng = Random(6)
         target = ask("victim", prompt_text(rng, prompt), tokens, temperature=1, seed=7, logprobs=1)
-        others = [] if alone else mixed(rng, 8, _MAX_TOKENS)
-        await self.learn([target, *others])
+        await self.learn([target])
+        others = [] if alone else await self.mixed(rng, 8, _MAX_TOKENS)
         watched = Watched()
         watched.answer = self.start(target, watched.on_event)
         pid = await self.locate()

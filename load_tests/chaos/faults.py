@@ -19,10 +19,10 @@ import yaml
 
 from load_tests.chaos.experiment import STREAMS, Experiment, Fault
 from load_tests.chaos.fleet import NotInTimeError
-from load_tests.chaos.traffic import Outcome, ask, mixed, text
+from load_tests.chaos.traffic import Outcome, ask, text
 
-_AT_TOKEN = 50
-_RANDOM_WITHIN_S = 3.0
+_AT_TOKEN = 200
+_RANDOM_WITHIN_S = 1.5
 _VANISHING = 500
 _OVERFILL = 10
 _SLOW_READERS = 4
@@ -35,7 +35,7 @@ _MAY_BE_CUT = frozenset({Outcome.ERROR, Outcome.CUT})
 
 def _strike_replica(number: signal.Signals) -> Callable[[Experiment], Awaitable[None]]:
     async def strike(experiment: Experiment) -> None:
-        """The replica that has the victim, after its 50th token; or any, at any time."""
+        """The replica that has the victim, after its 200th event; or any, at any time."""
         if experiment.moment == "known":
             victim, pid = await experiment.victim()
             await victim.tokens(_AT_TOKEN)
@@ -53,7 +53,8 @@ async def _kill_in_prefill(experiment: Experiment) -> None:
     if experiment.moment == "known":
         victim, pid = await experiment.victim(tokens=100, prompt=3900)
         experiment.send_signal(pid, signal.SIGKILL)
-        experiment.row.notes["victim's events before"] = victim.answer.events
+        if victim.answer.events:
+            experiment.row.problems.append("the prefill was over before the strike")
     else:
         await experiment.streams(long_prompts=True)
         await asyncio.sleep(experiment.rng.uniform(0.1, 2.0))
@@ -79,7 +80,7 @@ async def _kill_all(experiment: Experiment) -> None:
 
 
 async def _under_way(experiment: Experiment) -> None:
-    """Nine streams and the victim's 50th token; or 32 streams and any time."""
+    """Nine streams and the victim's 200th event; or 32 streams and any time."""
     if experiment.moment == "known":
         victim, _ = await experiment.victim()
         await victim.tokens(_AT_TOKEN)
@@ -141,8 +142,7 @@ async def _overfill_queue(experiment: Experiment) -> None:
 
 async def _clients_vanish(experiment: Experiment) -> None:
     """500 clients leave before, during and after the first token, beside streams that stay."""
-    stay = mixed(experiment.rng, 8, 200)
-    await experiment.learn(stay)
+    stay = await experiment.mixed(experiment.rng, 8, 200)
     for a in stay:
         experiment.start(a)
     experiment.struck()
@@ -182,8 +182,7 @@ async def _leave_after(experiment: Experiment, body: dict[str, object], seconds:
 
 async def _slow_readers(experiment: Experiment) -> None:
     """Clients that read one byte a second must hold up nobody else."""
-    others = mixed(experiment.rng, 8, 200)
-    await experiment.learn(others)
+    others = await experiment.mixed(experiment.rng, 8, 200)
     slow = ask("slow", text(experiment.rng, 50), 2000)
     readers = [asyncio.create_task(_read_slowly(experiment, slow.body)) for _ in range(_SLOW_READERS)]
     await asyncio.sleep(1)
@@ -218,11 +217,11 @@ async def _terminate(experiment: Experiment) -> None:
     family = fleet.family()
     os.kill(fleet.pid, signal.SIGTERM)
     experiment.struck()
-    before = list(experiment.answers)
+    under_way = [answer for answer in experiment.answers if answer.events]
     await asyncio.sleep(1)
     experiment.start(ask("newcomer", "Is it too late?", 8))
     await experiment.finish()
-    unfinished = [answer for answer in before if answer.outcome is not Outcome.COMPLETE]
+    unfinished = [answer for answer in under_way if answer.outcome is not Outcome.COMPLETE]
     experiment.row.problems.extend(f"{a.ask.name} was under way: {a.outcome.value} {a.detail}" for a in unfinished)
     status, left = await asyncio.to_thread(fleet.wait_gone, family)
     if status != 0 or left:
@@ -231,8 +230,7 @@ async def _terminate(experiment: Experiment) -> None:
 
 async def _update(experiment: Experiment) -> None:
     """A rolling update to other settings of the engine, while requests keep coming."""
-    asks = mixed(Random(8), STREAMS, 120)
-    await experiment.learn(asks)
+    asks = await experiment.mixed(Random(8), STREAMS, 120)
     await _under_way(experiment)
     old = {process.pid for process in experiment.fleet.replicas()}
     experiment.struck()

@@ -15,7 +15,7 @@ from load_tests.chaos.traffic import Answer, Outcome, compare, mixed, open_sessi
 from load_tests.client import percentile
 
 _DISTINCT = 96
-_MAX_TOKENS = 240
+_MAX_TOKENS = 600
 
 
 @dataclass
@@ -49,10 +49,9 @@ class _Killer:
 async def kill_loop(fleet: Fleet, requests: int, at_once: int, every_s: float, seed: int) -> dict[str, Any]:
     """Send `requests` streams, `at_once` at a time, and compare each with what undisturbed servers said."""
     rng = Random(seed)
-    asks = mixed(rng, _DISTINCT, _MAX_TOKENS)
     references = References()
     async with open_session() as session:
-        await references.learn(session, fleet.url, asks)
+        asks = await references.learn_mixed(session, fleet.url, mixed(rng, _DISTINCT, _MAX_TOKENS))
         order = iter(range(requests))
         answers: list[Answer] = []
 

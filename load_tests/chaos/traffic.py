@@ -16,6 +16,8 @@ from typing import Any
 import aiohttp
 
 MODEL = "small"
+STOPPED = "seeded stop"
+"""Requests of this name are meant to be given a stop string out of their own answer, see `with_stop`."""
 _LETTERS = "abcdefghijklmnopqrstuvwxyz     "
 
 
@@ -127,7 +129,7 @@ def mixed(rng: Random, count: int, max_tokens: int) -> list[Ask]:
         ("seeded penalties", {"temperature": 0.8, "seed": 13, "frequency_penalty": 0.4, "presence_penalty": 0.3}),
         ("seeded logprobs", {"temperature": 1.0, "seed": 14, "logprobs": 1, "repetition_penalty": 1.2}),
         ("seeded n=2 logprobs echo", {"temperature": 1.0, "seed": 15, "n": 2, "logprobs": 1, "echo": True}),
-        ("seeded stop", {"temperature": 1.0, "seed": 16, "min_tokens": max_tokens // 3, "stop": ["th", "q ", "zj"]}),
+        (STOPPED, {"temperature": 1.0, "seed": 16, "min_tokens": max_tokens // 3}),
     ]
     asks = []
     for index in range(count):
@@ -137,13 +139,13 @@ def mixed(rng: Random, count: int, max_tokens: int) -> list[Ask]:
     return asks
 
 
-def with_stop(whole: Answer, rng: Random) -> Ask:
+def with_stop(whole: Answer) -> Ask:
     """The request of `whole` again, with a stop string that ends it at about two thirds of its text."""
     said = whole.texts[0]
     for at in range(2 * len(said) // 3, len(said) - 3):
         stop = said[at : at + 3]
         if said.index(stop) == at:
-            return Ask(f"{whole.ask.name} with stop", whole.ask.body | {"stop": [stop]})
+            return Ask(whole.ask.name, whole.ask.body | {"stop": [stop]})
     return whole.ask
 
 
