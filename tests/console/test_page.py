@@ -1,6 +1,8 @@
 """The console in a real browser: real streaming, real engines."""
 
+import json
 import re
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -9,7 +11,7 @@ import pytest
 
 pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
 
-from playwright.sync_api import Page, expect
+from playwright.sync_api import Page, Route, expect
 
 from serve_app.console.picture import picture
 from tests.console.conftest import REPLICAS, SLOTS, ConsoleServer
@@ -73,6 +75,11 @@ def test_what_the_model_says_is_never_markup(page: Page, console: ConsoleServer,
     wait_text(page, ".assistant .figures-line", "length")
     assert "<img src=x onerror=" in (page.locator(".assistant .text").text_content() or "")
     assert page.locator(".user .text").text_content() == "<b>bold</b>"
+    chunk = {"choices": [{"index": 0, "delta": {"content": says[0]}, "finish_reason": "stop"}]}
+    whole = f"data: {json.dumps(chunk)}\n\ndata: [DONE]\n\n"
+    page.route("**/v1/chat/completions", lambda route: route.fulfill(body=whole, content_type="text/event-stream"))
+    ask(page, "All of it in one piece.")
+    expect(page.locator(".assistant .text").nth(1)).to_have_text(says[0])
     assert page.locator("#messages img, #messages script, #messages b").count() == 0
     assert page.title() == "serve_app"
 
@@ -106,6 +113,24 @@ def test_the_batch_and_the_timeline_move(page: Page) -> None:
     wait_text(page, "#timeline-view figcaption", r"Replica alpha: [1-9]\d* steps in 30 s.* [1-9]\d* prefill")
     assert len(page.evaluate(COLOURS.replace("canvas", "#timeline-view canvas", 1))) > 5
     wait_text(page, "#crowd-status", "12 of 12 answered")
+
+
+def test_a_step_that_is_told_twice_counts_once(page: Page) -> None:
+    """Each look asks for a little more than the time since the last one, so that nothing is missed."""
+    run = record_run((9, 3, 5), (6, 12, 4), max_num_batched_tokens=6)
+    now = time.time()
+    records = tuple(replace(r, started_at=r.started_at - run.records[0].started_at + now - 1) for r in run.records)
+    told = json.loads(replace(run, replica="gamma", records=records, now=now).to_json())
+    looks: list[str] = []
+
+    def answer(route: Route) -> None:
+        looks.append(route.request.url)
+        route.fulfill(json={"now": now, "queue": {"waiting": 0, "ongoing": 0}, "replicas": [told]})
+
+    page.route("**/debug/timeline*", answer)
+    while len(looks) < 4:
+        page.wait_for_timeout(100)
+    expect(page.locator("figcaption", has_text="gamma")).to_contain_text(f"gamma: {len(records)} steps in 30 s")
 
 
 def test_a_replica_that_died_stays_in_the_picture(page: Page, console: ConsoleServer) -> None:
