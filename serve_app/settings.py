@@ -119,7 +119,7 @@ class Settings(_Frozen):
     """The name clients use; null = the model's own."""
     dtype: Literal["auto", "float32", "bfloat16", "float16", "float64"] = "auto"
     """Number format of weights and KV cache."""
-    quantization: Literal["auto", "none", "int8"] = "none"
+    quantization: Literal["auto", "none", "int8"] = "auto"
     """`none` = the file's weights in float arithmetic; `int8` = products in 8 bits; `auto` = `int8` where it works."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where the model runs; `auto` = one GPU per replica where Ray's cluster has GPUs, else the CPU."""
