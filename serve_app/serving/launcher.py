@@ -6,7 +6,6 @@ and a drain, 1 when the deployment failed, 2 when the configuration is refused. 
 of this process and end with it.
 """
 
-import asyncio
 import json
 import logging
 import re
@@ -200,7 +199,7 @@ class _Launch:
             self._say("stopping: no new requests, waiting for the running ones")
             deadline = time.monotonic() + self._drain_limit_s
             try:
-                asyncio.run(self._drain())
+                self._drain()
                 while self._has_stopping_ingress() and time.monotonic() < deadline:
                     time.sleep(_POLL_S)
             except Exception as error:  # of Ray's, whatever it is: an ingress that does not live has nothing to drain
@@ -209,18 +208,17 @@ class _Launch:
         for name in set(self._target.applications) - self._target.ours.keys():
             serve.delete(name)
 
-    async def _drain(self) -> None:
-        """Drain every ingress.
-
-        A coroutine, because on Ray's fast path handles work on an event loop only.
-        """
+    def _drain(self) -> None:
         from ray import serve
 
-        async with asyncio.timeout(self._drain_limit_s + _DRAIN_ANSWER_S):
+        handles = []
+        for name in self._target.ours:
             # By the deployment's name: an application that is being built has no ingress that Ray would tell.
-            handles = [serve.get_deployment_handle(INGRESS, name) for name in self._target.ours]
-            for answer in [handle.drain.remote() for handle in handles]:
-                await answer
+            handles.append(serve.get_deployment_handle(INGRESS, name))
+            # On Ray's fast path a handle would want to live on an event loop of this thread.
+            handles[-1]._init(_run_router_in_separate_loop=True)
+        for answer in [handle.drain.remote() for handle in handles]:
+            answer.result(self._drain_limit_s + _DRAIN_ANSWER_S)
 
     @property
     def _drain_limit_s(self) -> float:
