@@ -288,18 +288,22 @@ class Scheduler:
 
     def check_invariants(self) -> None:
         """Raise AssertionError if the state contradicts itself. Walks pool and tables: for tests and idle moments."""
-        running = self._running
-        self._kv.check_invariants(running)
-        orders = [request.order for request in running]
-        assert orders == sorted(set(orders)), "running requests are out of order"
-        slots = sorted([*self._free_slots, *(request.slot for request in running)])
-        assert slots == list(range(self._built_with.max_num_seqs)), "a slot is lost or held twice"
-        known = [choice for choices in self._choices.values() for choice in choices]
-        assert set(running) == {c for c in known if c.status is RequestStatus.RUNNING}, "running and status disagree"
-        waiting = [c for c in known if c.status is RequestStatus.WAITING]
-        assert len(waiting) == len(self._queue), "queue and status disagree"
-        assert all(choice in self._queue for choice in waiting), "queue and status disagree"
-        for request in known:
-            is_running = request.status is RequestStatus.RUNNING
-            assert is_running or not request.blocks, f"{request.request_id} holds blocks but does not run"
-            assert not is_running or request.num_computed_tokens < request.num_tokens, "nothing left to compute"
+        _check(self)
+
+
+def _check(scheduler: Scheduler) -> None:
+    running = scheduler._running
+    scheduler._kv.check_invariants(running)
+    orders = [request.order for request in running]
+    assert orders == sorted(set(orders)), "running requests are out of order"
+    slots = sorted([*scheduler._free_slots, *(request.slot for request in running)])
+    assert slots == list(range(scheduler._built_with.max_num_seqs)), "a slot is lost or held twice"
+    known = [choice for choices in scheduler._choices.values() for choice in choices]
+    assert set(running) == {c for c in known if c.status is RequestStatus.RUNNING}, "running and status disagree"
+    waiting = [c for c in known if c.status is RequestStatus.WAITING]
+    assert len(waiting) == len(scheduler._queue), "queue and status disagree"
+    assert all(choice in scheduler._queue for choice in waiting), "queue and status disagree"
+    for request in known:
+        is_running = request.status is RequestStatus.RUNNING
+        assert is_running or not request.blocks, f"{request.request_id} holds blocks but does not run"
+        assert not is_running or request.num_computed_tokens < request.num_tokens, "nothing left to compute"
