@@ -13,17 +13,6 @@ from load_tests.chaos.suite import warm_up
 
 pytestmark = [pytest.mark.cluster, pytest.mark.asyncio(loop_scope="module")]
 
-# Each path raises other exceptions when a replica dies; what clients do meets the same code on both.
-# SIGTERM is the last of its path: the fleet is gone afterwards.
-EXPERIMENTS = [
-    ("fast", "replica SIGKILL in decode", "random"),
-    ("fast", "replica SIGSTOP", "known"),
-    ("fast", "ingress SIGKILL", "known"),
-    ("fast", "queue overfilled 10x", "known"),
-    ("fast", "SIGTERM", "random"),
-    ("default", "replica SIGKILL in decode", "random"),
-    ("default", "replica SIGKILL in prefill", "known"),
-]
 BY_NAME = {fault.name: fault for fault in FAULTS}
 
 
@@ -41,18 +30,46 @@ def references() -> References:
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def fleet(
-    request: pytest.FixtureRequest, model: str, references: References, tmp_path_factory: pytest.TempPathFactory
+async def fast_fleet(
+    model: str, references: References, tmp_path_factory: pytest.TempPathFactory
 ) -> AsyncIterator[Fleet]:
-    async with serving(request.param, model, tmp_path_factory.mktemp("fleet"), Shape()) as fleet:
+    async with serving("fast", model, tmp_path_factory.mktemp("fast"), Shape()) as fleet:
         await warm_up(fleet, references)
         yield fleet
 
 
-@pytest.mark.parametrize(("fleet", "name", "moment"), EXPERIMENTS, indirect=["fleet"])
-async def test_clients_notice_no_more_than_they_must(
-    fleet: Fleet, references: References, name: str, moment: str
-) -> None:
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def default_fleet(
+    model: str, references: References, tmp_path_factory: pytest.TempPathFactory
+) -> AsyncIterator[Fleet]:
+    async with serving("default", model, tmp_path_factory.mktemp("default"), Shape()) as fleet:
+        await warm_up(fleet, references)
+        yield fleet
+
+
+async def strike(fleet: Fleet, references: References, name: str, moment: str) -> None:
     row = await Experiment(fleet, BY_NAME[name], moment, references, seed=0).run()
     assert row.problems == []
     assert row.requests > 0
+
+
+@pytest.mark.parametrize(
+    ("name", "moment"),
+    [
+        ("replica SIGKILL in decode", "random"),
+        ("replica SIGSTOP", "known"),
+        ("ingress SIGKILL", "known"),
+        ("queue overfilled 10x", "known"),
+        ("SIGTERM", "random"),  # the last one: the fleet is gone afterwards
+    ],
+)
+async def test_on_the_fast_path(fast_fleet: Fleet, references: References, name: str, moment: str) -> None:
+    await strike(fast_fleet, references, name, moment)
+
+
+# Replicas die with other exceptions here; what clients do meets the same code.
+@pytest.mark.parametrize(
+    ("name", "moment"), [("replica SIGKILL in decode", "random"), ("replica SIGKILL in prefill", "known")]
+)
+async def test_on_the_default_path(default_fleet: Fleet, references: References, name: str, moment: str) -> None:
+    await strike(default_fleet, references, name, moment)
