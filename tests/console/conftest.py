@@ -152,7 +152,8 @@ def console() -> Iterator[ConsoleServer]:
     thread.join(30)
 
 
-@pytest.fixture(scope="session")
+# Not for the session: its event loop stays in this thread, where asyncio's own then cannot run.
+@pytest.fixture(scope="module")
 def browser() -> Iterator["Browser"]:
     binary = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
     if binary is None:
