@@ -197,6 +197,7 @@ class GenerationResponse(Response):
                 raise
             tracker.told_error = error
             end = sse.error_event(self._told(error))
+        await pieces.aclose()  # the client may not take what comes now; the engine need not wait for that
         await send({"type": "http.response.body", "body": end, "more_body": False})
 
     def _told(self, error: Exception) -> bytes:
