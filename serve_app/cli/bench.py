@@ -8,7 +8,7 @@ import json
 from functools import partial
 from html import escape
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -71,26 +71,14 @@ def run(
         Console(stderr=True).print(f"[red]{error}")
         raise typer.Exit(1) from error
 
+    shape = {"seed": seed, "salt": salt, "rate": rate, "duration_s": duration, "num_requests": num_requests}
+
     def build(name: str, repeat: int) -> "Workload":
-        return build_workload(
-            name,
-            writer,
-            seed=seed,
-            repeat=repeat,
-            salt=salt,
-            rate=rate,
-            duration_s=duration,
-            num_requests=num_requests,
-        )
+        return build_workload(name, writer, repeat=repeat, **shape)  # type: ignore[arg-type]
 
     results = {
         name: run_repeats(
-            server,
-            writer,
-            partial(build, name),
-            repeats=repeats,
-            server_pid=server_pid,
-            quiet_limit_s=wait_quiet,
+            server, writer, partial(build, name), repeats=repeats, server_pid=server_pid, quiet_limit_s=wait_quiet
         )
         for name in names
     }
@@ -101,6 +89,10 @@ def run(
         json_file.write_text(text + "\n")
     if html is not None:
         html.write_text(bench_page(f"{server.model}: {', '.join(names)}", facts, results), encoding="utf-8")
+    _fail_on_bad_answers(results)
+
+
+def _fail_on_bad_answers(results: dict[str, Any]) -> None:
     if any(report["median"]["failures"] or report["median"]["wrong_length"] for report in results.values()):
         Console(stderr=True).print("[red]some requests failed or had the wrong length")
         raise typer.Exit(1)

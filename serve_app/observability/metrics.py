@@ -113,24 +113,7 @@ class IngressMetrics:
         queued: wait at the ingress. ongoing: handed to engines. engines: (waiting, running) in all engines together.
         """
         self.registry = registry = CollectorRegistry()
-        Gauge(
-            "serve_app_ingress_queue_depth", "Sequences waiting at the ingress for a place", registry=registry
-        ).set_function(queued)
-        Gauge(
-            "serve_app_ingress_requests_ongoing", "Sequences handed to engines and not ended", registry=registry
-        ).set_function(ongoing)
-
-        def fleet_ratio() -> float:
-            waiting, running = engines()
-            return (queued() + waiting) / max(running, 1)
-
-        # The replicas' series of this name have no `scope`.
-        Gauge(
-            "serve_app_waiting_served_ratio",
-            "Waiting sequences per running one, of all replicas and the ingress",
-            ["scope"],
-            registry=registry,
-        ).labels("fleet").set_function(fleet_ratio)
+        _register_state(registry, queued, ongoing, engines)
         self._queue_wait = Histogram(
             "serve_app_queue_wait_seconds", "Time in the ingress's queue until the turn came", **_histogram(registry)
         )
@@ -203,6 +186,33 @@ class IngressMetrics:
 
 Page = Callable[[Mapping[str, str]], bytes]
 """Makes JSON from the parameters of a query. Called in a thread of its own."""
+
+
+def _register_state(
+    registry: CollectorRegistry,
+    queued: Callable[[], int],
+    ongoing: Callable[[], int],
+    engines: Callable[[], tuple[int, int]],
+) -> None:
+    """The gauges that are asked when somebody looks."""
+    Gauge(
+        "serve_app_ingress_queue_depth", "Sequences waiting at the ingress for a place", registry=registry
+    ).set_function(queued)
+    Gauge(
+        "serve_app_ingress_requests_ongoing", "Sequences handed to engines and not ended", registry=registry
+    ).set_function(ongoing)
+
+    def fleet_ratio() -> float:
+        waiting, running = engines()
+        return (queued() + waiting) / max(running, 1)
+
+    # The replicas' series of this name have no `scope`.
+    Gauge(
+        "serve_app_waiting_served_ratio",
+        "Waiting sequences per running one, of all replicas and the ingress",
+        ["scope"],
+        registry=registry,
+    ).labels("fleet").set_function(fleet_ratio)
 
 
 def serve_registry(registry: CollectorRegistry, host: str, pages: Mapping[str, Page] | None = None) -> int:

@@ -39,12 +39,11 @@ print(json.dumps(shown))
 PLACEMENT = """
 import json, os, ray
 from ray import serve
+from ray.serve.config import RequestRouterConfig
 from serve_app.app import engine_options, use_gpu
 from serve_app.settings import Settings
 
 class Probe:
-    def record_replica_metadata(self):
-        return {}
     def where(self):
         return ray.get_gpu_ids(), os.environ["CUDA_VISIBLE_DEVICES"]
 
@@ -53,7 +52,9 @@ ray.init(address="local", num_cpus=1, num_gpus=2, include_dashboard=False, objec
 settings = Settings.model_validate({"device": "auto", "num_replicas": 2})
 assert use_gpu(settings)
 assert not use_gpu(Settings.model_validate({"device": "cpu"}))
-handle = serve.run(serve.deployment(Probe).options(**engine_options(settings)).bind(), route_prefix=None)
+# Ray's own router, which spreads calls without a prompt.
+options = {**engine_options(settings), "request_router_config": RequestRouterConfig()}
+handle = serve.run(serve.deployment(Probe).options(**options).bind(), route_prefix=None)
 places = {tuple(map(str, handle.where.remote().result())) for _ in range(40)}
 print(json.dumps([sorted(places), ray.available_resources().get("GPU", 0)]))
 serve.shutdown()
