@@ -218,7 +218,7 @@ class _Launch:
             # On Ray's fast path a handle would want to live on an event loop of this thread.
             handles[-1]._init(_run_router_in_separate_loop=True)
         for answer in [handle.drain.remote() for handle in handles]:
-            answer.result(self._drain_limit_s + _DRAIN_ANSWER_S)
+            answer.result(timeout_s=self._drain_limit_s + _DRAIN_ANSWER_S)
 
     @property
     def _drain_limit_s(self) -> float:
