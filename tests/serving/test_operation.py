@@ -87,7 +87,7 @@ async def test_knobs_change_under_load_without_losing_a_token(operated: Operated
 
 def test_a_wrong_knob_is_named_and_changes_nothing(operated: Operated) -> None:
     def wrong(application: dict[str, Any]) -> None:
-        application["deployments"][0]["user_config"] = {"max_num_seq": 2}
+        application["deployments"] = [{"name": "EngineReplica", "user_config": {"max_num_seq": 2}}]
 
     said = operated.deploy(wrong)
     assert "`max_num_seq` cannot change in a running engine (did you mean `max_num_seqs`?)" in said
