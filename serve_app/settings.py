@@ -25,7 +25,7 @@ FAST_PATH_ENVIRONMENT: Mapping[str, str] = {
 LAUNCHER_ENVIRONMENT: Mapping[str, str] = {
     "SERVE_APP_LAUNCHER": "1",
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
-    "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "0",
+    "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "2",
     "RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS": "1",
     "RAY_SERVE_REPLICA_AUTOSCALING_METRIC_PUSH_INTERVAL_S": "2",
     "RAY_USAGE_STATS_ENABLED": "0",
@@ -33,11 +33,12 @@ LAUNCHER_ENVIRONMENT: Mapping[str, str] = {
     "GOMP_SPINCOUNT": "5000",
 }
 """What `make serve` sets besides. Ray's switch for clusters on desktop systems, off, gives the node the address
-127.0.0.1, on which then all of Ray's own ports listen. The draining period is there for load balancers outside. A
-replica that fails its health checks would get a minute to finish what it cannot finish, before it is replaced. Ray
-runs workers at niceness 15, behind everything else on the machine. A thread that waits for its partner in a matrix
-product spins for milliseconds by default; when other processes hold the cores, that is time the partner needs
-(measured beside one busy process: 269 ms a step against 123)."""
+127.0.0.1, on which then all of Ray's own ports listen. For the draining period an ingress that is replaced still takes
+what HAProxy sends it before it knows; without one, such requests were cut. A replica that fails its health checks would
+get a minute to finish what it cannot finish, before it is replaced. Ray runs workers at niceness 15, behind everything
+else on the machine. A thread that waits for its partner in a matrix product spins for milliseconds by default; when
+other processes hold the cores, that is time the partner needs (measured beside one busy process: 269 ms a step against
+123)."""
 
 
 class _Frozen(BaseModel):
