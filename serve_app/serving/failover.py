@@ -61,6 +61,11 @@ class Failover:
         self._one_alone = asyncio.Lock()
         replicas.add_listener(self._replicas_changed)
 
+    @property
+    def without_replicas_s(self) -> float:
+        """For how many seconds no replica has been there; 0 while one is."""
+        return 0.0 if self._none_since is None else self._loop.time() - self._none_since
+
     async def generate(
         self,
         request: EngineRequest,

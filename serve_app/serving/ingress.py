@@ -77,8 +77,6 @@ class ReplicaService:
             on_failover=metrics.failed_over,
         )
         watchdog = Watchdog(transport, process_set, self._failover, stall_timeout_s=settings.engine.stall_timeout_s)
-        self._empty_since: float | None = None
-        process_set.add_listener(self._follow_replicas)
         self._watching = asyncio.create_task(watchdog.run(), name="watchdog", context=contextvars.Context())
 
     def generate(
@@ -95,19 +93,12 @@ class ReplicaService:
             visited=context.replicas,
         )
 
-    def _follow_replicas(self) -> None:
-        if process_set.alive():
-            self._empty_since = None
-        elif self._empty_since is None:
-            self._empty_since = time.monotonic()
-
     def check_ready(self) -> None:
         """Raise `UnavailableError` while no replica could serve.
 
         Not at once: a replica whose `user_config` changes is away for a moment, and requests can wait.
         """
-        since = self._empty_since
-        if since is not None and time.monotonic() - since > _ABSENCE_S:
+        if self._failover.without_replicas_s > _ABSENCE_S:
             raise UnavailableError("no engine replica is running", retry_after_s=RETRY_AFTER_S)
 
     def replicas(self) -> list[dict[str, Any]]:

@@ -44,7 +44,7 @@ def small_engine() -> tuple[EngineCore, StepRing]:
         intermediate_size=64,
         num_hidden_layers=2,
         num_attention_heads=2,
-        max_position_embeddings=2048,
+        max_position_embeddings=16384,
         bos_token_id=1,
         eos_token_id=2,
         initializer_range=0.5,
