@@ -7,6 +7,7 @@ import asyncio
 import itertools
 import shutil
 import threading
+import time
 from collections.abc import AsyncGenerator, Coroutine, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -20,7 +21,7 @@ from serve_app.api.admission import AdmissionQueue
 from serve_app.api.app import create_app
 from serve_app.api.service import NO_CONTEXT, MetricsPage, ModelCard, RequestContext
 from serve_app.console.routes import Sources, add_console
-from serve_app.core.output import TokenDelta
+from serve_app.core.output import StepRecord, TokenDelta
 from serve_app.core.request import EngineRequest
 from serve_app.engine.async_engine import AsyncEngine
 from serve_app.engine.core import EngineConfig, EngineCore
@@ -35,8 +36,14 @@ SLOTS = 4
 REPLICAS = ("alpha", "beta")
 
 
-def small_engine() -> tuple[EngineCore, StepRing]:
-    """Random weights over the default tokenizer's vocabulary: answers are nonsense, a step takes milliseconds."""
+class Pace:
+    """How long a step takes at least, so that a page which looks once a second sees one on any machine."""
+
+    step_s = 0.0
+
+
+def small_engine(pace: Pace) -> tuple[EngineCore, StepRing]:
+    """Random weights over the default tokenizer's vocabulary: answers are nonsense, a step takes a millisecond."""
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=49152,
@@ -44,14 +51,19 @@ def small_engine() -> tuple[EngineCore, StepRing]:
         intermediate_size=64,
         num_hidden_layers=2,
         num_attention_heads=2,
-        max_position_embeddings=16384,
+        max_position_embeddings=2048,
         bos_token_id=1,
         eos_token_id=2,
         initializer_range=0.5,
     )
     ring = StepRing()
+
+    def on_step(record: StepRecord) -> None:
+        ring.append(record)
+        time.sleep(pace.step_s)
+
     options = EngineConfig(max_num_seqs=SLOTS, max_num_batched_tokens=32, kv_cache_gib=0.05)
-    return EngineCore(from_module(LlamaForCausalLM(config).eval()), options, on_step=ring.append), ring
+    return EngineCore(from_module(LlamaForCausalLM(config).eval()), options, on_step=on_step), ring
 
 
 @dataclass
@@ -65,6 +77,7 @@ class Engines:
     tokenizer: Tokenizer
     override: list[str] = field(default_factory=list)
     silent: set[str] = field(default_factory=set)
+    pace: Pace = field(default_factory=Pace)
 
     def __post_init__(self) -> None:
         self._turns = itertools.cycle(self.engines)
@@ -108,7 +121,8 @@ class ConsoleServer:
 
 
 async def serve(started: "threading.Event", box: dict[str, Any]) -> None:
-    cores = [small_engine() for _ in REPLICAS]
+    pace = Pace()
+    cores = [small_engine(pace) for _ in REPLICAS]
     engines = [await AsyncEngine.start_with(lambda core=core: core) for core, _ in cores]  # type: ignore[misc]
     recorders = [
         Recorder(
@@ -121,7 +135,7 @@ async def serve(started: "threading.Event", box: dict[str, Any]) -> None:
         )
         for name, engine, (_, ring) in zip(REPLICAS, engines, cores, strict=True)
     ]
-    service, queue = Engines(engines, load_tokenizer("default")), AdmissionQueue(16, 8)
+    service, queue = Engines(engines, load_tokenizer("default"), pace=pace), AdmissionQueue(16, 8)
     app = create_app(service, queue)
 
     async def recordings(seconds: float) -> list[bytes]:

@@ -36,6 +36,14 @@ def says(console: ConsoleServer) -> Iterator[list[str]]:
     console.service.override.clear()
 
 
+@pytest.fixture
+def slow(console: ConsoleServer) -> Iterator[None]:
+    """240 steps take five seconds."""
+    console.service.pace.step_s = 0.02
+    yield
+    console.service.pace.step_s = 0.0
+
+
 def settle(page: Page, max_tokens: int = 12) -> None:
     """Wait until the page knows the model, and ask for short answers."""
     page.locator("#model option").wait_for(state="attached", timeout=TIMEOUT_MS)
@@ -84,6 +92,7 @@ def test_what_the_model_says_is_never_markup(page: Page, console: ConsoleServer,
     assert page.title() == "serve_app"
 
 
+@pytest.mark.usefixtures("slow")
 def test_stop_frees_the_slot(page: Page, console: ConsoleServer, says: list[str]) -> None:
     settle(page, max_tokens=1500)
     ask(page, "Go on for long.")
@@ -104,17 +113,16 @@ def test_a_refusal_is_shown_in_the_servers_words(page: Page, says: list[str]) ->
     assert "temperature" in wait_text(page, ".assistant .error", ".")
 
 
-def test_the_batch_and_the_timeline_move(page: Page, console: ConsoleServer) -> None:
-    settle(page, max_tokens=10_000)  # busy for many looks of the page, however fast the machine
+@pytest.mark.usefixtures("slow")
+def test_the_batch_and_the_timeline_move(page: Page) -> None:
+    settle(page)
     page.click("#crowd")
     wait_text(page, "#fleet", rf"running[1-9]\d* of {SLOTS * len(REPLICAS)} slots")
     expect(page.locator(".slots li.busy").first).to_be_visible(timeout=TIMEOUT_MS)
     assert page.locator(".replica").count() == len(REPLICAS)
     wait_text(page, "#timeline-view figcaption", r"Replica alpha: [1-9]\d* steps in 30 s.* [1-9]\d* prefill")
     assert len(page.evaluate(COLOURS.replace("canvas", "#timeline-view canvas", 1))) > 5
-    page.goto("about:blank")
-    while console.busy():  # who leaves the page frees the slots
-        page.wait_for_timeout(20)
+    wait_text(page, "#crowd-status", "12 of 12 answered")
 
 
 def test_a_step_that_is_told_twice_counts_once(page: Page) -> None:
