@@ -24,6 +24,8 @@ _MAX_QUEUED_AT_RAY = 16_384
 _ENGINE_SHUTDOWN_S = 60.0
 # How many more replicas there may be during an update; one at least.
 _SURGE_PERCENT = 25
+# Streams tell an ingress the loads it makes itself; those that others make come with these, and count while fresh (s).
+_ROUTING_STATS_PERIOD_S = 2.0
 # Serve takes figures each fifth of this, and answers by their mean over it (s). It warns below 10.
 _LOOK_BACK_S = 11.0
 
@@ -55,7 +57,9 @@ def engine_options(settings: Settings) -> dict[str, Any]:
         "graceful_shutdown_timeout_s": _ENGINE_SHUTDOWN_S,
         # In an update a new replica comes before an old one goes. Not on GPUs: without a spare one it would never come.
         "max_surge_percent": 0 if use_gpu(settings) else _SURGE_PERCENT,
-        "request_router_config": RequestRouterConfig(request_router_class=EngineRouter),
+        "request_router_config": RequestRouterConfig(
+            request_router_class=EngineRouter, request_routing_stats_period_s=_ROUTING_STATS_PERIOD_S
+        ),
     }
     limits = settings.autoscaling
     if limits is None:
