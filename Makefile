@@ -1,7 +1,8 @@
 # serve: run the server   test: run the suite   check: lint, types, import rules   clean: forget the environment
 # bench: ours through HTTP beside the baselines, on the same requests in one run (JSON=FILE, PNG=FILE)
+# bench-peers: the same with every peer and every workload; sets the peers up in build/peers (REPEATS=3 JSON=FILE PNG=FILE)
 # chaos: kill, freeze and overload a fleet of three replicas, and show what its clients noticed (JSON=FILE)
-.PHONY: serve test check bench chaos clean
+.PHONY: serve test check bench bench-peers chaos clean
 .DEFAULT_GOAL := serve
 
 VENV := .venv
@@ -11,6 +12,7 @@ CONFIG ?= deploy/config.yaml
 PYTHON ?= $(shell for name in python3.12 python3.11 python3; do \
 	"$$name" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 13))' 2>/dev/null && echo "$$name" && break; \
 	done)
+PEERS = $(BIN)/python -m load_tests.peers $(if $(REPEATS),--repeats $(REPEATS)) $(if $(JSON),--json $(JSON)) $(if $(PNG),--png $(PNG))
 PIP_INSTALL := $(BIN)/python -m pip install --disable-pip-version-check
 
 serve: $(VENV)/.serve
@@ -26,7 +28,10 @@ check: $(VENV)/.test
 	$(BIN)/lint-imports
 
 bench: $(VENV)/.test
-	$(BIN)/python -m load_tests.side_by_side $(if $(JSON),--json $(JSON)) $(if $(PNG),--png $(PNG))
+	$(PEERS) --contestants serve_app,generate,transformers_serve --workloads decode,mixed
+
+bench-peers: $(VENV)/.test
+	$(PEERS)
 
 chaos: $(VENV)/.test
 	$(BIN)/python -m load_tests.chaos faults $(if $(JSON),--json $(JSON))

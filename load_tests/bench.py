@@ -15,9 +15,13 @@ import aiohttp
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from load_tests.client import RequestResult, Server, median_of, open_session, run_workload, send, summarize
+from load_tests.client import RequestResult, Run, Server, median_of, open_session, run_workload, send, summarize
 from load_tests.machine import Meter, wait_until_quiet
 from load_tests.workloads import PromptWriter, WorkItem, Workload
+
+OnDone = Callable[[RequestResult], None]
+Runner = Callable[[Workload, OnDone], Run]
+"""Has every request of a workload answered, and says after each that it is."""
 
 _WARM_UP_TOKENS = 16
 console = Console(stderr=True)
@@ -69,21 +73,43 @@ def run_repeats(
     quiet_limit_s: float = 0.0,
 ) -> dict[str, Any]:
     """Median and single runs of one workload; `build(repeat)` gives the workload of a repeat. Shows progress."""
-    runs = []
-    for repeat in range(repeats):
-        workload = build(repeat)
-        if quiet_limit_s:
-            wait_until_quiet(quiet_limit_s, server_pid)
-        with show_progress(workload, f"{workload.name} {repeat + 1}/{repeats}") as on_done:
-            meter = Meter(server_pid)
-            run = asyncio.run(run_workload(server, workload, writer, on_done))
-            usage = meter.read() if server_pid is not None else {}
-        runs.append(summarize(run, writer.num_special) | usage)
+    run = through_http(server, writer)
+    workloads = (build(repeat) for repeat in range(repeats))
+    runs = [
+        measure(run, workload, f"{workload.name} {number}/{repeats}", writer.num_special, server_pid, quiet_limit_s)
+        for number, workload in enumerate(workloads, start=1)
+    ]
     return {"median": median_of(runs), "runs": runs}
 
 
+def through_http(server: Server, writer: PromptWriter) -> Runner:
+    """Send a workload to a server."""
+    return lambda workload, on_done: asyncio.run(run_workload(server, workload, writer, on_done))
+
+
+def measure(
+    run: Runner,
+    workload: Workload,
+    title: str,
+    extra_prompt_tokens: int = 0,
+    server_pid: int | None = None,
+    quiet_limit_s: float = 0.0,
+) -> dict[str, Any]:
+    """The figures of one run (see `summarize`), with those of the process tree that does the work if its pid is given.
+
+    Waits for a quiet machine first, at most `quiet_limit_s` seconds. Shows progress.
+    """
+    if quiet_limit_s:
+        wait_until_quiet(quiet_limit_s, server_pid)
+    with show_progress(workload, title) as on_done:
+        meter = Meter(server_pid)
+        done = run(workload, on_done)
+        usage = meter.read() if server_pid is not None else {}
+    return summarize(done, extra_prompt_tokens) | usage
+
+
 @contextmanager
-def show_progress(workload: Workload, title: str) -> Iterator[Callable[[RequestResult], None]]:
+def show_progress(workload: Workload, title: str) -> Iterator[OnDone]:
     """A progress bar on standard error; gives what is to be called with every result."""
     columns = TextColumn("{task.description:<20}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
     with Progress(*columns, TextColumn("{task.fields[tokens]} tokens"), console=console) as progress:

@@ -79,7 +79,7 @@ def wait_until_quiet(limit_s: float, server_pid: int | None = None, cores: float
 class Meter:
     """Measures one stretch: what the server used, and what neither it nor this process used (`foreign_cores`).
 
-    Without a server's pid this process is taken to do all the work itself.
+    Without a server's pid this process is taken to do all the work itself; it may also be the server.
     """
 
     def __init__(self, server_pid: int | None) -> None:
@@ -93,7 +93,7 @@ class Meter:
         wall = time.perf_counter() - self._start
         usage = tree_usage(self._pid) if self._pid is not None else None
         server = usage.cpu_s - self._server if usage is not None else 0.0
-        own = time.process_time() - self._own
+        own = time.process_time() - self._own if self._pid != os.getpid() else 0.0
         figures = {"foreign_cores": round((busy_cpu_s() - self._busy - server - own) / wall, 3)}
         if usage is None:
             return figures

@@ -89,7 +89,7 @@ def measure(router: str, config: dict[str, Any], writer: PromptWriter, repeats: 
         command = ServerCommand(router, serve, base_url, "/health/ready")
         log = Path(tempfile.gettempdir()) / f"serve-app-routing-{router}.log"
         with running(command, log) as server:
-            client = reach(command.client(""), writer)
+            client = reach(command.client(), writer)
             runs = []
             for repeat in range(repeats):
                 wait_until_quiet(20.0, server.pid)

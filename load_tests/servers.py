@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 import subprocess
 import time
 import urllib.error
@@ -31,9 +32,9 @@ class ServerCommand:
     extensions: bool = True
     environment: Mapping[str, str] = field(default_factory=dict)
 
-    def client(self, model: str) -> Server:
+    def client(self) -> Server:
         """The client's view of this server."""
-        return Server(self.base_url, self.model or model, self.extra_body, self.extensions)
+        return Server(self.base_url, self.model, self.extra_body, self.extensions)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +74,13 @@ def running(server: ServerCommand, log: Path, limit_s: float = 300.0) -> Iterato
             yield RunningServer(process.pid, time.monotonic() - started)
         finally:
             _stop(process)
+
+
+def free_port() -> int:
+    """A port of loopback that nobody listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
 
 def _status(url: str) -> int | None:

@@ -128,7 +128,7 @@ def measure(
         command = server_of(setting, config, folder, port)
         try:
             with running(command, folder / f"server-{number + 1}.log"):
-                server = reach(command.client(""), writer)
+                server = reach(command.client(), writer)
                 if not rates:
                     capacity = measure_capacity(server, writer)
                     rates = [round(share * capacity, 2) for share in shares]

@@ -8,6 +8,7 @@ Decides lengths, texts and arrival times; sends nothing. Lengths depend on the s
     prefill        32 requests, 8 at once; 1024 in, 1 out
     single         4 requests, one after another; 32 in, 128 out
     shared_prefix  32 requests, 8 at once; 768 tokens shared by all, 32 of their own, 16 out
+    repetitive     as single, but the prompt is 32 tokens four times over, so that the answer goes on repeating them
     poisson        open loop: arrivals at `rate` per second for `duration` seconds, lengths as in mixed
     bursty         the same in bursts: the gaps vary four times as much
 """
@@ -24,7 +25,7 @@ from transformers import PreTrainedTokenizerFast
 from load_tests.arrivals import Arrival, mixed_lengths, random_arrivals
 from serve_app.text.tokenizer import Tokenizer, load_tokenizer
 
-WORKLOADS = ("mixed", "decode", "prefill", "single", "shared_prefix", "poisson", "bursty")
+WORKLOADS = ("mixed", "decode", "prefill", "single", "shared_prefix", "repetitive", "poisson", "bursty")
 BURSTY_VARIATION = 4.0
 
 _FIXED: dict[str, tuple[int, int, int, int]] = {
@@ -34,6 +35,7 @@ _FIXED: dict[str, tuple[int, int, int, int]] = {
     "single": (4, 1, 32, 128),
 }
 _MIXED_REQUESTS, _MIXED_CONCURRENCY = 64, 16
+_REPETITIVE_REQUESTS, _PASSAGE_TOKENS, _PASSAGE_TIMES, _REPETITIVE_OUTPUT = 4, 32, 4, 128
 _PREFIX_REQUESTS, _PREFIX_CONCURRENCY, _PREFIX_TOKENS, _OWN_TOKENS, _PREFIX_OUTPUT = 32, 8, 768, 32, 16
 
 
@@ -147,10 +149,28 @@ def build_workload(
         return Workload(name, items, concurrency)
     if name == "shared_prefix":
         return _shared_prefix(writer, texts, num_requests or _PREFIX_REQUESTS)
+    if name == "repetitive":
+        return _repetitive(writer, texts, num_requests or _REPETITIVE_REQUESTS)
     if name in ("poisson", "bursty"):
         variation = BURSTY_VARIATION if name == "bursty" else 1.0
         return open_workload(name, writer, random_arrivals(lengths, rate, duration_s, variation), texts)
     raise ValueError(f"unknown workload {name!r}; there are {', '.join(WORKLOADS)}")
+
+
+def read_names(text: str) -> dict[str, int | None]:
+    """Workloads as commands take them: names separated by commas, `name:count` for another number of requests.
+
+    Raises `ValueError` for an unknown name or a count that is none.
+    """
+    wanted: dict[str, int | None] = {}
+    for part in text.split(","):
+        name, colon, count = part.partition(":")
+        if name not in WORKLOADS:
+            raise ValueError(f"{name!r} is none of {', '.join(WORKLOADS)}")
+        if colon and not (count.isdecimal() and int(count)):
+            raise ValueError(f"{part!r}: {count!r} is no number of requests")
+        wanted[name] = int(count) if colon else None
+    return wanted
 
 
 def open_workload(name: str, writer: PromptWriter, arrivals: Iterable[Arrival], texts: Random) -> Workload:
@@ -166,3 +186,11 @@ def _shared_prefix(writer: PromptWriter, texts: Random, count: int) -> Workload:
         for _ in range(count)
     )
     return Workload("shared_prefix", items, _PREFIX_CONCURRENCY)
+
+
+def _repetitive(writer: PromptWriter, texts: Random, count: int) -> Workload:
+    items = []
+    for _ in range(count):
+        prompt = " ".join([writer.write(texts, _PASSAGE_TOKENS)] * _PASSAGE_TIMES)
+        items.append(WorkItem(prompt, writer.count(prompt), _REPETITIVE_OUTPUT))
+    return Workload("repetitive", tuple(items), 1)

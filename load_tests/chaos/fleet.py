@@ -8,7 +8,6 @@ import http.client
 import json
 import os
 import re
-import socket
 import sys
 import time
 import urllib.request
@@ -23,7 +22,7 @@ import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
 from load_tests.chaos.traffic import MODEL
-from load_tests.servers import ServerCommand, running
+from load_tests.servers import ServerCommand, free_port, running
 from serve_app.settings import FAST_PATH_ENVIRONMENT, LAUNCHER_ENVIRONMENT
 
 REPOSITORY = Path(__file__).parents[2]
@@ -221,13 +220,6 @@ def path_environment(path: str) -> dict[str, str]:
     """The environment that puts Ray Serve on its fast or its default path."""
     switches = dict.fromkeys(FAST_PATH_ENVIRONMENT, "0") if path == "default" else FAST_PATH_ENVIRONMENT
     return {**_NO_MEMORY_MONITOR, **switches}
-
-
-def free_port() -> int:
-    """A port of loopback that nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @asynccontextmanager

@@ -1,21 +1,13 @@
 """Servers are started, waited for and stopped; what cannot work is said."""
 
-import socket
 import sys
 from pathlib import Path
 
 import psutil
 import pytest
 
-from load_tests.baselines import transformers_serve
 from load_tests.machine import Meter, tree_usage
-from load_tests.servers import ServerCommand, running
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+from load_tests.servers import ServerCommand, free_port, running
 
 
 @pytest.fixture
@@ -57,11 +49,3 @@ def test_a_server_that_is_never_ready_is_stopped(file_server: ServerCommand, tmp
     (tmp_path / "ready").unlink()
     with pytest.raises(RuntimeError, match="not ready after 1 s"), running(file_server, tmp_path / "log", limit_s=1.0):
         pass
-
-
-def test_transformers_serve_gets_the_number_of_tokens_in_its_own_way() -> None:
-    from load_tests.workloads import WorkItem
-
-    body = transformers_serve(Path("peers")).client("").body(WorkItem("a b", 2, 77))
-    assert body["generation_config"] == '{"max_new_tokens": 77, "do_sample": false}'
-    assert "ignore_eos" not in body

@@ -4,7 +4,7 @@ from random import Random
 
 import pytest
 
-from load_tests.workloads import WORKLOADS, PromptWriter, build_workload, open_writer
+from load_tests.workloads import WORKLOADS, PromptWriter, build_workload, open_writer, read_names
 from serve_app.text.tokenizer import load_tokenizer
 
 
@@ -51,6 +51,7 @@ def test_sizes_are_those_that_the_log_compares(writer: PromptWriter) -> None:
         "prefill": (32, 8, 32768, 32),
         "single": (4, 1, 128, 512),
         "shared_prefix": (32, 8, 25600, 512),
+        "repetitive": (4, 1, 512, 512),
         "poisson": (56, None, 10347, 3536),
         "bursty": (102, None, 13554, 6286),
     }
@@ -66,6 +67,19 @@ def test_shared_prefix_is_shared_and_the_rest_is_not(writer: PromptWriter) -> No
     ids = [writer.ids(item.prompt) for item in build_workload("shared_prefix", writer).items]
     assert len({tuple(one[:768]) for one in ids}) == 1
     assert len({tuple(one[768:]) for one in ids}) == len(ids)
+
+
+def test_repetitive_prompts_repeat_themselves(writer: PromptWriter) -> None:
+    for item in build_workload("repetitive", writer).items:
+        words = item.prompt.split()
+        assert words == words[:32] * 4
+
+
+def test_names_come_with_how_many_requests() -> None:
+    assert read_names("decode,prefill:16") == {"decode": None, "prefill": 16}
+    for wrong in ("decode,", "decod", "decode:", "decode:0", "decode:-1", "decode:x"):
+        with pytest.raises(ValueError, match=r"none of|no number"):
+            read_names(wrong)
 
 
 def test_poisson_arrivals_rise_and_keep_their_rate(writer: PromptWriter) -> None:

@@ -1,0 +1,265 @@
+"""What a comparison with the peers says: the table, our ratios against the best peer of each row, the picture.
+
+Decides which figure of a workload counts and whom ours are compared with; measures nothing.
+
+A ratio is ours over the best peer's: above 1 is good for rates, below 1 for times. Our servers are compared: with
+unquantized weights against the peers that have such too, as they come against all. A peer counts in a row if it
+answered every request of it, each with the right number of tokens.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from load_tests.client import median_of
+from load_tests.contestants import Contestant
+
+_BLUE, _ORANGE, _GREY = "#0072B2", "#E69F00", "#666666"
+_ENGINE = "engine"
+
+Figures = Mapping[str, Any]
+
+
+@dataclass
+class Entry:
+    """What one contestant did. `reason`: why something, or everything, is missing."""
+
+    contestant: Contestant
+    ready_s: list[float] = field(default_factory=list)
+    runs: dict[str, list[Figures]] = field(default_factory=dict)
+    reason: str | None = None
+
+    def add(self, workload: str, run: Figures) -> None:
+        """One more run."""
+        self.runs.setdefault(workload, []).append(run)
+
+    def median(self, workload: str) -> Figures | None:
+        """Of each figure; None if the workload did not run."""
+        runs = self.runs.get(workload)
+        return median_of([dict(run) for run in runs]) if runs else None
+
+    def errors(self, workload: str) -> int:
+        """Requests of all runs that failed, or whose prompt or answer had the wrong length."""
+        kinds = ("failures", "wrong_length", "prompt_mismatch")
+        return sum(run[kind] for run in self.runs.get(workload, ()) for kind in kinds)
+
+    @property
+    def is_clean(self) -> bool:
+        """Everything ran, and every answer was right."""
+        return self.reason is None and not any(map(self.errors, self.runs))
+
+    @property
+    def pss_mib(self) -> float | None:
+        """Memory of all its processes, shared pages counted once: the most that was seen after a run."""
+        return max((run["server_pss_mib"] for runs in self.runs.values() for run in runs), default=None)
+
+    @property
+    def median_ready_s(self) -> float | None:
+        """Seconds from its start until it was ready."""
+        return sorted(self.ready_s)[len(self.ready_s) // 2] if self.ready_s else None
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """One of our figures against the best peer's."""
+
+    workload: str
+    contestant: str
+    figure: str
+    value: float
+    peer: str
+    best: float
+    ratio: float
+
+
+def rate(workload: str, figures: Figures) -> float:
+    """The workload's tokens per second: of the prompts where prompts are nearly all there is, else of the answers."""
+    return float(figures["prompt_tok_s" if workload == "prefill" else "output_tok_s"])
+
+
+def _figure(name: str, workload: str, figures: Figures) -> float | None:
+    if name == "tok/s":
+        return rate(workload, figures)
+    kind, percentile, _ = name.lower().split()
+    value = figures[f"{kind}_ms"][percentile]
+    return None if value is None else float(value)
+
+
+_BEST = {"tok/s": max, "TTFT p50 ms": min, "ITL p99 ms": min}
+
+
+def standings(entries: Mapping[str, Entry], workloads: Sequence[str]) -> Iterator[Standing]:
+    """Every figure of ours that has a peer's to be compared with."""
+    for workload in workloads:
+        medians = {name: entry.median(workload) for name, entry in entries.items()}
+        for name, entry in entries.items():
+            ours = medians[name]
+            if not entry.contestant.ours or name == _ENGINE or ours is None:
+                continue
+            peers = {
+                other: figures
+                for other, figures in medians.items()
+                if figures is not None and _is_rival(entry, entries[other]) and not entries[other].errors(workload)
+            }
+            for figure, best_of in _BEST.items():
+                value = _figure(figure, workload, ours)
+                values = {other: _figure(figure, workload, figures) for other, figures in peers.items()}
+                known = {other: other_value for other, other_value in values.items() if other_value}
+                if value is not None and known:
+                    peer = best_of(known, key=lambda other: known[other])
+                    best = known[peer]
+                    yield Standing(workload, name, figure, value, peer, best, round(value / best, 3))
+
+
+def _is_rival(ours: Entry, other: Entry) -> bool:
+    return not other.contestant.ours and (other.contestant.exact or not ours.contestant.exact)
+
+
+def path_costs(entries: Mapping[str, Entry]) -> dict[str, dict[str, float]]:
+    """What HTTP and Ray cost each of our servers that runs the engine which also ran alone.
+
+    decode_share: the part of the engine's tokens per second that is lost; single_ttft_ms: what a first token takes
+    longer.
+    """
+    costs: dict[str, dict[str, float]] = {}
+    if _ENGINE not in entries:
+        return costs
+    engine = entries[_ENGINE]
+    for name, entry in entries.items():
+        if name == _ENGINE or not entry.contestant.ours or entry.contestant.exact:
+            continue
+        costs[name] = {}
+        if (alone := engine.median("decode")) and (served := entry.median("decode")):
+            costs[name]["decode_share"] = round(1 - rate("decode", served) / rate("decode", alone), 3)
+        if (alone := engine.median("single")) and (served := entry.median("single")):
+            first, first_alone = (_figure("TTFT p50 ms", "single", one) for one in (served, alone))
+            if first is not None and first_alone is not None:
+                costs[name]["single_ttft_ms"] = round(first - first_alone, 1)
+    return costs
+
+
+def figures(entries: Mapping[str, Entry], workloads: Sequence[str]) -> dict[str, Any]:
+    """Everything as plain data."""
+    return {
+        "contestants": {
+            name: {
+                "what": entry.contestant.what,
+                "ours": entry.contestant.ours,
+                "exact": entry.contestant.exact,
+                "reason": entry.reason,
+                "ready_s": entry.ready_s,
+                "pss_mib": entry.pss_mib,
+            }
+            for name, entry in entries.items()
+        },
+        "against_best_peer": [asdict(standing) for standing in standings(entries, workloads)],
+        "path_costs": path_costs(entries),
+        "results": {
+            name: {workload: {"median": entry.median(workload), "runs": runs} for workload, runs in entry.runs.items()}
+            for name, entry in entries.items()
+        },
+    }
+
+
+def print_tables(console: Console, entries: Mapping[str, Entry], workloads: Sequence[str]) -> None:
+    """All of it for people."""
+    console.print(_measured(entries, workloads))
+    console.print(_compared(entries, workloads))
+    console.print(_who(entries))
+    for name, costs in path_costs(entries).items():
+        if "decode_share" in costs:
+            console.print(f"{name}: HTTP and Ray cost {costs['decode_share']:.1%} of the engine's decode throughput")
+        if "single_ttft_ms" in costs:
+            console.print(f"{name}: and {costs['single_ttft_ms']:+.1f} ms on a single user's first token")
+
+
+def _measured(entries: Mapping[str, Entry], workloads: Sequence[str]) -> Table:
+    table = Table(
+        "workload", "contestant", "tok/s", "runs", "TTFT p50 ms", "ITL p50 ms", "ITL p99 ms", "errors", "foreign"
+    )
+    for workload in workloads:
+        for name, entry in entries.items():
+            median = entry.median(workload)
+            if median is None:
+                table.add_row(workload, name, "-")
+                continue
+            table.add_row(
+                workload,
+                name,
+                f"{rate(workload, median):.1f}",
+                " ".join(f"{rate(workload, run):.0f}" for run in entry.runs[workload]),
+                _number(median["ttft_ms"]["p50"]),
+                _number(median["itl_ms"]["p50"]),
+                _number(median["itl_ms"]["p99"]),
+                str(entry.errors(workload)),
+                f"{median['foreign_cores']:.2f}",
+            )
+        table.add_section()
+    return table
+
+
+def _compared(entries: Mapping[str, Entry], workloads: Sequence[str]) -> Table:
+    table = Table("workload", "ours", *(f"{figure} ours/best peer" for figure in _BEST))
+    cells: dict[tuple[str, str], dict[str, str]] = {}
+    for one in standings(entries, workloads):
+        cells.setdefault((one.workload, one.contestant), {})[one.figure] = (
+            f"{one.ratio:.2f} ({one.value:.0f} / {one.best:.0f} {one.peer})"
+        )
+    for key, row in cells.items():
+        table.add_row(*key, *(row.get(figure, "") for figure in _BEST))
+    return table
+
+
+def _who(entries: Mapping[str, Entry]) -> Table:
+    table = Table("contestant", "what", "ready after s", "memory MiB", "not in the run, or not whole, because")
+    for name, entry in entries.items():
+        table.add_row(
+            name, entry.contestant.what, _number(entry.median_ready_s), _number(entry.pss_mib), entry.reason or ""
+        )
+    return table
+
+
+def _number(value: float | None) -> str:
+    if value is None:
+        return ""
+    return f"{value:.1f}" if value < 100 else f"{value:.0f}"
+
+
+def draw(path: Path, entries: Mapping[str, Entry], workloads: Sequence[str]) -> None:
+    """A panel for each workload: a bar for each contestant's median, a dot for each run; overwrites `path`."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    columns = min(3, len(workloads))
+    rows = -(-len(workloads) // columns)
+    size = (2.2 + 3.4 * columns, 0.7 + rows * (0.7 + 0.3 * len(entries)))
+    figure = Figure(figsize=size, dpi=130, layout="constrained", facecolor="white")
+    FigureCanvasAgg(figure)
+    panels = figure.subplots(rows, columns, squeeze=False, sharey=True)
+    names = list(entries)[::-1]
+    for axes in panels.flat[len(workloads) :]:
+        axes.set_visible(False)
+    for axes, workload in zip(panels.flat, workloads, strict=False):
+        medians = [entries[name].median(workload) for name in names]
+        rates = [rate(workload, median) if median is not None else 0.0 for median in medians]
+        bars = axes.barh(names, rates, 0.7, color=[_colour(name, entries[name]) for name in names])
+        axes.bar_label(bars, [f"{value:.0f}" if value else "-" for value in rates], fontsize=8, padding=4)
+        for place, name in enumerate(names):
+            values = [rate(workload, run) for run in entries[name].runs.get(workload, ())]
+            axes.plot(values, [place] * len(values), "o", color="black", markersize=2.5)
+        axes.margins(x=0.15)
+        axes.set_title(workload, loc="left", fontsize=10)
+        axes.set_xlabel("input tokens/s" if workload == "prefill" else "output tokens/s", fontsize=8)
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.suptitle("Same requests, same machine (bars: medians, dots: runs)", fontsize=10)
+    figure.savefig(path, format="png")
+
+
+def _colour(name: str, entry: Entry) -> str:
+    if name == _ENGINE:
+        return _GREY
+    return _BLUE if entry.contestant.ours else _ORANGE

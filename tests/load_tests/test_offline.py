@@ -1,0 +1,57 @@
+"""The engine alone and batched `generate` on a tiny model: the tokens that were asked for, and their times."""
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from load_tests.offline import app
+from load_tests.peer_setup import write_safetensors
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of a server with a tiny model that has the default model's tokenizer."""
+    import torch
+    from transformers import PreTrainedTokenizerFast
+
+    from serve_app.text.tokenizer import load_tokenizer
+    from tests.models import tiny_model
+
+    folder = tmp_path_factory.mktemp("offline")
+    tokenizer = load_tokenizer("default")._tokenizer
+    assert isinstance(tokenizer, PreTrainedTokenizerFast)
+    model = tiny_model("llama", torch.float32)
+    model.resize_token_embeddings(len(tokenizer))
+    model.save_pretrained(folder / "tiny")
+    tokenizer.save_pretrained(folder / "tiny")
+    write_safetensors(folder / "again", str(folder / "tiny"))
+    args = {"model": str(folder / "again"), "quantization": "none", "engine": {"kv_cache_gib": 0.05, "num_threads": 1}}
+    application = {"name": "tiny", "import_path": "serve_app.app:build", "args": args}
+    path = folder / "config.yaml"
+    path.write_text(yaml.safe_dump({"applications": [application]}))
+    return path
+
+
+@pytest.mark.parametrize("baseline", ["engine", "generate"])
+def test_every_request_gets_its_tokens(baseline: str, config: Path, tmp_path: Path) -> None:
+    file = tmp_path / "figures.json"
+    options = ["--config", str(config), "--workloads", "decode:3,single:2", "--json", str(file)]
+    result = CliRunner().invoke(app, [baseline, *options])
+    assert result.exit_code == 0, result.output
+    runs = json.loads(file.read_text())
+    assert [(name, run["requests"], run["output_tokens"]) for name, run in runs.items()] == [
+        ("decode", 3, 384),
+        ("single", 2, 256),
+    ]
+    for run in runs.values():
+        assert (run["failures"], run["wrong_length"], run["prompt_mismatch"]) == (0, 0, 0)
+        assert run["output_tok_s"] == pytest.approx(run["output_tokens"] / run["seconds"], rel=0.01)
+        assert run["server_pss_mib"] > 1
+    latencies = runs["single"]["ttft_ms"], runs["single"]["itl_ms"]
+    if baseline == "engine":
+        assert all(0 < kind["p50"] <= kind["p99"] < 1000 * runs["single"]["seconds"] for kind in latencies)
+    else:
+        assert all(kind["p50"] is None for kind in latencies)
