@@ -95,6 +95,7 @@ def main() -> None:
                 kv_cache_gib=0.5,
                 enable_prefix_cache=False,
                 num_threads=args.threads,
+                speculation="off",
             )
         )
         for mode in args.modes.split(",")

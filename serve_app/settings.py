@@ -71,6 +71,8 @@ class EngineSettings(_Frozen):
     """Admit anyway after this many steps without an admission."""
     enable_prefix_cache: bool = True
     """Reuse the KV blocks of prompts that begin alike."""
+    speculation: Literal["auto", "off"] = "auto"
+    """`auto` = while few requests run, compute ahead the tokens that a request's own text suggests; same answers."""
     max_num_waiting: int | None = Field(default=None, ge=0, le=1_000_000)
     """Requests that a replica holds beyond its seats, so that its admission gate can choose; null = `max_num_seqs`."""
     stall_timeout_s: float = Field(default=10.0, gt=0, le=3600)

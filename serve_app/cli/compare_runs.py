@@ -122,6 +122,7 @@ def _measure_engine(mode: Mode, job: CompareJob, on_tokens: OnTokens) -> Measure
         enable_prefix_cache=job.prefix_cache,
         kv_cache_gib=job.kv_cache_gib,
         num_threads=job.num_threads,
+        speculation="off",  # this is about batching: a token per request and step
     )
     engine = EngineCore.load(config, on_step=records.append)
     outputs: dict[str, list[int]] = {}

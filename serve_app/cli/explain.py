@@ -113,6 +113,7 @@ def _run(model: str, budget: int, kv_cache_gib: float) -> PackedStep:
         max_num_batched_tokens=budget,
         enable_prefix_cache=False,
         kv_cache_gib=kv_cache_gib,
+        speculation="off",
     )
     engine = EngineCore.load(config, on_step=records.append)
     return run_scene(engine, records, load_tokenizer(model), EARLY, LATE)

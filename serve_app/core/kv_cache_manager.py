@@ -100,15 +100,24 @@ class KVCacheManager:
         request.num_published_blocks = len(prefix.shared)
         return True
 
-    def grow(self, request: Request) -> tuple[int, ...] | None:
-        """Make room for the next token; the ids of the new blocks (none or one), or None when the pool is empty."""
-        if request.num_computed_tokens < len(request.blocks) * self.block_size:
-            return ()
-        if self.pool.num_free == 0:
+    def can_grow(self, request: Request, num_tokens: int, reserve: int = 0) -> bool:
+        """Whether there is room for the next `num_tokens`, and `reserve` blocks stay free if it takes new ones."""
+        count = self._missing(request, num_tokens)
+        return count <= 0 or count + reserve <= self.pool.num_free
+
+    def grow(self, request: Request, num_tokens: int) -> tuple[int, ...] | None:
+        """Make room for the next `num_tokens`; the ids of the new blocks (perhaps none), or None without room."""
+        if not self.can_grow(request, num_tokens):
             return None
-        new = self._take(1, request.blocks[-1])
+        if (count := self._missing(request, num_tokens)) <= 0:
+            return ()
+        new = self._take(count, request.blocks[-1])
         request.blocks += new
-        return (new[0].id,)
+        return tuple(block.id for block in new)
+
+    def _missing(self, request: Request, num_tokens: int) -> int:
+        """Blocks that its table lacks for the next `num_tokens`; below 0 there are too many."""
+        return self.blocks_for(request.num_computed_tokens + num_tokens) - len(request.blocks)
 
     def _take(self, count: int, after: Block | None, room: int = 0) -> list[Block]:
         new = self.pool.allocate(count, after, room)

@@ -45,6 +45,9 @@ class ScheduledRequest:
 
     `new_block_ids` are appended to the slot's block table before the step (empty for a row with a `SlotStart`, which
     carries its whole table). `samples`: the row reaches the last known token, so its last position yields a new one.
+
+    `draft_token_ids`: guesses of what follows the last known token, the last of the row's `num_tokens`. After each of
+    them the row yields one more token if the guess is what was sampled before it; only rows that sample have any.
     """
 
     slot: int
@@ -56,6 +59,7 @@ class ScheduledRequest:
     samples: bool
     is_prefill: bool
     """True while prompt (or, after preemption or failover, already known) tokens are being computed."""
+    draft_token_ids: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +94,8 @@ class TokenLogprob:
 class ModelRunnerOutput:
     """What the step produced, by row index of `SchedulerOutput.rows`.
 
-    `token_ids[i]` is empty for a row that did not sample. `failed[i]` is a message: that request, and no other, ends
+    `token_ids[i]` is empty for a row that did not sample; for one that did, the accepted drafts and one token more.
+    `failed[i]` is a message: that request, and no other, ends
     with an error. `prompt_logprobs[i]` holds one entry for each *next* prompt token that the row's positions predict.
     """
 
@@ -164,3 +169,6 @@ class StepRecord:
     finished: tuple[tuple[str, int, FinishReason], ...]
     gate_open: bool
     stats: SchedulerStats
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    """Draft tokens among the decode tokens, and how many of them were what the model would have said."""

@@ -1,4 +1,4 @@
-"""The scheduler's knobs and its three decisions: who is next, when newcomers may enter, who is preempted.
+"""The scheduler's knobs and its decisions: who is next, when newcomers may enter, who is preempted, who speculates.
 
 Decides nothing about blocks, tokens or slots: those are the scheduler's and the KV cache manager's.
 """
@@ -15,7 +15,11 @@ from serve_app.errors import ConfigError
 if TYPE_CHECKING:
     from serve_app.core.request import Request
 
-_CHOICES = {"policy": ("fcfs", "priority", "static"), "prefill": ("fused", "separate")}
+_CHOICES = {
+    "policy": ("fcfs", "priority", "static"),
+    "prefill": ("fused", "separate"),
+    "speculation": ("auto", "off"),
+}
 _MINIMA = {
     "num_blocks": 2,
     "block_size": 1,
@@ -33,10 +37,14 @@ LIVE_KNOBS = (
     "waiting_served_ratio",
     "max_wait_s",
     "max_waiting_steps",
+    "speculation",
 )
 """What may change between two steps. The order of a queue and what the prefix cache knows may not."""
 # Seats and the memory of the largest step are laid out when an engine is built: these may go down, and up again.
 _MEASURED = ("max_num_seqs", "max_num_batched_tokens")
+
+_SPECULATION_TOKENS = 8
+"""Decode tokens of a step, drafts among them, up to which one more costs little: reading the weights takes the time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,6 +57,7 @@ class SchedulerKnobs:
     policy: fcfs = by arrival; priority = lower number first, then by arrival; static = by arrival, in closed batches,
     the baseline that continuous batching is compared with. prefill: fused = prefill chunks ride in the packed step;
     separate = while a group is admitted and prefilled, decodes pause; between two groups they compute a token at least.
+    speculation: auto = tokens that a request's own text suggests are computed ahead while few requests run.
     """
 
     max_num_seqs: int = 16
@@ -59,6 +68,7 @@ class SchedulerKnobs:
     max_wait_s: float = 1.0
     max_waiting_steps: int = 20
     enable_prefix_cache: bool = True
+    speculation: Literal["auto", "off"] = "auto"
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -300,3 +310,11 @@ class AdmissionGate:
 def pick_victim(running: "list[Request]") -> "Request":
     """Who is preempted: the youngest of the lowest priority. `running` is kept sorted by `order`."""
     return running[-1]
+
+
+def max_drafts(knobs: SchedulerKnobs, running: "list[Request]") -> int:
+    """Draft tokens that each decode's row may have: none where many decode, or half of a step would be no room."""
+    if knobs.speculation == "off":
+        return 0
+    decodes = sum(not request.is_prefilling for request in running)
+    return min(_SPECULATION_TOKENS, knobs.max_num_batched_tokens // 2) // max(decodes, 1) - 1

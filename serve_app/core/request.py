@@ -9,6 +9,7 @@ from enum import Enum, auto
 from serve_app.core.block_pool import Block
 from serve_app.core.output import FinishReason, TokenDelta, TokenLogprob
 from serve_app.core.policy import SchedulerConfig
+from serve_app.core.prompt_lookup import PromptLookup
 from serve_app.core.sampling_params import SamplingParams
 from serve_app.errors import ContextLengthError, InvalidRequestError
 
@@ -73,6 +74,7 @@ class Request:
     was_admitted: bool = False
     missing_prompt_logprobs: int = 0
     """Prompt logprobs still to be delivered, always the last ones: a recomputed prompt must not repeat the others."""
+    lookup: PromptLookup = field(default_factory=PromptLookup)
 
     @property
     def arrival(self) -> int:
@@ -101,6 +103,19 @@ class Request:
             return FinishReason.STOP
         return FinishReason.LENGTH if self.num_tokens >= self.max_num_tokens else None
 
+    def draft(self, at_most: int) -> tuple[int, ...]:
+        """Guesses of the next tokens. The last that may come is not among them: it comes out of the one before it."""
+        at_most = min(at_most, self.max_num_tokens - self.num_tokens - 1)
+        return self.lookup.propose(self.token_ids, at_most) if at_most > 0 else ()
+
+    def append(self, token_ids: tuple[int, ...]) -> tuple[tuple[int, ...], FinishReason | None]:
+        """Take sampled tokens, up to the one that ends this choice; returns those taken, and why it ends."""
+        for count, token_id in enumerate(token_ids, 1):
+            self.token_ids.append(token_id)
+            if (reason := self.finish_reason()) is not None:
+                return token_ids[:count], reason
+        return token_ids, None
+
     def delta(
         self,
         token_ids: tuple[int, ...],
@@ -109,14 +124,14 @@ class Request:
         prompt_logprobs: tuple[TokenLogprob, ...] = (),
         error: str | None = None,
     ) -> TokenDelta:
-        """The news that `token_ids`, already the last of this choice's tokens, have come."""
+        """The news that `token_ids`, already the last of this choice's tokens, have come; `logprobs` may be of more."""
         num_cached_tokens, self.num_cached_tokens = self.num_cached_tokens, None
         return TokenDelta(
             request_id=self.request_id,
             choice=self.choice,
             offset=self.num_output_tokens - len(token_ids),
             token_ids=token_ids,
-            logprobs=logprobs,
+            logprobs=logprobs[: len(token_ids)],
             prompt_logprobs=prompt_logprobs,
             finish_reason=finish_reason,
             num_cached_tokens=num_cached_tokens,

@@ -8,6 +8,9 @@ running requests (decodes, which may preempt; then prefill chunks), the admissio
 seats and blocks last. With `prefill: separate` decodes come last, in steps without any prefill; the gate sees to it
 that such steps come.
 
+While few requests decode, their rows go on with draft tokens, which the runner verifies (see `prompt_lookup`). Drafts
+take nothing that anybody else needs: no block of the last ones, no preemption, at most half of a step's tokens.
+
 Decides nothing about text, sampling or the device. Same calls, same outputs.
 """
 
@@ -26,7 +29,14 @@ from serve_app.core.output import (
     TokenDelta,
     TokenLogprob,
 )
-from serve_app.core.policy import AdmissionGate, RequestQueue, SchedulerConfig, SchedulerKnobs, pick_victim
+from serve_app.core.policy import (
+    AdmissionGate,
+    RequestQueue,
+    SchedulerConfig,
+    SchedulerKnobs,
+    max_drafts,
+    pick_victim,
+)
 from serve_app.core.request import EngineRequest, Request, RequestStatus, make_choices
 from serve_app.core.step_plan import StepPlan
 from serve_app.errors import InvalidRequestError
@@ -35,10 +45,12 @@ _by_order = attrgetter("order")
 
 
 def _token_error(row: ScheduledRequest, token_ids: tuple[int, ...], vocab_size: int) -> str | None:
-    if len(token_ids) != row.samples:
-        return f"the model runner returned {len(token_ids)} tokens for a row that samples {int(row.samples)}"
-    if token_ids and not 0 <= token_ids[0] < vocab_size:
-        return f"the model runner returned token id {token_ids[0]}, outside the vocabulary"
+    most = len(row.draft_token_ids) + 1 if row.samples else 0
+    if not row.samples <= len(token_ids) <= most:
+        return f"the model runner returned {len(token_ids)} tokens for a row that samples at most {most}"
+    for token_id in token_ids:
+        if not 0 <= token_id < vocab_size:
+            return f"the model runner returned token id {token_id}, outside the vocabulary"
     return None
 
 
@@ -64,9 +76,8 @@ class Scheduler:
         """Enqueue a request that arrives at `now` (seconds, never going back).
 
         Raises InvalidRequestError or ContextLengthError for what can never run: token ids outside the vocabulary, more
-        tokens than the model's context or the whole pool can hold, an id that is in use. With `max_tokens` None the
-        output may be as long as context and pool allow. Choices that an earlier replica completed
-        (`prior_output_ids`, `finished_choices`) are reported by the next `update`.
+        tokens than context or pool can hold, an id that is in use. With `max_tokens` None the output may be as long as
+        they allow. Choices that an earlier replica completed are reported by the next `update`.
         """
         if request.request_id in self._choices:
             raise InvalidRequestError(f"request id {request.request_id!r} is in use", param="request_id")
@@ -134,17 +145,21 @@ class Scheduler:
         In order of service, and the victim is the last in that order: no victim has a row in this step yet.
         """
         self._gate.decodes_planned()
+        limit = max_drafts(self.config, self._running)
         position = 0
         while position < len(self._running):
             request = self._running[position]
             position += 1
             if request.is_prefilling:
                 continue
-            while (new_block_ids := self._kv.grow(request)) is None:
+            drafts = request.draft(limit)
+            if not self._kv.can_grow(request, 1 + len(drafts), reserve=len(self._running)):
+                drafts = ()
+            while (new_block_ids := self._kv.grow(request, 1 + len(drafts))) is None:
                 self._preempt(pick_victim(self._running), plan)
                 if request.status is not RequestStatus.RUNNING:
                     return
-            plan.add_row(request, new_block_ids)
+            plan.add_row(request, new_block_ids, drafts)
 
     def _schedule_prefills(self, plan: StepPlan) -> None:
         for request in self._running:
@@ -200,8 +215,8 @@ class Scheduler:
     def update(self, output: SchedulerOutput, result: ModelRunnerOutput) -> list[TokenDelta]:
         """Commit a finished step: append tokens, publish full blocks, end what is done; the news, in row order.
 
-        A row that `failed`, or that was to sample and did not yield exactly one id of the vocabulary, ends its request
-        (all choices) with ERROR. For a step that failed as a whole, mark every row failed.
+        A row that `failed`, or did not yield as many ids of the vocabulary as it must, ends its request (all choices)
+        with ERROR. For a step that failed as a whole, mark every row failed.
         """
         deltas, self._early_deltas = self._early_deltas, []
         if output.rows:
@@ -224,7 +239,9 @@ class Scheduler:
         if error is not None:
             self._fail(request.request_id, error, deltas)
             return
-        request.num_computed_tokens += row.num_tokens
+        token_ids, finish_reason = request.append(token_ids)
+        # Drafts that were not accepted are not computed: their places are written again.
+        request.num_computed_tokens = request.num_tokens - 1 if token_ids else row.start + row.num_tokens
         self._kv.publish(request)
         if row.is_prefill and request.leader is None and request.num_computed_tokens >= request.num_prompt_tokens:
             self._release_forks(request)
@@ -235,8 +252,6 @@ class Scheduler:
             request.missing_prompt_logprobs -= len(prompt_logprobs)
         if not token_ids and not prompt_logprobs:
             return
-        request.token_ids += token_ids
-        finish_reason = request.finish_reason() if token_ids else None
         deltas.append(request.delta(token_ids, finish_reason, result.logprobs.get(i, ()), prompt_logprobs))
         if finish_reason is not None:
             self._release(request)

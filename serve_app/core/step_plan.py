@@ -19,10 +19,10 @@ class StepPlan:
     hit_tokens: int = 0
     queried_tokens: int = 0
 
-    def add_row(self, request: Request, new_block_ids: tuple[int, ...] = ()) -> None:
-        """Let `request` compute as many of its tokens as the budget allows."""
+    def add_row(self, request: Request, new_block_ids: tuple[int, ...] = (), drafts: tuple[int, ...] = ()) -> None:
+        """Let `request` compute as many of its tokens as the budget allows; or its last one, and `drafts` behind it."""
         start = request.num_computed_tokens
-        num_tokens = min(request.num_tokens - start, self.budget)
+        num_tokens = min(request.num_tokens + len(drafts) - start, self.budget)
         self.budget -= num_tokens
         self.requests.append(request)
         self.rows.append(
@@ -33,8 +33,9 @@ class StepPlan:
                 start=start,
                 num_tokens=num_tokens,
                 new_block_ids=new_block_ids,
-                samples=start + num_tokens == request.num_tokens,
+                samples=start + num_tokens >= request.num_tokens,
                 is_prefill=request.is_prefilling,
+                draft_token_ids=drafts,
             )
         )
 

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
-from serve_app.core.output import SchedulerOutput, SchedulerStats, StepRecord, TokenDelta
+from serve_app.core.output import ModelRunnerOutput, SchedulerOutput, SchedulerStats, StepRecord, TokenDelta
 from serve_app.core.policy import SchedulerConfig, SchedulerKnobs
 from serve_app.core.request import EngineRequest
 from serve_app.core.scheduler import Scheduler
@@ -167,11 +167,15 @@ class EngineCore:
         updated_at = self.clock()
         if self._on_step is not None:
             times = (started_at, scheduled_at - started_at, executed_at - scheduled_at, updated_at - executed_at)
-            self._report(self._on_step, self._record(output, deltas, times))
+            self._report(self._on_step, self._record(output, result, deltas, times))
         return deltas
 
     def _record(
-        self, output: SchedulerOutput, deltas: list[TokenDelta], times: tuple[float, float, float, float]
+        self,
+        output: SchedulerOutput,
+        result: ModelRunnerOutput,
+        deltas: list[TokenDelta],
+        times: tuple[float, float, float, float],
     ) -> StepRecord:
         started_at, schedule_s, model_s, update_s = times
         num_prefill = sum(row.num_tokens for row in output.rows if row.is_prefill)
@@ -192,6 +196,8 @@ class EngineCore:
             finished=tuple((d.request_id, d.choice, d.finish_reason) for d in deltas if d.finish_reason is not None),
             gate_open=output.gate_open,
             stats=self._scheduler.stats(),
+            num_draft_tokens=sum(len(row.draft_token_ids) for row in output.rows),
+            num_accepted_tokens=sum(len(token_ids) - 1 for token_ids in result.token_ids if token_ids),
         )
 
     def _report(self, observer: OnStep, record: StepRecord) -> None:

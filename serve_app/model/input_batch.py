@@ -5,7 +5,7 @@ Decides: how token ids, block tables and parameters are kept (numpy on the host,
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -18,7 +18,8 @@ Int64Array = npt.NDArray[np.int64]
 
 @dataclass(slots=True)
 class Slot:
-    """One running choice. `token_ids` is the slot's line of the batch's table; the first `num_tokens` are known."""
+    """One running choice. `token_ids` is the slot's line of the batch's table; the first `num_tokens` are known, and
+    while a step with draft tokens runs, these stand behind them."""
 
     request_id: str
     choice: int
@@ -33,10 +34,14 @@ class Slot:
         """Output tokens known so far, those of a failed-over run included."""
         return self.num_tokens - self.num_prompt_tokens
 
-    def append(self, token_id: int) -> None:
-        """Remember a sampled token."""
-        self.token_ids[self.num_tokens] = token_id
-        self.num_tokens += 1
+    def append(self, token_ids: Sequence[int]) -> None:
+        """Remember sampled tokens."""
+        self.token_ids[self.num_tokens : self.num_tokens + len(token_ids)] = token_ids
+        self.num_tokens += len(token_ids)
+
+    def ahead(self, count: int) -> "Slot":
+        """This slot as it will be if its first `count` drafts are right."""
+        return replace(self, num_tokens=self.num_tokens + count) if count else self
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +72,7 @@ class InputBatch:
         self._slots: list[Slot | None] = [None] * max_num_seqs
 
     def apply(self, output: SchedulerOutput) -> None:
-        """Seat the slot starts of the step and append the new blocks of its rows."""
+        """Seat the slot starts of the step, append the new blocks of its rows and write down their drafts."""
         for start in output.slot_starts:
             self._start(start)
         for row in output.rows:
@@ -76,6 +81,9 @@ class InputBatch:
                 known = len(slot.block_ids)
                 self._block_tables[row.slot, known : known + len(row.new_block_ids)] = row.new_block_ids
                 slot.block_ids.extend(row.new_block_ids)
+            if row.draft_token_ids:
+                slot = self._slot(row.slot)
+                slot.token_ids[slot.num_tokens : slot.num_tokens + len(row.draft_token_ids)] = row.draft_token_ids
 
     def pack(self, rows: Sequence[ScheduledRequest]) -> PackedRow:
         """The packed row of `rows` (all of a step's, or a part of them after a failure)."""

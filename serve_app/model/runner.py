@@ -15,7 +15,7 @@ from torch import Tensor
 
 from serve_app.core.output import ModelRunnerOutput, ScheduledRequest, SchedulerOutput, TokenLogprob
 from serve_app.model.attention.base import AttentionBatch
-from serve_app.model.input_batch import InputBatch, PackedRow
+from serve_app.model.input_batch import InputBatch, PackedRow, Slot
 from serve_app.model.paged_model import PagedModel
 from serve_app.model.sampler import rank, sample
 
@@ -75,21 +75,9 @@ class ModelRunner:
 
     @torch.inference_mode()
     def sample(self, pending: Pending) -> ModelRunnerOutput:
-        """Finish a forward pass: a token for each row that samples, and the log-probabilities asked for."""
+        """Finish a forward pass: tokens for each row that samples, and the log-probabilities asked for."""
         packed = pending.packed
-        token_ids: list[tuple[int, ...]] = [()] * len(packed.rows)
-        logprobs: dict[int, tuple[TokenLogprob, ...]] = {}
-        failed: dict[int, str] = {}
-        sampling = [i for i, row in enumerate(packed.rows) if row.samples]
-        if sampling:
-            last = torch.tensor([packed.query_starts[i + 1] - 1 for i in sampling], device=pending.hidden.device)
-            logits = self.model.compute_logits(pending.hidden[last])
-            sampled = sample(logits, [packed.slots[i] for i in sampling], self.model.eos_token_ids)
-            failed = {sampling[j]: message for j, message in sampled.failed.items()}
-            for j, i in enumerate(sampling):
-                if j not in sampled.failed:
-                    token_ids[i] = (sampled.token_ids[j],)
-            logprobs = {sampling[j]: (entry,) for j, entry in sampled.logprobs.items()}
+        token_ids, logprobs, failed = self._sample_rows(pending)
         prompt_logprobs = {
             i: entries
             for i, slot in enumerate(packed.slots)
@@ -97,9 +85,43 @@ class ModelRunner:
         }
         # Last, so that a row that has to be run again after an exception finds its history unchanged.
         for slot, chosen in zip(packed.slots, token_ids, strict=True):
-            for token_id in chosen:
-                slot.append(token_id)
+            slot.append(chosen)
         return ModelRunnerOutput(tuple(token_ids), logprobs, prompt_logprobs, failed)
+
+    def _sample_rows(
+        self, pending: Pending
+    ) -> tuple[list[tuple[int, ...]], dict[int, tuple[TokenLogprob, ...]], dict[int, str]]:
+        """New tokens of each row, their log-probabilities, and what went wrong, by row.
+
+        A token is sampled after a row's last known token and after each of its drafts, as if the drafts before it were
+        right. Up to the first that differs from its draft, these are what steps without drafts would have sampled.
+        """
+        packed = pending.packed
+        token_ids: list[tuple[int, ...]] = []
+        logprobs: dict[int, tuple[TokenLogprob, ...]] = {}
+        failed: dict[int, str] = {}
+        positions: list[int] = []
+        slots: list[Slot] = []
+        for row, slot, end in zip(packed.rows, packed.slots, packed.query_starts[1:], strict=True):
+            if row.samples:
+                ahead = range(len(row.draft_token_ids) + 1)
+                positions += range(end - len(ahead), end)
+                slots += map(slot.ahead, ahead)
+        if not positions:
+            return [()] * len(packed.rows), logprobs, failed
+        index = torch.tensor(positions, device=pending.hidden.device)
+        sampled = sample(self.model.compute_logits(pending.hidden[index]), slots, self.model.eos_token_ids)
+        first = 0
+        for i, row in enumerate(packed.rows):
+            kept = sampled.accept(first, row.draft_token_ids) if row.samples else range(0)
+            token_ids.append(tuple(sampled.token_ids[j] for j in kept))
+            if kept and first in sampled.logprobs:
+                logprobs[i] = tuple(sampled.logprobs[j] for j in kept)
+            if row.samples:
+                if not kept:
+                    failed[i] = sampled.failed[first]
+                first += len(row.draft_token_ids) + 1
+        return token_ids, logprobs, failed
 
     def _prompt_logprobs(self, pending: Pending, index: int) -> tuple[TokenLogprob, ...]:
         """Log-probabilities of the prompt tokens that row `index`'s positions predict."""

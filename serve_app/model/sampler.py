@@ -50,6 +50,19 @@ class Sampled:
     logprobs: dict[int, TokenLogprob] = field(default_factory=dict)
     failed: dict[int, str] = field(default_factory=dict)
 
+    def accept(self, first: int, drafts: Sequence[int]) -> range:
+        """Which tokens of a row with `drafts` count, whose first is `first`: those that come after right drafts only.
+
+        Empty where that one failed. A later failure is no failure yet: the next step begins there.
+        """
+        for index, draft in enumerate(drafts, first):
+            if index in self.failed:
+                return range(first, index)
+            if self.token_ids[index] != draft:
+                return range(first, index + 1)
+        last = first + len(drafts)
+        return range(first, last if last in self.failed else last + 1)
+
 
 def sample(logits: Tensor, slots: Sequence[Slot], eos_token_ids: Sequence[int]) -> Sampled:
     """Choose one token for each row.

@@ -61,6 +61,10 @@ class EngineMetrics:
         computed = Counter("serve_app_computed_tokens", "Tokens computed by steps", ["phase"], registry=registry)
         self._prefill, self._decode = computed.labels("prefill"), computed.labels("decode")
         self._sampled = Counter("serve_app_sampled_tokens", "Tokens sampled by the engine", registry=registry)
+        self._drafted = Counter(
+            "serve_app_draft_tokens", "Tokens guessed by speculation and computed", registry=registry
+        )
+        self._accepted = Counter("serve_app_accepted_tokens", "Guessed tokens that were right", registry=registry)
         self._preemptions = Counter("serve_app_preemptions", "Requests preempted by recompute", registry=registry)
         self._prefix_hits = Counter(
             "serve_app_prefix_cache_hit_tokens", "Tokens of admitted requests found in the cache", registry=registry
@@ -87,6 +91,8 @@ class EngineMetrics:
             (self._prefill, record.num_prefill_tokens),
             (self._decode, record.num_decode_tokens),
             (self._sampled, record.num_output_tokens),
+            (self._drafted, record.num_draft_tokens),
+            (self._accepted, record.num_accepted_tokens),
             (self._preemptions, len(record.preempted)),
             (self._prefix_hits, record.prefix_hit_tokens),
             (self._prefix_queries, record.prefix_queried_tokens),
@@ -146,6 +152,19 @@ class IngressMetrics:
         self._duration = Histogram(
             "serve_app_request_seconds", "Duration of completed requests", ["endpoint"], **_histogram(registry)
         )
+
+    def expect(self, endpoints: Sequence[str], outcomes: Sequence[str], losses: Sequence[str]) -> None:
+        """Let the series of these labels be there, at zero, before anything has happened.
+
+        Prometheus cannot tell how much a counter grew before it first saw it: the first failure would not count.
+        """
+        for endpoint in endpoints:
+            self._active.labels(endpoint)
+            self._duration.labels(endpoint)
+            for outcome in outcomes:
+                self._requests.labels(endpoint, outcome)
+        for reason in losses:
+            self._failovers.labels(reason)
 
     def started(self, endpoint: str) -> None:
         """A request arrived."""

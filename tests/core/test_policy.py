@@ -26,6 +26,7 @@ PRIORITY = SchedulerConfig(**GOOD, policy="priority")
         ("max_num_batched_tokens", 15),
         ("policy", "lifo"),
         ("prefill", "none"),
+        ("speculation", "on"),
         ("waiting_served_ratio", -0.1),
         ("waiting_served_ratio", math.nan),
         ("waiting_served_ratio", "1"),

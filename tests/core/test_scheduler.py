@@ -22,6 +22,7 @@ def make_config(**changes: Any) -> SchedulerConfig:
         "vocab_size": 50,
         "max_num_seqs": 4,
         "max_num_batched_tokens": 32,
+        "speculation": "off",
     }
     return SchedulerConfig(**(defaults | changes))
 

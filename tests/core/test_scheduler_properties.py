@@ -37,6 +37,7 @@ def configs(draw: st.DrawFn) -> SchedulerConfig:
         max_wait_s=draw(st.sampled_from([0.0, 2.0, 50.0])),
         max_waiting_steps=draw(st.sampled_from([1, 3, 50])),
         enable_prefix_cache=draw(st.booleans()),
+        speculation=draw(st.sampled_from(["auto", "off"])),
     )
 
 
@@ -53,6 +54,7 @@ def live_knobs(built: SchedulerConfig) -> st.SearchStrategy[SchedulerKnobs]:
             "waiting_served_ratio": draw(st.sampled_from([0.0, 0.5, 2.0])),
             "max_wait_s": draw(st.sampled_from([0.0, 2.0, 50.0])),
             "max_waiting_steps": draw(st.sampled_from([1, 3, 50])),
+            "speculation": draw(st.sampled_from(["auto", "off"])),
         }
         return SchedulerKnobs(**built.knobs() | changes)
 

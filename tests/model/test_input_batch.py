@@ -42,7 +42,7 @@ def test_sampled_tokens_and_new_blocks_are_inputs_of_the_next_step() -> None:
     batch = InputBatch(max_num_seqs=1, max_model_len=8, block_size=BLOCK)
     first = step([row(0, 0, 4)], [start(0, [1, 2, 3, 4], (5,), 4)])
     batch.apply(first)
-    batch.pack(first.rows).slots[0].append(77)
+    batch.pack(first.rows).slots[0].append([77])
     second = step([row(0, 4, 1, (2,))], [])
     batch.apply(second)
     packed = batch.pack(second.rows)
@@ -59,7 +59,7 @@ def test_a_slots_next_owner_inherits_nothing() -> None:
     packed = batch.pack(output.rows)
     assert packed.host.tolist() == [[50, 51], [0, 1], [28, 29]]
     assert list(packed.block_tables[0]) == [7]
-    packed.slots[0].append(52)
+    packed.slots[0].append([52])
     assert packed.slots[0].token_ids[:3].tolist() == [50, 51, 52]
 
 
@@ -68,7 +68,7 @@ def test_the_last_token_of_a_full_context_has_room() -> None:
     output = step([row(0, 0, 4)], [start(0, range(4), (1,), 3)])
     batch.apply(output)
     packed = batch.pack(output.rows)
-    packed.slots[0].append(9)
+    packed.slots[0].append([9])
     assert packed.slots[0].num_output_tokens == 2
 
 

@@ -17,7 +17,8 @@ STEP_S = SCHEDULE_S + MODEL_S + UPDATE_S
 
 def record_run(prompts: Sequence[int], caps: Sequence[int], names: Sequence[str] = (), **knobs: Any) -> Recording:
     """All requests at once: prompts of these many tokens, outputs of these many."""
-    options = {"num_blocks": 64, "block_size": 4, "max_model_len": 64, "vocab_size": 50, "max_num_seqs": 2, **knobs}
+    options = {"num_blocks": 64, "block_size": 4, "max_model_len": 64, "vocab_size": 50, "max_num_seqs": 2}
+    options |= {"speculation": "off", **knobs}
     config = SchedulerConfig(**options)
     scheduler, runner = Scheduler(config), FakeRunner(config)
     for index, (prompt, cap) in enumerate(zip(prompts, caps, strict=True)):

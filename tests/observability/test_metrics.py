@@ -44,12 +44,16 @@ def samples(page: bytes) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]
 def test_steps_are_counted() -> None:
     metrics = EngineMetrics()
     metrics.on_step(step())
-    metrics.on_step(step(started_at=11.0, num_prefill_tokens=0, preempted=()))
+    metrics.on_step(
+        step(started_at=11.0, num_prefill_tokens=0, preempted=(), num_draft_tokens=3, num_accepted_tokens=1)
+    )
     metrics.first_token(0.25)
     value = metrics.registry.get_sample_value
     assert value("serve_app_computed_tokens_total", {"phase": "prefill"}) == 30
     assert value("serve_app_computed_tokens_total", {"phase": "decode"}) == 8
     assert value("serve_app_sampled_tokens_total") == 10
+    assert value("serve_app_draft_tokens_total") == 3
+    assert value("serve_app_accepted_tokens_total") == 1
     assert value("serve_app_preemptions_total") == 1
     assert value("serve_app_prefix_cache_hit_tokens_total") == 32
     assert value("serve_app_prefix_cache_query_tokens_total") == 92

@@ -30,6 +30,7 @@ def run_scheduler(policy: str, caps: tuple[int, ...], slots: int) -> list[StepRe
         policy=policy,  # type: ignore[arg-type]
         max_wait_s=0.0,
         enable_prefix_cache=False,
+        speculation="off",
     )
     scheduler, runner = Scheduler(config), FakeRunner(config)
     for index, cap in enumerate(caps):
