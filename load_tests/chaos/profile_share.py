@@ -23,7 +23,7 @@ _HERTZ = 200
 _SETTLE_S = 5.0
 _PROMPT, _OUTPUT = 64, 200
 _MODULES = frozenset({"journal", "failover", "attempt", "watchdog", "replica_set"})
-_FUNCTIONS = frozenset({"replica.heartbeats", "replica._load", "wire.pack_load", "wire.unpack_load"})
+_FUNCTIONS = frozenset({"replica.feed", "replica._load", "wire.pack_load", "wire.unpack_load"})
 _FRAME = re.compile(r"([^;\s]+) \(([^;]+?):\d+\)")
 
 

@@ -4,7 +4,6 @@
 """
 
 import asyncio
-import time
 from collections.abc import AsyncGenerator
 from enum import StrEnum
 from typing import Protocol
@@ -129,7 +128,7 @@ class Attempt:
         if self._source is None:
             self._source = self._replicas.replica_of(self.attempt_id)
         try:
-            deltas, load = unpack_item(self._request_id, item, time.monotonic())
+            deltas = unpack_item(self._request_id, item)
         except UnavailableError as error:
             raise ReplicaLostError(LossReason.REFUSED) from error
         except EngineError as error:
@@ -138,8 +137,6 @@ class Attempt:
             raise ReplicaLostError(LossReason.ENGINE_DIED) from error
         if self._source is not None:
             self._source.silent_ticks = 0
-            if load is not None:
-                self._replicas.note_load(self._source.replica_id, load)
         if not self._has_started:
             self._look_for_start(deltas)
         return deltas

@@ -15,6 +15,7 @@ from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
 from serve_app.core.request import EngineRequest
 from serve_app.errors import EngineError, OverloadedError
 from serve_app.serving.attempt import ItemStream, LossReason, ReplicaLostError
+from serve_app.serving.feed import FedStream
 from serve_app.serving.replica_set import ReplicaSet
 from serve_app.serving.wire import WireHeartbeat, pack_request
 
@@ -28,23 +29,29 @@ class RayTransport:
 
     def __init__(self, engines: DeploymentHandle[Any], replicas: ReplicaSet) -> None:
         self._generate = engines.options(method_name="generate", stream=True)
-        self._heartbeats = engines.options(method_name="heartbeats", stream=True)
+        self._feed = engines.options(method_name="feed", stream=True)
+        self._feed_name = uuid.uuid4().hex
+        self._streams: dict[str, FedStream] = {}
         self._replicas = replicas
 
     def generate(self, request: EngineRequest, attempt_id: str, session: str | None) -> ItemStream:
         """Start an attempt."""
-        return _RayStream(self._generate, pack_request(request, attempt_id, session))
+        call = _RayStream(self._generate, pack_request(request, attempt_id, session, self._feed_name))
+        return FedStream(call, attempt_id, self._streams)
 
     async def heartbeats(self, replica_id: str) -> AsyncGenerator[WireHeartbeat, None]:
-        """The replica's heartbeats until it ends the stream."""
-        call_id = f"heartbeats.{uuid.uuid4().hex}"
+        """The replica's heartbeats until it ends the feed they come by, whose news go to their attempts."""
+        call_id = f"feed.{uuid.uuid4().hex}"
         self._replicas.pin(call_id, replica_id)
-        stream = _RayStream(self._heartbeats, {"attempt_id": call_id})
+        feed = _RayStream(self._feed, {"attempt_id": call_id, "replica_id": replica_id, "feed": self._feed_name})
         try:
-            async for heartbeat in stream:
-                yield heartbeat
+            async for sender, load, news in feed:
+                for attempt_id, item in news:
+                    if (stream := self._streams.get(attempt_id)) is not None:
+                        stream.feed(item)
+                yield sender, load
         finally:
-            stream.cancel()
+            feed.cancel()
             self._replicas.end(call_id)
 
 

@@ -4,7 +4,6 @@ Decides what a replica tells the world (metadata, health, metrics) and how its s
 decides everything about tokens.
 """
 
-import asyncio
 import logging
 import os
 import time
@@ -22,10 +21,11 @@ from serve_app.observability.logging import log_to_terminal
 from serve_app.observability.metrics import EngineMetrics, serve_registry
 from serve_app.observability.step_ring import Recorder, StepRing
 from serve_app.serving.binding import bind_replica_port_to_node, node_address
+from serve_app.serving.feed import Outbox
 from serve_app.serving.knobs import live_knobs
 from serve_app.serving.wire import (
     HEARTBEAT_S,
-    WireHeartbeat,
+    WireFeedItem,
     WireItem,
     WireLoad,
     WireRequest,
@@ -40,8 +40,8 @@ logger = logging.getLogger(__name__)
 STEPS_PATH = "/steps"
 """On the metrics port: the recording of the last `seconds` seconds."""
 
-# A stream of heartbeats ends by itself, so that none outlives a caller that died without a word.
-_HEARTBEATS_PER_STREAM = 60
+# A feed ends by itself where no attempt needs it, so that none outlives a caller that died without a word.
+_FEED_S = 60.0
 
 
 class EngineReplica:
@@ -61,6 +61,7 @@ class EngineReplica:
         self._last_step = 0
         self._metrics = EngineMetrics(ray.get_gpu_ids())
         self._steps = StepRing()
+        self._outboxes: dict[str, Outbox] = {}
         self._engine = await AsyncEngine.start(
             engine_config(settings, use_gpu=use_gpu), on_step=self._on_step, on_progress=logger.info
         )
@@ -70,28 +71,58 @@ class EngineReplica:
         self._metrics_address = f"{host}:{serve_registry(self._metrics.registry, host, pages)}"
 
     async def generate(self, data: WireRequest) -> AsyncGenerator[WireItem, None]:
-        """One item per step that has news of the request; the engine's refusals are the stream's last item."""
-        arrived = time.monotonic()
-        waiting = True
+        """One item per step that has news of the request, by its feed if that is open and by this stream if not.
+
+        The engine's refusals are this stream's last item. It ends early when the feed is lost.
+        """
+        outbox = self._outboxes.get(data["feed"])
         try:
-            async with aclosing(self._engine.generate(unpack_request(data))) as news:
-                async for deltas in news:
-                    load = None
-                    if waiting and any(delta.token_ids for delta in deltas):
-                        waiting = False
-                        load = self._load()
-                        self._metrics.first_token(time.monotonic() - arrived)
-                    yield pack_deltas(deltas, load)
+            async with aclosing(self._items(data)) as items:
+                if outbox is None:
+                    async for item in items:
+                        yield item
+                    return
+                with outbox.used():
+                    async for item in items:
+                        if not outbox.is_open:
+                            return
+                        outbox.put(data["attempt_id"], item)
         except RequestError as error:
             yield error.to_wire()
 
-    async def heartbeats(self, _call: dict[str, Any]) -> AsyncGenerator[WireHeartbeat, None]:
-        """A sign of life every `HEARTBEAT_S`, for a while; none when the engine is dead. `_call` is for the router."""
-        for _ in range(_HEARTBEATS_PER_STREAM):
-            if not self._engine.health().alive:
-                return
-            yield self._replica_id, self._load()
-            await asyncio.sleep(HEARTBEAT_S)
+    async def _items(self, data: WireRequest) -> AsyncGenerator[WireItem, None]:
+        arrived = time.monotonic()
+        waiting = True
+        async with aclosing(self._engine.generate(unpack_request(data))) as news:
+            async for deltas in news:
+                if waiting and any(delta.token_ids for delta in deltas):
+                    waiting = False
+                    self._metrics.first_token(time.monotonic() - arrived)
+                yield pack_deltas(deltas)
+
+    async def feed(self, call: dict[str, Any]) -> AsyncGenerator[WireFeedItem, None]:
+        """The load and the items of all attempts of the feed that `call` names: at once, and then after each step.
+
+        After `HEARTBEAT_S` without any, the load alone. Nothing when the engine is dead. Just one load when the router
+        has sent `call` to another replica than it was meant for, since that one's feed comes by another call.
+        """
+        if not self._engine.health().alive:
+            return
+        yield self._replica_id, self._load(), []
+        if call["replica_id"] != self._replica_id:
+            return
+        outbox, until = Outbox(), time.monotonic() + _FEED_S
+        if (former := self._outboxes.get(call["feed"])) is not None:
+            former.close()
+        self._outboxes[call["feed"]] = outbox
+        try:
+            while self._engine.health().alive and outbox.is_open and (outbox.in_use or time.monotonic() < until):
+                news = await outbox.take(HEARTBEAT_S)
+                yield self._replica_id, self._load(), news
+        finally:
+            outbox.close()
+            if self._outboxes[call["feed"]] is outbox:
+                del self._outboxes[call["feed"]]
 
     async def ping(self) -> None:
         """Return once the replica can take requests."""

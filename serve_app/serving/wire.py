@@ -1,8 +1,8 @@
 """What travels between ingress and replica: plain tuples and dicts, small, with nothing that needs our classes to load.
 
-A stream's items are lists of deltas. The item with the first token is a dict that also tells the replica's load. One
-error dict (`RequestError.to_wire`) ends the stream instead: Ray would wrap an exception in its own, and log it with a
-traceback. A heartbeat is the id of the replica that sent it and its load.
+An attempt's items are lists of deltas, one per step that has news of it. One error dict (`RequestError.to_wire`) ends
+them instead: Ray would wrap an exception in its own, and log it with a traceback. A heartbeat is the id of the replica
+that sent it and its load; in the feed (see `feed`) the items of all attempts since the last one come with it.
 """
 
 from typing import Any
@@ -21,13 +21,19 @@ WireDelta = tuple[Any, ...]
 WireLoad = tuple[int, int, int, int, int, float | None]
 WireHeartbeat = tuple[str, WireLoad]
 WireItem = list[WireDelta] | dict[str, Any]
+WireNews = tuple[str, WireItem]
+WireFeedItem = tuple[str, WireLoad, list[WireNews]]
 
 
-def pack_request(request: EngineRequest, attempt_id: str, session: str | None = None) -> WireRequest:
-    """`request` as plain data. The replica's engine knows it by `attempt_id`; the router reads `session` as well."""
+def pack_request(request: EngineRequest, attempt_id: str, session: str | None = None, feed: str = "") -> WireRequest:
+    """`request` as plain data. The replica's engine knows it by `attempt_id`; the router reads `session` as well.
+
+    `feed` names the feed by which the reader takes the items, when it is open.
+    """
     return {
         "attempt_id": attempt_id,
         "session": session,
+        "feed": feed,
         "prompt_token_ids": list(request.prompt_token_ids),
         "params": request.params.to_wire(),
         "prior_output_ids": [list(ids) for ids in request.prior_output_ids],
@@ -50,21 +56,16 @@ def unpack_request(data: WireRequest) -> EngineRequest:
     )
 
 
-def pack_deltas(deltas: list[TokenDelta], load: WireLoad | None = None) -> WireItem:
+def pack_deltas(deltas: list[TokenDelta]) -> WireItem:
     """A step's news of one request. The usual delta is a short tuple: trailing fields without news are left out."""
-    packed = [_pack_delta(delta) for delta in deltas]
-    return packed if load is None else {"deltas": packed, "load": load}
+    return [_pack_delta(delta) for delta in deltas]
 
 
-def unpack_item(request_id: str, item: WireItem, now: float) -> tuple[list[TokenDelta], ReplicaLoad | None]:
-    """The deltas, and the load if it came with them, as of `now`; raises the `RequestError` that travels in place."""
-    load = None
+def unpack_item(request_id: str, item: WireItem) -> list[TokenDelta]:
+    """The deltas; raises the `RequestError` that travels in place of them."""
     if isinstance(item, dict):
-        if "error" in item:
-            raise from_wire(item)
-        load = unpack_load(item["load"], now)
-        item = item["deltas"]
-    return [_unpack_delta(request_id, *delta) for delta in item], load
+        raise from_wire(item)
+    return [_unpack_delta(request_id, *delta) for delta in item]
 
 
 def pack_load(stats: SchedulerStats, step: int, step_age_s: float | None) -> WireLoad:

@@ -16,7 +16,7 @@ RAY = "_next (ray/serve/_private/replica_result.py:80)"
             ["_next_item (serve_app/serving/attempt.py:150)", "__aenter__ (asyncio/timeouts.py:70)"],
             "attempt._next_item",
         ),
-        (["heartbeats (/site-packages/serve_app/serving/replica.py:90)"], "replica.heartbeats"),
+        (["feed (/site-packages/serve_app/serving/replica.py:90)"], "replica.feed"),
         (["_next_item (serve_app/serving/attempt.py:150)", RAY], None),
         (["generate (serve_app/serving/failover.py:80)", "unpack_item (serve_app/serving/wire.py:60)"], None),
         (["generate (serve_app/serving/replica.py:80)"], None),

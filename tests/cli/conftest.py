@@ -10,11 +10,16 @@ from transformers import PreTrainedTokenizerFast
 
 from tests.models import tiny_model
 
+CONTEXT = 4096
+"""Long enough that a request outlives what tests do to the server meanwhile."""
+
 
 @pytest.fixture(scope="session")
 def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("models") / "tiny"
-    tiny_model("llama", torch.float32).save_pretrained(folder)
+    model = tiny_model("llama", torch.float32)
+    model.config.max_position_embeddings = CONTEXT
+    model.save_pretrained(folder)
     vocabulary = {"<s>": 0, "</s>": 1} | {chr(code): code - 30 for code in range(32, 127)}
     backend = tokenizers.Tokenizer(models.BPE(vocabulary, []))
     backend.decoder = decoders.Fuse()

@@ -15,6 +15,7 @@ from serve_app.cli.compare_runs import CompareJob, Measurement, Mode, measure, m
 from serve_app.errors import ServeAppError
 from serve_app.observability.timeline import Timeline, Work
 from serve_app.text.tokenizer import load_tokenizer
+from tests.cli.conftest import CONTEXT
 
 TINY_CAPS = (1, 2, 5, 3, 4, 2)
 SLOTS, REPEAT = 4, 2
@@ -147,8 +148,10 @@ def test_the_command_end_to_end(tiny_folder: Path, tmp_path: Path) -> None:
 
 
 def test_a_childs_failure_is_told_in_one_line(job: CompareJob) -> None:
-    too_long = CompareJob(((5,) * 600,), (4,), 1, job.model, job.dtype, job.device, num_threads=1, kv_cache_gib=0.02)
-    with pytest.raises(ServeAppError, match="continuous: ContextLengthError: .*512"):
+    too_long = CompareJob(
+        ((5,) * (CONTEXT + 1),), (4,), 1, job.model, job.dtype, job.device, num_threads=1, kv_cache_gib=0.02
+    )
+    with pytest.raises(ServeAppError, match=f"continuous: ContextLengthError: .*{CONTEXT}"):
         measure_in_process(Mode.CONTINUOUS, too_long, lambda _: None)
 
 

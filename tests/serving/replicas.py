@@ -19,7 +19,6 @@ from serve_app.serving.wire import (
     WireLoad,
     WireRequest,
     pack_deltas,
-    pack_load,
     pack_request,
     unpack_request,
 )
@@ -121,13 +120,12 @@ class _Stream:
                 case None:
                     self._fleet.num_hanging += 1
                     await asyncio.get_running_loop().create_future()
-        load = pack_load(self._engine.stats(), self._num_items, None) if self._num_items == 0 else None
         self._num_items += 1
         try:
             deltas = await anext(self._items)
         except RequestError as error:
             return error.to_wire()
-        item: WireItem = json.loads(json.dumps(pack_deltas(deltas, load)))
+        item: WireItem = json.loads(json.dumps(pack_deltas(deltas)))
         return item
 
     def cancel(self) -> None:

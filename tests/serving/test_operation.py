@@ -128,7 +128,7 @@ async def test_sigterm_lets_short_streams_end_and_tells_the_others(operated: Ope
                 return response.status_code, last
 
         short = asyncio.create_task(ask(http, body(0)))
-        tasks = [asyncio.create_task(stream(1 + number % 7, 450)) for number in range(100)]
+        tasks = [asyncio.create_task(stream(1 + number % 7, 450 if number < 10 else 4000)) for number in range(100)]
         await first.wait()
         await asyncio.to_thread(
             wait_for, lambda: server.metrics()["serve_app_ingress_queue_depth"] > 50, "most of them wait in the queue"

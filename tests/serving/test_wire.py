@@ -10,7 +10,7 @@ from serve_app.core.request import EngineRequest
 from serve_app.core.sampling_params import SamplingParams
 from serve_app.errors import OverloadedError, RequestError
 from serve_app.serving.replica_set import ReplicaLoad
-from serve_app.serving.wire import pack_deltas, pack_load, pack_request, unpack_item, unpack_request
+from serve_app.serving.wire import pack_deltas, pack_load, pack_request, unpack_item, unpack_load, unpack_request
 
 LOGPROB = TokenLogprob(7, -0.5, ((7, -0.5), (3, -1.25)))
 
@@ -37,15 +37,14 @@ def test_requests() -> None:
 )
 def test_deltas(delta: TokenDelta) -> None:
     packed = pack_deltas([delta, delta])
-    assert unpack_item("r", packed, 0.0) == ([delta, delta], None)
-    assert unpack_item("r", json.loads(json.dumps(packed)), 0.0) == ([delta, delta], None)
+    assert unpack_item("r", packed) == [delta, delta]
+    assert unpack_item("r", json.loads(json.dumps(packed))) == [delta, delta]
 
 
-def test_load_rides_along() -> None:
+def test_loads() -> None:
     stats = SchedulerStats(waiting=3, running=2, blocks_total=10, blocks_used=4, blocks_cached=1)
-    item = pack_deltas([TokenDelta("r", 0, 0, (8,))], pack_load(stats, 17, 0.25))
     load = ReplicaLoad(running=2, waiting=3, free_blocks=6, total_blocks=10, step=17, step_age_s=0.25, at=5.0)
-    assert unpack_item("r", json.loads(json.dumps(item)), 5.0) == ([TokenDelta("r", 0, 0, (8,))], load)
+    assert unpack_load(json.loads(json.dumps(pack_load(stats, 17, 0.25))), 5.0) == load
 
 
 def test_the_usual_delta_is_short() -> None:
@@ -54,5 +53,5 @@ def test_the_usual_delta_is_short() -> None:
 
 def test_refusals_are_raised() -> None:
     with pytest.raises(RequestError) as caught:
-        unpack_item("r", OverloadedError("full", retry_after_s=3.0).to_wire(), 0.0)
+        unpack_item("r", OverloadedError("full", retry_after_s=3.0).to_wire())
     assert (type(caught.value), caught.value.retry_after_s) == (OverloadedError, 3.0)
