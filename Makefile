@@ -2,7 +2,8 @@
 # bench: ours through HTTP beside the baselines, on the same requests in one run (JSON=FILE, PNG=FILE)
 # bench-peers: the same with every peer and every workload; sets the peers up in build/peers (REPEATS=3 JSON=FILE PNG=FILE)
 # chaos: kill, freeze and overload a fleet of three replicas, and show what its clients noticed (JSON=FILE)
-.PHONY: serve test check bench bench-peers chaos clean
+# observe: Prometheus with our configuration and alerts beside a running server
+.PHONY: serve observe test check bench bench-peers chaos clean
 .DEFAULT_GOAL := serve
 
 VENV := .venv
@@ -17,6 +18,14 @@ PIP_INSTALL := $(BIN)/python -m pip install --disable-pip-version-check
 
 serve: $(VENV)/.serve
 	@exec $(BIN)/serve-app serve $(CONFIG)
+
+observe:
+	@command -v prometheus >/dev/null || { echo "make: there is no prometheus (Debian: apt-get install prometheus)" >&2; exit 1; }
+	@mkdir -p build/prometheus
+	@echo "Prometheus watches http://127.0.0.1:8000 (Ctrl-C ends it); look at"
+	@echo "  http://127.0.0.1:9090/targets  who is scraped    http://127.0.0.1:9090/alerts  what is wrong    http://127.0.0.1:9090/graph  any query"
+	@exec prometheus --config.file=deploy/prometheus.yml --storage.tsdb.path=build/prometheus --storage.tsdb.retention.time=7d \
+		--web.listen-address=127.0.0.1:9090 --log.level=warn
 
 test: $(VENV)/.test
 	$(BIN)/python -m pytest

@@ -14,9 +14,10 @@ import urllib.request
 import uuid
 from collections.abc import AsyncGenerator
 from dataclasses import asdict, replace
-from typing import Any
+from typing import Any, get_args
 
 from prometheus_client import CONTENT_TYPE_LATEST, Gauge
+from ray import serve
 from ray.serve.handle import DeploymentHandle
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -24,7 +25,15 @@ import serve_app
 from serve_app.api.admission import AdmissionQueue
 from serve_app.api.app import create_app
 from serve_app.api.drain import Drain
-from serve_app.api.service import ApiLimits, MetricsPage, ModelCard, RequestContext, RequestSummary
+from serve_app.api.service import (
+    ApiLimits,
+    Endpoint,
+    MetricsPage,
+    ModelCard,
+    Outcome,
+    RequestContext,
+    RequestSummary,
+)
 from serve_app.console.routes import Sources, add_console
 from serve_app.core.output import TokenDelta
 from serve_app.core.request import EngineRequest
@@ -34,11 +43,13 @@ from serve_app.observability.logging import log_request, log_to_terminal
 from serve_app.observability.metrics import IngressMetrics, merge_expositions
 from serve_app.observability.tracing import RequestSpans
 from serve_app.serving import routing
+from serve_app.serving.attempt import LossReason
 from serve_app.serving.binding import bind_replica_port_to_node
 from serve_app.serving.failover import RETRY_AFTER_S, Failover
 from serve_app.serving.ray_transport import RayTransport
 from serve_app.serving.replica import STEPS_PATH
 from serve_app.serving.replica_set import Condition, Replica, process_set
+from serve_app.serving.scraping import METRICS_ADDRESS, metrics_targets, open_metrics_port
 from serve_app.serving.watchdog import Watchdog
 from serve_app.settings import Settings, fast_path_enabled, started_by_launcher
 from serve_app.text.tokenizer import Tokenizer, load_tokenizer
@@ -106,8 +117,12 @@ class ReplicaService:
         return [_describe(replica) for replica in process_set.replicas()]
 
     async def metrics(self) -> MetricsPage:
-        """The ingress's own metrics and every replica's."""
-        replicas = {name: str(metadata["metrics"]) for name, metadata in sorted(process_set.current().items())}
+        """The ingress's own metrics and every replica's, for `curl`.
+
+        Prometheus asks each process itself (see `scraping`). Scraping this page as well would count everything twice,
+        and scraping it instead would lose the time at which each process answered, and the other ingress replicas.
+        """
+        replicas = {name: str(metadata[METRICS_ADDRESS]) for name, metadata in sorted(process_set.current().items())}
         pages = await asyncio.gather(*(asyncio.to_thread(_read, at, "/metrics") for at in replicas.values()))
         texts = [None if page is None else page.decode() for page in pages]
         body = merge_expositions(self._metrics.registry, dict(zip(replicas, texts, strict=True)))
@@ -115,7 +130,7 @@ class ReplicaService:
 
     async def recordings(self, seconds: float) -> list[bytes]:
         """What the replicas that are well recorded in the last `seconds` seconds, as JSON."""
-        addresses = [r.metadata["metrics"] for r in process_set.replicas() if r.condition is Condition.OK]
+        addresses = [r.metadata[METRICS_ADDRESS] for r in process_set.replicas() if r.condition is Condition.OK]
         path = f"{STEPS_PATH}?seconds={seconds}"
         pages = await asyncio.gather(*(asyncio.to_thread(_read, address, path) for address in addresses))
         return [page for page in pages if page is not None]
@@ -148,6 +163,8 @@ class Ingress:
         loop = asyncio.get_running_loop()
         tasks = Gauge("serve_app_ingress_tasks", "Tasks of the ingress's event loop", registry=self._metrics.registry)
         tasks.set_function(lambda: len(asyncio.all_tasks(loop)))
+        self._metrics.expect(get_args(Endpoint), tuple(Outcome), tuple(LossReason))
+        self._metrics_address = open_metrics_port(self._metrics.registry, settings.metrics_host)
         otlp_endpoint = settings.ingress.otlp_endpoint
         self._spans = None if otlp_endpoint is None else RequestSpans(otlp_endpoint, card.name)
         self._service = ReplicaService(engines, card, tokenizer, self._metrics, settings)
@@ -161,9 +178,16 @@ class Ingress:
         """Take no new requests; return once the running ones have ended, or were ended because their time was over."""
         await self._drain.run(self._settings.ingress.drain_timeout_s)
 
+    def record_replica_metadata(self) -> dict[str, Any]:
+        """What Serve's controller learns of this replica once."""
+        return {METRICS_ADDRESS: self._metrics_address}
+
     def record_autoscaling_stats(self) -> dict[str, float]:
         """What `IngressPolicy` reads."""
         return {"queued": float(self._queue.queued)}
+
+    async def _metrics_targets(self) -> list[dict[str, Any]]:
+        return await metrics_targets(serve.get_replica_context().app_name)
 
     def _follow_replicas(self) -> None:
         """Let through what the replicas can take. For one replica even if there is none: these find out, and say so."""
@@ -188,6 +212,7 @@ class Ingress:
             self._service, self._queue, limits, observer=self._metrics, drain=self._drain, log=self._log_request
         )
         app.add_api_route("/debug/replicas", self._service.replicas)
+        app.add_api_route("/metrics/targets", self._metrics_targets)
         queue = self._queue
         add_console(app, Sources(self._service.recordings, lambda: {"waiting": queue.queued, "ongoing": queue.ongoing}))
         app.add_middleware(OneRequestId)

@@ -18,11 +18,12 @@ from ray import serve
 from serve_app.core.output import StepRecord
 from serve_app.errors import ConfigError, RequestError
 from serve_app.observability.logging import log_to_terminal
-from serve_app.observability.metrics import EngineMetrics, serve_registry
+from serve_app.observability.metrics import EngineMetrics
 from serve_app.observability.step_ring import Recorder, StepRing
 from serve_app.serving.binding import bind_replica_port_to_node, node_address
 from serve_app.serving.feed import Outbox
 from serve_app.serving.knobs import live_knobs
+from serve_app.serving.scraping import METRICS_ADDRESS, open_metrics_port
 from serve_app.serving.wire import (
     HEARTBEAT_S,
     WireFeedItem,
@@ -66,9 +67,8 @@ class EngineReplica:
             engine_config(settings, use_gpu=use_gpu), on_step=self._on_step, on_progress=logger.info
         )
         self._metrics.read_stats_from(self._engine.stats)
-        host = node_address() if settings.metrics_host == "node" else settings.metrics_host
         pages = {STEPS_PATH: self._recorded_steps}
-        self._metrics_address = f"{host}:{serve_registry(self._metrics.registry, host, pages)}"
+        self._metrics_address = open_metrics_port(self._metrics.registry, settings.metrics_host, pages)
 
     async def generate(self, data: WireRequest) -> AsyncGenerator[WireItem, None]:
         """One item per step that has news of the request, by its feed if that is open and by this stream if not.
@@ -134,7 +134,7 @@ class EngineReplica:
             "revision": self._settings.revision,
             "max_num_seqs": self._settings.engine.max_num_seqs,
             "prefix_cache": self._settings.engine.enable_prefix_cache,
-            "metrics": self._metrics_address,
+            METRICS_ADDRESS: self._metrics_address,
             "node": node_address(),
             "pid": os.getpid(),
         }

@@ -1,0 +1,150 @@
+"""The dashboard for operators: users, latency, errors, saturation."""
+
+from grafana.panels import AT_INGRESS, QUARTER, TTFT, Row, lines, number, quantile, quantiles, spread, total_rate
+
+REQUESTS = total_rate("serve_app_requests_total")
+
+
+def part_of_requests(outcome: str) -> str:
+    """Those that ended so, as a part of all requests."""
+    ended = total_rate("serve_app_requests_total", f'outcome="{outcome}"')
+    return f"{ended} / {REQUESTS}"
+
+
+NOW: Row = (
+    "Now",
+    [
+        number("Requests", "Received and not ended", "none", "sum(serve_app_requests_active)"),
+        number("In the queue", "Sequences", "none", "sum(serve_app_ingress_queue_depth)"),
+        number("Replicas", "Engines that answer", "none", 'sum(up{job="serve_app", deployment="EngineReplica"})'),
+        number("Output", "Tokens per second", "none", total_rate("serve_app_output_tokens_total")),
+        number("First token, p95", "From arrival at the ingress", "s", quantile(0.95, TTFT, AT_INGRESS)),
+        number("Failed", "Part of all requests", "percentunit", part_of_requests("failed")),
+    ],
+)
+USERS: Row = (
+    "Users",
+    [
+        lines(
+            "Requests by how they ended",
+            "invalid: the client's fault. overloaded: refused. cancelled: the client left.",
+            "reqps",
+            (total_rate("serve_app_requests_total", by="outcome"), "{{outcome}}"),
+            stacked=True,
+        ),
+        lines(
+            "Requests in the server",
+            "Queued and running",
+            "none",
+            ("sum by (endpoint) (serve_app_requests_active)", "{{endpoint}}"),
+            stacked=True,
+        ),
+        lines(
+            "Tokens",
+            "Per second; a prompt's count when its request ends",
+            "none",
+            (total_rate("serve_app_output_tokens_total"), "output"),
+            (total_rate("serve_app_prompt_tokens_total"), "prompt"),
+        ),
+    ],
+)
+LATENCY: Row = (
+    "Latency",
+    [
+        lines(
+            "Time to first token",
+            "From a request's arrival at the ingress, its time in the queue included",
+            "s",
+            *quantiles(TTFT, AT_INGRESS),
+            span=QUARTER,
+        ),
+        lines(
+            "Between tokens",
+            "Of one choice",
+            "s",
+            *quantiles("serve_app_inter_token_latency_seconds"),
+            span=QUARTER,
+        ),
+        lines(
+            "In the queue",
+            "Until the turn came",
+            "s",
+            *quantiles("serve_app_queue_wait_seconds"),
+            span=QUARTER,
+        ),
+        lines(
+            "Whole request",
+            "Completed ones",
+            "s",
+            *quantiles("serve_app_request_seconds"),
+            span=QUARTER,
+        ),
+        spread("First tokens", "Requests per second by time to first token", "s", TTFT, AT_INGRESS),
+        spread("Gaps between tokens", "Gaps per second by length", "s", "serve_app_inter_token_latency_seconds"),
+    ],
+)
+ERRORS: Row = (
+    "Errors",
+    [
+        lines(
+            "Failed and refused",
+            "Part of all requests",
+            "percentunit",
+            (part_of_requests("failed"), "failed"),
+            (part_of_requests("overloaded"), "refused"),
+        ),
+        lines(
+            "Refusals by reason",
+            "For want of room or time; nothing while there were none",
+            "reqps",
+            (total_rate("serve_app_refusals_total", by="reason"), "{{reason}}"),
+        ),
+        lines(
+            "Failovers by reason",
+            "Attempts per second that a replica lost; their requests went on elsewhere",
+            "none",
+            (total_rate("serve_app_failovers_total", by="reason"), "{{reason}}"),
+        ),
+    ],
+)
+SATURATION: Row = (
+    "Saturation",
+    [
+        lines(
+            "Sequences",
+            "Where they are",
+            "none",
+            ("sum(serve_app_requests_running)", "running"),
+            ("sum(serve_app_requests_waiting)", "waiting in engines"),
+            ("sum(serve_app_ingress_queue_depth)", "waiting at the ingress"),
+            span=QUARTER,
+            stacked=True,
+        ),
+        lines(
+            "Waiting-served ratio of the fleet",
+            "Waiting sequences, the ingress's queue included, for each running one",
+            "none",
+            ('max(serve_app_waiting_served_ratio{scope="fleet"})', "fleet"),
+            span=QUARTER,
+        ),
+        lines(
+            "Fullest KV pool",
+            "Part of its blocks that requests hold; a full one preempts",
+            "percentunit",
+            ("max(serve_app_kv_blocks_used / serve_app_kv_blocks_total)", "fullest"),
+            span=QUARTER,
+            highest=1,
+        ),
+        lines(
+            "Engines busy",
+            "Part of the last ten seconds spent in steps",
+            "percentunit",
+            ("avg(serve_app_engine_busy_ratio)", "mean"),
+            ("max(serve_app_engine_busy_ratio)", "busiest"),
+            span=QUARTER,
+            highest=1,
+        ),
+    ],
+)
+
+ROWS = (NOW, USERS, LATENCY, ERRORS, SATURATION)

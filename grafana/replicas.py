@@ -1,0 +1,122 @@
+"""The dashboard of the replicas: the load of each, its hardware, who came and went."""
+
+from grafana.panels import ENGINE, QUARTER, TTFT, Row, lines, quantile, total_rate
+
+LOAD: Row = (
+    "Load of each",
+    [
+        lines(
+            "Running",
+            "Sequences that hold a seat",
+            "none",
+            (f"serve_app_requests_running{{{ENGINE}}}", "{{replica}} on {{node}}"),
+        ),
+        lines(
+            "Output",
+            "Sampled tokens per second",
+            "none",
+            (total_rate("serve_app_sampled_tokens_total", ENGINE, by="replica"), "{{replica}}"),
+        ),
+        lines(
+            "Busy",
+            "Part of time spent in steps",
+            "percentunit",
+            (total_rate("serve_app_engine_busy_seconds_total", ENGINE, by="replica"), "{{replica}}"),
+            highest=1,
+        ),
+        lines(
+            "KV pool",
+            "Part of the blocks that requests hold",
+            "percentunit",
+            (f"serve_app_kv_blocks_used{{{ENGINE}}} / serve_app_kv_blocks_total{{{ENGINE}}}", "{{replica}}"),
+            highest=1,
+        ),
+        lines(
+            "First token at the engine",
+            "95th percentile, from arrival at the replica",
+            "s",
+            (quantile(0.95, TTFT, f'where="engine", {ENGINE}', by="replica"), "{{replica}}"),
+        ),
+        lines(
+            "Step time",
+            "95th percentile",
+            "s",
+            (quantile(0.95, "serve_app_step_seconds", ENGINE, by="replica"), "{{replica}}"),
+        ),
+    ],
+)
+HARDWARE: Row = (
+    "Hardware",
+    [
+        lines(
+            "Processor",
+            "Cores that each process uses",
+            "none",
+            ('rate(process_cpu_seconds_total{job="serve_app"}[$__rate_interval])', "{{deployment}} {{replica}}"),
+            span=QUARTER,
+        ),
+        lines(
+            "Memory",
+            "Resident memory of each process",
+            "bytes",
+            ('process_resident_memory_bytes{job="serve_app"}', "{{deployment}} {{replica}}"),
+            span=QUARTER,
+        ),
+        lines(
+            "GPU busy",
+            "Part of time, as NVML counts it; nothing without a GPU",
+            "percentunit",
+            (f"serve_app_gpu_utilization_ratio{{{ENGINE}}}", "{{replica}} GPU {{gpu}}"),
+            span=QUARTER,
+            highest=1,
+        ),
+        lines(
+            "GPU memory",
+            "Part in use; nothing without a GPU",
+            "percentunit",
+            (
+                f"serve_app_gpu_memory_used_bytes{{{ENGINE}}} / serve_app_gpu_memory_total_bytes{{{ENGINE}}}",
+                "{{replica}} GPU {{gpu}}",
+            ),
+            span=QUARTER,
+            highest=1,
+        ),
+    ],
+)
+FAILOVER: Row = (
+    "Coming and going",
+    [
+        lines(
+            "Processes that answer",
+            "Metrics ports",
+            "none",
+            ('sum by (deployment) (up{job="serve_app"})', "{{deployment}}"),
+            span=QUARTER,
+        ),
+        lines(
+            "Failovers",
+            "Attempts that a replica lost; their requests went on elsewhere",
+            "none",
+            ("sum by (reason) (increase(serve_app_failovers_total[$__rate_interval]))", "{{reason}}"),
+            span=QUARTER,
+            stacked=True,
+        ),
+        lines(
+            "Replayed tokens",
+            "Per second: known tokens of such requests, which another replica computes again",
+            "none",
+            (total_rate("serve_app_replayed_tokens_total"), "replayed"),
+            span=QUARTER,
+        ),
+        lines(
+            "The ingress",
+            "Sequences handed to engines, and tasks of its event loop",
+            "none",
+            ("serve_app_ingress_requests_ongoing", "ongoing"),
+            ("serve_app_ingress_tasks", "tasks"),
+            span=QUARTER,
+        ),
+    ],
+)
+
+ROWS = (LOAD, HARDWARE, FAILOVER)

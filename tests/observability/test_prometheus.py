@@ -1,0 +1,279 @@
+"""A real Prometheus on our configuration watches a real fleet of three: what it knows is what the clients measured."""
+
+import asyncio
+import contextlib
+import itertools
+import math
+import os
+import signal
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from load_tests import client
+from load_tests.client import RequestResult, percentile
+from load_tests.server_view import Comparison
+from load_tests.workloads import WorkItem
+from serve_app.observability.metrics import _LATENCY_BUCKETS
+from tests.observability.prometheus import (
+    ONLY_ON_GPUS,
+    SCRAPE_INTERVAL_S,
+    Prometheus,
+    defined_series,
+    find,
+    metric_names,
+    running_prometheus,
+)
+from tests.observability.test_grafana import queries
+from tests.serving.conftest import Server, free_port, launch, tiny_folder, wait_for, write_config
+
+__all__ = ["tiny_folder"]
+
+pytestmark = pytest.mark.cluster
+
+REPLICAS, SEATS = 3, 2
+OUTPUT_TOKENS = 200
+# What differs between two looks at a server that has nothing to do.
+RESTLESS = {"serve_app_engine_busy_ratio", "serve_app_ingress_tasks"}
+OF_ENGINES = (
+    "sum(serve_app_sampled_tokens_total)",
+    'sum(serve_app_computed_tokens_total{phase="prefill"})',
+    "sum(serve_app_prefix_cache_hit_tokens_total)",
+)
+INGRESS_TTFT = 'serve_app_time_to_first_token_seconds{}{{where="ingress"}}'
+
+
+@dataclass
+class Watched:
+    """A fleet, and the Prometheus that scrapes it."""
+
+    server: Server
+    prometheus: Prometheus
+    http: httpx.Client
+
+    def replicas(self) -> list[dict[str, Any]]:
+        """The replicas that are well."""
+        listed = self.http.get("/debug/replicas").json()
+        return [one for one in listed if one["condition"] == "ok" and not one["leaving"]]
+
+    def names(self) -> set[str]:
+        """Their names."""
+        return {str(one["id"]) for one in self.replicas()}
+
+    def busiest(self) -> dict[str, Any]:
+        """The one with the most requests."""
+        return max(self.replicas(), key=lambda one: one["in_flight"])
+
+
+@pytest.fixture(scope="module")
+def watched(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
+    find("prometheus")
+    args = {
+        "model": str(tiny_folder),
+        "served_model_name": "tiny",
+        "device": "cpu",
+        "num_replicas": REPLICAS,
+        "engine": {"max_num_seqs": SEATS, "kv_cache_gib": 0.05, "num_threads": 1},
+    }
+    port, folder = free_port(), tmp_path_factory.mktemp("watched")
+    server = Server(launch(write_config(folder, args, port), {}), f"http://127.0.0.1:{port}")
+    try:
+        server.wait_ready()
+        with (
+            running_prometheus(folder, server.url) as prometheus,
+            httpx.Client(base_url=server.url, timeout=30) as http,
+        ):
+            watched = Watched(server, prometheus, http)
+            wait_for(lambda: len(prometheus.targets()) == REPLICAS + 1, "all processes are scraped", timeout_s=60)
+            # One that is refused, so that there are refusals to be seen.
+            late = {"model": "tiny", "prompt": "too late", "max_tokens": 9}
+            http.post("/v1/completions", json=late, headers={"x-request-timeout": "0.000001"})
+            yield watched
+    finally:
+        server.stop()
+
+
+@asynccontextmanager
+async def load(server: Server, clients: int, turns: int | None = None) -> AsyncIterator[list[RequestResult]]:
+    """Clients without a pause, for so many requests each or until the end; the results are complete after it."""
+    target = client.Server(server.url, "tiny")
+    results: list[RequestResult] = []
+    stopped = asyncio.Event()
+
+    async def work(number: int) -> None:
+        for turn in itertools.count() if turns is None else range(turns):
+            if turns is None and stopped.is_set():
+                return
+            prompt = f"Story {number % 4} begins like this, {'long ' * (number % 3)}{turn}: "
+            item = WorkItem(prompt, len(prompt), OUTPUT_TOKENS)
+            results.append(await client.send(session, target, item, len))
+
+    async with client.open_session(target) as session, asyncio.TaskGroup() as group:
+        for number in range(clients):
+            group.create_task(work(number))
+        try:
+            yield results
+        finally:
+            stopped.set()
+
+
+def expected(results: list[RequestResult]) -> dict[str, float]:
+    """What the ingress must have counted when clients got these."""
+    requests, output = len(results), sum(result.output_tokens for result in results)
+    return {
+        'sum(serve_app_requests_total{endpoint="completions",outcome="completed"})': requests,
+        "sum(serve_app_request_seconds_count)": requests,
+        "sum(serve_app_queue_wait_seconds_count)": requests,
+        INGRESS_TTFT.format("_count"): requests,
+        "serve_app_prompt_tokens_total": sum(result.prompt_tokens or 0 for result in results),
+        "serve_app_output_tokens_total": output,
+        "serve_app_inter_token_latency_seconds_count": output - requests,
+    }
+
+
+def wait_counted(watched: Watched, results: list[RequestResult], before: dict[str, float]) -> None:
+    """Wait until everything has been scraped; what is counted once too often never becomes right."""
+    wanted = {expr: before[expr] + number for expr, number in expected(results).items()}
+
+    def differing() -> dict[str, tuple[float, float]]:
+        known = {expr: watched.prometheus.value(expr) for expr in wanted}
+        return {expr: (known[expr], wanted[expr]) for expr in wanted if known[expr] != wanted[expr]}
+
+    try:
+        wait_for(lambda: not differing(), "all is counted")
+    except AssertionError:
+        pytest.fail(f"(known, wanted): {differing()}")
+
+
+def agreeing(name: str, measured: float | None, known: float) -> Comparison:
+    """Client and Prometheus beside each other, with the bucket that Prometheus's figure lies in."""
+    assert measured is not None
+    bounds = (0.0, *_LATENCY_BUCKETS, math.inf)
+    above = next(index for index, bound in enumerate(bounds) if bound >= known and index)
+    return Comparison(name, measured, known, bounds[above - 1], bounds[above])
+
+
+def test_every_process_is_a_target_with_a_name(watched: Watched) -> None:
+    found = {(one["deployment"], one["replica"], one["node"]) for one in watched.prometheus.targets().values()}
+    engines = {replica for deployment, replica, _ in found if deployment == "EngineReplica"}
+    assert engines == watched.names()
+    assert [deployment for deployment, _, _ in sorted(found)] == ["EngineReplica"] * REPLICAS + ["Ingress"]
+    assert {node for _, _, node in found} == {"127.0.0.1"}
+
+
+async def test_counts_and_latencies_are_those_of_the_clients(watched: Watched) -> None:
+    """Four clients for each seat, so that latencies are long beside the client's own delays."""
+    prometheus = watched.prometheus
+    wait_for(lambda: not same_page(watched), "Prometheus holds what the page shows")
+    before = {expr: prometheus.value(expr) for expr in (*expected([]), *OF_ENGINES)}
+    started = time.monotonic()
+    async with load(watched.server, clients=4 * REPLICAS * SEATS, turns=2) as results:
+        pass
+    assert [result.error for result in results if result.error] == []
+    wait_counted(watched, results, before)
+    sampled, prefill, hits = (prometheus.value(expr) - before[expr] for expr in OF_ENGINES)
+    assert sampled == sum(result.output_tokens for result in results)
+    assert prefill + hits == sum(result.prompt_tokens or 0 for result in results)
+    assert prometheus.value("sum(serve_app_batch_tokens_sum)") == prometheus.value(
+        "sum(serve_app_computed_tokens_total)"
+    )
+
+    window = f"[{math.ceil(time.monotonic() - started) + 2 * SCRAPE_INTERVAL_S}s]"
+    ttft = [result.ttft_s for result in results if result.ttft_s is not None]
+    rows = [
+        agreeing(
+            f"{name} p{percent}",
+            percentile(measured, percent),
+            prometheus.value(f"histogram_quantile({percent / 100}, sum by (le) (increase({buckets}{window})))"),
+        )
+        for name, measured, buckets in (
+            ("TTFT", ttft, INGRESS_TTFT.format("_bucket")),
+            ("request", [result.e2e_s for result in results], "serve_app_request_seconds_bucket"),
+        )
+        for percent in (50, 90)
+    ]
+    # Tokens may come together, so the gaps that a client sees are not those between tokens; their sum is.
+    gaps = sum(sum(result.gaps_s) for result in results) / sum(result.output_tokens - 1 for result in results)
+    itl = "serve_app_inter_token_latency_seconds"
+    known = prometheus.value(f"increase({itl}_sum{window}) / increase({itl}_count{window})")
+    rows.append(agreeing("ITL mean", gaps, known))
+    print(*rows, sep="\n")
+    assert [row for row in rows if not row.agrees] == []
+
+
+async def test_under_load_every_query_of_every_panel_has_data(watched: Watched) -> None:
+    missing = {(panel, expr) for panel, expr in queries() if not metric_names(expr) & ONLY_ON_GPUS}
+
+    def all_have_data() -> bool:
+        for panel, expr in sorted(missing):
+            if any(not math.isnan(value) for value in watched.prometheus.query(expr).values()):
+                missing.discard((panel, expr))
+        return not missing
+
+    async with load(watched.server, clients=REPLICAS * SEATS):
+        with contextlib.suppress(AssertionError):
+            await asyncio.to_thread(wait_for, all_have_data, "every query has data")
+    assert missing == set()
+
+
+def test_every_defined_series_is_there(watched: Watched) -> None:
+    assert defined_series() - watched.prometheus.names() == ONLY_ON_GPUS
+
+
+def test_every_rule_can_be_evaluated(watched: Watched) -> None:
+    rules = watched.prometheus.rules()
+    assert len(rules) > 15
+    assert [(rule["name"], rule.get("lastError")) for rule in rules if rule["health"] != "ok"] == []
+    recorded = {rule["name"] for rule in rules if rule["type"] == "recording"}
+    assert recorded <= watched.prometheus.names()
+
+
+def same_page(watched: Watched) -> list[Any]:
+    """What differs between the page for people and what Prometheus holds now: nothing, for a server that is idle."""
+    page: dict[tuple[str, frozenset[tuple[str, str]]], float] = {}
+    for family in text_string_to_metric_families(watched.http.get("/metrics").text):
+        for sample in family.samples:
+            if sample.name.startswith("serve_app_") and sample.name not in RESTLESS | {"serve_app_scrape_up"}:
+                page[sample.name, frozenset(sample.labels.items())] = sample.value
+    held: dict[tuple[str, frozenset[tuple[str, str]]], float] = {}
+    doubled = []
+    for labels, value in watched.prometheus.query('{__name__=~"serve_app_.+"}').items():
+        left = dict(labels)
+        name = left.pop("__name__")
+        if left.pop("deployment") == "Ingress":
+            left.pop("replica")
+        for added in ("instance", "job", "node"):
+            left.pop(added)
+        key = name, frozenset(left.items())
+        doubled += [key] if key in held else []
+        if name not in RESTLESS:
+            held[key] = value
+    return doubled + sorted(page.items() ^ held.items(), key=str)
+
+
+async def test_after_a_replica_died_nothing_is_stale_doubled_or_lost(watched: Watched) -> None:
+    prometheus = watched.prometheus
+    wait_for(lambda: not same_page(watched), "Prometheus holds what the page shows")
+    before = {expr: prometheus.value(expr) for expr in expected([])}
+    async with load(watched.server, clients=2 * REPLICAS * SEATS) as results:
+        await asyncio.to_thread(wait_for, lambda: watched.busiest()["in_flight"] >= SEATS, "a replica has work")
+        victim = watched.busiest()
+        dead = victim["id"]
+        os.kill(victim["pid"], signal.SIGKILL)
+
+        def is_replaced() -> bool:
+            engines = {dict(labels)["replica"] for labels in prometheus.query("serve_app_requests_running")}
+            return len(engines) == REPLICAS and engines == watched.names() and dead not in engines
+
+        await asyncio.to_thread(wait_for, is_replaced, "its series have ended and a new replica's are there", 90)
+    assert [result.error for result in results if result.error] == []
+    wait_counted(watched, results, before)
+    wait_for(lambda: not same_page(watched), "Prometheus holds what the page shows")
+    assert prometheus.value("sum(increase(serve_app_failovers_total[2m]))") > 0
