@@ -7,6 +7,8 @@ Decides versions, and the repairs without which a peer does not start; starts no
 Needs pip, and for llama.cpp a C++ compiler. What is there already is left alone; after an interruption it goes on.
 """
 
+import contextlib
+import io
 import subprocess
 import sys
 import tarfile
@@ -191,7 +193,9 @@ def write_safetensors(target: Path, model: str = "default") -> None:
     from serve_app.model_files import locate_model
 
     files = locate_model(model)
-    source = AutoModelForCausalLM.from_pretrained(files.source, gguf_file=files.gguf_file, dtype=torch.float32)
+    # The reader of GGUF files draws a progress bar that nothing switches off.
+    with contextlib.redirect_stderr(io.StringIO()):
+        source = AutoModelForCausalLM.from_pretrained(files.source, gguf_file=files.gguf_file, dtype=torch.float32)
     # The loaded model remembers that it came out of a quantized file and would be saved as one; a fresh one does not.
     config = type(source.config)(**_without_origin(source.config.to_dict()))
     fresh = type(source)(config)
