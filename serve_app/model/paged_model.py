@@ -1,7 +1,8 @@
 """A causal LM that runs over packed rows and a paged KV pool.
 
-Decides which stack runs the layers: the C kernels for Llama-like models in float32 on a CPU, transformers' own modules
-for all others. Whichever it is has to reproduce the untouched model's numbers before it may serve.
+Decides which stack runs the layers: for Llama-like models the C kernels in float32 on a CPU, the Triton kernels on a
+GPU; transformers' own modules for all others. Whichever it is has to reproduce the untouched model's numbers before it
+may serve.
 """
 
 import logging
@@ -30,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 Progress = Callable[[str, float], None]
 
-_KERNELS = "kernels"
+_KERNELS, _TRITON = "kernels", "triton"
 _QUANTIZATIONS = ("auto", "none", "int8")
 
 _TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-2, torch.float16: 0.2, torch.bfloat16: 0.5}
@@ -78,9 +79,11 @@ class PagedModel:
             _check_layers(name, module.config, calls)
             self._layers = [layer for _, layer in calls]
             report("optimizing", 0.0)
-            decoder = self._cpu_decoder(module, base, probe, cache_dir, attention_backend, quantization)
+            decoder: Stack | None = self._cpu_decoder(module, base, probe, cache_dir, attention_backend, quantization)
+            if decoder is None:
+                decoder = self._gpu_decoder(module, base, probe, attention_backend)
             if decoder is not None:
-                self._stack: Stack = decoder
+                self._stack = decoder
                 report("optimizing", 1.0)
                 report("probing", 1.0)
                 return
@@ -182,7 +185,24 @@ class PagedModel:
         decoder.release()
         return decoder
 
-    def _check(self, probe: Probe, decoder: CpuDecoder, tolerance: float) -> None:
+    def _gpu_decoder(self, head: Any, base: Any, probe: Probe, attention_backend: str) -> Stack | None:
+        """The model on the Triton kernels. None, with one line in the log, where transformers' modules have to run it;
+        their attention may still be the Triton kernel."""
+        if attention_backend != _TRITON and (attention_backend != "auto" or self.device.type != "cuda"):
+            return None
+        try:
+            from serve_app.model.gpu.decoder import GpuDecoder
+
+            if problem := registry.probe(GpuDecoder.backend, self._layers, self.dtype, self.device):
+                raise NotLlamaError(problem)
+            decoder = GpuDecoder(recognise(head, base, self._layers, self.max_model_len), self.max_model_len)
+            self._check(probe, decoder, _TOLERANCE[self.dtype])
+        except Exception as error:  # a kernel may do whatever it likes on hardware that it was not tried on
+            logger.warning("model %s: runs without the fused kernels: %s", self.name, error)
+            return None
+        return decoder
+
+    def _check(self, probe: Probe, decoder: Stack, tolerance: float) -> None:
         difference = probe.difference(decoder, self._layers)
         if not difference <= tolerance:
             raise NotLlamaError(f"its logits would differ by {difference:.2g} standard deviations")

@@ -1,7 +1,7 @@
-"""What runs a model's layers: the protocol between `PagedModel` and the two ways to do it.
+"""What runs a model's layers: the protocol between `PagedModel` and the three ways to do it.
 
-`TransformersStack` runs transformers' own modules, any model and any device; `CpuDecoder` runs Llama-like models with
-the C kernels.
+`TransformersStack` runs transformers' own modules, any model and any device; `CpuDecoder` and `GpuDecoder` run
+Llama-like models with the C and the Triton kernels.
 """
 
 from collections.abc import Sequence

@@ -20,7 +20,7 @@ class Sequences:
 
     def step(self, counts: dict[int, int]) -> dict[int, Tensor]:
         """Compute the next counts[i] tokens of each sequence i, packed in this order; their logits."""
-        size = self.model.block_size
+        size, device = self.model.block_size, self.model.device
         starts, slots, ids, positions = [0], [], [], []
         for index, count in counts.items():
             span = range(self.done[index], self.done[index] + count)
@@ -33,9 +33,10 @@ class Sequences:
             query_starts=starts,
             kv_lens=[self.done[index] for index in counts],
             block_tables=[self.tables[index] for index in counts],
-            slot_mapping=torch.tensor(slots),
+            slot_mapping=torch.tensor(slots, device=device),
         )
-        logits = self.model.compute_logits(self.model.forward(torch.cat(ids), torch.tensor(positions), batch))
+        packed = torch.cat(ids).to(device), torch.tensor(positions, device=device)
+        logits = self.model.compute_logits(self.model.forward(*packed, batch))
         return dict(zip(counts, logits.split(list(counts.values())), strict=True))
 
 

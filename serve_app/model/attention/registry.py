@@ -5,7 +5,7 @@ the module that calls it: some models do not pass extra keywords down, so nothin
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,7 +22,20 @@ IMPLEMENTATION = "serve_app_paged"
 """The name under which transformers knows our function. It has no mask function, so no mask is ever built."""
 
 _ATTRIBUTE = "serve_app_binding"
-_BACKENDS: dict[str, type[Any]] = {"cpu": CpuAttention, "reference": ReferenceAttention}
+
+
+def _triton() -> AttentionBackend:
+    """Imported when it is asked for: Triton is not installed everywhere."""
+    from serve_app.model.gpu.attention import TritonAttention
+
+    return TritonAttention()
+
+
+_BACKENDS: dict[str, Callable[[], AttentionBackend]] = {
+    "cpu": CpuAttention,
+    "reference": ReferenceAttention,
+    "triton": _triton,
+}
 
 logger = logging.getLogger(__name__)
 
@@ -111,21 +124,20 @@ def pick_backend(name: str, layers: list[AttentionLayer], dtype: torch.dtype, de
 
     Raises ConfigError for an unknown name, or when a backend named on purpose fails its probe.
     """
-    if name == "auto":
-        preferred = "cpu" if device.type == "cpu" else "reference"
-        problem = probe(_BACKENDS[preferred](), layers, dtype, device)
-        if problem is None:
-            backend: AttentionBackend = _BACKENDS[preferred]()
-            return backend
-        logger.warning("attention backend %s does not work here (%s); using the slow reference", preferred, problem)
-        return ReferenceAttention()
-    if name not in _BACKENDS:
+    if name != "auto" and name not in _BACKENDS:
         raise ConfigError(f"attention_backend: unknown name {name!r}; known: auto, {', '.join(sorted(_BACKENDS))}")
-    chosen: AttentionBackend = _BACKENDS[name]()
-    problem = probe(chosen, layers, dtype, device)
-    if problem is not None:
+    wanted = name if name != "auto" else "cpu" if device.type == "cpu" else "triton"
+    try:
+        backend = _BACKENDS[wanted]()
+        problem = probe(backend, layers, dtype, device)
+    except ImportError as error:
+        problem = str(error)
+    if problem is None:
+        return backend
+    if name != "auto":
         raise ConfigError(f"attention_backend: {name} does not work for this model on {device}: {problem}")
-    return chosen
+    logger.warning("attention backend %s does not work here (%s); using the slow reference", wanted, problem)
+    return ReferenceAttention()
 
 
 def probe(
@@ -145,11 +157,12 @@ def probe(
     return None
 
 
-_TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 5e-2}
+_TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 0.15}
 """Largest accepted difference, as a part of the reference's standard deviation."""
 
 
-_PROBE_TABLES = ((5, 2), (3, 4), (1,))
+_PROBE_TABLES = ((5, 2), (3, 4), (1,), (22, *range(6, 14), *range(21, 14, -1)))
+"""Blocks of the probe's sequences. The last is long enough for several tiles of queries and of keys."""
 
 
 def _probe_layer(backend: AttentionBackend, layer: AttentionLayer, dtype: torch.dtype, device: torch.device) -> float:
@@ -158,10 +171,10 @@ def _probe_layer(backend: AttentionBackend, layer: AttentionLayer, dtype: torch.
     candidates = (backend, ReferenceAttention())
     caches = [_poisoned(candidate, layer, dtype, device) for candidate in candidates]
     size = min(candidate.block_size for candidate in candidates)
-    # Two prompts; then one more token of each together with a third, one token long. (row, first position, tokens)
+    # Three prompts; then one more token of each together with a fourth, one token long. (row, first position, tokens)
     steps = [
-        [(0, 0, size + 2), (1, 0, 2 * size - 1)],
-        [(0, size + 2, 1), (1, 2 * size - 1, 1), (2, 0, 1)],
+        [(0, 0, size + 2), (3, 0, 15 * size - 3), (1, 0, 2 * size - 1)],
+        [(0, size + 2, 1), (1, 2 * size - 1, 1), (2, 0, 1), (3, 15 * size - 3, 1)],
     ]
     worst = 0.0
     for rows in steps:
@@ -188,7 +201,7 @@ def _probe_layer(backend: AttentionBackend, layer: AttentionLayer, dtype: torch.
 
 def _poisoned(backend: AttentionBackend, layer: AttentionLayer, dtype: torch.dtype, device: torch.device) -> LayerCache:
     """A small pool of NaN; only the null block is zero, as it is in service."""
-    cache = backend.allocate(layer, 6, dtype, device)
+    cache = backend.allocate(layer, 1 + max(map(max, _PROBE_TABLES)), dtype, device)
     for pool in cache:
         pool.fill_(float("nan"))
         pool.select(backend.block_dim, 0).zero_()

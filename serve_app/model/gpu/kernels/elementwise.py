@@ -1,0 +1,107 @@
+"""The element-wise parts of a Llama-like layer in Triton, each one kernel where torch takes two to ten.
+
+Every line is computed alone and in float32, and rounded where the models round. Arguments that change from step to step
+are not specialized on: compiling a kernel takes longer than many steps.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def add_rms_norm(
+    residual, x, weight, out, width, eps, ADD: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """Grid (rows). With ADD, residual += x in place; then out = residual / rms(residual) * weight.
+
+    residual, x, out: [rows, width] contiguous; weight: [width].
+    """
+    row = tl.program_id(0).to(tl.int64) * width
+    column = tl.arange(0, BLOCK)
+    inside = column < width
+    value = tl.load(residual + row + column, mask=inside, other=0.0)
+    if ADD:
+        value = (value.to(tl.float32) + tl.load(x + row + column, mask=inside, other=0.0).to(tl.float32)).to(
+            value.dtype
+        )
+        tl.store(residual + row + column, value, mask=inside)
+    wide = value.to(tl.float32)
+    wide = wide * tl.rsqrt(tl.sum(wide * wide, 0) / width + eps)
+    scaled = wide.to(value.dtype).to(tl.float32) * tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + row + column, scaled.to(value.dtype), mask=inside)
+
+
+@triton.jit(do_not_specialize=["total"])
+def gate_times_up(gate_up, out, total, width, GELU: tl.constexpr, BLOCK: tl.constexpr):
+    """Grid (blocks of out). gate_up: [rows, 2 * width], out: [rows, width] = activation(gate) * up; total: out's size.
+
+    The activation is SiLU, or GELU's tanh form.
+    """
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < total
+    place = at // width * 2 * width + at % width
+    gate = tl.load(gate_up + place, mask=inside, other=0.0)
+    up = tl.load(gate_up + place + width, mask=inside, other=0.0)
+    wide = gate.to(tl.float32)
+    if GELU:
+        # (1 + tanh(z)) / 2 = sigmoid(2 z)
+        wide = wide * tl.sigmoid(1.5957691216057308 * (wide + 0.044715 * wide * wide * wide))
+    else:
+        wide = wide * tl.sigmoid(wide)
+    result = wide.to(gate.dtype).to(tl.float32) * up.to(tl.float32)
+    tl.store(out + at, result.to(gate.dtype), mask=inside)
+
+
+@triton.jit(do_not_specialize=["num_tokens"], do_not_specialize_on_alignment=["positions", "slots"])
+def rotate_and_store(
+    qkv, query, key_cache, value_cache, query_norm, key_norm, cos, sin, positions, slots, num_tokens, eps,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, HALF: tl.constexpr, PAGE: tl.constexpr,
+    NORMED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Grid (blocks of tokens, HEADS + 2 KV_HEADS): norms of heads, rotary positions, keys and values to their pages.
+
+    qkv: [tokens, (HEADS + 2 KV_HEADS) * HEAD_DIM]; query: [tokens, HEADS, HEAD_DIM]; caches: [blocks, KV_HEADS, PAGE,
+    HEAD_DIM]; cos, sin: float32 [positions, HEAD_DIM / 2]; positions, slots: int64 [tokens], a negative slot is written
+    nowhere. HALF: HEAD_DIM / 2 rounded up to a power of two. Dimension i turns with i + HEAD_DIM / 2 (RoFormer, Su et
+    al., 2021, in transformers' order).
+    """
+    token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    head = tl.program_id(1)
+    real = token < num_tokens
+    dim = tl.arange(0, HALF)
+    inside = real[:, None] & (dim < HEAD_DIM // 2)[None, :]
+    source = qkv + (token.to(tl.int64)[:, None] * (HEADS + 2 * KV_HEADS) + head) * HEAD_DIM + dim[None, :]
+    low = tl.load(source, mask=inside, other=0.0)
+    high = tl.load(source + HEAD_DIM // 2, mask=inside, other=0.0)
+    slot = tl.load(slots + token, mask=real, other=-1)
+    stored = inside & (slot >= 0)[:, None]
+    if head >= HEADS + KV_HEADS:
+        place = (slot // PAGE * KV_HEADS + head - HEADS - KV_HEADS) * PAGE + slot % PAGE
+        target = value_cache + place[:, None] * HEAD_DIM + dim[None, :]
+        tl.store(target, low, mask=stored)
+        tl.store(target + HEAD_DIM // 2, high, mask=stored)
+    else:
+        wide_low, wide_high = low.to(tl.float32), high.to(tl.float32)
+        if NORMED:
+            norm = query_norm if head < HEADS else key_norm
+            squares = tl.sum(wide_low * wide_low + wide_high * wide_high, 1)
+            factor = tl.rsqrt(squares / HEAD_DIM + eps)[:, None]
+            weight = norm + dim
+            weight_low = tl.load(weight, mask=dim < HEAD_DIM // 2, other=0.0).to(tl.float32)
+            weight_high = tl.load(weight + HEAD_DIM // 2, mask=dim < HEAD_DIM // 2, other=0.0).to(tl.float32)
+            wide_low = (wide_low * factor).to(low.dtype).to(tl.float32) * weight_low[None, :]
+            wide_high = (wide_high * factor).to(low.dtype).to(tl.float32) * weight_high[None, :]
+        angle = tl.load(positions + token, mask=real, other=0)[:, None] * (HEAD_DIM // 2) + dim[None, :]
+        cosine = tl.load(cos + angle, mask=inside, other=0.0)
+        sine = tl.load(sin + angle, mask=inside, other=0.0)
+        turned_low = (wide_low * cosine - wide_high * sine).to(low.dtype)
+        turned_high = (wide_high * cosine + wide_low * sine).to(low.dtype)
+        if head < HEADS:
+            target = query + (token.to(tl.int64)[:, None] * HEADS + head) * HEAD_DIM + dim[None, :]
+            tl.store(target, turned_low, mask=inside)
+            tl.store(target + HEAD_DIM // 2, turned_high, mask=inside)
+        else:
+            place = (slot // PAGE * KV_HEADS + head - HEADS) * PAGE + slot % PAGE
+            target = key_cache + place[:, None] * HEAD_DIM + dim[None, :]
+            tl.store(target, turned_low, mask=stored)
+            tl.store(target + HEAD_DIM // 2, turned_high, mask=stored)

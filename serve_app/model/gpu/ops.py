@@ -1,0 +1,59 @@
+"""Launches of the element-wise kernels as functions on tensors. Decides block sizes and warps, nothing else."""
+
+import torch
+import triton
+from torch import Tensor
+
+from serve_app.model.attention.base import LayerCache
+from serve_app.model.gpu.kernels import elementwise as kernels
+
+
+def add_rms_norm(residual: Tensor, x: Tensor | None, weight: Tensor, eps: float) -> Tensor:
+    """residual [T, width] += x (in place, unless x is None); returns residual / rms(residual) * weight, [T, width]."""
+    out = torch.empty_like(residual)
+    rows, width = residual.shape
+    block = triton.next_power_of_2(width)
+    kernels.add_rms_norm[(rows,)](
+        residual, residual if x is None else x, weight, out, width, eps,
+        ADD=x is not None, BLOCK=block, num_warps=max(1, min(block // 512, 8)),
+    )  # fmt: skip
+    return out
+
+
+def gate_times_up(gate_up: Tensor, *, gelu: bool) -> Tensor:
+    """gate_up [T, 2 * width] -> activation(gate) * up, [T, width]; SiLU, or the tanh form of GELU."""
+    rows, width = gate_up.shape[0], gate_up.shape[1] // 2
+    out = gate_up.new_empty(rows, width)
+    block = 1024
+    grid = (triton.cdiv(out.numel(), block),)
+    kernels.gate_times_up[grid](gate_up, out, out.numel(), width, GELU=gelu, BLOCK=block, num_warps=4)
+    return out
+
+
+def rotate_and_store(
+    qkv: Tensor,
+    norms: tuple[Tensor, Tensor] | None,
+    eps: float,
+    angles: tuple[Tensor, Tensor],
+    positions: Tensor,
+    slots: Tensor,
+    cache: LayerCache,
+) -> Tensor:
+    """Queries [T, heads, head_dim] with their positions turned in; keys, likewise, and values go to their slots.
+
+    qkv: [T, (heads + 2 kv_heads) * head_dim]; norms: weights [head_dim] of the query and key norm; angles: cosines and
+    sines, float32 [P, head_dim / 2]; positions, slots: int64 [T], a negative slot is written nowhere; cache: of shape
+    [blocks, kv_heads, block_size, head_dim].
+    """
+    _, kv_heads, page, head_dim = cache.key.shape
+    tokens, heads = qkv.shape[0], qkv.shape[1] // head_dim - 2 * kv_heads
+    query = qkv.new_empty(tokens, heads, head_dim)
+    # Few tokens to a program while few programs make a step, so that all processors take part.
+    block = 1 if tokens <= 32 else 8
+    query_norm, key_norm = norms if norms is not None else (query, query)
+    kernels.rotate_and_store[(triton.cdiv(tokens, block), heads + 2 * kv_heads)](
+        qkv, query, cache.key, cache.value, query_norm, key_norm, *angles, positions, slots, tokens, eps,
+        HEADS=heads, KV_HEADS=kv_heads, HEAD_DIM=head_dim, HALF=triton.next_power_of_2(head_dim // 2), PAGE=page,
+        NORMED=norms is not None, BLOCK=block, num_warps=1 if block == 1 else 4,
+    )  # fmt: skip
+    return query

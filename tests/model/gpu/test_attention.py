@@ -1,0 +1,143 @@
+"""Attention by Triton against the reference, on pools that hold NaN wherever no key of a row is."""
+
+from collections.abc import Sequence
+from itertools import accumulate
+
+import pytest
+import torch
+from torch import Tensor
+
+from serve_app.model.attention import registry
+from serve_app.model.attention.base import AttentionBatch, AttentionLayer, LayerCache
+
+PAGE = 16
+ROWS = [(0, 1), (16, 1), (0, 33), (63, 1), (17, 40), (64, 1), (5, 3), (130, 1), (31, 5), (0, 2)]
+"""(keys in the pool before the step, queries of the step) of each row: decode rows between chunks of prompts."""
+
+LAYERS = {
+    "group of 2": AttentionLayer(4, 2, 64, 64, 0.125),
+    "group of 4, wide heads": AttentionLayer(8, 2, 128, 128, 128**-0.5),
+    "group of 3": AttentionLayer(6, 2, 64, 64, 0.2),
+    "no group": AttentionLayer(2, 2, 128, 128, 0.1),
+    "group of 20": AttentionLayer(20, 1, 32, 32, 0.2),
+    "odd widths": AttentionLayer(4, 2, 80, 48, 0.1),
+    "window": AttentionLayer(4, 2, 64, 64, 0.125, sliding_window=40),
+    "narrow window": AttentionLayer(4, 1, 64, 64, 0.125, sliding_window=3),
+    "softcap": AttentionLayer(4, 2, 64, 64, 0.125, softcap=5.0),
+}
+TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
+
+
+class Step:
+    """One step's inputs, and the pool before it, for any backend."""
+
+    def __init__(
+        self, layer: AttentionLayer, rows: Sequence[tuple[int, int]], dtype: torch.dtype, device: torch.device
+    ) -> None:
+        generator = torch.Generator().manual_seed(len(rows))
+        counts = [count for _, count in rows]
+        self.layer, self.dtype, self.device = layer, dtype, device
+        lengths = [before + count for before, count in rows]
+        needed = [-(-length // PAGE) for length in lengths]
+        order = (torch.randperm(sum(needed), generator=generator) + 1).tolist()
+        tables = [order[end - size : end] for size, end in zip(needed, accumulate(needed), strict=True)]
+        slots = [
+            [table[position // PAGE] * PAGE + position % PAGE for position in range(length)]
+            for table, length in zip(tables, lengths, strict=True)
+        ]
+        self.old = [slot for line, (before, _) in zip(slots, rows, strict=True) for slot in line[:before]]
+        new = [slot for line, (before, _) in zip(slots, rows, strict=True) for slot in line[before:]]
+        self.num_blocks = 1 + sum(needed)
+        self.batch = AttentionBatch([0, *accumulate(counts)], lengths, tables, torch.tensor(new, device=device))
+
+        def draw(count: int, heads: int, dim: int) -> Tensor:
+            return torch.randn(heads, count, dim, generator=generator).to(device, dtype)
+
+        heads = layer.num_kv_heads
+        self.history = (draw(len(self.old), heads, layer.head_dim), draw(len(self.old), heads, layer.value_dim))
+        self.query = draw(sum(counts), layer.num_heads, layer.head_dim)
+        self.new = (draw(sum(counts), heads, layer.head_dim), draw(sum(counts), heads, layer.value_dim))
+
+    def run(self, name: str, padding: int = 0) -> tuple[Tensor, LayerCache]:
+        """Output [tokens + padding, heads, dim] and the pool afterwards, as [slots, heads, dim]."""
+        backend = registry._BACKENDS[name]()
+        cache = backend.allocate(self.layer, self.num_blocks, self.dtype, self.device)
+        by_slot = [pool if name == "reference" else pool.transpose(1, 2) for pool in cache]
+        old = torch.tensor(self.old, dtype=torch.int64, device=self.device)
+        for pool, past in zip(by_slot, self.history, strict=True):
+            pool[1:] = float("nan")
+            pool[old // PAGE, old % PAGE] = past.transpose(0, 1)
+        query, key, value = (torch.nn.functional.pad(x, (0, 0, 0, padding)) for x in (self.query, *self.new))
+        out = backend.forward(self.layer, query, key, value, cache, backend.build(self.batch))
+        return out, LayerCache(*(pool.flatten(0, 1) for pool in by_slot))
+
+
+def largest_difference(got: Tensor, expected: Tensor) -> float:
+    return float((got.double() - expected.double()).abs().max())
+
+
+@pytest.mark.parametrize("layer", LAYERS.values(), ids=LAYERS)
+def test_agrees_with_the_reference(layer: AttentionLayer, device: torch.device) -> None:
+    step = Step(layer, ROWS, torch.float32, device)
+    (got, pool), (expected, expected_pool) = step.run("triton"), step.run("reference")
+    assert largest_difference(got, expected) <= TOLERANCE[torch.float32]
+    for ours, theirs in zip(pool, expected_pool, strict=True):
+        assert torch.equal(ours.isnan(), theirs.isnan())
+        assert torch.equal(ours.nan_to_num(), theirs.nan_to_num())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_narrow_numbers(dtype: torch.dtype, device: torch.device) -> None:
+    if dtype == torch.bfloat16 and device.type == "cpu":
+        pytest.skip("Triton's interpreter multiplies the bits of bfloat16 as if they were integers")
+    step = Step(LAYERS["group of 4, wide heads"], ROWS, dtype, device)
+    assert largest_difference(step.run("triton")[0], step.run("reference")[0]) <= TOLERANCE[dtype]
+
+
+def test_padding_is_finite_and_written_nowhere(device: torch.device) -> None:
+    step = Step(LAYERS["group of 2"], ROWS[2:6], torch.float32, device)
+    (got, pool), (expected, expected_pool) = step.run("triton", padding=3), step.run("triton")
+    assert torch.equal(got[:-3], expected)
+    assert torch.isfinite(got).all()
+    assert torch.equal(pool.key.nan_to_num(), expected_pool.key.nan_to_num())
+
+
+@pytest.mark.parametrize("splits", [1, 2, 8])
+def test_however_keys_are_split(splits: int, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """More parts than there are key tiles too."""
+    from serve_app.model.gpu import attention
+
+    monkeypatch.setattr(attention, "num_splits", lambda *args: splits)
+    for name in ("group of 4, wide heads", "window"):
+        step = Step(LAYERS[name], [(0, 1), (129, 1), (300, 1), (200, 3)], torch.float32, device)
+        assert largest_difference(step.run("triton")[0], step.run("reference")[0]) <= TOLERANCE[torch.float32]
+
+
+def test_a_prompt_gives_the_same_bits_however_it_is_cut(device: torch.device) -> None:
+    layer = LAYERS["group of 4, wide heads"]
+    whole = Step(layer, [(0, 150)], torch.float32, device)
+    expected, pool = whole.run("triton")
+    table = whole.batch.block_tables[0]
+    backend = registry._BACKENDS["triton"]()
+    cache = backend.allocate(layer, whole.num_blocks, torch.float32, device)
+    got = []
+    for low, high in ((0, 37), (37, 102), (102, 150)):
+        batch = AttentionBatch([0, high - low], [high], [table], whole.batch.slot_mapping[low:high])
+        key, value = (x[:, low:high] for x in whole.new)
+        got.append(backend.forward(layer, whole.query[:, low:high], key, value, cache, backend.build(batch)))
+    assert torch.equal(torch.cat(got), expected)
+
+
+def test_number_of_splits() -> None:
+    from serve_app.model.gpu.attention import num_splits
+
+    assert num_splits(8, 8192, 132) == 16
+    assert num_splits(8, 200, 132) == 4
+    assert num_splits(8, 64, 132) == 1
+    assert num_splits(72, 8192, 132) == 4
+    assert num_splits(264, 8192, 132) == 1
+
+
+def test_the_probe_takes_it(device: torch.device) -> None:
+    layers = [LAYERS[name] for name in ("group of 3", "window", "softcap")]
+    assert registry.pick_backend("triton", layers, torch.float32, device).name == "triton"

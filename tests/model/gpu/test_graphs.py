@@ -1,0 +1,75 @@
+"""Buckets and buffers of decode graphs; without a GPU the same buffers are computed without a graph."""
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+from torch import Tensor
+
+from serve_app.model.attention.base import AttentionBatch, AttentionLayer
+
+PAGE = 16
+LAYER = AttentionLayer(4, 2, 64, 64, 0.125)
+
+
+@pytest.fixture
+def step(device: torch.device):  # type: ignore[no-untyped-def]
+    """Rows as (kv_len, block table) -> what a step passes on; each row's token stands at its last position."""
+    from serve_app.model.gpu.attention import TritonAttention
+
+    def step(rows: Sequence[tuple[int, list[int]]]):  # type: ignore[no-untyped-def]
+        slots = [table[(length - 1) // PAGE] * PAGE + (length - 1) % PAGE for length, table in rows]
+        batch = AttentionBatch(
+            list(range(len(rows) + 1)),
+            [length for length, _ in rows],
+            [table for _, table in rows],
+            torch.tensor(slots, device=device),
+        )
+        ids = torch.arange(100, 100 + len(rows), device=device)
+        positions = torch.tensor([length - 1 for length, _ in rows], device=device)
+        return ids, positions, TritonAttention().build(batch)
+
+    return step
+
+
+def test_every_row_arrives_and_padding_touches_nothing(step, device: torch.device) -> None:  # type: ignore[no-untyped-def]
+    """Long tables before short ones, many rows before few: nothing of an earlier step may show."""
+    from serve_app.model.gpu.attention import TritonMetadata
+    from serve_app.model.gpu.graphs import DecodeGraphs
+
+    seen = []
+
+    def run(input_ids: Tensor, positions: Tensor, metadata: TritonMetadata) -> Tensor:
+        seen.append((input_ids.shape[0], metadata))
+        first_block = metadata.tables[:, 0]
+        return torch.stack([input_ids, positions, metadata.slots, metadata.kv_lens, first_block], dim=1)
+
+    graphs = DecodeGraphs(run, max_model_len=200, block_size=PAGE, device=device)
+    for rows in (
+        [(100, list(range(3, 10))), (17, [2, 1]), (1, [11]), (33, [12, 13, 14]), (16, [15])],
+        [(18, [2, 1]), (2, [11]), (34, [12, 13, 14])],
+        [(1, [4])],
+    ):
+        inputs = step(rows)
+        assert graphs.takes(inputs[2])
+        got = graphs(*inputs)
+        slots = inputs[2].slots.tolist()
+        expected = [[100 + i, n - 1, slots[i], n, table[0]] for i, (n, table) in enumerate(rows)]
+        assert got.tolist() == expected
+        bucket, metadata = seen[-1]
+        assert bucket == {5: 8, 3: 4, 1: 1}[len(rows)]
+        assert metadata.kv_lens[len(rows) :].tolist() == [0] * (bucket - len(rows))
+        assert metadata.slots[len(rows) :].tolist() == [-1] * (bucket - len(rows))
+        (tiles,) = metadata.tiles(LAYER)
+        assert tiles.rows.tolist() == list(range(bucket))
+
+
+def test_prefill_and_huge_batches_are_not_taken(step, device: torch.device) -> None:  # type: ignore[no-untyped-def]
+    from serve_app.model.gpu.attention import TritonAttention
+    from serve_app.model.gpu.graphs import BUCKETS, DecodeGraphs
+
+    graphs = DecodeGraphs(lambda *inputs: inputs[0], max_model_len=64, block_size=PAGE, device=device)
+    slots = torch.tensor([16, 17, 32], device=device)
+    assert not graphs.takes(TritonAttention().build(AttentionBatch([0, 2, 3], [2, 1], [[1], [2]], slots)))
+    assert graphs.takes(step([(1, [1])] * BUCKETS[-1])[2])
+    assert not graphs.takes(step([(1, [1])] * (BUCKETS[-1] + 1))[2])

@@ -1,0 +1,95 @@
+"""The element-wise kernels against transformers' and torch's own."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
+
+from serve_app.model.attention.base import LayerCache
+
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
+"""Absolute and relative; bfloat16 has 8 bits, and the kernels round less often than the modules."""
+DTYPES = list(TOLERANCE)
+
+pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp")  # numpy's, in the interpreter
+
+
+def random(*shape: int, dtype: torch.dtype, device: torch.device, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(device, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("width", [64, 576])
+def test_add_rms_norm(width: int, dtype: torch.dtype, device: torch.device) -> None:
+    from serve_app.model.gpu import ops
+
+    norm = LlamaRMSNorm(width, 1e-5).to(device, dtype)
+    norm.weight.data = random(width, dtype=dtype, device=device, seed=1)
+    residual, x = (random(5, width, dtype=dtype, device=device, seed=seed) for seed in (2, 3))
+    with torch.inference_mode():
+        torch.testing.assert_close(
+            ops.add_rms_norm(residual, None, norm.weight, 1e-5),
+            norm(residual),
+            rtol=TOLERANCE[dtype],
+            atol=TOLERANCE[dtype],
+        )
+        expected = residual + x
+        got = ops.add_rms_norm(residual, x, norm.weight, 1e-5)
+        torch.testing.assert_close(got, norm(expected), rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+    torch.testing.assert_close(residual, expected, rtol=TOLERANCE[dtype], atol=0)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("gelu", [False, True])
+def test_gate_times_up(gelu: bool, dtype: torch.dtype, device: torch.device) -> None:
+    from serve_app.model.gpu import ops
+
+    both = 3 * random(7, 2 * 300, dtype=dtype, device=device)
+    gate, up = both.split(300, dim=1)
+    expected = (F.gelu(gate, approximate="tanh") if gelu else F.silu(gate)) * up
+    torch.testing.assert_close(
+        ops.gate_times_up(both, gelu=gelu),
+        expected,
+        rtol=TOLERANCE[dtype],
+        atol=TOLERANCE[dtype],
+    )
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("tokens", "head_dim", "normed"), [(3, 64, True), (70, 64, False), (5, 80, True)])
+def test_rotate_and_store(tokens: int, head_dim: int, normed: bool, dtype: torch.dtype, device: torch.device) -> None:
+    """Some tokens have no slot. Keys and values of all others are where they belong, and nothing else has changed."""
+    from serve_app.model.gpu import ops
+
+    heads, kv_heads, page, blocks = 4, 2, 16, 6
+    qkv = random(tokens, (heads + 2 * kv_heads) * head_dim, dtype=dtype, device=device)
+    positions = torch.randint(0, 50, (tokens,), generator=torch.Generator().manual_seed(1)).to(device)
+    angles = torch.outer(torch.arange(50.0), 100 ** -(torch.arange(0, head_dim, 2) / head_dim)).to(device)
+    norms = [LlamaRMSNorm(head_dim, 1e-6).to(device, dtype) for _ in range(2)]
+    for seed, norm in enumerate(norms):
+        norm.weight.data = random(head_dim, dtype=dtype, device=device, seed=seed + 5)
+    slots = (torch.randperm(blocks * page, generator=torch.Generator().manual_seed(2))[:tokens]).to(device)
+    slots[1] = -1
+    cache = LayerCache(
+        *(torch.full((blocks, kv_heads, page, head_dim), 7.0, dtype=dtype, device=device) for _ in range(2))
+    )
+    weights = (norms[0].weight.data, norms[1].weight.data) if normed else None
+    got = ops.rotate_and_store(qkv, weights, 1e-6, (angles.cos(), angles.sin()), positions, slots, cache)
+
+    query, key, value = qkv.view(tokens, -1, head_dim).split([heads, kv_heads, kv_heads], dim=1)
+    with torch.inference_mode():
+        if normed:
+            query, key = norms[0](query), norms[1](key)
+        cos, sin = (torch.cat([part[positions]] * 2, dim=-1)[None] for part in (angles.cos(), angles.sin()))
+        query, key = (
+            part[0].transpose(0, 1)
+            for part in apply_rotary_pos_emb(query.transpose(0, 1)[None], key.transpose(0, 1)[None], cos, sin)
+        )
+    torch.testing.assert_close(got, query.to(dtype), rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+    written = torch.zeros(blocks * page, dtype=torch.bool, device=device)
+    written[slots[slots >= 0]] = True
+    for pool, new, tolerance in zip(cache, (key.to(dtype), value), (TOLERANCE[dtype], 0.0), strict=True):
+        by_slot = pool.transpose(1, 2).flatten(0, 1)
+        torch.testing.assert_close(by_slot[slots[slots >= 0]], new[slots >= 0], rtol=tolerance, atol=tolerance)
+        assert bool((by_slot[~written] == 7.0).all())
