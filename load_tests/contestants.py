@@ -95,6 +95,7 @@ def _vllm(folder: PeerFolder, _config: Path) -> ServerCommand:
     variables = {
         "VLLM_CPU_KVCACHE_SPACE": "4",
         "VLLM_CPU_OMP_THREADS_BIND": f"0-{(os.cpu_count() or 1) - 1}",
+        "VLLM_CACHE_ROOT": str(folder.path / "vllm" / "cache"),
         "LD_PRELOAD": ":".join(str(path) for path in libraries if path.exists()),
     }
     return ServerCommand(
@@ -128,6 +129,7 @@ def _ray_llm(folder: PeerFolder, _config: Path) -> ServerCommand:
         "VLLM_CPU_KVCACHE_SPACE": "4",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "OMP_NUM_THREADS": str(os.cpu_count()),
+        "VLLM_CACHE_ROOT": str(folder.path / "ray_llm" / "cache"),
         "RAY_USAGE_STATS_ENABLED": "0",
     }
     url = f"http://127.0.0.1:{port}"

@@ -14,7 +14,10 @@ from ray.serve.llm import LLMConfig, build_openai_app
 
 # Ray counts cores where it places actors. Router, replica and engine worker would not fit on two, and none holds one.
 _PLACES = 8
-_FORWARDED = ("VLLM_CPU_KVCACHE_SPACE", "VLLM_CPU_OMP_THREADS_BIND", "OMP_NUM_THREADS", "HF_HUB_OFFLINE")
+_FORWARDED = (
+    *("VLLM_CPU_KVCACHE_SPACE", "VLLM_CPU_OMP_THREADS_BIND", "VLLM_CACHE_ROOT"),
+    *("OMP_NUM_THREADS", "HF_HUB_OFFLINE", "VLLM_NO_USAGE_STATS", "DO_NOT_TRACK"),
+)
 
 
 def main(model: str, port: int) -> None:

@@ -8,7 +8,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -96,12 +96,11 @@ def _status(url: str) -> int | None:
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:
-    """Ask the process to end; after a while end its whole session, which is ours alone."""
-    if process.poll() is not None:
-        return
-    process.send_signal(signal.SIGTERM)
-    try:
-        process.wait(_STOP_LIMIT_S)
-    except subprocess.TimeoutExpired:
+    """Ask the process to end; then, or after a while, end what is left of its process group, which is ours alone."""
+    if process.poll() is None:
+        process.send_signal(signal.SIGTERM)
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(_STOP_LIMIT_S)
+    with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+    process.wait()
