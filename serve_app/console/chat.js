@@ -110,7 +110,7 @@ class Run {
   show() {
     const parts = [];
     if (this.firstAt) parts.push(`first token ${((this.firstAt - this.sentAt) / 1000).toFixed(2)} s`);
-    // Until the usage comes with the last chunk, pieces stand for tokens: at most one token each, seldom none.
+    // Until the usage comes with the last chunk, pieces stand for tokens: mostly one each, with speculation a few.
     const tokens = this.usage?.completion_tokens ?? this.pieces;
     const seconds = (this.lastAt - this.firstAt) / 1000;
     if (tokens > 1 && seconds > 0) parts.push(`${((tokens - 1) / seconds).toFixed(1)} tokens/s`);

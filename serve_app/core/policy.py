@@ -43,7 +43,7 @@ LIVE_KNOBS = (
 # Seats and the memory of the largest step are laid out when an engine is built: these may go down, and up again.
 _MEASURED = ("max_num_seqs", "max_num_batched_tokens")
 
-_SPECULATION_TOKENS = 8
+_SPECULATION_TOKENS = 6
 """Decode tokens of a step, drafts among them, up to which one more costs little: reading the weights takes the time."""
 
 
@@ -312,9 +312,8 @@ def pick_victim(running: "list[Request]") -> "Request":
     return running[-1]
 
 
-def max_drafts(knobs: SchedulerKnobs, running: "list[Request]") -> int:
-    """Draft tokens that each decode's row may have: none where many decode, or half of a step would be no room."""
-    if knobs.speculation == "off":
+def max_drafts(knobs: SchedulerKnobs, num_decodes: int) -> int:
+    """Draft tokens that each of so many decodes may have; together they take at most half of a step's tokens."""
+    if knobs.speculation == "off" or num_decodes == 0:
         return 0
-    decodes = sum(not request.is_prefilling for request in running)
-    return min(_SPECULATION_TOKENS, knobs.max_num_batched_tokens // 2) // max(decodes, 1) - 1
+    return max(0, min(_SPECULATION_TOKENS, knobs.max_num_batched_tokens // 2) // num_decodes - 1)

@@ -9,11 +9,13 @@ it samples after every guessed token as if there were no guesses, and what is sa
 
 from collections.abc import Sequence
 
-NGRAM = 3
-"""Newest tokens that must have occurred before."""
-MIN_CHANCE = 0.2
-"""The part of a step's time that one more token in a row costs at most: a guess less likely than that does not pay."""
-_WEIGHT = 0.15
+MAX_MATCH = 4
+"""Newest tokens that are looked up together; where these have not occurred before, fewer."""
+MIN_CHANCE = 0.15
+"""What one more token costs a step of few tokens, as a part of its time: a guess less likely than that does not pay."""
+_PRIOR = (0.1, 0.3, 0.5, 0.5)
+"""How often guesses after a match of 1, 2, ... tokens are right, until more is known. Low where a wrong one costs."""
+_WEIGHT = 0.1
 """Of the newest guess in the mean."""
 
 
@@ -29,38 +31,51 @@ class PromptLookup:
         self._num_indexed = 0
         self._guess: tuple[int, ...] = ()
         self._guessed_from = 0
-        self._acceptance = 0.5
+        self._match = 0  # tokens that the guess was found by
+        self._chances = [0.0, *_PRIOR]  # by the length of the match
 
-    def propose(self, token_ids: Sequence[int], at_most: int) -> tuple[int, ...]:
+    def propose(self, token_ids: Sequence[int], at_most: int, num_rows: int = 1) -> tuple[int, ...]:
         """Tokens that probably follow `token_ids` (all that are known, prompt first; the caller only ever appends).
 
-        As many as pay, and `at_most` so many.
+        `at_most` so many, and as many as pay in a step of `num_rows` rows: all wait for a guess that is one row's gain.
         """
         self._learn(token_ids)
         self._index(token_ids)
-        end = len(token_ids)
-        match = self._follower.get(tuple(token_ids[-NGRAM:]))
-        self._guessed_from = end
-        if match is None:
-            self._guess = ()
-            return ()
-        # Where the text since the match is shorter than the guess, it is taken to go round once more.
-        self._guess = tuple(token_ids[match + i % (end - match)] for i in range(at_most + 1))
-        count, chance = 0, self._acceptance
-        while count < at_most and chance >= MIN_CHANCE:
+        self._guess = self._look_up(token_ids, at_most + 1)
+        self._guessed_from = len(token_ids)
+        match, count, chance = self._match, 0, 1.0
+        while count < min(at_most, len(self._guess)):
+            chance *= self._chances[match]
+            if chance < MIN_CHANCE * num_rows:
+                break
             count += 1
-            chance *= self._acceptance
+            match = min(match + 1, MAX_MATCH)
         return self._guess[:count]
 
     def _learn(self, token_ids: Sequence[int]) -> None:
-        """Compare the last guess with what came: a moving mean of how often a guess is right after right ones."""
+        """Compare the last guess with what came: moving means of how often guesses are right. A right one makes the
+        match that the next is found by one longer."""
+        match = self._match
         for guess, token_id in zip(self._guess, token_ids[self._guessed_from :], strict=False):
-            self._acceptance += _WEIGHT * ((guess == token_id) - self._acceptance)
+            self._chances[match] += _WEIGHT * ((guess == token_id) - self._chances[match])
             if guess != token_id:
                 return
+            match = min(match + 1, MAX_MATCH)
 
     def _index(self, token_ids: Sequence[int]) -> None:
-        """Enter the n-grams that ended since the last call, without the newest, which is the one to be looked up."""
-        for end in range(max(self._num_indexed, NGRAM), len(token_ids)):
-            self._follower[tuple(token_ids[end - NGRAM : end])] = end
-        self._num_indexed = max(self._num_indexed, len(token_ids))
+        """Enter the n-grams that ended since the last call; not those that end the text, which are to be looked up."""
+        for end in range(max(self._num_indexed, 1), len(token_ids)):
+            for begin in range(max(0, end - MAX_MATCH), end):
+                self._follower[tuple(token_ids[begin:end])] = end
+        self._num_indexed = len(token_ids)
+
+    def _look_up(self, token_ids: Sequence[int], count: int) -> tuple[int, ...]:
+        """The `count` tokens after the last occurrence of as many of the newest tokens as possible; or nothing."""
+        end = len(token_ids)
+        for match in range(min(MAX_MATCH, end), 0, -1):
+            begin = self._follower.get(tuple(token_ids[end - match :]))
+            if begin is not None:
+                self._match = match
+                # Where the text since then is shorter than the guess, it is taken to go round once more.
+                return tuple(token_ids[begin + i % (end - begin)] for i in range(count))
+        return ()

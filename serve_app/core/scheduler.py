@@ -145,14 +145,14 @@ class Scheduler:
         In order of service, and the victim is the last in that order: no victim has a row in this step yet.
         """
         self._gate.decodes_planned()
-        limit = max_drafts(self.config, self._running)
+        num_decodes = sum(not request.is_prefilling for request in self._running)
         position = 0
         while position < len(self._running):
             request = self._running[position]
             position += 1
             if request.is_prefilling:
                 continue
-            drafts = request.draft(limit)
+            drafts = request.draft(max_drafts(self.config, num_decodes), num_decodes)
             if not self._kv.can_grow(request, 1 + len(drafts), reserve=len(self._running)):
                 drafts = ()
             while (new_block_ids := self._kv.grow(request, 1 + len(drafts))) is None:

@@ -3,18 +3,18 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serve_app.core.prompt_lookup import NGRAM, PromptLookup
+from serve_app.core.prompt_lookup import MAX_MATCH, PromptLookup
 
 TEXT = [5, 6, 7, 8, 9, 10, 11, 12]
 
 
 def search(token_ids: list[int], count: int) -> tuple[int, ...]:
-    """What followed the last earlier occurrence of the newest n-gram, repeated up to `count` tokens."""
-    end = len(token_ids)
-    for match in range(end - 1, NGRAM - 1, -1):
-        if token_ids[match - NGRAM : match] == token_ids[-NGRAM:]:
-            followers = token_ids[match:]
-            return tuple((followers * (count // len(followers) + 1))[:count])
+    """What followed the last earlier occurrence of the longest end of the text that has one, again and again."""
+    for length in range(MAX_MATCH, 0, -1):
+        for end in range(len(token_ids) - 1, length - 1, -1):
+            if token_ids[end - length : end] == token_ids[-length:]:
+                followers = token_ids[end:]
+                return tuple((followers * (count // len(followers) + 1))[:count])
     return ()
 
 
@@ -39,36 +39,52 @@ def test_a_text_that_goes_round_in_circles_goes_round_once_more() -> None:
     assert PromptLookup().propose([1, 2, 3, 4, 3, 4, 3], 2) == (4, 3)
 
 
-def test_nothing_to_go_by_is_no_guess() -> None:
-    for token_ids in ([1], [1, 1, 1], TEXT, [*TEXT, 6, 5]):
+def test_a_longer_match_counts_more_than_a_later_one() -> None:
+    assert PromptLookup().propose([1, 2, 3, 4, 9, 3, 7, 1, 2, 3], 1) == (4,)
+
+
+def test_too_little_to_go_by_is_no_guess() -> None:
+    for token_ids in ([1], [1, 2], TEXT, [*TEXT, 6, 5]):
         assert PromptLookup().propose(token_ids, 7) == ()
 
 
-def grow(lookup: PromptLookup, token_ids: list[int], news: list[int]) -> list[int]:
-    """Append `news` as an engine would, accepted guesses at once; the lengths of the guesses."""
-    lengths, target = [], [*token_ids, *news]
+def test_what_delays_others_must_be_likelier() -> None:
+    token_ids = [*TEXT, 1, 2, *TEXT[:3]]
+    assert [len(PromptLookup().propose(token_ids, 7, rows)) for rows in (1, 2, 3, 4)] == [2, 1, 1, 0]
+
+
+def grow(lookup: PromptLookup, token_ids: list[int], news: list[int]) -> list[tuple[int, int]]:
+    """Append `news` as an engine would, right guesses at once; of every guess the length, and how much was right."""
+    guesses, target = [], [*token_ids, *news]
     while len(token_ids) < len(target):
         guess = lookup.propose(token_ids, 7)
-        lengths.append(len(guess))
         rest = target[len(token_ids) :]
         right = 0
         while right < min(len(guess), len(rest) - 1) and guess[right] == rest[right]:
             right += 1
+        guesses.append((len(guess), right))
         token_ids += rest[: right + 1]
-    return lengths
+    return guesses
 
 
-def test_guesses_grow_with_success_and_end_with_failure() -> None:
-    lookup, token_ids = PromptLookup(), [*range(100, 200)]
-    copy = grow(lookup, token_ids, [*range(110, 170)])
-    assert copy[:NGRAM] == [0] * NGRAM
-    assert copy[-1] == max(copy) == 7
-    # Three known tokens, then another one than the last time, for ever new.
-    misleading = [token_id for i in range(20) for token_id in (1, 2, 3, 300 + i)]
-    assert grow(lookup, token_ids, misleading)[-8:] == [0] * 8
+def test_guesses_grow_with_success() -> None:
+    token_ids = [*range(100, 200)]
+    lengths = [length for length, _ in grow(PromptLookup(), token_ids, [*range(110, 170)])]
+    assert lengths[:2] == [0, 0]
+    assert lengths == sorted(lengths)
+    assert lengths[-1] == 7
 
 
-def test_text_that_repeats_itself_is_noticed_after_failures() -> None:
+def test_what_keeps_failing_is_no_longer_tried() -> None:
+    """Three tokens that always come together, and then another one each time."""
+    lookup, token_ids = PromptLookup(), []
+    guesses = grow(lookup, token_ids, [token_id for i in range(40) for token_id in (1, 2, 3, 300 + i)])
+    assert any(length > right for length, right in guesses)
+    assert all(length == right for length, right in guesses[-20:])
+    assert any(length for length, _ in guesses[-20:])
+
+
+def test_text_that_begins_to_repeat_itself_is_noticed_after_failures() -> None:
     lookup, token_ids = PromptLookup(), []
     grow(lookup, token_ids, [token_id for i in range(20) for token_id in (1, 2, 3, 300 + i)])
-    assert max(grow(lookup, token_ids, [7, 8, 9, 10, 11] * 8)) == 7
+    assert max(grow(lookup, token_ids, [7, 8, 9, 10, 11] * 12)) == (7, 7)

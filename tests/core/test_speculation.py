@@ -50,7 +50,7 @@ def test_accepted_drafts_save_steps_and_change_nothing() -> None:
 
 
 def test_drafts_are_for_few() -> None:
-    """Eight decode tokens in a step at most, drafts among them, shared alike."""
+    """Six decode tokens in a step at most, drafts among them, shared alike."""
     driver = Driver(make_config())
     requests = [make_request(name, 20 + 8 * i) for i, name in enumerate("abcdef")]
     driver.run(*requests)
@@ -59,8 +59,8 @@ def test_drafts_are_for_few() -> None:
     for output in driver.outputs:
         decodes = [row for row in output.rows if not row.is_prefill]
         if num_drafts(output):
-            assert sum(row.num_tokens for row in decodes) <= 8
-            assert max(row.num_tokens for row in decodes) <= 8 // len(decodes)
+            assert sum(row.num_tokens for row in decodes) <= 6
+            assert max(row.num_tokens for row in decodes) <= 6 // len(decodes)
 
 
 def test_drafts_leave_half_of_a_step_to_prefills() -> None:
