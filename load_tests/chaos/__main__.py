@@ -85,7 +85,7 @@ def overload_command(
 def profile_share_command(
     seconds: float = 30.0, path: Path_ = "fast", model: Model = "small", seed: Seed = 0, json: Json = None
 ) -> None:
-    """The part of ingress's and replicas' processor time that failover costs while nothing fails."""
+    """The parts of ingress's and replicas' processor time that failover, and metrics and step records, cost."""
     _measure(path, model, Shape(), json, lambda fleet: profile_share(fleet, seconds, fleet.config.parent, seed))
 
 

@@ -1,8 +1,9 @@
-"""Which part of the servers' processor time failover costs while nothing fails, by sampling their stacks under load.
+"""Which part of the servers' processor time failover and observation cost, by sampling their stacks under load.
 
-A sample counts as failover's when the innermost frame of ours is one of its own and no frame of Ray's lies below it:
-then the interpreter is in the journal, the attempts' bookkeeping or the heartbeats, or in the standard library for
-them. All of those modules counts, also what a server without failover would need in another place.
+A sample counts as a part's when the innermost frame of ours is one of its own and no frame of Ray's lies below it: then
+the interpreter is in that part's bookkeeping, or in the standard library or Prometheus' client for it. All of those
+modules counts, also what a server without the part would need in another place. While nothing fails and Prometheus asks
+as often as in deploy/prometheus.yml.
 """
 
 import asyncio
@@ -14,17 +15,44 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+import aiohttp
 import psutil  # type: ignore[import-untyped]
+import yaml
 
-from load_tests.chaos.fleet import Fleet
+from load_tests.chaos.fleet import REPOSITORY, Fleet
 from load_tests.chaos.traffic import ask, open_session, send, text
 
 _HERTZ = 200
 _SETTLE_S = 5.0
 _PROMPT, _OUTPUT = 64, 200
-_MODULES = frozenset({"journal", "failover", "attempt", "watchdog", "replica_set"})
-_FUNCTIONS = frozenset({"replica.feed", "replica._load", "wire.pack_load", "wire.unpack_load"})
+
+
+@dataclass(frozen=True)
+class Part:
+    """Whole modules of ours, and single functions of others."""
+
+    modules: frozenset[str]
+    functions: frozenset[str]
+
+    def has(self, name: str) -> bool:
+        """Whether `module.function` belongs to it."""
+        return name.partition(".")[0] in self.modules or name in self.functions
+
+
+PARTS = {
+    "failover": Part(
+        modules=frozenset({"journal", "failover", "attempt", "watchdog", "replica_set"}),
+        functions=frozenset({"replica.feed", "replica._load", "wire.pack_load", "wire.unpack_load"}),
+    ),
+    # Metrics and step records. The scheduler's state is read for every record.
+    "observation": Part(
+        modules=frozenset({"metrics", "step_ring", "tracking", "scraping"}),
+        functions=frozenset({"core._record", "core._report", "replica._on_step", "scheduler.stats"}),
+    ),
+}
 _FRAME = re.compile(r"([^;\s]+) \(([^;]+?):\d+\)")
+# Only the metrics ports are served by the standard library; what it does itself has no frame of ours.
+_METRICS_PORT = "socketserver.py"
 
 
 async def profile_share(fleet: Fleet, seconds: float, folder: Path, seed: int) -> dict[str, Any]:
@@ -37,36 +65,57 @@ async def profile_share(fleet: Fleet, seconds: float, folder: Path, seed: int) -
             await send(session, fleet.url, ask("load", text(rng, _PROMPT), _OUTPUT, temperature=1, seed=seed))
 
     async with open_session() as session:
-        clients = [asyncio.create_task(client()) for _ in range(fleet.shape.replicas * fleet.shape.seats)]
+        tasks = [asyncio.create_task(client()) for _ in range(fleet.shape.replicas * fleet.shape.seats)]
+        tasks.append(asyncio.create_task(_scrape(session, fleet.url)))
         await asyncio.sleep(_SETTLE_S)
         processes = [*fleet.ingress(), *fleet.replicas()]
         results = await asyncio.gather(*(_sample(process, seconds, folder) for process in processes))
-        for task in clients:
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*clients, return_exceptions=True)
+        ended = await asyncio.gather(*tasks, return_exceptions=True)
+    if failures := [error for error in ended if isinstance(error, Exception)]:
+        raise failures[0]
     total = sum(sampled.cpu_s for sampled in results)
-    functions: dict[str, float] = {}
-    for sampled in results:
-        for name, part in sampled.failover.items():
-            functions[name] = functions.get(name, 0.0) + part * sampled.cpu_s / total
-    most = sorted(functions.items(), key=lambda item: -item[1])[:12]
     return {
         "path": fleet.path,
         "seconds": seconds,
         "cpu_s": round(total, 2),
         "samples": sum(sampled.count for sampled in results),
-        "failover_share": round(sum(functions.values()), 5),
-        "by_function": {name: round(share, 5) for name, share in most},
+        **{part: _weighed(part, results, total) for part in PARTS},
     }
+
+
+async def _scrape(session: aiohttp.ClientSession, url: str) -> None:
+    """Ask every process for its metrics, as Prometheus does."""
+    config = yaml.safe_load((REPOSITORY / "deploy" / "prometheus.yml").read_text())
+    interval_s = float(config["global"]["scrape_interval"].removesuffix("s"))
+    while True:
+        async with session.get(f"{url}/metrics/targets") as response:
+            addresses = [target for group in await response.json() for target in group["targets"]]
+        for address in addresses:
+            async with session.get(f"http://{address}/metrics") as response:
+                response.raise_for_status()
+                await response.read()
+        await asyncio.sleep(interval_s)
 
 
 @dataclass(frozen=True)
 class _Sampled:
-    """One process: its processor time, how many stacks were seen, and which part of them is failover's, by function."""
+    """One process: its processor time, how many stacks were seen, and the parts' share of them by function."""
 
     cpu_s: float
     count: int
-    failover: dict[str, float]
+    shares: dict[tuple[str, str], float]
+
+
+def _weighed(part: str, results: list[_Sampled], total_cpu_s: float) -> dict[str, Any]:
+    functions: Counter[str] = Counter()
+    for sampled in results:
+        for (owner, name), share in sampled.shares.items():
+            if owner == part:
+                functions[name] += share * sampled.cpu_s / total_cpu_s  # type: ignore[assignment]
+    most = {name: round(share, 5) for name, share in functions.most_common(12)}
+    return {"share": round(sum(functions.values()), 5), "by_function": most}
 
 
 async def _sample(process: psutil.Process, seconds: float, folder: Path) -> _Sampled:
@@ -85,20 +134,22 @@ async def _sample(process: psutil.Process, seconds: float, folder: Path) -> _Sam
     cpu_s = sum(process.cpu_times()[:2]) - before
     stacks = {stack: int(count) for stack, _, count in (line.rpartition(" ") for line in output.open())}
     total = sum(stacks.values())
-    functions: Counter[str] = Counter()
+    counts: Counter[tuple[str, str]] = Counter()
     for stack, count in stacks.items():
-        if (name := failover_function(stack)) is not None:
-            functions[name] += count
-    return _Sampled(cpu_s, total, {name: count / total for name, count in functions.items()})
+        if (owner := owner_of(stack)) is not None:
+            counts[owner] += count
+    return _Sampled(cpu_s, total, {owner: count / total for owner, count in counts.items()})
 
 
-def failover_function(stack: str) -> str | None:
-    """`module.function` if this stack (outermost frame first, as py-spy writes it) is failover's, else None."""
-    for frame in reversed(_FRAME.findall(stack)):
-        function, file = frame
+def owner_of(stack: str) -> tuple[str, str] | None:
+    """(part, `module.function`) that this stack (outermost frame first, as py-spy writes it) belongs to, if any."""
+    frames = _FRAME.findall(stack)
+    for function, file in reversed(frames):
         if "ray/" in file:
             return None
         if "serve_app/" in file:
             name = f"{Path(file).stem}.{function}"
-            return name if Path(file).stem in _MODULES or name in _FUNCTIONS else None
+            return next(((part, name) for part in PARTS if PARTS[part].has(name)), None)
+    if any(file.endswith(_METRICS_PORT) for _, file in frames):
+        return "observation", "the metrics port"
     return None

@@ -1,28 +1,41 @@
-"""Which sampled stacks count as failover's."""
+"""Which sampled stacks count as failover's, and which as metrics' and step records'."""
 
 import pytest
 
-from load_tests.chaos.profile_share import failover_function
+from load_tests.chaos.profile_share import owner_of
 
 LOOP = "<module> (main.py:1);run_forever (asyncio/base_events.py:608)"
 RAY = "_next (ray/serve/_private/replica_result.py:80)"
+STEP = ["_run (serve_app/engine/async_engine.py:200)", "step (serve_app/engine/core.py:160)"]
+PORT = ["process_request_thread (socketserver.py:692)", "handle (wsgiref/simple_server.py:120)"]
 
 
 @pytest.mark.parametrize(
-    ("frames", "function"),
+    ("frames", "owner"),
     [
-        (["generate (serve_app/serving/failover.py:80)", "accept (serve_app/serving/journal.py:60)"], "journal.accept"),
+        (
+            ["generate (serve_app/serving/failover.py:80)", "accept (serve_app/serving/journal.py:60)"],
+            ("failover", "journal.accept"),
+        ),
         (
             ["_next_item (serve_app/serving/attempt.py:150)", "__aenter__ (asyncio/timeouts.py:70)"],
-            "attempt._next_item",
+            ("failover", "attempt._next_item"),
         ),
-        (["feed (/site-packages/serve_app/serving/replica.py:90)"], "replica.feed"),
+        (["feed (/site-packages/serve_app/serving/replica.py:90)"], ("failover", "replica.feed")),
         (["_next_item (serve_app/serving/attempt.py:150)", RAY], None),
         (["generate (serve_app/serving/failover.py:80)", "unpack_item (serve_app/serving/wire.py:60)"], None),
         (["generate (serve_app/serving/replica.py:80)"], None),
+        (
+            [*STEP, "on_step (serve_app/observability/metrics.py:90)", "observe (prometheus_client/metrics.py:400)"],
+            ("observation", "metrics.on_step"),
+        ),
+        ([*STEP, "_record (serve_app/engine/core.py:170)"], ("observation", "core._record")),
+        ([*STEP, "execute (serve_app/model/runner.py:90)"], None),
+        ([*PORT, "readline (socket.py:700)"], ("observation", "the metrics port")),
+        ([*PORT, "answer (serve_app/observability/metrics.py:250)"], ("observation", "metrics.answer")),
         ([RAY], None),
         ([], None),
     ],
 )
-def test_the_innermost_frame_of_ours_decides(frames: list[str], function: str | None) -> None:
-    assert failover_function(";".join([LOOP, *frames])) == function
+def test_the_innermost_frame_of_ours_decides(frames: list[str], owner: tuple[str, str] | None) -> None:
+    assert owner_of(";".join([LOOP, *frames])) == owner
