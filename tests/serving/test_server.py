@@ -111,6 +111,14 @@ async def test_clients_that_vanish_leave_nothing_behind(server: Server) -> None:
     assert sampled < 48 * 4000 / 2, "abandoned requests ran on"
 
 
+async def test_a_burst_of_short_requests_is_answered(server: Server) -> None:
+    """Their calls end while the ingress is still busy making others."""
+    async with httpx.AsyncClient(limits=httpx.Limits(max_connections=None), timeout=120) as http:
+        url = f"{server.url}/v1/completions"
+        answers = await asyncio.gather(*(http.post(url, json=body(max_tokens=1)) for _ in range(PLACES)))
+    assert [answer.text for answer in answers if answer.status_code != 200] == []
+
+
 async def test_beyond_its_queue_the_server_refuses_with_retry_after(server: Server) -> None:
     async with httpx.AsyncClient(limits=httpx.Limits(max_connections=None), timeout=120) as http:
         url = f"{server.url}/v1/completions"
