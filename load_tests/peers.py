@@ -32,6 +32,8 @@ from serve_app.cli.outputs import JsonFile, PngFile
 
 # vLLM compiles its model for minutes when it starts for the first time.
 _START_LIMIT_S = 600.0
+# `generate` serves nobody; it is for `make bench`.
+RIVALS = ",".join(name for name in CONTESTANTS if name != "generate")
 WORKLOADS = "decode,mixed,single,repetitive,prefill:16,shared_prefix"
 
 console = Console(stderr=True)
@@ -88,7 +90,7 @@ def main(
     folder: Annotated[Path, typer.Option("--peers", help="Folder of the peers; made by the first run.")] = Path(
         "build/peers"
     ),
-    contestants: Annotated[str, typer.Option(help="Names, separated by commas.")] = ",".join(CONTESTANTS),
+    contestants: Annotated[str, typer.Option(help=f"Names, separated by commas: {', '.join(CONTESTANTS)}.")] = RIVALS,
     workloads: Annotated[str, typer.Option(help="Names, separated by commas; name:count for fewer.")] = WORKLOADS,
     repeats: Annotated[int, typer.Option(min=1, help="Rounds; figures are medians.")] = 3,
     config: Annotated[Path, typer.Option(help="The Serve config that ours start with.", exists=True)] = Path(
