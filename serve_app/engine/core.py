@@ -84,6 +84,7 @@ class EngineCore:
         num_blocks = self._size_pool(model)
         progress(f"allocating {num_blocks} KV blocks of {model.block_size} tokens")
         self._runner.allocate_kv_cache(num_blocks)
+        self._runner.capture(config.max_num_seqs)
         self._scheduler = Scheduler(
             SchedulerConfig(
                 num_blocks=num_blocks,
@@ -91,6 +92,7 @@ class EngineCore:
                 max_model_len=model.max_model_len,
                 vocab_size=model.vocab_size,
                 eos_token_ids=tuple(model.eos_token_ids),
+                token_cost=model.token_cost,
                 **config.knobs(),
             )
         )

@@ -63,6 +63,8 @@ def available_memory(device: torch.device) -> int:
     On Linux CPUs: what the kernel calls available, and no more than the control group's limit leaves.
     """
     if device.type == "cuda":
+        # What loading left in torch's hands is free too.
+        torch.cuda.empty_cache()
         free, _ = torch.cuda.mem_get_info(device)
         return int(free)
     return min(_meminfo_available(Path("/proc/meminfo")), _cgroup_available(Path("/sys/fs/cgroup")))

@@ -115,6 +115,18 @@ class PagedModel:
         """How the products are computed: "none" or "int8"."""
         return self._stack.quantization
 
+    @property
+    def graph_sizes(self) -> Sequence[int]:
+        """Numbers of rows for which decode steps are captured when first run, ascending."""
+        return self._stack.graph_sizes
+
+    @property
+    def token_cost(self) -> float:
+        """What one more token adds to a step of few, as a part of its time; measured on one core, default model."""
+        if self.attention_backend != _KERNELS:
+            return 0.05  # reading the weights takes the time
+        return 0.1 if self.quantization == "int8" else 0.25
+
     def kv_bytes_per_block(self) -> int:
         """Memory of one KV block over all layers, in bytes."""
         return kv_cache.bytes_per_block(self._layers, self.block_size, self._stack.cache_dtype)

@@ -7,6 +7,7 @@ Order of side effects in a step: slots and block tables, block copies, keys and 
 
 import itertools
 import logging
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -49,6 +50,13 @@ class ModelRunner:
         """A pool for a scheduler of `num_blocks` blocks, and one block more that only `probe` writes."""
         self.model.allocate_kv_cache(num_blocks + 1)
         self._scratch_block = num_blocks
+
+    def capture(self, max_num_seqs: int) -> None:
+        """Run a decode step of every size that the model captures, so that no request waits for that. Largest first:
+        smaller graphs use its memory again."""
+        sizes = self.model.graph_sizes
+        for size in reversed(sizes[: bisect_left(sizes, max_num_seqs) + 1]):
+            self.probe(size, size)
 
     def execute(self, output: SchedulerOutput) -> ModelRunnerOutput:
         """Run one step."""

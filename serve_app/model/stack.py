@@ -31,6 +31,11 @@ class Stack(Protocol):
         """ "none" or "int8"."""
         ...
 
+    @property
+    def graph_sizes(self) -> Sequence[int]:
+        """Numbers of rows for which decode steps are captured as CUDA graphs, ascending; empty without graphs."""
+        ...
+
     def attach(self, caches: Sequence[LayerCache] | None) -> None:
         """Use this pool, one cache per layer; None takes it away."""
         ...

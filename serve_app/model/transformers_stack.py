@@ -21,6 +21,7 @@ class TransformersStack:
     """Takes a model over, as `split` left it, rewires and speeds it up."""
 
     quantization = "none"
+    graph_sizes: Sequence[int] = ()
 
     def __init__(
         self,

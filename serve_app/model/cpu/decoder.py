@@ -20,6 +20,8 @@ from serve_app.model.cpu.ops import Batch, DecoderStruct, Format, Kernels, Layer
 class CpuDecoder:
     """A `Stack`. Starts in exact mode; `quantize` changes to int8."""
 
+    graph_sizes: Sequence[int] = ()
+
     def __init__(self, kernels: Kernels, model: Llama) -> None:
         self.backend = KernelAttention(kernels)
         self.cache_dtype = torch.float32

@@ -8,6 +8,7 @@ Without Triton this module cannot be imported.
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain, islice
 from typing import ClassVar
 
 import numpy as np
@@ -49,15 +50,15 @@ class TritonMetadata:
     kv_lens: Tensor
     tables: Tensor
     slots: Tensor
-    plan: Callable[[AttentionLayer], list[Tiles]]
-    _tiles: dict[tuple[int, int], list[Tiles]] = field(default_factory=dict)
+    plan: Callable[[AttentionLayer, torch.dtype], list[Tiles]]
+    _tiles: dict[tuple[object, ...], list[Tiles]] = field(default_factory=dict)
 
-    def tiles(self, layer: AttentionLayer) -> list[Tiles]:
+    def tiles(self, layer: AttentionLayer, dtype: torch.dtype) -> list[Tiles]:
         """The launches for layers of this shape; made when the first of them asks."""
-        key = (layer.num_heads, layer.num_kv_heads)
+        key = (layer.num_heads, layer.num_kv_heads, layer.head_dim, layer.value_dim)
         found = self._tiles.get(key)
         if found is None:
-            found = self._tiles[key] = self.plan(layer)
+            found = self._tiles[key] = self.plan(layer, dtype)
         return found
 
 
@@ -80,17 +81,15 @@ class TritonAttention:
 
     def build(self, batch: AttentionBatch) -> TritonMetadata:
         """The step's metadata in one copy to the device."""
-        num_rows = len(batch.kv_lens)
-        counts = [-(-kv_len // self.block_size) for kv_len in batch.kv_lens]
-        host = np.zeros((num_rows, 2 + max(counts)), dtype=np.int32)
-        host[:, 0] = batch.query_starts[1:]
-        host[:, 1] = batch.kv_lens
-        for row, (table, count) in enumerate(zip(batch.block_tables, counts, strict=True)):
-            host[row, 2 : 2 + count] = table[:count]
-        starts = np.concatenate([[0], host[:, 0], host[:, 1], host[:, 2:].ravel()]).astype(np.int32)
-        device = batch.slot_mapping.device
+        num_rows, device = len(batch.kv_lens), batch.slot_mapping.device
+        counts = -(-np.asarray(batch.kv_lens) // self.block_size)
+        used = np.arange(counts.max()) < counts[:, None]
+        table = np.zeros(used.shape, dtype=np.int32)
+        blocks = chain.from_iterable(map(islice, batch.block_tables, counts.tolist()))
+        table[used] = np.fromiter(blocks, dtype=np.int32, count=int(counts.sum()))
+        host = np.concatenate([batch.query_starts, batch.kv_lens, table.ravel()], dtype=np.int32, casting="same_kind")
         query_starts, kv_lens, tables = torch.tensor_split(
-            torch.from_numpy(starts).to(device), [num_rows + 1, 2 * num_rows + 1]
+            torch.from_numpy(host).to(device), [num_rows + 1, 2 * num_rows + 1]
         )
         plan = partial(cut, batch, device)
         return TritonMetadata(query_starts, kv_lens, tables.view(num_rows, -1), batch.slot_mapping, plan)
@@ -121,11 +120,11 @@ class TritonAttention:
 
         query [N, num_heads, head_dim] contiguous; out [N, num_heads, value_dim], of which T tokens are written.
         """
-        for tiles in metadata.tiles(layer):
+        for tiles in metadata.tiles(layer, query.dtype):
             _launch(layer, query, cache, metadata, tiles, out)
 
 
-def cut(batch: AttentionBatch, device: torch.device, layer: AttentionLayer) -> list[Tiles]:
+def cut(batch: AttentionBatch, device: torch.device, layer: AttentionLayer, dtype: torch.dtype) -> list[Tiles]:
     """The tiles of a step: one launch for short rows, one for long ones, as far as there are any."""
     group = layer.num_heads // layer.num_kv_heads
     starts = np.asarray(batch.query_starts)
@@ -138,7 +137,7 @@ def cut(batch: AttentionBatch, device: torch.device, layer: AttentionLayer) -> l
         splits = num_splits(len(rows) * layer.num_kv_heads, int(kv_lens[rows].max()), _processors(device))
         launches.append((rows, np.zeros_like(rows), short_lines, splits))
     if not short.all():
-        lines = max(_long_shape(layer)[0], triton.next_power_of_2(group))
+        lines = max(_long_lines(layer, dtype), triton.next_power_of_2(group))
         queries = lines // group
         rows = np.repeat(np.arange(len(counts)), np.where(short, 0, -(-counts // queries)))
         firsts = (np.arange(len(rows)) - np.searchsorted(rows, rows)) * queries
@@ -152,7 +151,9 @@ def cut(batch: AttentionBatch, device: torch.device, layer: AttentionLayer) -> l
     return tiles
 
 
-def decode_tiles(rows: int, max_kv_len: int, device: torch.device, layer: AttentionLayer) -> list[Tiles]:
+def decode_tiles(
+    rows: int, max_kv_len: int, device: torch.device, layer: AttentionLayer, dtype: torch.dtype
+) -> list[Tiles]:
     """The tiles of `rows` single-token rows, whatever their lengths up to `max_kv_len`."""
     splits = num_splits(rows * layer.num_kv_heads, max_kv_len, _processors(device))
     each = torch.arange(rows, dtype=torch.int32, device=device)
@@ -171,9 +172,11 @@ def _short_lines(group: int) -> int:
     return max(_SHORT_LINES, int(triton.next_power_of_2(group)))
 
 
-def _long_shape(layer: AttentionLayer) -> tuple[int, int]:
-    """Lines and warps of a large tile."""
-    return (128, 8) if max(layer.head_dim, layer.value_dim) <= 128 else (64, 4)
+def _long_lines(layer: AttentionLayer, dtype: torch.dtype) -> int:
+    """As many as a program's registers hold sums for; float32 has no tensor cores to feed."""
+    if dtype == torch.float32:
+        return 32
+    return 128 if max(layer.head_dim, layer.value_dim) <= 128 else 64
 
 
 def _processors(device: torch.device) -> int:
@@ -201,7 +204,7 @@ def _launch(
         SPLITS=splits, WINDOW=layer.sliding_window or 0, CAPPED=layer.softcap is not None,
         # Tensor cores would round float32 factors to 10 bits.
         PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
-        num_warps=4 if tiles.lines < 64 else _long_shape(layer)[1], num_stages=2 if wide else 3,
+        num_warps=8 if tiles.lines > 64 else 4, num_stages=2 if wide else 3,
     )  # fmt: skip
     if splits > 1:
         kernels.merge[(count, kv_heads)](

@@ -14,7 +14,7 @@ from serve_app.model.attention.base import AttentionBatch, LayerCache
 from serve_app.model.cpu.llama import GELU_TANH, Linear, Llama, LlamaLayer, NotLlamaError
 from serve_app.model.gpu import ops
 from serve_app.model.gpu.attention import TritonAttention, TritonMetadata
-from serve_app.model.gpu.graphs import DecodeGraphs
+from serve_app.model.gpu.graphs import BUCKETS, DecodeGraphs
 
 
 class GpuDecoder:
@@ -23,6 +23,7 @@ class GpuDecoder:
 
     backend = TritonAttention()
     quantization = "none"
+    graph_sizes: Sequence[int] = BUCKETS
 
     def __init__(self, model: Llama, max_model_len: int) -> None:
         self.cache_dtype: torch.dtype = model.embedding.dtype

@@ -2,7 +2,8 @@
 
 A step of single-token rows is copied into the buffers of the smallest bucket that holds it. The rows left over have no
 keys and a slot of -1, so that they read nothing and write nothing. Decides the buckets, the buffers and when a graph is
-captured (when its bucket is first used). Without a GPU the same buffers are computed without a graph.
+captured: when its bucket is first used, which warming up does for all. Without a GPU the same buffers are computed
+without a graph.
 """
 
 from bisect import bisect_left
@@ -44,13 +45,13 @@ class DecodeGraphs:
         """The step's result [R, ...]: a view that the next step overwrites."""
         rows, width = metadata.tables.shape
         bucket = BUCKETS[bisect_left(BUCKETS, rows)]
-        self._input_ids[:rows] = input_ids
-        self._positions[:rows] = positions
-        self._slots[:rows] = metadata.slots
-        self._slots[rows:bucket] = -1
-        self._kv_lens[:rows] = metadata.kv_lens
-        self._kv_lens[rows:bucket] = 0
-        self._tables[:rows, :width] = metadata.tables
+        torch._foreach_copy_(
+            [self._input_ids[:rows], self._positions[:rows], self._slots[:rows]], [input_ids, positions, metadata.slots]
+        )
+        torch._foreach_copy_([self._kv_lens[:rows], self._tables[:rows, :width]], [metadata.kv_lens, metadata.tables])
+        if rows < bucket:
+            self._slots[rows:bucket] = -1
+            self._kv_lens[rows:bucket] = 0
         call = self._calls.get(bucket)
         if call is None:
             call = self._calls[bucket] = self._captured(partial(self._run, *self._inputs(bucket)))
@@ -76,7 +77,8 @@ class DecodeGraphs:
             call()
         torch.cuda.current_stream(self._device).wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._memory):
+        # Other threads may use the GPU meanwhile.
+        with torch.cuda.graph(graph, pool=self._memory, capture_error_mode="thread_local"):
             out = call()
 
         def replay() -> Tensor:

@@ -6,7 +6,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from serve_app.core.request import EngineRequest
+from serve_app.core.sampling_params import SamplingParams
+from serve_app.engine.core import EngineConfig, EngineCore
 from serve_app.model.attention.base import AttentionBatch, AttentionLayer
+from serve_app.model.loader import from_module
+from tests.models import tiny_model
 
 PAGE = 16
 LAYER = AttentionLayer(4, 2, 64, 64, 0.125)
@@ -60,7 +65,7 @@ def test_every_row_arrives_and_padding_touches_nothing(step, device: torch.devic
         assert bucket == {5: 8, 3: 4, 1: 1}[len(rows)]
         assert metadata.kv_lens[len(rows) :].tolist() == [0] * (bucket - len(rows))
         assert metadata.slots[len(rows) :].tolist() == [-1] * (bucket - len(rows))
-        (tiles,) = metadata.tiles(LAYER)
+        (tiles,) = metadata.tiles(LAYER, torch.float32)
         assert tiles.rows.tolist() == list(range(bucket))
 
 
@@ -73,3 +78,26 @@ def test_prefill_and_huge_batches_are_not_taken(step, device: torch.device) -> N
     assert not graphs.takes(TritonAttention().build(AttentionBatch([0, 2, 3], [2, 1], [[1], [2]], slots)))
     assert graphs.takes(step([(1, [1])] * BUCKETS[-1])[2])
     assert not graphs.takes(step([(1, [1])] * (BUCKETS[-1] + 1))[2])
+
+
+def test_an_engine_on_graphs_gives_the_models_tokens(device: torch.device) -> None:
+    """All sizes that its seats need are run before the first request; then batches shrink from size to size."""
+    module = tiny_model("qwen3", torch.float32).to(device)
+    model = from_module(module, attention_backend="triton", max_model_len=64)
+    sizes: list[int] = []
+    forward = model._stack.forward
+    model._stack.forward = lambda ids, *rest: (sizes.append(ids.shape[0]), forward(ids, *rest))[1]  # type: ignore[method-assign]
+    core = EngineCore(model, EngineConfig(max_num_batched_tokens=16, max_num_seqs=3, kv_cache_gib=0.01))
+    assert sizes[-3:] == [4, 2, 1]
+    prompts = [(5, 6, 7), (8, 9, 10, 11, 12), (13,)]
+    for index, prompt in enumerate(prompts):
+        params = SamplingParams(temperature=0.0, max_tokens=2 + 2 * index, ignore_eos=True)
+        core.add(EngineRequest(str(index), prompt, params))
+    got: dict[str, list[int]] = {str(index): [] for index in range(len(prompts))}
+    while core.has_unfinished:
+        for delta in core.step() or ():
+            got[delta.request_id] += delta.token_ids
+    for index, prompt in enumerate(prompts):
+        ids = torch.tensor([prompt], device=device)
+        out = module.generate(ids, max_new_tokens=2 + 2 * index, do_sample=False, eos_token_id=None, pad_token_id=0)
+        assert got[str(index)] == out[0, len(prompt) :].tolist()

@@ -1,0 +1,197 @@
+"""The engine on one GPU against what the GPU can do, in one run: parity, decode, prefill, attention, throughput.
+
+`python -m load_tests.gpu_engine --json FILE` needs torch, triton, transformers and numpy; no server, no Ray, and no
+weights: models have random ones, of the shapes in `shapes/`. Every limit (copy bandwidth, rate of large products) is
+measured in the same run as what is compared with it. A check that fails or breaks does not stop the others; the exit
+status is 1 when one does. On a CPU it runs the tiny shape, to show that it runs.
+"""
+
+import argparse
+import gc
+import json
+import platform
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from load_tests.gpu_steps import Loaded, Machine, attention_bandwidth, decode_step, parity, prefill
+from load_tests.gpu_throughput import ours, theirs
+
+SHAPES = Path(__file__).parent / "shapes"
+
+
+def main() -> int:
+    """Run the checks, print a line for each, write them as JSON."""
+    arguments = _arguments()
+    machine = Machine.measured(torch.device(arguments.device))
+    report: dict[str, Any] = {"circumstances": _circumstances(machine), "checks": []}
+
+    def check(name: str, limit: str, run: Callable[[], dict[str, Any]]) -> None:
+        if arguments.only and not any(word in name for word in arguments.only.split(",")):
+            return
+        begin = time.perf_counter()
+        try:
+            result = {"name": name, "limit": limit, **run()}
+        except Exception as error:  # a check must not take the others with it
+            result = {"name": name, "limit": limit, "passed": False, "error": f"{type(error).__name__}: {error}"}
+        result["took_s"] = round(time.perf_counter() - begin, 1)
+        report["checks"].append(result)
+        print(json.dumps(result), flush=True)
+        if arguments.json is not None:
+            arguments.json.write_text(json.dumps(report, indent=1) + "\n")
+
+    print(json.dumps(report["circumstances"]), flush=True)
+    if machine.device.type == "cuda":
+        _gpu_checks(check, machine)
+    else:
+        _checks_of(check, machine, "tiny", decode_limits={1: None, 4: None}, context=64, prompts=(2, 48))
+        check("tiny throughput", "runs", lambda: _throughput("tiny", machine, requests=4, prompt=20, output=4))
+    return int(not all(result["passed"] for result in report["checks"]))
+
+
+Check = Callable[[str, str, Callable[[], dict[str, Any]]], None]
+
+
+def _gpu_checks(check: Check, machine: Machine) -> None:
+    for heads, kv_heads, dim in ((32, 8, 128), (16, 8, 128), (32, 8, 64)):
+        check(
+            f"attention kernel {heads}/{kv_heads}x{dim}, batch 32, context 4096",
+            ">= 0.85 of copy bandwidth",
+            lambda shape=(heads, kv_heads, dim): attention_bandwidth(machine, shape, rows=32, context=4096, limit=0.85),
+        )
+    limits = {
+        "qwen3-0.6b": {1: None, 8: 1.8, 32: 1.8},
+        "llama-3.2-1b": {1: None, 8: None, 32: None},
+        "qwen3-4b": {1: 1.35, 8: 1.35, 32: 1.35},
+        "llama-3.1-8b": {1: 1.35, 8: 1.35, 32: 1.35},
+    }
+    for shape, decode_limits in limits.items():
+        _checks_of(check, machine, shape, decode_limits=decode_limits, context=1024, prompts=(8, 2048))
+    for shape in ("qwen3-0.6b", "llama-3.1-8b"):
+        check(
+            f"{shape} throughput, 512 in 128 out, 256 at once",
+            ">= 5 x transformers' continuous batching",
+            lambda shape=shape: _throughput(shape, machine, requests=512, prompt=512, output=128, limit=5.0),
+        )
+
+
+def _checks_of(
+    check: Check,
+    machine: Machine,
+    shape: str,
+    *,
+    decode_limits: dict[int, float | None],
+    context: int,
+    prompts: tuple[int, int],
+) -> None:
+    """Parity in float32 for the small shapes, then decode and prefill in the machine's dtype on one loaded model."""
+    if shape in ("tiny", "qwen3-0.6b", "llama-3.2-1b"):
+        check(f"{shape} parity, float32", "the same greedy tokens", lambda: parity(_config(shape), machine.device))
+    with _loaded(shape, machine) as loaded:
+        for rows, limit in decode_limits.items():
+            check(
+                f"{shape} decode, batch {rows}, context {context}",
+                "measured" if limit is None else f"<= {limit} x the bytes' floor",
+                lambda rows=rows, limit=limit: decode_step(loaded(), machine, rows, context, limit),
+            )
+        limit = 0.6 if shape == "llama-3.1-8b" else None
+        check(
+            f"{shape} prefill, {prompts[0]} x {prompts[1]} tokens",
+            "measured" if limit is None else f">= {limit} of the rate of large products",
+            lambda: prefill(loaded(), machine, *prompts, limit),
+        )
+
+
+@contextmanager
+def _loaded(shape: str, machine: Machine) -> Iterator[Callable[[], Loaded]]:
+    """Loads at the first call, so that checks that are left out cost nothing; frees at the end."""
+    held: list[Loaded] = []
+
+    def load() -> Loaded:
+        if not held:
+            held.append(Loaded.random(_config(shape), machine))
+        return held[0]
+
+    try:
+        yield load
+    finally:
+        held.clear()
+        _free()
+
+
+def _throughput(
+    shape: str, machine: Machine, *, requests: int, prompt: int, output: int, limit: float = 0.0
+) -> dict[str, Any]:
+    """Ours, then transformers', each alone on the GPU; output tokens per second."""
+    generator = torch.Generator().manual_seed(0)
+    config = _config(shape)
+    width = config["vocab_size"]
+    prompts = [torch.randint(2, width, (prompt,), generator=generator).tolist() for _ in range(requests)]
+    our_rate, details = ours(config, machine, prompts, output)
+    _free()
+    try:
+        rate, with_start = theirs(config, machine, prompts[: max(2, requests // 2)], output)
+        their_rate: float | None = rate
+        details["transformers_start_included"] = with_start
+    except Exception as error:
+        details["transformers_error"] = f"{type(error).__name__}: {error}"
+        their_rate = None
+    _free()
+    ratio = None if their_rate is None else our_rate / their_rate
+    return {
+        "passed": limit == 0.0 or (ratio is not None and ratio >= limit),
+        "ratio": ratio,
+        "tokens_per_s": our_rate,
+        "transformers_tokens_per_s": their_rate,
+        **details,
+    }
+
+
+def _free() -> None:
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def _config(shape: str) -> dict[str, Any]:
+    config: dict[str, Any] = json.loads((SHAPES / f"{shape}.json").read_text())
+    return config
+
+
+def _circumstances(machine: Machine) -> dict[str, Any]:
+    try:
+        import triton
+
+        version: str | None = triton.__version__
+    except ImportError:
+        version = None
+    return {
+        "time": time.strftime("%Y-%m-%d %H:%M:%S"),
+        "device": torch.cuda.get_device_name(machine.device) if machine.device.type == "cuda" else platform.processor(),
+        "dtype": str(machine.dtype),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "triton": version,
+        "transformers": transformers.__version__,
+        "copy_bandwidth_gb_per_s": machine.copy_bandwidth / 1e9,
+        "matmul_tflop_per_s": machine.matmul_rate / 1e12,
+        "command": " ".join(sys.argv),
+    }
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--only", default="", help="words, separated by commas: run checks whose names have one")
+    parser.add_argument("--json", type=Path)
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,244 @@
+"""Single steps of a `PagedModel` with random weights, against limits measured on the same device.
+
+Decides what a limit is: a decode step has to read every weight and every key and value once, at the bandwidth of a
+copy; a prefill has to multiply, at the rate of one large product.
+"""
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from serve_app.core.request import EngineRequest
+from serve_app.core.sampling_params import SamplingParams
+from serve_app.engine.core import EngineConfig, EngineCore
+from serve_app.model.attention.base import AttentionBatch, AttentionLayer
+from serve_app.model.loader import ModelOptions, from_module
+from serve_app.model.paged_model import PagedModel
+
+REPEATS = 20
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """The device, and what it can do: bytes read and written per second by a copy, operations per second."""
+
+    device: torch.device
+    dtype: torch.dtype
+    copy_bandwidth: float
+    matmul_rate: float
+
+    @classmethod
+    def measured(cls, device: torch.device) -> "Machine":
+        """bfloat16 on a GPU, float32 on a CPU."""
+        gpu = device.type == "cuda"
+        dtype = torch.bfloat16 if gpu else torch.float32
+        source = torch.empty(1 << (31 if gpu else 24), dtype=torch.uint8, device=device)
+        target = torch.empty_like(source)
+        copy_s = median_time(lambda: target.copy_(source), device, REPEATS)
+        size = 8192 if gpu else 512
+        a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
+        matmul_s = median_time(lambda: a @ b, device, REPEATS)
+        return cls(device, dtype, 2 * source.numel() / copy_s, 2 * size**3 / matmul_s)
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """A model, the weights' bytes that a decode step reads, and the weights' number that each token meets."""
+
+    model: PagedModel
+    config: dict[str, Any]
+    weight_bytes: int
+    layer_weights: int
+    stack: str
+
+    @classmethod
+    def random(cls, config: dict[str, Any], machine: Machine) -> "Loaded":
+        """A random model of this shape."""
+        module = random_module(config, machine.device, machine.dtype)
+        total = sum(parameter.numel() for parameter in module.parameters())
+        embedding = module.get_input_embeddings().weight.numel()
+        # An embedding that is the head too is read whole; else few of its rows are.
+        read = total if config["tie_word_embeddings"] else total - embedding
+        heads = embedding if config["tie_word_embeddings"] else 2 * embedding
+        model = paged(module)
+        return cls(model, config, read * machine.dtype.itemsize, total - heads, type(model._stack).__name__)
+
+    def attention_flops(self, lengths: Sequence[int]) -> int:
+        """Multiplications and additions of causal attention over whole sequences, all layers."""
+        width = self.config["num_attention_heads"] * _head_dim(self.config)
+        return sum(4 * width * length * (length + 1) // 2 for length in lengths) * self.config["num_hidden_layers"]
+
+
+def random_module(config: dict[str, Any], device: torch.device, dtype: torch.dtype, **options: Any) -> Any:
+    """transformers' model of this configuration with random weights, made on the device."""
+    torch.manual_seed(0)
+    values = {**config, "head_dim": _head_dim(config)}
+    with torch.device(device):
+        module = AutoModelForCausalLM.from_config(AutoConfig.for_model(**values), dtype=dtype, **options)
+    module.generation_config.eos_token_id = None
+    return module.eval()
+
+
+def _head_dim(config: dict[str, Any]) -> int:
+    return int(config.get("head_dim", config["hidden_size"] // config["num_attention_heads"]))
+
+
+def paged(module: Any) -> PagedModel:
+    """The engine's model, which takes the module over."""
+    return PagedModel(module, name="random", cache_dir=Path(ModelOptions().cache_dir).expanduser())
+
+
+def median_time(run: Callable[[], object], device: torch.device, repeats: int) -> float:
+    """Seconds of one call with all that it launches, after three calls that are not counted."""
+    times = []
+    for index in range(repeats + 3):
+        _synchronize(device)
+        begin = time.perf_counter()
+        run()
+        _synchronize(device)
+        if index >= 3:
+            times.append(time.perf_counter() - begin)
+    return statistics.median(times)
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def parity(config: dict[str, Any], device: torch.device) -> dict[str, Any]:
+    """Greedy tokens of the engine, all requests in packed steps, against transformers' `generate`, one at a time."""
+    num_tokens = 24
+    module = random_module(config, device, torch.float32)
+    generator = torch.Generator().manual_seed(1)
+    lengths = (3, 17, 64, 65, 130, 250)
+    prompts = [torch.randint(2, config["vocab_size"], (length,), generator=generator) for length in lengths]
+    expected = [
+        module.generate(prompt[None].to(device), max_new_tokens=num_tokens, do_sample=False)[0, length:].tolist()
+        for prompt, length in zip(prompts, lengths, strict=True)
+    ]
+    model = from_module(module, max_model_len=512)
+    core = EngineCore(model, EngineConfig(max_num_batched_tokens=128, max_num_seqs=8, kv_cache_gib=2.0))
+    params = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
+    for index, prompt in enumerate(prompts):
+        core.add(EngineRequest(str(index), tuple(prompt.tolist()), params))
+    got: list[list[int]] = [[] for _ in prompts]
+    while core.has_unfinished:
+        for delta in core.step() or ():
+            got[int(delta.request_id)] += delta.token_ids
+    equal = sum(ours == theirs for ours, theirs in zip(got, expected, strict=True))
+    return {"passed": equal == len(prompts), "equal": equal, "of": len(prompts), "stack": type(model._stack).__name__}
+
+
+def decode_step(loaded: Loaded, machine: Machine, rows: int, context: int, limit: float | None) -> dict[str, Any]:
+    """A whole step as the engine makes it, block tables and argmax included, the tokens read back every time."""
+    ids, positions, batch = _batch(loaded.model, [(context - 1, 1)] * rows)
+
+    def launch() -> torch.Tensor:
+        return loaded.model.compute_logits(loaded.model.forward(ids, positions, batch)).argmax(-1)
+
+    def several() -> None:
+        for _ in range(REPEATS):
+            launch()
+
+    step_s = median_time(lambda: launch().tolist(), machine.device, REPEATS)
+    queued_s = median_time(several, machine.device, 3) / REPEATS
+    kv_bytes = rows * context * loaded.model.kv_bytes_per_block() // loaded.model.block_size
+    floor_s = (loaded.weight_bytes + kv_bytes) / machine.copy_bandwidth
+    return {
+        "passed": limit is None or step_s <= limit * floor_s,
+        "ratio": step_s / floor_s,
+        "step_ms": step_s * 1e3,
+        "queued_step_ms": queued_s * 1e3,
+        "floor_ms": floor_s * 1e3,
+        "stack": loaded.stack,
+        "backend": loaded.model.attention_backend,
+    }
+
+
+def prefill(loaded: Loaded, machine: Machine, prompts: int, length: int, limit: float | None) -> dict[str, Any]:
+    """Whole prompts in one step, and the logits of their last tokens."""
+    ids, positions, batch = _batch(loaded.model, [(0, length)] * prompts)
+    last = torch.tensor(batch.query_starts[1:], device=machine.device) - 1
+
+    def step() -> list[int]:
+        hidden = loaded.model.forward(ids, positions, batch)
+        tokens: list[int] = loaded.model.compute_logits(hidden[last]).argmax(-1).tolist()
+        return tokens
+
+    step_s = median_time(step, machine.device, 5)
+    flops = 2 * loaded.layer_weights * prompts * length + loaded.attention_flops([length] * prompts)
+    share = flops / step_s / machine.matmul_rate
+    return {
+        "passed": limit is None or share >= limit,
+        "ratio": share,
+        "step_ms": step_s * 1e3,
+        "tflop_per_s": flops / step_s / 1e12,
+        "tokens_per_s": prompts * length / step_s,
+        "stack": loaded.stack,
+    }
+
+
+def attention_bandwidth(
+    machine: Machine, shape: tuple[int, int, int], *, rows: int, context: int, limit: float
+) -> dict[str, Any]:
+    """The attention kernel alone in decode, as one graph of several launches: bytes of keys and values per second."""
+    from serve_app.model.gpu.attention import TritonAttention
+
+    heads, kv_heads, dim = shape
+    layer, backend = AttentionLayer(heads, kv_heads, dim, dim, dim**-0.5), TritonAttention()
+    blocks = -(-context // backend.block_size)
+    cache = backend.allocate(layer, 1 + rows * blocks, machine.dtype, machine.device)
+    tables = (torch.randperm(rows * blocks) + 1).view(rows, blocks).tolist()
+    slots = torch.zeros(rows, dtype=torch.int64, device=machine.device)
+    metadata = backend.build(AttentionBatch(list(range(rows + 1)), [context] * rows, tables, slots))
+    query = torch.randn(rows, heads, dim, device=machine.device).to(machine.dtype)
+    out = torch.empty_like(query)
+    launches = 20
+
+    def several() -> None:
+        for _ in range(launches):
+            backend.attend(layer, query, cache, metadata, out)
+
+    several()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        several()
+    seconds = median_time(graph.replay, machine.device, REPEATS) / launches
+    bandwidth = 2 * rows * context * kv_heads * dim * machine.dtype.itemsize / seconds
+    share = bandwidth / machine.copy_bandwidth
+    return {"passed": share >= limit, "ratio": share, "gb_per_s": bandwidth / 1e9, "us": seconds * 1e6}
+
+
+def _batch(model: PagedModel, rows: Sequence[tuple[int, int]]) -> tuple[torch.Tensor, torch.Tensor, AttentionBatch]:
+    """Token ids, positions and metadata of rows (keys before, queries), in a new pool of scattered blocks."""
+    size, device = model.block_size, model.device
+    lengths = [before + count for before, count in rows]
+    needed = [-(-length // size) for length in lengths]
+    model.allocate_kv_cache(1 + sum(needed))
+    order = (torch.randperm(sum(needed), generator=torch.Generator().manual_seed(0)) + 1).tolist()
+    tables: list[Sequence[int]] = [
+        order[end - count : end] for count, end in zip(needed, accumulate(needed), strict=True)
+    ]
+    positions = torch.cat([torch.arange(before, before + count) for before, count in rows])
+    blocks = torch.cat(
+        [
+            torch.tensor(table)[torch.arange(before, before + count) // size]
+            for table, (before, count) in zip(tables, rows, strict=True)
+        ]
+    )
+    batch = AttentionBatch(
+        [0, *accumulate(count for _, count in rows)],
+        lengths,
+        tables,
+        (blocks * size + positions % size).to(device),
+    )
+    ids = torch.randint(2, 500, positions.shape, generator=torch.Generator().manual_seed(0))
+    return ids.to(device), positions.to(device), batch

@@ -1,0 +1,31 @@
+"""The GPU bench runs on the tiny shape, on a machine that has only torch, transformers and numpy."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+RUN = """
+import sys
+# What stands as None cannot be imported, and nobody finds it.
+sys.modules.update(dict.fromkeys({absent!r}))
+from load_tests.gpu_engine import main
+sys.argv[1:] = {arguments!r}
+raise SystemExit(main())
+"""
+ABSENT = {
+    *("pydantic", "ray", "gguf", "fastapi", "typer", "rich", "orjson", "prometheus_client", "matplotlib"),
+    *("aiohttp", "psutil", "accelerate", "pynvml"),
+}
+
+
+def test_runs_without_the_servers_packages(tmp_path: Path) -> None:
+    report = tmp_path / "report.json"
+    arguments = ["--device", "cpu", "--json", str(report), "--only", "parity,decode,prefill"]
+    code = RUN.format(absent=ABSENT, arguments=arguments)
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=200, check=False)
+    assert result.returncode == 0, result.stdout + result.stderr
+    checks = {check["name"]: check for check in json.loads(report.read_text())["checks"]}
+    assert len(checks) == 4
+    assert checks["tiny parity, float32"]["equal"] == 6
+    assert checks["tiny decode, batch 4, context 64"]["floor_ms"] > 0
