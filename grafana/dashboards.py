@@ -8,7 +8,7 @@ from typing import Any
 
 from grafana_foundation_sdk.builders import dashboard
 from grafana_foundation_sdk.cog.encoder import JSONEncoder
-from grafana_foundation_sdk.models.dashboard import DashboardCursorSync, VariableRefresh
+from grafana_foundation_sdk.models.dashboard import DashboardCursorSync, VariableOption, VariableRefresh
 
 from grafana import batching, overview, replicas
 from grafana.panels import DATASOURCE, Row
@@ -36,6 +36,7 @@ def _build(name: str, rows: tuple[Row, ...]) -> Any:
         .multi(True)
         .include_all(True)
         .all_value(".*")
+        .current(VariableOption(selected=True, text=["All"], value=["$__all"]))
     )
     board = (
         dashboard.Dashboard(f"serve_app: {name}")

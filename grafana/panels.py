@@ -53,8 +53,8 @@ def number(title: str, description: str, unit: str, query: str) -> Any:
 def spread(title: str, description: str, unit: str, histogram: str, selector: str = "") -> Any:
     """How a histogram's observations spread over its buckets, over time."""
     queries = ((total_rate(f"{histogram}_bucket", selector, by="le"), "{{le}}"),)
-    panel = heatmap.Panel().calculate(False)
-    return _described(panel, title, description, unit, queries, PromQueryFormat.HEATMAP).span(HALF).height(7)
+    panel = heatmap.Panel().calculate(False).y_axis(heatmap.YAxisConfig().unit(unit))
+    return _described(panel, title, description, "cps", queries, PromQueryFormat.HEATMAP).span(HALF).height(7)
 
 
 def _described(
@@ -75,7 +75,8 @@ def _described(
 def total_rate(counter: str, selector: str = "", by: str = "") -> str:
     """Growth of a counter per second, of all processes together (for each value of `by`)."""
     grouping = f"sum by ({by}) " if by else "sum"
-    return f"{grouping}(rate({counter}{{{selector}}}[$__rate_interval]))"
+    series = f"{counter}{{{selector}}}" if selector else counter
+    return f"{grouping}(rate({series}[$__rate_interval]))"
 
 
 def quantile(q: float, histogram: str, selector: str = "", by: str = "") -> str:

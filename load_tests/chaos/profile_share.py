@@ -148,7 +148,7 @@ def owner_of(stack: str) -> tuple[str, str] | None:
         if "ray/" in file:
             return None
         if "serve_app/" in file:
-            name = f"{Path(file).stem}.{function}"
+            name = f"{Path(file).stem}.{function.rpartition('.')[2]}"  # Python 3.11 puts the class before it
             return next(((part, name) for part in PARTS if PARTS[part].has(name)), None)
     if any(file.endswith(_METRICS_PORT) for _, file in frames):
         return "observation", "the metrics port"
