@@ -142,6 +142,7 @@ class Experiment:
         self._first_event = asyncio.Event()
         self._struck_at: float | None = None
         self._prober: asyncio.Task[None] | None = None
+        self._before: dict[int, Holding] = {}
 
     async def run(self) -> Row:
         """The whole experiment. Never raises for what the fleet does: that is the row's `problems`."""
@@ -149,14 +150,14 @@ class Experiment:
             try:
                 await self.fleet.wait_whole()
                 await self.fleet.wait_idle()
-                before = await asyncio.to_thread(self.fleet.holdings)
+                await self.take_baseline()
                 await self.fault.strike(self)
                 await self.finish()
                 if self._prober is not None:
                     await self._prober
                 self._judge()
                 if not self.fault.last:
-                    await self._aftermath(before)
+                    await self._aftermath()
             except (NotInTimeError, UndisturbedError, TimeoutError) as error:
                 self.row.problems.append(str(error) or type(error).__name__)
             finally:
@@ -166,6 +167,10 @@ class Experiment:
         return self.row
 
     # What faults are made of.
+
+    async def take_baseline(self) -> None:
+        """What each process holds now is what it may hold afterwards."""
+        self._before = await asyncio.to_thread(self.fleet.holdings)
 
     async def learn(self, asks: Sequence[Ask]) -> None:
         """Have these requests answered undisturbed before the strike."""
@@ -295,7 +300,7 @@ class Experiment:
         if row.stall_s is not None and row.stall_s > self.fault.stall_limit_s:
             row.problems.append(f"a stream was silent for {row.stall_s:.1f} s")
 
-    async def _aftermath(self, before: dict[int, Holding]) -> None:
+    async def _aftermath(self) -> None:
         """Nothing is left behind, every replica is back, and the next request is answered right."""
         await self.fleet.wait_whole()
         if self._struck_at is not None:
@@ -304,7 +309,7 @@ class Experiment:
             await self.fleet.wait_idle()
         except NotInTimeError:
             self.row.problems.append(f"left behind: {self.fleet.busy()}")
-        await self._check_holdings(before)
+        await self._check_holdings()
         answer = await asyncio.wait_for(send(self.session, self.fleet.url, PROBE), 60)
         undisturbed = self._references.of(PROBE)
         if answer.outcome is not Outcome.COMPLETE:
@@ -312,10 +317,10 @@ class Experiment:
         elif undisturbed is not None and answer.said() != undisturbed.said():
             self.row.problems.append("the next request was answered wrong")
 
-    async def _check_holdings(self, before: dict[int, Holding]) -> None:
+    async def _check_holdings(self) -> None:
         """Processes that lived through it hold no more than before."""
         deadline = time.monotonic() + _SETTLE_LIMIT_S
-        while excess := _excesses(before, await asyncio.to_thread(self.fleet.holdings)):
+        while excess := _excesses(self._before, await asyncio.to_thread(self.fleet.holdings)):
             if time.monotonic() > deadline:
                 self.row.problems.extend(excess)
                 return

@@ -11,6 +11,7 @@ import signal
 import socket
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
+from itertools import cycle, islice
 from pathlib import Path
 from random import Random
 
@@ -19,7 +20,7 @@ import yaml
 
 from load_tests.chaos.experiment import STREAMS, Experiment, Fault
 from load_tests.chaos.fleet import NotInTimeError
-from load_tests.chaos.traffic import Outcome, ask, text
+from load_tests.chaos.traffic import Outcome, ask, send, text
 
 _AT_TOKEN = 200
 _RANDOM_WITHIN_S = 1.5
@@ -102,10 +103,10 @@ def _kill_one(which: str) -> Callable[[Experiment], Awaitable[None]]:
 async def _exhaust_kv(experiment: Experiment) -> None:
     """More tokens running than the pools hold: requests are preempted, and nobody can tell."""
     seats = experiment.fleet.shape.seats * experiment.fleet.shape.replicas
-    asks = [ask(f"long {i}", text(experiment.rng, 500), 400, temperature=1, seed=i, logprobs=1) for i in range(seats)]
-    # Undisturbed is each with room to itself: half of them at a time.
-    for start in range(0, seats, seats // 2):
-        await experiment.learn(asks[start : start + seats // 2])
+    asks = [ask(f"long {i}", text(experiment.rng, 500), 1000, temperature=1, seed=i, logprobs=1) for i in range(seats)]
+    # Undisturbed is each with room to itself: a quarter of them at a time.
+    for start in range(0, seats, seats // 4):
+        await experiment.learn(asks[start : start + seats // 4])
     before = _preemptions(experiment)
     for a in asks:
         experiment.start(a)
@@ -123,12 +124,17 @@ def _preemptions(experiment: Experiment) -> float:
 async def _overfill_queue(experiment: Experiment) -> None:
     """Ten times as many requests at once as the fleet has places for, each of another user."""
     places = experiment.fleet.shape.places
+    count = _OVERFILL * places
     asks = [ask(f"one of many {i}", text(experiment.rng, 30), 40) for i in range(60)]
     await experiment.learn(asks)
+    crowd = [replace(a, body=a.body | {"user": f"user {i}"}) for i, a in enumerate(islice(cycle(asks), count))]
+    # A process's first crowd widens its heap for good; what counts is that the second one finds room there.
+    await asyncio.gather(*(send(experiment.session, experiment.fleet.url, a) for a in crowd))
+    await experiment.fleet.wait_idle()
+    await experiment.take_baseline()
     experiment.struck()
-    for i in range(_OVERFILL * places):
-        a = asks[i % len(asks)]
-        experiment.start(replace(a, body=a.body | {"user": f"user {i}"}))
+    for a in crowd:
+        experiment.start(a)
     await experiment.finish()
     refused = [answer for answer in experiment.answers if answer.outcome is Outcome.ERROR]
     without = [answer for answer in refused if answer.status != 429 or not answer.retry_after_s]
