@@ -3,7 +3,7 @@
 Where the newest tokens have occurred before, what followed then is the guess (Saxena, "Prompt Lookup Decoding", 2023).
 Edits, quotes, code and text that goes round in circles are guessed well; elsewhere guesses are rare.
 
-Decides what is guessed and how much of it is worth a step's time. Whether a guess is right is the runner's to find out:
+Decides what is guessed and how likely it is to be right. Whether a guess is right is the runner's to find out:
 it samples after every guessed token as if there were no guesses, and what is sampled counts.
 """
 
@@ -11,8 +11,6 @@ from collections.abc import Sequence
 
 MAX_MATCH = 4
 """Newest tokens that are looked up together; where these have not occurred before, fewer."""
-MIN_CHANCE = 0.15
-"""What one more token costs a step of few tokens, as a part of its time: a guess less likely than that does not pay."""
 _PRIOR = (0.1, 0.3, 0.5, 0.5)
 """How often guesses after a match of 1, 2, ... tokens are right, until more is known. Low where a wrong one costs."""
 _WEIGHT = 0.1
@@ -34,10 +32,10 @@ class PromptLookup:
         self._match = 0  # tokens that the guess was found by
         self._chances = [0.0, *_PRIOR]  # by the length of the match
 
-    def propose(self, token_ids: Sequence[int], at_most: int, num_rows: int = 1) -> tuple[int, ...]:
+    def propose(self, token_ids: Sequence[int], at_most: int, min_chance: float) -> tuple[int, ...]:
         """Tokens that probably follow `token_ids` (all that are known, prompt first; the caller only ever appends).
 
-        `at_most` so many, and as many as pay in a step of `num_rows` rows: all wait for a guess that is one row's gain.
+        `at_most` so many, and none whose chance of being right, and all before it, is below `min_chance`.
         """
         self._learn(token_ids)
         self._index(token_ids)
@@ -46,7 +44,7 @@ class PromptLookup:
         match, count, chance = self._match, 0, 1.0
         while count < min(at_most, len(self._guess)):
             chance *= self._chances[match]
-            if chance < MIN_CHANCE * num_rows:
+            if chance < min_chance:
                 break
             count += 1
             match = min(match + 1, MAX_MATCH)

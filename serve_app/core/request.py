@@ -103,10 +103,10 @@ class Request:
             return FinishReason.STOP
         return FinishReason.LENGTH if self.num_tokens >= self.max_num_tokens else None
 
-    def draft(self, at_most: int, num_rows: int) -> tuple[int, ...]:
+    def draft(self, at_most: int, min_chance: float) -> tuple[int, ...]:
         """Guesses of the next tokens. The last that may come is not among them: it comes out of the one before it."""
         at_most = min(at_most, self.max_num_tokens - self.num_tokens - 1)
-        return self.lookup.propose(self.token_ids, at_most, num_rows) if at_most > 0 else ()
+        return self.lookup.propose(self.token_ids, at_most, min_chance) if at_most > 0 else ()
 
     def append(self, token_ids: tuple[int, ...]) -> tuple[tuple[int, ...], FinishReason | None]:
         """Take sampled tokens, up to the one that ends this choice; returns those taken, and why it ends."""

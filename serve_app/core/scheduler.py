@@ -9,7 +9,8 @@ seats and blocks last. With `prefill: separate` decodes come last, in steps with
 that such steps come.
 
 While few requests decode, their rows go on with draft tokens, which the runner verifies (see `prompt_lookup`). Drafts
-take nothing that anybody else needs: no block of the last ones, no preemption, at most half of a step's tokens.
+take nothing that anybody else needs: no block of the last ones, no preemption, at most half of a step's tokens. All
+rows wait for a draft, which is one row's gain: the more rows there are, the likelier it must be.
 
 Decides nothing about text, sampling or the device. Same calls, same outputs.
 """
@@ -152,7 +153,7 @@ class Scheduler:
             position += 1
             if request.is_prefilling:
                 continue
-            drafts = request.draft(max_drafts(self.config, num_decodes), num_decodes)
+            drafts = request.draft(max_drafts(self.config, num_decodes), self.config.token_cost * num_decodes)
             if not self._kv.can_grow(request, 1 + len(drafts), reserve=len(self._running)):
                 drafts = ()
             while (new_block_ids := self._kv.grow(request, 1 + len(drafts))) is None:

@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 from serve_app.core.prompt_lookup import MAX_MATCH, PromptLookup
 
 TEXT = [5, 6, 7, 8, 9, 10, 11, 12]
+COST = 0.15
 
 
 def search(token_ids: list[int], count: int) -> tuple[int, ...]:
@@ -25,39 +26,40 @@ def test_guesses_are_those_of_a_search(token_ids: list[int], data: st.DataObject
     while known < len(token_ids):
         known = data.draw(st.integers(known + 1, len(token_ids)))
         at_most = data.draw(st.integers(1, 6))
-        guess = lookup.propose(token_ids[:known], at_most)
+        guess = lookup.propose(token_ids[:known], at_most, COST)
         assert guess == search(token_ids[:known], at_most)[: len(guess)]
 
 
 def test_a_text_that_begins_again_is_continued() -> None:
-    assert PromptLookup().propose([*TEXT, 1, 2, *TEXT[:3]], 2) == (8, 9)
-    assert PromptLookup().propose([*TEXT, 1, 2, *TEXT[:3]], 1) == (8,)
+    assert PromptLookup().propose([*TEXT, 1, 2, *TEXT[:3]], 2, COST) == (8, 9)
+    assert PromptLookup().propose([*TEXT, 1, 2, *TEXT[:3]], 1, COST) == (8,)
 
 
 def test_a_text_that_goes_round_in_circles_goes_round_once_more() -> None:
-    assert PromptLookup().propose([1, 5, 5, 5, 5], 2) == (5, 5)
-    assert PromptLookup().propose([1, 2, 3, 4, 3, 4, 3], 2) == (4, 3)
+    assert PromptLookup().propose([1, 5, 5, 5, 5], 2, COST) == (5, 5)
+    assert PromptLookup().propose([1, 2, 3, 4, 3, 4, 3], 2, COST) == (4, 3)
 
 
 def test_a_longer_match_counts_more_than_a_later_one() -> None:
-    assert PromptLookup().propose([1, 2, 3, 4, 9, 3, 7, 1, 2, 3], 1) == (4,)
+    assert PromptLookup().propose([1, 2, 3, 4, 9, 3, 7, 1, 2, 3], 1, COST) == (4,)
 
 
 def test_too_little_to_go_by_is_no_guess() -> None:
     for token_ids in ([1], [1, 2], TEXT, [*TEXT, 6, 5]):
-        assert PromptLookup().propose(token_ids, 7) == ()
+        assert PromptLookup().propose(token_ids, 7, COST) == ()
 
 
-def test_what_delays_others_must_be_likelier() -> None:
+def test_what_costs_more_must_be_likelier() -> None:
     token_ids = [*TEXT, 1, 2, *TEXT[:3]]
-    assert [len(PromptLookup().propose(token_ids, 7, rows)) for rows in (1, 2, 3, 4)] == [2, 1, 1, 0]
+    lengths = [len(PromptLookup().propose(token_ids, 7, cost)) for cost in (0.05, 0.15, 0.3, 0.6)]
+    assert lengths == [4, 2, 1, 0]
 
 
 def grow(lookup: PromptLookup, token_ids: list[int], news: list[int]) -> list[tuple[int, int]]:
     """Append `news` as an engine would, right guesses at once; of every guess the length, and how much was right."""
     guesses, target = [], [*token_ids, *news]
     while len(token_ids) < len(target):
-        guess = lookup.propose(token_ids, 7)
+        guess = lookup.propose(token_ids, 7, COST)
         rest = target[len(token_ids) :]
         right = 0
         while right < min(len(guess), len(rest) - 1) and guess[right] == rest[right]:

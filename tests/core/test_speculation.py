@@ -88,6 +88,21 @@ def test_drafts_preempt_nobody() -> None:
     assert not any(output.preempted for output in driver.outputs)
 
 
+def test_drafts_take_no_block_of_the_last() -> None:
+    """One for each running request is left: its next token may need it."""
+    driver = Driver(make_config(num_blocks=19, max_model_len=40))
+    for request in (make_request("a", 27), make_request("b", 27)):
+        driver.add(request)
+    grown = []
+    while driver.scheduler.has_unfinished:
+        output = driver.step()
+        if any(row.draft_token_ids and row.new_block_ids for row in output.rows):
+            stats = driver.scheduler.stats()
+            grown.append(stats.blocks_total - stats.blocks_used)
+            assert grown[-1] >= stats.running
+    assert grown
+
+
 @pytest.mark.parametrize("max_tokens", range(1, 16))
 def test_the_length_limit_holds_to_the_token(max_tokens: int) -> None:
     request = make_request("a", max_tokens)
@@ -95,6 +110,8 @@ def test_the_length_limit_holds_to_the_token(max_tokens: int) -> None:
     driver.run(request)
     driver.check_outputs(request)
     assert driver.streams["a", 0].finish_reason is FinishReason.LENGTH
+    last = max(row.start + row.num_tokens for output in driver.outputs for row in output.rows)
+    assert last == 13 + max_tokens - 1, "the last token is never computed"
 
 
 @pytest.mark.parametrize("min_tokens", [0, 17, 41])

@@ -13,6 +13,7 @@ from serve_app.core.request import EngineRequest
 from serve_app.core.sampling_params import SamplingParams
 from serve_app.model.loader import from_module
 from serve_app.model.paged_model import PagedModel
+from serve_app.text.tokenizer import load_tokenizer
 from tests.engine.harness import Harness, Outcome, Run
 from tests.models import tiny_model
 
@@ -92,6 +93,19 @@ def test_alone(model: PagedModel, plain: dict[tuple[str, int], Outcome]) -> None
         assert accepted <= sum(record.num_decode_tokens for record in run.records)
         assert sum(record.num_output_tokens for record in run.records) == num_tokens
     assert all(accepted_by.values()), accepted_by
+
+
+def test_the_default_model_copies(default_model: PagedModel) -> None:
+    """Its heads, groups and tables of several blocks; penalties come and go with what is accepted."""
+    text = " red, green, blue, yellow, black, white, red, green, blue, yellow, black, white, red,"
+    prompt = tuple(load_tokenizer("default").encode(f"Again and again:{text}{text}{text}"))
+    greedy = SamplingParams(temperature=0.0, max_tokens=40, logprobs=2)
+    warm = SamplingParams(temperature=0.8, seed=3, frequency_penalty=0.05, max_tokens=40, logprobs=0)
+    requests = [EngineRequest("greedy", prompt, greedy), EngineRequest("warm", prompt[5:], warm)]
+    plain, drafting = (Harness(default_model, speculation=how).run(requests) for how in ("off", "auto"))
+    assert drafting.outcomes == plain.outcomes
+    assert counts(drafting)[1] > 30
+    assert len(drafting.records) < 0.7 * len(plain.records)
 
 
 def test_the_subjects_end_in_both_ways(plain: dict[tuple[str, int], Outcome]) -> None:
