@@ -2,8 +2,8 @@
 
 A sample counts as a part's when the innermost frame of ours is one of its own and no frame of Ray's lies below it: then
 the interpreter is in that part's bookkeeping, or in the standard library or Prometheus' client for it. All of those
-modules counts, also what a server without the part would need in another place. While nothing fails and Prometheus asks
-as often as in deploy/prometheus.yml.
+modules counts, also what a server without the part would need in another place. Each thread's samples weigh as much as
+its processor time. Nothing fails meanwhile, and metrics are asked for as often as deploy/prometheus.yml says.
 """
 
 import asyncio
@@ -101,7 +101,7 @@ async def _scrape(session: aiohttp.ClientSession, url: str) -> None:
 
 @dataclass(frozen=True)
 class _Sampled:
-    """One process: its processor time, how many stacks were seen, and the parts' share of them by function."""
+    """One process: its processor time, how many stacks were seen, and the parts' shares of that time by function."""
 
     cpu_s: float
     count: int
@@ -121,24 +121,39 @@ def _weighed(part: str, results: list[_Sampled], total_cpu_s: float) -> dict[str
 async def _sample(process: psutil.Process, seconds: float, folder: Path) -> _Sampled:
     """Have py-spy look at the process `_HERTZ` times a second. Raises `RuntimeError` when it cannot."""
     output = folder / f"{process.pid}.stacks"
-    before = sum(process.cpu_times()[:2])
+    before = _thread_seconds(process)
     spy = await asyncio.create_subprocess_exec(
         *(str(Path(sys.executable).with_name("py-spy")), "record", "--pid", str(process.pid), "--format", "raw"),
-        *("--rate", str(_HERTZ), "--duration", str(int(seconds)), "--nonblocking", "--output", str(output)),
+        *("--threads", "--rate", str(_HERTZ), "--duration", str(int(seconds)), "--nonblocking"),
+        *("--output", str(output)),
         stdout=asyncio.subprocess.DEVNULL,
         stderr=asyncio.subprocess.PIPE,
     )
     _, told = await spy.communicate()
     if spy.returncode:
         raise RuntimeError(f"py-spy: {told.decode()[-500:]}")
-    cpu_s = sum(process.cpu_times()[:2]) - before
+    used = {thread: cpu_s - before.get(thread, 0.0) for thread, cpu_s in _thread_seconds(process).items()}
     stacks = {stack: int(count) for stack, _, count in (line.rpartition(" ") for line in output.open())}
-    total = sum(stacks.values())
-    counts: Counter[tuple[str, str]] = Counter()
+    # py-spy takes some sleeping threads for busy ones: what a thread's samples are worth is its own processor time.
+    samples: Counter[int] = Counter()
     for stack, count in stacks.items():
-        if (owner := owner_of(stack)) is not None:
-            counts[owner] += count
-    return _Sampled(cpu_s, total, {owner: count / total for owner, count in counts.items()})
+        samples[_thread(stack)] += count
+    total, shares = sum(used.values()), Counter[tuple[str, str]]()
+    for stack, count in stacks.items():
+        if (owner := owner_of(stack)) is not None and total:
+            share = count / samples[_thread(stack)] * used.get(_thread(stack), 0.0) / total
+            shares[owner] += share  # type: ignore[assignment]
+    return _Sampled(total, sum(samples.values()), dict(shares))
+
+
+def _thread_seconds(process: psutil.Process) -> dict[int, float]:
+    return {thread.id: thread.user_time + thread.system_time for thread in process.threads()}
+
+
+def _thread(stack: str) -> int:
+    """The system's id of the thread, which py-spy writes before its frames."""
+    found = re.match(r"thread \((0x[0-9A-Fa-f]+|\d+)\)", stack)
+    return int(found[1], 0) if found is not None else 0
 
 
 def owner_of(stack: str) -> tuple[str, str] | None:
