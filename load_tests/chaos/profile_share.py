@@ -141,8 +141,9 @@ async def _sample(process: psutil.Process, seconds: float, folder: Path) -> _Sam
     total, shares = sum(used.values()), Counter[tuple[str, str]]()
     for stack, count in stacks.items():
         if (owner := owner_of(stack)) is not None and total:
-            share = count / samples[_thread(stack)] * used.get(_thread(stack), 0.0) / total
-            shares[owner] += share  # type: ignore[assignment]
+            # Threads of Ray's are in Python now and then only: no sample stands for more than the time to the next.
+            worth_s = min(used.get(_thread(stack), 0.0) / samples[_thread(stack)], 1 / _HERTZ)
+            shares[owner] += count * worth_s / total  # type: ignore[assignment]
     return _Sampled(total, sum(samples.values()), dict(shares))
 
 
