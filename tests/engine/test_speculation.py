@@ -127,10 +127,10 @@ def test_among_others(model: PagedModel, plain: dict[tuple[str, int], Outcome], 
         check(run.outcomes, plain)
 
 
-def test_preempted(model: PagedModel, plain: dict[tuple[str, int], Outcome]) -> None:
-    """A pool too small for all, which run at once all the same."""
-    requests = subjects()[:4]
-    run = Harness(model, num_blocks=18, speculation="auto").run(requests)
+def test_preempted(model: PagedModel, plain: dict[tuple[str, int], Outcome], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pool for one and a half (which takes a short context); both run at once all the same."""
+    monkeypatch.setattr(model, "max_model_len", 96)
+    run = Harness(model, num_blocks=8).run(subjects()[:2])
     assert any(record.preempted for record in run.records)
     assert counts(run)[1] > 0
     check(run.outcomes, plain)
