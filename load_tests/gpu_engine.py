@@ -173,7 +173,7 @@ def _circumstances(machine: Machine) -> dict[str, Any]:
         version = None
     return {
         "time": time.strftime("%Y-%m-%d %H:%M:%S"),
-        "device": torch.cuda.get_device_name(machine.device) if machine.device.type == "cuda" else platform.processor(),
+        "device": torch.cuda.get_device_name(machine.device) if machine.device.type == "cuda" else platform.machine(),
         "dtype": str(machine.dtype),
         "python": platform.python_version(),
         "torch": torch.__version__,

@@ -4,10 +4,10 @@ A program takes a *tile* of one row's queries for one key-value head: `BLOCK_M` 
 the `GROUP` query heads that share the head's keys, so that these are read once for all of them. Prefill chunks and
 decode rows differ only in how many lines of a tile are used.
 
-With `SPLITS` > 1 the keys of a row are shared out: key tile i, counted from position 0, belongs to split i mod SPLITS.
-Each split leaves an unnormalised sum, its peak and its total; `merge` adds them up in order. So which keys are summed
-with which, and in what order, depends on their positions and on SPLITS alone: not on the length of the row, not on the
-rest of the batch, not on how a prompt was cut into chunks.
+With `SPLITS` > 1 the keys of a row are shared out: key tile i, counted from the first that the tile's first query sees,
+belongs to split i mod SPLITS. Each split leaves an unnormalised sum, its peak and its total; `merge` adds them up in
+order. So which keys are summed with which, and in what order, depends on positions, tile sizes and SPLITS alone: not on
+the rest of the batch, nor, without a window, on how a prompt was cut into chunks of more than a few tokens.
 
 Online softmax: Milakov and Gimelshein, 2018; tiles of it: Dao et al., FlashAttention, 2022; split keys: Flash-Decoding,
 Dao et al., 2023.
@@ -33,6 +33,20 @@ def _lines(tile_rows, tile_firsts, query_starts, GROUP: tl.constexpr, BLOCK_M: t
 
 
 @triton.jit
+def _key_range(low, split, BLOCK_N: tl.constexpr, SPLITS: tl.constexpr, WINDOW: tl.constexpr):
+    """Where the split's keys begin and where they begin to need a mask, for a tile whose first query is at `low`."""
+    if WINDOW > 0:
+        start = (tl.maximum(low - WINDOW + 1, 0) // BLOCK_N + split) * BLOCK_N
+        masked = start
+    else:
+        # Before `whole`, every line of the tile sees every key.
+        start = split * BLOCK_N
+        whole = (low + 1) // BLOCK_N * BLOCK_N
+        masked = start + tl.maximum(tl.cdiv(whole - start, SPLITS * BLOCK_N), 0) * SPLITS * BLOCK_N
+    return start, masked
+
+
+@triton.jit
 def _visit(
     sums, total, peak, query, start, position, kv_len, table, key_cache, value_cache, head, scale, softcap,
     KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, DIMS: tl.constexpr,
@@ -41,15 +55,12 @@ def _visit(
 ):  # fmt: skip
     """One key tile: BLOCK_N keys from `start`. MASKED where some line may not see some of them."""
     keys = start + tl.arange(0, BLOCK_N)
-    # Beyond the row's end there may be no block, and in its last block a former owner's NaN.
-    inside = keys < kv_len
-    block = tl.load(table + keys // PAGE, mask=inside, other=0) if MASKED else tl.load(table + keys // PAGE)
+    # Beyond the row's end there may be no block, and in its last block a former owner's NaN, which no weight of zero
+    # removes. The null block is all zeros.
+    block = tl.load(table + keys // PAGE, mask=keys < kv_len, other=0) if MASKED else tl.load(table + keys // PAGE)
     place = (block.to(tl.int64) * KV_HEADS + head) * PAGE + keys % PAGE
     dims = tl.arange(0, DIMS)
-    wanted = (dims < HEAD_DIM)[:, None]
-    if MASKED:
-        wanted = wanted & inside[None, :]
-    key = tl.load(key_cache + place[None, :] * HEAD_DIM + dims[:, None], mask=wanted, other=0.0)
+    key = tl.load(key_cache + place[None, :] * HEAD_DIM + dims[:, None], mask=(dims < HEAD_DIM)[:, None], other=0.0)
     scores = tl.dot(query, key, input_precision=PRECISION) * scale
     if CAPPED:
         scores = softcap * (2 * tl.sigmoid(2 * scores / softcap) - 1)
@@ -64,10 +75,11 @@ def _visit(
     weights = tl.exp2(scores - level[:, None])
     fade = tl.exp2(peak - level)
     value_dims = tl.arange(0, VALUE_DIMS)
-    wanted = (value_dims < VALUE_DIM)[None, :]
-    if MASKED:
-        wanted = wanted & inside[:, None]
-    value = tl.load(value_cache + place[:, None] * VALUE_DIM + value_dims[None, :], mask=wanted, other=0.0)
+    value = tl.load(
+        value_cache + place[:, None] * VALUE_DIM + value_dims[None, :],
+        mask=(value_dims < VALUE_DIM)[None, :],
+        other=0.0,
+    )
     sums = tl.dot(weights.to(value.dtype), value, sums * fade[:, None], input_precision=PRECISION)
     return sums, total * fade + tl.sum(weights, 1), highest
 
@@ -107,24 +119,17 @@ def attend(
     )
     low = kv_len - num_queries + first
     end = tl.minimum(kv_len, low + BLOCK_M // GROUP)
-    # Key tiles in which every line sees every key need no mask. With a window all are masked.
-    whole = (low + 1) // BLOCK_N * BLOCK_N
-    start = split * BLOCK_N
-    if WINDOW > 0:
-        skipped = tl.maximum(low - WINDOW + 1, 0) // BLOCK_N
-        start = (skipped + (split - skipped % SPLITS + SPLITS) % SPLITS) * BLOCK_N
-        whole = start
+    start, masked = _key_range(low, split, BLOCK_N, SPLITS, WINDOW)
     table = tables + row.to(tl.int64) * table_stride
     sums = tl.zeros([BLOCK_M, VALUE_DIMS], dtype=tl.float32)
     total = tl.zeros([BLOCK_M], dtype=tl.float32)
     peak = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
-    for at in range(start, whole, SPLITS * BLOCK_N):
+    for at in range(start, masked, SPLITS * BLOCK_N):
         sums, total, peak = _visit(
             sums, total, peak, queries, at, position, kv_len, table, key_cache, value_cache, head, scale, softcap,
             KV_HEADS, HEAD_DIM, VALUE_DIM, DIMS, VALUE_DIMS, PAGE, BLOCK_N, WINDOW, CAPPED, PRECISION, False,
         )  # fmt: skip
-    start += tl.maximum(tl.cdiv(whole - start, SPLITS * BLOCK_N), 0) * SPLITS * BLOCK_N
-    for at in range(start, end, SPLITS * BLOCK_N):
+    for at in range(masked, end, SPLITS * BLOCK_N):
         sums, total, peak = _visit(
             sums, total, peak, queries, at, position, kv_len, table, key_cache, value_cache, head, scale, softcap,
             KV_HEADS, HEAD_DIM, VALUE_DIM, DIMS, VALUE_DIMS, PAGE, BLOCK_N, WINDOW, CAPPED, PRECISION, True,
