@@ -52,8 +52,9 @@ def test_a_request_is_found_in_its_line_and_in_the_timeline(server: Server) -> N
     assert line["replicas"] == [recording.replica]
     assert recording.num_slots == SEATS
     (engine_id,) = line["engine_ids"]
-    rows = [row for record in recording.records for row in record.rows if row.request_id == f"{engine_id}.1"]
-    assert sum(row.samples for row in rows) == 9
+    steps = [(record, row) for record in recording.records for row in record.rows if row.request_id == f"{engine_id}.1"]
+    rows = [row for _, row in steps]
+    assert sum(row.samples + record.num_accepted_tokens for record, row in steps) == 9
     assert sum(row.num_tokens for row in rows if row.is_prefill) == line["prompt_tokens"]
 
 
