@@ -191,11 +191,15 @@ class Fleet:
 
     async def wait_whole(self, limit_s: float = 120.0) -> float:
         """Wait until every replica is ready and nobody else is there; the seconds it took."""
-        return await wait_for(
-            lambda: len(self.ready_replicas()) == self.shape.replicas == len(self.replicas()),
-            f"{self.shape.replicas} replicas ready",
-            limit_s,
-        )
+        try:
+            return await wait_for(
+                lambda: len(self.ready_replicas()) == self.shape.replicas == len(self.replicas()),
+                f"{self.shape.replicas} replicas ready",
+                limit_s,
+            )
+        except NotInTimeError as error:
+            pids = [process.pid for process in self.replicas()]
+            raise NotInTimeError(f"{error}; processes {pids}, and the ingress knows {self._listed()}") from None
 
     async def wait_idle(self, limit_s: float = 30.0) -> float:
         """Wait until nothing runs, waits or holds blocks; the seconds it took."""

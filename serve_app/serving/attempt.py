@@ -142,9 +142,13 @@ class Attempt:
         return deltas
 
     def interrupt(self, reason: LossReason) -> None:
-        """End the attempt: its reader gets `ReplicaLostError` in place of the next news."""
+        """End the attempt: its reader gets `ReplicaLostError` in place of the next news.
+
+        That is about the replica of now: until one has accepted the attempt, Ray may route it to another one meanwhile.
+        """
         if self._loss is None:
             self._loss = ReplicaLostError(reason)
+            self._loss.replica = self.replica
             if self._scope is not None and not self._scope.expired():
                 self._scope.reschedule(asyncio.get_running_loop().time())
 

@@ -122,7 +122,7 @@ class Failover:
             try:
                 yield attempt
             except ReplicaLostError as loss:
-                loss.replica = attempt.replica
+                loss.replica = loss.replica or attempt.replica
                 self._note(loss, journal.num_known_tokens)
                 raise
             finally:

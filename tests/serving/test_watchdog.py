@@ -121,6 +121,23 @@ async def test_alone_it_keeps_them_until_another_one_comes(fleet: Fleet, watchdo
     assert [reason for reason, _ in fleet.losses] == [LossReason.LEFT]
 
 
+async def test_a_death_is_not_held_against_the_replica_that_the_attempt_went_to_meanwhile(
+    fleet: Fleet, watchdog: Watchdog
+) -> None:
+    """Ray routes by itself what the dead replica had not accepted yet; that may be just when we interrupt."""
+    fleet.faults = [Fault(0, None)]
+    task = asyncio.create_task(told(fleet.failover, REQUEST))
+    await until(lambda: fleet.num_hanging == 1)
+    attempt_id, at = fleet.placed[0]
+    other = next(name for name in fleet.engines if name != at)
+    fleet.replicas.suspect(at, LossReason.DIED, dead=True)
+    watchdog.tick()
+    fleet.replicas.note_assigned(attempt_id, other)
+    await task
+    assert [replica.condition for replica in fleet.replicas.replicas() if replica.replica_id == other] == [Condition.OK]
+    assert [reason for reason, _ in fleet.losses] == [LossReason.DIED]
+
+
 @pytest.mark.parametrize(("news", "condition"), [(LossReason.DIED, Condition.DEAD), (None, Condition.SUSPECT)])
 async def test_heartbeats_that_end(
     fleet: Fleet, watchdog: Watchdog, news: LossReason | None, condition: Condition
