@@ -71,7 +71,10 @@ class Server:
 
     def wait_stopped(self) -> tuple[int, list[psutil.Process]]:
         """Its exit status, and those of its processes that were there at the signal and outlive it."""
-        status = self.process.wait(90)
+        try:
+            status = self.process.wait(90)
+        finally:
+            self.process.kill()
         self._reader.join(10)
         assert self.process.stdout is not None
         self.process.stdout.close()
@@ -125,7 +128,7 @@ def launch(config: Path, environment: dict[str, str]) -> subprocess.Popen[str]:
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Callable[..., Server]]:
-    """Start a server that the test stops itself, or that is killed after the test."""
+    """Start a server that the test stops itself, or that is stopped after the test."""
     servers: list[Server] = []
 
     def start(args: dict[str, Any], environment: dict[str, str] | None = None) -> Server:
@@ -137,7 +140,7 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Server]]:
     yield start
     for server in servers:
         if server.process.poll() is None:
-            server.stop(signal.SIGKILL)
+            server.stop()
 
 
 SEATS, WAITING, QUEUED = 8, 8, 64
@@ -170,6 +173,8 @@ def server(
         yield server
     finally:
         server.stop()
+    # Ray waits for calls that are open, for half a minute.
+    assert not [line for line in server.lines if "failed to shut down" in line]
 
 
 def wait_for(condition: Callable[[], bool], what: str, timeout_s: float = 30.0) -> None:
