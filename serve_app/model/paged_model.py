@@ -23,7 +23,9 @@ from serve_app.model.cpu.decoder import CpuDecoder
 from serve_app.model.cpu.llama import NotLlamaError, recognise
 from serve_app.model.cpu.ops import Kernels
 from serve_app.model.fusion import watch_inputs
+from serve_app.model.input_batch import Slot
 from serve_app.model.probe import Probe
+from serve_app.model.sampler import PendingSample, sample
 from serve_app.model.stack import Stack
 from serve_app.model.transformers_stack import TransformersStack, split
 
@@ -84,6 +86,7 @@ class PagedModel:
                 decoder = self._gpu_decoder(module, base, probe, attention_backend)
             if decoder is not None:
                 self._stack = decoder
+                self._sample = self._sampler()
                 report("optimizing", 1.0)
                 report("probing", 1.0)
                 return
@@ -99,6 +102,7 @@ class PagedModel:
                     f"model {name}: {type(module).__name__} cannot be served: packed with another sequence its "
                     f"logits differ by {difference:.2g} standard deviations from the sequence run alone"
                 )
+            self._sample = self._sampler()
 
     @property
     def block_size(self) -> int:
@@ -160,6 +164,12 @@ class PagedModel:
         logits = self._stack.compute_logits(hidden)
         return logits if logits.dtype == torch.float64 else logits.float()
 
+    @torch.inference_mode()
+    def sample(self, hidden: Tensor, slots: Sequence[Slot]) -> PendingSample:
+        """One token for each row of hidden states [R, hidden], of which row i continues slots[i]. On a GPU, without
+        waiting for it."""
+        return self._sample(self.compute_logits(hidden), slots, self.eos_token_ids)
+
     def _allocated(self) -> kv_cache.KVCache:
         if self._cache is None:
             raise RuntimeError("allocate_kv_cache comes first")
@@ -213,6 +223,21 @@ class PagedModel:
             logger.warning("model %s: runs without the fused kernels: %s", self.name, error)
             return None
         return decoder
+
+    def _sampler(self) -> Callable[[Tensor, Sequence[Slot], Sequence[int]], PendingSample]:
+        """Sampling where the logits are, if there are kernels for it that give the right tokens; else on the host."""
+        if self.attention_backend != _TRITON:
+            return sample
+        from serve_app.model.gpu import sampling
+
+        try:
+            if sampling.agrees(self.vocab_size, self.device):
+                return sampling.sample
+            problem = "they choose other tokens"
+        except Exception as error:  # as above
+            problem = str(error)
+        logger.warning("model %s: runs without the sampling kernels: %s", self.name, problem)
+        return sample
 
     def _check(self, probe: Probe, decoder: Stack, tolerance: float) -> None:
         difference = probe.difference(decoder, self._layers)

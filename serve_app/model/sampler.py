@@ -20,6 +20,7 @@ finished, and what a token means.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -35,11 +36,24 @@ Int64Array = npt.NDArray[np.int64]
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 # Below this a temperature is greedy up to rounding, and dividing by it could overflow.
-_MIN_TEMPERATURE = 1e-6
-_NOT_FINITE = "the model's logits for the next token are not finite numbers"
-_NO_TOKEN = "the sampling parameters leave no token to choose"
+MIN_TEMPERATURE = 1e-6
+NOT_FINITE = "the model's logits for the next token are not finite numbers"
+NO_TOKEN = "the sampling parameters leave no token to choose"
 # A row is cut into this many parts when a floor for its k-th value is looked for.
 _NUM_PARTS = 512
+
+
+class PendingSample(Protocol):
+    """Tokens that the device may still be choosing."""
+
+    @property
+    def token_ids(self) -> Sequence[int] | Tensor:
+        """One for each row: int64 [R] on the device where they are still being chosen, negative where a row failed."""
+        ...
+
+    def resolve(self) -> "Sampled":
+        """The results, once they are there."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +63,10 @@ class Sampled:
     token_ids: list[int]
     logprobs: dict[int, TokenLogprob] = field(default_factory=dict)
     failed: dict[int, str] = field(default_factory=dict)
+
+    def resolve(self) -> "Sampled":
+        """Itself: nothing is on its way any more."""
+        return self
 
     def accept(self, first: int, drafts: Sequence[int]) -> range:
         """Which tokens of a row with `drafts` count, whose first is `first`: those that come after right drafts only.
@@ -84,7 +102,7 @@ def sample(logits: Tensor, slots: Sequence[Slot], eos_token_ids: Sequence[int]) 
         # The mask alone can empty a row: the model left a token if it took one away.
         taken = masked.get(i)
         emptied = taken is not None and bool(best[i] == -torch.inf) and bool(taken.isfinite().any())
-        failed.setdefault(i, _NO_TOKEN if emptied else _NOT_FINITE)
+        failed.setdefault(i, NO_TOKEN if emptied else NOT_FINITE)
     drawn = [i for i, slot in enumerate(slots) if not slot.params.greedy and i not in failed]
     if drawn:
         for i, token_id in zip(drawn, _draw(logits, drawn, slots), strict=True):
@@ -137,30 +155,67 @@ def _top(slot: Slot) -> int:
     return slot.params.logprobs or 0
 
 
+def edited(slot: Slot) -> bool:
+    """Whether the slot's next logits are changed before a token is chosen."""
+    params = slot.params
+    return bool(
+        params.repetition_penalty != 1.0
+        or params.presence_penalty
+        or params.frequency_penalty
+        or params.logit_bias
+        or slot.num_output_tokens < params.min_tokens
+    )
+
+
+def repeated(slot: Slot) -> tuple[Int64Array, Float64Array]:
+    """Ids, some more than once, whose logits the repetition penalty changes, and the penalty of each."""
+    penalty = slot.params.repetition_penalty
+    ids = slot.token_ids[: slot.num_tokens if penalty != 1.0 else 0]
+    return ids, np.full(len(ids), penalty)
+
+
+def costs(slot: Slot) -> tuple[Int64Array, Float64Array]:
+    """Distinct ids, and what presence and frequency penalties add to their logits."""
+    params = slot.params
+    if not params.presence_penalty and not params.frequency_penalty:
+        return np.empty(0, dtype=np.int64), np.empty(0)
+    ids, counts = np.unique(slot.token_ids[slot.num_prompt_tokens : slot.num_tokens], return_counts=True)
+    return ids, -params.presence_penalty - params.frequency_penalty * counts.astype(np.float64)
+
+
+def biases(slot: Slot) -> tuple[Int64Array, Float64Array]:
+    """Distinct ids, and what the bias adds to their logits."""
+    bias: dict[int, float] = {}
+    for token_id, value in slot.params.logit_bias:
+        bias[token_id] = bias.get(token_id, 0.0) + value
+    return np.array(list(bias), dtype=np.int64), np.array(list(bias.values()))
+
+
+def barred(slot: Slot, eos_token_ids: Sequence[int]) -> tuple[Int64Array, Float64Array]:
+    """Ids that may not come before `min_tokens`, and -inf for each."""
+    params = slot.params
+    if slot.num_output_tokens >= params.min_tokens:
+        return np.empty(0, dtype=np.int64), np.empty(0)
+    ids = np.array([*params.stop_token_ids, *(() if params.ignore_eos else eos_token_ids)], dtype=np.int64)
+    return ids, np.full(len(ids), -np.inf)
+
+
 def _edit(row: Tensor, slot: Slot, eos_token_ids: Sequence[int]) -> Tensor | None:
     """Penalties, bias and the `min_tokens` mask, in place on one row of logits; returns what the mask took away."""
-    params = slot.params
-    if params.repetition_penalty != 1.0:
-        # Ids that occur twice are written twice, with the same value.
-        seen = torch.from_numpy(slot.token_ids[: slot.num_tokens]).to(row.device)
-        old = row[seen]
-        row[seen] = torch.where(old > 0, old / params.repetition_penalty, old * params.repetition_penalty)
-    if params.presence_penalty or params.frequency_penalty:
-        said = slot.token_ids[slot.num_prompt_tokens : slot.num_tokens]
-        ids, counts = np.unique(said, return_counts=True)
-        cost = params.presence_penalty + params.frequency_penalty * counts
-        row[torch.from_numpy(ids).to(row.device)] -= torch.from_numpy(cost).to(row.device, row.dtype)
-    if params.logit_bias:
-        bias: dict[int, float] = {}
-        for token_id, value in params.logit_bias:
-            bias[token_id] = bias.get(token_id, 0.0) + value
-        row[torch.tensor(list(bias), device=row.device)] += torch.tensor(
-            list(bias.values()), device=row.device, dtype=row.dtype
-        )
-    if slot.num_output_tokens >= params.min_tokens:
+    if not edited(slot):
         return None
-    ends = [*params.stop_token_ids, *(() if params.ignore_eos else eos_token_ids)]
-    index = torch.tensor(ends, dtype=torch.int64, device=row.device)
+    ids, penalty = repeated(slot)
+    if ids.size:
+        # Ids that occur twice are written twice, with the same value.
+        seen = torch.from_numpy(ids).to(row.device)
+        old = row[seen]
+        row[seen] = torch.where(old > 0, old / penalty[0], old * penalty[0])
+    for ids, numbers in (costs(slot), biases(slot)):
+        if ids.size:
+            row[torch.from_numpy(ids).to(row.device)] += torch.from_numpy(numbers).to(row.device, row.dtype)
+    if slot.num_output_tokens >= slot.params.min_tokens:
+        return None
+    index = torch.from_numpy(barred(slot, eos_token_ids)[0]).to(row.device)
     masked = row[index]
     row[index] = -torch.inf
     return masked
@@ -180,7 +235,7 @@ def _draw(logits: Tensor, rows: list[int], slots: Sequence[Slot]) -> list[int]:
     params = [slots[i].params for i in rows]
     scaled = _take(logits, rows)
     if any(p.temperature != 1.0 for p in params):
-        temperature = [max(p.temperature, _MIN_TEMPERATURE) for p in params]
+        temperature = [max(p.temperature, MIN_TEMPERATURE) for p in params]
         scaled = scaled / torch.tensor(temperature, dtype=logits.dtype, device=logits.device)[:, None]
     parts = _in_parts(scaled)
     probs = parts.flatten(1).softmax(-1).view_as(parts)

@@ -13,10 +13,10 @@ COMPILE = """
 import json, subprocess, sys
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
-from serve_app.model.gpu.kernels import attention, elementwise
+from serve_app.model.gpu.kernels import attention, elementwise, sampling
 
 name, types, constants, options = json.load(sys.stdin)
-kernel = getattr(attention, name, None) or getattr(elementwise, name)
+kernel = next(found for module in (attention, elementwise, sampling) if (found := getattr(module, name, None)))
 names = kernel.arg_names
 signature = {name: types.get(name, "constexpr") for name in names}
 aligned = {(names.index(name),): [["tt.divisibility", 16]] for name, kind in types.items() if kind[0] == "*"}
@@ -49,12 +49,23 @@ ROTATE = {
 NORM = {**dict.fromkeys(("residual", "x", "weight", "out"), "*bf16"), "width": "i32", "eps": "fp32"}
 MERGED = {"partial_sums": "*fp32", "partial_stats": "*fp32", "out": "*bf16", **INDICES}
 GATED = {"gate_up": "*bf16", "out": "*bf16", "total": "i32", "width": "i32"}
+PARTS = {
+    "logits": "*fp32",
+    "params": "*fp64",
+    "maxima": "*fp32",
+    "firsts": "*i32",
+    "sums": "*fp32",
+    "vocab": "i32",
+    "parts": "i32",
+}
 KERNELS: dict[str, tuple[str, dict[str, str], dict[str, Any], int]] = {
     "decode": ("attend", ATTEND, {**TILE, "BLOCK_M": 16, "SPLITS": 4}, 4),
     "prefill": ("attend", ATTEND, {**TILE, "BLOCK_M": 128, "SPLITS": 1}, 8),
     "merge": ("merge", MERGED, {"HEADS": 32, "KV_HEADS": 8, **VALUES, "BLOCK_M": 16, "SPLITS": 16}, 4),
     "norm": ("add_rms_norm", NORM, {"ADD": True, "BLOCK": 4096}, 8),
     "gate": ("gate_times_up", GATED, {"GELU": False, "BLOCK": 1024}, 4),
+    "scan": ("scan_parts", PARTS, {"PART": 1024}, 4),
+    "draw": ("draw", {**PARTS, "token_ids": "*i64"}, {"PART": 1024, "PARTS": 256, "WAYS": 16}, 8),
     "rotate": ("rotate_and_store", ROTATE, {**SHAPE, "HALF": 64, "NORMED": True, "BLOCK": 8}, 4),
 }
 

@@ -1,0 +1,146 @@
+"""From logits to one token per row, without the host: `scan_parts` reads every row once, `draw` chooses.
+
+A row is cut into parts of PART tokens. A greedy row's token and a plain draw need the parts' maxima and sums, and then
+one part. Truncation is a threshold on the weight exp((logit - largest) / temperature): of top-k, the k-th largest; of
+top-p, the largest at or above which tokens reach their share. It is searched for among all float32 numbers from 0 to 1
+by halving: as integers, their bits are in the same order. A round tries WAYS thresholds at once and reads only the
+parts whose maximum reaches the lowest of them, after two rounds few.
+
+Each row is computed by one program in a fixed order, whatever the other rows are. What the parameters mean is written
+in `serve_app.model.sampler`.
+"""
+
+import triton
+import triton.language as tl
+
+# As a signed integer, one more than the bits of 1.0, the largest weight.
+ABOVE_ONE = tl.constexpr(0x3F800001)
+
+
+@triton.jit
+def scan_parts(logits, params, maxima, firsts, sums, vocab, parts, PART: tl.constexpr):
+    """Grid (rows, parts): each part's largest logit, the first token that has it, and the sum of the weights in it.
+
+    logits: [rows, vocab]; params: float64 [rows, 5] (temperature, top_k, top_p, min_p, noise); maxima, sums: float32
+    [rows, parts], of which sums is relative to the part's own maximum; firsts: int32 [rows, parts]. A part with NaN has
+    a maximum of infinity.
+    """
+    row, part = tl.program_id(0), tl.program_id(1)
+    token = part * PART + tl.arange(0, PART)
+    values = tl.load(logits + row.to(tl.int64) * vocab + token, mask=token < vocab, other=float("-inf")).to(tl.float32)
+    broken = tl.max((values != values).to(tl.int32), 0) > 0
+    largest = tl.max(values, 0)
+    temperature = tl.load(params + row * 5).to(tl.float32)
+    level = tl.where(largest == float("-inf"), 0.0, largest)
+    total = tl.sum(tl.exp((values - level) / tl.where(temperature > 0.0, temperature, 1.0)), 0)
+    place = row * parts + part
+    tl.store(maxima + place, tl.where(broken, float("inf"), largest))
+    tl.store(firsts + place, part * PART + tl.argmax(values, 0, tie_break_left=True))
+    tl.store(sums + place, total)
+
+
+@triton.jit
+def _weights(logits, part, largest, temperature, vocab, PART: tl.constexpr):
+    """Weights of a part's tokens, relative to the row's largest; `logits` points to the row."""
+    token = part * PART + tl.arange(0, PART)
+    values = tl.load(logits + token, mask=token < vocab, other=float("-inf")).to(tl.float32)
+    return tl.exp((values - largest) / temperature)
+
+
+@triton.jit
+def _highest_threshold(
+    logits, maxima, parts, largest, temperature, vocab, low, needed, PART: tl.constexpr, WAYS: tl.constexpr,
+    COUNT: tl.constexpr,
+):  # fmt: skip
+    """The largest threshold from `low` up, as bits, which tokens that together weigh (COUNT: number) `needed` reach.
+
+    `low` if there is none above it.
+    """
+    high = tl.full([], ABOVE_ONE, tl.int32)
+    while high - low > 1:
+        step = (high - low + WAYS - 1) // WAYS
+        tried = low + step * tl.arange(0, WAYS)
+        found = tl.zeros([WAYS], dtype=tl.float32)
+        for part in range(parts):
+            best = tl.exp((tl.load(maxima + part) - largest) / temperature)
+            if best.to(tl.int32, bitcast=True) >= low:
+                weights = _weights(logits, part, largest, temperature, vocab, PART)
+                value = tl.full([PART], 1.0, tl.float32) if COUNT else weights
+                reaches = weights.to(tl.int32, bitcast=True)[None, :] >= tried[:, None]
+                found += tl.sum(tl.where(reaches, value[None, :], 0.0), 1)
+        # The first is known to be low enough, whatever rounding makes of its sum.
+        enough = tl.maximum(tl.sum((found >= needed).to(tl.int32), 0), 1)
+        high = tl.minimum(high, low + step * enough)
+        low = low + step * (enough - 1)
+    return low
+
+
+@triton.jit
+def _sums_above(
+    logits, maxima, parts, largest, temperature, vocab, threshold, PART: tl.constexpr, PARTS: tl.constexpr
+):  # fmt: skip
+    """For each part the weight of its tokens at or above the threshold: float64 [PARTS]."""
+    index = tl.arange(0, PARTS)
+    sums = tl.zeros([PARTS], dtype=tl.float64)
+    for part in range(parts):
+        best = tl.exp((tl.load(maxima + part) - largest) / temperature)
+        if best.to(tl.int32, bitcast=True) >= threshold:
+            weights = _weights(logits, part, largest, temperature, vocab, PART)
+            kept = tl.where(weights.to(tl.int32, bitcast=True) >= threshold, weights, 0.0)
+            sums = tl.where(index == part, tl.sum(kept, 0).to(tl.float64), sums)
+    return sums
+
+
+@triton.jit
+def _first_above(weights, index, target):
+    """The first index at which the cumulated float64 weights exceed the target. Rounding may lift the target to the sum
+    itself: then the first that reaches the sum."""
+    cumulated = tl.cumsum(weights, 0)
+    last = tl.sum((cumulated < tl.max(cumulated, 0)).to(tl.int32), 0)
+    return tl.minimum(tl.sum((cumulated <= target).to(tl.int32), 0), last)
+
+
+@triton.jit
+def draw(
+    logits, params, maxima, firsts, sums, token_ids, vocab, parts,
+    PART: tl.constexpr, PARTS: tl.constexpr, WAYS: tl.constexpr,
+):  # fmt: skip
+    """Grid (rows): token_ids int64 [rows], after `scan_parts`. -1 where the largest logit is no finite number, -2 where
+    it is -inf. PARTS: a power of two, at least `parts`."""
+    row = tl.program_id(0)
+    index = tl.arange(0, PARTS)
+    maxima += row * parts
+    logits += row.to(tl.int64) * vocab
+    best = tl.load(maxima + index, mask=index < parts, other=float("-inf"))
+    largest = tl.max(best, 0)
+    token = tl.load(firsts + row * parts + tl.argmax(best, 0, tie_break_left=True))
+    token = tl.where(largest < float("inf"), token, -1)
+    token = tl.where(largest > float("-inf"), token, -2)
+    temperature = tl.load(params + row * 5).to(tl.float32)
+    if (token >= 0) & (temperature > 0.0):
+        top_k = tl.load(params + row * 5 + 1).to(tl.float32)
+        top_p = tl.load(params + row * 5 + 2).to(tl.float32)
+        min_p = tl.load(params + row * 5 + 3).to(tl.float32)
+        threshold = tl.full([], 0, tl.int32)
+        kept = tl.load(sums + row * parts + index, mask=index < parts, other=0.0)
+        kept = (kept * tl.exp((best - largest) / temperature)).to(tl.float64)
+        if top_k > 0.0:
+            threshold = _highest_threshold(
+                logits, maxima, parts, largest, temperature, vocab, threshold, top_k, PART, WAYS, True
+            )
+            kept = _sums_above(logits, maxima, parts, largest, temperature, vocab, threshold, PART, PARTS)
+        if top_p < 1.0:
+            needed = top_p * tl.sum(kept, 0).to(tl.float32)
+            threshold = _highest_threshold(
+                logits, maxima, parts, largest, temperature, vocab, threshold, needed, PART, WAYS, False
+            )
+        threshold = tl.maximum(threshold, min_p.to(tl.int32, bitcast=True))
+        if (top_p < 1.0) | (min_p > 0.0):
+            kept = _sums_above(logits, maxima, parts, largest, temperature, vocab, threshold, PART, PARTS)
+        target = tl.load(params + row * 5 + 4) * tl.sum(kept, 0)
+        part = _first_above(kept, index, target)
+        weights = _weights(logits, part, largest, temperature, vocab, PART)
+        weights = tl.where(weights.to(tl.int32, bitcast=True) >= threshold, weights, 0.0).to(tl.float64)
+        before = tl.sum(tl.where(index < part, kept, 0.0), 0)
+        token = part * PART + _first_above(weights, tl.arange(0, PART), target - before)
+    tl.store(token_ids + row, token.to(tl.int64))

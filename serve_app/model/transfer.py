@@ -1,0 +1,39 @@
+"""Copies between host and device that nobody waits for.
+
+torch's plain `.to(device)` from ordinary host memory waits until the GPU has done all that was launched before, so one
+such copy in a step is enough to have host and GPU work in turns. Page-locked memory is copied behind the host's back.
+"""
+
+from typing import Any
+
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+
+def to_device(array: npt.NDArray[Any], device: torch.device) -> Tensor:
+    """The array on the device, in order with what is launched next. On a CPU it shares the array's memory."""
+    host = torch.from_numpy(array)
+    # torch keeps page-locked memory from being used again before the copy is through.
+    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
+
+
+class ToHost:
+    """Copies of device tensors on their way to the host."""
+
+    def __init__(self, *tensors: Tensor) -> None:
+        self._arrived: torch.cuda.Event | None = None
+        self._tensors = list(tensors)
+        if any(tensor.is_cuda for tensor in tensors):
+            self._tensors = [
+                torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
+                for tensor in tensors
+            ]
+            self._arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._arrived.record()
+
+    def wait(self) -> list[Tensor]:
+        """The tensors on the host, once they are there."""
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        return self._tensors

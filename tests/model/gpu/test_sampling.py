@@ -1,0 +1,128 @@
+"""Sampling by kernels against the sampler of the CPU, which the definitions were held against."""
+
+import numpy as np
+import pytest
+import torch
+
+from serve_app.core.sampling_params import SamplingParams
+from serve_app.model.input_batch import Slot
+from serve_app.model.sampler import Sampled
+from serve_app.model.sampler import sample as on_the_host
+
+pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered in subtract")  # numpy's, in the interpreter
+
+EOS = (7,)
+DRAWN = [
+    {},
+    {"temperature": 0.3},
+    {"top_k": 1},
+    {"top_k": 40},
+    {"top_k": 600},
+    {"top_k": 100_000},
+    {"top_p": 0.1},
+    {"top_p": 0.999},
+    {"min_p": 0.05},
+    {"min_p": 1.0},
+    {"top_k": 40, "top_p": 0.7},
+    {"top_p": 0.9, "min_p": 0.2},
+    {"top_k": 500, "top_p": 0.6, "min_p": 0.1, "temperature": 1.9},
+]
+EDITED = [
+    {"repetition_penalty": 1.5},
+    {"presence_penalty": 2.0, "frequency_penalty": -1.0},
+    {"logit_bias": ((1000, 9.0), (1000, 9.0), (4, -100.0))},
+    {"min_tokens": 10, "stop_token_ids": (12, 13)},
+]
+
+
+def make_slot(seed: int, fields: dict[str, object]) -> Slot:
+    line = np.array([3, 5, 5, 11, 20, 20, 21, 0])
+    return Slot("r", seed % 3, SamplingParams(seed=seed, **fields), 4, 7, line, [])  # type: ignore[arg-type]
+
+
+def make_logits(rows: int, vocab: int = 1531) -> torch.Tensor:
+    return torch.randn(rows, vocab, generator=torch.Generator().manual_seed(rows)) * 3
+
+
+@pytest.fixture
+def sample(device: torch.device, monkeypatch: pytest.MonkeyPatch):  # type: ignore[no-untyped-def]
+    """On the device, with parts so small that rows have many."""
+    from serve_app.model.gpu import sampling
+
+    monkeypatch.setattr(sampling, "PART", 256)
+
+    def sample(logits: torch.Tensor, slots: list[Slot]) -> Sampled:
+        drawn = sampling.sample(logits.clone().to(device), slots, EOS)
+        assert drawn.token_ids.device.type == device.type
+        return drawn.resolve()
+
+    return sample
+
+
+def test_mixed_rows_agree_with_the_host(sample) -> None:  # type: ignore[no-untyped-def]
+    variants = [*DRAWN, *({"temperature": 0.0, **fields} for fields in EDITED), *EDITED]
+    slots = [make_slot(seed, {"logprobs": seed % 4, **fields}) for seed, fields in enumerate(variants)]
+    logits = make_logits(len(slots))
+    got, expected = sample(logits, slots), on_the_host(logits.clone(), slots, EOS)
+    assert got.token_ids == expected.token_ids
+    assert not got.failed
+    for i, entry in expected.logprobs.items():
+        assert got.logprobs[i].logprob == pytest.approx(entry.logprob, abs=1e-5)
+        assert [token for token, _ in got.logprobs[i].top] == [token for token, _ in entry.top]
+
+
+@pytest.mark.parametrize(
+    "fields", [{}, {"top_p": 0.8}, {"top_k": 30}, {"top_k": 9, "top_p": 0.5, "min_p": 0.1}], ids=str
+)
+def test_draws_follow_the_noise(fields: dict[str, object], sample) -> None:  # type: ignore[no-untyped-def]
+    slots = [make_slot(seed, fields) for seed in range(5)]
+    logits = make_logits(1, 700).repeat(5, 1)
+    assert sample(logits, slots).token_ids == on_the_host(logits.clone(), slots, EOS).token_ids
+
+
+def test_a_row_does_not_depend_on_the_rows_beside_it(sample) -> None:  # type: ignore[no-untyped-def]
+    slots = [make_slot(seed, fields) for seed, fields in enumerate([*DRAWN[-4:], *EDITED])]
+    logits = make_logits(len(slots), 1031)
+    together = sample(logits, slots).token_ids
+    assert [sample(logits[i : i + 1], [slot]).token_ids[0] for i, slot in enumerate(slots)] == together
+
+
+def test_equal_logits(sample) -> None:  # type: ignore[no-untyped-def]
+    """The lowest id is the most likely one, and all that are equal to the last one kept stay."""
+    slots = [make_slot(0, {"temperature": 0.0, "logprobs": 3}), *(make_slot(seed, {"top_k": 2}) for seed in range(8))]
+    logits = torch.full((len(slots), 300), -5.0)
+    logits[:, [290, 130, 140]] = 2.0
+    got = sample(logits, slots)
+    assert got.token_ids[0] == 130
+    assert [token for token, _ in got.logprobs[0].top] == [130, 140, 290]
+    assert set(got.token_ids[1:]) == {130, 140, 290}
+    assert got.token_ids == on_the_host(logits.clone(), slots, EOS).token_ids
+
+
+def test_what_is_no_number_fails_alone(sample) -> None:  # type: ignore[no-untyped-def]
+    slots = [make_slot(seed, {"logprobs": 1}) for seed in range(5)]
+    slots.append(make_slot(5, {"min_tokens": 9}))
+    logits = make_logits(len(slots), 300)
+    logits[1, 200] = torch.nan
+    logits[2, 3] = torch.inf
+    logits[3] = -torch.inf
+    logits[5] = -torch.inf
+    logits[5, 7] = 1.0
+    got, expected = sample(logits, slots), on_the_host(logits.clone(), slots, EOS)
+    assert got.failed == expected.failed
+    assert sorted(got.failed) == [1, 2, 3, 5]
+    assert sorted(got.logprobs) == [0, 4]
+    assert [got.token_ids[i] for i in (0, 4)] == [expected.token_ids[i] for i in (0, 4)]
+
+
+def test_ids_outside_the_vocabulary_are_refused(sample) -> None:  # type: ignore[no-untyped-def]
+    with pytest.raises(IndexError):
+        sample(make_logits(2, 300), [make_slot(0, {"logit_bias": ((300, 1.0),)}), make_slot(1, {})])
+
+
+def test_the_check_at_start(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    from serve_app.model.gpu import sampling
+
+    assert sampling.agrees(2000, device)
+    monkeypatch.setattr(sampling, "parameters", lambda slots: np.tile([0.0, 0, 1, 0, 0], (len(slots), 1)))
+    assert not sampling.agrees(2000, device)
