@@ -105,6 +105,10 @@ class KVCacheManager:
         count = self._missing(request, num_tokens)
         return count <= 0 or count + reserve <= self.pool.num_free
 
+    def can_all_grow(self, requests: Iterable[Request]) -> bool:
+        """Whether there is room for the next token of each."""
+        return sum(max(0, self._missing(request, 1)) for request in requests) <= self.pool.num_free
+
     def grow(self, request: Request, num_tokens: int) -> tuple[int, ...] | None:
         """Make room for the next `num_tokens`; the ids of the new blocks (perhaps none), or None without room."""
         if not self.can_grow(request, num_tokens):
@@ -117,7 +121,7 @@ class KVCacheManager:
 
     def _missing(self, request: Request, num_tokens: int) -> int:
         """Blocks that its table lacks for the next `num_tokens`; below 0 there are too many."""
-        return self.blocks_for(request.num_computed_tokens + num_tokens) - len(request.blocks)
+        return self.blocks_for(request.num_planned_tokens + num_tokens) - len(request.blocks)
 
     def _take(self, count: int, after: Block | None, room: int = 0) -> list[Block]:
         new = self.pool.allocate(count, after, room)
@@ -129,7 +133,7 @@ class KVCacheManager:
         """Return the request's table; nothing of it counts as computed any more."""
         self.pool.free(request.blocks, wanted=comes_back)
         request.blocks = []
-        request.num_computed_tokens = 0
+        request.num_computed_tokens = request.num_in_flight = request.num_awaited = 0
         request.num_published_blocks = 0
 
     def publish(self, request: Request) -> None:

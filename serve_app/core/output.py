@@ -48,6 +48,7 @@ class ScheduledRequest:
 
     `draft_token_ids`: guesses of what follows the last known token, the last of the row's `num_tokens`. After each of
     them the row yields one more token if the guess is what was sampled before it; only rows that sample have any.
+    `token_in_flight`: the row's token is what the step before it, not yet committed, samples in the same slot.
     """
 
     slot: int
@@ -60,6 +61,7 @@ class ScheduledRequest:
     is_prefill: bool
     """True while prompt (or, after preemption or failover, already known) tokens are being computed."""
     draft_token_ids: tuple[int, ...] = ()
+    token_in_flight: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -48,6 +48,7 @@ class Request:
     order: who is served first and preempted last, (priority, arrival number, choice), unique.
     max_num_tokens: prompt and output together; the request ends with LENGTH there.
     num_prefill_tokens: tokens known when it took its slot; computing those is prefill, the rest decode.
+    num_in_flight, num_awaited: tokens that steps in flight compute, and that they sample, whose ids nobody knows yet.
     """
 
     request_id: str
@@ -66,6 +67,8 @@ class Request:
     slot: int = -1
     blocks: list[Block] = field(default_factory=list)
     num_computed_tokens: int = 0
+    num_in_flight: int = 0
+    num_awaited: int = 0
     num_prefill_tokens: int = 0
     num_published_blocks: int = 0
     block_hashes: list[bytes] = field(default_factory=list)
@@ -92,9 +95,19 @@ class Request:
         return len(self.token_ids) - self.num_prompt_tokens
 
     @property
+    def num_planned_tokens(self) -> int:
+        """Tokens that are computed once no step is in flight: where its next row starts."""
+        return self.num_computed_tokens + self.num_in_flight
+
+    @property
     def is_prefilling(self) -> bool:
-        """Whether tokens known at admission are still to be computed."""
-        return self.num_computed_tokens < self.num_prefill_tokens
+        """Whether tokens known at admission are still to be planned."""
+        return self.num_computed_tokens + self.num_in_flight < self.num_prefill_tokens
+
+    @property
+    def is_ending(self) -> bool:
+        """Whether the token that a step in flight samples is the last that may come."""
+        return self.num_awaited > 0 and self.num_tokens + self.num_awaited >= self.max_num_tokens
 
     def finish_reason(self) -> FinishReason | None:
         """Whether the last token ends this choice. Below `min_tokens` a stop token is only a token."""
@@ -104,7 +117,12 @@ class Request:
         return FinishReason.LENGTH if self.num_tokens >= self.max_num_tokens else None
 
     def draft(self, at_most: int, min_chance: float) -> tuple[int, ...]:
-        """Guesses of the next tokens. The last that may come is not among them: it comes out of the one before it."""
+        """Guesses of the next tokens, while the last one is known.
+
+        The last that may come is not among them: it comes out of the one before it.
+        """
+        if self.num_awaited:
+            return ()
         at_most = min(at_most, self.max_num_tokens - self.num_tokens - 1)
         return self.lookup.propose(self.token_ids, at_most, min_chance) if at_most > 0 else ()
 

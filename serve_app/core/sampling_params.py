@@ -92,6 +92,11 @@ class SamplingParams:
         """Whether the most likely token is taken, without noise."""
         return self.temperature == 0.0
 
+    @property
+    def has_penalties(self) -> bool:
+        """Whether the tokens so far, and not only their number, change what is chosen next."""
+        return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+
     def check_vocab(self, vocab_size: int) -> None:
         """Raise `InvalidRequestError` when a token id lies outside the logits (`vocab_size` = their width)."""
         for name, ids in (("stop_token_ids", self.stop_token_ids), ("logit_bias", [i for i, _ in self.logit_bias])):

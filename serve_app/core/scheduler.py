@@ -12,10 +12,15 @@ While few requests decode, their rows go on with draft tokens, which the runner 
 take nothing that anybody else needs: no block of the last ones, no preemption, at most half of a step's tokens. All
 rows wait for a draft, which is one row's gain: the more rows there are, the likelier it must be.
 
+A step may be planned while the one before it is in flight: rows of both then go on with a token whose id nobody knows
+yet. What cannot be planned without that id waits for the commit. A row whose request turns out to have ended is
+computed for nothing, and dropped. Its blocks are given away at once, because the device runs steps in their order.
+
 Decides nothing about text, sampling or the device. Same calls, same outputs.
 """
 
 from bisect import bisect_left, insort
+from collections import deque
 from dataclasses import replace
 from heapq import heappop, heappush
 from operator import attrgetter
@@ -68,7 +73,7 @@ class Scheduler:
         self._free_slots = list(range(config.max_num_seqs))  # a heap: the lowest is taken first
         self._choices: dict[str, list[Request]] = {}
         self._early_deltas: list[TokenDelta] = []
-        self._in_flight: tuple[int, list[Request]] | None = None
+        self._in_flight: deque[tuple[int, StepPlan]] = deque()
         self._num_arrivals = 0
         self._num_steps = 0
 
@@ -118,10 +123,15 @@ class Scheduler:
 
     # ---------------------------------------------------------------------------------------------- planning
     def schedule(self, now: float) -> SchedulerOutput:
-        """Plan the next step; `update` must follow before the next plan, unless the plan has no rows."""
-        if self._in_flight is not None:
-            raise RuntimeError("schedule() while a step is in flight: call update() first")
+        """Plan the next step, to be followed by its `update` unless it has no rows.
+
+        One step may be in flight meanwhile. Then a plan without rows means: first commit that one.
+        """
+        if len(self._in_flight) > 1:
+            raise RuntimeError("schedule() while two steps are in flight: call update() first")
         plan = StepPlan(self.config.max_num_batched_tokens)
+        if self._in_flight and self._must_wait(self._in_flight[0][1]):
+            return plan.finish(self._num_steps, (), gate_open=False)
         while len(self._running) > self.config.max_num_seqs:
             self._preempt(pick_victim(self._running), plan)
         # Where nobody can decode this plans nothing, and says so to the gate.
@@ -135,10 +145,22 @@ class Scheduler:
             self._schedule_decodes(plan)
         output = plan.finish(self._num_steps, self._kv.take_copies(), gate_open)
         if plan.rows:
-            self._in_flight = output.step, plan.requests
+            self._in_flight.append((output.step, plan))
             self._num_steps += 1
             self._gate.step_done()
         return output
+
+    def _must_wait(self, in_flight: StepPlan) -> bool:
+        """Whether the step in flight must be committed first: its drafts leave open where its rows end, penalties
+        count the tokens it samples, or somebody would be preempted, which the commit may make unnecessary."""
+        running = self._running
+        if len(running) > self.config.max_num_seqs or any(row.draft_token_ids for row in in_flight.rows):
+            return True
+        if any(request.num_awaited and request.params.has_penalties for request in running):
+            return True
+        return self._kv.pool.num_free < len(running) and not self._kv.can_all_grow(
+            request for request in running if not (request.is_prefilling or request.is_ending)
+        )
 
     def _schedule_decodes(self, plan: StepPlan) -> None:
         """One token for everyone whose known tokens are computed; whoever needs a block and finds none preempts.
@@ -151,7 +173,7 @@ class Scheduler:
         while position < len(self._running):
             request = self._running[position]
             position += 1
-            if request.is_prefilling:
+            if request.is_prefilling or request.is_ending:
                 continue
             drafts = request.draft(max_drafts(self.config, num_decodes), self.config.token_cost * num_decodes)
             if not self._kv.can_grow(request, 1 + len(drafts), reserve=len(self._running)):
@@ -221,10 +243,10 @@ class Scheduler:
         """
         deltas, self._early_deltas = self._early_deltas, []
         if output.rows:
-            if self._in_flight is None or self._in_flight[0] != output.step:
-                raise RuntimeError(f"update() for step {output.step}, which is not in flight")
-            requests, self._in_flight = self._in_flight[1], None
-            for i, (row, request) in enumerate(zip(output.rows, requests, strict=True)):
+            if not self._in_flight or self._in_flight[0][0] != output.step:
+                raise RuntimeError(f"update() for step {output.step}, which is not the oldest in flight")
+            _, plan = self._in_flight.popleft()
+            for i, (row, request) in enumerate(zip(output.rows, plan.requests, strict=True)):
                 if request.status is RequestStatus.RUNNING:  # else aborted meanwhile, or failed by a sibling's row
                     self._commit_row(i, row, request, result, deltas)
         for delta in deltas:
@@ -235,6 +257,8 @@ class Scheduler:
     def _commit_row(
         self, i: int, row: ScheduledRequest, request: Request, result: ModelRunnerOutput, deltas: list[TokenDelta]
     ) -> None:
+        request.num_in_flight -= row.num_tokens
+        request.num_awaited -= row.samples
         token_ids = result.token_ids[i]
         error = result.failed.get(i) or _token_error(row, token_ids, self.config.vocab_size)
         if error is not None:

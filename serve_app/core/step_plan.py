@@ -21,8 +21,12 @@ class StepPlan:
 
     def add_row(self, request: Request, new_block_ids: tuple[int, ...] = (), drafts: tuple[int, ...] = ()) -> None:
         """Let `request` compute as many of its tokens as the budget allows; or its last one, and `drafts` behind it."""
-        start = request.num_computed_tokens
-        num_tokens = min(request.num_tokens + len(drafts) - start, self.budget)
+        start, is_prefill, in_flight = request.num_planned_tokens, request.is_prefilling, request.num_awaited
+        known = request.num_tokens + in_flight
+        num_tokens = min(known + len(drafts) - start, self.budget)
+        samples = start + num_tokens >= known
+        request.num_in_flight += num_tokens
+        request.num_awaited += samples
         self.budget -= num_tokens
         self.requests.append(request)
         self.rows.append(
@@ -33,9 +37,10 @@ class StepPlan:
                 start=start,
                 num_tokens=num_tokens,
                 new_block_ids=new_block_ids,
-                samples=start + num_tokens >= request.num_tokens,
-                is_prefill=request.is_prefilling,
+                samples=samples,
+                is_prefill=is_prefill,
                 draft_token_ids=drafts,
+                token_in_flight=in_flight > 0,
             )
         )
 

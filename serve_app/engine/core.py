@@ -9,8 +9,9 @@ import secrets
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from typing import Literal
 
-from serve_app.core.output import ModelRunnerOutput, SchedulerOutput, SchedulerStats, StepRecord, TokenDelta
+from serve_app.core.output import SchedulerOutput, SchedulerStats, StepRecord, TokenDelta
 from serve_app.core.policy import SchedulerConfig, SchedulerKnobs
 from serve_app.core.request import EngineRequest
 from serve_app.core.scheduler import Scheduler
@@ -18,7 +19,7 @@ from serve_app.errors import ConfigError
 from serve_app.model.kv_cache import available_memory, fitting_blocks
 from serve_app.model.loader import ModelOptions, load_model
 from serve_app.model.paged_model import PagedModel
-from serve_app.model.runner import ModelRunner, set_num_threads
+from serve_app.model.runner import ModelRunner, Pending, set_num_threads
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +37,8 @@ class EngineConfig(SchedulerKnobs):
 
     kv_cache_gib caps the KV pool (None: no cap on a GPU, 4 GiB on a CPU); memory_fraction is the part of the memory
     left after loading and warming up that the pool may take. max_num_waiting: requests beyond the seats that an
-    `AsyncEngine` accepts. num_threads: CPU threads of the model (None: torch's choice).
+    `AsyncEngine` accepts. num_threads: CPU threads of the model (None: torch's choice). overlap: launch a step before
+    the tokens of the one before are read, and so without drafts (auto: on a GPU; on a CPU the model takes the cores).
     """
 
     model: ModelOptions = field(default_factory=ModelOptions)
@@ -44,6 +46,7 @@ class EngineConfig(SchedulerKnobs):
     memory_fraction: float = 0.8
     max_num_waiting: int = 256
     num_threads: int | None = None
+    overlap: Literal["auto", "on", "off"] = "auto"
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +62,16 @@ class ModelInfo:
     dtype: str
     device: str
     backend: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """A step in flight, when it was begun, and how long planning it took; seconds."""
+
+    output: SchedulerOutput
+    pending: Pending
+    started_at: float
+    schedule_s: float
 
 
 class EngineCore:
@@ -79,6 +92,9 @@ class EngineCore:
         self.config = config
         self._on_step = on_step
         self._observer_failed = False
+        self._overlap = config.overlap == "on" or (config.overlap == "auto" and model.device.type == "cuda")
+        self._in_flight: _Step | None = None
+        self._ended_at = 0.0
         self._runner = ModelRunner(model, config.max_num_seqs)
         progress("warming up")
         num_blocks = self._size_pool(model)
@@ -141,8 +157,8 @@ class EngineCore:
 
     @property
     def has_unfinished(self) -> bool:
-        """Whether any request waits or runs."""
-        return self._scheduler.has_unfinished
+        """Whether any request waits or runs, or a step is in flight."""
+        return self._scheduler.has_unfinished or self._in_flight is not None
 
     def stats(self) -> SchedulerStats:
         """The state between steps."""
@@ -157,26 +173,43 @@ class EngineCore:
         self._scheduler.check_invariants()
 
     def step(self) -> list[TokenDelta] | None:
-        """Run one step; None when nothing could be scheduled. Raises only when the engine itself is broken."""
+        """Run one step; with overlap, launch one and finish the one before. The news of the one that ended.
+
+        None when nothing could be scheduled and nothing is in flight. Raises only when the engine itself is broken.
+        """
         started_at = self.clock()
         output = self._scheduler.schedule(started_at)
-        if not output.rows:
-            return None
-        scheduled_at = self.clock()
-        result = self._runner.execute(output)
-        executed_at = self.clock()
-        deltas = self._scheduler.update(output, result)
+        launched = None
+        if output.rows:
+            schedule_s = self.clock() - started_at
+            launched = _Step(output, self._runner.execute(output), started_at, schedule_s)
+        due = launched
+        if self._overlap:
+            due, self._in_flight = self._in_flight, launched
+        if due is not None:
+            return self._finish(due)
+        return None if launched is None else []
+
+    def _finish(self, step: _Step) -> list[TokenDelta]:
+        """Wait for a step, commit and report it."""
+        result = step.pending.resolve()
+        resolved_at = self.clock()
+        deltas = self._scheduler.update(step.output, result)
         updated_at = self.clock()
+        # A step that was launched while another ran has its time from the end of that one on.
+        started_at, self._ended_at = max(step.started_at, self._ended_at), updated_at
         if self._on_step is not None:
-            times = (started_at, scheduled_at - started_at, executed_at - scheduled_at, updated_at - executed_at)
-            self._report(self._on_step, self._record(output, result, deltas, times))
+            model_s = max(0.0, resolved_at - started_at - step.schedule_s)
+            times = (started_at, step.schedule_s, model_s, updated_at - resolved_at)
+            num_accepted = sum(len(token_ids) - 1 for token_ids in result.token_ids if token_ids)
+            self._report(self._on_step, self._record(step.output, deltas, num_accepted, times))
         return deltas
 
     def _record(
         self,
         output: SchedulerOutput,
-        result: ModelRunnerOutput,
         deltas: list[TokenDelta],
+        num_accepted: int,
         times: tuple[float, float, float, float],
     ) -> StepRecord:
         started_at, schedule_s, model_s, update_s = times
@@ -199,7 +232,7 @@ class EngineCore:
             gate_open=output.gate_open,
             stats=self._scheduler.stats(),
             num_draft_tokens=sum(len(row.draft_token_ids) for row in output.rows),
-            num_accepted_tokens=sum(len(token_ids) - 1 for token_ids in result.token_ids if token_ids),
+            num_accepted_tokens=num_accepted,
         )
 
     def _report(self, observer: OnStep, record: StepRecord) -> None:

@@ -18,8 +18,8 @@ Int64Array = npt.NDArray[np.int64]
 
 @dataclass(slots=True)
 class Slot:
-    """One running choice. `token_ids` is the slot's line of the batch's table; the first `num_tokens` are known, and
-    while a step with draft tokens runs, these stand behind them."""
+    """One running choice. `token_ids` is the slot's line of the batch's table; the first `num_tokens` are there,
+    but for those that a step in flight samples. While a step with draft tokens runs, these stand behind them."""
 
     request_id: str
     choice: int
@@ -34,11 +34,6 @@ class Slot:
         """Output tokens known so far, those of a failed-over run included."""
         return self.num_tokens - self.num_prompt_tokens
 
-    def append(self, token_ids: Sequence[int]) -> None:
-        """Remember sampled tokens."""
-        self.token_ids[self.num_tokens : self.num_tokens + len(token_ids)] = token_ids
-        self.num_tokens += len(token_ids)
-
     def ahead(self, count: int) -> "Slot":
         """This slot as it will be if its first `count` drafts are right."""
         return replace(self, num_tokens=self.num_tokens + count) if count else self
@@ -49,7 +44,8 @@ class PackedRow:
     """One step's tokens, all requests behind one another: T tokens of R rows, no padding.
 
     `host`: int64 [3, T], the lines being input ids, positions and slot mapping (one array, so that it reaches the
-    device in one copy). Row i owns tokens [query_starts[i], query_starts[i + 1]).
+    device in one copy). Row i owns tokens [query_starts[i], query_starts[i + 1]). An id that a step in flight samples
+    in slot s is -1 - s; `has_unknown_ids` says whether there are any.
     """
 
     rows: tuple[ScheduledRequest, ...]
@@ -58,6 +54,7 @@ class PackedRow:
     query_starts: list[int]
     kv_lens: list[int]
     block_tables: list[Sequence[int]]
+    has_unknown_ids: bool
 
 
 class InputBatch:
@@ -97,6 +94,8 @@ class InputBatch:
         positions = host[1]
         positions[:] = np.arange(total) + np.repeat(starts - ends + counts, counts)
         host[0] = self._token_ids[slot_of_token, positions]
+        unknown = np.array([row.token_in_flight for row in rows])
+        host[0, ends[unknown] - 1] = -1 - slots[unknown]
         block, offset = np.divmod(positions, self.block_size)
         host[2] = self._block_tables[slot_of_token, block] * self.block_size + offset
         seated = tuple(self._slot(row.slot) for row in rows)
@@ -107,7 +106,16 @@ class InputBatch:
             query_starts=[0, *ends.tolist()],
             kv_lens=(starts + counts).tolist(),
             block_tables=[slot.block_ids for slot in seated],
+            has_unknown_ids=bool(unknown.any()),
         )
+
+    def remember(self, row: ScheduledRequest, slot: Slot, token_ids: Sequence[int]) -> None:
+        """Write down what `row` of `slot` sampled. The slot may have been given to somebody else meanwhile."""
+        if self._slots[row.slot] is slot:
+            end = row.start + row.num_tokens - len(row.draft_token_ids)
+            slot.token_ids[end : end + len(token_ids)] = token_ids
+            if row.draft_token_ids:
+                slot.num_tokens = end + len(token_ids)
 
     def _start(self, start: SlotStart) -> None:
         line = self._token_ids[start.slot]

@@ -3,13 +3,17 @@
 Decides: how host arrays reach the device, in which slices prompt log-probabilities are computed, and whose fault a
 failing step is. Does not decide what runs (the scheduler) or how attention works (the backend).
 Order of side effects in a step: slots and block tables, block copies, keys and values of the row, sampled tokens.
+
+A step may be executed before the one before it is resolved: the ids that this one samples are on the device, where the
+next one's rows find them by their slot.
 """
 
 import itertools
 import logging
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -18,7 +22,7 @@ from serve_app.core.output import ModelRunnerOutput, ScheduledRequest, Scheduler
 from serve_app.model.attention.base import AttentionBatch
 from serve_app.model.input_batch import InputBatch, PackedRow, Slot
 from serve_app.model.paged_model import PagedModel
-from serve_app.model.sampler import rank, sample
+from serve_app.model.sampler import Sampled, rank, sample
 
 logger = logging.getLogger(__name__)
 
@@ -27,11 +31,19 @@ _LOGITS_PER_SLICE = 2**23
 
 
 @dataclass(frozen=True, slots=True)
-class Pending:
+class Forwarded:
     """A forward pass on its way: the packed row and its hidden states [T, hidden]."""
 
     packed: PackedRow
     hidden: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Pending:
+    """A step on its way."""
+
+    resolve: Callable[[], ModelRunnerOutput]
+    """Waits for the step. Steps are resolved in the order in which they were executed, each once."""
 
 
 class ModelRunner:
@@ -45,6 +57,7 @@ class ModelRunner:
         self.model = model
         self._batch = InputBatch(max_num_seqs, model.max_model_len, model.block_size)
         self._scratch_block = 0
+        self._sampled_ids = torch.zeros(max_num_seqs, dtype=torch.int64, device=model.device)  # the last, by slot
 
     def allocate_kv_cache(self, num_blocks: int) -> None:
         """A pool for a scheduler of `num_blocks` blocks, and one block more that only `probe` writes."""
@@ -58,18 +71,20 @@ class ModelRunner:
         for size in reversed(sizes[: bisect_left(sizes, max_num_seqs) + 1]):
             self.probe(size, size)
 
-    def execute(self, output: SchedulerOutput) -> ModelRunnerOutput:
-        """Run one step."""
+    def execute(self, output: SchedulerOutput) -> Pending:
+        """Launch one step. One may be unresolved before it, unless that has drafts or a row here has penalties, which
+        count tokens on the host."""
         self._batch.apply(output)
         if output.block_copies:
             self.model.copy_blocks(output.block_copies)
         try:
             return self.sample(self.forward(output.rows))
         except Exception as error:
-            return self._run_one_by_one(output.rows, error)
+            result = self._run_one_by_one(output.rows, error)
+            return Pending(lambda: result)
 
     @torch.inference_mode()
-    def forward(self, rows: Sequence[ScheduledRequest]) -> Pending:
+    def forward(self, rows: Sequence[ScheduledRequest]) -> Forwarded:
         """Launch the forward pass of `rows`, whose slots and blocks are in place. Writes their keys and values."""
         packed = self._batch.pack(rows)
         device_rows = torch.from_numpy(packed.host).to(self.model.device)
@@ -79,46 +94,58 @@ class ModelRunner:
             block_tables=packed.block_tables,
             slot_mapping=device_rows[2],
         )
-        return Pending(packed, self.model.forward(device_rows[0], device_rows[1], batch))
+        input_ids = device_rows[0]
+        if packed.has_unknown_ids:
+            known = self._sampled_ids[(-1 - input_ids).clamp_min(0)]
+            input_ids = torch.where(input_ids < 0, known, input_ids)
+        return Forwarded(packed, self.model.forward(input_ids, device_rows[1], batch))
 
     @torch.inference_mode()
-    def sample(self, pending: Pending) -> ModelRunnerOutput:
-        """Finish a forward pass: tokens for each row that samples, and the log-probabilities asked for."""
-        packed = pending.packed
-        token_ids, logprobs, failed = self._sample_rows(pending)
+    def sample(self, forwarded: Forwarded) -> Pending:
+        """Launch the rest of a step: tokens for each row that samples, and the log-probabilities asked for."""
+        packed = forwarded.packed
+        sampled, seats = self._sample_rows(forwarded)
         prompt_logprobs = {
             i: entries
             for i, slot in enumerate(packed.slots)
-            if slot.params.prompt_logprobs is not None and (entries := self._prompt_logprobs(pending, i))
+            if slot.params.prompt_logprobs is not None and (entries := self._prompt_logprobs(forwarded, i))
         }
         # Last, so that a row that has to be run again after an exception finds its history unchanged.
-        for slot, chosen in zip(packed.slots, token_ids, strict=True):
-            slot.append(chosen)
-        return ModelRunnerOutput(tuple(token_ids), logprobs, prompt_logprobs, failed)
+        for row, slot in zip(packed.rows, packed.slots, strict=True):
+            slot.num_tokens += row.samples
+        if len(seats):
+            self._sampled_ids[seats] = torch.as_tensor(sampled.token_ids, device=seats.device).clamp_min(0)
+        return Pending(partial(self._resolve, packed, sampled, prompt_logprobs))
 
-    def _sample_rows(
-        self, pending: Pending
-    ) -> tuple[list[tuple[int, ...]], dict[int, tuple[TokenLogprob, ...]], dict[int, str]]:
-        """New tokens of each row, their log-probabilities, and what went wrong, by row.
+    def _sample_rows(self, forwarded: Forwarded) -> tuple[Sampled, Tensor]:
+        """New tokens of the rows that sample, behind one another, and the slot of each.
 
         A token is sampled after a row's last known token and after each of its drafts, as if the drafts before it were
         right. Up to the first that differs from its draft, these are what steps without drafts would have sampled.
         """
-        packed = pending.packed
-        token_ids: list[tuple[int, ...]] = []
-        logprobs: dict[int, tuple[TokenLogprob, ...]] = {}
-        failed: dict[int, str] = {}
+        packed = forwarded.packed
         positions: list[int] = []
+        seats: list[int] = []
         slots: list[Slot] = []
         for row, slot, end in zip(packed.rows, packed.slots, packed.query_starts[1:], strict=True):
             if row.samples:
                 ahead = range(len(row.draft_token_ids) + 1)
                 positions += range(end - len(ahead), end)
+                seats += [row.slot] * len(ahead)
                 slots += map(slot.ahead, ahead)
+        index = torch.tensor([positions, seats], device=forwarded.hidden.device)
         if not positions:
-            return [()] * len(packed.rows), logprobs, failed
-        index = torch.tensor(positions, device=pending.hidden.device)
-        sampled = sample(self.model.compute_logits(pending.hidden[index]), slots, self.model.eos_token_ids)
+            return Sampled([]), index[1]
+        sampled = sample(self.model.compute_logits(forwarded.hidden[index[0]]), slots, self.model.eos_token_ids)
+        return sampled, index[1]
+
+    def _resolve(
+        self, packed: PackedRow, sampled: Sampled, prompt_logprobs: dict[int, tuple[TokenLogprob, ...]]
+    ) -> ModelRunnerOutput:
+        """Wait for the tokens, write them down, and give each row its own."""
+        token_ids: list[tuple[int, ...]] = []
+        logprobs: dict[int, tuple[TokenLogprob, ...]] = {}
+        failed: dict[int, str] = {}
         first = 0
         for i, row in enumerate(packed.rows):
             kept = sampled.accept(first, row.draft_token_ids) if row.samples else range(0)
@@ -129,18 +156,20 @@ class ModelRunner:
                 if not kept:
                     failed[i] = sampled.failed[first]
                 first += len(row.draft_token_ids) + 1
-        return token_ids, logprobs, failed
+                self._batch.remember(row, packed.slots[i], token_ids[i])
+        return ModelRunnerOutput(tuple(token_ids), logprobs, prompt_logprobs, failed)
 
-    def _prompt_logprobs(self, pending: Pending, index: int) -> tuple[TokenLogprob, ...]:
+    def _prompt_logprobs(self, forwarded: Forwarded, index: int) -> tuple[TokenLogprob, ...]:
         """Log-probabilities of the prompt tokens that row `index`'s positions predict."""
-        row, slot = pending.packed.rows[index], pending.packed.slots[index]
+        packed = forwarded.packed
+        row, slot = packed.rows[index], packed.slots[index]
         end = min(row.start + row.num_tokens, slot.num_prompt_tokens - 1)
-        offset = pending.packed.query_starts[index] - row.start
+        offset = packed.query_starts[index] - row.start
         step = max(1, _LOGITS_PER_SLICE // self.model.vocab_size)
         entries: list[TokenLogprob] = []
         for begin in range(row.start, end, step):
             stop = min(begin + step, end)
-            logits = self.model.compute_logits(pending.hidden[offset + begin : offset + stop])
+            logits = self.model.compute_logits(forwarded.hidden[offset + begin : offset + stop])
             following: list[int] = slot.token_ids[begin + 1 : stop + 1].tolist()
             num_top = slot.params.prompt_logprobs or 0
             entries += rank(logits.log_softmax(-1), following, [num_top] * len(following))
@@ -154,7 +183,7 @@ class ModelRunner:
         failed: dict[int, str] = {}
         for i, row in enumerate(rows):
             try:
-                result = self.sample(self.forward([row]))
+                result = self.sample(self.forward([row])).resolve()
             except Exception:
                 # The client reads `failed`, the operator the log: an exception's text may hold paths.
                 logger.exception("the model failed on request %r", row.request_id)

@@ -189,11 +189,14 @@ class Stream:
 class Driver:
     """A scheduler, a runner and the readers of all streams; checks the scheduler's state after every call.
 
-    Every call also goes to a twin: same calls, same outputs.
+    Every call also goes to a twin: same calls, same outputs. With `overlap` a step is planned and run before the one
+    before it is committed.
     """
 
-    def __init__(self, config: SchedulerConfig) -> None:
+    def __init__(self, config: SchedulerConfig, *, overlap: bool = False) -> None:
         self.config = config
+        self.overlap = overlap
+        self.in_flight: tuple[SchedulerOutput, ModelRunnerOutput] | None = None
         self.scheduler = Scheduler(config)
         self.twin = Scheduler(config)
         self.runner = FakeRunner(config)
@@ -227,33 +230,57 @@ class Driver:
         failing: Callable[[SchedulerOutput], Collection[int]] = lambda output: (),
         meanwhile: Callable[[], None] = lambda: None,
     ) -> SchedulerOutput:
-        """One step; `meanwhile` runs while it is in flight."""
+        """Plan and run a step, and commit it, or with overlap the one before; `meanwhile` runs while in flight."""
         named = set(self.scheduler._kv.prefix_cache._blocks)
         output = self.scheduler.schedule(self.now)
         assert self.twin.schedule(self.now) == output
         self.scheduler.check_invariants()
         assert set(self.scheduler._kv.prefix_cache._blocks) <= named, "planning published a block"
         output = pickle.loads(pickle.dumps(output))
-        result = self.runner.execute(output, failing(output))
+        self._check_tokens_in_flight(output)
+        step = output, self.runner.execute(output, failing(output))
         meanwhile()
+        if self.overlap:
+            due, self.in_flight = self.in_flight, step if output.rows else None
+        else:
+            due = step
+        if due is not None:
+            self._commit(*due)
+        self.outputs.append(output)
+        return output
+
+    def _check_tokens_in_flight(self, output: SchedulerOutput) -> None:
+        before = () if self.in_flight is None else self.in_flight[0].rows
+        sampled = {(row.slot, row.request_id, row.choice) for row in before if row.samples}
+        sampled -= {(start.slot, start.request_id, start.choice) for start in output.slot_starts}
+        for row in output.rows:
+            assert row.token_in_flight == ((row.slot, row.request_id, row.choice) in sampled)
+
+    def settle(self) -> None:
+        """Commit the step in flight, if there is one."""
+        due, self.in_flight = self.in_flight, None
+        if due is not None:
+            self._commit(*due)
+
+    def _commit(self, output: SchedulerOutput, result: ModelRunnerOutput) -> None:
         deltas = self.scheduler.update(output, result)
         assert self.twin.update(output, result) == deltas
         for delta in deltas:
             self.streams[delta.request_id, delta.choice].receive(delta)
         self.scheduler.check_invariants()
-        self.outputs.append(output)
-        return output
 
     def drain(self, max_steps: int = 5000) -> None:
         """Step until all is done; time passes only where the scheduler waits for it."""
         while self.scheduler.has_unfinished:
+            was_idle = self.in_flight is None
             output = self.step()
-            if not output.rows and self.scheduler.has_unfinished:
+            if not output.rows and was_idle and self.scheduler.has_unfinished:
                 wake_at = self.scheduler.wake_at()
                 assert wake_at is not None, "an idle scheduler with work must say when it goes on"
                 self.now = wake_at
             max_steps -= 1
             assert max_steps > 0, "no progress"
+        self.settle()
         assert self.scheduler.stats().blocks_used == 0
 
     def run(self, *requests: EngineRequest) -> dict[tuple[str, int], Stream]:

@@ -581,14 +581,17 @@ def test_calls_out_of_order_are_refused() -> None:
     driver = Driver(make_config())
     scheduler = driver.scheduler
     scheduler.add(make_request("a"), 0.0)
-    output = scheduler.schedule(0.0)
-    with pytest.raises(RuntimeError, match="in flight"):
+    first, second = scheduler.schedule(0.0), scheduler.schedule(0.0)
+    with pytest.raises(RuntimeError, match="two steps are in flight"):
         scheduler.schedule(0.0)
-    with pytest.raises(RuntimeError, match="not in flight"):
-        scheduler.update(replace(output, step=7), ModelRunnerOutput(((1,),)))
-    scheduler.update(output, ModelRunnerOutput(((1,),)))
-    with pytest.raises(RuntimeError, match="not in flight"):
-        scheduler.update(output, ModelRunnerOutput(((1,),)))
+    with pytest.raises(RuntimeError, match="not the oldest in flight"):
+        scheduler.update(second, ModelRunnerOutput(((1,),)))
+    scheduler.update(first, ModelRunnerOutput(((1,),)))
+    with pytest.raises(RuntimeError, match="not the oldest in flight"):
+        scheduler.update(first, ModelRunnerOutput(((1,),)))
+    scheduler.update(second, ModelRunnerOutput(((1,),)))
+    with pytest.raises(RuntimeError, match="not the oldest in flight"):
+        scheduler.update(second, ModelRunnerOutput(((1,),)))
 
 
 def test_stats_and_ratio() -> None:

@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 
 from serve_app.core.output import ScheduledRequest, SchedulerOutput, SlotStart
@@ -42,7 +44,9 @@ def test_sampled_tokens_and_new_blocks_are_inputs_of_the_next_step() -> None:
     batch = InputBatch(max_num_seqs=1, max_model_len=8, block_size=BLOCK)
     first = step([row(0, 0, 4)], [start(0, [1, 2, 3, 4], (5,), 4)])
     batch.apply(first)
-    batch.pack(first.rows).slots[0].append([77])
+    slot = batch.pack(first.rows).slots[0]
+    slot.num_tokens += 1
+    batch.remember(first.rows[0], slot, [77])
     second = step([row(0, 4, 1, (2,))], [])
     batch.apply(second)
     packed = batch.pack(second.rows)
@@ -59,8 +63,36 @@ def test_a_slots_next_owner_inherits_nothing() -> None:
     packed = batch.pack(output.rows)
     assert packed.host.tolist() == [[50, 51], [0, 1], [28, 29]]
     assert list(packed.block_tables[0]) == [7]
-    packed.slots[0].append([52])
+    batch.remember(output.rows[0], packed.slots[0], [52])
     assert packed.slots[0].token_ids[:3].tolist() == [50, 51, 52]
+
+
+def test_what_is_sampled_for_a_slots_last_owner_is_not_the_next_ones() -> None:
+    batch = InputBatch(max_num_seqs=1, max_model_len=12, block_size=BLOCK)
+    first = step([row(0, 0, 3)], [start(0, range(3), (1,), 3)])
+    batch.apply(first)
+    owner = batch.pack(first.rows).slots[0]
+    batch.apply(step([row(0, 0, 5)], [start(0, range(50, 55), (1, 2), 5)]))
+    batch.remember(first.rows[0], owner, [77])
+    assert batch.pack([row(0, 0, 5)]).host[0].tolist() == [50, 51, 52, 53, 54]
+
+
+def test_ids_in_flight_are_looked_up_by_their_slot() -> None:
+    batch = InputBatch(max_num_seqs=3, max_model_len=12, block_size=BLOCK)
+    output = step(
+        [row(1, 0, 3), row(2, 0, 2), row(0, 0, 1)],
+        [start(1, range(20, 23), (1,), 3), start(2, range(30, 32), (2,), 2), start(0, [40, 41], (3,), 2)],
+    )
+    batch.apply(output)
+    assert not batch.pack(output.rows).has_unknown_ids
+    ahead = [
+        replace(row(1, 3, 1), token_in_flight=True),
+        replace(row(2, 2, 1), token_in_flight=True),
+        row(0, 1, 1),
+    ]
+    packed = batch.pack(ahead)
+    assert packed.has_unknown_ids
+    assert packed.host.tolist() == [[-2, -3, 41], [3, 2, 1], [1 * 4 + 3, 2 * 4 + 2, 3 * 4 + 1]]
 
 
 def test_the_last_token_of_a_full_context_has_room() -> None:
@@ -68,8 +100,8 @@ def test_the_last_token_of_a_full_context_has_room() -> None:
     output = step([row(0, 0, 4)], [start(0, range(4), (1,), 3)])
     batch.apply(output)
     packed = batch.pack(output.rows)
-    packed.slots[0].append([9])
-    assert packed.slots[0].num_output_tokens == 2
+    batch.remember(output.rows[0], packed.slots[0], [9])
+    assert packed.slots[0].token_ids.tolist() == [0, 1, 2, 3, 9]
 
 
 def test_a_row_without_a_slot_is_a_bug_and_says_so() -> None:
