@@ -60,6 +60,23 @@ def test_float_products(kernels: Kernels, format: Format, rows: int, threads: No
     check(got, weight, x, bias)
 
 
+@pytest.mark.parametrize("format", list(Format))
+def test_exact_products_are_as_near_to_the_truth_as_floats(kernels: Kernels, format: Format) -> None:
+    """Also where one activation of a group is a thousand times the others."""
+    weight = random_weight(format, 64, 1536)
+    x = torch.randn(16, 1536)
+    x[:, ::96] *= 1000
+    expected = x.double() @ weight.double().T
+    got = kernels.linear(packed(kernels, weight, None, format), x, int8=False)
+    floats = torch.nn.functional.linear(x, weight)
+    # One product after the other: what float arithmetic costs without the many partial sums of a library.
+    chain = torch.zeros(16, 64)
+    for k in range(1536):
+        chain = torch.addcmul(chain, x[:, k : k + 1], weight[:, k])
+    error, by_floats, by_chain = ((y.double() - expected).square().mean().sqrt() for y in (got, floats, chain))
+    assert error <= max(by_floats, by_chain) * 1.05
+
+
 @pytest.mark.parametrize("shape", ODD_SHAPES)
 @pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 6, 7, 97])
 @pytest.mark.parametrize("format", [Format.Q8, Format.Q4])

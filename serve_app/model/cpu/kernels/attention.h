@@ -19,18 +19,19 @@
 #include "threads.h"
 #include "vec.h"
 
-/* AVX-512 has 32 registers, the others 16. */
+/* Tiles of both products: so many rows times so many vectors. AVX-512 has 32 registers, the others 16. */
+#define ROWS 6
 #if defined(BUILD_AVX512)
-#define ROWS 8
+#define WIDTH 4
 #else
-#define ROWS 4
+#define WIDTH 2
 #endif
 
 enum {
     PAGE = 16,
     ROUND = 64,
     PAGES = ROUND / PAGE,
-    TASK_ROWS = 64, /* rows of a task, unless a single query has more */
+    TASK_ROWS = 96, /* rows of a task, unless a single query has more */
 };
 
 struct attention {
@@ -106,38 +107,40 @@ SPECIALIZED const void *page_of(const void *cache, int64_t page, int64_t size, c
     return (const char *)cache + page * size * (half ? 2 : 4);
 }
 
-/* Scores of `rows` queries with `pages` pages of keys. */
-SPECIALIZED void score_pages(const int rows, const int pages, const int half, const float *query, int head_dim,
-                             const void *const *keys, float *score) {
-    enum { PARTS = PAGE / LANES };
-    vec total[ROWS][2 * PARTS] = {0};
+/* Scores of `rows` queries with the keys in `width` vectors, of which the first begins at key `first` of the round. */
+SPECIALIZED void score_keys(const int rows, const int width, const int half, const float *query, int head_dim,
+                            const void *const *keys, int first, float *score) {
+    vec total[ROWS][WIDTH] = {0};
     for (int d = 0; d < head_dim; d++) {
-        vec key[2 * PARTS];
+        vec key[WIDTH];
         UNROLL
-        for (int p = 0; p < pages * PARTS; p++) key[p] = load_cache(keys[p / PARTS], d * PAGE + p % PARTS * LANES, half);
+        for (int v = 0; v < width; v++) {
+            const int at = first + v * LANES;
+            key[v] = load_cache(keys[at / PAGE], d * PAGE + at % PAGE, half);
+        }
         UNROLL
         for (int r = 0; r < rows; r++) {
             const vec q = splat(query[r * head_dim + d]);
             UNROLL
-            for (int p = 0; p < pages * PARTS; p++) total[r][p] = fma_(q, key[p], total[r][p]);
+            for (int v = 0; v < width; v++) total[r][v] = fma_(q, key[v], total[r][v]);
         }
     }
     UNROLL
     for (int r = 0; r < rows; r++)
         UNROLL
-        for (int p = 0; p < pages * PARTS; p++) store(score + r * ROUND + p * LANES, total[r][p]);
+        for (int v = 0; v < width; v++) store(score + r * ROUND + first + v * LANES, total[r][v]);
 }
 
 /* out += weights times values, for `width` vectors of dimensions from `dim` on and the round's first `count` keys. */
 SPECIALIZED void add_values(const int rows, const int width, const int half, const float *weight, int head_dim, int dim,
                             const void *const *values, int count, float *out) {
-    vec total[ROWS][4];
+    vec total[ROWS][WIDTH];
     UNROLL
     for (int r = 0; r < rows; r++)
         UNROLL
         for (int v = 0; v < width; v++) total[r][v] = load(out + r * head_dim + dim + v * LANES);
     for (int t = 0; t < count; t++) {
-        vec value[4];
+        vec value[WIDTH];
         UNROLL
         for (int v = 0; v < width; v++)
             value[v] = load_cache(values[t / PAGE], (int64_t)(t % PAGE) * head_dim + dim + v * LANES, half);
@@ -154,49 +157,57 @@ SPECIALIZED void add_values(const int rows, const int width, const int half, con
         for (int v = 0; v < width; v++) store(out + r * head_dim + dim + v * LANES, total[r][v]);
 }
 
-/* Turn one row's scores of the round that begins at key `base` into weights; bring its sums to the new maximum. */
-static void soften(float *score, int base, int position, int window, float *largest, float *sum, float *out,
-                   int head_dim) {
-    const vec hidden = splat(-INFINITY);
-    const int first = window && position >= window ? position - window + 1 : 0;
+/* -inf for the scores of keys (the round's first is `base`) that a query at `position` does not see. */
+static void hide_keys(float *score, int count, int base, int position, int first_seen) {
     ivec key;
     for (int i = 0; i < LANES; i++) key[i] = base + i;
-    vec best = splat(*largest);
-    for (int i = 0; i < ROUND; i += LANES, key += LANES) {
-        const vec seen = choose((key <= position) & (key >= first), load(score + i), hidden);
-        store(score + i, seen);
-        best = maximum(seen, best);
+    for (int i = 0; i < count; i += LANES, key += LANES) {
+        const ivec seen = (key <= position) & (key >= first_seen);
+        store(score + i, choose(seen, load(score + i), splat(-INFINITY)));
     }
-    const vec maximum_now = splat(reduce_max(best));
-    const vec correction = exponential(splat(*largest) - maximum_now);
-    vec total = load(sum) * correction;
-    for (int i = 0; i < ROUND; i += LANES) {
+}
+
+/* Turn one row's first `count` scores of the round that begins at key `base` into weights; bring its sums to the new
+ * maximum. */
+static void soften(const struct attention *layer, const struct rows *all, int row, float *score, int count, int base) {
+    const int position = all->position[row], window = layer->window;
+    const int first_seen = window && position >= window ? position - window + 1 : 0;
+    if (base + count > position + 1 || base < first_seen) hide_keys(score, count, base, position, first_seen);
+    float *sum = all->sum + row * LANES, *out = all->out + row * layer->head_dim;
+    vec best = load(score);
+    for (int i = LANES; i < count; i += LANES) best = maximum(load(score + i), best);
+    const float largest = reduce_max(best);
+    if (largest > all->largest[row]) {
+        const vec correction = exponential(splat(all->largest[row] - largest));
+        for (int i = 0; i < layer->head_dim; i += LANES) store(out + i, load(out + i) * correction);
+        store(sum, load(sum) * correction);
+        all->largest[row] = largest;
+    }
+    const vec maximum_now = splat(all->largest[row]);
+    vec total = load(sum);
+    for (int i = 0; i < count; i += LANES) {
         const vec weight = exponential(load(score + i) - maximum_now);
         store(score + i, weight);
         total = total + weight;
     }
     store(sum, total);
-    *largest = maximum_now[0];
-    for (int i = 0; i < head_dim; i += LANES) store(out + i, load(out + i) * correction);
 }
 
 /* One round for up to ROWS rows. `count`: keys of the round that the last of them sees. */
 SPECIALIZED void attend_round(const int rows, const int half, const struct attention *layer, const struct rows *all,
                               int row, int base, int count, const void *const *keys, const void *const *values) {
-    const int dim = layer->head_dim, pages = (count + PAGE - 1) / PAGE;
+    const int dim = layer->head_dim;
     const float *query = all->query + row * dim;
     float *out = all->out + row * dim;
-    int page = 0;
-    for (; LANES == 16 && page + 1 < pages; page += 2)
-        score_pages(rows, 2, half, query, dim, keys + page, all->score + page * PAGE);
-    for (; page < pages; page++) score_pages(rows, 1, half, query, dim, keys + page, all->score + page * PAGE);
-    for (int r = 0; r < rows; r++)
-        soften(all->score + r * ROUND, base, all->position[row + r], layer->window, all->largest + row + r,
-               all->sum + (row + r) * LANES, out + r * dim, dim);
-    const int wide = rows <= 4 && LANES == 16 ? 4 : 2;
+    int done = 0;
+    for (; done + WIDTH * LANES <= count; done += WIDTH * LANES)
+        score_keys(rows, WIDTH, half, query, dim, keys, done, all->score);
+    for (; done < count; done += WIDTH / 2 * LANES)
+        score_keys(rows, WIDTH / 2, half, query, dim, keys, done, all->score);
+    for (int r = 0; r < rows; r++) soften(layer, all, row + r, all->score + r * ROUND, done, base);
     int d = 0;
-    for (; d + wide * LANES <= dim; d += wide * LANES)
-        add_values(rows, wide, half, all->score, dim, d, values, count, out);
+    for (; d + WIDTH * LANES <= dim; d += WIDTH * LANES)
+        add_values(rows, WIDTH, half, all->score, dim, d, values, count, out);
     for (; d < dim; d += LANES) add_values(rows, 1, half, all->score, dim, d, values, count, out);
 }
 
@@ -207,12 +218,7 @@ static void attend_rows(int rows, int half, const struct attention *layer, const
         if (half) attend_round(n, 1, layer, all, row, base, count, keys, values); \
         else attend_round(n, 0, layer, all, row, base, count, keys, values); \
         break;
-    switch (rows) {
-        CASE(1) CASE(2) CASE(3) CASE(4)
-#if ROWS > 4
-        CASE(5) CASE(6) CASE(7) CASE(8)
-#endif
-    }
+    switch (rows) { CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) }
 #undef CASE
 }
 
@@ -224,8 +230,9 @@ static void task_round(const struct attend *job, const struct task *task, int he
     const int64_t size = (int64_t)PAGE * layer->head_dim;
     const int32_t *blocks = batch->blocks + batch->block_starts[task->sequence] + base / PAGE;
     const void *keys[PAGES], *values[PAGES];
-    for (int page = 0; page < PAGES && base + page * PAGE <= rows->position[num_rows - 1]; page++) {
-        const int64_t index = (int64_t)blocks[page] * layer->num_kv_heads + head;
+    const int last_page = (rows->position[num_rows - 1] - base) / PAGE;
+    for (int page = 0; page < PAGES; page++) { /* past the end the last one again: no row sees those keys */
+        const int64_t index = (int64_t)blocks[page < last_page ? page : last_page] * layer->num_kv_heads + head;
         keys[page] = page_of(job->keys, index, size, layer->half);
         values[page] = page_of(job->values, index, size, layer->half);
     }

@@ -37,7 +37,7 @@ struct workspace {
     float *normed;  /* [widest input of a product] */
     float *qkv;     /* [padded outputs of qkv] */
     float *gate_up; /* [padded outputs of gate_up] */
-    struct input input; /* `normed`, and in int8 mode the same in 8 bits */
+    struct input input; /* `normed`, also in fixed point where the next product wants it */
     struct task *tasks;
     float *scratch;
 };
@@ -77,7 +77,7 @@ static int64_t lay_out(const struct decoder *decoder, int64_t tokens, int64_t se
     TAKE(space->qkv, 4 * tokens * decoder->layers[0].qkv.outputs);
     TAKE(space->gate_up, 4 * tokens * decoder->layers[0].gate_up.outputs);
     space->input.x = space->normed;
-    TAKE(space->input.q, tokens * wide);
+    TAKE(space->input.q, MOST_BYTES * tokens * wide);
     TAKE(space->input.scale, 4 * tokens * groups);
     TAKE(space->input.sum, 4 * tokens * groups);
     TAKE(space->tasks, tasks_bytes(&attention, tokens, sequences));
@@ -91,12 +91,13 @@ int64_t decoder_workspace(const struct decoder *decoder, int64_t tokens, int64_t
     return lay_out(decoder, tokens, sequences, threads, NULL, &space);
 }
 
-/* In int8 mode, token `t`'s input to the next product in 8 bits. */
-static void quantize_input(const struct step *step, int t, int count) {
+/* Token `t`'s input to the product with `next`, as that product takes it. */
+static void prepare_input(const struct step *step, int t, const struct weight *next) {
     const struct input *input = &step->space->input;
-    if (!step->decoder->int8) return;
-    const int64_t groups = count / GROUP;
-    quantize_row(input->x + (int64_t)t * count, count, (int8_t *)input->q + (int64_t)t * count,
+    const int bytes = activation_bytes(next, step->decoder->int8);
+    const int64_t first = (int64_t)t * next->inputs, groups = next->inputs / GROUP;
+    if (!bytes) return;
+    quantize_row(input->x + first, next->inputs, bytes, (int8_t *)input->q + first * bytes,
                  (float *)input->scale + t * groups, (float *)input->sum + t * groups);
 }
 
@@ -114,7 +115,7 @@ static void input_norm_token(const void *argument, int t, int thread) {
     float *x = step->space->x + (int64_t)t * hidden, *normed = step->space->normed + (int64_t)t * hidden;
     if (step->layer != step->decoder->layers) add(x, step->space->delta + (int64_t)t * hidden, hidden);
     rms_norm(x, step->layer->input_norm, step->decoder->eps, hidden, normed);
-    quantize_input(step, t, hidden);
+    prepare_input(step, t, &step->layer->qkv);
 }
 
 static void post_norm_token(const void *argument, int t, int thread) {
@@ -124,7 +125,7 @@ static void post_norm_token(const void *argument, int t, int thread) {
     float *x = step->space->x + (int64_t)t * hidden, *normed = step->space->normed + (int64_t)t * hidden;
     add(x, step->space->delta + (int64_t)t * hidden, hidden);
     rms_norm(x, step->layer->post_norm, step->decoder->eps, hidden, normed);
-    quantize_input(step, t, hidden);
+    prepare_input(step, t, &step->layer->gate_up);
 }
 
 static void final_norm_token(const void *argument, int t, int thread) {
@@ -153,10 +154,10 @@ static void position_token(const void *argument, int t, int thread) {
                 layer->keys, layer->values);
 }
 
-static void quantize_attention_token(const void *argument, int t, int thread) {
+static void attended_token(const void *argument, int t, int thread) {
     (void)thread;
     const struct step *step = argument;
-    quantize_input(step, t, step->decoder->num_heads * step->decoder->head_dim);
+    prepare_input(step, t, &step->layer->out);
 }
 
 static void activate_token(const void *argument, int t, int thread) {
@@ -165,7 +166,7 @@ static void activate_token(const void *argument, int t, int thread) {
     const int count = step->decoder->intermediate;
     const float *gate = step->space->gate_up + (int64_t)t * step->layer->gate_up.outputs;
     gated(gate, gate + count, step->decoder->activation, count, step->space->normed + (int64_t)t * count);
-    quantize_input(step, t, count);
+    prepare_input(step, t, &step->layer->down);
 }
 
 static void run_layer(struct pool *pool, struct step *step, const struct attend *attend, int num_tasks) {
@@ -177,7 +178,7 @@ static void run_layer(struct pool *pool, struct step *step, const struct attend 
     matmul(pool, &layer->qkv, decoder->int8, &space->input, tokens, space->qkv);
     parallel(pool, tokens, position_token, step);
     parallel(pool, num_tasks * decoder->num_kv_heads, attend_chunk, attend);
-    if (decoder->int8) parallel(pool, tokens, quantize_attention_token, step);
+    parallel(pool, tokens, attended_token, step);
     matmul(pool, &layer->out, decoder->int8, &space->input, tokens, space->delta);
     parallel(pool, tokens, post_norm_token, step);
     matmul(pool, &layer->gate_up, decoder->int8, &space->input, tokens, space->gate_up);

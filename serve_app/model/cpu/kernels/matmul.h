@@ -1,9 +1,11 @@
-/* Products of activations with packed weights: out[row] += W x[row], for many rows at once.
+/* Products of activations with packed weights: out[row] = W x[row] + b, for many rows at once.
  *
- * Two kinds. `float`: the weights as floats, float arithmetic (exact mode). `int8`: activations rounded to 8 bits in
- * groups of 32 (see quantize_row); per group, with x ~ s a and w = d q + m,
+ * Two kinds. `float`: the weights as floats, float arithmetic. `fixed`: activations as fixed-point numbers with one
+ * scale for each group of 32 (see quantize_row); per group, with x ~ s a and w = d q + m,
  *     sum w x  ~  s d (sum q a)  +  m (s sum a),
- * where sum q a is exact in integers: 4 products per lane and instruction.
+ * where sum q a is exact in integers: 4 products of bytes per lane and instruction. In int8 mode a has one byte. In
+ * exact mode it has three, of which 23 bits are used: as many as a float has beside its exponent, so that a sum is as
+ * near to the truth as in float arithmetic; and three byte products cost less than unpacking and multiplying floats.
  *
  * Work is shared out as chunks of (rows, panels). Whatever the tile that an output falls into, its sum runs over the
  * inputs (or groups) in order, in one accumulator: a row's result has the same bits alone and in any batch.
@@ -17,54 +19,87 @@
 /* Rows of a tile: as many as the registers hold, two vectors each. */
 #if defined(BUILD_AVX512)
 #define FLOAT_ROWS 12
-#define INT8_ROWS 6
+#define FIXED_ROWS 6
 #elif defined(BUILD_AVX2)
 #define FLOAT_ROWS 6
-#define INT8_ROWS 3
+#define FIXED_ROWS 3
 #else
 #define FLOAT_ROWS 4
-#define INT8_ROWS 2
+#define FIXED_ROWS 2
+#endif
+
+/* Bytes of an activation in exact mode, for weights of 8 and 4 bits; 0: floats are faster on such a machine. */
+#if defined(BUILD_AVX512)
+#define EXACT_BYTES 3
+#else
+#define EXACT_BYTES 0
 #endif
 
 enum {
+    MOST_BYTES = EXACT_BYTES ? EXACT_BYTES : 1,
     DEPTH = 2 * GROUP, /* inputs whose weights are unpacked to floats at a time; they stay in the first cache */
     ROW_BLOCK = 96,    /* rows of a chunk; their activations stay in the second cache. A multiple of both tiles */
 };
 
-/* Activations of `num_rows` rows. For `float` products only `x`, for `int8` products the rest. */
+/* Activations of some rows. For `float` products only `x`, for `fixed` products the rest. */
 struct input {
     const float *x;       /* [rows][inputs] */
-    const int8_t *q;      /* [rows][inputs] */
+    const int8_t *q;      /* [rows][inputs / GROUP][bytes][GROUP], the highest byte of the numbers first */
     const float *scale;   /* [rows][inputs / GROUP]: s */
-    const float *sum;     /* [rows][inputs / GROUP]: s times the group's sum of q */
+    const float *sum;     /* [rows][inputs / GROUP]: s times the sum of the group's numbers */
 };
 
 struct matmul {
     const struct weight *weight;
     struct input input;
-    int int8;
+    int bytes; /* of an activation; 0: a float */
     int num_rows;
     float *out; /* [rows][out_stride]; overwritten */
     int64_t out_stride;
     int panels_per_chunk, panel_chunks;
 };
 
-/* One row as 8-bit numbers: in each group x ~ scale q with q in -127..127. `count` is a multiple of GROUP. */
-static void quantize_row(const float *x, int count, int8_t *q, float *scale, float *sum) {
-    for (int g = 0; g < count / GROUP; g++, x += GROUP, q += GROUP) {
-        vec largest = splat(0.0f);
-        for (int k = 0; k < GROUP; k += LANES) largest = maximum(absolute(load(x + k)), largest);
-        const float size = reduce_max(largest), inverse = size > 0.0f ? 127.0f / size : 0.0f;
-        const vec magic = splat(0x1.8p23f); /* adding it rounds to the nearest integer, ties to even */
-        ivec total = {0};
+/* How activations meet this weight: as numbers of so many bytes, or 0 for floats. */
+static int activation_bytes(const struct weight *weight, int int8) {
+    if (weight->format < Q8) return 0;
+    return int8 ? 1 : EXACT_BYTES;
+}
+
+/* One row as fixed-point numbers of 1 or 3 bytes: in each group x ~ scale a, the largest |a| being 127 or 2^22 - 1.
+ * `count` is a multiple of GROUP. The `sum` of a group with an infinity or a NaN is NaN, so
+ * that no output hides it. */
+SPECIALIZED void quantize_groups(const int bytes, const float *x, int count, int8_t *q, float *scale, float *sum) {
+    const float limit = bytes == 1 ? 127.0f : 0x3fffff;
+    const vec magic = splat(0x1.8p23f); /* adding it rounds to the nearest integer, ties to even */
+    for (int g = 0; g < count / GROUP; g++, x += GROUP, q += bytes * GROUP) {
+        vec largest = splat(0.0f), finite = splat(0.0f);
+        UNROLL
         for (int k = 0; k < GROUP; k += LANES) {
-            const ivec rounded = (ivec)(load(x + k) * splat(inverse) + magic) - (ivec)magic;
-            total += rounded;
-            store_bytes(q + k, rounded);
+            largest = maximum(absolute(load(x + k)), largest);
+            finite = finite + (load(x + k) - load(x + k)); /* zero, or NaN for an infinity or a NaN */
         }
-        scale[g] = size / 127.0f;
-        sum[g] = scale[g] * reduce_add(to_float(total));
+        const float size = reduce_max(largest), inverse = size > 0.0f ? limit / size : 0.0f;
+        ivec total = {0};
+        UNROLL
+        for (int k = 0; k < GROUP; k += LANES) {
+            ivec rounded = (ivec)(load(x + k) * splat(inverse) + magic) - (ivec)magic;
+            total += rounded;
+            UNROLL
+            for (int byte = bytes - 1; byte >= 0; byte--) {
+                store_bytes(q + byte * GROUP + k, rounded);
+                rounded = (rounded - ((rounded << 24) >> 24)) >> 8; /* the next byte, given that this one has a sign */
+            }
+        }
+        scale[g] = size / limit;
+        sum[g] = scale[g] * reduce_add(to_float(total) + finite);
     }
+}
+
+static void quantize_row(const float *x, int count, int bytes, int8_t *q, float *scale, float *sum) {
+    if (bytes == 1)
+        quantize_groups(1, x, count, q, scale, sum);
+    else
+        quantize_groups(3, x, count, q, scale, sum);
 }
 
 /* DEPTH or fewer inputs of a panel as floats [depth][PANEL], from input `first` on. */
@@ -120,22 +155,18 @@ SPECIALIZED void float_tile(const int rows, const float *x, int64_t x_stride, co
     }
 }
 
-/* All inputs of one panel. */
-SPECIALIZED void int8_tile(const int rows, const int format, const struct input *input, int inputs,
-                           const uint8_t *panel, const float *bias, float *out, int64_t out_stride) {
-    const int groups = inputs / GROUP;
-    vec total[INT8_ROWS][2];
-    UNROLL
-    for (int r = 0; r < rows; r++) {
-        total[r][0] = load(bias);
-        total[r][1] = load(bias + LANES);
-    }
-    for (int g = 0; g < groups; g++, panel += group_bytes(format)) {
-        const uint8_t *bytes = panel + 4 * PANEL;
-        ivec dot[INT8_ROWS][2] = {0};
+/* dot[row] = (sum over the group of q a), for the bytes from `first` to `end` of the activations. */
+SPECIALIZED void dot_group(const int rows, const int format, const int first, const int end, const uint8_t *weights,
+                           const int8_t *q, int64_t q_stride, ivec dot[][2]) {
+    for (int byte = first; byte < end; byte++) {
+        UNROLL
+        for (int r = 0; r < rows; r++) {
+            dot[r][0] = byte == first ? (ivec){0} : dot[r][0] << 8;
+            dot[r][1] = byte == first ? (ivec){0} : dot[r][1] << 8;
+        }
         UNROLL
         for (int step = 0; step < STEPS; step++) {
-            const uint8_t *line = bytes + 4 * PANEL * (format == Q4 ? step % (STEPS / 2) : step);
+            const uint8_t *line = weights + 4 * PANEL * (format == Q4 ? step % (STEPS / 2) : step);
             ivec w0 = load_int(line), w1 = load_int(line + 4 * LANES);
             if (format == Q4) {
                 const int shift = step < STEPS / 2 ? 0 : 4;
@@ -144,21 +175,49 @@ SPECIALIZED void int8_tile(const int rows, const int format, const struct input 
             }
             UNROLL
             for (int r = 0; r < rows; r++) {
-                const ivec a = splat_bytes(input->q + (int64_t)r * inputs + g * GROUP + 4 * step);
+                const ivec a = splat_bytes(q + r * q_stride + byte * GROUP + 4 * step);
                 dot[r][0] = dot4(dot[r][0], w0, a);
                 dot[r][1] = dot4(dot[r][1], w1, a);
             }
         }
+    }
+}
+
+/* All inputs of one panel. */
+SPECIALIZED void fixed_tile(const int rows, const int format, const int bytes, const struct input *input, int inputs,
+                            const uint8_t *panel, const float *bias, float *out, int64_t out_stride) {
+    /* Sums of three bytes times 8 bits need more than 32: the last byte apart. */
+    const int middle = bytes == 3 && format == Q8 ? 2 : bytes;
+    const int groups = inputs / GROUP;
+    vec total[FIXED_ROWS][2];
+    UNROLL
+    for (int r = 0; r < rows; r++) {
+        total[r][0] = load(bias);
+        total[r][1] = load(bias + LANES);
+    }
+    for (int g = 0; g < groups; g++, panel += group_bytes(format)) {
+        const int8_t *q = input->q + (int64_t)g * bytes * GROUP;
+        const float *scale = input->scale + g, *sum = input->sum + g;
+        ivec dot[FIXED_ROWS][2];
+        dot_group(rows, format, 0, middle, panel + 4 * PANEL, q, (int64_t)inputs * bytes, dot);
         UNROLL
         for (int v = 0; v < 2; v++) {
-            const vec d = load_half((const uint16_t *)panel + v * LANES);
+            const vec d = load_half((const uint16_t *)panel + v * LANES) * splat(middle < bytes ? 256.0f : 1.0f);
             const vec m = load_half((const uint16_t *)panel + PANEL + v * LANES);
             UNROLL
             for (int r = 0; r < rows; r++) {
-                const vec scale = splat(input->scale[r * groups + g]), sum = splat(input->sum[r * groups + g]);
-                total[r][v] = fma_(scale * d, to_float(dot[r][v]), total[r][v]);
-                total[r][v] = fma_(sum, m, total[r][v]);
+                total[r][v] = fma_(splat(scale[r * groups]) * d, to_float(dot[r][v]), total[r][v]);
+                total[r][v] = fma_(splat(sum[r * groups]), m, total[r][v]);
             }
+        }
+        if (middle == bytes) continue;
+        dot_group(rows, format, middle, bytes, panel + 4 * PANEL, q, (int64_t)inputs * bytes, dot);
+        UNROLL
+        for (int v = 0; v < 2; v++) {
+            const vec d = load_half((const uint16_t *)panel + v * LANES);
+            UNROLL
+            for (int r = 0; r < rows; r++)
+                total[r][v] = fma_(splat(scale[r * groups]) * d, to_float(dot[r][v]), total[r][v]);
         }
     }
     UNROLL
@@ -182,30 +241,33 @@ static void float_rows(int rows, const float *x, int64_t x_stride, const float *
     }
 }
 
-static void int8_rows(int rows, int format, const struct input *input, int inputs, const uint8_t *panel,
-                      const float *bias, float *out, int64_t stride) {
+static void fixed_rows(int rows, int format, int bytes, const struct input *input, int inputs, const uint8_t *panel,
+                       const float *bias, float *out, int64_t stride) {
+#define BYTES(n, b) \
+        if (format == Q4) fixed_tile(n, Q4, b, input, inputs, panel, bias, out, stride); \
+        else fixed_tile(n, Q8, b, input, inputs, panel, bias, out, stride);
 #define TILE(n) \
     case n: \
-        if (format == Q4) int8_tile(n, Q4, input, inputs, panel, bias, out, stride); \
-        else int8_tile(n, Q8, input, inputs, panel, bias, out, stride); \
+        if (EXACT_BYTES && bytes == EXACT_BYTES) { BYTES(n, EXACT_BYTES) } \
+        else { BYTES(n, 1) } \
         break;
     switch (rows) {
         TILE(1) TILE(2)
-#if INT8_ROWS > 2
+#if FIXED_ROWS > 2
         TILE(3)
 #endif
-#if INT8_ROWS > 3
+#if FIXED_ROWS > 3
         TILE(4) TILE(5) TILE(6)
 #endif
     }
 #undef TILE
+#undef BYTES
 }
 
-static struct input input_from(const struct input *input, int row, int inputs) {
+static struct input input_from(const struct input *input, int row, int inputs, int bytes) {
     const int64_t groups = inputs / GROUP;
     return (struct input){
-        .x = input->x + (int64_t)row * inputs,
-        .q = input->q + (int64_t)row * inputs,
+        .q = input->q + (int64_t)row * inputs * bytes,
         .scale = input->scale + row * groups,
         .sum = input->sum + row * groups,
     };
@@ -229,13 +291,13 @@ static void float_panel(const struct matmul *job, int row, int end, const uint8_
         memcpy(out + r * job->out_stride, sums + (r - row) * PANEL, sizeof(float) * PANEL);
 }
 
-static void int8_panel(const struct matmul *job, int row, int end, const uint8_t *panel, const float *bias,
-                       float *out) {
+static void fixed_panel(const struct matmul *job, int row, int end, const uint8_t *panel, const float *bias,
+                        float *out) {
     const struct weight *weight = job->weight;
-    for (int r = row; r < end; r += INT8_ROWS) {
-        const struct input input = input_from(&job->input, r, weight->inputs);
-        int8_rows(end - r < INT8_ROWS ? end - r : INT8_ROWS, weight->format, &input, weight->inputs, panel, bias,
-                  out + r * job->out_stride, job->out_stride);
+    for (int r = row; r < end; r += FIXED_ROWS) {
+        const struct input input = input_from(&job->input, r, weight->inputs, job->bytes);
+        fixed_rows(end - r < FIXED_ROWS ? end - r : FIXED_ROWS, weight->format, job->bytes, &input, weight->inputs,
+                   panel, bias, out + r * job->out_stride, job->out_stride);
     }
 }
 
@@ -250,8 +312,8 @@ static void matmul_chunk(const void *argument, int chunk, int thread) {
     for (int n = first; n < first + job->panels_per_chunk && n < weight->outputs / PANEL; n++) {
         const uint8_t *panel = weight->data + n * weight_panel_bytes(weight->format, weight->inputs);
         const float *bias = weight->bias ? weight->bias + n * PANEL : no_bias;
-        if (job->int8)
-            int8_panel(job, row, end, panel, bias, job->out + n * PANEL);
+        if (job->bytes)
+            fixed_panel(job, row, end, panel, bias, job->out + n * PANEL);
         else
             float_panel(job, row, end, panel, bias, job->out + n * PANEL);
     }
@@ -262,7 +324,7 @@ static void matmul(struct pool *pool, const struct weight *weight, int int8, con
                    float *out) {
     enum { CHUNKS_PER_THREAD = 4 }; /* few, so that a chunk is one long stream of weights; enough to even out */
     const int panels = weight->outputs / PANEL;
-    struct matmul job = {weight, *input, int8, num_rows, out, weight->outputs, 1, 0};
+    struct matmul job = {weight, *input, activation_bytes(weight, int8), num_rows, out, weight->outputs, 1, 0};
     if (panels > CHUNKS_PER_THREAD * pool->num_threads)
         job.panels_per_chunk = panels / (CHUNKS_PER_THREAD * pool->num_threads);
     job.panel_chunks = (panels + job.panels_per_chunk - 1) / job.panels_per_chunk;
@@ -273,19 +335,19 @@ struct quantization {
     const float *x;
     int8_t *q;
     float *scale, *sum;
-    int width;
+    int width, bytes;
 };
 
 static void quantize_chunk(const void *argument, int row, int thread) {
     (void)thread;
     const struct quantization *job = argument;
-    const int64_t groups = job->width / GROUP;
-    quantize_row(job->x + (int64_t)row * job->width, job->width, job->q + (int64_t)row * job->width,
-                 job->scale + row * groups, job->sum + row * groups);
+    const int64_t groups = job->width / GROUP, first = (int64_t)row * job->width;
+    quantize_row(job->x + first, job->width, job->bytes, job->q + first * job->bytes, job->scale + row * groups,
+                 job->sum + row * groups);
 }
 
 int64_t linear_workspace(const struct weight *weight, int64_t rows) {
-    return rows * weight->inputs + 2 * 4 * rows * (weight->inputs / GROUP);
+    return MOST_BYTES * rows * weight->inputs + 2 * 4 * rows * (weight->inputs / GROUP);
 }
 
 /* out[rows][padded outputs] = W x + b, from float activations [rows][inputs] in both modes. `memory`:
@@ -293,9 +355,10 @@ int64_t linear_workspace(const struct weight *weight, int64_t rows) {
 void linear(struct pool *pool, const struct weight *weight, int64_t int8, const float *x, int64_t rows, char *memory,
             float *out) {
     const int64_t groups = rows * (weight->inputs / GROUP);
+    const int bytes = activation_bytes(weight, (int)int8);
     float *scale = (float *)memory, *sum = scale + groups;
-    const struct quantization job = {x, (int8_t *)(sum + groups), scale, sum, weight->inputs};
-    if (int8) parallel(pool, (int)rows, quantize_chunk, &job);
+    const struct quantization job = {x, (int8_t *)(sum + groups), scale, sum, weight->inputs, bytes};
+    if (bytes) parallel(pool, (int)rows, quantize_chunk, &job);
     const struct input input = {x, job.q, scale, sum};
     matmul(pool, weight, (int)int8, &input, (int)rows, out);
 }

@@ -105,21 +105,29 @@ static inline ivec dot4(ivec sum, ivec w, ivec a) {
 #endif
 }
 
-/* Sums in one fixed order: halves onto each other until one lane is left. */
+/* Reductions in one fixed order: halves onto each other until one lane is left. */
 static inline float reduce_add(vec value) {
+#if defined(BUILD_AVX512)
+    return _mm512_reduce_add_ps((__m512)value);
+#else
     float lane[LANES];
     store(lane, value);
     for (int width = LANES / 2; width; width /= 2)
         for (int i = 0; i < width; i++) lane[i] += lane[i + width];
     return lane[0];
+#endif
 }
 
 static inline float reduce_max(vec value) {
+#if defined(BUILD_AVX512)
+    return _mm512_reduce_max_ps((__m512)value);
+#else
     float lane[LANES];
     store(lane, value);
     for (int width = LANES / 2; width; width /= 2)
         for (int i = 0; i < width; i++) lane[i] = lane[i] > lane[i + width] ? lane[i] : lane[i + width];
     return lane[0];
+#endif
 }
 
 /* e^x with an error of about one unit in the last place; exactly 1 at 0 and exactly 0 below -87.3 (-inf included).
