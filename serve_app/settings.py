@@ -53,7 +53,7 @@ class EngineSettings(_Frozen):
 
     max_num_seqs: int = Field(default=16, ge=1, le=4096)
     """Seats: sequences that run at once in one replica (each of `n` choices takes one)."""
-    max_num_batched_tokens: int = Field(default=512, ge=1, le=1_048_576)
+    max_num_batched_tokens: int = Field(default=256, ge=1, le=1_048_576)
     """Tokens that one packed step computes at most, prefill and decode together."""
     max_model_len: int | None = Field(default=None, ge=1)
     """Longest prompt plus output, in tokens; null = the model's own context."""
@@ -73,6 +73,8 @@ class EngineSettings(_Frozen):
     """Reuse the KV blocks of prompts that begin alike."""
     speculation: Literal["auto", "off"] = "auto"
     """`auto` = while few requests run, compute ahead the tokens that a request's own text suggests; same answers."""
+    overlap: Literal["auto", "on", "off"] = "auto"
+    """`on` = a step is launched before the last one's tokens are read, and has no `speculation`; `auto` = on a GPU."""
     max_num_waiting: int | None = Field(default=None, ge=0, le=1_000_000)
     """Requests that a replica holds beyond its seats, so that its admission gate can choose; null = `max_num_seqs`."""
     stall_timeout_s: float = Field(default=10.0, gt=0, le=3600)
