@@ -61,7 +61,7 @@ class SchedulerKnobs:
     """
 
     max_num_seqs: int = 16
-    max_num_batched_tokens: int = 512
+    max_num_batched_tokens: int = 256
     policy: Literal["fcfs", "priority", "static"] = "fcfs"
     prefill: Literal["fused", "separate"] = "fused"
     waiting_served_ratio: float = 0.0

@@ -39,7 +39,7 @@ def test_every_live_knob_can_be_given() -> None:
         ({"prefill": "none"}, "setting `engine.prefill`"),
         ({"max_num_seqs": 9}, "max_num_seqs can be at most 8"),
         ({"max_num_batched_tokens": 4}, "max_num_batched_tokens (4) must be at least max_num_seqs (8)"),
-        ({"max_num_batched_tokens": 4096}, "max_num_batched_tokens can be at most 512"),
+        ({"max_num_batched_tokens": 4096}, "max_num_batched_tokens can be at most 256"),
         ("max_wait_s", "must be a mapping"),
         (["max_wait_s"], "must be a mapping"),
     ],
