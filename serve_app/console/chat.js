@@ -113,7 +113,8 @@ class Run {
     // Until the usage comes with the last chunk, pieces stand for tokens: mostly one each, with speculation a few.
     const tokens = this.usage?.completion_tokens ?? this.pieces;
     const seconds = (this.lastAt - this.firstAt) / 1000;
-    if (tokens > 1 && seconds > 0) parts.push(`${((tokens - 1) / seconds).toFixed(1)} tokens/s`);
+    // Pieces that reach the page in one go tell nothing of the pace.
+    if (tokens > 1 && seconds > 0.1) parts.push(`${((tokens - 1) / seconds).toFixed(1)} tokens/s`);
     if (tokens) parts.push(`${tokens} tokens`);
     if (this.usage) {
       const cached = this.usage.prompt_tokens_details?.cached_tokens;

@@ -63,6 +63,7 @@ def wait_text(page: Page, selector: str, pattern: str) -> str:
     return found.text_content() or ""
 
 
+@pytest.mark.usefixtures("slow")
 def test_chat_streams_and_tells_its_figures(page: Page, says: list[str]) -> None:
     settle(page)
     ask(page, "What is the capital of France?")
