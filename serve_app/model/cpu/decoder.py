@@ -1,8 +1,9 @@
 """Runs a Llama-like model with the C kernels: packs its weights, one call per step, one for the logits.
 
-Two modes. Exact: the file's weights in float32 arithmetic (stored as small as they can be without loss), keys and
-values in float32. Int8: products with activations rounded to 8 bits in groups of 32, weights of 8 bits or, where the
-file has them, 4; keys and values in float16.
+Two modes. Exact: the file's weights (stored as small as they can be without loss) in float32 arithmetic or, where bytes
+are faster, in sums of 23-bit activations, which come as near to the truth; keys and values in float32. Int8: products
+with activations rounded to 8 bits in groups of 32, weights of 8 bits or, where the file has them, 4; keys and values in
+float16.
 """
 
 import ctypes
@@ -15,12 +16,11 @@ from serve_app.model.attention.base import AttentionBatch, LayerCache
 from serve_app.model.cpu.attention import KernelAttention
 from serve_app.model.cpu.llama import Linear, Llama
 from serve_app.model.cpu.ops import Batch, DecoderStruct, Format, Kernels, LayerStruct, PackedWeight
+from serve_app.model.stack import OnCapture
 
 
 class CpuDecoder:
     """A `Stack`. Starts in exact mode; `quantize` changes to int8."""
-
-    graph_sizes: Sequence[int] = ()
 
     def __init__(self, kernels: Kernels, model: Llama) -> None:
         self.backend = KernelAttention(kernels)
@@ -49,6 +49,9 @@ class CpuDecoder:
         """How the weights are stored, for people."""
         used = {weight.format.name for weights in self._weights for weight in weights.values()}
         return "+".join(sorted(used | {self._head.format.name})).lower()
+
+    def capture(self, max_num_seqs: int, on_capture: OnCapture) -> None:
+        """There are no graphs on a CPU."""
 
     def quantize(self) -> None:
         """Change to int8 mode."""

@@ -65,6 +65,8 @@ struct attend {
     int64_t query_stride;
     float *out;           /* [tokens][num_heads][head_dim] */
     float *scratch;       /* [threads][attention_scratch] */
+    int num_chunks;       /* a chunk is a task of one kv head */
+    int num_threads;
 };
 
 /* Rows of one task on the way, in a thread's scratch memory. */
@@ -75,6 +77,12 @@ struct rows {
     float *sum;     /* [rows][LANES]: weights so far, by lane */
     float *largest; /* [rows]: largest score so far */
     int32_t *position; /* [rows]: the query's; it sees no later key */
+};
+
+/* The pages of one round, and those to be fetched into the cache meanwhile. */
+struct round {
+    const void *keys[PAGES], *values[PAGES];
+    const void *next_keys[PAGES], *next_values[PAGES];
 };
 
 static int task_queries(const struct attention *layer) {
@@ -109,14 +117,15 @@ SPECIALIZED const void *page_of(const void *cache, int64_t page, int64_t size, c
 
 /* Scores of `rows` queries with the keys in `width` vectors, of which the first begins at key `first` of the round. */
 SPECIALIZED void score_keys(const int rows, const int width, const int half, const float *query, int head_dim,
-                            const void *const *keys, int first, float *score) {
+                            const struct round *now, int first, float *score) {
     vec total[ROWS][WIDTH] = {0};
     for (int d = 0; d < head_dim; d++) {
         vec key[WIDTH];
         UNROLL
         for (int v = 0; v < width; v++) {
             const int at = first + v * LANES;
-            key[v] = load_cache(keys[at / PAGE], d * PAGE + at % PAGE, half);
+            key[v] = load_cache(now->keys[at / PAGE], d * PAGE + at % PAGE, half);
+            __builtin_prefetch(page_of(now->next_keys[at / PAGE], 1, d * PAGE + at % PAGE, half), 0, 2);
         }
         UNROLL
         for (int r = 0; r < rows; r++) {
@@ -133,7 +142,7 @@ SPECIALIZED void score_keys(const int rows, const int width, const int half, con
 
 /* out += weights times values, for `width` vectors of dimensions from `dim` on and the round's first `count` keys. */
 SPECIALIZED void add_values(const int rows, const int width, const int half, const float *weight, int head_dim, int dim,
-                            const void *const *values, int count, float *out) {
+                            const struct round *now, int count, float *out) {
     vec total[ROWS][WIDTH];
     UNROLL
     for (int r = 0; r < rows; r++)
@@ -142,8 +151,11 @@ SPECIALIZED void add_values(const int rows, const int width, const int half, con
     for (int t = 0; t < count; t++) {
         vec value[WIDTH];
         UNROLL
-        for (int v = 0; v < width; v++)
-            value[v] = load_cache(values[t / PAGE], (int64_t)(t % PAGE) * head_dim + dim + v * LANES, half);
+        for (int v = 0; v < width; v++) {
+            const int64_t at = (int64_t)(t % PAGE) * head_dim + dim + v * LANES;
+            value[v] = load_cache(now->values[t / PAGE], at, half);
+            __builtin_prefetch(page_of(now->next_values[t / PAGE], 1, at, half), 0, 2);
+        }
         UNROLL
         for (int r = 0; r < rows; r++) {
             const vec w = splat(weight[r * ROUND + t]);
@@ -195,53 +207,83 @@ static void soften(const struct attention *layer, const struct rows *all, int ro
 
 /* One round for up to ROWS rows. `count`: keys of the round that the last of them sees. */
 SPECIALIZED void attend_round(const int rows, const int half, const struct attention *layer, const struct rows *all,
-                              int row, int base, int count, const void *const *keys, const void *const *values) {
+                              int row, int base, int count, const struct round *now) {
     const int dim = layer->head_dim;
     const float *query = all->query + row * dim;
     float *out = all->out + row * dim;
     int done = 0;
     for (; done + WIDTH * LANES <= count; done += WIDTH * LANES)
-        score_keys(rows, WIDTH, half, query, dim, keys, done, all->score);
+        score_keys(rows, WIDTH, half, query, dim, now, done, all->score);
     for (; done < count; done += WIDTH / 2 * LANES)
-        score_keys(rows, WIDTH / 2, half, query, dim, keys, done, all->score);
+        score_keys(rows, WIDTH / 2, half, query, dim, now, done, all->score);
     for (int r = 0; r < rows; r++) soften(layer, all, row + r, all->score + r * ROUND, done, base);
     int d = 0;
     for (; d + WIDTH * LANES <= dim; d += WIDTH * LANES)
-        add_values(rows, WIDTH, half, all->score, dim, d, values, count, out);
-    for (; d < dim; d += LANES) add_values(rows, 1, half, all->score, dim, d, values, count, out);
+        add_values(rows, WIDTH, half, all->score, dim, d, now, count, out);
+    for (; d < dim; d += LANES) add_values(rows, 1, half, all->score, dim, d, now, count, out);
 }
 
 static void attend_rows(int rows, int half, const struct attention *layer, const struct rows *all, int row, int base,
-                        int count, const void *const *keys, const void *const *values) {
+                        int count, const struct round *now) {
 #define CASE(n) \
     case n: \
-        if (half) attend_round(n, 1, layer, all, row, base, count, keys, values); \
-        else attend_round(n, 0, layer, all, row, base, count, keys, values); \
+        if (half) attend_round(n, 1, layer, all, row, base, count, now); \
+        else attend_round(n, 0, layer, all, row, base, count, now); \
         break;
     switch (rows) { CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) }
 #undef CASE
 }
 
-/* All rows of a task with the keys of one round. */
-static void task_round(const struct attend *job, const struct task *task, int head, const struct rows *rows,
-                       int num_rows, int base) {
+static int last_position(const struct attend *job, const struct task *task) {
+    return (int)job->batch->positions[task->first_query + task->num_queries - 1];
+}
+
+/* The first key of the first round that the task needs. */
+static int first_base(const struct attend *job, const struct task *task) {
+    const int window = job->layer->window, first = (int)job->batch->positions[task->first_query];
+    return window && first >= window ? (first - window + 1) / ROUND * ROUND : 0;
+}
+
+/* Where a chunk's keys and values of the round that begins at key `base` are. Past the chunk's last key that key's page
+ * again: no row sees what is there. */
+static void find_pages(const struct attend *job, int chunk, int base, const void **keys, const void **values) {
     const struct attention *layer = job->layer;
-    const struct batch *batch = job->batch;
+    const struct task *task = job->tasks + chunk / layer->num_kv_heads;
+    const int32_t *blocks = job->batch->blocks + job->batch->block_starts[task->sequence];
+    const int head = chunk % layer->num_kv_heads, last_page = last_position(job, task) / PAGE;
     const int64_t size = (int64_t)PAGE * layer->head_dim;
-    const int32_t *blocks = batch->blocks + batch->block_starts[task->sequence] + base / PAGE;
-    const void *keys[PAGES], *values[PAGES];
-    const int last_page = (rows->position[num_rows - 1] - base) / PAGE;
-    for (int page = 0; page < PAGES; page++) { /* past the end the last one again: no row sees those keys */
-        const int64_t index = (int64_t)blocks[page < last_page ? page : last_page] * layer->num_kv_heads + head;
+    for (int page = 0; page < PAGES; page++) {
+        const int wanted = base / PAGE + page, found = wanted < last_page ? wanted : last_page;
+        const int64_t index = (int64_t)blocks[found] * layer->num_kv_heads + head;
         keys[page] = page_of(job->keys, index, size, layer->half);
         values[page] = page_of(job->values, index, size, layer->half);
     }
+}
+
+/* The pages that this thread is likely to need after the round. */
+static void find_next_pages(const struct attend *job, int chunk, int base, const void **keys, const void **values) {
+    const struct task *tasks = job->tasks;
+    const int heads = job->layer->num_kv_heads, next = chunk + job->num_threads;
+    if (base + ROUND <= last_position(job, tasks + chunk / heads))
+        find_pages(job, chunk, base + ROUND, keys, values);
+    else if (next < job->num_chunks)
+        find_pages(job, next, first_base(job, tasks + next / heads), keys, values);
+    else
+        find_pages(job, chunk, base, keys, values);
+}
+
+/* All rows of a chunk with the keys of one round. */
+static void chunk_round(const struct attend *job, int chunk, const struct rows *rows, int num_rows, int base) {
+    const struct attention *layer = job->layer;
+    struct round now;
+    find_pages(job, chunk, base, now.keys, now.values);
+    find_next_pages(job, chunk, base, now.next_keys, now.next_values);
     for (int row = 0; row < num_rows; row += ROWS) {
         const int some = num_rows - row < ROWS ? num_rows - row : ROWS;
         const int seen = rows->position[row + some - 1] + 1 - base;
         if (seen <= 0) continue;
         if (layer->window && base + ROUND <= rows->position[row] - layer->window + 1) continue;
-        attend_rows(some, layer->half, layer, rows, row, base, seen < ROUND ? seen : ROUND, keys, values);
+        attend_rows(some, layer->half, layer, rows, row, base, seen < ROUND ? seen : ROUND, &now);
     }
 }
 
@@ -263,10 +305,8 @@ static void attend_chunk(const void *argument, int chunk, int thread) {
         rows.largest[row] = -0x1p126f; /* finite: a round may hide all its keys from a row */
         rows.position[row] = (int32_t)job->batch->positions[token];
     }
-    const int window = layer->window, first = rows.position[0];
-    const int begin = window && first >= window ? (first - window + 1) / ROUND * ROUND : 0;
-    for (int base = begin; base <= rows.position[num_rows - 1]; base += ROUND)
-        task_round(job, task, head, &rows, num_rows, base);
+    for (int base = first_base(job, task); base <= rows.position[num_rows - 1]; base += ROUND)
+        chunk_round(job, chunk, &rows, num_rows, base);
     for (int row = 0; row < num_rows; row++) {
         const int64_t token = task->first_query + row / group;
         float *out = job->out + (token * layer->num_heads + head * group + row % group) * dim;
@@ -337,10 +377,12 @@ void attention(const struct attention *layer, struct pool *pool, const struct ba
     float *scratch = (float *)(memory + tasks_bytes(layer, batch->num_tokens, batch->num_sequences));
     const struct cache_write write = {layer, batch, new_keys, new_values, keys, values};
     parallel(pool, batch->num_tokens, write_chunk, &write);
+    const int num_chunks = make_tasks(layer, batch, tasks) * layer->num_kv_heads;
     const struct attend attend = {
         layer, batch, tasks, keys, values, queries, (int64_t)layer->num_heads * layer->head_dim, out, scratch,
+        num_chunks, pool->num_threads,
     };
-    parallel(pool, make_tasks(layer, batch, tasks) * layer->num_kv_heads, attend_chunk, &attend);
+    parallel(pool, num_chunks, attend_chunk, &attend);
 }
 
 #endif

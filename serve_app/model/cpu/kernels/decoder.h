@@ -169,7 +169,7 @@ static void activate_token(const void *argument, int t, int thread) {
     prepare_input(step, t, &step->layer->down);
 }
 
-static void run_layer(struct pool *pool, struct step *step, const struct attend *attend, int num_tasks) {
+static void run_layer(struct pool *pool, struct step *step, const struct attend *attend) {
     const struct decoder *decoder = step->decoder;
     const struct layer *layer = step->layer;
     const struct workspace *space = step->space;
@@ -177,7 +177,7 @@ static void run_layer(struct pool *pool, struct step *step, const struct attend 
     parallel(pool, tokens, input_norm_token, step);
     matmul(pool, &layer->qkv, decoder->int8, &space->input, tokens, space->qkv);
     parallel(pool, tokens, position_token, step);
-    parallel(pool, num_tasks * decoder->num_kv_heads, attend_chunk, attend);
+    parallel(pool, attend->num_chunks, attend_chunk, attend);
     parallel(pool, tokens, attended_token, step);
     matmul(pool, &layer->out, decoder->int8, &space->input, tokens, space->delta);
     parallel(pool, tokens, post_norm_token, step);
@@ -193,16 +193,16 @@ void decoder_step(const struct decoder *decoder, struct pool *pool, const struct
     struct workspace space;
     lay_out(decoder, batch->num_tokens, batch->num_sequences, pool->num_threads, memory, &space);
     struct step step = {decoder, NULL, batch, ids, &space, attention_of(decoder, NULL), hidden};
-    const int num_tasks = make_tasks(&step.attention, batch, space.tasks);
+    const int num_chunks = make_tasks(&step.attention, batch, space.tasks) * decoder->num_kv_heads;
     parallel(pool, batch->num_tokens, embed_token, &step);
     for (int i = 0; i < decoder->num_layers; i++) {
         step.layer = decoder->layers + i;
         step.attention = attention_of(decoder, step.layer);
         const struct attend attend = {
             &step.attention, batch, space.tasks, step.layer->keys, step.layer->values, space.qkv,
-            step.layer->qkv.outputs, space.normed, space.scratch,
+            step.layer->qkv.outputs, space.normed, space.scratch, num_chunks, pool->num_threads,
         };
-        run_layer(pool, &step, &attend, num_tasks);
+        run_layer(pool, &step, &attend);
     }
     parallel(pool, batch->num_tokens, final_norm_token, &step);
 }

@@ -183,7 +183,13 @@ SPECIALIZED void dot_group(const int rows, const int format, const int first, co
     }
 }
 
-/* All inputs of one panel. */
+/* Into the second cache, as long as there is work to do meanwhile: with one row, all is waiting for memory anyway. */
+SPECIALIZED void fetch_group(const uint8_t *group, const int format) {
+    UNROLL
+    for (int line = 0; line < group_bytes(format); line += 64) __builtin_prefetch(group + line, 0, 2);
+}
+
+/* All inputs of one panel. The next panel is fetched meanwhile, group by group. */
 SPECIALIZED void fixed_tile(const int rows, const int format, const int bytes, const struct input *input, int inputs,
                             const uint8_t *panel, const float *bias, float *out, int64_t out_stride) {
     /* Sums of three bytes times 8 bits need more than 32: the last byte apart. */
@@ -199,6 +205,7 @@ SPECIALIZED void fixed_tile(const int rows, const int format, const int bytes, c
         const int8_t *q = input->q + (int64_t)g * bytes * GROUP;
         const float *scale = input->scale + g, *sum = input->sum + g;
         ivec dot[FIXED_ROWS][2];
+        if (rows > 1) fetch_group(panel + groups * group_bytes(format), format);
         dot_group(rows, format, 0, middle, panel + 4 * PANEL, q, (int64_t)inputs * bytes, dot);
         UNROLL
         for (int v = 0; v < 2; v++) {
