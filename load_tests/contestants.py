@@ -14,7 +14,7 @@ import yaml
 
 from load_tests.peer_setup import PeerFolder
 from load_tests.servers import ServerCommand, free_port
-from serve_app.settings import LAUNCHER_ENVIRONMENT
+from serve_app.settings import ENGINE_ENVIRONMENT
 
 _SEATS, _CONTEXT = 16, 2048
 _BIN = Path(sys.executable).parent
@@ -152,7 +152,7 @@ CONTESTANTS: dict[str, Contestant] = {
         exact=True,
     ),
     "serve_run": Contestant("plain `serve run`", _ours("serve_run", _SERVE_RUN, _SERVE_RUN_ENVIRONMENT), ours=True),
-    "engine": Contestant("our engine alone, no HTTP, no Ray", _offline("engine", LAUNCHER_ENVIRONMENT), ours=True),
+    "engine": Contestant("our engine alone, no HTTP, no Ray", _offline("engine", ENGINE_ENVIRONMENT), ours=True),
     "llama_q4_0": Contestant("llama-server, Q4_0", _llama("Q4_0"), ("llama",)),
     "llama_q8_0": Contestant("llama-server, Q8_0", _llama("Q8_0"), ("llama",)),
     "llama_f16": Contestant("llama-server, F16", _llama("F16"), ("llama",), exact=True),

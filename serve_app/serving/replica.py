@@ -34,7 +34,7 @@ from serve_app.serving.wire import (
     pack_load,
     unpack_request,
 )
-from serve_app.settings import Settings
+from serve_app.settings import ENGINE_ENVIRONMENT, Settings, export
 
 logger = logging.getLogger(__name__)
 
@@ -50,6 +50,7 @@ class EngineReplica:
 
     async def __init__(self, settings: Settings, *, use_gpu: bool) -> None:  # type: ignore[misc]
         """Load the model. Raises `ConfigError`, which fails the deployment."""
+        export(ENGINE_ENVIRONMENT)
         # Imported here because it brings torch, which the processes that only pass this class on do without.
         from serve_app.engine.async_engine import AsyncEngine
         from serve_app.serving.engine_config import engine_config
