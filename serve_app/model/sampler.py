@@ -18,7 +18,8 @@ Noise is a hash of (seed, choice, position), so there is no generator and no sta
 finished, and what a token means.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -82,6 +83,19 @@ class Sampled:
         return range(first, last if last in self.failed else last + 1)
 
 
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Torch without helper threads: its parallel loops wait for all of them, and on a busy machine one that the system
+    has put aside costs more than the whole of sampling."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+@_one_thread()
 def sample(logits: Tensor, slots: Sequence[Slot], eos_token_ids: Sequence[int]) -> Sampled:
     """Choose one token for each row.
 

@@ -220,6 +220,15 @@ def test_equal_logprobs_are_ranked_by_token_id() -> None:
     assert [token for token, _ in entry.top] == [20, 800, 1400, 0, 1]
 
 
+def test_torch_has_its_threads_again_afterwards() -> None:
+    torch.set_num_threads(2)
+    try:
+        sample(make_logits(1), [make_slot(SamplingParams())], ())
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(1)
+
+
 def test_a_row_of_nonsense_fails_alone() -> None:
     slots = [make_slot(SamplingParams(seed=i, logprobs=2)) for i in range(5)]
     logits = make_logits(5)
