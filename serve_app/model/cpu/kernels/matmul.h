@@ -192,7 +192,7 @@ SPECIALIZED void fetch_group(const uint8_t *group, const int format) {
 /* All inputs of one panel. The next panel is fetched meanwhile, group by group. */
 SPECIALIZED void fixed_tile(const int rows, const int format, const int bytes, const struct input *input, int inputs,
                             const uint8_t *panel, const float *bias, float *out, int64_t out_stride) {
-    /* Sums of three bytes times 8 bits need more than 32: the last byte apart. */
+    /* Sums of three bytes times 8 bits need more than 32: the last byte of the activations apart. */
     const int middle = bytes == 3 && format == Q8 ? 2 : bytes;
     const int groups = inputs / GROUP;
     vec total[FIXED_ROWS][2];
@@ -206,25 +206,22 @@ SPECIALIZED void fixed_tile(const int rows, const int format, const int bytes, c
         const float *scale = input->scale + g, *sum = input->sum + g;
         ivec dot[FIXED_ROWS][2];
         if (rows > 1) fetch_group(panel + groups * group_bytes(format), format);
-        dot_group(rows, format, 0, middle, panel + 4 * PANEL, q, (int64_t)inputs * bytes, dot);
         UNROLL
-        for (int v = 0; v < 2; v++) {
-            const vec d = load_half((const uint16_t *)panel + v * LANES) * splat(middle < bytes ? 256.0f : 1.0f);
-            const vec m = load_half((const uint16_t *)panel + PANEL + v * LANES);
+        for (int first = 0, end = middle; first < bytes; first = end, end = bytes) {
+            dot_group(rows, format, first, end, panel + 4 * PANEL, q, (int64_t)inputs * bytes, dot);
             UNROLL
-            for (int r = 0; r < rows; r++) {
-                total[r][v] = fma_(splat(scale[r * groups]) * d, to_float(dot[r][v]), total[r][v]);
-                total[r][v] = fma_(splat(sum[r * groups]), m, total[r][v]);
+            for (int v = 0; v < 2; v++) {
+                const vec d = load_half((const uint16_t *)panel + v * LANES) * splat(end < bytes ? 256.0f : 1.0f);
+                UNROLL
+                for (int r = 0; r < rows; r++)
+                    total[r][v] = fma_(splat(scale[r * groups]) * d, to_float(dot[r][v]), total[r][v]);
             }
         }
-        if (middle == bytes) continue;
-        dot_group(rows, format, middle, bytes, panel + 4 * PANEL, q, (int64_t)inputs * bytes, dot);
         UNROLL
         for (int v = 0; v < 2; v++) {
-            const vec d = load_half((const uint16_t *)panel + v * LANES);
+            const vec m = load_half((const uint16_t *)panel + PANEL + v * LANES);
             UNROLL
-            for (int r = 0; r < rows; r++)
-                total[r][v] = fma_(splat(scale[r * groups]) * d, to_float(dot[r][v]), total[r][v]);
+            for (int r = 0; r < rows; r++) total[r][v] = fma_(splat(sum[r * groups]), m, total[r][v]);
         }
     }
     UNROLL
