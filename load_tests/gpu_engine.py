@@ -22,6 +22,7 @@ import transformers
 
 from load_tests.gpu_steps import Loaded, Machine, attention_bandwidth, decode_step, parity, prefill
 from load_tests.gpu_throughput import ours, theirs
+from serve_app.model.paged_model import GpuForm
 
 SHAPES = Path(__file__).parent / "shapes"
 
@@ -51,6 +52,8 @@ def main() -> int:
         _gpu_checks(check, machine)
     else:
         _checks_of(check, machine, "tiny", decode_limits={1: None, 4: None}, context=64, prompts=(2, 48))
+        _variants(check, machine, "tiny", rows=(4,), context=64)
+        check("tiny overlap", "runs", lambda: _overlap("tiny", machine, requests=4, prompt=20, output=4))
         check("tiny throughput", "runs", lambda: _throughput("tiny", machine, requests=4, prompt=20, output=4))
     return int(not all(result["passed"] for result in report["checks"]))
 
@@ -73,7 +76,13 @@ def _gpu_checks(check: Check, machine: Machine) -> None:
     }
     for shape, decode_limits in limits.items():
         _checks_of(check, machine, shape, decode_limits=decode_limits, context=1024, prompts=(8, 2048))
+    _variants(check, machine, "llama-3.1-8b", rows=(1, 32), context=1024)
     for shape in ("qwen3-0.6b", "llama-3.1-8b"):
+        check(
+            f"{shape} overlap, 512 in 128 out, 256 at once",
+            "measured",
+            lambda shape=shape: _overlap(shape, machine, requests=256, prompt=512, output=128),
+        )
         check(
             f"{shape} throughput, 512 in 128 out, 256 at once",
             ">= 5 x transformers' continuous batching",
@@ -108,14 +117,59 @@ def _checks_of(
         )
 
 
+def _variants(check: Check, machine: Machine, shape: str, *, rows: tuple[int, ...], context: int) -> None:
+    """The prices and gains of other ways to compute a decode step; the plain one is measured beside each."""
+    gpu = machine.device.type == "cuda"
+    variants: dict[str, dict[str, Any]] = {
+        "plain": {},
+        "deterministic": {"form": GpuForm(deterministic=True)},
+        **({"fp8 weights": {"quantization": "fp8"}, "fp8 KV": {"form": GpuForm(fp8_cache=True)}} if gpu else {}),
+    }
+    sampling = {"temperature": 0.7, "top_k": 20, "top_p": 0.8}
+    for name, options in variants.items():
+        with _loaded(shape, machine, **options) as loaded:
+            for count in rows:
+                check(
+                    f"{shape} {name}, decode, batch {count}, context {context}",
+                    "measured",
+                    lambda count=count: decode_step(loaded(), machine, count, context, None),
+                )
+            check(
+                f"{shape} {name}, prefill, 2 x {context}",
+                "measured",
+                lambda: prefill(loaded(), machine, 2, context, None),
+            )
+            if not options:
+                check(
+                    f"{shape} top-k and top-p, decode, batch {rows[-1]}, context {context}",
+                    "measured",
+                    lambda: decode_step(loaded(), machine, rows[-1], context, None, **sampling),
+                )
+
+
+def _overlap(shape: str, machine: Machine, *, requests: int, prompt: int, output: int) -> dict[str, Any]:
+    """Output tokens per second with the next step launched before a step's tokens are read, and without."""
+    rates = {}
+    for overlap in ("off", "on"):
+        rates[overlap] = ours(_config(shape), machine, _prompts(shape, requests, prompt), output, overlap)[0]
+        _free()
+    return {"passed": True, "ratio": rates["on"] / rates["off"], "tokens_per_s": rates}
+
+
+def _prompts(shape: str, requests: int, length: int) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(0)
+    width = _config(shape)["vocab_size"]
+    return [torch.randint(2, width, (length,), generator=generator).tolist() for _ in range(requests)]
+
+
 @contextmanager
-def _loaded(shape: str, machine: Machine) -> Iterator[Callable[[], Loaded]]:
+def _loaded(shape: str, machine: Machine, **options: Any) -> Iterator[Callable[[], Loaded]]:
     """Loads at the first call, so that checks that are left out cost nothing; frees at the end."""
     held: list[Loaded] = []
 
     def load() -> Loaded:
         if not held:
-            held.append(Loaded.random(_config(shape), machine))
+            held.append(Loaded.random(_config(shape), machine, **options))
         return held[0]
 
     try:
@@ -129,10 +183,7 @@ def _throughput(
     shape: str, machine: Machine, *, requests: int, prompt: int, output: int, limit: float = 0.0
 ) -> dict[str, Any]:
     """Ours, then transformers', each alone on the GPU; output tokens per second."""
-    generator = torch.Generator().manual_seed(0)
-    config = _config(shape)
-    width = config["vocab_size"]
-    prompts = [torch.randint(2, width, (prompt,), generator=generator).tolist() for _ in range(requests)]
+    config, prompts = _config(shape), _prompts(shape, requests, prompt)
     our_rate, details = ours(config, machine, prompts, output)
     _free()
     try:

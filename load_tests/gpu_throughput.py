@@ -17,13 +17,15 @@ SEATS = 256
 
 
 def ours(
-    config: dict[str, Any], machine: Machine, prompts: list[list[int]], output: int
+    config: dict[str, Any], machine: Machine, prompts: list[list[int]], output: int, overlap: str = "auto"
 ) -> tuple[float, dict[str, Any]]:
     """Tokens per second of the engine, and where its steps' time went. A run before warms up every batch size."""
     module = random_module(config, machine.device, machine.dtype)
     records: list[StepRecord] = []
-    settings = EngineConfig(max_num_seqs=SEATS, max_num_batched_tokens=8192, speculation="off")
+    settings = EngineConfig(max_num_seqs=SEATS, max_num_batched_tokens=8192, speculation="off", overlap=overlap)
+    begin = time.perf_counter()
     core = EngineCore(paged(module), settings, on_step=records.append)
+    start_s = time.perf_counter() - begin
     del module
     seats = min(SEATS, len(prompts))
     _run(core, [prompts[0][:8]] * seats, [1 + index * 40 // seats for index in range(seats)], "warm")
@@ -34,6 +36,7 @@ def ours(
     decode = [record for record in records if not record.num_prefill_tokens]
     host_s = [record.schedule_s + record.update_s for record in records]
     return count / took_s, {
+        "start_s": start_s,
         "took_s": took_s,
         "steps": len(records),
         "decode_steps": len(decode),

@@ -75,6 +75,10 @@ class EngineSettings(_Frozen):
     """Reuse the KV blocks of prompts that begin alike."""
     speculation: Literal["auto", "off"] = "auto"
     """`auto` = while few requests run, compute ahead the tokens that a request's own text suggests; same answers."""
+    deterministic: bool = False
+    """On GPUs, at a price: a request's tokens do not depend on what runs beside it. On CPUs they never do."""
+    kv_cache_dtype: Literal["auto", "fp8"] = "auto"
+    """`fp8` = keys and values in 8 bits, on GPUs: twice the tokens in the KV pool; `auto` = the format of computing."""
     overlap: Literal["auto", "on", "off"] = "auto"
     """`on` = a step is launched before the last one's tokens are read, and has no `speculation`; `auto` = on a GPU."""
     max_num_waiting: int | None = Field(default=None, ge=0, le=1_000_000)
@@ -126,8 +130,8 @@ class Settings(_Frozen):
     """The name clients use; null = the model's own."""
     dtype: Literal["auto", "float32", "bfloat16", "float16", "float64"] = "auto"
     """Number format of weights and KV cache."""
-    quantization: Literal["auto", "none", "int8"] = "auto"
-    """`none` = the file's weights in float arithmetic; `int8` = products in 8 bits; `auto` = `int8` where it works."""
+    quantization: Literal["auto", "none", "int8", "fp8"] = "auto"
+    """`none` = the file's weights; `int8` = 8 bits, on CPUs; `fp8` = 8 bits, on GPUs; `auto` = `int8` if it works."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where the model runs; `auto` = one GPU per replica where Ray's cluster has GPUs, else the CPU."""
     num_replicas: int = Field(default=1, ge=1, le=1024)
@@ -170,6 +174,8 @@ class Settings(_Frozen):
             self.quantization,
             self.device,
             self.engine.max_model_len,
+            self.engine.deterministic,
+            self.engine.kv_cache_dtype,
         )
         return hashlib.sha256(repr(parts).encode()).hexdigest()[:12]
 

@@ -100,7 +100,7 @@ class EngineCore:
         num_blocks = self._size_pool(model)
         progress(f"allocating {num_blocks} KV blocks of {model.block_size} tokens")
         self._runner.allocate_kv_cache(num_blocks)
-        self._runner.capture(config.max_num_seqs)
+        model.capture(config.max_num_seqs, lambda done, of: progress(f"capturing graphs: {done} of {of}"))
         self._scheduler = Scheduler(
             SchedulerConfig(
                 num_blocks=num_blocks,

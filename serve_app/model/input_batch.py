@@ -53,7 +53,7 @@ class PackedRow:
     host: Int64Array
     query_starts: list[int]
     kv_lens: list[int]
-    block_tables: list[Sequence[int]]
+    block_tables: list[Int64Array]
     has_unknown_ids: bool
 
 
@@ -99,13 +99,14 @@ class InputBatch:
         block, offset = np.divmod(positions, self.block_size)
         host[2] = self._block_tables[slot_of_token, block] * self.block_size + offset
         seated = tuple(self._slot(row.slot) for row in rows)
+        blocks = -(-(starts + counts) // self.block_size)
         return PackedRow(
             rows=tuple(rows),
             slots=seated,
             host=host,
             query_starts=[0, *ends.tolist()],
             kv_lens=(starts + counts).tolist(),
-            block_tables=[slot.block_ids for slot in seated],
+            block_tables=[self._block_tables[slot, :used] for slot, used in zip(slots, blocks, strict=True)],
             has_unknown_ids=bool(unknown.any()),
         )
 

@@ -6,11 +6,13 @@ Which block belongs to whom is the scheduler's business; the layout inside a blo
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from serve_app.core.output import BlockCopy
 from serve_app.errors import ConfigError
 from serve_app.model.attention.base import AttentionBackend, AttentionLayer
+from serve_app.model.transfer import to_device
 
 
 class KVCache:
@@ -38,12 +40,13 @@ class KVCache:
         if not copies:
             return
         device = self.layers[0].key.device
-        sources = torch.tensor([copy.source for copy in copies], device=device)
-        targets = torch.tensor([copy.target for copy in copies], device=device)
+        sources, targets = to_device(np.array([(copy.source, copy.target) for copy in copies]).T.copy(), device)
         dim = self._block_dim
         for layer in self.layers:
             for pool in layer:
-                pool.index_copy_(dim, targets, pool.index_select(dim, sources))
+                # Not every operation knows numbers of 8 bits.
+                blocks = pool.view(torch.uint8) if pool.dtype.itemsize == 1 else pool
+                blocks.index_copy_(dim, targets, blocks.index_select(dim, sources))
 
 
 def bytes_per_block(layers: Sequence[AttentionLayer], block_size: int, dtype: torch.dtype) -> int:
@@ -63,8 +66,7 @@ def available_memory(device: torch.device) -> int:
     On Linux CPUs: what the kernel calls available, and no more than the control group's limit leaves.
     """
     if device.type == "cuda":
-        # What loading left in torch's hands is free too.
-        torch.cuda.empty_cache()
+        # What torch keeps for itself is not counted: the largest step that was run needs it again.
         free, _ = torch.cuda.mem_get_info(device)
         return int(free)
     return min(_meminfo_available(Path("/proc/meminfo")), _cgroup_available(Path("/sys/fs/cgroup")))

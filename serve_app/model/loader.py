@@ -23,7 +23,7 @@ from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from serve_app.errors import ConfigError
-from serve_app.model.paged_model import PagedModel, Progress
+from serve_app.model.paged_model import DEFAULT_FORM, GpuForm, PagedModel, Progress
 from serve_app.model_files import locate_model
 
 _DTYPES = {
@@ -47,8 +47,9 @@ class ModelOptions:
     device: "auto" (the first GPU, else the CPU), "cpu", "cuda" or "cuda:N".
     max_model_len: a shorter context than the model's own, in tokens.
     attention_backend: "auto" or a backend's name.
-    quantization: "none" (the file's weights in float arithmetic), "int8" (products in 8 bits, on CPUs) or "auto"
-        (int8 where the CPU kernels run the model).
+    quantization: "none" (the file's weights in float arithmetic), "int8" (products in 8 bits, on CPUs), "fp8" (weights
+        in 8 bits, on GPUs) or "auto" (int8 where the CPU kernels run the model).
+    gpu_form: how the Triton kernels compute.
     cache_dir: where weights converted from GGUF (as large as the model in float32) and compiled kernels are kept.
     """
 
@@ -58,6 +59,7 @@ class ModelOptions:
     max_model_len: int | None = None
     attention_backend: str = "auto"
     quantization: str = "none"
+    gpu_form: GpuForm = DEFAULT_FORM
     cache_dir: str = "~/.cache/serve_app"
 
 
@@ -89,12 +91,18 @@ def load_model(options: ModelOptions, on_progress: Progress | None = None) -> Pa
             max_model_len=options.max_model_len,
             attention_backend=options.attention_backend,
             quantization=options.quantization,
+            gpu_form=options.gpu_form,
             on_progress=on_progress,
         )
 
 
 def from_module(
-    module: Any, *, max_model_len: int | None = None, attention_backend: str = "auto", quantization: str = "none"
+    module: Any,
+    *,
+    max_model_len: int | None = None,
+    attention_backend: str = "auto",
+    quantization: str = "none",
+    gpu_form: GpuForm = DEFAULT_FORM,
 ) -> PagedModel:
     """A `PagedModel` of a transformers causal LM in memory, which is copied and stays as it is."""
     return PagedModel(
@@ -104,6 +112,7 @@ def from_module(
         max_model_len=max_model_len,
         attention_backend=attention_backend,
         quantization=quantization,
+        gpu_form=gpu_form,
     )
 
 

@@ -5,10 +5,12 @@ GPU; transformers' own modules for all others. Whichever it is has to reproduce 
 may serve.
 """
 
+import gc
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -26,15 +28,19 @@ from serve_app.model.fusion import watch_inputs
 from serve_app.model.input_batch import Slot
 from serve_app.model.probe import Probe
 from serve_app.model.sampler import PendingSample, sample
-from serve_app.model.stack import Stack
+from serve_app.model.stack import OnCapture, Stack
 from serve_app.model.transformers_stack import TransformersStack, split
+
+if TYPE_CHECKING:
+    from serve_app.model.gpu.decoder import GpuDecoder
 
 logger = logging.getLogger(__name__)
 
 Progress = Callable[[str, float], None]
 
 _KERNELS, _TRITON = "kernels", "triton"
-_QUANTIZATIONS = ("auto", "none", "int8")
+_QUANTIZATIONS = ("auto", "none", "int8", "fp8")
+_FP8_CAPABILITY = (8, 9)
 
 _TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-2, torch.float16: 0.2, torch.bfloat16: 0.5}
 """Largest accepted difference of the probe's logits from the model's own, as a part of their standard deviation.
@@ -43,6 +49,21 @@ _EXACT_TOLERANCE = 1e-3
 """The same for the C kernels in exact mode, which compute the same sums in another order."""
 _INT8_TOLERANCE = 0.5
 """The same for their int8 mode: enough to see that something is broken; how good it is, is measured elsewhere."""
+
+_FP8_TOLERANCE = 1.0
+"""The same for weights or a KV cache in fp8, whose numbers have 4 significant bits."""
+
+
+@dataclass(frozen=True, slots=True)
+class GpuForm:
+    """How the Triton kernels compute. deterministic: a row's bits do not depend on the rows beside it (as they never do
+    on a CPU). fp8_cache: keys and values in 8 bits."""
+
+    deterministic: bool = False
+    fp8_cache: bool = False
+
+
+DEFAULT_FORM = GpuForm()
 
 
 class PagedModel:
@@ -60,6 +81,7 @@ class PagedModel:
         max_model_len: int | None = None,
         attention_backend: str = "auto",
         quantization: str = "none",
+        gpu_form: GpuForm = DEFAULT_FORM,
         on_progress: Progress | None = None,
     ) -> None:
         report = on_progress or (lambda stage, fraction: None)
@@ -72,6 +94,8 @@ class PagedModel:
         self._cache: kv_cache.KVCache | None = None
         if quantization not in _QUANTIZATIONS:
             raise ConfigError(f"quantization: unknown name {quantization!r}; known: {', '.join(_QUANTIZATIONS)}")
+        if quantization == "fp8" or gpu_form.fp8_cache:
+            self._check_fp8(attention_backend)
         with torch.inference_mode():
             probe = Probe.of(module, name)
             self.vocab_size = probe.expected[0].shape[1]
@@ -81,12 +105,13 @@ class PagedModel:
             _check_layers(name, module.config, calls)
             self._layers = [layer for _, layer in calls]
             report("optimizing", 0.0)
+            self._gpu = None
             decoder: Stack | None = self._cpu_decoder(module, base, probe, cache_dir, attention_backend, quantization)
             if decoder is None:
-                decoder = self._gpu_decoder(module, base, probe, attention_backend)
+                decoder = self._gpu = self._gpu_decoder(module, base, probe, attention_backend, quantization, gpu_form)
             if decoder is not None:
                 self._stack = decoder
-                self._sample = self._sampler()
+                self._samples_on_device = self._can_sample_on_device()
                 report("optimizing", 1.0)
                 report("probing", 1.0)
                 return
@@ -102,7 +127,7 @@ class PagedModel:
                     f"model {name}: {type(module).__name__} cannot be served: packed with another sequence its "
                     f"logits differ by {difference:.2g} standard deviations from the sequence run alone"
                 )
-            self._sample = self._sampler()
+            self._samples_on_device = self._can_sample_on_device()
 
     @property
     def block_size(self) -> int:
@@ -116,13 +141,8 @@ class PagedModel:
 
     @property
     def quantization(self) -> str:
-        """How the products are computed: "none" or "int8"."""
+        """How the products are computed: "none", "int8" or "fp8"."""
         return self._stack.quantization
-
-    @property
-    def graph_sizes(self) -> Sequence[int]:
-        """Numbers of rows for which decode steps are captured when first run, ascending."""
-        return self._stack.graph_sizes
 
     @property
     def token_cost(self) -> float:
@@ -143,9 +163,19 @@ class PagedModel:
         # Before the new pool is allocated: both would not fit.
         self._cache = None
         self._stack.attach(None)
+        if self.device.type == "cuda":
+            # What loading and warming up left in torch's hands is free too.
+            gc.collect()
+            torch.cuda.empty_cache()
         stack = self._stack
         self._cache = kv_cache.KVCache(stack.backend, self._layers, num_blocks, stack.cache_dtype, self.device)
         stack.attach(self._cache.layers)
+
+    @torch.inference_mode()
+    def capture(self, max_num_seqs: int, on_capture: OnCapture) -> None:
+        """Capture the CUDA graphs that steps of up to `max_num_seqs` rows use, if any. The pool comes first."""
+        self._allocated()
+        self._stack.capture(max_num_seqs, on_capture)
 
     def copy_blocks(self, copies: Sequence[BlockCopy]) -> None:
         """Copy whole KV blocks in every layer."""
@@ -168,7 +198,13 @@ class PagedModel:
     def sample(self, hidden: Tensor, slots: Sequence[Slot]) -> PendingSample:
         """One token for each row of hidden states [R, hidden], of which row i continues slots[i]. On a GPU, without
         waiting for it."""
-        return self._sample(self.compute_logits(hidden), slots, self.eos_token_ids)
+        if not self._samples_on_device:
+            return sample(self.compute_logits(hidden), slots, self.eos_token_ids)
+        from serve_app.model.gpu import sampling
+
+        if self._gpu is not None and sampling.plain(slots):
+            return sampling.sample_plain(hidden, slots, self._gpu.choose)
+        return sampling.sample(self.compute_logits(hidden), slots, self.eos_token_ids)
 
     def _allocated(self) -> kv_cache.KVCache:
         if self._cache is None:
@@ -182,6 +218,8 @@ class PagedModel:
 
         Raises ConfigError when the kernels were asked for by name.
         """
+        if quantization == "fp8":
+            return None
         wanted = attention_backend == _KERNELS or quantization == "int8"
         if not wanted and (attention_backend != "auto" or self.device.type != "cpu" or self.dtype != torch.float32):
             return None
@@ -207,37 +245,57 @@ class PagedModel:
         decoder.release()
         return decoder
 
-    def _gpu_decoder(self, head: Any, base: Any, probe: Probe, attention_backend: str) -> Stack | None:
+    def _gpu_decoder(
+        self, head: Any, base: Any, probe: Probe, attention_backend: str, quantization: str, form: GpuForm
+    ) -> "GpuDecoder | None":
         """The model on the Triton kernels. None, with one line in the log, where transformers' modules have to run it;
-        their attention may still be the Triton kernel."""
+        their attention may still be the Triton kernel.
+
+        Raises ConfigError when something was asked for that only these kernels can do.
+        """
+        fp8 = quantization == "fp8"
         if attention_backend != _TRITON and (attention_backend != "auto" or self.device.type != "cuda"):
             return None
         try:
+            from serve_app.model.gpu.attention import TritonAttention
             from serve_app.model.gpu.decoder import GpuDecoder
 
-            if problem := registry.probe(GpuDecoder.backend, self._layers, self.dtype, self.device):
+            backend = TritonAttention(deterministic=form.deterministic)
+            if problem := registry.probe(backend, self._layers, self.dtype, self.device):
                 raise NotLlamaError(problem)
-            decoder = GpuDecoder(recognise(head, base, self._layers, self.max_model_len), self.max_model_len)
-            self._check(probe, decoder, _TOLERANCE[self.dtype])
+            llama = recognise(head, base, self._layers, self.max_model_len)
+            decoder = GpuDecoder(llama, backend, self.max_model_len, fp8=fp8, fp8_cache=form.fp8_cache)
+            self._check(probe, decoder, _FP8_TOLERANCE if fp8 or form.fp8_cache else _TOLERANCE[self.dtype])
         except Exception as error:  # a kernel may do whatever it likes on hardware that it was not tried on
+            if fp8 or form != DEFAULT_FORM:
+                raise ConfigError(f"model {self.name}: the GPU kernels cannot run it: {error}") from error
             logger.warning("model %s: runs without the fused kernels: %s", self.name, error)
             return None
         return decoder
 
-    def _sampler(self) -> Callable[[Tensor, Sequence[Slot], Sequence[int]], PendingSample]:
-        """Sampling where the logits are, if there are kernels for it that give the right tokens; else on the host."""
+    def _check_fp8(self, attention_backend: str) -> None:
+        """Raise ConfigError where there is nothing that computes with numbers of 8 bits."""
+        if self.device.type == "cuda":
+            capability = torch.cuda.get_device_capability(self.device)
+            if capability < _FP8_CAPABILITY:
+                name = torch.cuda.get_device_name(self.device)
+                raise ConfigError(f"fp8, for weights or the KV cache, needs a newer GPU than {name} {capability}")
+        elif attention_backend != _TRITON:
+            raise ConfigError(f"fp8, for weights or the KV cache, needs a GPU; the model runs on {self.device}")
+
+    def _can_sample_on_device(self) -> bool:
+        """Whether there are kernels for it that choose the right tokens."""
         if self.attention_backend != _TRITON:
-            return sample
+            return False
         from serve_app.model.gpu import sampling
 
         try:
-            if sampling.agrees(self.vocab_size, self.device):
-                return sampling.sample
-            problem = "they choose other tokens"
+            problem = "" if sampling.agrees(self.vocab_size, self.device) else "they choose other tokens"
         except Exception as error:  # as above
             problem = str(error)
-        logger.warning("model %s: runs without the sampling kernels: %s", self.name, problem)
-        return sample
+        if problem:
+            logger.warning("model %s: runs without the sampling kernels: %s", self.name, problem)
+        return not problem
 
     def _check(self, probe: Probe, decoder: Stack, tolerance: float) -> None:
         difference = probe.difference(decoder, self._layers)

@@ -10,11 +10,11 @@ next one's rows find them by their slot.
 
 import itertools
 import logging
-from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -22,7 +22,8 @@ from serve_app.core.output import ModelRunnerOutput, ScheduledRequest, Scheduler
 from serve_app.model.attention.base import AttentionBatch
 from serve_app.model.input_batch import InputBatch, PackedRow, Slot
 from serve_app.model.paged_model import PagedModel
-from serve_app.model.sampler import Sampled, rank, sample
+from serve_app.model.sampler import PendingSample, Sampled, rank
+from serve_app.model.transfer import to_device
 
 logger = logging.getLogger(__name__)
 
@@ -64,13 +65,6 @@ class ModelRunner:
         self.model.allocate_kv_cache(num_blocks + 1)
         self._scratch_block = num_blocks
 
-    def capture(self, max_num_seqs: int) -> None:
-        """Run a decode step of every size that the model captures, so that no request waits for that. Largest first:
-        smaller graphs use its memory again."""
-        sizes = self.model.graph_sizes
-        for size in reversed(sizes[: bisect_left(sizes, max_num_seqs) + 1]):
-            self.probe(size, size)
-
     def execute(self, output: SchedulerOutput) -> Pending:
         """Launch one step. One may be unresolved before it, unless that has drafts or a row here has penalties, which
         count tokens on the host."""
@@ -87,7 +81,7 @@ class ModelRunner:
     def forward(self, rows: Sequence[ScheduledRequest]) -> Forwarded:
         """Launch the forward pass of `rows`, whose slots and blocks are in place. Writes their keys and values."""
         packed = self._batch.pack(rows)
-        device_rows = torch.from_numpy(packed.host).to(self.model.device)
+        device_rows = to_device(packed.host, self.model.device)
         batch = AttentionBatch(
             query_starts=packed.query_starts,
             kv_lens=packed.kv_lens,
@@ -117,7 +111,7 @@ class ModelRunner:
             self._sampled_ids[seats] = torch.as_tensor(sampled.token_ids, device=seats.device).clamp_min(0)
         return Pending(partial(self._resolve, packed, sampled, prompt_logprobs))
 
-    def _sample_rows(self, forwarded: Forwarded) -> tuple[Sampled, Tensor]:
+    def _sample_rows(self, forwarded: Forwarded) -> tuple[PendingSample, Tensor]:
         """New tokens of the rows that sample, behind one another, and the slot of each.
 
         A token is sampled after a row's last known token and after each of its drafts, as if the drafts before it were
@@ -133,16 +127,16 @@ class ModelRunner:
                 positions += range(end - len(ahead), end)
                 seats += [row.slot] * len(ahead)
                 slots += map(slot.ahead, ahead)
-        index = torch.tensor([positions, seats], device=forwarded.hidden.device)
+        index = to_device(np.array([positions, seats], dtype=np.int64), forwarded.hidden.device)
         if not positions:
             return Sampled([]), index[1]
-        sampled = sample(self.model.compute_logits(forwarded.hidden[index[0]]), slots, self.model.eos_token_ids)
-        return sampled, index[1]
+        return self.model.sample(forwarded.hidden[index[0]], slots), index[1]
 
     def _resolve(
-        self, packed: PackedRow, sampled: Sampled, prompt_logprobs: dict[int, tuple[TokenLogprob, ...]]
+        self, packed: PackedRow, pending: PendingSample, prompt_logprobs: dict[int, tuple[TokenLogprob, ...]]
     ) -> ModelRunnerOutput:
         """Wait for the tokens, write them down, and give each row its own."""
+        sampled = pending.resolve()
         token_ids: list[tuple[int, ...]] = []
         logprobs: dict[int, tuple[TokenLogprob, ...]] = {}
         failed: dict[int, str] = {}

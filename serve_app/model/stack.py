@@ -4,13 +4,16 @@
 Llama-like models with the C and the Triton kernels.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from serve_app.model.attention.base import AttentionBackend, AttentionBatch, LayerCache
+
+OnCapture = Callable[[int, int], None]
+"""Told now and then how many graphs there are, of how many."""
 
 
 class Stack(Protocol):
@@ -28,16 +31,15 @@ class Stack(Protocol):
 
     @property
     def quantization(self) -> str:
-        """ "none" or "int8"."""
-        ...
-
-    @property
-    def graph_sizes(self) -> Sequence[int]:
-        """Numbers of rows for which decode steps are captured as CUDA graphs, ascending; empty without graphs."""
+        """ "none", "int8" or "fp8"."""
         ...
 
     def attach(self, caches: Sequence[LayerCache] | None) -> None:
         """Use this pool, one cache per layer; None takes it away."""
+        ...
+
+    def capture(self, max_num_seqs: int, on_capture: OnCapture) -> None:
+        """Capture all CUDA graphs that steps of up to `max_num_seqs` rows use, so that no request waits for that."""
         ...
 
     def forward(self, input_ids: Tensor, positions: Tensor, batch: AttentionBatch) -> Tensor:

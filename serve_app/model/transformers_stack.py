@@ -15,13 +15,13 @@ from serve_app.model.attention import registry
 from serve_app.model.attention.base import AttentionBackend, AttentionBatch, LayerCache
 from serve_app.model.fusion import optimize
 from serve_app.model.linear import pad_rows
+from serve_app.model.stack import OnCapture
 
 
 class TransformersStack:
     """Takes a model over, as `split` left it, rewires and speeds it up."""
 
     quantization = "none"
-    graph_sizes: Sequence[int] = ()
 
     def __init__(
         self,
@@ -43,6 +43,9 @@ class TransformersStack:
     def attach(self, caches: Sequence[LayerCache] | None) -> None:
         """See `Stack`."""
         registry.attach_caches(self._calls, [None] * len(self._calls) if caches is None else caches)
+
+    def capture(self, max_num_seqs: int, on_capture: OnCapture) -> None:
+        """There are none."""
 
     def forward(self, input_ids: Tensor, positions: Tensor, batch: AttentionBatch) -> Tensor:
         """See `Stack`."""

@@ -4,6 +4,7 @@ import os
 
 from serve_app.engine.core import EngineConfig
 from serve_app.model.loader import ModelOptions
+from serve_app.model.paged_model import GpuForm
 from serve_app.serving.knobs import scheduler_knobs
 from serve_app.settings import Settings
 
@@ -21,6 +22,7 @@ def engine_config(settings: Settings, *, use_gpu: bool) -> EngineConfig:
             device="cuda" if use_gpu else "cpu",
             max_model_len=engine.max_model_len,
             quantization=settings.quantization,
+            gpu_form=GpuForm(deterministic=engine.deterministic, fp8_cache=engine.kv_cache_dtype == "fp8"),
         ),
         **scheduler_knobs(engine).knobs(),
         kv_cache_gib=engine.kv_cache_gib,

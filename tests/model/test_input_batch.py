@@ -36,7 +36,7 @@ def test_packs_rows_behind_one_another() -> None:
     assert slot_mapping == [9 * 4 + 3, 4 * 4, 4 * 4 + 1, 4 * 4 + 2, 4 * 4 + 3, 8 * 4 + 1]
     assert packed.query_starts == [0, 5, 6]
     assert packed.kv_lens == [8, 6]
-    assert [list(table) for table in packed.block_tables] == [[9, 4, 6], [3, 8]]
+    assert [list(table) for table in packed.block_tables] == [[9, 4], [3, 8]]
     assert [slot.num_output_tokens for slot in packed.slots] == [0, 2]
 
 

@@ -8,8 +8,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple, Protocol
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
+
+BlockTable = Sequence[int] | npt.NDArray[np.int64]
+"""Ids of one row's blocks, in order."""
 
 
 @dataclass(slots=True)
@@ -24,7 +29,7 @@ class AttentionBatch:
 
     query_starts: list[int]
     kv_lens: list[int]
-    block_tables: list[Sequence[int]]
+    block_tables: Sequence[BlockTable]
     slot_mapping: Tensor
 
 

@@ -8,14 +8,13 @@ Bitwise the same for a request whatever else is in the step and however it is cu
   segments would be cut by the library depending on their length.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from serve_app.model.attention.base import AttentionBatch, AttentionLayer, LayerCache
+from serve_app.model.attention.base import AttentionBatch, AttentionLayer, BlockTable, LayerCache
 from serve_app.model.elementwise import aligned_parts
 
 _ROWS = 8
@@ -248,11 +247,11 @@ class CpuMetadata:
         return chunks
 
 
-def _sequence(table: Sequence[int]) -> _Sequence:
-    return _Sequence(table[0], len(table), None if _consecutive(table) else torch.tensor(table))
+def _sequence(table: BlockTable) -> _Sequence:
+    return _Sequence(int(table[0]), len(table), None if _consecutive(table) else torch.tensor(table))
 
 
-def _consecutive(table: Sequence[int]) -> bool:
+def _consecutive(table: BlockTable) -> bool:
     return all(block == table[0] + index for index, block in enumerate(table))
 
 

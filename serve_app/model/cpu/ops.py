@@ -112,7 +112,7 @@ class Batch:
             np.array(batch.query_starts, dtype=np.int32),
             np.array(batch.kv_lens, dtype=np.int32),
             np.array([0, *itertools.accumulate(lengths)], dtype=np.int32),
-            np.fromiter(itertools.chain.from_iterable(tables), dtype=np.int32, count=sum(lengths)),
+            np.concatenate(tables, dtype=np.int32, casting="unsafe"),
         ]
         self._tensors = [positions.contiguous(), batch.slot_mapping.contiguous()]
         self.struct = _BatchStruct(

@@ -8,7 +8,6 @@ Without Triton this module cannot be imported.
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import chain, islice
 from typing import ClassVar
 
 import numpy as np
@@ -18,6 +17,7 @@ from torch import Tensor
 
 from serve_app.model.attention.base import AttentionBatch, AttentionLayer, LayerCache
 from serve_app.model.gpu.kernels import attention as kernels
+from serve_app.model.transfer import to_device
 
 _LOG2_E = 1.4426950408889634
 _BLOCK_N = 64
@@ -63,15 +63,22 @@ class TritonMetadata:
 
 
 class TritonAttention:
-    """Caches are [num_blocks, num_kv_heads, block_size, dim]: a block's keys of one head lie together."""
+    """Caches are [num_blocks, num_kv_heads, block_size, dim]: a block's keys of one head lie together.
+
+    deterministic: one kind of tile for all rows, whose keys are not split, so that a row's bits do not depend on the
+    other rows.
+    """
 
     name: ClassVar[str] = "triton"
     block_size: ClassVar[int] = 16
     block_dim: ClassVar[int] = 0
 
+    def __init__(self, *, deterministic: bool = False) -> None:
+        self.deterministic = deterministic
+
     def allocate(self, layer: AttentionLayer, num_blocks: int, dtype: torch.dtype, device: torch.device) -> LayerCache:
         """Zeroed pool for one layer. Raises ValueError for a number format that the kernel cannot multiply."""
-        if dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        if dtype not in (torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn):
             raise ValueError(f"no {dtype}")
         shape = (num_blocks, layer.num_kv_heads, self.block_size)
         return LayerCache(
@@ -83,16 +90,25 @@ class TritonAttention:
         """The step's metadata in one copy to the device."""
         num_rows, device = len(batch.kv_lens), batch.slot_mapping.device
         counts = -(-np.asarray(batch.kv_lens) // self.block_size)
-        used = np.arange(counts.max()) < counts[:, None]
-        table = np.zeros(used.shape, dtype=np.int32)
-        blocks = chain.from_iterable(map(islice, batch.block_tables, counts.tolist()))
-        table[used] = np.fromiter(blocks, dtype=np.int32, count=int(counts.sum()))
+        table = np.zeros((num_rows, counts.max()), dtype=np.int32)
+        for line, blocks, count in zip(table, batch.block_tables, counts.tolist(), strict=True):
+            line[:count] = blocks[:count]
         host = np.concatenate([batch.query_starts, batch.kv_lens, table.ravel()], dtype=np.int32, casting="same_kind")
-        query_starts, kv_lens, tables = torch.tensor_split(
-            torch.from_numpy(host).to(device), [num_rows + 1, 2 * num_rows + 1]
-        )
-        plan = partial(cut, batch, device)
+        query_starts, kv_lens, tables = torch.tensor_split(to_device(host, device), [num_rows + 1, 2 * num_rows + 1])
+        plan = partial(cut, batch, device, self.deterministic)
         return TritonMetadata(query_starts, kv_lens, tables.view(num_rows, -1), batch.slot_mapping, plan)
+
+    def warm_up(self, layer: AttentionLayer, dtype: torch.dtype, cache: LayerCache) -> None:
+        """Compile the kernels that any step may use, on one row without keys, so that no request waits for that."""
+        device = cache.key.device
+        zero = torch.zeros(2, dtype=torch.int32, device=device)
+        metadata = TritonMetadata(zero, zero[:1], zero[None, :1], zero.long()[:0], lambda layer, dtype: [])
+        query = torch.zeros(1, layer.num_heads, layer.head_dim, dtype=dtype, device=device)
+        out = query.new_empty(1, layer.num_heads, layer.value_dim)
+        shapes = {(_short_lines(layer.num_heads // layer.num_kv_heads), splits) for splits in _SPLITS}
+        shapes |= {(_long_lines(layer, dtype), 1)}
+        for lines, splits in {(_fixed_lines(layer, dtype), 1)} if self.deterministic else shapes:
+            _launch(layer, query, cache, metadata, Tiles(zero[:1], zero[:1], lines, splits), out)
 
     def forward(
         self,
@@ -124,20 +140,23 @@ class TritonAttention:
             _launch(layer, query, cache, metadata, tiles, out)
 
 
-def cut(batch: AttentionBatch, device: torch.device, layer: AttentionLayer, dtype: torch.dtype) -> list[Tiles]:
-    """The tiles of a step: one launch for short rows, one for long ones, as far as there are any."""
+def cut(
+    batch: AttentionBatch, device: torch.device, deterministic: bool, layer: AttentionLayer, dtype: torch.dtype
+) -> list[Tiles]:
+    """The tiles of a step: one launch for short rows, one for long ones, as far as there are any. Deterministic: the
+    same tiles for all."""
     group = layer.num_heads // layer.num_kv_heads
     starts = np.asarray(batch.query_starts)
     counts, kv_lens = np.diff(starts), np.asarray(batch.kv_lens)
     short_lines = _short_lines(group)
-    short = counts * group <= short_lines
+    short = (counts * group <= short_lines) & (not deterministic)
     launches = []
     if short.any():
         rows = short.nonzero()[0]
         splits = num_splits(len(rows) * layer.num_kv_heads, int(kv_lens[rows].max()), _processors(device))
         launches.append((rows, np.zeros_like(rows), short_lines, splits))
     if not short.all():
-        lines = max(_long_lines(layer, dtype), triton.next_power_of_2(group))
+        lines = _fixed_lines(layer, dtype) if deterministic else _long_lines(layer, dtype)
         queries = lines // group
         rows = np.repeat(np.arange(len(counts)), np.where(short, 0, -(-counts // queries)))
         firsts = (np.arange(len(rows)) - np.searchsorted(rows, rows)) * queries
@@ -146,18 +165,22 @@ def cut(batch: AttentionBatch, device: torch.device, layer: AttentionLayer, dtyp
         launches.append((rows[order], firsts[order], lines, 1))
     tiles = []
     for rows, firsts, lines, splits in launches:
-        both = torch.from_numpy(np.stack([rows, firsts]).astype(np.int32)).to(device)
+        both = to_device(np.stack([rows, firsts]).astype(np.int32), device)
         tiles.append(Tiles(both[0], both[1], lines, splits))
     return tiles
 
 
 def decode_tiles(
-    rows: int, max_kv_len: int, device: torch.device, layer: AttentionLayer, dtype: torch.dtype
+    max_kv_len: int, device: torch.device, deterministic: bool, rows: int, layer: AttentionLayer, dtype: torch.dtype
 ) -> list[Tiles]:
     """The tiles of `rows` single-token rows, whatever their lengths up to `max_kv_len`."""
-    splits = num_splits(rows * layer.num_kv_heads, max_kv_len, _processors(device))
+    lines, splits = _short_lines(layer.num_heads // layer.num_kv_heads), 1
+    if deterministic:
+        lines = _fixed_lines(layer, dtype)
+    else:
+        splits = num_splits(rows * layer.num_kv_heads, max_kv_len, _processors(device))
     each = torch.arange(rows, dtype=torch.int32, device=device)
-    return [Tiles(each, torch.zeros_like(each), _short_lines(layer.num_heads // layer.num_kv_heads), splits)]
+    return [Tiles(each, torch.zeros_like(each), lines, splits)]
 
 
 def num_splits(programs: int, max_kv_len: int, processors: int) -> int:
@@ -174,9 +197,17 @@ def _short_lines(group: int) -> int:
 
 def _long_lines(layer: AttentionLayer, dtype: torch.dtype) -> int:
     """As many as a program's registers hold sums for; float32 has no tensor cores to feed."""
-    if dtype == torch.float32:
-        return 32
-    return 128 if max(layer.head_dim, layer.value_dim) <= 128 else 64
+    lines = 128 if max(layer.head_dim, layer.value_dim) <= 128 else 64
+    return _at_least_a_group(layer, 32 if dtype == torch.float32 else lines)
+
+
+def _fixed_lines(layer: AttentionLayer, dtype: torch.dtype) -> int:
+    """The fewest for the instruction that long rows are multiplied with: another one rounds in another order."""
+    return _at_least_a_group(layer, 32 if dtype == torch.float32 else 64)
+
+
+def _at_least_a_group(layer: AttentionLayer, lines: int) -> int:
+    return max(lines, int(triton.next_power_of_2(layer.num_heads // layer.num_kv_heads)))
 
 
 def _processors(device: torch.device) -> int:

@@ -38,22 +38,23 @@ def rotate_and_store(
     positions: Tensor,
     slots: Tensor,
     cache: LayerCache,
-) -> Tensor:
-    """Queries [T, heads, head_dim] with their positions turned in; keys, likewise, and values go to their slots.
+    query: Tensor,
+    *,
+    few: bool,
+) -> None:
+    """Queries with their positions turned in go to `query` [T, heads, head_dim]; keys, likewise, and values to their
+    slots.
 
     qkv: [T, (heads + 2 kv_heads) * head_dim]; norms: weights [head_dim] of the query and key norm; angles: cosines and
     sines, float32 [P, head_dim / 2]; positions, slots: int64 [T], a negative slot is written nowhere; cache: of shape
-    [blocks, kv_heads, block_size, head_dim].
+    [blocks, kv_heads, block_size, head_dim]; few: one token to a program, so that few tokens keep all processors busy.
     """
     _, kv_heads, page, head_dim = cache.key.shape
     tokens, heads = qkv.shape[0], qkv.shape[1] // head_dim - 2 * kv_heads
-    query = qkv.new_empty(tokens, heads, head_dim)
-    # Few tokens to a program while few programs make a step, so that all processors take part.
-    block = 1 if tokens <= 32 else 8
+    block = 1 if few else 8
     query_norm, key_norm = norms if norms is not None else (query, query)
     kernels.rotate_and_store[(triton.cdiv(tokens, block), heads + 2 * kv_heads)](
         qkv, query, cache.key, cache.value, query_norm, key_norm, *angles, positions, slots, tokens, eps,
         HEADS=heads, KV_HEADS=kv_heads, HEAD_DIM=head_dim, HALF=triton.next_power_of_2(head_dim // 2), PAGE=page,
         NORMED=norms is not None, BLOCK=block, num_warps=1 if block == 1 else 4,
     )  # fmt: skip
-    return query

@@ -61,6 +61,17 @@ class Drawn:
         return sampler.NO_TOKEN if token_id == _NOTHING_LEFT and row in self._masked else sampler.NOT_FINITE
 
 
+def plain(slots: Sequence[Slot]) -> bool:
+    """Whether nothing changes the rows' logits and nobody wants to see them."""
+    return not any(slot.params.logprobs is not None or sampler.edited(slot) for slot in slots)
+
+
+def sample_plain(hidden: Tensor, slots: Sequence[Slot], choose_from: Callable[[Tensor, Tensor], Tensor]) -> Drawn:
+    """Choose one token for each row of `plain` slots. choose_from: hidden states [R, width] and `parameters` to ids."""
+    token_ids = choose_from(hidden, to_device(parameters(slots), hidden.device))
+    return Drawn(token_ids, {}, set(), ToHost(token_ids))
+
+
 def sample(logits: Tensor, slots: Sequence[Slot], eos_token_ids: Sequence[int]) -> Drawn:
     """Choose one token for each row. logits: float32 [R, vocab], changed in place; row i continues slots[i]."""
     num_top = {i: slot.params.logprobs for i, slot in enumerate(slots) if slot.params.logprobs is not None}

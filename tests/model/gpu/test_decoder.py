@@ -7,8 +7,10 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from serve_app.core.output import BlockCopy
+from serve_app.errors import ConfigError
 from serve_app.model.loader import from_module
-from serve_app.model.paged_model import PagedModel
+from serve_app.model.paged_model import GpuForm, PagedModel
 from tests.model.stepping import Sequences, random_tokens
 from tests.models import tiny_model
 
@@ -68,3 +70,36 @@ def test_a_wrong_kernel_is_found_out(
     monkeypatch.setattr(ops, "gate_times_up", lambda x, *, gelu: gate_times_up(x, gelu=not gelu))
     assert type(build("llama")._stack).__name__ == "TransformersStack"
     assert len(caplog.records) == 1
+
+
+@pytest.mark.parametrize("fp8_cache", [False, True])
+def test_weights_and_cache_in_8_bits(fp8_cache: bool, device: torch.device) -> None:
+    form = GpuForm(fp8_cache=fp8_cache)
+    module = tiny_model("qwen3", torch.float32).to(device)
+    model = from_module(module, attention_backend="triton", quantization="none" if fp8_cache else "fp8", gpu_form=form)
+    assert model.quantization == ("none" if fp8_cache else "fp8")
+    plain = from_module(module, attention_backend="triton")
+    assert model.kv_bytes_per_block() * (4 if fp8_cache else 1) == plain.kv_bytes_per_block()
+    model.allocate_kv_cache(4)
+    model.copy_blocks([BlockCopy(1, 2)])
+
+
+def test_8_bits_need_a_gpu() -> None:
+    for fields in ({"quantization": "fp8"}, {"gpu_form": GpuForm(fp8_cache=True)}):
+        with pytest.raises(ConfigError, match="needs a GPU"):
+            from_module(tiny_model("llama", torch.float32), **fields)  # type: ignore[arg-type]
+
+
+@torch.inference_mode()
+def test_deterministic_rows_have_their_own_bits(device: torch.device) -> None:
+    """Alone and whole, or in chunks beside another row: the same logits to the last bit."""
+    module = tiny_model("qwen3", torch.float32).to(device)
+    model = from_module(module, attention_backend="triton", gpu_form=GpuForm(deterministic=True))
+    tokens = [random_tokens(length, seed) for seed, length in enumerate((60, 35))]
+    model.allocate_kv_cache(8)
+    alone = Sequences(model, tokens[:1], [[5, 1, 6, 2]])
+    expected = torch.cat([alone.step({0: count})[0] for count in (59, 1)])
+    model.allocate_kv_cache(8)
+    run = Sequences(model, tokens, [[5, 1, 6, 2], [3, 7, 4]])
+    parts = [run.step(counts)[0] for counts in ({1: 20, 0: 3}, {0: 39, 1: 1}, {1: 14, 0: 17}, {0: 1})]
+    assert torch.equal(torch.cat(parts), expected)

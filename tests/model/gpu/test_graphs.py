@@ -39,8 +39,8 @@ def step(device: torch.device):  # type: ignore[no-untyped-def]
 
 def test_every_row_arrives_and_padding_touches_nothing(step, device: torch.device) -> None:  # type: ignore[no-untyped-def]
     """Long tables before short ones, many rows before few: nothing of an earlier step may show."""
-    from serve_app.model.gpu.attention import TritonMetadata
-    from serve_app.model.gpu.graphs import DecodeGraphs
+    from serve_app.model.gpu.attention import TritonAttention, TritonMetadata
+    from serve_app.model.gpu.graphs import DecodeGraphs, Recorder
 
     seen = []
 
@@ -49,7 +49,7 @@ def test_every_row_arrives_and_padding_touches_nothing(step, device: torch.devic
         first_block = metadata.tables[:, 0]
         return torch.stack([input_ids, positions, metadata.slots, metadata.kv_lens, first_block], dim=1)
 
-    graphs = DecodeGraphs(run, max_model_len=200, block_size=PAGE, device=device)
+    graphs = DecodeGraphs(run, Recorder(device), TritonAttention(), 200, device)
     for rows in (
         [(100, list(range(3, 10))), (17, [2, 1]), (1, [11]), (33, [12, 13, 14]), (16, [15])],
         [(18, [2, 1]), (2, [11]), (34, [12, 13, 14])],
@@ -71,24 +71,56 @@ def test_every_row_arrives_and_padding_touches_nothing(step, device: torch.devic
 
 def test_prefill_and_huge_batches_are_not_taken(step, device: torch.device) -> None:  # type: ignore[no-untyped-def]
     from serve_app.model.gpu.attention import TritonAttention
-    from serve_app.model.gpu.graphs import BUCKETS, DecodeGraphs
+    from serve_app.model.gpu.graphs import BUCKETS, DecodeGraphs, Recorder
 
-    graphs = DecodeGraphs(lambda *inputs: inputs[0], max_model_len=64, block_size=PAGE, device=device)
+    graphs = DecodeGraphs(lambda *inputs: inputs[0], Recorder(device), TritonAttention(), 64, device)
     slots = torch.tensor([16, 17, 32], device=device)
     assert not graphs.takes(TritonAttention().build(AttentionBatch([0, 2, 3], [2, 1], [[1], [2]], slots)))
     assert graphs.takes(step([(1, [1])] * BUCKETS[-1])[2])
     assert not graphs.takes(step([(1, [1])] * (BUCKETS[-1] + 1))[2])
 
 
+def test_mixed_steps_call_attention_between_the_pieces(step, device: torch.device) -> None:  # type: ignore[no-untyped-def]
+    from serve_app.model.gpu.graphs import MixedGraphs, Recorder
+
+    sizes = []
+
+    def run(ids: Tensor, positions: Tensor, slots: Tensor, attend, query: Tensor, out: Tensor) -> Tensor:  # type: ignore[no-untyped-def]
+        sizes.append(ids.shape[0])
+        query[:, 0, 0] = ids
+        attend(7, query, out)
+        return torch.stack([out[:, 0, 0].long(), positions, slots], dim=1)
+
+    def attend(layer: int, query: Tensor, out: Tensor, metadata: object) -> None:
+        seen.append((layer, metadata))
+        out.copy_(query + 1)
+
+    graphs = MixedGraphs(run, attend, Recorder(device), LAYER, torch.float32, device)
+    for lengths in (range(1, 20), (5, 9)):
+        seen: list[tuple[int, object]] = []
+        ids, positions, metadata = step([(length, [1, 2]) for length in lengths])
+        assert graphs.takes(metadata)
+        got = graphs(ids, positions, metadata)
+        assert got.tolist() == torch.stack([ids + 1, positions, metadata.slots], dim=1).tolist()
+        assert seen[-1] == (7, metadata)
+        assert sizes[-1] == {19: 32, 2: 16}[len(lengths)]
+        assert (graphs._slots[len(lengths) : sizes[-1]] == -1).all()
+
+
 def test_an_engine_on_graphs_gives_the_models_tokens(device: torch.device) -> None:
     """All sizes that its seats need are run before the first request; then batches shrink from size to size."""
     module = tiny_model("qwen3", torch.float32).to(device)
     model = from_module(module, attention_backend="triton", max_model_len=64)
-    sizes: list[int] = []
-    forward = model._stack.forward
-    model._stack.forward = lambda ids, *rest: (sizes.append(ids.shape[0]), forward(ids, *rest))[1]  # type: ignore[method-assign]
-    core = EngineCore(model, EngineConfig(max_num_batched_tokens=16, max_num_seqs=3, kv_cache_gib=0.01))
-    assert sizes[-3:] == [4, 2, 1]
+    stages: list[str] = []
+    config = EngineConfig(max_num_batched_tokens=16, max_num_seqs=3, kv_cache_gib=0.01)
+    core = EngineCore(model, config, on_progress=stages.append)
+    assert stages[-1].startswith("capturing graphs: ")
+    decoder = model._gpu
+    assert decoder is not None
+    assert decoder._decode is not None
+    assert decoder._sampling is not None
+    captured = [dict(graphs._calls) for graphs in (decoder._decode, decoder._sampling)]
+    assert [list(calls) for calls in captured] == [[4, 2, 1]] * 2
     prompts = [(5, 6, 7), (8, 9, 10, 11, 12), (13,)]
     for index, prompt in enumerate(prompts):
         params = SamplingParams(temperature=0.0, max_tokens=2 + 2 * index, ignore_eos=True)
@@ -97,6 +129,7 @@ def test_an_engine_on_graphs_gives_the_models_tokens(device: torch.device) -> No
     while core.has_unfinished:
         for delta in core.step() or ():
             got[delta.request_id] += delta.token_ids
+    assert [graphs._calls for graphs in (decoder._decode, decoder._sampling)] == captured
     for index, prompt in enumerate(prompts):
         ids = torch.tensor([prompt], device=device)
         out = module.generate(ids, max_new_tokens=2 + 2 * index, do_sample=False, eos_token_id=None, pad_token_id=0)

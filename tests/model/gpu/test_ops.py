@@ -75,7 +75,9 @@ def test_rotate_and_store(tokens: int, head_dim: int, normed: bool, dtype: torch
         *(torch.full((blocks, kv_heads, page, head_dim), 7.0, dtype=dtype, device=device) for _ in range(2))
     )
     weights = (norms[0].weight.data, norms[1].weight.data) if normed else None
-    got = ops.rotate_and_store(qkv, weights, 1e-6, (angles.cos(), angles.sin()), positions, slots, cache)
+    got = torch.empty(tokens, heads, head_dim, dtype=dtype, device=device)
+    angles_ = (angles.cos(), angles.sin())
+    ops.rotate_and_store(qkv, weights, 1e-6, angles_, positions, slots, cache, got, few=tokens < 32)
 
     query, key, value = qkv.view(tokens, -1, head_dim).split([heads, kv_heads, kv_heads], dim=1)
     with torch.inference_mode():

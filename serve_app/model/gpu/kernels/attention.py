@@ -61,7 +61,8 @@ def _visit(
     place = (block.to(tl.int64) * KV_HEADS + head) * PAGE + keys % PAGE
     dims = tl.arange(0, DIMS)
     key = tl.load(key_cache + place[None, :] * HEAD_DIM + dims[:, None], mask=(dims < HEAD_DIM)[:, None], other=0.0)
-    scores = tl.dot(query, key, input_precision=PRECISION) * scale
+    # Pools in 8 bits are widened here.
+    scores = tl.dot(query, key.to(query.dtype), input_precision=PRECISION) * scale
     if CAPPED:
         scores = softcap * (2 * tl.sigmoid(2 * scores / softcap) - 1)
     if MASKED:
@@ -79,7 +80,7 @@ def _visit(
         value_cache + place[:, None] * VALUE_DIM + value_dims[None, :],
         mask=(value_dims < VALUE_DIM)[None, :],
         other=0.0,
-    )
+    ).to(query.dtype)
     sums = tl.dot(weights.to(value.dtype), value, sums * fade[:, None], input_precision=PRECISION)
     return sums, total * fade + tl.sum(weights, 1), highest
 

@@ -78,8 +78,8 @@ def rotate_and_store(
     if head >= HEADS + KV_HEADS:
         place = (slot // PAGE * KV_HEADS + head - HEADS - KV_HEADS) * PAGE + slot % PAGE
         target = value_cache + place[:, None] * HEAD_DIM + dim[None, :]
-        tl.store(target, low, mask=stored)
-        tl.store(target + HEAD_DIM // 2, high, mask=stored)
+        tl.store(target, low.to(value_cache.dtype.element_ty), mask=stored)
+        tl.store(target + HEAD_DIM // 2, high.to(value_cache.dtype.element_ty), mask=stored)
     else:
         wide_low, wide_high = low.to(tl.float32), high.to(tl.float32)
         if NORMED:
@@ -103,5 +103,5 @@ def rotate_and_store(
         else:
             place = (slot // PAGE * KV_HEADS + head - HEADS) * PAGE + slot % PAGE
             target = key_cache + place[:, None] * HEAD_DIM + dim[None, :]
-            tl.store(target, turned_low, mask=stored)
-            tl.store(target + HEAD_DIM // 2, turned_high, mask=stored)
+            tl.store(target, turned_low.to(key_cache.dtype.element_ty), mask=stored)
+            tl.store(target + HEAD_DIM // 2, turned_high.to(key_cache.dtype.element_ty), mask=stored)
