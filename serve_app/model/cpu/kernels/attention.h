@@ -111,6 +111,11 @@ SPECIALIZED vec load_cache(const void *cache, int64_t index, const int half) {
     return half ? load_half((const uint16_t *)cache + index) : load((const float *)cache + index);
 }
 
+/* From memory into the second cache. */
+SPECIALIZED void fetch_cache(const void *cache, int64_t index, const int half) {
+    __builtin_prefetch((const char *)cache + index * (half ? 2 : 4), 0, 2);
+}
+
 SPECIALIZED const void *page_of(const void *cache, int64_t page, int64_t size, const int half) {
     return (const char *)cache + page * size * (half ? 2 : 4);
 }
@@ -125,7 +130,7 @@ SPECIALIZED void score_keys(const int rows, const int width, const int half, con
         for (int v = 0; v < width; v++) {
             const int at = first + v * LANES;
             key[v] = load_cache(now->keys[at / PAGE], d * PAGE + at % PAGE, half);
-            __builtin_prefetch(page_of(now->next_keys[at / PAGE], 1, d * PAGE + at % PAGE, half), 0, 2);
+            fetch_cache(now->next_keys[at / PAGE], d * PAGE + at % PAGE, half);
         }
         UNROLL
         for (int r = 0; r < rows; r++) {
@@ -154,7 +159,7 @@ SPECIALIZED void add_values(const int rows, const int width, const int half, con
         for (int v = 0; v < width; v++) {
             const int64_t at = (int64_t)(t % PAGE) * head_dim + dim + v * LANES;
             value[v] = load_cache(now->values[t / PAGE], at, half);
-            __builtin_prefetch(page_of(now->next_values[t / PAGE], 1, at, half), 0, 2);
+            fetch_cache(now->next_values[t / PAGE], at, half);
         }
         UNROLL
         for (int r = 0; r < rows; r++) {
@@ -315,7 +320,7 @@ static void attend_chunk(const void *argument, int chunk, int thread) {
     }
 }
 
-/* Cut the batch into tasks: as many as `attention_tasks` says, the longest first, so that threads end together. */
+/* Cut the batch into tasks, of a sequence the longest first, so that threads end together. Returns how many. */
 static int make_tasks(const struct attention *layer, const struct batch *batch, struct task *tasks) {
     const int size = task_queries(layer);
     int count = 0;

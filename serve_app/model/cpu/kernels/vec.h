@@ -69,7 +69,16 @@ static inline ivec splat_bytes(const int8_t *from) {
 
 static inline vec choose(ivec mask, vec yes, vec no) { return (vec)((mask & (ivec)yes) | (~mask & (ivec)no)); }
 
-static inline vec maximum(vec a, vec b) { return choose(a > b, a, b); }
+/* The larger one; b where either is NaN. */
+static inline vec maximum(vec a, vec b) {
+#if defined(BUILD_AVX512)
+    return (vec)_mm512_max_ps((__m512)a, (__m512)b);
+#elif defined(BUILD_AVX2)
+    return (vec)_mm256_max_ps((__m256)a, (__m256)b);
+#else
+    return choose(a > b, a, b);
+#endif
+}
 
 static inline vec absolute(vec a) { return (vec)((ivec)a & 0x7fffffff); }
 
@@ -134,7 +143,7 @@ static inline float reduce_max(vec value) {
  * x = n ln 2 + r with |r| <= ln 2 / 2: the Taylor polynomial of e^r, times 2^n put into the exponent bits. */
 static inline vec exponential(vec x) {
     const vec magic = splat(0x1.8p23f); /* adding it rounds to an integer, which then stands in the low bits */
-    const vec clamped = choose(x > splat(88.3f), splat(88.3f), x);
+    const vec clamped = -maximum(splat(-88.3f), -x);
     const vec shifted = fma_(clamped, splat(0x1.715476p0f), magic), n = shifted - magic;
     const vec r = fma_(n, splat(2.12194440e-4f), fma_(n, splat(-0.693359375f), clamped)); /* ln 2 in two parts */
     vec p = splat(1.0f / 5040);
