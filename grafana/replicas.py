@@ -1,6 +1,6 @@
 """The dashboard of the replicas: the load of each, its hardware, who came and went."""
 
-from grafana.panels import ENGINE, QUARTER, TTFT, Row, lines, quantile, total_rate
+from grafana.panels import ENGINE, HALF, QUARTER, TTFT, Row, lines, quantile, total_rate
 
 LOAD: Row = (
     "Load of each",
@@ -45,6 +45,15 @@ LOAD: Row = (
         ),
     ],
 )
+
+
+def used(what: str) -> str:
+    """Part of what the device can do that steps made use of, while they ran."""
+    done = total_rate(f"serve_app_step_{what}_total", ENGINE, by="replica")
+    busy = total_rate("serve_app_engine_busy_seconds_total", ENGINE, by="replica")
+    return f"{done} / {busy} / sum by (replica) (serve_app_device_{what}_per_second{{{ENGINE}}})"
+
+
 HARDWARE: Row = (
     "Hardware",
     [
@@ -80,6 +89,26 @@ HARDWARE: Row = (
             ),
             span=QUARTER,
             highest=1,
+        ),
+    ],
+)
+EFFICIENCY: Row = (
+    "How well steps use it",
+    [
+        lines(
+            "Memory bandwidth",
+            "Weights, keys and values read in a step's time, as a part of a copy's rate at start; decodes come near 1",
+            "percentunit",
+            (used("bytes"), "{{replica}}"),
+            span=HALF,
+        ),
+        lines(
+            "Arithmetic",
+            "Operations in a step's time, as a part of a large product's rate at start; long prompts come near 1, "
+            "products in 8 bits may go beyond",
+            "percentunit",
+            (used("flops"), "{{replica}}"),
+            span=HALF,
         ),
     ],
 )
@@ -119,4 +148,4 @@ FAILOVER: Row = (
     ],
 )
 
-ROWS = (LOAD, HARDWARE, FAILOVER)
+ROWS = (LOAD, HARDWARE, EFFICIENCY, FAILOVER)

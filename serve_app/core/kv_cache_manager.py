@@ -100,7 +100,7 @@ class KVCacheManager:
         request.num_published_blocks = len(prefix.shared)
         return True
 
-    def can_grow(self, request: Request, num_tokens: int, reserve: int = 0) -> bool:
+    def can_grow(self, request: Request, num_tokens: int, reserve: int) -> bool:
         """Whether there is room for the next `num_tokens`, and `reserve` blocks stay free if it takes new ones."""
         count = self._missing(request, num_tokens)
         return count <= 0 or count + reserve <= self.pool.num_free
@@ -111,17 +111,19 @@ class KVCacheManager:
 
     def grow(self, request: Request, num_tokens: int) -> tuple[int, ...] | None:
         """Make room for the next `num_tokens`; the ids of the new blocks (perhaps none), or None without room."""
-        if not self.can_grow(request, num_tokens):
-            return None
-        if (count := self._missing(request, num_tokens)) <= 0:
+        count = self._missing(request, num_tokens)
+        if count <= 0:
             return ()
+        if count > self.pool.num_free:
+            return None
         new = self._take(count, request.blocks[-1])
         request.blocks += new
         return tuple(block.id for block in new)
 
     def _missing(self, request: Request, num_tokens: int) -> int:
         """Blocks that its table lacks for the next `num_tokens`; below 0 there are too many."""
-        return self.blocks_for(request.num_planned_tokens + num_tokens) - len(request.blocks)
+        num_tokens += request.num_computed_tokens + request.num_in_flight
+        return -(-num_tokens // self.block_size) - len(request.blocks)
 
     def _take(self, count: int, after: Block | None, room: int = 0) -> list[Block]:
         new = self.pool.allocate(count, after, room)

@@ -1,7 +1,11 @@
-"""What crosses the border between scheduler, model runner and whoever listens. Plain data, small, picklable."""
+"""What crosses the border between scheduler, model runner and whoever listens. Plain data, small, picklable.
+
+What every row of every step makes one of is a named tuple, which takes a third of the time of a frozen dataclass.
+"""
 
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import NamedTuple
 
 from serve_app.core.sampling_params import SamplingParams
 
@@ -39,8 +43,7 @@ class SlotStart:
     block_ids: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class ScheduledRequest:
+class ScheduledRequest(NamedTuple):
     """One row of the packed step: tokens [start, start + num_tokens) of the request in `slot`.
 
     `new_block_ids` are appended to the slot's block table before the step (empty for a row with a `SlotStart`, which
@@ -107,8 +110,7 @@ class ModelRunnerOutput:
     failed: dict[int, str] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True)
-class TokenDelta:
+class TokenDelta(NamedTuple):
     """News of one choice of one request after a step.
 
     `offset` counts the output tokens before these, prior ones (failover) included, so a reader can drop doubles.
@@ -174,3 +176,6 @@ class StepRecord:
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
     """Draft tokens among the decode tokens, and how many of them were what the model would have said."""
+    num_bytes: int = 0
+    num_flops: int = 0
+    """What the step had at least to read, and to multiply and add; see `ModelCost`."""

@@ -95,11 +95,6 @@ class Request:
         return len(self.token_ids) - self.num_prompt_tokens
 
     @property
-    def num_planned_tokens(self) -> int:
-        """Tokens that are computed once no step is in flight: where its next row starts."""
-        return self.num_computed_tokens + self.num_in_flight
-
-    @property
     def is_prefilling(self) -> bool:
         """Whether tokens known at admission are still to be planned."""
         return self.num_computed_tokens + self.num_in_flight < self.num_prefill_tokens
@@ -107,14 +102,16 @@ class Request:
     @property
     def is_ending(self) -> bool:
         """Whether the token that a step in flight samples is the last that may come."""
-        return self.num_awaited > 0 and self.num_tokens + self.num_awaited >= self.max_num_tokens
+        return self.num_awaited > 0 and len(self.token_ids) + self.num_awaited >= self.max_num_tokens
 
     def finish_reason(self) -> FinishReason | None:
         """Whether the last token ends this choice. Below `min_tokens` a stop token is only a token."""
-        count = self.num_output_tokens
-        if count and count >= self.params.min_tokens and self.token_ids[-1] in self.stop_token_ids:
+        total = len(self.token_ids)
+        if self.token_ids[-1] in self.stop_token_ids and total - self.num_prompt_tokens >= max(
+            1, self.params.min_tokens
+        ):
             return FinishReason.STOP
-        return FinishReason.LENGTH if self.num_tokens >= self.max_num_tokens else None
+        return FinishReason.LENGTH if total >= self.max_num_tokens else None
 
     def draft(self, at_most: int, min_chance: float) -> tuple[int, ...]:
         """Guesses of the next tokens, while the last one is known.
@@ -145,15 +142,15 @@ class Request:
         """The news that `token_ids`, already the last of this choice's tokens, have come; `logprobs` may be of more."""
         num_cached_tokens, self.num_cached_tokens = self.num_cached_tokens, None
         return TokenDelta(
-            request_id=self.request_id,
-            choice=self.choice,
-            offset=self.num_output_tokens - len(token_ids),
-            token_ids=token_ids,
-            logprobs=logprobs[: len(token_ids)],
-            prompt_logprobs=prompt_logprobs,
-            finish_reason=finish_reason,
-            num_cached_tokens=num_cached_tokens,
-            error=error,
+            self.request_id,
+            self.choice,
+            len(self.token_ids) - self.num_prompt_tokens - len(token_ids),
+            token_ids,
+            logprobs[: len(token_ids)],
+            prompt_logprobs,
+            finish_reason,
+            num_cached_tokens,
+            error,
         )
 
 

@@ -169,14 +169,15 @@ class Scheduler:
         """
         self._gate.decodes_planned()
         num_decodes = sum(not request.is_prefilling for request in self._running)
+        at_most, min_chance = max_drafts(self.config, num_decodes), self.config.token_cost * num_decodes
         position = 0
         while position < len(self._running):
             request = self._running[position]
             position += 1
             if request.is_prefilling or request.is_ending:
                 continue
-            drafts = request.draft(max_drafts(self.config, num_decodes), self.config.token_cost * num_decodes)
-            if not self._kv.can_grow(request, 1 + len(drafts), reserve=len(self._running)):
+            drafts = request.draft(at_most, min_chance) if at_most else ()
+            if drafts and not self._kv.can_grow(request, 1 + len(drafts), reserve=len(self._running)):
                 drafts = ()
             while (new_block_ids := self._kv.grow(request, 1 + len(drafts))) is None:
                 self._preempt(pick_victim(self._running), plan)

@@ -21,28 +21,28 @@ class StepPlan:
 
     def add_row(self, request: Request, new_block_ids: tuple[int, ...] = (), drafts: tuple[int, ...] = ()) -> None:
         """Let `request` compute as many of its tokens as the budget allows; or its last one, and `drafts` behind it."""
-        start, is_prefill, in_flight = request.num_planned_tokens, request.is_prefilling, request.num_awaited
-        known = request.num_tokens + in_flight
+        start = request.num_computed_tokens + request.num_in_flight
+        known = len(request.token_ids) + request.num_awaited
         num_tokens = min(known + len(drafts) - start, self.budget)
         samples = start + num_tokens >= known
+        self.rows.append(
+            ScheduledRequest(
+                request.slot,
+                request.request_id,
+                request.choice,
+                start,
+                num_tokens,
+                new_block_ids,
+                samples,
+                start < request.num_prefill_tokens,
+                drafts,
+                request.num_awaited > 0,
+            )
+        )
         request.num_in_flight += num_tokens
         request.num_awaited += samples
         self.budget -= num_tokens
         self.requests.append(request)
-        self.rows.append(
-            ScheduledRequest(
-                slot=request.slot,
-                request_id=request.request_id,
-                choice=request.choice,
-                start=start,
-                num_tokens=num_tokens,
-                new_block_ids=new_block_ids,
-                samples=samples,
-                is_prefill=is_prefill,
-                draft_token_ids=drafts,
-                token_in_flight=in_flight > 0,
-            )
-        )
 
     def add_start(self, request: Request) -> None:
         """`request` has just taken its slot and its blocks."""

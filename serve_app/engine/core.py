@@ -15,8 +15,10 @@ from serve_app.core.output import SchedulerOutput, SchedulerStats, StepRecord, T
 from serve_app.core.policy import SchedulerConfig, SchedulerKnobs
 from serve_app.core.request import EngineRequest
 from serve_app.core.scheduler import Scheduler
+from serve_app.core.step_cost import DeviceLimits
 from serve_app.errors import ConfigError
 from serve_app.model.kv_cache import available_memory, fitting_blocks
+from serve_app.model.limits import measure_limits
 from serve_app.model.loader import ModelOptions, load_model
 from serve_app.model.paged_model import PagedModel
 from serve_app.model.runner import ModelRunner, Pending, set_num_threads
@@ -62,6 +64,8 @@ class ModelInfo:
     dtype: str
     device: str
     backend: str
+    limits: DeviceLimits | None = None
+    """Measured by `EngineCore.load`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +88,7 @@ class EngineCore:
         *,
         on_step: OnStep | None = None,
         on_progress: OnProgress | None = None,
+        limits: DeviceLimits | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Warm up, size and allocate the KV pool of `model`; raises `ConfigError` when memory is too small for it."""
@@ -92,6 +97,7 @@ class EngineCore:
         self.config = config
         self._on_step = on_step
         self._observer_failed = False
+        self._cost = model.cost
         self._overlap = config.overlap == "on" or (config.overlap == "auto" and model.device.type == "cuda")
         self._in_flight: _Step | None = None
         self._ended_at = 0.0
@@ -122,6 +128,7 @@ class EngineCore:
             dtype=str(model.dtype).removeprefix("torch."),
             device=str(model.device),
             backend=model.attention_backend,
+            limits=limits,
         )
 
     @classmethod
@@ -139,7 +146,9 @@ class EngineCore:
                 on_progress(name)
             stage = name
 
-        return cls(load_model(config.model, on_load), config, on_step=on_step, on_progress=on_progress)
+        model = load_model(config.model, on_load)
+        limits = measure_limits(model.device, model.dtype)
+        return cls(model, config, on_step=on_step, on_progress=on_progress, limits=limits)
 
     def add(self, request: EngineRequest) -> None:
         """Queue a request. Raises `InvalidRequestError`, `ContextLengthError`. A missing seed is drawn here."""
@@ -214,6 +223,7 @@ class EngineCore:
     ) -> StepRecord:
         started_at, schedule_s, model_s, update_s = times
         num_prefill = sum(row.num_tokens for row in output.rows if row.is_prefill)
+        num_bytes, num_flops = self._cost.of(output.rows)
         return StepRecord(
             step=output.step,
             started_at=started_at,
@@ -233,6 +243,8 @@ class EngineCore:
             stats=self._scheduler.stats(),
             num_draft_tokens=sum(len(row.draft_token_ids) for row in output.rows),
             num_accepted_tokens=num_accepted,
+            num_bytes=num_bytes,
+            num_flops=num_flops,
         )
 
     def _report(self, observer: OnStep, record: StepRecord) -> None:

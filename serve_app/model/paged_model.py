@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from serve_app.core.output import BlockCopy
+from serve_app.core.step_cost import ModelCost
 from serve_app.errors import ConfigError
 from serve_app.model import kv_cache
 from serve_app.model.attention import registry
@@ -91,6 +92,7 @@ class PagedModel:
         self.dtype: torch.dtype = parameter.dtype
         self.max_model_len = _max_model_len(module.config, max_model_len)
         self.eos_token_ids = _eos_token_ids(module)
+        self._num_weights = _count_weights(module)
         self._cache: kv_cache.KVCache | None = None
         if quantization not in _QUANTIZATIONS:
             raise ConfigError(f"quantization: unknown name {quantization!r}; known: {', '.join(_QUANTIZATIONS)}")
@@ -150,6 +152,20 @@ class PagedModel:
         if self.attention_backend != _KERNELS:
             return 0.05  # reading the weights takes the time
         return 0.1 if self.quantization == "int8" else 0.25
+
+    @property
+    def cost(self) -> ModelCost:
+        """What steps must read and compute."""
+        layers, head = self._num_weights
+        stack = self._stack
+        itemsize = 1 if self.quantization == "fp8" else self.dtype.itemsize
+        return ModelCost(
+            weight_bytes=stack.weight_bytes if isinstance(stack, CpuDecoder) else (layers + head) * itemsize,
+            kv_bytes=self.kv_bytes_per_block() // self.block_size,
+            layer_weights=layers,
+            head_weights=head,
+            pair_flops=sum(2 * layer.num_heads * (layer.head_dim + layer.value_dim) for layer in self._layers),
+        )
 
     def kv_bytes_per_block(self) -> int:
         """Memory of one KV block over all layers, in bytes."""
@@ -311,6 +327,13 @@ def _check_layers(name: str, config: Any, calls: list[tuple[nn.Module, Any]]) ->
             f"model {name}: {config.model_type} cannot be served: {len(modules)} of its {expected} layers use "
             "transformers' attention interface, all must"
         )
+
+
+def _count_weights(module: Any) -> tuple[int, int]:
+    """Numbers in the layers, and in the head; of an embedding few rows are read."""
+    total = sum(parameter.numel() for parameter in module.parameters())
+    embedding, head = module.get_input_embeddings().weight, module.get_output_embeddings().weight
+    return total - embedding.numel() - (0 if head is embedding else head.numel()), head.numel()
 
 
 def _max_model_len(config: Any, wanted: int | None) -> int:

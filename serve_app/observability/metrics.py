@@ -26,6 +26,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
 from serve_app.core.output import SchedulerStats, StepRecord
+from serve_app.core.step_cost import DeviceLimits
 
 if TYPE_CHECKING:
     from wsgiref.types import StartResponse, WSGIApplication, WSGIEnvironment
@@ -73,6 +74,19 @@ class EngineMetrics:
             "serve_app_prefix_cache_query_tokens", "Tokens of admitted requests looked up", registry=registry
         )
         self._busy = Counter("serve_app_engine_busy_seconds", "Seconds the engine spent in steps", registry=registry)
+        self._bytes = Counter(
+            "serve_app_step_bytes", "Bytes of weights, keys and values that steps had to read", registry=registry
+        )
+        self._flops = Counter(
+            "serve_app_step_flops", "Multiplications and additions that steps had to do", registry=registry
+        )
+        self._limits = [
+            Gauge(f"serve_app_device_{name}_per_second", text, registry=registry)
+            for name, text in (
+                ("bytes", "Bytes that a large copy reads and writes, measured at start"),
+                ("flops", "Multiplications and additions of a large product, measured at start"),
+            )
+        ]
         ttft = _time_to_first_token(registry)
         self._first_token = ttft.labels("engine")
 
@@ -80,11 +94,18 @@ class EngineMetrics:
         """Where the gauges ask for the engine's state. Until then there are none."""
         self._state.stats = stats
 
+    def set_limits(self, limits: DeviceLimits) -> None:
+        """What the device can do."""
+        for gauge, rate in zip(self._limits, (limits.bytes_per_s, limits.flops_per_s), strict=True):
+            gauge.set(rate)
+
     def on_step(self, record: StepRecord) -> None:
         """Count one finished step."""
         seconds = record.schedule_s + record.model_s + record.update_s
         self._state.busy.add(record.started_at + seconds, seconds)
         self._busy.inc(seconds)
+        self._bytes.inc(record.num_bytes)
+        self._flops.inc(record.num_flops)
         self._steps.observe(seconds)
         self._batch.observe(record.num_prefill_tokens + record.num_decode_tokens)
         for counter, amount in (

@@ -80,8 +80,7 @@ class Journal:
         if not (delta.token_ids or prompt_logprobs or delta.finish_reason is not None):
             return None
         told_cached = delta.choice in self._told_cached
-        return replace(
-            delta,
+        return delta._replace(
             prompt_logprobs=prompt_logprobs,
             num_cached_tokens=None if told_cached else delta.num_cached_tokens,
         )

@@ -68,6 +68,8 @@ class EngineReplica:
             engine_config(settings, use_gpu=use_gpu), on_step=self._on_step, on_progress=logger.info
         )
         self._metrics.read_stats_from(self._engine.stats)
+        if (limits := self._engine.info.limits) is not None:
+            self._metrics.set_limits(limits)
         pages = {STEPS_PATH: self._recorded_steps}
         self._metrics_address = open_metrics_port(self._metrics.registry, settings.metrics_host, pages)
 

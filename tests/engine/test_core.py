@@ -1,6 +1,7 @@
 import itertools
 
 import pytest
+import torch
 
 from serve_app.core.output import FinishReason, StepRecord
 from serve_app.core.request import EngineRequest
@@ -8,8 +9,11 @@ from serve_app.core.sampling_params import SamplingParams
 from serve_app.engine import core as core_module
 from serve_app.engine.core import GIB, EngineConfig, EngineCore
 from serve_app.errors import ConfigError, InvalidRequestError
+from serve_app.model.limits import measure_limits
+from serve_app.model.loader import from_module
 from serve_app.model.paged_model import PagedModel
 from tests.engine.harness import Harness
+from tests.models import tiny_model
 
 
 def make_request(name: str, length: int = 20, max_tokens: int = 4, **fields: object) -> EngineRequest:
@@ -76,6 +80,38 @@ def test_a_step_leaves_a_record(tiny_llama: PagedModel) -> None:
     assert records[2].finished == (("a", 0, FinishReason.LENGTH), ("b", 0, FinishReason.LENGTH))
     assert records[0].stats.running == 1
     assert records[2].stats.blocks_used == 0
+
+
+def test_a_record_says_what_the_step_had_to_read_and_compute() -> None:
+    """Counted by hand for a model of known sizes; a linear layer of 64 x 200 stands for the head and the embedding."""
+    module = tiny_model("llama", torch.float32)
+    layers = sum(p.numel() for name, p in module.named_parameters() if name.startswith("model.layers"))
+    config = module.config
+    width = config.num_attention_heads * config.head_dim
+    kv = config.num_hidden_layers * config.num_key_value_heads * config.head_dim * 2 * 4
+    model = from_module(module, max_model_len=64, attention_backend="cpu")
+    assert model.cost.head_weights == config.vocab_size * config.hidden_size
+    assert layers <= model.cost.layer_weights <= layers + config.hidden_size  # and the last norm
+    harness = Harness(model, num_blocks=64)
+    first, second = harness.run([make_request("a", length=20, max_tokens=2)]).records
+    weights = model.cost.layer_weights + model.cost.head_weights
+    assert (first.num_bytes, second.num_bytes) == (4 * weights + 20 * kv, 4 * weights + 21 * kv)
+    assert second.num_flops == 2 * weights + 4 * width * config.num_hidden_layers * 21
+    assert first.num_flops > 20 * 2 * layers
+
+
+def test_packed_weights_count_as_they_are_stored(tiny_llama: PagedModel) -> None:
+    assert tiny_llama.attention_backend == "kernels"
+    int8 = from_module(tiny_model("llama", torch.float32), max_model_len=256, quantization="int8")
+    numbers = int8.cost.layer_weights + int8.cost.head_weights
+    assert numbers <= int8.cost.weight_bytes < 1.5 * numbers
+    assert int8.cost.weight_bytes < tiny_llama.cost.weight_bytes
+
+
+def test_limits_are_measured() -> None:
+    limits = measure_limits(torch.device("cpu"), torch.float32)
+    assert limits.bytes_per_s > 1e8
+    assert limits.flops_per_s > 1e8
 
 
 def test_an_observer_that_fails_ends_nothing(tiny_llama: PagedModel, caplog: pytest.LogCaptureFixture) -> None:

@@ -1,5 +1,3 @@
-from dataclasses import replace
-
 import pytest
 
 from serve_app.core.output import ScheduledRequest, SchedulerOutput, SlotStart
@@ -86,8 +84,8 @@ def test_ids_in_flight_are_looked_up_by_their_slot() -> None:
     batch.apply(output)
     assert not batch.pack(output.rows).has_unknown_ids
     ahead = [
-        replace(row(1, 3, 1), token_in_flight=True),
-        replace(row(2, 2, 1), token_in_flight=True),
+        row(1, 3, 1)._replace(token_in_flight=True),
+        row(2, 2, 1)._replace(token_in_flight=True),
         row(0, 1, 1),
     ]
     packed = batch.pack(ahead)

@@ -8,6 +8,7 @@ from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from serve_app.core.output import SchedulerStats, StepRecord
+from serve_app.core.step_cost import DeviceLimits
 from serve_app.observability.metrics import EngineMetrics, IngressMetrics, merge_expositions, serve_registry
 
 
@@ -45,10 +46,23 @@ def test_steps_are_counted() -> None:
     metrics = EngineMetrics()
     metrics.on_step(step())
     metrics.on_step(
-        step(started_at=11.0, num_prefill_tokens=0, preempted=(), num_draft_tokens=3, num_accepted_tokens=1)
+        step(
+            started_at=11.0,
+            num_prefill_tokens=0,
+            preempted=(),
+            num_draft_tokens=3,
+            num_accepted_tokens=1,
+            num_bytes=5_000,
+            num_flops=70_000,
+        )
     )
+    metrics.set_limits(DeviceLimits(bytes_per_s=1e9, flops_per_s=1e12))
     metrics.first_token(0.25)
     value = metrics.registry.get_sample_value
+    assert value("serve_app_step_bytes_total") == 5_000
+    assert value("serve_app_step_flops_total") == 70_000
+    assert value("serve_app_device_bytes_per_second") == 1e9
+    assert value("serve_app_device_flops_per_second") == 1e12
     assert value("serve_app_computed_tokens_total", {"phase": "prefill"}) == 30
     assert value("serve_app_computed_tokens_total", {"phase": "decode"}) == 8
     assert value("serve_app_sampled_tokens_total") == 10

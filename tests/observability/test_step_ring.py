@@ -72,7 +72,7 @@ def test_a_recording_survives_the_wire_all_but_its_blocks(recording: Recording) 
     assert back == replace(
         recording,
         records=tuple(
-            replace(record, rows=tuple(replace(row, new_block_ids=()) for row in record.rows))
+            replace(record, rows=tuple(row._replace(new_block_ids=()) for row in record.rows))
             for record in recording.records
         ),
     )

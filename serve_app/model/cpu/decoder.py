@@ -53,6 +53,12 @@ class CpuDecoder:
     def capture(self, max_num_seqs: int, on_capture: OnCapture) -> None:
         """There are no graphs on a CPU."""
 
+    @property
+    def weight_bytes(self) -> int:
+        """Memory of the weights that a step reads."""
+        packed = [self._head, *(weight for weights in self._weights for weight in weights.values())]
+        return sum(weight.data.nbytes for weight in packed)
+
     def quantize(self) -> None:
         """Change to int8 mode."""
         model = self._model

@@ -1,0 +1,51 @@
+"""What the device can do, measured: the rates of a large copy and of a large product.
+
+The best of a few runs, because whatever else the machine does only takes away.
+"""
+
+import time
+from collections.abc import Callable
+
+import torch
+
+from serve_app.core.step_cost import DeviceLimits
+
+_REPEATS = 5
+
+
+@torch.inference_mode()
+def measure_limits(device: torch.device, dtype: torch.dtype) -> DeviceLimits:
+    """A tenth of a second, and on a GPU half a GiB of its memory, which is given back."""
+    limits = DeviceLimits(bytes_per_s=_copy_rate(device), flops_per_s=_product_rate(device, dtype))
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    return limits
+
+
+def _copy_rate(device: torch.device) -> float:
+    source = torch.ones((256 if device.type == "cuda" else 32) * 2**20, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    return 2 * source.nbytes / _best(lambda: target.copy_(source), device)
+
+
+def _product_rate(device: torch.device, dtype: torch.dtype) -> float:
+    size = 8192 if device.type == "cuda" else 512
+    a, b = (torch.ones(size, size, dtype=dtype, device=device) for _ in range(2))
+    return 2 * size**3 / _best(lambda: a @ b, device)
+
+
+def _best(run: Callable[[], object], device: torch.device) -> float:
+    """Seconds of the fastest of a few calls, after one that is not counted."""
+    times = []
+    for _ in range(_REPEATS + 1):
+        _synchronize(device)
+        begin = time.perf_counter()
+        run()
+        _synchronize(device)
+        times.append(time.perf_counter() - begin)
+    return min(times[1:])
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
