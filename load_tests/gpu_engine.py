@@ -4,6 +4,8 @@
 weights: models have random ones, of the shapes in `shapes/`. Every limit (copy bandwidth, rate of large products) is
 measured in the same run as what is compared with it. A check that fails or breaks does not stop the others; the exit
 status is 1 when one does. On a CPU it runs the tiny shape, to show that it runs.
+
+`compute-sanitizer python -m load_tests.gpu_engine --only parity` looks for accesses out of bounds.
 """
 
 import argparse

@@ -34,6 +34,8 @@ def ours(
     count = _run(core, prompts, [output] * len(prompts), "run")
     took_s = time.perf_counter() - begin
     decode = [record for record in records if not record.num_prefill_tokens]
+    prefill = [record for record in records if record.num_prefill_tokens]
+    decode_s, prefill_s = (sum(record.model_s for record in part) for part in (decode, prefill))
     host_s = [record.schedule_s + record.update_s for record in records]
     return count / took_s, {
         "start_s": start_s,
@@ -41,8 +43,13 @@ def ours(
         "steps": len(records),
         "decode_steps": len(decode),
         "schedule_and_update_ms_per_step": 1e3 * sum(host_s) / len(records),
-        "model_ms_per_decode_step": 1e3 * sum(record.model_s for record in decode) / max(len(decode), 1),
-        "model_s_in_steps_with_prefill": sum(record.model_s for record in records if record.num_prefill_tokens),
+        "model_ms_per_decode_step": 1e3 * decode_s / max(len(decode), 1),
+        "model_s_in_steps_with_prefill": prefill_s,
+        # What the steps had at least to do, over the time that the device needs for it at its measured best.
+        "decode_share_of_copy_bandwidth": sum(r.num_bytes for r in decode)
+        / max(decode_s, 1e-9)
+        / machine.copy_bandwidth,
+        "prefill_share_of_matmul_rate": sum(r.num_flops for r in prefill) / max(prefill_s, 1e-9) / machine.matmul_rate,
     }
 
 
