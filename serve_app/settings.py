@@ -79,8 +79,6 @@ class EngineSettings(_Frozen):
     """On GPUs, at a price: a request's tokens do not depend on what runs beside it. On CPUs they never do."""
     kv_cache_dtype: Literal["auto", "fp8"] = "auto"
     """`fp8` = keys and values in 8 bits, on GPUs: twice the tokens in the KV pool; `auto` = the format of computing."""
-    overlap: Literal["auto", "on", "off"] = "auto"
-    """`on` = a step is launched before the last one's tokens are read, and has no `speculation`; `auto` = on a GPU."""
     max_num_waiting: int | None = Field(default=None, ge=0, le=1_000_000)
     """Requests that a replica holds beyond its seats, so that its admission gate can choose; null = `max_num_seqs`."""
     stall_timeout_s: float = Field(default=10.0, gt=0, le=3600)

@@ -119,6 +119,7 @@ def _measure_engine(mode: Mode, job: CompareJob, on_tokens: OnTokens) -> Measure
         policy="static" if mode is Mode.STATIC else "fcfs",
         # All requests are there from the start: waiting for more would only add idle time to a last, smaller batch.
         max_wait_s=0.0,
+        max_num_batched_tokens=2048,  # all prompts of a batch in one step, as padding has it
         enable_prefix_cache=job.prefix_cache,
         kv_cache_gib=job.kv_cache_gib,
         num_threads=job.num_threads,

@@ -50,6 +50,11 @@ class BlockPool:
         for block in self.blocks[1:]:
             self._link(block, self._free)
 
+    def usage(self) -> tuple[int, int, int]:
+        """(usable blocks, those in use, free ones that still hold a published prefix)."""
+        total = len(self.blocks) - 1
+        return total, total - self.num_free, self.num_free_cached
+
     def _link(self, block: Block, successor: Block) -> None:
         block.previous, block.next = successor.previous, successor
         successor.previous.next = block

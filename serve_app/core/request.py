@@ -123,6 +123,15 @@ class Request:
         at_most = min(at_most, self.max_num_tokens - self.num_tokens - 1)
         return self.lookup.propose(self.token_ids, at_most, min_chance) if at_most > 0 else ()
 
+    def take_prompt_logprobs(self, entries: tuple[TokenLogprob, ...], start: int) -> tuple[TokenLogprob, ...]:
+        """Of a row's prompt logprobs, the row having begun at token `start`, those that were not delivered yet."""
+        if not self.missing_prompt_logprobs:
+            return ()
+        delivered = self.num_prompt_tokens - 1 - self.missing_prompt_logprobs
+        news = entries[max(0, delivered - start) :]
+        self.missing_prompt_logprobs -= len(news)
+        return news
+
     def append(self, token_ids: tuple[int, ...]) -> tuple[tuple[int, ...], FinishReason | None]:
         """Take sampled tokens, up to the one that ends this choice; returns those taken, and why it ends."""
         for count, token_id in enumerate(token_ids, 1):

@@ -21,6 +21,7 @@ Decides nothing about text, sampling or the device. Same calls, same outputs.
 
 from bisect import bisect_left, insort
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import replace
 from heapq import heappop, heappush
 from operator import attrgetter
@@ -33,7 +34,6 @@ from serve_app.core.output import (
     SchedulerOutput,
     SchedulerStats,
     TokenDelta,
-    TokenLogprob,
 )
 from serve_app.core.policy import (
     AdmissionGate,
@@ -58,6 +58,19 @@ def _token_error(row: ScheduledRequest, token_ids: tuple[int, ...], vocab_size: 
         if not 0 <= token_id < vocab_size:
             return f"the model runner returned token id {token_id}, outside the vocabulary"
     return None
+
+
+def _must_wait(in_flight: StepPlan, running: Sequence[Request], kv: KVCacheManager, max_num_seqs: int) -> bool:
+    """Whether the step in flight must be committed before the next is planned: its drafts leave open where its rows
+    end, penalties count the tokens it samples, or somebody would be preempted, which the commit may make unnecessary.
+    """
+    if len(running) > max_num_seqs or any(row.draft_token_ids for row in in_flight.rows):
+        return True
+    if any(request.num_awaited and request.params.has_penalties for request in running):
+        return True
+    return kv.pool.num_free < len(running) and not kv.can_all_grow(
+        request for request in running if not (request.is_prefilling or request.is_ending)
+    )
 
 
 class Scheduler:
@@ -103,6 +116,14 @@ class Scheduler:
         self._choices.pop(request_id, None)
         self._early_deltas = [delta for delta in self._early_deltas if delta.request_id != request_id]
 
+    def abandon(self) -> None:
+        """Forget the steps in flight, whose results will never come, and abort the requests that they had rows of."""
+        for _, plan in self._in_flight:
+            for request in plan.requests:
+                if request.status is RequestStatus.RUNNING:
+                    self.abort(request.request_id)
+        self._in_flight.clear()
+
     @property
     def has_unfinished(self) -> bool:
         """Whether any request is waiting or running."""
@@ -130,14 +151,14 @@ class Scheduler:
         if len(self._in_flight) > 1:
             raise RuntimeError("schedule() while two steps are in flight: call update() first")
         plan = StepPlan(self.config.max_num_batched_tokens)
-        if self._in_flight and self._must_wait(self._in_flight[0][1]):
+        if self._in_flight and _must_wait(self._in_flight[0][1], self._running, self._kv, self.config.max_num_seqs):
             return plan.finish(self._num_steps, (), gate_open=False)
         while len(self._running) > self.config.max_num_seqs:
             self._preempt(pick_victim(self._running), plan)
         # Where nobody can decode this plans nothing, and says so to the gate.
         if self.config.prefill == "fused" or all(request.is_prefilling for request in self._running):
             self._schedule_decodes(plan)
-        self._schedule_prefills(plan)
+        plan.add_prefills(self._running)
         gate_open = self._gate.update(now, self._queue, len(self._running))
         if not plan.preempted:
             self._admit(plan)
@@ -149,18 +170,6 @@ class Scheduler:
             self._num_steps += 1
             self._gate.step_done()
         return output
-
-    def _must_wait(self, in_flight: StepPlan) -> bool:
-        """Whether the step in flight must be committed first: its drafts leave open where its rows end, penalties
-        count the tokens it samples, or somebody would be preempted, which the commit may make unnecessary."""
-        running = self._running
-        if len(running) > self.config.max_num_seqs or any(row.draft_token_ids for row in in_flight.rows):
-            return True
-        if any(request.num_awaited and request.params.has_penalties for request in running):
-            return True
-        return self._kv.pool.num_free < len(running) and not self._kv.can_all_grow(
-            request for request in running if not (request.is_prefilling or request.is_ending)
-        )
 
     def _schedule_decodes(self, plan: StepPlan) -> None:
         """One token for everyone whose known tokens are computed; whoever needs a block and finds none preempts.
@@ -184,13 +193,6 @@ class Scheduler:
                 if request.status is not RequestStatus.RUNNING:
                     return
             plan.add_row(request, new_block_ids, drafts)
-
-    def _schedule_prefills(self, plan: StepPlan) -> None:
-        for request in self._running:
-            if plan.budget == 0:
-                return
-            if request.is_prefilling:
-                plan.add_row(request)
 
     def _preempt(self, request: Request, plan: StepPlan) -> None:
         self._leave_slot(request, comes_back=True)
@@ -271,11 +273,7 @@ class Scheduler:
         self._kv.publish(request)
         if row.is_prefill and request.leader is None and request.num_computed_tokens >= request.num_prompt_tokens:
             self._release_forks(request)
-        prompt_logprobs: tuple[TokenLogprob, ...] = ()
-        if request.missing_prompt_logprobs:
-            delivered = request.num_prompt_tokens - 1 - request.missing_prompt_logprobs
-            prompt_logprobs = result.prompt_logprobs.get(i, ())[max(0, delivered - row.start) :]
-            request.missing_prompt_logprobs -= len(prompt_logprobs)
+        prompt_logprobs = request.take_prompt_logprobs(result.prompt_logprobs.get(i, ()), row.start)
         if not token_ids and not prompt_logprobs:
             return
         deltas.append(request.delta(token_ids, finish_reason, result.logprobs.get(i, ()), prompt_logprobs))
@@ -317,15 +315,8 @@ class Scheduler:
     # ---------------------------------------------------------------------------------------------- state
     def stats(self) -> SchedulerStats:
         """How full everything is. Further choices of a request count as waiting once their prompt is computed."""
-        pool = self._kv.pool
-        total = len(pool.blocks) - 1
-        return SchedulerStats(
-            waiting=len(self._queue),
-            running=len(self._running),
-            blocks_total=total,
-            blocks_used=total - pool.num_free,
-            blocks_cached=pool.num_free_cached,
-        )
+        total, used, cached = self._kv.pool.usage()
+        return SchedulerStats(len(self._queue), len(self._running), total, used, cached)
 
     def check_invariants(self) -> None:
         """Raise AssertionError if the state contradicts itself. Walks pool and tables: for tests and idle moments."""

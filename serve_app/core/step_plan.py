@@ -1,5 +1,6 @@
 """The plan of one step while `Scheduler.schedule` draws it up. Decides nothing: it counts tokens and writes rows."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from serve_app.core.output import BlockCopy, ScheduledRequest, SchedulerOutput, SlotStart
@@ -43,6 +44,14 @@ class StepPlan:
         request.num_awaited += samples
         self.budget -= num_tokens
         self.requests.append(request)
+
+    def add_prefills(self, running: Iterable[Request]) -> None:
+        """Let those whose known tokens are not all computed go on, in their order, while the budget lasts."""
+        for request in running:
+            if self.budget == 0:
+                return
+            if request.is_prefilling:
+                self.add_row(request)
 
     def add_start(self, request: Request) -> None:
         """`request` has just taken its slot and its blocks."""

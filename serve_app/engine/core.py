@@ -184,8 +184,18 @@ class EngineCore:
     def step(self) -> list[TokenDelta] | None:
         """Run one step; with overlap, launch one and finish the one before. The news of the one that ended.
 
-        None when nothing could be scheduled and nothing is in flight. Raises only when the engine itself is broken.
+        None when nothing could be scheduled and nothing is in flight. Raises only when the engine itself is broken, or
+        somebody interrupts it; then the requests of the steps in flight are gone.
         """
+        try:
+            return self._step()
+        except BaseException:
+            self._in_flight = None
+            self._scheduler.abandon()
+            raise
+
+    def _step(self) -> list[TokenDelta] | None:
+        """`step`, whatever comes of it."""
         started_at = self.clock()
         output = self._scheduler.schedule(started_at)
         launched = None

@@ -14,12 +14,15 @@ _REPEATS = 5
 
 
 @torch.inference_mode()
-def measure_limits(device: torch.device, dtype: torch.dtype) -> DeviceLimits:
-    """A tenth of a second, and on a GPU half a GiB of its memory, which is given back."""
-    limits = DeviceLimits(bytes_per_s=_copy_rate(device), flops_per_s=_product_rate(device, dtype))
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-    return limits
+def measure_limits(device: torch.device, dtype: torch.dtype) -> DeviceLimits | None:
+    """A tenth of a second, and on a GPU half a GiB of its memory, which is given back; None where that is not free."""
+    try:
+        return DeviceLimits(bytes_per_s=_copy_rate(device), flops_per_s=_product_rate(device, dtype))
+    except torch.OutOfMemoryError:
+        return None
+    finally:
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
 
 
 def _copy_rate(device: torch.device) -> float:

@@ -104,11 +104,11 @@ class ModelRunner:
             for i, slot in enumerate(packed.slots)
             if slot.params.prompt_logprobs is not None and (entries := self._prompt_logprobs(forwarded, i))
         }
+        if len(seats):
+            self._sampled_ids[seats] = torch.as_tensor(sampled.token_ids, device=seats.device).clamp_min(0)
         # Last, so that a row that has to be run again after an exception finds its history unchanged.
         for row, slot in zip(packed.rows, packed.slots, strict=True):
             slot.num_tokens += row.samples
-        if len(seats):
-            self._sampled_ids[seats] = torch.as_tensor(sampled.token_ids, device=seats.device).clamp_min(0)
         return Pending(partial(self._resolve, packed, sampled, prompt_logprobs))
 
     def _sample_rows(self, forwarded: Forwarded) -> tuple[PendingSample, Tensor]:

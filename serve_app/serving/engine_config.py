@@ -30,5 +30,4 @@ def engine_config(settings: Settings, *, use_gpu: bool) -> EngineConfig:
         # in the engine until the step in flight is over.
         max_num_waiting=settings.max_num_waiting + settings.max_ongoing_per_replica,
         num_threads=threads,
-        overlap=engine.overlap,
     )

@@ -4,6 +4,7 @@ import pytest
 
 from serve_app.core.output import FinishReason, SchedulerOutput
 from serve_app.core.request import EngineRequest
+from serve_app.core.scheduler import Scheduler
 from tests.core.fake_model import Driver, expected_output
 from tests.core.test_scheduler import make_config, make_request, rows
 
@@ -164,3 +165,18 @@ def test_a_failure_ends_the_request_whose_next_row_is_already_in_flight() -> Non
     assert ends == [FinishReason.ERROR, FinishReason.ERROR]
     driver.drain()
     driver.check_outputs(other)
+
+
+@pytest.mark.parametrize("num_in_flight", [1, 2])
+def test_steps_whose_results_never_come_take_their_requests_with_them(num_in_flight: int) -> None:
+    """And nobody else's, and leave the books balanced."""
+    scheduler = Scheduler(make_config(max_num_seqs=2))
+    for name in ("a", "b", "c"):
+        scheduler.add(make_request(name), 0.0)
+    for step in range(num_in_flight):
+        assert scheduler.schedule(float(step)).rows
+    scheduler.abort("a")
+    scheduler.abandon()
+    scheduler.check_invariants()
+    assert (scheduler.stats().running, scheduler.stats().waiting) == (0, 1)
+    assert [row.request_id for row in scheduler.schedule(9.0).rows] == ["c"]

@@ -137,6 +137,55 @@ def test_an_abort_frees_everything_at_once(tiny_llama: PagedModel) -> None:
     assert core.stats().blocks_used == 0
 
 
+@pytest.mark.parametrize("overlap", ["off", "on"])
+def test_an_interrupted_step_costs_its_requests_and_no_others(
+    tiny_llama: PagedModel, overlap: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C while offline answers are computed: the engine is there for the next ones."""
+    harness = Harness(tiny_llama, overlap=overlap, enable_prefix_cache=False)
+    expected = Harness(tiny_llama).run([make_request("next")]).outcomes
+    harness.core.add(make_request("interrupted"))
+    harness.core.step()
+    with monkeypatch.context() as patch:
+        patch.setattr(tiny_llama, "forward", _interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            harness.core.step()
+    assert not harness.core.has_unfinished
+    assert harness.run([make_request("next")]).outcomes == expected
+
+
+def _interrupted(*_: object) -> None:
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("overlap", ["off", "on"])
+def test_a_step_that_fails_at_its_very_end_is_run_again_with_the_same_tokens(
+    tiny_llama: PagedModel, overlap: str
+) -> None:
+    """The device's memory may run out wherever something is allocated: what is sampled must not have moved on."""
+
+    class FullOnce:
+        def __init__(self, ids: torch.Tensor) -> None:
+            self.ids, self.writes = ids, 0
+
+        def __getitem__(self, key: torch.Tensor) -> torch.Tensor:
+            return self.ids[key]
+
+        def __setitem__(self, key: torch.Tensor, value: torch.Tensor) -> None:
+            self.writes += 1
+            if self.writes == 4:
+                raise RuntimeError("out of memory")
+            self.ids[key] = value
+
+    requests = [make_request(name, max_tokens=20) for name in ("a", "b")]
+    expected = Harness(tiny_llama, speculation="off").run(requests).outcomes
+    harness = Harness(tiny_llama, speculation="off", overlap=overlap)
+    ids = FullOnce(harness.core._runner._sampled_ids)
+    harness.core._runner._sampled_ids = ids  # type: ignore[assignment]
+    assert harness.run(requests).outcomes == expected
+    assert ids.writes > 4
+
+
 def test_a_seed_that_is_missing_is_drawn(tiny_llama: PagedModel) -> None:
     harness = Harness(tiny_llama)
     params = SamplingParams(max_tokens=20, ignore_eos=True)

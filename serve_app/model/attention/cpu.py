@@ -11,6 +11,7 @@ Bitwise the same for a request whatever else is in the step and however it is cu
 from dataclasses import dataclass, field
 from typing import ClassVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -252,7 +253,7 @@ def _sequence(table: BlockTable) -> _Sequence:
 
 
 def _consecutive(table: BlockTable) -> bool:
-    return all(block == table[0] + index for index, block in enumerate(table))
+    return bool((np.diff(table) == 1).all())
 
 
 def _first_key(position: int, window: int | None) -> int:

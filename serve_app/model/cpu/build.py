@@ -24,7 +24,10 @@ BUILDS: dict[str, tuple[str, ...]] = {
 }
 """The instruction sets that each build uses, fastest build first, by the compiler's names for them."""
 
-_FLAGS = ("-std=gnu11", "-O3", "-ffp-contract=off", "-fno-math-errno", "-Wno-psabi", "-fPIC", "-shared", "-pthread")
+_FLAGS = (
+    *("-std=gnu11", "-O3", "-ffp-contract=off", "-fwrapv", "-fno-math-errno", "-Wno-psabi"),
+    *("-fPIC", "-shared", "-pthread"),
+)
 _COMPILE_TIMEOUT_S = 120.0
 
 

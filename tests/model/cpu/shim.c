@@ -16,7 +16,8 @@ void test_gated(const float *gate, const float *up, int activation, int count, f
 }
 
 void test_quantize_row(const float *x, int count, int bytes, int8_t *q, float *scale, float *sum) {
-    quantize_row(x, count, bytes, q, scale, sum);
+    int32_t centre[2 * (count / GROUP)];
+    quantize_row(x, count, bytes, q, scale, sum, centre);
 }
 
 void test_halves(const float *x, int count, uint16_t *vectors, uint16_t *scalars, float *back, float *scalars_back) {

@@ -60,12 +60,22 @@ def test_float_products(kernels: Kernels, format: Format, rows: int, threads: No
     check(got, weight, x, bias)
 
 
+@pytest.mark.parametrize("inputs", ["outliers", "one sign"])
 @pytest.mark.parametrize("format", list(Format))
-def test_exact_products_are_as_near_to_the_truth_as_floats(kernels: Kernels, format: Format) -> None:
-    """Also where one activation of a group is a thousand times the others."""
+def test_exact_products_are_as_near_to_the_truth_as_floats(kernels: Kernels, format: Format, inputs: str) -> None:
+    """Also where one activation of a group is a thousand times the others; or where one weight of a group is much
+    larger than the others, and all activations have one sign but that weight's, which is zero."""
     weight = random_weight(format, 64, 1536)
     x = torch.randn(16, 1536)
-    x[:, ::96] *= 1000
+    if inputs == "outliers":
+        x[:, ::96] *= 1000
+    else:
+        x = x.abs() + 3
+        x[:, 5::GROUP] = 0
+        if format == Format.Q8:
+            q = torch.randint(-3, 4, (64, 1536 // GROUP, GROUP))
+            q[..., 5] = -127
+            weight = (0.0078125 * q).view(64, 1536)
     expected = x.double() @ weight.double().T
     got = kernels.linear(packed(kernels, weight, None, format), x, int8=False)
     floats = torch.nn.functional.linear(x, weight)

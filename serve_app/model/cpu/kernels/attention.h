@@ -307,7 +307,7 @@ static void attend_chunk(const void *argument, int chunk, int thread) {
             store(rows.out + row * dim + i, splat(0.0f));
         }
         store(rows.sum + row * LANES, splat(0.0f));
-        rows.largest[row] = -0x1p126f; /* finite: a round may hide all its keys from a row */
+        rows.largest[row] = -0x1.fffffep127f; /* finite: a round may hide all its keys from a row */
         rows.position[row] = (int32_t)job->batch->positions[token];
     }
     for (int base = first_base(job, task); base <= rows.position[num_rows - 1]; base += ROUND)

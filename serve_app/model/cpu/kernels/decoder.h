@@ -80,6 +80,7 @@ static int64_t lay_out(const struct decoder *decoder, int64_t tokens, int64_t se
     TAKE(space->input.q, MOST_BYTES * tokens * wide);
     TAKE(space->input.scale, 4 * tokens * groups);
     TAKE(space->input.sum, 4 * tokens * groups);
+    TAKE(space->input.centre, 8 * tokens * groups);
     TAKE(space->tasks, tasks_bytes(&attention, tokens, sequences));
     TAKE(space->scratch, 4 * threads * attention_scratch(&attention));
 #undef TAKE
@@ -98,7 +99,8 @@ static void prepare_input(const struct step *step, int t, const struct weight *n
     const int64_t first = (int64_t)t * next->inputs, groups = next->inputs / GROUP;
     if (!bytes) return;
     quantize_row(input->x + first, next->inputs, bytes, (int8_t *)input->q + first * bytes,
-                 (float *)input->scale + t * groups, (float *)input->sum + t * groups);
+                 (float *)input->scale + t * groups, (float *)input->sum + t * groups,
+                 (int32_t *)input->centre + 2 * t * groups);
 }
 
 static void embed_token(const void *argument, int t, int thread) {

@@ -47,6 +47,7 @@ struct input {
     const int8_t *q;      /* [rows][inputs / GROUP][bytes][GROUP], the highest byte of the numbers first */
     const float *scale;   /* [rows][inputs / GROUP]: s */
     const float *sum;     /* [rows][inputs / GROUP]: s times the sum of the group's numbers */
+    const int32_t *centre; /* [rows][inputs / GROUP][2]: 128 times the sums of the first two bytes and of the third */
 };
 
 struct matmul {
@@ -68,7 +69,8 @@ static int activation_bytes(const struct weight *weight, int int8) {
 /* One row as fixed-point numbers of 1 or 3 bytes: in each group x ~ scale a, the largest |a| being 127 or 2^22 - 1.
  * `count` is a multiple of GROUP. The `sum` of a group with an infinity or a NaN is NaN, so
  * that no output hides it. */
-SPECIALIZED void quantize_groups(const int bytes, const float *x, int count, int8_t *q, float *scale, float *sum) {
+SPECIALIZED void quantize_groups(const int bytes, const float *x, int count, int8_t *q, float *scale, float *sum,
+                                int32_t *centre) {
     const float limit = bytes == 1 ? 127.0f : 0x3fffff;
     const vec magic = splat(0x1.8p23f); /* adding it rounds to the nearest integer, ties to even */
     for (int g = 0; g < count / GROUP; g++, x += GROUP, q += bytes * GROUP) {
@@ -78,12 +80,14 @@ SPECIALIZED void quantize_groups(const int bytes, const float *x, int count, int
             largest = maximum(absolute(load(x + k)), largest);
             finite = finite + (load(x + k) - load(x + k)); /* zero, or NaN for an infinity or a NaN */
         }
-        const float size = reduce_max(largest), inverse = size > 0.0f ? limit / size : 0.0f;
-        ivec total = {0};
+        /* What is so small that the quotient would be infinite counts as zero. */
+        const float size = reduce_max(largest), inverse = size > limit * 0x1p-126f ? limit / size : 0.0f;
+        ivec total = {0}, last = {0};
         UNROLL
         for (int k = 0; k < GROUP; k += LANES) {
             ivec rounded = (ivec)(load(x + k) * splat(inverse) + magic) - (ivec)magic;
             total += rounded;
+            last += (rounded << 24) >> 24;
             UNROLL
             for (int byte = bytes - 1; byte >= 0; byte--) {
                 store_bytes(q + byte * GROUP + k, rounded);
@@ -92,14 +96,18 @@ SPECIALIZED void quantize_groups(const int bytes, const float *x, int count, int
         }
         scale[g] = size / limit;
         sum[g] = scale[g] * reduce_add(to_float(total) + finite);
+        if (bytes == 3) {
+            centre[2 * g] = 128 * (int32_t)reduce_add(to_float((total - last) >> 8));
+            centre[2 * g + 1] = 128 * (int32_t)reduce_add(to_float(last));
+        }
     }
 }
 
-static void quantize_row(const float *x, int count, int bytes, int8_t *q, float *scale, float *sum) {
+static void quantize_row(const float *x, int count, int bytes, int8_t *q, float *scale, float *sum, int32_t *centre) {
     if (bytes == 1)
-        quantize_groups(1, x, count, q, scale, sum);
+        quantize_groups(1, x, count, q, scale, sum, centre);
     else
-        quantize_groups(3, x, count, q, scale, sum);
+        quantize_groups(3, x, count, q, scale, sum, centre);
 }
 
 /* DEPTH or fewer inputs of a panel as floats [depth][PANEL], from input `first` on. */
@@ -195,6 +203,8 @@ SPECIALIZED void fixed_tile(const int rows, const int format, const int bytes, c
     /* Sums of three bytes times 8 bits need more than 32: the last byte of the activations apart. */
     const int middle = bytes == 3 && format == Q8 ? 2 : bytes;
     const int groups = inputs / GROUP;
+    /* Eight bits stand around 128: taken off in integers, where the two large sums would leave their roundings. */
+    const int centred = bytes == 3 && format == Q8;
     vec total[FIXED_ROWS][2];
     UNROLL
     for (int r = 0; r < rows; r++) {
@@ -213,13 +223,16 @@ SPECIALIZED void fixed_tile(const int rows, const int format, const int bytes, c
             for (int v = 0; v < 2; v++) {
                 const vec d = load_half((const uint16_t *)panel + v * LANES) * splat(end < bytes ? 256.0f : 1.0f);
                 UNROLL
-                for (int r = 0; r < rows; r++)
+                for (int r = 0; r < rows; r++) {
+                    if (centred) dot[r][v] = dot[r][v] - input->centre[2 * (r * groups + g) + (end == bytes)];
                     total[r][v] = fma_(splat(scale[r * groups]) * d, to_float(dot[r][v]), total[r][v]);
+                }
             }
         }
         UNROLL
         for (int v = 0; v < 2; v++) {
-            const vec m = load_half((const uint16_t *)panel + PANEL + v * LANES);
+            vec m = load_half((const uint16_t *)panel + PANEL + v * LANES);
+            if (centred) m = m + splat(128.0f) * load_half((const uint16_t *)panel + v * LANES);
             UNROLL
             for (int r = 0; r < rows; r++) total[r][v] = fma_(splat(sum[r * groups]), m, total[r][v]);
         }
@@ -274,6 +287,7 @@ static struct input input_from(const struct input *input, int row, int inputs, i
         .q = input->q + (int64_t)row * inputs * bytes,
         .scale = input->scale + row * groups,
         .sum = input->sum + row * groups,
+        .centre = input->centre + 2 * row * groups,
     };
 }
 
@@ -339,6 +353,7 @@ struct quantization {
     const float *x;
     int8_t *q;
     float *scale, *sum;
+    int32_t *centre;
     int width, bytes;
 };
 
@@ -347,11 +362,11 @@ static void quantize_chunk(const void *argument, int row, int thread) {
     const struct quantization *job = argument;
     const int64_t groups = job->width / GROUP, first = (int64_t)row * job->width;
     quantize_row(job->x + first, job->width, job->bytes, job->q + first * job->bytes, job->scale + row * groups,
-                 job->sum + row * groups);
+                 job->sum + row * groups, job->centre + 2 * row * groups);
 }
 
 int64_t linear_workspace(const struct weight *weight, int64_t rows) {
-    return MOST_BYTES * rows * weight->inputs + 2 * 4 * rows * (weight->inputs / GROUP);
+    return MOST_BYTES * rows * weight->inputs + 4 * 4 * rows * (weight->inputs / GROUP);
 }
 
 /* out[rows][padded outputs] = W x + b, from float activations [rows][inputs] in both modes. `memory`:
@@ -361,9 +376,10 @@ void linear(struct pool *pool, const struct weight *weight, int64_t int8, const 
     const int64_t groups = rows * (weight->inputs / GROUP);
     const int bytes = activation_bytes(weight, (int)int8);
     float *scale = (float *)memory, *sum = scale + groups;
-    const struct quantization job = {x, (int8_t *)(sum + groups), scale, sum, weight->inputs, bytes};
+    int32_t *centre = (int32_t *)(sum + groups);
+    const struct quantization job = {x, (int8_t *)(centre + 2 * groups), scale, sum, centre, weight->inputs, bytes};
     if (bytes) parallel(pool, (int)rows, quantize_chunk, &job);
-    const struct input input = {x, job.q, scale, sum};
+    const struct input input = {x, job.q, scale, sum, centre};
     matmul(pool, weight, (int)int8, &input, (int)rows, out);
 }
 

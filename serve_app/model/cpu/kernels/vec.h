@@ -154,8 +154,8 @@ static inline vec exponential(vec x) {
     p = fma_(p, r, splat(0.5f));
     p = fma_(p, r, splat(1.0f));
     p = fma_(p, r, splat(1.0f));
-    const vec scaled = (vec)((ivec)p + ((ivec)shifted << 23));
-    return choose(x < splat(-87.3f), splat(0.0f), scaled);
+    const vec power = (vec)(((ivec)shifted << 23) + 0x3f800000); /* multiplied, so that a NaN stays one */
+    return choose(x < splat(-87.3f), splat(0.0f), p * power);
 }
 
 /* Half precision, for scales and the KV cache. */
@@ -163,7 +163,7 @@ static inline float half_to_float(uint16_t half) {
     uint32_t bits = (uint32_t)(half & 0x7fff) << 13;
     float value;
     memcpy(&value, &bits, 4);
-    value *= 0x1p112f;
+    value = (half & 0x7fff) > 0x7c00 ? NAN : value * 0x1p112f;
     return half & 0x8000 ? -value : value;
 }
 
@@ -172,6 +172,7 @@ static inline uint16_t float_to_half(float value) {
     uint32_t bits;
     const uint16_t sign = signbit(value) ? 0x8000 : 0;
     float size = fabsf(value);
+    if (isnan(size)) return 0x7e00;
     if (size > 65504.0f) size = 65504.0f;
     if (size < 0x1p-14f) { /* subnormal: the unit of 0.5f is the unit of these */
         size += 0.5f;
