@@ -5,7 +5,6 @@ copy; a prefill has to multiply, at the rate of one large product.
 """
 
 import statistics
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -21,6 +20,7 @@ from serve_app.core.sampling_params import SamplingParams
 from serve_app.engine.core import EngineConfig, EngineCore
 from serve_app.model.attention.base import AttentionBatch, AttentionLayer
 from serve_app.model.input_batch import Slot
+from serve_app.model.limits import call_times
 from serve_app.model.loader import ModelOptions, from_module
 from serve_app.model.paged_model import DEFAULT_FORM, GpuForm, PagedModel
 from serve_app.model.sampler import PendingSample
@@ -104,20 +104,7 @@ def paged(module: Any, quantization: str = "none", form: GpuForm = DEFAULT_FORM)
 
 def median_time(run: Callable[[], object], device: torch.device, repeats: int) -> float:
     """Seconds of one call with all that it launches, after three calls that are not counted."""
-    times = []
-    for index in range(repeats + 3):
-        _synchronize(device)
-        begin = time.perf_counter()
-        run()
-        _synchronize(device)
-        if index >= 3:
-            times.append(time.perf_counter() - begin)
-    return statistics.median(times)
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    return statistics.median(call_times(run, device, repeats, uncounted=3))
 
 
 def parity(config: dict[str, Any], device: torch.device) -> dict[str, Any]:

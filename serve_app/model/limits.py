@@ -38,15 +38,19 @@ def _product_rate(device: torch.device, dtype: torch.dtype) -> float:
 
 
 def _best(run: Callable[[], object], device: torch.device) -> float:
-    """Seconds of the fastest of a few calls, after one that is not counted."""
+    return min(call_times(run, device, _REPEATS, uncounted=1))
+
+
+def call_times(run: Callable[[], object], device: torch.device, repeats: int, uncounted: int) -> list[float]:
+    """Seconds of each of `repeats` calls with all that they launch, after `uncounted` ones before them."""
     times = []
-    for _ in range(_REPEATS + 1):
+    for _ in range(uncounted + repeats):
         _synchronize(device)
         begin = time.perf_counter()
         run()
         _synchronize(device)
         times.append(time.perf_counter() - begin)
-    return min(times[1:])
+    return times[uncounted:]
 
 
 def _synchronize(device: torch.device) -> None:
