@@ -13,7 +13,10 @@ from serve_app.engine.core import EngineConfig, EngineCore
 from serve_app.model import loader
 from serve_app.model.paged_model import PagedModel
 from serve_app.model_files import locate_model
+from tests.fleets import fleet, references, small_model
 from tests.models import tiny_model
+
+__all__ = ["fleet", "references", "small_model"]
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -3,69 +3,44 @@
 import asyncio
 import os
 import signal
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
+from load_tests.chaos.fleet import Fleet
+from load_tests.chaos.traffic import MODEL
 from load_tests.routing import parse_counters, prefix_figures
-from tests.serving.conftest import DEFAULT_PATH, Server, free_port, launch, wait_for, write_config
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.parametrize("fleet", ["fast", "default"], indirect=True)]
 
-REPLICAS = 3
 HITS, QUERIES = "serve_app_prefix_cache_hit_tokens_total", "serve_app_prefix_cache_query_tokens_total"
 
 
-@pytest.fixture(scope="module", params=["fast path", "default path"])
-def fleet(
-    request: pytest.FixtureRequest, tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Server]:
-    args = {
-        "model": str(tiny_folder),
-        "served_model_name": "tiny",
-        "device": "cpu",
-        "num_replicas": REPLICAS,
-        "engine": {"kv_cache_gib": 0.05, "num_threads": 1},
-    }
-    port = free_port()
-    config = write_config(tmp_path_factory.mktemp("fleet"), args, port)
-    environment = {} if request.param == "fast path" else DEFAULT_PATH
-    server = Server(launch(config, environment), f"http://127.0.0.1:{port}")
-    try:
-        server.wait_ready()
-        wait_for(lambda: len(replicas(server)) == REPLICAS, "all replicas are there", timeout_s=60)
-        yield server
-    finally:
-        server.stop()
-
-
-def replicas(server: Server) -> list[dict[str, Any]]:
+def replicas(fleet: Fleet) -> list[dict[str, Any]]:
     return [
         one
-        for one in httpx.get(f"{server.url}/debug/replicas").json()
+        for one in httpx.get(f"{fleet.url}/debug/replicas").json()
         if one["condition"] == "ok" and not one["leaving"]
     ]
 
 
-def counters(server: Server) -> dict[str, dict[str, float]]:
-    return parse_counters(httpx.get(f"{server.url}/metrics").text)
+def counters(fleet: Fleet) -> dict[str, dict[str, float]]:
+    return parse_counters(httpx.get(f"{fleet.url}/metrics").text)
 
 
 async def ask(http: httpx.AsyncClient, prompt: str, session: str | None = None) -> str:
-    body = {"model": "tiny", "prompt": prompt, "max_tokens": 4, "temperature": 0, "ignore_eos": True}
+    body = {"model": MODEL, "prompt": prompt, "max_tokens": 4, "temperature": 0, "ignore_eos": True}
     answer = await http.post("/v1/completions", json=body, headers={"x-session-id": session} if session else {})
     assert answer.status_code == 200, answer.text
     return str(answer.json()["choices"][0]["text"])
 
 
-def client(server: Server) -> httpx.AsyncClient:
-    return httpx.AsyncClient(base_url=server.url, timeout=60)
+def client(fleet: Fleet) -> httpx.AsyncClient:
+    return httpx.AsyncClient(base_url=fleet.url, timeout=60)
 
 
-async def test_shared_prefixes_land_together_and_every_replica_has_work(fleet: Server) -> None:
+async def test_shared_prefixes_land_together_and_every_replica_has_work(fleet: Fleet) -> None:
     before = counters(fleet)
     async with client(fleet) as http:
         for turn in range(4):
@@ -77,7 +52,7 @@ async def test_shared_prefixes_land_together_and_every_replica_has_work(fleet: S
     assert figures["busiest_share"] < 0.5
 
 
-async def test_a_session_stays_at_its_replica(fleet: Server) -> None:
+async def test_a_session_stays_at_its_replica(fleet: Fleet) -> None:
     before = counters(fleet)
     async with client(fleet) as http:
         for i in range(6):
@@ -86,7 +61,7 @@ async def test_a_session_stays_at_its_replica(fleet: Server) -> None:
     assert sum(after[name][QUERIES] > before[name][QUERIES] for name in after) == 1
 
 
-async def test_a_replica_that_was_killed_gets_nothing(fleet: Server) -> None:
+async def test_a_replica_that_was_killed_gets_nothing(fleet: Fleet) -> None:
     """Last in the file. Its prefix goes elsewhere at once, for everybody."""
     prompt = "the home of this prefix will die " * 10
     before = counters(fleet)
