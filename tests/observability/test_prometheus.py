@@ -10,15 +10,17 @@ import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import httpx
 import psutil
 import pytest
+import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
 from load_tests import client
+from load_tests.chaos.fleet import Fleet
+from load_tests.chaos.traffic import MODEL
 from load_tests.client import RequestResult, percentile
 from load_tests.server_view import Comparison
 from load_tests.workloads import WorkItem
@@ -33,11 +35,9 @@ from tests.observability.prometheus import (
     running_prometheus,
 )
 from tests.observability.test_grafana import queries
-from tests.serving.conftest import Server, free_port, launch, tiny_folder, wait_for, write_config
+from tests.serving.conftest import wait_for
 
-__all__ = ["tiny_folder"]
-
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.parametrize("fleet", ["fast"], indirect=True)]
 
 REPLICAS, SEATS = 3, 2
 OUTPUT_TOKENS = 160
@@ -50,7 +50,7 @@ INGRESS_TTFT = 'serve_app_time_to_first_token_seconds{}{{where="ingress"}}'
 class Watched:
     """A fleet, and the Prometheus that scrapes it."""
 
-    server: Server
+    fleet: Fleet
     prometheus: Prometheus
     http: httpx.Client
 
@@ -68,41 +68,41 @@ class Watched:
         return max(self.replicas(), key=lambda one: one["in_flight"])
 
 
+def set_seats(fleet: Fleet, seats: int) -> None:
+    """Of each running engine."""
+    config = yaml.safe_load(fleet.config.read_text())
+    config["applications"][0]["deployments"] = [{"name": "EngineReplica", "user_config": {"max_num_seqs": seats}}]
+    fleet.config.write_text(yaml.safe_dump(config))
+    log = fleet.config.with_suffix(".log")
+    deployed = log.read_text().count(" deployed\n")
+    os.kill(fleet.pid, signal.SIGUSR1)
+    wait_for(lambda: log.read_text().count(" deployed\n") > deployed, "the seats are changed", timeout_s=60)
+
+
 @pytest.fixture(scope="module")
-def watched(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
+def watched(fleet: Fleet, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
     find("prometheus")
-    args = {
-        "model": str(tiny_folder),
-        "served_model_name": "tiny",
-        "device": "cpu",
-        "num_replicas": REPLICAS,
-        "engine": {"max_num_seqs": SEATS, "kv_cache_gib": 0.05, "num_threads": 1},
-    }
-    port, folder = free_port(), tmp_path_factory.mktemp("watched")
-    server = Server(launch(write_config(folder, args, port), {}), f"http://127.0.0.1:{port}")
-    try:
-        server.wait_ready()
-        with (
-            running_prometheus(folder, server.url) as prometheus,
-            httpx.Client(base_url=server.url, timeout=30) as http,
-        ):
-            watched = Watched(server, prometheus, http)
-            wait_for(lambda: len(prometheus.targets()) == REPLICAS + 1, "all processes are scraped", timeout_s=60)
-            for replica in watched.replicas():
-                # Where cores are few, the clients would read late what the ingress has sent in time.
-                psutil.Process(replica["pid"]).nice(19)
-            # One that is refused, so that there are refusals to be seen.
-            late = {"model": "tiny", "prompt": "too late", "max_tokens": 9}
-            http.post("/v1/completions", json=late, headers={"x-request-timeout": "0.000001"})
-            yield watched
-    finally:
-        server.stop()
+    set_seats(fleet, SEATS)
+    with (
+        running_prometheus(tmp_path_factory.mktemp("watched"), fleet.url) as prometheus,
+        httpx.Client(base_url=fleet.url, timeout=30) as http,
+    ):
+        watched = Watched(fleet, prometheus, http)
+        wait_for(lambda: len(prometheus.targets()) == REPLICAS + 1, "all processes are scraped", timeout_s=60)
+        for replica in watched.replicas():
+            # Where cores are few, the clients would read late what the ingress has sent in time.
+            psutil.Process(replica["pid"]).nice(19)
+        # One that is refused, so that there are refusals to be seen.
+        late = {"model": MODEL, "prompt": "too late", "max_tokens": 9}
+        http.post("/v1/completions", json=late, headers={"x-request-timeout": "0.000001"})
+        yield watched
+    set_seats(fleet, fleet.shape.seats)
 
 
 @asynccontextmanager
-async def load(server: Server, clients: int, turns: int | None = None) -> AsyncIterator[list[RequestResult]]:
+async def load(fleet: Fleet, clients: int, turns: int | None = None) -> AsyncIterator[list[RequestResult]]:
     """Clients without a pause, for so many requests each or until the end; the results are complete after it."""
-    target = client.Server(server.url, "tiny")
+    target = client.Server(fleet.url, MODEL)
     results: list[RequestResult] = []
     stopped = asyncio.Event()
 
@@ -167,7 +167,7 @@ def wait_counted(watched: Watched, before: dict[str, float], grown: dict[str, fl
 async def way_there_and_back(watched: Watched, results: list[RequestResult], number: int) -> float:
     """How long a request that waits for nothing takes, as the median until `number` results are there, in seconds."""
     times = []
-    async with httpx.AsyncClient(base_url=watched.server.url, timeout=30) as http:
+    async with httpx.AsyncClient(base_url=watched.fleet.url, timeout=30) as http:
         while len(results) < number:
             start = time.monotonic()
             await http.get("/health/live")
@@ -202,7 +202,7 @@ async def test_counts_and_latencies_are_those_of_the_clients(watched: Watched) -
     before = {expr: prometheus.value(expr) for expr in at_ingress([]) | in_engines([])}
     started = time.monotonic()
     clients, turns = 4 * REPLICAS * SEATS, 4
-    async with load(watched.server, clients, turns) as results:
+    async with load(watched.fleet, clients, turns) as results:
         way_s = await way_there_and_back(watched, results, clients * turns)
     assert [result.error for result in results if result.error] == []
     wait_counted(watched, before, at_ingress(results) | in_engines(results))
@@ -240,7 +240,7 @@ async def test_under_load_every_query_of_every_panel_has_data(watched: Watched) 
                 missing.discard((panel, expr))
         return not missing
 
-    async with load(watched.server, clients=REPLICAS * SEATS):
+    async with load(watched.fleet, clients=REPLICAS * SEATS):
         with contextlib.suppress(AssertionError):
             await asyncio.to_thread(wait_for, all_have_data, "every query has data")
     assert missing == set()
@@ -285,7 +285,7 @@ async def test_after_a_replica_died_nothing_is_stale_doubled_or_lost(watched: Wa
     prometheus = watched.prometheus
     wait_for(lambda: not same_page(watched), "Prometheus holds what the page shows")
     before = {expr: prometheus.value(expr) for expr in at_ingress([])}
-    async with load(watched.server, clients=2 * REPLICAS * SEATS) as results:
+    async with load(watched.fleet, clients=2 * REPLICAS * SEATS) as results:
         await asyncio.to_thread(wait_for, lambda: watched.busiest()["in_flight"] >= SEATS, "a replica has work")
         victim = watched.busiest()
         dead = victim["id"]
