@@ -1,11 +1,11 @@
 """`serve-app serve` from its start to its end: refusals, failures, readiness, drain, nothing left behind."""
 
 import json
+import os
 import signal
 import socket
 import subprocess
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,59 +14,72 @@ import psutil
 import pytest
 import yaml
 
+import tests.quiet_ray  # noqa: F401 (Ray Serve keeps the environment that it is first imported in)
+from serve_app.serving import launcher
 from serve_app.serving.launcher import find_cause
 from tests.serving.conftest import REPOSITORY, Server, launch, wait_for, write_config
 
 StartServer = Callable[..., Server]
+Refuse = Callable[[Path], str]
 
 
-def refusal(config: Path) -> str:
-    """The one line with which the launcher refuses `config`."""
+@pytest.fixture
+def refuse(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Refuse:
+    """The one line with which the launcher refuses a config. In this process, whose environment it sets."""
+
+    def refuse(config: Path) -> str:
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "environ", os.environ.copy())
+            assert launcher.launch(config) == 2
+        output, errors = capsys.readouterr()
+        (line,) = str(errors).splitlines()
+        assert (output, line.startswith(f"serve-app: {config}: ")) == ("", True)
+        return str(line)
+
+    return refuse
+
+
+def test_a_refusal_is_one_line_and_a_status(tmp_path: Path) -> None:
+    config = write_config(tmp_path, {"engine": {"max_num_seq": 8}}, 8000)
     process = launch(config, {})
     try:
         output, _ = process.communicate(timeout=60)
     finally:
         process.kill()
     assert process.returncode == 2
-    lines = str(output).splitlines()
-    assert len(lines) == 1, lines
-    assert lines[0].startswith(f"serve-app: {config}: ")
-    return lines[0]
-
-
-def test_a_wrong_key_is_named(tmp_path: Path) -> None:
-    line = refusal(write_config(tmp_path, {"engine": {"max_num_seq": 8}}, 8000))
+    (line,) = str(output).splitlines()
+    assert line.startswith(f"serve-app: {config}: ")
     assert "unknown setting `engine.max_num_seq` (did you mean `max_num_seqs`?)" in line
 
 
-def test_a_wrong_value_is_named(tmp_path: Path) -> None:
-    assert "`dtype`" in refusal(write_config(tmp_path, {"dtype": "int3"}, 8000))
+def test_a_wrong_value_is_named(refuse: Refuse, tmp_path: Path) -> None:
+    assert "`dtype`" in refuse(write_config(tmp_path, {"dtype": "int3"}, 8000))
 
 
-def test_a_wrong_key_of_serves_own_is_named(tmp_path: Path) -> None:
+def test_a_wrong_key_of_serves_own_is_named(refuse: Refuse, tmp_path: Path) -> None:
     path = write_config(tmp_path, {}, 8000)
     path.write_text(path.read_text() + "\nproxy_place: here\n")
-    assert "unknown key `proxy_place` (did you mean `proxy_location`?)" in refusal(path)
+    assert "unknown key `proxy_place` (did you mean `proxy_location`?)" in refuse(path)
     path = write_config(tmp_path, {}, 8000)
     path.write_text(path.read_text().replace("host:", "hots:"))
-    assert "unknown key `http_options.hots` (did you mean `host`?)" in refusal(path)
+    assert "unknown key `http_options.hots` (did you mean `host`?)" in refuse(path)
 
 
-def test_a_missing_model_is_named(tmp_path: Path) -> None:
-    assert "/no/such/model.gguf" in refusal(write_config(tmp_path, {"model": "/no/such/model.gguf"}, 8000))
+def test_a_missing_model_is_named(refuse: Refuse, tmp_path: Path) -> None:
+    assert "/no/such/model.gguf" in refuse(write_config(tmp_path, {"model": "/no/such/model.gguf"}, 8000))
 
 
-def test_a_taken_port_is_named(tmp_path: Path) -> None:
+def test_a_taken_port_is_named(refuse: Refuse, tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        assert f"127.0.0.1:{port}: Address already in use" in refusal(write_config(tmp_path, {}, port))
+        assert f"127.0.0.1:{port}: Address already in use" in refuse(write_config(tmp_path, {}, port))
 
 
-def test_what_is_no_config_is_refused(tmp_path: Path) -> None:
+def test_what_is_no_config_is_refused(refuse: Refuse, tmp_path: Path) -> None:
     for text in ("[", "", "applications: 3"):
         path = tmp_path / "config.yaml"
         path.write_text(text)
-        refusal(path)
+        refuse(path)
 
 
 @pytest.mark.parametrize(
@@ -122,19 +135,3 @@ def test_from_ready_to_ctrl_c_with_the_default_config(start: StartServer) -> Non
     assert events[-1] == "data: [DONE]"
     assert server.wait_stopped() == (0, [])
     assert any("stopping" in line for line in server.lines)
-
-
-@pytest.mark.cluster
-def test_a_killed_launcher_takes_everything_with_it(start: StartServer, tiny_folder: Path) -> None:
-    server = start({"model": str(tiny_folder), "device": "cpu", "engine": {"kv_cache_gib": 0.05}})
-    server.wait_ready()
-    everybody = server.descendants()
-    # Ray's two agents of the node notice after about a minute; they hold nothing that others would miss.
-    family = [process for process in everybody if "Agent" not in process.name()]
-    server.process.kill()
-    assert len(family) > 5
-    assert psutil.wait_procs(family, timeout=20)[1] == []
-    for process in everybody:  # the agents still hold the pipe that `wait_stopped` reads to its end
-        with suppress(psutil.NoSuchProcess):
-            process.kill()
-    server.wait_stopped()

@@ -1,4 +1,7 @@
-"""A server in operation: knobs that change while it runs, an update under load, its end. One server, in this order."""
+"""A server in operation: knobs that change while it runs, an update under load, replicas that come and go, its end.
+
+One server, in this order.
+"""
 
 import asyncio
 import json
@@ -55,7 +58,8 @@ def operated(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Ite
     }
     port = free_port()
     config = write_config(tmp_path_factory.mktemp("operated"), args, port)
-    server = Server(launch(config, {}), f"http://127.0.0.1:{port}")
+    environment = {"RAY_SERVE_REPLICA_AUTOSCALING_METRIC_PUSH_INTERVAL_S": "1"}
+    server = Server(launch(config, environment), f"http://127.0.0.1:{port}")
     try:
         server.wait_ready()
         yield Operated(server, config)
@@ -79,6 +83,8 @@ async def test_knobs_change_under_load_without_losing_a_token(operated: Operated
 
         before = replicas(operated.server)
         assert (await asyncio.to_thread(operated.deploy, two_seats)).endswith("deployed")
+        done = seen.done
+        await asyncio.to_thread(wait_for, lambda: seen.done > done + WORKERS, "streams go on")
         assert 0 < await asyncio.to_thread(most_running, operated.server) <= 2
         assert replicas(operated.server) == before
     assert seen.wrong == []
@@ -94,20 +100,30 @@ def test_a_wrong_knob_is_named_and_changes_nothing(operated: Operated) -> None:
     assert httpx.post(f"{operated.server.url}/v1/completions", json=body(0), timeout=60).status_code == 200
 
 
-async def test_an_update_under_load_costs_no_request(operated: Operated) -> None:
-    """New replicas, ingress and engine, take over while streams run and come."""
-    before = replicas(operated.server)
-    async with traffic(operated.server) as seen:
+async def test_an_update_and_replicas_that_come_and_go_cost_no_request(operated: Operated) -> None:
+    """New replicas, ingress and engine, take over while streams run and come. From then on the load decides how many.
 
-        def other_args(application: dict[str, Any]) -> None:
-            application["args"]["engine"]["max_wait_s"] = 0.5
+    One test because each of the three follows from what the one before has left running.
+    """
+    server = operated.server
+    before = replicas(server)
+    async with traffic(server) as seen:
+
+        def autoscaled(application: dict[str, Any]) -> None:
+            limits = {"min_replicas": 1, "max_replicas": 2, "upscale_delay_s": 0.5, "downscale_delay_s": 0.5}
+            application["args"]["autoscaling"] = limits
             application["deployments"] = []
 
-        assert (await asyncio.to_thread(operated.deploy, other_args)).endswith("deployed")
+        assert (await asyncio.to_thread(operated.deploy, autoscaled)).endswith("deployed")
         done = seen.done
         await asyncio.to_thread(wait_for, lambda: seen.done > done + WORKERS, "streams go on")
+        await asyncio.to_thread(wait_for, lambda: len(replicas(server)) == 2, "a second replica", timeout_s=90)
+        assert replicas(server).isdisjoint(before)
+        seen.workers = 1
+        await asyncio.to_thread(wait_for, lambda: len(replicas(server)) == 1, "one replica is left", timeout_s=90)
+        done = seen.done
+        await asyncio.to_thread(wait_for, lambda: seen.done > done, "the stream goes on")
     assert seen.wrong == []
-    assert replicas(operated.server).isdisjoint(before)
 
 
 async def test_sigterm_lets_short_streams_end_and_tells_the_others(operated: Operated) -> None:
@@ -152,3 +168,4 @@ async def test_sigterm_lets_short_streams_end_and_tells_the_others(operated: Ope
     assert len(complete) + len(told) == 100
     assert {status for status, _ in ends} == {200, 503}
     assert server.wait_stopped() == (0, [])
+    assert not [line for line in server.lines if "failed to shut down" in line]
