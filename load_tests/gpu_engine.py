@@ -5,13 +5,16 @@ weights: models have random ones, of the shapes in `shapes/`. Every limit (copy 
 measured in the same run as what is compared with it. A check that fails or breaks does not stop the others; the exit
 status is 1 when one does. On a CPU it runs the tiny shape, to show that it runs.
 
-`compute-sanitizer python -m load_tests.gpu_engine --only parity` looks for accesses out of bounds.
+Where compute-sanitizer is installed, a tiny engine runs under it, which finds accesses out of bounds. What has a limit
+comes first, prices and gains without one last; what has not begun after `--minutes` is left out, and so not passed.
 """
 
 import argparse
 import gc
 import json
 import platform
+import shutil
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -22,7 +25,7 @@ from typing import Any
 import torch
 import transformers
 
-from load_tests.gpu_steps import Loaded, Machine, attention_bandwidth, decode_step, parity, prefill
+from load_tests.gpu_steps import Loaded, Machine, attention_bandwidth, decode_step, logits_parity, parity, prefill
 from load_tests.gpu_throughput import ours, theirs
 from serve_app.model.paged_model import GpuForm
 
@@ -34,12 +37,15 @@ def main() -> int:
     arguments = _arguments()
     machine = Machine.measured(torch.device(arguments.device))
     report: dict[str, Any] = {"circumstances": _circumstances(machine), "checks": []}
+    deadline = time.perf_counter() + 60 * arguments.minutes
 
     def check(name: str, limit: str, run: Callable[[], dict[str, Any]]) -> None:
         if arguments.only and not any(word in name for word in arguments.only.split(",")):
             return
         begin = time.perf_counter()
         try:
+            if begin > deadline:
+                raise TimeoutError(f"left out after {arguments.minutes:g} minutes")
             result = {"name": name, "limit": limit, **run()}
         except Exception as error:  # a check must not take the others with it
             result = {"name": name, "limit": limit, "passed": False, "error": f"{type(error).__name__}: {error}"}
@@ -64,6 +70,8 @@ Check = Callable[[str, str, Callable[[], dict[str, Any]]], None]
 
 
 def _gpu_checks(check: Check, machine: Machine) -> None:
+    check("tiny parity, float32", "the same greedy tokens", lambda: parity(_config("tiny"), machine.device))
+    check("compute-sanitizer", "finds nothing in a tiny engine's steps", _sanitized)
     for heads, kv_heads, dim in ((32, 8, 128), (16, 8, 128), (32, 8, 64)):
         check(
             f"attention kernel {heads}/{kv_heads}x{dim}, batch 32, context 4096",
@@ -78,18 +86,19 @@ def _gpu_checks(check: Check, machine: Machine) -> None:
     }
     for shape, decode_limits in limits.items():
         _checks_of(check, machine, shape, decode_limits=decode_limits, context=1024, prompts=(8, 2048))
-    _variants(check, machine, "llama-3.1-8b", rows=(1, 32), context=1024)
+    for shape in ("qwen3-0.6b", "llama-3.1-8b"):
+        check(
+            f"{shape} throughput, 512 in 128 out, 256 at once",
+            ">= 5 x transformers' continuous batching",
+            lambda shape=shape: _throughput(shape, machine, requests=512, prompt=512, output=128, limit=5.0),
+        )
     for shape in ("qwen3-0.6b", "llama-3.1-8b"):
         check(
             f"{shape} overlap, 512 in 128 out, 256 at once",
             "measured",
             lambda shape=shape: _overlap(shape, machine, requests=256, prompt=512, output=128),
         )
-        check(
-            f"{shape} throughput, 512 in 128 out, 256 at once",
-            ">= 5 x transformers' continuous batching",
-            lambda shape=shape: _throughput(shape, machine, requests=512, prompt=512, output=128, limit=5.0),
-        )
+    _variants(check, machine, "llama-3.1-8b", rows=(1, 32), context=1024)
 
 
 def _checks_of(
@@ -101,9 +110,14 @@ def _checks_of(
     context: int,
     prompts: tuple[int, int],
 ) -> None:
-    """Parity in float32 for the small shapes, then decode and prefill in the machine's dtype on one loaded model."""
+    """Parity for the small shapes, then decode and prefill in the machine's dtype on one loaded model."""
     if shape in ("tiny", "qwen3-0.6b", "llama-3.2-1b"):
         check(f"{shape} parity, float32", "the same greedy tokens", lambda: parity(_config(shape), machine.device))
+        check(
+            f"{shape} parity, logits",
+            "as near to transformers' as the reference backend must be",
+            lambda: logits_parity(_config(shape), machine),
+        )
     with _loaded(shape, machine) as loaded:
         for rows, limit in decode_limits.items():
             check(
@@ -117,6 +131,16 @@ def _checks_of(
             "measured" if limit is None else f">= {limit} of the rate of large products",
             lambda: prefill(loaded(), machine, *prompts, limit),
         )
+
+
+def _sanitized() -> dict[str, Any]:
+    """The tiny parity check in a process of its own under compute-sanitizer."""
+    tool = shutil.which("compute-sanitizer")
+    if tool is None:
+        return {"passed": True, "skipped": "compute-sanitizer is not installed"}
+    command = [tool, "--error-exitcode", "9", sys.executable, "-m", "load_tests.gpu_engine", "--only", "tiny parity"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    return {"passed": done.returncode == 0, "exit_status": done.returncode, "output_tail": done.stdout[-1000:]}
 
 
 def _variants(check: Check, machine: Machine, shape: str, *, rows: tuple[int, ...], context: int) -> None:
@@ -243,6 +267,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--only", default="", help="words, separated by commas: run checks whose names have one")
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--minutes", type=float, default=23.0)
     return parser.parse_args()
 
 

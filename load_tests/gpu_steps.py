@@ -11,18 +11,19 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from serve_app.core.output import SlotStart
 from serve_app.core.request import EngineRequest
 from serve_app.core.sampling_params import SamplingParams
 from serve_app.engine.core import EngineConfig, EngineCore
-from serve_app.model.attention.base import AttentionBatch, AttentionLayer
-from serve_app.model.input_batch import Slot
+from serve_app.model.attention.base import AttentionBatch, AttentionLayer, block_matrix
+from serve_app.model.input_batch import sampling_rows
 from serve_app.model.limits import call_times
 from serve_app.model.loader import ModelOptions, from_module
-from serve_app.model.paged_model import DEFAULT_FORM, GpuForm, PagedModel
+from serve_app.model.paged_model import DEFAULT_FORM, TOLERANCE, GpuForm, PagedModel
+from serve_app.model.probe import Probe
 from serve_app.model.sampler import PendingSample
 
 REPEATS = 20
@@ -72,7 +73,7 @@ class Loaded:
         # An embedding that is the head too is read whole; else few of its rows are.
         read = total if config["tie_word_embeddings"] else total - embedding
         heads = embedding if config["tie_word_embeddings"] else 2 * embedding
-        model = paged(module, quantization, form)
+        model = paged(module, quantization=quantization, gpu_form=form)
         size = 1 if quantization == "fp8" else machine.dtype.itemsize
         return cls(model, config, read * size, total - heads, type(model._stack).__name__)
 
@@ -96,10 +97,9 @@ def _head_dim(config: dict[str, Any]) -> int:
     return int(config.get("head_dim", config["hidden_size"] // config["num_attention_heads"]))
 
 
-def paged(module: Any, quantization: str = "none", form: GpuForm = DEFAULT_FORM) -> PagedModel:
-    """The engine's model, which takes the module over."""
-    cache_dir = Path(ModelOptions().cache_dir).expanduser()
-    return PagedModel(module, name="random", cache_dir=cache_dir, quantization=quantization, gpu_form=form)
+def paged(module: Any, **options: Any) -> PagedModel:
+    """The engine's model, which takes the module over. options: of `PagedModel`."""
+    return PagedModel(module, name="random", cache_dir=Path(ModelOptions().cache_dir).expanduser(), **options)
 
 
 def median_time(run: Callable[[], object], device: torch.device, repeats: int) -> float:
@@ -131,6 +131,20 @@ def parity(config: dict[str, Any], device: torch.device) -> dict[str, Any]:
     return {"passed": equal == len(prompts), "equal": equal, "of": len(prompts), "stack": type(model._stack).__name__}
 
 
+def logits_parity(config: dict[str, Any], machine: Machine) -> dict[str, Any]:
+    """Largest difference from transformers' logits of packed prompts and one decode step, in standard deviations: the
+    engine's, and that of transformers' modules on the reference backend."""
+    differences = {}
+    for name in ("auto", "reference"):
+        module = random_module(config, machine.device, machine.dtype)
+        with torch.inference_mode():
+            probe = Probe.of(module, "random")
+            model = paged(module, attention_backend=name)
+            differences[name] = probe.difference(model._stack, model._layers)
+    tolerance = TOLERANCE[machine.dtype]
+    return {"passed": differences["auto"] <= tolerance, "ratio": differences["auto"] / tolerance, **differences}
+
+
 def decode_step(
     loaded: Loaded, machine: Machine, rows: int, context: int, limit: float | None, **sampling: Any
 ) -> dict[str, Any]:
@@ -140,10 +154,11 @@ def decode_step(
     """
     ids, positions, batch = _batch(loaded.model, [(context - 1, 1)] * rows)
     fields = sampling or {"temperature": 0.0}
-    slots = [Slot("", 0, SamplingParams(seed=row, **fields), 0, 1, np.zeros(1, np.int64), []) for row in range(rows)]
+    starts = [SlotStart(row, "", 0, (0,), 1, SamplingParams(seed=row, **fields), ()) for row in range(rows)]
+    sampling, history = sampling_rows(starts), torch.zeros(rows, 2, dtype=torch.int32, device=machine.device)
 
     def launch() -> PendingSample:
-        return loaded.model.sample(loaded.model.forward(ids, positions, batch), slots)
+        return loaded.model.sample(loaded.model.forward(ids, positions, batch), sampling, history)
 
     def several() -> None:
         for _ in range(REPEATS):
@@ -199,7 +214,7 @@ def attention_bandwidth(
     cache = backend.allocate(layer, 1 + rows * blocks, machine.dtype, machine.device)
     tables = (torch.randperm(rows * blocks) + 1).view(rows, blocks).tolist()
     slots = torch.zeros(rows, dtype=torch.int64, device=machine.device)
-    metadata = backend.build(AttentionBatch(list(range(rows + 1)), [context] * rows, tables, slots))
+    metadata = backend.build(AttentionBatch(list(range(rows + 1)), [context] * rows, block_matrix(tables), slots))
     query = torch.randn(rows, heads, dim, device=machine.device).to(machine.dtype)
     out = torch.empty_like(query)
     launches = 20
@@ -238,7 +253,7 @@ def _batch(model: PagedModel, rows: Sequence[tuple[int, int]]) -> tuple[torch.Te
     batch = AttentionBatch(
         [0, *accumulate(count for _, count in rows)],
         lengths,
-        tables,
+        block_matrix(tables),
         (blocks * size + positions % size).to(device),
     )
     ids = torch.randint(2, 500, positions.shape, generator=torch.Generator().manual_seed(0))

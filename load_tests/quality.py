@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from load_tests.machine import machine
-from serve_app.model.attention.base import AttentionBatch
+from serve_app.model.attention.base import AttentionBatch, block_matrix
 from serve_app.model.loader import ModelOptions, load_model
 from serve_app.model.paged_model import PagedModel
 from serve_app.text.tokenizer import load_tokenizer
@@ -56,7 +56,7 @@ def window_logits(model: PagedModel, ids: list[int]) -> Iterator[Tensor]:
     """Logits of all positions, some rows at a time."""
     blocks = list(range(1, 2 + len(ids) // model.block_size))
     positions = torch.arange(len(ids))
-    batch = AttentionBatch([0, len(ids)], [len(ids)], [blocks], positions + model.block_size)
+    batch = AttentionBatch([0, len(ids)], [len(ids)], block_matrix([blocks]), positions + model.block_size)
     for rows in model.forward(torch.tensor(ids), positions, batch).split(128):
         yield model.compute_logits(rows)
 

@@ -111,9 +111,9 @@ class KVCacheManager:
 
     def grow(self, request: Request, num_tokens: int) -> tuple[int, ...] | None:
         """Make room for the next `num_tokens`; the ids of the new blocks (perhaps none), or None without room."""
-        count = self._missing(request, num_tokens)
-        if count <= 0:
+        if request.num_computed_tokens + request.num_in_flight + num_tokens <= len(request.blocks) * self.block_size:
             return ()
+        count = self._missing(request, num_tokens)
         if count > self.pool.num_free:
             return None
         new = self._take(count, request.blocks[-1])
@@ -141,7 +141,7 @@ class KVCacheManager:
     def publish(self, request: Request) -> None:
         """Name the request's blocks that are full and computed. Only for the commit of a finished step."""
         count = request.num_computed_tokens // self.block_size
-        if self._caches_prefixes and count > request.num_published_blocks:
+        if count > request.num_published_blocks and self._caches_prefixes:
             hashes = self._hashes(request, count)
             for i in range(request.num_published_blocks, count):
                 self.prefix_cache.publish(request.blocks[i], hashes[i])

@@ -100,9 +100,12 @@ class Request:
         return self.num_computed_tokens + self.num_in_flight < self.num_prefill_tokens
 
     @property
-    def is_ending(self) -> bool:
-        """Whether the token that a step in flight samples is the last that may come."""
-        return self.num_awaited > 0 and len(self.token_ids) + self.num_awaited >= self.max_num_tokens
+    def can_decode(self) -> bool:
+        """Whether it is done with prefilling, and the token that a step in flight samples is not the last one."""
+        return (
+            self.num_computed_tokens + self.num_in_flight >= self.num_prefill_tokens
+            and len(self.token_ids) + self.num_awaited < self.max_num_tokens
+        )
 
     def finish_reason(self) -> FinishReason | None:
         """Whether the last token ends this choice. Below `min_tokens` a stop token is only a token."""
@@ -136,7 +139,9 @@ class Request:
         """Take sampled tokens, up to the one that ends this choice; returns those taken, and why it ends."""
         for count, token_id in enumerate(token_ids, 1):
             self.token_ids.append(token_id)
-            if (reason := self.finish_reason()) is not None:
+            # Asked only where it may end, which spares a large batch a call per row.
+            may_end = token_id in self.stop_token_ids or len(self.token_ids) >= self.max_num_tokens
+            if may_end and (reason := self.finish_reason()) is not None:
                 return token_ids[:count], reason
         return token_ids, None
 

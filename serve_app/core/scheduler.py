@@ -62,15 +62,11 @@ def _token_error(row: ScheduledRequest, token_ids: tuple[int, ...], vocab_size: 
 
 def _must_wait(in_flight: StepPlan, running: Sequence[Request], kv: KVCacheManager, max_num_seqs: int) -> bool:
     """Whether the step in flight must be committed before the next is planned: its drafts leave open where its rows
-    end, penalties count the tokens it samples, or somebody would be preempted, which the commit may make unnecessary.
+    end, or somebody would be preempted, which the commit may make unnecessary.
     """
     if len(running) > max_num_seqs or any(row.draft_token_ids for row in in_flight.rows):
         return True
-    if any(request.num_awaited and request.params.has_penalties for request in running):
-        return True
-    return kv.pool.num_free < len(running) and not kv.can_all_grow(
-        request for request in running if not (request.is_prefilling or request.is_ending)
-    )
+    return kv.pool.num_free < len(running) and not kv.can_all_grow(request for request in running if request.can_decode)
 
 
 class Scheduler:
@@ -177,14 +173,11 @@ class Scheduler:
         In order of service, and the victim is the last in that order: no victim has a row in this step yet.
         """
         self._gate.decodes_planned()
-        num_decodes = sum(not request.is_prefilling for request in self._running)
-        at_most, min_chance = max_drafts(self.config, num_decodes), self.config.token_cost * num_decodes
-        position = 0
-        while position < len(self._running):
-            request = self._running[position]
-            position += 1
-            if request.is_prefilling or request.is_ending:
-                continue
+        decodes = [request for request in self._running if request.can_decode]
+        at_most, min_chance = max_drafts(self.config, len(decodes)), self.config.token_cost * len(decodes)
+        for request in decodes:
+            if plan.preempted and request.status is not RequestStatus.RUNNING:
+                return
             drafts = request.draft(at_most, min_chance) if at_most else ()
             if drafts and not self._kv.can_grow(request, 1 + len(drafts), reserve=len(self._running)):
                 drafts = ()
@@ -273,10 +266,12 @@ class Scheduler:
         self._kv.publish(request)
         if row.is_prefill and request.leader is None and request.num_computed_tokens >= request.num_prompt_tokens:
             self._release_forks(request)
-        prompt_logprobs = request.take_prompt_logprobs(result.prompt_logprobs.get(i, ()), row.start)
+        logprobs, prompt_logprobs = result.logprobs.get(i, ()), result.prompt_logprobs.get(i, ())
+        if prompt_logprobs:
+            prompt_logprobs = request.take_prompt_logprobs(prompt_logprobs, row.start)
         if not token_ids and not prompt_logprobs:
             return
-        deltas.append(request.delta(token_ids, finish_reason, result.logprobs.get(i, ()), prompt_logprobs))
+        deltas.append(request.delta(token_ids, finish_reason, logprobs, prompt_logprobs))
         if finish_reason is not None:
             self._release(request)
 

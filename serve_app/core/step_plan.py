@@ -24,7 +24,9 @@ class StepPlan:
         """Let `request` compute as many of its tokens as the budget allows; or its last one, and `drafts` behind it."""
         start = request.num_computed_tokens + request.num_in_flight
         known = len(request.token_ids) + request.num_awaited
-        num_tokens = min(known + len(drafts) - start, self.budget)
+        num_tokens = known + len(drafts) - start
+        if num_tokens > self.budget:
+            num_tokens = self.budget
         samples = start + num_tokens >= known
         self.rows.append(
             ScheduledRequest(

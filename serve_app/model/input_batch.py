@@ -1,22 +1,28 @@
 """What the runner remembers between steps, per slot, and the packed row that it builds from a step's plan.
 
-Decides: how token ids, block tables and parameters are kept (numpy on the host, one line per slot) and how a
-`SchedulerOutput` becomes arrays. Does not decide who runs (the scheduler) or what is done with the arrays (the runner).
+Decides: how token ids, block tables and parameters are kept (numpy on the host, one line per slot, written when a slot
+changes hands) and how a `SchedulerOutput` becomes arrays. Does not decide who runs (the scheduler) or what is done with
+the arrays (the runner).
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from serve_app.core.output import ScheduledRequest, SchedulerOutput, SlotStart
 from serve_app.core.sampling_params import SamplingParams
+from serve_app.model import noise
+from serve_app.model.noise import Float64Array, Int64Array
 
-Int64Array = npt.NDArray[np.int64]
+MIN_TEMPERATURE = 1e-6
+"""Below this a temperature is greedy up to rounding, and dividing by it could overflow."""
+_NEVER = 2**62
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Slot:
     """One running choice. `token_ids` is the slot's line of the batch's table; the first `num_tokens` are there,
     but for those that a step in flight samples. While a step with draft tokens runs, these stand behind them."""
@@ -34,18 +40,35 @@ class Slot:
         """Output tokens known so far, those of a failed-over run included."""
         return self.num_tokens - self.num_prompt_tokens
 
-    def ahead(self, count: int) -> "Slot":
-        """This slot as it will be if its first `count` drafts are right."""
-        return replace(self, num_tokens=self.num_tokens + count) if count else self
+
+@dataclass(frozen=True, slots=True)
+class SamplingRows:
+    """The places of a step where a token is sampled, R of them, in the order of its rows: after a row's last known
+    token, and after each of its drafts, as if the drafts before it were right.
+
+    tokens: int64 [R], the packed tokens whose hidden states they follow; seats: int64 [R], slot indices; tenancies:
+    int64 [R], which owners of those slots; num_tokens: int64 [R], how many tokens come before the new one; slots: R,
+    as they are at that place.
+    parameters: float64 [R, 5], temperature (0: greedy), top_k (0: all), top_p, min_p and noise in [0, 1).
+    is_plain: nothing changes the logits before a token is chosen, and nobody wants to see them.
+    """
+
+    tokens: Int64Array
+    seats: Int64Array
+    tenancies: Int64Array
+    num_tokens: Int64Array
+    slots: Sequence[Slot]
+    parameters: Float64Array
+    is_plain: bool
 
 
 @dataclass(frozen=True, slots=True)
 class PackedRow:
     """One step's tokens, all requests behind one another: T tokens of R rows, no padding.
 
-    `host`: int64 [3, T], the lines being input ids, positions and slot mapping (one array, so that it reaches the
-    device in one copy). Row i owns tokens [query_starts[i], query_starts[i + 1]). An id that a step in flight samples
-    in slot s is -1 - s; `has_unknown_ids` says whether there are any.
+    `host`: int64 [4, T], the lines being input ids, positions, slot mapping and slot indices (one array, so that it
+    reaches the device in one copy). Row i owns tokens [query_starts[i], query_starts[i + 1]). An id that a step in
+    flight samples is -1; `has_unknown_ids` says whether there are any. block_tables: int32 [R, most blocks of a row].
     """
 
     rows: tuple[ScheduledRequest, ...]
@@ -53,8 +76,10 @@ class PackedRow:
     host: Int64Array
     query_starts: list[int]
     kv_lens: list[int]
-    block_tables: list[Int64Array]
+    block_tables: npt.NDArray[np.int32]
     has_unknown_ids: bool
+    has_drafts: bool
+    sampling: SamplingRows
 
 
 class InputBatch:
@@ -65,8 +90,13 @@ class InputBatch:
         # One more than the context: the last token that a request may be given is never an input. numpy asks the
         # system for zeroed pages, so lines cost memory only as far as they are written.
         self._token_ids = np.zeros((max_num_seqs, max_model_len + 1), dtype=np.int64)
-        self._block_tables = np.zeros((max_num_seqs, -(-max_model_len // block_size)), dtype=np.int64)
+        self._block_tables = np.zeros((max_num_seqs, -(-max_model_len // block_size)), dtype=np.int32)
         self._slots: list[Slot | None] = [None] * max_num_seqs
+        self._tenancies = np.zeros(max_num_seqs, dtype=np.int64)
+        self._parameters = np.zeros((max_num_seqs, 4))
+        self._noise_keys = np.zeros(max_num_seqs, dtype=np.uint64)
+        # From how many tokens on a slot's logits are chosen from as they are, unseen.
+        self._plain_from = np.zeros(max_num_seqs, dtype=np.int64)
 
     def apply(self, output: SchedulerOutput) -> None:
         """Seat the slot starts of the step, append the new blocks of its rows and write down their drafts."""
@@ -84,48 +114,72 @@ class InputBatch:
 
     def pack(self, rows: Sequence[ScheduledRequest]) -> PackedRow:
         """The packed row of `rows` (all of a step's, or a part of them after a failure)."""
-        slots = np.array([row.slot for row in rows], dtype=np.int64)
-        counts = np.array([row.num_tokens for row in rows], dtype=np.int64)
-        starts = np.array([row.start for row in rows], dtype=np.int64)
-        ends = np.cumsum(counts)
-        total = int(ends[-1])
-        slot_of_token = np.repeat(slots, counts)
-        host = np.empty((3, total), dtype=np.int64)
-        positions = host[1]
-        positions[:] = np.arange(total) + np.repeat(starts - ends + counts, counts)
-        host[0] = self._token_ids[slot_of_token, positions]
-        unknown = np.array([row.token_in_flight for row in rows])
-        host[0, ends[unknown] - 1] = -1 - slots[unknown]
+        columns: Any = ScheduledRequest._make(zip(*rows, strict=True))  # of each field, the values of all rows
+        slots = tuple(map(self._slot, columns.slot))
+        seats, counts, starts = (
+            np.array(column, dtype=np.int64) for column in (columns.slot, columns.num_tokens, columns.start)
+        )
+        ends, kv_lens = np.cumsum(counts), starts + counts
+        host = np.empty((4, int(ends[-1])), dtype=np.int64)
+        input_ids, positions, slot_mapping, seat_of_token = host
+        seat_of_token[:] = np.repeat(seats, counts)
+        positions[:] = np.arange(host.shape[1]) + np.repeat(kv_lens - ends, counts)
+        input_ids[:] = self._token_ids[seat_of_token, positions]
+        has_unknown_ids = any(columns.token_in_flight)
+        if has_unknown_ids:
+            input_ids[ends[np.array(columns.token_in_flight)] - 1] = -1
         block, offset = np.divmod(positions, self.block_size)
-        host[2] = self._block_tables[slot_of_token, block] * self.block_size + offset
-        seated = tuple(self._slot(row.slot) for row in rows)
-        blocks = -(-(starts + counts) // self.block_size)
+        slot_mapping[:] = self._block_tables[seat_of_token, block]
+        slot_mapping *= self.block_size
+        slot_mapping += offset
+        num_drafts = [len(drafts) for drafts in columns.draft_token_ids]
+        num_samples = np.array(columns.samples, dtype=np.int64) * (1 + np.array(num_drafts))
         return PackedRow(
             rows=tuple(rows),
-            slots=seated,
+            slots=slots,
             host=host,
             query_starts=[0, *ends.tolist()],
-            kv_lens=(starts + counts).tolist(),
-            block_tables=[self._block_tables[slot, :used] for slot, used in zip(slots, blocks, strict=True)],
-            has_unknown_ids=bool(unknown.any()),
+            kv_lens=kv_lens.tolist(),
+            block_tables=self._block_tables[seats, : -(-int(kv_lens.max()) // self.block_size)],
+            has_unknown_ids=has_unknown_ids,
+            has_drafts=any(num_drafts),
+            sampling=self._sampling_rows(slots, host, ends, num_samples),
         )
 
-    def remember(self, row: ScheduledRequest, slot: Slot, token_ids: Sequence[int]) -> None:
-        """Write down what `row` of `slot` sampled. The slot may have been given to somebody else meanwhile."""
-        if self._slots[row.slot] is slot:
-            end = row.start + row.num_tokens - len(row.draft_token_ids)
-            slot.token_ids[end : end + len(token_ids)] = token_ids
-            if row.draft_token_ids:
-                slot.num_tokens = end + len(token_ids)
+    def _sampling_rows(
+        self, slots: tuple[Slot, ...], host: Int64Array, ends: Int64Array, num_samples: Int64Array
+    ) -> SamplingRows:
+        row = np.repeat(np.arange(len(slots)), num_samples)
+        tokens = (ends - np.cumsum(num_samples))[row] + np.arange(len(row))
+        num_tokens, seats = host[1, tokens] + 1, host[3, tokens]
+        parameters = np.empty((len(row), 5))
+        parameters[:, :4] = self._parameters[seats]
+        parameters[:, 4] = noise.at(self._noise_keys[seats], num_tokens)
+        seated = [slots[i] for i in row.tolist()]
+        if num_samples.max() > 1:
+            seated = [replace(slot, num_tokens=count) for slot, count in zip(seated, num_tokens.tolist(), strict=True)]
+        is_plain = bool((num_tokens >= self._plain_from[seats]).all())
+        return SamplingRows(tokens, seats, self._tenancies[seats], num_tokens, seated, parameters, is_plain)
+
+    def remember(self, rows: SamplingRows, token_ids: Sequence[int]) -> None:
+        """Write down what was sampled, an id for each row, except in slots given to somebody else meanwhile."""
+        same = rows.tenancies == self._tenancies[rows.seats]
+        self._token_ids[rows.seats[same], rows.num_tokens[same]] = np.array(token_ids, dtype=np.int64)[same]
 
     def _start(self, start: SlotStart) -> None:
-        line = self._token_ids[start.slot]
+        line, params = self._token_ids[start.slot], start.params
         line[: len(start.token_ids)] = start.token_ids
         self._block_tables[start.slot, : len(start.block_ids)] = start.block_ids
+        temperature = 0.0 if params.greedy else max(params.temperature, MIN_TEMPERATURE)
+        self._parameters[start.slot] = temperature, max(params.top_k, 0), params.top_p, params.min_p
+        self._noise_keys[start.slot] = noise.keys([params.seed or 0], [start.choice])[0]
+        plain = not params.has_penalties and not params.logit_bias and params.logprobs is None
+        self._plain_from[start.slot] = start.num_prompt_tokens + params.min_tokens if plain else _NEVER
+        self._tenancies[start.slot] += 1
         self._slots[start.slot] = Slot(
             request_id=start.request_id,
             choice=start.choice,
-            params=start.params,
+            params=params,
             num_prompt_tokens=start.num_prompt_tokens,
             num_tokens=len(start.token_ids),
             token_ids=line,
@@ -137,3 +191,14 @@ class InputBatch:
         if slot is None:
             raise RuntimeError(f"slot {index} was scheduled before it was started")
         return slot
+
+
+def sampling_rows(starts: Sequence[SlotStart]) -> SamplingRows:
+    """The rows of a step that samples one token after each of `starts`, which sit in slots 0, 1, ... without blocks."""
+    batch = InputBatch(len(starts), max(len(start.token_ids) for start in starts), 1)
+    batch.apply(SchedulerOutput(0, (), tuple(starts), (), 0))
+    rows = [
+        ScheduledRequest(start.slot, start.request_id, start.choice, len(start.token_ids) - 1, 1, (), True, False)
+        for start in starts
+    ]
+    return batch.pack(rows).sampling

@@ -26,7 +26,7 @@ from serve_app.model.cpu.decoder import CpuDecoder
 from serve_app.model.cpu.llama import NotLlamaError, recognise
 from serve_app.model.cpu.ops import Kernels
 from serve_app.model.fusion import watch_inputs
-from serve_app.model.input_batch import Slot
+from serve_app.model.input_batch import SamplingRows
 from serve_app.model.probe import Probe
 from serve_app.model.sampler import PendingSample, sample
 from serve_app.model.stack import OnCapture, Stack
@@ -43,7 +43,7 @@ _KERNELS, _TRITON = "kernels", "triton"
 _QUANTIZATIONS = ("auto", "none", "int8", "fp8")
 _FP8_CAPABILITY = (8, 9)
 
-_TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-2, torch.float16: 0.2, torch.bfloat16: 0.5}
+TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-2, torch.float16: 0.2, torch.bfloat16: 0.5}
 """Largest accepted difference of the probe's logits from the model's own, as a part of their standard deviation.
 (transformers computes softmax and norms in float32 whatever the dtype.)"""
 _EXACT_TOLERANCE = 1e-3
@@ -124,7 +124,7 @@ class PagedModel:
             report("probing", 0.0)
             difference = probe.difference(self._stack, self._layers)
             report("probing", 1.0)
-            if not difference <= _TOLERANCE[self.dtype]:
+            if not difference <= TOLERANCE[self.dtype]:
                 raise ConfigError(
                     f"model {name}: {type(module).__name__} cannot be served: packed with another sequence its "
                     f"logits differ by {difference:.2g} standard deviations from the sequence run alone"
@@ -211,16 +211,16 @@ class PagedModel:
         return logits if logits.dtype == torch.float64 else logits.float()
 
     @torch.inference_mode()
-    def sample(self, hidden: Tensor, slots: Sequence[Slot]) -> PendingSample:
-        """One token for each row of hidden states [R, hidden], of which row i continues slots[i]. On a GPU, without
-        waiting for it."""
+    def sample(self, hidden: Tensor, rows: SamplingRows, history: Tensor) -> PendingSample:
+        """One token for each row of hidden states [R, hidden]; on a GPU, without waiting for it. history: int32
+        [slots, positions] on the device, where slots with penalties have their tokens."""
         if not self._samples_on_device:
-            return sample(self.compute_logits(hidden), slots, self.eos_token_ids)
+            return sample(self.compute_logits(hidden), rows.slots, self.eos_token_ids)
         from serve_app.model.gpu import sampling
 
-        if self._gpu is not None and sampling.plain(slots):
-            return sampling.sample_plain(hidden, slots, self._gpu.choose)
-        return sampling.sample(self.compute_logits(hidden), slots, self.eos_token_ids)
+        if self._gpu is not None and rows.is_plain:
+            return sampling.sample_plain(hidden, rows.parameters, self._gpu.choose)
+        return sampling.sample(self.compute_logits(hidden), rows, history, self.eos_token_ids)
 
     def _allocated(self) -> kv_cache.KVCache:
         if self._cache is None:
@@ -281,7 +281,7 @@ class PagedModel:
                 raise NotLlamaError(problem)
             llama = recognise(head, base, self._layers, self.max_model_len)
             decoder = GpuDecoder(llama, backend, self.max_model_len, fp8=fp8, fp8_cache=form.fp8_cache)
-            self._check(probe, decoder, _FP8_TOLERANCE if fp8 or form.fp8_cache else _TOLERANCE[self.dtype])
+            self._check(probe, decoder, _FP8_TOLERANCE if fp8 or form.fp8_cache else TOLERANCE[self.dtype])
         except Exception as error:  # a kernel may do whatever it likes on hardware that it was not tried on
             if fp8 or form != DEFAULT_FORM:
                 raise ConfigError(f"model {self.name}: the GPU kernels cannot run it: {error}") from error
@@ -301,7 +301,7 @@ class PagedModel:
 
     def _can_sample_on_device(self) -> bool:
         """Whether there are kernels for it that choose the right tokens."""
-        if self.attention_backend != _TRITON:
+        if self.attention_backend != _TRITON and self.device.type != "cuda":
             return False
         from serve_app.model.gpu import sampling
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from serve_app.errors import ConfigError
-from serve_app.model.attention.base import AttentionBatch, AttentionLayer
+from serve_app.model.attention.base import AttentionBatch, AttentionLayer, block_matrix
 from serve_app.model.kv_cache import KVCache
 from serve_app.model.stack import Stack
 
@@ -56,7 +56,7 @@ class Probe:
             batch = AttentionBatch(
                 query_starts=[sum(counts[:index]) for index in range(len(counts) + 1)],
                 kv_lens=[int(part[-1]) + 1 for part in parts],
-                block_tables=list(tables),
+                block_tables=block_matrix(tables),
                 slot_mapping=torch.cat(slots).to(device),
             )
             packed = torch.cat([row[low:high] for row in self.ids])

@@ -5,7 +5,7 @@ failing step is. Does not decide what runs (the scheduler) or how attention work
 Order of side effects in a step: slots and block tables, block copies, keys and values of the row, sampled tokens.
 
 A step may be executed before the one before it is resolved: the ids that this one samples are on the device, where the
-next one's rows find them by their slot.
+next one's rows and penalties find them by slot and position.
 """
 
 import itertools
@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from serve_app.core.output import ModelRunnerOutput, ScheduledRequest, SchedulerOutput, TokenLogprob
-from serve_app.model.attention.base import AttentionBatch
-from serve_app.model.input_batch import InputBatch, PackedRow, Slot
+from serve_app.model.attention.base import AttentionBatch, block_matrix
+from serve_app.model.input_batch import InputBatch, PackedRow
 from serve_app.model.paged_model import PagedModel
 from serve_app.model.sampler import PendingSample, Sampled, rank
 from serve_app.model.transfer import to_device
@@ -58,7 +58,10 @@ class ModelRunner:
         self.model = model
         self._batch = InputBatch(max_num_seqs, model.max_model_len, model.block_size)
         self._scratch_block = 0
-        self._sampled_ids = torch.zeros(max_num_seqs, dtype=torch.int64, device=model.device)  # the last, by slot
+        # By slot and position: the ids that steps sample, which the host does not know yet, and of slots with penalties
+        # all others too. On a CPU, numpy's zeroed pages cost memory only as far as they are written.
+        history = np.zeros((max_num_seqs, model.max_model_len + 1), dtype=np.int32)
+        self._history = torch.from_numpy(history).to(model.device)
 
     def allocate_kv_cache(self, num_blocks: int) -> None:
         """A pool for a scheduler of `num_blocks` blocks, and one block more that only `probe` writes."""
@@ -66,9 +69,12 @@ class ModelRunner:
         self._scratch_block = num_blocks
 
     def execute(self, output: SchedulerOutput) -> Pending:
-        """Launch one step. One may be unresolved before it, unless that has drafts or a row here has penalties, which
-        count tokens on the host."""
+        """Launch one step. One may be unresolved before it, unless that has drafts."""
         self._batch.apply(output)
+        for start in output.slot_starts:
+            if start.params.has_penalties:
+                ids = np.array(start.token_ids, dtype=np.int32)
+                self._history[start.slot, : len(ids)] = to_device(ids, self.model.device)
         if output.block_copies:
             self.model.copy_blocks(output.block_copies)
         try:
@@ -81,76 +87,77 @@ class ModelRunner:
     def forward(self, rows: Sequence[ScheduledRequest]) -> Forwarded:
         """Launch the forward pass of `rows`, whose slots and blocks are in place. Writes their keys and values."""
         packed = self._batch.pack(rows)
-        device_rows = to_device(packed.host, self.model.device)
+        input_ids, positions, slot_mapping, seats = to_device(packed.host, self.model.device)
         batch = AttentionBatch(
             query_starts=packed.query_starts,
             kv_lens=packed.kv_lens,
             block_tables=packed.block_tables,
-            slot_mapping=device_rows[2],
+            slot_mapping=slot_mapping,
         )
-        input_ids = device_rows[0]
         if packed.has_unknown_ids:
-            known = self._sampled_ids[(-1 - input_ids).clamp_min(0)]
-            input_ids = torch.where(input_ids < 0, known, input_ids)
-        return Forwarded(packed, self.model.forward(input_ids, device_rows[1], batch))
+            input_ids = torch.where(input_ids < 0, self._history[seats, positions].long(), input_ids)
+        if packed.has_drafts:
+            # What follows a draft is sampled as if it had been.
+            self._history[seats, positions] = input_ids.int()
+        return Forwarded(packed, self.model.forward(input_ids, positions, batch))
 
     @torch.inference_mode()
     def sample(self, forwarded: Forwarded) -> Pending:
         """Launch the rest of a step: tokens for each row that samples, and the log-probabilities asked for."""
         packed = forwarded.packed
-        sampled, seats = self._sample_rows(forwarded)
+        sampled = self._sample_rows(forwarded)
         prompt_logprobs = {
             i: entries
             for i, slot in enumerate(packed.slots)
             if slot.params.prompt_logprobs is not None and (entries := self._prompt_logprobs(forwarded, i))
         }
-        if len(seats):
-            self._sampled_ids[seats] = torch.as_tensor(sampled.token_ids, device=seats.device).clamp_min(0)
         # Last, so that a row that has to be run again after an exception finds its history unchanged.
         for row, slot in zip(packed.rows, packed.slots, strict=True):
             slot.num_tokens += row.samples
+        if isinstance(sampled, Sampled):
+            # The next step's penalties, if they are the host's to compute, count these.
+            result = self._resolve(packed, sampled, prompt_logprobs)
+            return Pending(lambda: result)
         return Pending(partial(self._resolve, packed, sampled, prompt_logprobs))
 
-    def _sample_rows(self, forwarded: Forwarded) -> tuple[PendingSample, Tensor]:
-        """New tokens of the rows that sample, behind one another, and the slot of each.
-
-        A token is sampled after a row's last known token and after each of its drafts, as if the drafts before it were
-        right. Up to the first that differs from its draft, these are what steps without drafts would have sampled.
-        """
-        packed = forwarded.packed
-        positions: list[int] = []
-        seats: list[int] = []
-        slots: list[Slot] = []
-        for row, slot, end in zip(packed.rows, packed.slots, packed.query_starts[1:], strict=True):
-            if row.samples:
-                ahead = range(len(row.draft_token_ids) + 1)
-                positions += range(end - len(ahead), end)
-                seats += [row.slot] * len(ahead)
-                slots += map(slot.ahead, ahead)
-        index = to_device(np.array([positions, seats], dtype=np.int64), forwarded.hidden.device)
-        if not positions:
-            return Sampled([]), index[1]
-        return self.model.sample(forwarded.hidden[index[0]], slots), index[1]
+    def _sample_rows(self, forwarded: Forwarded) -> PendingSample:
+        """A token for each of the step's sampling rows. Up to the first that differs from its draft, a row's tokens are
+        what steps without drafts would have sampled."""
+        rows, hidden = forwarded.packed.sampling, forwarded.hidden
+        if not len(rows.tokens):
+            return Sampled([])
+        tokens, seats, num_tokens = to_device(np.stack([rows.tokens, rows.seats, rows.num_tokens]), hidden.device)
+        if len(tokens) < len(hidden):
+            hidden = hidden[tokens]
+        sampled = self.model.sample(hidden, rows, self._history)
+        token_ids = torch.as_tensor(sampled.token_ids, device=hidden.device)
+        self._history[seats, num_tokens] = token_ids.clamp_min(0).int()
+        return sampled
 
     def _resolve(
         self, packed: PackedRow, pending: PendingSample, prompt_logprobs: dict[int, tuple[TokenLogprob, ...]]
     ) -> ModelRunnerOutput:
         """Wait for the tokens, write them down, and give each row its own."""
         sampled = pending.resolve()
-        token_ids: list[tuple[int, ...]] = []
+        self._batch.remember(packed.sampling, sampled.token_ids)
+        token_ids: list[tuple[int, ...]] = [()] * len(packed.rows)
         logprobs: dict[int, tuple[TokenLogprob, ...]] = {}
         failed: dict[int, str] = {}
         first = 0
         for i, row in enumerate(packed.rows):
-            kept = sampled.accept(first, row.draft_token_ids) if row.samples else range(0)
-            token_ids.append(tuple(sampled.token_ids[j] for j in kept))
-            if kept and first in sampled.logprobs:
-                logprobs[i] = tuple(sampled.logprobs[j] for j in kept)
-            if row.samples:
-                if not kept:
-                    failed[i] = sampled.failed[first]
-                first += len(row.draft_token_ids) + 1
-                self._batch.remember(row, packed.slots[i], token_ids[i])
+            if not row.samples:
+                continue
+            drafts = row.draft_token_ids
+            if not drafts and not sampled.failed:
+                token_ids[i] = (sampled.token_ids[first],)
+            elif kept := sampled.accept(first, drafts):
+                token_ids[i] = tuple(sampled.token_ids[j] for j in kept)
+                packed.slots[i].num_tokens += len(kept) - 1
+            else:
+                failed[i] = sampled.failed[first]
+            if token_ids[i] and first in sampled.logprobs:
+                logprobs[i] = tuple(sampled.logprobs[first + j] for j in range(len(token_ids[i])))
+            first += len(drafts) + 1
         return ModelRunnerOutput(tuple(token_ids), logprobs, prompt_logprobs, failed)
 
     def _prompt_logprobs(self, forwarded: Forwarded, index: int) -> tuple[TokenLogprob, ...]:
@@ -216,7 +223,7 @@ class ModelRunner:
         batch = AttentionBatch(
             query_starts=[0, *itertools.accumulate(counts)],
             kv_lens=counts,
-            block_tables=[[self._scratch_block] * -(-count // block_size) for count in counts],
+            block_tables=block_matrix([[self._scratch_block] * -(-count // block_size) for count in counts]),
             slot_mapping=(positions % block_size + self._scratch_block * block_size).to(device),
         )
         hidden = self.model.forward(torch.zeros_like(positions, device=device), positions.to(device), batch)

@@ -14,8 +14,8 @@ the cumulated weight of the tokens left exceeds u times their sum.
 
 A row's result is a function of its own logits, parameters and history: every tensor operation here is either rounded
 per element or reduces along one row in a fixed order, and nothing batch-wide (such as a common k) changes a result.
-Noise is a hash of (seed, choice, position), so there is no generator and no state. Not decided here: when a request is
-finished, and what a token means.
+Noise is a function of (seed, choice, position); see `noise`. Not decided here: when a request is finished, and what a
+token means.
 """
 
 from collections.abc import Iterator, Sequence
@@ -30,14 +30,9 @@ from torch import Tensor
 
 from serve_app.core.output import TokenLogprob
 from serve_app.core.sampling_params import SamplingParams
-from serve_app.model.input_batch import Slot
+from serve_app.model.input_batch import MIN_TEMPERATURE, Slot
+from serve_app.model.noise import Float64Array, Int64Array, uniform
 
-Float64Array = npt.NDArray[np.float64]
-Int64Array = npt.NDArray[np.int64]
-
-_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
-# Below this a temperature is greedy up to rounding, and dividing by it could overflow.
-MIN_TEMPERATURE = 1e-6
 NOT_FINITE = "the model's logits for the next token are not finite numbers"
 NO_TOKEN = "the sampling parameters leave no token to choose"
 # A row is cut into this many parts when a floor for its k-th value is looked for.
@@ -149,20 +144,6 @@ def rank(logprobs: Tensor, token_ids: Sequence[int], num_top: Sequence[int]) -> 
             order = np.argsort(-values, kind="stable")[:k]
             tops[i] = tuple(zip(ids[order].tolist(), values[order].tolist(), strict=True))
     return [TokenLogprob(t, p, top) for t, p, top in zip(token_ids, chosen, tops, strict=True)]
-
-
-def uniform(seeds: Sequence[int], choices: Sequence[int], positions: Sequence[int]) -> Float64Array:
-    """One number in [0, 1) for each (seed, choice, position): chained SplitMix64 finalizers (Steele et al., 2014)."""
-    state = np.zeros(len(seeds), dtype=np.uint64)
-    for part in (seeds, choices, positions):
-        state = _mix(state + _GOLDEN ^ np.array(part, dtype=np.int64).astype(np.uint64))
-    return (state >> np.uint64(11)).astype(np.float64) * 2.0**-53
-
-
-def _mix(z: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return z ^ (z >> np.uint64(31))
 
 
 def _top(slot: Slot) -> int:

@@ -1,6 +1,7 @@
 """With overlap every request's tokens, log-probabilities and end are bitwise those without, on real models and the real
 runner, whatever happens to the request meanwhile."""
 
+import importlib.util
 from dataclasses import replace
 from typing import Any
 
@@ -13,9 +14,11 @@ from torch import Tensor
 from serve_app.core.output import FinishReason
 from serve_app.core.request import EngineRequest
 from serve_app.core.sampling_params import SamplingParams
+from serve_app.model.loader import from_module
 from serve_app.model.paged_model import PagedModel
 from tests.engine.harness import Harness, Run
 from tests.engine.test_speculation import subjects
+from tests.models import tiny_model
 
 FEW = tuple((token_id, 12.0) for token_id in (20, 21, 22, 1))
 """A bias that leaves little but three tokens and the end of the sequence."""
@@ -78,7 +81,7 @@ def test_the_same_as_one_request_alone_without_overlap(
 
 @pytest.mark.parametrize("changes", [{}, {"max_num_batched_tokens": 24}, {"prefill": "separate"}, {"num_blocks": 18}])
 def test_rows_are_launched_before_their_token_is_known(tiny_llama: PagedModel, changes: dict[str, Any]) -> None:
-    workload = [request for request in subjects() if request.request_id != "penalties"]
+    workload = subjects()
     off = Harness(tiny_llama, speculation="off", **changes).run(workload)
     on = Harness(tiny_llama, overlap="on", **changes).run(workload)
     assert on.outcomes == off.outcomes
@@ -103,7 +106,7 @@ def test_times_of_overlapping_steps_do_not_overlap(tiny_llama: PagedModel) -> No
 def test_aborts_with_a_step_in_flight(tiny_llama: PagedModel) -> None:
     """The last step computes what nobody wants any more; then the engine is at rest."""
     core = Harness(tiny_llama, overlap="on").core
-    workload = [request for request in subjects() if request.request_id != "penalties"]
+    workload = subjects()
     for request in workload:
         core.add(request)
     assert core.step() == []
@@ -139,7 +142,7 @@ def test_a_row_that_breaks_with_a_step_in_flight_ends_alone(
     tiny_llama: PagedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The others are run again from the ids that the step before left on the device."""
-    good = [request for request in subjects() if request.request_id != "penalties"]
+    good = subjects()
     expected = Harness(tiny_llama, speculation="off").run(good).outcomes
     harness = Harness(tiny_llama, overlap="on")
     forward, calls = tiny_llama.forward, 0
@@ -180,3 +183,26 @@ def test_not_a_number_is_said_of_a_row_whose_next_one_is_in_flight(
     outcomes = harness.run([good, bad]).outcomes
     assert "finite" in (outcomes.pop(("bad", 0)).error or "")
     assert outcomes == expected
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="the sampling kernels need Triton")
+def test_penalties_are_counted_where_tokens_are_sampled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the kernels, whose tokens the host reads a step late; where drafts stand before a place, with them."""
+    hot = {"frequency_penalty": 1.0, "presence_penalty": 0.3, "repetition_penalty": 1.3, "max_tokens": 14}
+    circling = {"temperature": 0.0, "max_tokens": 12, "logit_bias": ((9, 60.0), (8, 60.0)), "frequency_penalty": 2.0}
+    workload = [
+        EngineRequest("greedy", (5, 6, 7) * 4, SamplingParams(temperature=0.0, ignore_eos=True, **hot)),
+        EngineRequest("circling", (5, 6, 7) * 4, SamplingParams(**circling, ignore_eos=True)),
+        EngineRequest("drawn", (8, 9), SamplingParams(seed=3, top_k=20, n=2, logprobs=1, ignore_eos=True, **hot)),
+        EngineRequest("plain", (20, 21), SamplingParams(seed=4, max_tokens=9, ignore_eos=True)),
+    ]
+    model = from_module(tiny_model("llama", torch.float32), max_model_len=64, attention_backend="reference")
+    expected = Harness(model, speculation="off").run(workload).outcomes
+    monkeypatch.setattr(model, "_samples_on_device", True)
+    ahead = Harness(model, overlap="on", max_num_seqs=3).run(workload)
+    drafted = Harness(model, overlap="off", max_num_seqs=3).run(workload)
+    for key, outcome in expected.items():
+        assert ahead.outcomes[key].token_ids == outcome.token_ids
+        assert drafted.outcomes[key].token_ids == outcome.token_ids
+    assert num_ahead(ahead) > 30
+    assert sum(record.num_accepted_tokens for record in drafted.records) > 3

@@ -26,6 +26,6 @@ def test_runs_without_the_servers_packages(tmp_path: Path) -> None:
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=200, check=False)
     assert result.returncode == 0, result.stdout + result.stderr
     checks = {check["name"]: check for check in json.loads(report.read_text())["checks"]}
-    assert len(checks) == 9
+    assert len(checks) == 10
     assert checks["tiny parity, float32"]["equal"] == 6
     assert checks["tiny decode, batch 4, context 64"]["floor_ms"] > 0

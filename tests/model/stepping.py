@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from serve_app.model.attention.base import AttentionBatch
+from serve_app.model.attention.base import AttentionBatch, block_matrix
 from serve_app.model.paged_model import PagedModel
 
 
@@ -32,7 +32,7 @@ class Sequences:
         batch = AttentionBatch(
             query_starts=starts,
             kv_lens=[self.done[index] for index in counts],
-            block_tables=[self.tables[index] for index in counts],
+            block_tables=block_matrix([self.tables[index] for index in counts]),
             slot_mapping=torch.tensor(slots, device=device),
         )
         packed = torch.cat(ids).to(device), torch.tensor(positions, device=device)

@@ -8,7 +8,8 @@ import torch
 
 from serve_app.core.sampling_params import SamplingParams
 from serve_app.model.input_batch import Slot
-from serve_app.model.sampler import rank, sample, uniform
+from serve_app.model.noise import uniform
+from serve_app.model.sampler import rank, sample
 
 VOCAB = 1531  # a prime above the number of parts, so that the last part is filled up
 EOS = 7

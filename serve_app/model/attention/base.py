@@ -13,8 +13,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-BlockTable = Sequence[int] | npt.NDArray[np.int64]
-"""Ids of one row's blocks, in order."""
+BlockTable = npt.NDArray[np.int32]
+"""Ids of one row's blocks, in order, and whatever stands behind them."""
 
 
 @dataclass(slots=True)
@@ -23,14 +23,22 @@ class AttentionBatch:
 
     query_starts: R + 1 offsets; row r owns packed tokens [query_starts[r], query_starts[r + 1]).
     kv_lens: R lengths; tokens of the row in the pool once this step's are written.
-    block_tables: R tables of at least ceil(kv_len / block_size) block ids.
+    block_tables: int32 [R, B]; the first ceil(kv_len / block_size) ids of a line are the row's blocks.
     slot_mapping: int64 [T] on the model's device; where each packed token's key and value go.
     """
 
     query_starts: list[int]
     kv_lens: list[int]
-    block_tables: Sequence[BlockTable]
+    block_tables: npt.NDArray[np.int32]
     slot_mapping: Tensor
+
+
+def block_matrix(tables: Sequence[Sequence[int]]) -> npt.NDArray[np.int32]:
+    """Tables of different lengths as one matrix, filled up with zeros."""
+    matrix = np.zeros((len(tables), max(map(len, tables))), dtype=np.int32)
+    for line, table in zip(matrix, tables, strict=True):
+        line[: len(table)] = table
+    return matrix
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,13 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from serve_app.errors import ConfigError
-from serve_app.model.attention.base import AttentionBackend, AttentionBatch, AttentionLayer, LayerCache
+from serve_app.model.attention.base import (
+    AttentionBackend,
+    AttentionBatch,
+    AttentionLayer,
+    LayerCache,
+    block_matrix,
+)
 from serve_app.model.attention.cpu import CpuAttention
 from serve_app.model.attention.reference import ReferenceAttention
 
@@ -31,11 +37,21 @@ def _triton() -> AttentionBackend:
     return TritonAttention()
 
 
+def _varlen() -> AttentionBackend:
+    """Likewise: torch's function is younger than the oldest torch that is supported."""
+    from serve_app.model.gpu.varlen import VarlenAttention
+
+    return VarlenAttention()
+
+
 _BACKENDS: dict[str, Callable[[], AttentionBackend]] = {
     "cpu": CpuAttention,
     "reference": ReferenceAttention,
     "triton": _triton,
+    "varlen": _varlen,
 }
+_ORDER = {"cpu": ("cpu",), "cuda": ("triton", "varlen")}
+"""What "auto" tries on a device, fastest first."""
 
 logger = logging.getLogger(__name__)
 
@@ -126,17 +142,18 @@ def pick_backend(name: str, layers: list[AttentionLayer], dtype: torch.dtype, de
     """
     if name != "auto" and name not in _BACKENDS:
         raise ConfigError(f"attention_backend: unknown name {name!r}; known: auto, {', '.join(sorted(_BACKENDS))}")
-    wanted = name if name != "auto" else "cpu" if device.type == "cpu" else "triton"
-    try:
-        backend = _BACKENDS[wanted]()
-        problem = probe(backend, layers, dtype, device)
-    except ImportError as error:
-        problem = str(error)
-    if problem is None:
-        return backend
-    if name != "auto":
-        raise ConfigError(f"attention_backend: {name} does not work for this model on {device}: {problem}")
-    logger.warning("attention backend %s does not work here (%s); using the slow reference", wanted, problem)
+    candidates = _ORDER.get(device.type, ()) if name == "auto" else (name,)
+    for wanted, otherwise in zip(candidates, (*candidates[1:], "the slow reference"), strict=True):
+        try:
+            backend = _BACKENDS[wanted]()
+            problem = probe(backend, layers, dtype, device)
+        except ImportError as error:
+            problem = str(error)
+        if problem is None:
+            return backend
+        if name != "auto":
+            raise ConfigError(f"attention_backend: {name} does not work for this model on {device}: {problem}")
+        logger.warning("attention backend %s does not work here (%s); using %s", wanted, problem, otherwise)
     return ReferenceAttention()
 
 
@@ -151,7 +168,7 @@ def probe(
         try:
             difference = _probe_layer(backend, layer, dtype, device)
         except Exception as error:  # a probe must survive whatever a backend does on foreign hardware
-            return f"{type(error).__name__}: {error}"
+            return f"{type(error).__name__}: {error}".splitlines()[0]
         if difference > _TOLERANCE[dtype]:
             return f"differs from the reference by {difference:.2g} of its spread"
     return None
@@ -169,12 +186,13 @@ def _probe_layer(backend: AttentionBackend, layer: AttentionLayer, dtype: torch.
     """Largest difference from the reference, in standard deviations of its output; infinite when not finite."""
     generator = torch.Generator(device=device).manual_seed(0)
     candidates = (backend, ReferenceAttention())
-    caches = [_poisoned(candidate, layer, dtype, device) for candidate in candidates]
-    size = min(candidate.block_size for candidate in candidates)
+    size = backend.block_size
+    caches = [_poisoned(candidate, layer, size, dtype, device) for candidate in candidates]
     # Three prompts; then one more token of each together with a fourth, one token long. (row, first position, tokens)
+    longest = max(3 * size, 240) - 3
     steps = [
-        [(0, 0, size + 2), (3, 0, 15 * size - 3), (1, 0, 2 * size - 1)],
-        [(0, size + 2, 1), (1, 2 * size - 1, 1), (2, 0, 1), (3, 15 * size - 3, 1)],
+        [(0, 0, size + 2), (3, 0, longest), (1, 0, 2 * size - 1)],
+        [(0, size + 2, 1), (1, 2 * size - 1, 1), (2, 0, 1), (3, longest, 1)],
     ]
     worst = 0.0
     for rows in steps:
@@ -189,7 +207,7 @@ def _probe_layer(backend: AttentionBackend, layer: AttentionLayer, dtype: torch.
         )
         got, expected = (
             candidate.forward(
-                layer, query, key, value, cache, candidate.build(_probe_batch(rows, candidate.block_size, device))
+                layer, query, key, value, cache, candidate.build(_probe_batch(rows, candidate.block_size, size, device))
             ).double()
             for candidate, cache in zip(candidates, caches, strict=True)
         )
@@ -199,26 +217,32 @@ def _probe_layer(backend: AttentionBackend, layer: AttentionLayer, dtype: torch.
     return worst
 
 
-def _poisoned(backend: AttentionBackend, layer: AttentionLayer, dtype: torch.dtype, device: torch.device) -> LayerCache:
+def _poisoned(
+    backend: AttentionBackend, layer: AttentionLayer, size: int, dtype: torch.dtype, device: torch.device
+) -> LayerCache:
     """A small pool of NaN; only the null block is zero, as it is in service."""
-    cache = backend.allocate(layer, 1 + max(map(max, _PROBE_TABLES)), dtype, device)
+    num_blocks = (1 + max(map(max, _PROBE_TABLES))) * size // backend.block_size
+    cache = backend.allocate(layer, num_blocks, dtype, device)
     for pool in cache:
         pool.fill_(float("nan"))
         pool.select(backend.block_dim, 0).zero_()
     return cache
 
 
-def _probe_batch(rows: list[tuple[int, int, int]], block_size: int, device: torch.device) -> AttentionBatch:
+def _probe_batch(rows: list[tuple[int, int, int]], block_size: int, size: int, device: torch.device) -> AttentionBatch:
+    """For a backend with blocks of `block_size`, into several of which a block of `size`, as in the tables, is cut."""
+    parts = size // block_size
+    tables = {row: [block * parts + i for block in _PROBE_TABLES[row] for i in range(parts)] for row, _, _ in rows}
     starts, slots = [0], []
     for row, start, count in rows:
         starts.append(starts[-1] + count)
         slots += [
-            _PROBE_TABLES[row][position // block_size] * block_size + position % block_size
+            tables[row][position // block_size] * block_size + position % block_size
             for position in range(start, start + count)
         ]
     return AttentionBatch(
         query_starts=starts,
         kv_lens=[start + count for _, start, count in rows],
-        block_tables=[_PROBE_TABLES[row] for row, _, _ in rows],
+        block_tables=block_matrix([tables[row] for row, _, _ in rows]),
         slot_mapping=torch.tensor(slots, device=device),
     )

@@ -89,11 +89,8 @@ class TritonAttention:
     def build(self, batch: AttentionBatch) -> TritonMetadata:
         """The step's metadata in one copy to the device."""
         num_rows, device = len(batch.kv_lens), batch.slot_mapping.device
-        counts = -(-np.asarray(batch.kv_lens) // self.block_size)
-        table = np.zeros((num_rows, counts.max()), dtype=np.int32)
-        for line, blocks, count in zip(table, batch.block_tables, counts.tolist(), strict=True):
-            line[:count] = blocks[:count]
-        host = np.concatenate([batch.query_starts, batch.kv_lens, table.ravel()], dtype=np.int32, casting="same_kind")
+        lengths = np.array([*batch.query_starts, *batch.kv_lens], dtype=np.int32)
+        host = np.concatenate([lengths, batch.block_tables.ravel()])
         query_starts, kv_lens, tables = torch.tensor_split(to_device(host, device), [num_rows + 1, 2 * num_rows + 1])
         plan = partial(cut, batch, device, self.deterministic)
         return TritonMetadata(query_starts, kv_lens, tables.view(num_rows, -1), batch.slot_mapping, plan)

@@ -1,8 +1,9 @@
 """Sampling on the device, for rows of any mixture of parameters, with nothing that waits for the device.
 
-The host says what only it knows: parameters, each row's random number, and which logits penalties, bias and
-`min_tokens` change (all as arrays, in one copy). What the device finds stays there, and comes to the host when
-somebody asks. Semantics are those of `serve_app.model.sampler`, whose results `agrees` compares with the kernels'.
+The host says what only it knows: parameters, each row's random number, and which logits bias and `min_tokens` change.
+Penalties count the tokens on the device, of which the last may be unknown to the host. What the device finds stays
+there, and comes to the host when somebody asks. Semantics are those of `serve_app.model.sampler`, whose results
+`agrees` compares with the kernels'.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,12 +14,13 @@ import torch
 import triton
 from torch import Tensor
 
-from serve_app.core.output import TokenLogprob
+from serve_app.core.output import SlotStart, TokenLogprob
 from serve_app.core.sampling_params import MAX_TOP_LOGPROBS, SamplingParams
 from serve_app.model import sampler
 from serve_app.model.gpu.kernels import sampling as kernels
-from serve_app.model.input_batch import Slot
-from serve_app.model.sampler import Float64Array, Sampled
+from serve_app.model.input_batch import SamplingRows, sampling_rows
+from serve_app.model.noise import Float64Array, Int64Array
+from serve_app.model.sampler import Sampled
 from serve_app.model.transfer import ToHost, to_device
 
 PART = 1024
@@ -61,43 +63,30 @@ class Drawn:
         return sampler.NO_TOKEN if token_id == _NOTHING_LEFT and row in self._masked else sampler.NOT_FINITE
 
 
-def plain(slots: Sequence[Slot]) -> bool:
-    """Whether nothing changes the rows' logits and nobody wants to see them."""
-    return not any(slot.params.logprobs is not None or sampler.edited(slot) for slot in slots)
-
-
-def sample_plain(hidden: Tensor, slots: Sequence[Slot], choose_from: Callable[[Tensor, Tensor], Tensor]) -> Drawn:
-    """Choose one token for each row of `plain` slots. choose_from: hidden states [R, width] and `parameters` to ids."""
-    token_ids = choose_from(hidden, to_device(parameters(slots), hidden.device))
+def sample_plain(hidden: Tensor, parameters: Float64Array, choose_from: Callable[[Tensor, Tensor], Tensor]) -> Drawn:
+    """Choose one token for each of R plain rows. choose_from: hidden states [R, width] and parameters to ids."""
+    token_ids = choose_from(hidden, to_device(parameters, hidden.device))
     return Drawn(token_ids, {}, set(), ToHost(token_ids))
 
 
-def sample(logits: Tensor, slots: Sequence[Slot], eos_token_ids: Sequence[int]) -> Drawn:
-    """Choose one token for each row. logits: float32 [R, vocab], changed in place; row i continues slots[i]."""
+def sample(logits: Tensor, rows: SamplingRows, history: Tensor, eos_token_ids: Sequence[int]) -> Drawn:
+    """Choose one token for each row. logits: float32 [R, vocab], changed in place; history: as in `penalize`."""
+    slots = rows.slots
     num_top = {i: slot.params.logprobs for i, slot in enumerate(slots) if slot.params.logprobs is not None}
     masked = {i for i, slot in enumerate(slots) if slot.num_output_tokens < slot.params.min_tokens}
     raw = None
     if num_top:
-        rows = to_device(np.array(list(num_top)), logits.device)
-        raw = logits[rows].log_softmax(-1)
-    edit(logits, slots, eos_token_ids)
-    token_ids = choose(logits, to_device(parameters(slots), logits.device))
+        shown = to_device(np.array(list(num_top)), logits.device)
+        raw = logits[shown].log_softmax(-1)
+    penalize(logits, rows, history)
+    add(logits, rows, [(i, sampler.biases(slot)) for i, slot in enumerate(slots) if slot.params.logit_bias])
+    add(logits, rows, [(i, sampler.barred(slots[i], eos_token_ids)) for i in masked])
+    token_ids = choose(logits, to_device(rows.parameters, logits.device))
     if raw is None:
         return Drawn(token_ids, num_top, masked, ToHost(token_ids))
-    chosen = raw.gather(1, token_ids[rows, None].clamp_min(0))[:, 0]
+    chosen = raw.gather(1, token_ids[shown, None].clamp_min(0))[:, 0]
     top = raw.topk(min(MAX_TOP_LOGPROBS + _SPARE, raw.shape[1]))
     return Drawn(token_ids, num_top, masked, ToHost(token_ids, chosen, top.values, top.indices))
-
-
-def parameters(slots: Sequence[Slot]) -> Float64Array:
-    """What `choose` needs of each row: [R, 5], temperature (0: greedy), top_k (0: all), top_p, min_p, noise."""
-    values = np.array([_numbers(slot.params) for slot in slots], dtype=np.float64)
-    noise = sampler.uniform(
-        [slot.params.seed or 0 for slot in slots],
-        [slot.choice for slot in slots],
-        [slot.num_tokens for slot in slots],
-    )
-    return np.column_stack([values, noise])
 
 
 def choose(logits: Tensor, params: Tensor) -> Tensor:
@@ -117,45 +106,49 @@ def choose(logits: Tensor, params: Tensor) -> Tensor:
     return token_ids
 
 
-def edit(logits: Tensor, slots: Sequence[Slot], eos_token_ids: Sequence[int]) -> None:
-    """Penalties, bias and the `min_tokens` mask on logits [R, vocab], in place. Raises IndexError for ids outside."""
-    rows = [(row, slot) for row, slot in enumerate(slots) if sampler.edited(slot)]
-    if not rows:
+def penalize(logits: Tensor, rows: SamplingRows, history: Tensor) -> None:
+    """Repetition, presence and frequency penalties on logits [R, vocab], in place.
+
+    history: int32 [slots, positions]; the first `num_tokens` ids of a row that has penalties are there.
+    """
+    found = [i for i, slot in enumerate(rows.slots) if slot.params.has_penalties]
+    if not found:
+        return
+    num_tokens = rows.num_tokens[found]
+    slots = [rows.slots[i] for i in found]
+    host = np.stack([found, rows.seats[found], num_tokens, [slot.num_prompt_tokens for slot in slots]])
+    row, seat, end, prompt = to_device(host, logits.device)[..., None]
+    penalties = np.array(
+        [(s.params.repetition_penalty, s.params.presence_penalty, s.params.frequency_penalty) for s in slots]
+    )
+    repetition, presence, frequency = to_device(penalties.T.copy(), logits.device)[..., None]
+    place = torch.arange(int(num_tokens.max()), device=logits.device)
+    ids = history[seat[:, 0], : len(place)].long()
+    # Ids that occur more than once are written more than once, with the same value; so is the first, in place of none.
+    ids = torch.where(place < end, ids, ids[:, :1])
+    old = logits[row, ids]
+    repeated = repetition.to(logits.dtype)
+    old = torch.where(old > 0, old / repeated, old * repeated)
+    counts = torch.zeros(len(found), logits.shape[1], dtype=torch.int32, device=logits.device)
+    counts.scatter_add_(1, ids, ((place >= prompt) & (place < end)).int())
+    said = counts.gather(1, ids).double()
+    cost = torch.where(said > 0, -presence - frequency * said, 0.0)
+    logits[row, ids] = old + cost.to(logits.dtype)
+
+
+def add(logits: Tensor, rows: SamplingRows, entries: Sequence[tuple[int, tuple[Int64Array, Float64Array]]]) -> None:
+    """Add numbers to logits [R, vocab] in place. entries: a row, its distinct ids and their numbers. Raises IndexError
+    for ids outside."""
+    if not entries:
         return
     vocab = logits.shape[1]
-    # Per kind of edit: positions in the flattened logits, and a number for each.
-    repeated, cost, bias, barred = (
-        _collect(rows, vocab, entries)
-        for entries in (
-            sampler.repeated,
-            sampler.costs,
-            sampler.biases,
-            lambda slot: sampler.barred(slot, eos_token_ids),
-        )
-    )
-    joined = to_device(np.concatenate([repeated, cost, bias, barred], axis=1), logits.device)
-    sizes = [part.shape[1] for part in (repeated, cost, bias, barred)]
-    flat = logits.view(-1)
-    for kind, part in enumerate(torch.split(joined, sizes, dim=1)):
-        if sizes[kind]:
-            index, number = part[0].long(), part[1].to(logits.dtype)
-            old = flat[index]
-            # An id that is repeated twice is written twice, with the same value.
-            new = torch.where(old > 0, old / number, old * number) if kind == 0 else old + number
-            flat[index] = new
-
-
-def _collect(
-    rows: list[tuple[int, Slot]], vocab: int, entries: Callable[[Slot], tuple[sampler.Int64Array, Float64Array]]
-) -> Float64Array:
-    """[2, n]: places in the flattened logits and the numbers that belong there."""
     found = []
-    for row, slot in rows:
-        ids, numbers = entries(slot)
+    for row, (ids, numbers) in entries:
         if ids.size and not 0 <= ids.min() <= ids.max() < vocab:
-            raise IndexError(f"a token id of {slot.request_id!r} is outside the vocabulary")
+            raise IndexError(f"a token id of {rows.slots[row].request_id!r} is outside the vocabulary")
         found.append(np.stack([row * vocab + ids, numbers]))
-    return np.concatenate(found, axis=1)
+    where, numbers = to_device(np.concatenate(found, axis=1), logits.device)
+    logits.view(-1)[where.long()] += numbers.to(logits.dtype)
 
 
 def agrees(vocab: int, device: torch.device) -> bool:
@@ -167,16 +160,17 @@ def agrees(vocab: int, device: torch.device) -> bool:
         {"top_p": 0.8, "temperature": 0.7},
         {"min_p": 0.05},
         {"top_k": 50, "top_p": 0.9, "min_p": 0.02, "repetition_penalty": 1.2, "logprobs": 3},
+        {"presence_penalty": 1.0, "frequency_penalty": 0.5, "temperature": 0.0},
+        {"repetition_penalty": 1.5, "temperature": 0.0},
     ]
-    slots = [
-        Slot("", 0, SamplingParams(seed=seed, **fields), 0, 1, np.array([1, 0]), [])  # type: ignore[arg-type]
-        for seed, fields in enumerate(variants)
+    starts = [
+        SlotStart(slot, "", 0, (0, 1, 1), 1, SamplingParams(seed=slot, **fields), ())  # type: ignore[arg-type]
+        for slot, fields in enumerate(variants)
     ]
-    logits = 3 * torch.randn(len(slots), vocab, generator=torch.Generator().manual_seed(0))
-    expected = sampler.sample(logits.clone(), slots, ())
-    return sample(logits.to(device), slots, ()).resolve().token_ids == expected.token_ids
-
-
-def _numbers(params: SamplingParams) -> tuple[float, float, float, float]:
-    temperature = 0.0 if params.greedy else max(params.temperature, sampler.MIN_TEMPERATURE)
-    return temperature, max(params.top_k, 0), params.top_p, params.min_p
+    rows = sampling_rows(starts)
+    history = torch.tensor([start.token_ids for start in starts], dtype=torch.int32, device=device)
+    logits = 3 * torch.randn(len(starts), vocab, generator=torch.Generator().manual_seed(0))
+    # Here penalties decide: of prompt 0 and output 1, 1 the likeliest is too dear, and then both are.
+    logits[-2:, :3] = torch.tensor([[20.0, 21.5, 0.0], [21.0, 21.5, 15.0]])
+    expected = sampler.sample(logits.clone(), rows.slots, ())
+    return sample(logits.to(device), rows, history, ()).resolve().token_ids == expected.token_ids

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from serve_app.model.attention import registry
-from serve_app.model.attention.base import AttentionBatch, AttentionLayer
+from serve_app.model.attention.base import AttentionBatch, AttentionLayer, block_matrix
 from serve_app.model.attention.reference import ReferenceAttention
 from serve_app.model.cpu.attention import KernelAttention
 from serve_app.model.cpu.ops import Kernels
@@ -47,7 +47,9 @@ def run(
             starts.append(starts[-1] + count)
             lens.append(first + count)
             slots += [tables[sequence][p // 16] * 16 + p % 16 for p in range(first, first + count)]
-        batch = AttentionBatch(starts, lens, [tables[sequence] for sequence, _ in step], torch.tensor(slots))
+        batch = AttentionBatch(
+            starts, lens, block_matrix([tables[sequence] for sequence, _ in step]), torch.tensor(slots)
+        )
         shapes = (layer.num_heads, layer.num_kv_heads, layer.num_kv_heads)
         tensors = [torch.randn(heads, starts[-1], layer.head_dim, generator=generator) for heads in shapes]
         got, expected = (
@@ -86,7 +88,7 @@ def test_large_scores_and_equal_scores(kernels: Kernels) -> None:
 def test_keys_too_large_for_half_precision_stay_finite(kernels: Kernels) -> None:
     layer, backend = AttentionLayer(2, 1, 16, 16, 1e-6), KernelAttention(kernels)
     cache = backend.allocate(layer, 2, torch.float16, CPU)
-    batch = AttentionBatch([0, 3], [3], [[1]], torch.tensor([16, 17, 18]))
+    batch = AttentionBatch([0, 3], [3], block_matrix([[1]]), torch.tensor([16, 17, 18]))
     huge = torch.full((1, 3, 16), 1e6)
     out = backend.forward(layer, torch.ones(2, 3, 16), -huge, huge, cache, backend.build(batch))
     torch.testing.assert_close(out, torch.full((3, 2, 16), 65504.0))

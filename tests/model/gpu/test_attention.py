@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from serve_app.model.attention import registry
-from serve_app.model.attention.base import AttentionBatch, AttentionLayer, LayerCache
+from serve_app.model.attention.base import AttentionBatch, AttentionLayer, LayerCache, block_matrix
 
 PAGE = 16
 ROWS = [(0, 1), (16, 1), (0, 33), (63, 1), (17, 40), (64, 1), (5, 3), (130, 1), (31, 5), (0, 2)]
@@ -48,7 +48,9 @@ class Step:
         self.old = [slot for line, (before, _) in zip(slots, rows, strict=True) for slot in line[:before]]
         new = [slot for line, (before, _) in zip(slots, rows, strict=True) for slot in line[before:]]
         self.num_blocks = 1 + sum(needed)
-        self.batch = AttentionBatch([0, *accumulate(counts)], lengths, tables, torch.tensor(new, device=device))
+        self.batch = AttentionBatch(
+            [0, *accumulate(counts)], lengths, block_matrix(tables), torch.tensor(new, device=device)
+        )
 
         def draw(count: int, heads: int, dim: int) -> Tensor:
             return torch.randn(heads, count, dim, generator=generator).to(device, dtype)
@@ -122,7 +124,7 @@ def test_a_prompt_gives_the_same_bits_however_it_is_cut(device: torch.device) ->
     cache = backend.allocate(layer, whole.num_blocks, torch.float32, device)
     got = []
     for low, high in ((0, 37), (37, 102), (102, 150)):
-        batch = AttentionBatch([0, high - low], [high], [table], whole.batch.slot_mapping[low:high])
+        batch = AttentionBatch([0, high - low], [high], table[None], whole.batch.slot_mapping[low:high])
         key, value = (x[:, low:high] for x in whole.new)
         got.append(backend.forward(layer, whole.query[:, low:high], key, value, cache, backend.build(batch)))
     assert torch.equal(torch.cat(got), expected)

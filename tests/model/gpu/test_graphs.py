@@ -9,7 +9,7 @@ from torch import Tensor
 from serve_app.core.request import EngineRequest
 from serve_app.core.sampling_params import SamplingParams
 from serve_app.engine.core import EngineConfig, EngineCore
-from serve_app.model.attention.base import AttentionBatch, AttentionLayer
+from serve_app.model.attention.base import AttentionBatch, AttentionLayer, block_matrix
 from serve_app.model.loader import from_module
 from tests.models import tiny_model
 
@@ -27,7 +27,7 @@ def step(device: torch.device):  # type: ignore[no-untyped-def]
         batch = AttentionBatch(
             list(range(len(rows) + 1)),
             [length for length, _ in rows],
-            [table for _, table in rows],
+            block_matrix([table for _, table in rows]),
             torch.tensor(slots, device=device),
         )
         ids = torch.arange(100, 100 + len(rows), device=device)
@@ -75,7 +75,7 @@ def test_prefill_and_huge_batches_are_not_taken(step, device: torch.device) -> N
 
     graphs = DecodeGraphs(lambda *inputs: inputs[0], Recorder(device), TritonAttention(), 64, device)
     slots = torch.tensor([16, 17, 32], device=device)
-    assert not graphs.takes(TritonAttention().build(AttentionBatch([0, 2, 3], [2, 1], [[1], [2]], slots)))
+    assert not graphs.takes(TritonAttention().build(AttentionBatch([0, 2, 3], [2, 1], block_matrix([[1], [2]]), slots)))
     assert graphs.takes(step([(1, [1])] * BUCKETS[-1])[2])
     assert not graphs.takes(step([(1, [1])] * (BUCKETS[-1] + 1))[2])
 

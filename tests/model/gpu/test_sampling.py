@@ -1,11 +1,13 @@
 """Sampling by kernels against the sampler of the CPU, which the definitions were held against."""
 
-import numpy as np
+from dataclasses import replace
+
 import pytest
 import torch
 
+from serve_app.core.output import SlotStart
 from serve_app.core.sampling_params import SamplingParams
-from serve_app.model.input_batch import Slot
+from serve_app.model.input_batch import SamplingRows, sampling_rows
 from serve_app.model.sampler import Sampled
 from serve_app.model.sampler import sample as on_the_host
 
@@ -35,13 +37,21 @@ EDITED = [
 ]
 
 
-def make_slot(seed: int, fields: dict[str, object]) -> Slot:
-    line = np.array([3, 5, 5, 11, 20, 20, 21, 0])
-    return Slot("r", seed % 3, SamplingParams(seed=seed, **fields), 4, 7, line, [])  # type: ignore[arg-type]
+HISTORIES = [((3, 5, 5, 11, 20, 20, 21), 4), ((6,), 1), ((8, 9, 8, 8), 1), ((1, 2), 2)]
+
+
+def make_start(seed: int, fields: dict[str, object]) -> SlotStart:
+    """Of a request with one of the `HISTORIES`."""
+    token_ids, num_prompt_tokens = HISTORIES[seed % 4]
+    return SlotStart(-1, "r", seed % 3, token_ids, num_prompt_tokens, SamplingParams(seed=seed, **fields), ())  # type: ignore[arg-type]
 
 
 def make_logits(rows: int, vocab: int = 1531) -> torch.Tensor:
     return torch.randn(rows, vocab, generator=torch.Generator().manual_seed(rows)) * 3
+
+
+def seated(starts: list[SlotStart]) -> SamplingRows:
+    return sampling_rows([replace(start, slot=slot) for slot, start in enumerate(starts)])
 
 
 @pytest.fixture
@@ -51,8 +61,12 @@ def sample(device: torch.device, monkeypatch: pytest.MonkeyPatch):  # type: igno
 
     monkeypatch.setattr(sampling, "PART", 256)
 
-    def sample(logits: torch.Tensor, slots: list[Slot]) -> Sampled:
-        drawn = sampling.sample(logits.clone().to(device), slots, EOS)
+    def sample(logits: torch.Tensor, starts: list[SlotStart]) -> Sampled:
+        """What the slots' earlier owners left behind their tokens must not matter."""
+        history = torch.full((len(starts), 9), 20, dtype=torch.int32)
+        for line, start in zip(history, starts, strict=True):
+            line[: len(start.token_ids)] = torch.tensor(start.token_ids)
+        drawn = sampling.sample(logits.clone().to(device), seated(starts), history.to(device), EOS)
         assert drawn.token_ids.device.type == device.type
         return drawn.resolve()
 
@@ -61,9 +75,9 @@ def sample(device: torch.device, monkeypatch: pytest.MonkeyPatch):  # type: igno
 
 def test_mixed_rows_agree_with_the_host(sample) -> None:  # type: ignore[no-untyped-def]
     variants = [*DRAWN, *({"temperature": 0.0, **fields} for fields in EDITED), *EDITED]
-    slots = [make_slot(seed, {"logprobs": seed % 4, **fields}) for seed, fields in enumerate(variants)]
-    logits = make_logits(len(slots))
-    got, expected = sample(logits, slots), on_the_host(logits.clone(), slots, EOS)
+    starts = [make_start(seed, {"logprobs": seed % 4, **fields}) for seed, fields in enumerate(variants)]
+    logits = make_logits(len(starts))
+    got, expected = sample(logits, starts), on_the_host(logits.clone(), seated(starts).slots, EOS)
     assert got.token_ids == expected.token_ids
     assert not got.failed
     for i, entry in expected.logprobs.items():
@@ -75,40 +89,43 @@ def test_mixed_rows_agree_with_the_host(sample) -> None:  # type: ignore[no-unty
     "fields", [{}, {"top_p": 0.8}, {"top_k": 30}, {"top_k": 9, "top_p": 0.5, "min_p": 0.1}], ids=str
 )
 def test_draws_follow_the_noise(fields: dict[str, object], sample) -> None:  # type: ignore[no-untyped-def]
-    slots = [make_slot(seed, fields) for seed in range(5)]
+    starts = [make_start(seed, fields) for seed in range(5)]
     logits = make_logits(1, 700).repeat(5, 1)
-    assert sample(logits, slots).token_ids == on_the_host(logits.clone(), slots, EOS).token_ids
+    assert sample(logits, starts).token_ids == on_the_host(logits.clone(), seated(starts).slots, EOS).token_ids
 
 
 def test_a_row_does_not_depend_on_the_rows_beside_it(sample) -> None:  # type: ignore[no-untyped-def]
-    slots = [make_slot(seed, fields) for seed, fields in enumerate([*DRAWN[-4:], *EDITED])]
-    logits = make_logits(len(slots), 1031)
-    together = sample(logits, slots).token_ids
-    assert [sample(logits[i : i + 1], [slot]).token_ids[0] for i, slot in enumerate(slots)] == together
+    starts = [make_start(seed, fields) for seed, fields in enumerate([*DRAWN[-4:], *EDITED])]
+    logits = make_logits(len(starts), 1031)
+    together = sample(logits, starts).token_ids
+    assert [sample(logits[i : i + 1], [start]).token_ids[0] for i, start in enumerate(starts)] == together
 
 
 def test_equal_logits(sample) -> None:  # type: ignore[no-untyped-def]
     """The lowest id is the most likely one, and all that are equal to the last one kept stay."""
-    slots = [make_slot(0, {"temperature": 0.0, "logprobs": 3}), *(make_slot(seed, {"top_k": 2}) for seed in range(8))]
-    logits = torch.full((len(slots), 300), -5.0)
+    starts = [
+        make_start(0, {"temperature": 0.0, "logprobs": 3}),
+        *(make_start(seed, {"top_k": 2}) for seed in range(8)),
+    ]
+    logits = torch.full((len(starts), 300), -5.0)
     logits[:, [290, 130, 140]] = 2.0
-    got = sample(logits, slots)
+    got = sample(logits, starts)
     assert got.token_ids[0] == 130
     assert [token for token, _ in got.logprobs[0].top] == [130, 140, 290]
     assert set(got.token_ids[1:]) == {130, 140, 290}
-    assert got.token_ids == on_the_host(logits.clone(), slots, EOS).token_ids
+    assert got.token_ids == on_the_host(logits.clone(), seated(starts).slots, EOS).token_ids
 
 
 def test_what_is_no_number_fails_alone(sample) -> None:  # type: ignore[no-untyped-def]
-    slots = [make_slot(seed, {"logprobs": 1}) for seed in range(5)]
-    slots.append(make_slot(5, {"min_tokens": 9}))
-    logits = make_logits(len(slots), 300)
+    starts = [make_start(seed, {"logprobs": 1}) for seed in range(5)]
+    starts.append(make_start(5, {"min_tokens": 9}))
+    logits = make_logits(len(starts), 300)
     logits[1, 200] = torch.nan
     logits[2, 3] = torch.inf
     logits[3] = -torch.inf
     logits[5] = -torch.inf
     logits[5, 7] = 1.0
-    got, expected = sample(logits, slots), on_the_host(logits.clone(), slots, EOS)
+    got, expected = sample(logits, starts), on_the_host(logits.clone(), seated(starts).slots, EOS)
     assert got.failed == expected.failed
     assert sorted(got.failed) == [1, 2, 3, 5]
     assert sorted(got.logprobs) == [0, 4]
@@ -117,12 +134,13 @@ def test_what_is_no_number_fails_alone(sample) -> None:  # type: ignore[no-untyp
 
 def test_ids_outside_the_vocabulary_are_refused(sample) -> None:  # type: ignore[no-untyped-def]
     with pytest.raises(IndexError):
-        sample(make_logits(2, 300), [make_slot(0, {"logit_bias": ((300, 1.0),)}), make_slot(1, {})])
+        sample(make_logits(2, 300), [make_start(0, {"logit_bias": ((300, 1.0),)}), make_start(1, {})])
 
 
-def test_the_check_at_start(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("broken", ["choose", "penalize"])
+def test_the_check_at_start(broken: str, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     from serve_app.model.gpu import sampling
 
     assert sampling.agrees(2000, device)
-    monkeypatch.setattr(sampling, "parameters", lambda slots: np.tile([0.0, 0, 1, 0, 0], (len(slots), 1)))
+    monkeypatch.setattr(sampling, broken, lambda logits, *rest: torch.zeros(len(logits), dtype=torch.int64))
     assert not sampling.agrees(2000, device)

@@ -1,0 +1,116 @@
+"""What the host does for one step of many decoding rows, which the GPU must not have to wait for. Needs no GPU.
+
+`python -m load_tests.gpu_host` runs the engine's own scheduler, runner and metadata over a model whose forward pass
+takes no time and samples zeros; medians over steps, in milliseconds, on one thread. Launches and copies to the device
+are not in it.
+"""
+
+import argparse
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from random import Random
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from serve_app.core.policy import SchedulerConfig
+from serve_app.core.request import EngineRequest
+from serve_app.core.sampling_params import SamplingParams
+from serve_app.core.scheduler import Scheduler
+from serve_app.model.attention.base import AttentionBatch
+from serve_app.model.gpu import sampling
+from serve_app.model.gpu.attention import TritonAttention
+from serve_app.model.input_batch import SamplingRows
+from serve_app.model.runner import ModelRunner
+
+VOCAB = 1000
+
+
+class NoModel:
+    """The side of a `PagedModel` that a runner sees, without a model."""
+
+    block_size = TritonAttention.block_size
+    device = torch.device("cpu")
+    vocab_size = VOCAB
+
+    def __init__(self, max_model_len: int) -> None:
+        self.max_model_len = max_model_len
+        self._backend = TritonAttention()
+
+    def allocate_kv_cache(self, num_blocks: int) -> None:
+        """Nothing to allocate."""
+
+    def forward(self, input_ids: Tensor, positions: Tensor, batch: AttentionBatch) -> Tensor:
+        """Only the metadata is made."""
+        self._backend.build(batch)
+        return torch.zeros(input_ids.shape[0], 1)
+
+    def sample(self, hidden: Tensor, rows: SamplingRows, history: Tensor) -> sampling.Drawn:
+        """Zeros; what is copied to the device for them has been made."""
+        return sampling.sample_plain(
+            hidden, rows.parameters, lambda hidden, params: torch.zeros(len(hidden), dtype=torch.int64)
+        )
+
+
+def main() -> None:
+    """Print the median of each part of a step."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rows", type=int, default=256)
+    parser.add_argument("--context", type=int, default=4096)
+    parser.add_argument("--steps", type=int, default=200)
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    for name, times in measure(arguments.rows, arguments.context, arguments.steps).items():
+        print(f"{name:10} {1e3 * statistics.median(times):7.3f} ms")
+
+
+def measure(rows: int, context: int, steps: int) -> dict[str, list[float]]:
+    """Seconds that each part of a step took, and their sum."""
+    length = context + steps + 8
+    model: Any = NoModel(length)
+    runner = ModelRunner(model, rows)
+    scheduler = Scheduler(
+        SchedulerConfig(
+            num_blocks=rows * (length // model.block_size + 2),
+            block_size=model.block_size,
+            max_model_len=length,
+            vocab_size=VOCAB,
+            max_num_seqs=rows,
+            max_num_batched_tokens=rows * context,
+            speculation="off",
+        )
+    )
+    random = Random(0)
+    for index in range(rows):
+        params = SamplingParams(temperature=0.7, top_p=0.9, seed=index, max_tokens=steps + 4, ignore_eos=True)
+        scheduler.add(EngineRequest(str(index), tuple(random.choices(range(VOCAB), k=context)), params), 0.0)
+    found: dict[str, list[float]] = defaultdict(list)
+    while scheduler.has_unfinished:
+        took = _step(scheduler, runner)
+        if scheduler.stats().waiting == 0 and took.pop("rows") == rows == took.pop("tokens"):
+            for name, seconds in {**took, "all": sum(took.values())}.items():
+                found[name].append(seconds)
+    return found
+
+
+def _step(scheduler: Scheduler, runner: ModelRunner) -> dict[str, float]:
+    took: dict[str, float] = {}
+
+    def timed(name: str, call: Callable[[], Any]) -> Any:
+        begin = time.perf_counter()
+        result = call()
+        took[name] = time.perf_counter() - begin
+        return result
+
+    output = timed("schedule", lambda: scheduler.schedule(0.0))
+    pending = timed("execute", lambda: runner.execute(output))
+    result = timed("resolve", pending.resolve)
+    timed("update", lambda: scheduler.update(output, result))
+    return {**took, "rows": len(output.rows), "tokens": output.num_tokens}
+
+
+if __name__ == "__main__":
+    main()
