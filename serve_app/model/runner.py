@@ -22,7 +22,7 @@ from serve_app.core.output import ModelRunnerOutput, ScheduledRequest, Scheduler
 from serve_app.model.attention.base import AttentionBatch, block_matrix
 from serve_app.model.input_batch import InputBatch, PackedRow
 from serve_app.model.paged_model import PagedModel
-from serve_app.model.sampler import PendingSample, Sampled, rank
+from serve_app.model.sampler import PendingSample, Sampled, one_thread, rank
 from serve_app.model.transfer import to_device
 
 logger = logging.getLogger(__name__)
@@ -128,7 +128,8 @@ class ModelRunner:
             return Sampled([])
         tokens, seats, num_tokens = to_device(np.stack([rows.tokens, rows.seats, rows.num_tokens]), hidden.device)
         if len(tokens) < len(hidden):
-            hidden = hidden[tokens]
+            with one_thread():
+                hidden = hidden[tokens]
         sampled = self.model.sample(hidden, rows, self._history)
         token_ids = torch.as_tensor(sampled.token_ids, device=hidden.device)
         self._history[seats, num_tokens] = token_ids.clamp_min(0).int()

@@ -79,9 +79,9 @@ class Sampled:
 
 
 @contextmanager
-def _one_thread() -> Iterator[None]:
+def one_thread() -> Iterator[None]:
     """Torch without helper threads: its parallel loops wait for all of them, and on a busy machine one that the system
-    has put aside costs more than the whole of sampling."""
+    has put aside costs more than the whole of sampling. Those that wait for more work take a core from the kernels."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -90,7 +90,7 @@ def _one_thread() -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
-@_one_thread()
+@one_thread()
 def sample(logits: Tensor, slots: Sequence[Slot], eos_token_ids: Sequence[int]) -> Sampled:
     """Choose one token for each row.
 

@@ -91,6 +91,24 @@ def test_bits_do_not_depend_on_the_number_of_threads(quantization: str) -> None:
     assert torch.equal(results[0], results[2])
 
 
+@pytest.mark.parametrize("quantization", ["none", "int8"])
+def test_bits_do_not_depend_on_how_threads_share_sequences(quantization: str) -> None:
+    """Steps of many sequences are cut between threads, unless one of them outweighs the others (the second step)."""
+    model = from_module(tiny_model("mistral", torch.float32), quantization=quantization)
+    model.allocate_kv_cache(60)
+    lengths = [29, *range(6, 18)]
+    tokens = [random_tokens(length + 40, seed) for seed, length in enumerate(lengths)]
+    tables = [range(1 + 4 * i, 5 + 4 * i) for i in range(len(tokens))]
+    steps = [dict(enumerate(lengths)), dict.fromkeys(range(13), 1) | {4: 30}, dict.fromkeys(range(13), 2)]
+    results = []
+    for threads in (3, 2, 1):  # the suite runs with one
+        torch.set_num_threads(threads)
+        sequences = Sequences(model, tokens, tables)
+        results.append([torch.cat(list(sequences.step(counts).values())) for counts in steps])
+    for apart in results[:2]:
+        assert all(map(torch.equal, apart, results[2]))
+
+
 @pytest.mark.parametrize("threads", [5], indirect=True)
 @pytest.mark.parametrize("arch", ["gpt2", "llama"])
 @pytest.mark.usefixtures("threads")

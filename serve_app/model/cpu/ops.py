@@ -206,9 +206,7 @@ class Kernels:
         """Final hidden states [T, hidden] of token ids int64 [T]."""
         ids = ids.contiguous()
         pool, hidden = self._threads(), torch.empty(batch.num_tokens, decoder.hidden)
-        size = self._library.decoder_workspace(
-            ctypes.byref(decoder), batch.num_tokens, batch.num_sequences, self._pool_threads
-        )
+        size = self._library.decoder_workspace(ctypes.byref(decoder), pool, ctypes.byref(batch.struct))
         self._library.decoder_step(
             ctypes.byref(decoder),
             pool,
@@ -248,7 +246,7 @@ def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
         "linear": (None, [c_void_p, c_void_p, c_int64, c_void_p, c_int64, c_void_p, c_void_p]),
         "attention_workspace": (c_int64, [c_void_p, c_int64, c_int64, c_int64]),
         "attention": (None, [c_void_p] * 10),
-        "decoder_workspace": (c_int64, [c_void_p, c_int64, c_int64, c_int64]),
+        "decoder_workspace": (c_int64, [c_void_p] * 3),
         "decoder_step": (None, [c_void_p] * 6),
         "pool_new": (c_void_p, [c_int]),
         "pool_free": (None, [c_void_p]),

@@ -1,7 +1,11 @@
 /* One step of a Llama-like decoder over the packed tokens of all sequences: from token ids to final hidden states.
  *
- * Per layer: norm, q k v, rotary positions and cache write, attention, output product, norm, gated MLP. Every loop
- * below is shared out over the pool's threads, by tokens, by panels of weights, or by attention tasks.
+ * Per layer: norm, q k v, rotary positions and cache write, attention, output product, norm, gated MLP.
+ *
+ * Two ways to use many threads. Apart: each thread takes some of the sequences through all layers, and they meet once a
+ * step; every thread reads all weights, so it takes some tokens each to pay. Together: every loop below is shared out
+ * over the threads, by tokens, by panels of weights, or by attention tasks, and they meet ten times a layer; for few
+ * tokens, and for a prompt that outweighs the other sequences. A row's bits are the same either way.
  */
 #ifndef SERVE_APP_DECODER_H
 #define SERVE_APP_DECODER_H
@@ -85,11 +89,6 @@ static int64_t lay_out(const struct decoder *decoder, int64_t tokens, int64_t se
     TAKE(space->scratch, 4 * threads * attention_scratch(&attention));
 #undef TAKE
     return used;
-}
-
-int64_t decoder_workspace(const struct decoder *decoder, int64_t tokens, int64_t sequences, int64_t threads) {
-    struct workspace space;
-    return lay_out(decoder, tokens, sequences, threads, NULL, &space);
 }
 
 /* Token `t`'s input to the product with `next`, as that product takes it. */
@@ -188,10 +187,9 @@ static void run_layer(struct pool *pool, struct step *step, const struct attend 
     matmul(pool, &layer->down, decoder->int8, &space->input, tokens, space->delta);
 }
 
-/* Hidden states [tokens][hidden] of `ids` after the final norm; keys and values go to the layers' caches. `memory`:
- * decoder_workspace bytes, aligned to 64. */
-void decoder_step(const struct decoder *decoder, struct pool *pool, const struct batch *batch, const int64_t *ids,
-                  char *memory, float *hidden) {
+/* All sequences of `batch`, with all threads of `pool`. `memory`: lay_out's bytes. */
+static void run_together(const struct decoder *decoder, struct pool *pool, const struct batch *batch,
+                         const int64_t *ids, char *memory, float *hidden) {
     struct workspace space;
     lay_out(decoder, batch->num_tokens, batch->num_sequences, pool->num_threads, memory, &space);
     struct step step = {decoder, NULL, batch, ids, &space, attention_of(decoder, NULL), hidden};
@@ -207,6 +205,97 @@ void decoder_step(const struct decoder *decoder, struct pool *pool, const struct
         run_layer(pool, &step, &attend);
     }
     parallel(pool, batch->num_tokens, final_norm_token, &step);
+}
+
+enum { MOST_SHARES = 64, LEAST_SHARE_TOKENS = 4 };
+
+/* The sequences of a step, cut into a share for each thread: share i has those from first[i] to first[i + 1]. */
+struct shares {
+    const struct decoder *decoder;
+    const struct batch *batch;
+    const int64_t *ids;
+    float *hidden;
+    char *memory[MOST_SHARES];
+    int first[MOST_SHARES + 1];
+};
+
+/* About how long a sequence's tokens take, in products of floats of one layer. */
+static double sequence_cost(const struct decoder *decoder, const struct batch *batch, int sequence) {
+    const struct layer *layer = decoder->layers;
+    const struct weight *weights[] = {&layer->qkv, &layer->out, &layer->gate_up, &layer->down};
+    double per_token = 2.0 * decoder->num_heads * decoder->head_dim * batch->kv_lens[sequence];
+    for (int i = 0; i < 4; i++) per_token += (decoder->int8 ? 0.25 : 1.0) * weights[i]->outputs * weights[i]->inputs;
+    return per_token * (batch->query_starts[sequence + 1] - batch->query_starts[sequence]);
+}
+
+/* Cut the sequences, in their order, into `count` shares. Whether each is at most a fifth above the mean. */
+static int cut_evenly(const struct decoder *decoder, const struct batch *batch, int count, int *first) {
+    double total = 0, reached = 0, begun = 0;
+    if (count < 2 || count > MOST_SHARES || batch->num_tokens < count * LEAST_SHARE_TOKENS) return 0;
+    for (int s = 0; s < batch->num_sequences; s++) total += sequence_cost(decoder, batch, s);
+    first[0] = 0;
+    for (int share = 0, s = 0; share < count; share++, begun = reached) {
+        for (double cost; s < batch->num_sequences; s++, reached += cost) {
+            cost = sequence_cost(decoder, batch, s);
+            if (reached + cost / 2 > total * (share + 1) / count) break; /* without it nearer to what is due */
+        }
+        if (reached - begun > 1.2 * total / count) return 0;
+        first[share + 1] = s;
+    }
+    return 1;
+}
+
+static int64_t starts_bytes(int sequences) { return (4 * ((int64_t)sequences + 1) + 63) / 64 * 64; }
+
+static int64_t share_bytes(const struct decoder *decoder, const struct batch *batch, const int *first) {
+    const int tokens = batch->query_starts[first[1]] - batch->query_starts[first[0]], sequences = first[1] - first[0];
+    struct workspace space;
+    return starts_bytes(sequences) + lay_out(decoder, tokens, sequences, 1, NULL, &space);
+}
+
+static void run_share(const void *argument, int share, int thread) {
+    (void)thread;
+    const struct shares *shares = argument;
+    const struct batch *batch = shares->batch;
+    struct pool alone = {.num_threads = 1};
+    const int first = shares->first[share], sequences = shares->first[share + 1] - first;
+    const int token = batch->query_starts[first];
+    int32_t *starts = (int32_t *)shares->memory[share];
+    for (int s = 0; s <= sequences; s++) starts[s] = batch->query_starts[first + s] - token;
+    const struct batch part = {
+        starts[sequences], sequences, batch->positions + token, batch->slots + token, starts,
+        batch->kv_lens + first, batch->block_starts + first, batch->blocks,
+    };
+    run_together(shares->decoder, &alone, &part, shares->ids + token,
+                 shares->memory[share] + starts_bytes(sequences),
+                 shares->hidden + (int64_t)token * shares->decoder->hidden);
+}
+
+/* Bytes of working memory for decoder_step. */
+int64_t decoder_workspace(const struct decoder *decoder, const struct pool *pool, const struct batch *batch) {
+    int first[MOST_SHARES + 1];
+    struct workspace space;
+    if (!cut_evenly(decoder, batch, pool->num_threads, first))
+        return lay_out(decoder, batch->num_tokens, batch->num_sequences, pool->num_threads, NULL, &space);
+    int64_t used = 0;
+    for (int i = 0; i < pool->num_threads; i++) used += share_bytes(decoder, batch, first + i);
+    return used;
+}
+
+/* Hidden states [tokens][hidden] of `ids` after the final norm; keys and values go to the layers' caches. `memory`:
+ * decoder_workspace bytes, aligned to 64. */
+void decoder_step(const struct decoder *decoder, struct pool *pool, const struct batch *batch, const int64_t *ids,
+                  char *memory, float *hidden) {
+    struct shares shares = {decoder, batch, ids, hidden, {NULL}, {0}};
+    if (!cut_evenly(decoder, batch, pool->num_threads, shares.first)) {
+        run_together(decoder, pool, batch, ids, memory, hidden);
+        return;
+    }
+    for (int i = 0; i < pool->num_threads; i++) {
+        shares.memory[i] = memory;
+        memory += share_bytes(decoder, batch, shares.first + i);
+    }
+    parallel(pool, pool->num_threads, run_share, &shares);
 }
 
 #endif

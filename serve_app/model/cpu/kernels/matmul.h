@@ -312,10 +312,13 @@ static void float_panel(const struct matmul *job, int row, int end, const uint8_
 static void fixed_panel(const struct matmul *job, int row, int end, const uint8_t *panel, const float *bias,
                         float *out) {
     const struct weight *weight = job->weight;
-    for (int r = row; r < end; r += FIXED_ROWS) {
+    /* As few tiles as possible, and all about as high: 8 rows are two tiles of 4, not one of 6 and one of 2. */
+    const int tiles = (end - row + FIXED_ROWS - 1) / FIXED_ROWS;
+    for (int tile = 0, r = row, next; tile < tiles; tile++, r = next) {
+        next = row + (end - row) * (tile + 1) / tiles;
         const struct input input = input_from(&job->input, r, weight->inputs, job->bytes);
-        fixed_rows(end - r < FIXED_ROWS ? end - r : FIXED_ROWS, weight->format, job->bytes, &input, weight->inputs,
-                   panel, bias, out + r * job->out_stride, job->out_stride);
+        fixed_rows(next - r, weight->format, job->bytes, &input, weight->inputs, panel, bias,
+                   out + r * job->out_stride, job->out_stride);
     }
 }
 
