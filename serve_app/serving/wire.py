@@ -56,9 +56,14 @@ def unpack_request(data: WireRequest) -> EngineRequest:
     )
 
 
-def pack_deltas(deltas: list[TokenDelta]) -> WireItem:
+def pack_deltas(deltas: list[TokenDelta]) -> list[WireDelta]:
     """A step's news of one request. The usual delta is a short tuple: trailing fields without news are left out."""
     return [_pack_delta(delta) for delta in deltas]
+
+
+def has_first_or_last(deltas: list[WireDelta]) -> bool:
+    """Whether a choice begins or ends with them."""
+    return any(offset == 0 or (rest and rest[0] is not None) for _, offset, _, *rest in deltas)
 
 
 def unpack_item(request_id: str, item: WireItem) -> list[TokenDelta]:
