@@ -14,6 +14,7 @@ import gc
 import json
 import platform
 import shutil
+import statistics
 import subprocess
 import sys
 import time
@@ -72,6 +73,7 @@ Check = Callable[[str, str, Callable[[], dict[str, Any]]], None]
 def _gpu_checks(check: Check, machine: Machine) -> None:
     check("tiny parity, float32", "the same greedy tokens", lambda: parity(_config("tiny"), machine.device))
     check("compute-sanitizer", "finds nothing in a tiny engine's steps", _sanitized)
+    check("host's part of a step, 256 rows, context 4096", "<= 1 ms", lambda: _host_work(256, 4096, limit_ms=1.0))
     for heads, kv_heads, dim in ((32, 8, 128), (16, 8, 128), (32, 8, 64)):
         check(
             f"attention kernel {heads}/{kv_heads}x{dim}, batch 32, context 4096",
@@ -141,6 +143,14 @@ def _sanitized() -> dict[str, Any]:
     command = [tool, "--error-exitcode", "9", sys.executable, "-m", "load_tests.gpu_engine", "--only", "tiny parity"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     return {"passed": done.returncode == 0, "exit_status": done.returncode, "output_tail": done.stdout[-1000:]}
+
+
+def _host_work(rows: int, context: int, *, limit_ms: float) -> dict[str, Any]:
+    """Medians of the parts of a step that need no GPU, in milliseconds."""
+    from load_tests.gpu_host import measure
+
+    parts = {name: 1e3 * statistics.median(times) for name, times in measure(rows, context, 100).items()}
+    return {"passed": parts["all"] <= limit_ms, "ratio": parts["all"] / limit_ms, "ms": parts}
 
 
 def _variants(check: Check, machine: Machine, shape: str, *, rows: tuple[int, ...], context: int) -> None:

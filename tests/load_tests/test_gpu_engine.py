@@ -1,9 +1,12 @@
 """The GPU bench runs on the tiny shape, on a machine that has only torch, transformers and numpy."""
 
+import importlib.util
 import json
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
 
 RUN = """
 import sys
@@ -17,6 +20,15 @@ ABSENT = {
     *("pydantic", "ray", "gguf", "fastapi", "typer", "rich", "orjson", "prometheus_client", "matplotlib"),
     *("aiohttp", "psutil", "accelerate", "pynvml"),
 }
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="the metadata is the Triton backend's")
+def test_the_hosts_part_is_timed_while_all_rows_decode() -> None:
+    from load_tests.gpu_host import measure
+
+    found = measure(rows=4, context=40, steps=6)
+    assert set(found) == {"schedule", "execute", "resolve", "update", "all"}
+    assert {len(times) for times in found.values()} == {9}
 
 
 def test_runs_without_the_servers_packages(tmp_path: Path) -> None:
