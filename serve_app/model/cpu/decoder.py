@@ -85,8 +85,8 @@ class CpuDecoder:
 
     def forward(self, input_ids: Tensor, positions: Tensor, batch: AttentionBatch) -> Tensor:
         """See `Stack`. Raises IndexError for a token id or a position that does not exist."""
-        low, high = torch.aminmax(input_ids)
-        if low < 0 or high >= self._embedding.shape[0] or positions.max() >= self._num_positions:
+        ids = input_ids.numpy()
+        if ids.min() < 0 or ids.max() >= self._embedding.shape[0] or positions.numpy().max() >= self._num_positions:
             raise IndexError("token ids or positions out of range")
         return self._kernels.step(self._struct, input_ids, Batch(batch, positions))
 

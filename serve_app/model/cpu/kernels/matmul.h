@@ -343,11 +343,13 @@ static void matmul_chunk(const void *argument, int chunk, int thread) {
 /* out[rows][weight->outputs] = W x + b. */
 static void matmul(struct pool *pool, const struct weight *weight, int int8, const struct input *input, int num_rows,
                    float *out) {
-    enum { CHUNKS_PER_THREAD = 4 }; /* few, so that a chunk is one long stream of weights; enough to even out */
+    /* Few chunks, so that each is one long stream of weights, but enough to even out, and none that takes long. */
+    enum { CHUNKS_PER_THREAD = 4, MOST_PANELS = 32 };
     const int panels = weight->outputs / PANEL;
     struct matmul job = {weight, *input, activation_bytes(weight, int8), num_rows, out, weight->outputs, 1, 0};
     if (panels > CHUNKS_PER_THREAD * pool->num_threads)
         job.panels_per_chunk = panels / (CHUNKS_PER_THREAD * pool->num_threads);
+    if (job.panels_per_chunk > MOST_PANELS) job.panels_per_chunk = MOST_PANELS;
     job.panel_chunks = (panels + job.panels_per_chunk - 1) / job.panels_per_chunk;
     parallel(pool, (num_rows + ROW_BLOCK - 1) / ROW_BLOCK * job.panel_chunks, matmul_chunk, &job);
 }
