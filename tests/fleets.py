@@ -5,15 +5,20 @@ Tests leave it whole, but for `SIGTERM`'s, which is the last of its path.
 """
 
 import asyncio
+import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
 
 from load_tests.chaos.experiment import References
 from load_tests.chaos.fleet import Fleet, Shape, serving
 from load_tests.chaos.small_model import write_small_model
 from load_tests.chaos.suite import warm_up
+from tests.serving.conftest import wait_for
 
 
 @pytest.fixture(scope="session")
@@ -45,3 +50,16 @@ def fleet(
             runner.run(started.__aexit__(None, None, None))
     # Ray waits for calls that are open, for half a minute.
     assert "failed to shut down" not in (folder / f"{request.param}.log").read_text()
+
+
+def change(fleet: Fleet, deployment: str, **options: Any) -> None:
+    """Other options for one of its deployments, as an operator changes them; returns when they hold."""
+    config = yaml.safe_load(fleet.config.read_text())
+    application = config["applications"][0]
+    others = [entry for entry in application.get("deployments", ()) if entry["name"] != deployment]
+    application["deployments"] = [*others, {"name": deployment, **options}]
+    fleet.config.write_text(yaml.safe_dump(config))
+    log = fleet.config.with_suffix(".log")
+    deployed = log.read_text().count(" deployed\n")
+    os.kill(fleet.pid, signal.SIGUSR1)
+    wait_for(lambda: log.read_text().count(" deployed\n") > deployed, f"{deployment} is changed", timeout_s=60)

@@ -29,6 +29,7 @@ _OVERFILL = 10
 _SLOW_READERS = 4
 _SLOW_SECONDS = 10
 _UPDATE_LIMIT_S = 180.0
+_NEWCOMERS = 8
 _KNOWN_ONLY = ("known",)
 _MAY_FAIL = frozenset({Outcome.ERROR})
 _MAY_BE_CUT = frozenset({Outcome.ERROR, Outcome.CUT})
@@ -225,8 +226,10 @@ async def _terminate(experiment: Experiment) -> None:
     experiment.struck()
     under_way = [answer for answer in experiment.answers if answer.events]
     await asyncio.sleep(1)
-    experiment.start(ask("newcomer", "Is it too late?", 8))
+    newcomers = [experiment.start(ask(f"newcomer {i}", "Is it too late?", 8)) for i in range(_NEWCOMERS)]
     await experiment.finish()
+    served = [a.ask.name for a in newcomers if a.outcome is Outcome.COMPLETE]
+    experiment.row.problems.extend(f"{name} was served" for name in served)
     unfinished = [answer for answer in under_way if answer.outcome is not Outcome.COMPLETE]
     experiment.row.problems.extend(f"{a.ask.name} was under way: {a.outcome.value} {a.detail}" for a in unfinished)
     status, left = await asyncio.to_thread(fleet.wait_gone, family)

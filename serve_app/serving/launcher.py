@@ -17,6 +17,7 @@ import threading
 import time
 import urllib.request
 from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
 from pathlib import Path
 from types import FrameType
@@ -209,16 +210,22 @@ class _Launch:
             serve.delete(name)
 
     def _drain(self) -> None:
+        """Every ingress replica of every application of ours, all at once."""
         from ray import serve
 
-        handles = []
-        for name in self._target.ours:
+        def drain(application: str) -> list[Any]:
             # By the deployment's name: an application that is being built has no ingress that Ray would tell.
-            handles.append(serve.get_deployment_handle(INGRESS, name))
+            handle: Any = serve.get_deployment_handle(INGRESS, application)
             # On Ray's fast path a handle would want to live on an event loop of this thread.
-            handles[-1]._init(_run_router_in_separate_loop=True)
-        for answer in [handle.drain.remote() for handle in handles]:
-            answer.result(timeout_s=self._drain_limit_s + _DRAIN_ANSWER_S)
+            handle._init(_run_router_in_separate_loop=True)
+            limit_s = self._drain_limit_s + _DRAIN_ANSWER_S
+            return list(handle.broadcast("drain").results(timeout_s=limit_s, return_exceptions=True))
+
+        with ThreadPoolExecutor(max_workers=max(1, len(self._target.ours))) as pool:
+            answers = [answer for answers in pool.map(drain, self._target.ours) for answer in answers]
+        for answer in answers:
+            if isinstance(answer, Exception):
+                raise answer
 
     @property
     def _drain_limit_s(self) -> float:

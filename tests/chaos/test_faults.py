@@ -14,6 +14,7 @@ pytestmark = pytest.mark.cluster
 async def strike(fleet: Fleet, references: References, name: str, moment: str) -> None:
     (fault,) = (fault for fault in FAULTS if fault.name == name)
     row = await Experiment(fleet, fault, moment, references, seed=0).run()
+    print(row)
     assert row.problems == []
     assert row.requests > 0
 

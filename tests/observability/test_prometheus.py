@@ -15,7 +15,6 @@ from typing import Any
 import httpx
 import psutil
 import pytest
-import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
 from load_tests import client
@@ -25,6 +24,7 @@ from load_tests.client import RequestResult, percentile
 from load_tests.server_view import Comparison
 from load_tests.workloads import WorkItem
 from serve_app.observability.metrics import _LATENCY_BUCKETS
+from tests.fleets import change
 from tests.observability.prometheus import (
     ONLY_ON_GPUS,
     SCRAPE_INTERVAL_S,
@@ -68,21 +68,10 @@ class Watched:
         return max(self.replicas(), key=lambda one: one["in_flight"])
 
 
-def set_seats(fleet: Fleet, seats: int) -> None:
-    """Of each running engine."""
-    config = yaml.safe_load(fleet.config.read_text())
-    config["applications"][0]["deployments"] = [{"name": "EngineReplica", "user_config": {"max_num_seqs": seats}}]
-    fleet.config.write_text(yaml.safe_dump(config))
-    log = fleet.config.with_suffix(".log")
-    deployed = log.read_text().count(" deployed\n")
-    os.kill(fleet.pid, signal.SIGUSR1)
-    wait_for(lambda: log.read_text().count(" deployed\n") > deployed, "the seats are changed", timeout_s=60)
-
-
 @pytest.fixture(scope="module")
 def watched(fleet: Fleet, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
     find("prometheus")
-    set_seats(fleet, SEATS)
+    change(fleet, "EngineReplica", user_config={"max_num_seqs": SEATS})
     with (
         running_prometheus(tmp_path_factory.mktemp("watched"), fleet.url) as prometheus,
         httpx.Client(base_url=fleet.url, timeout=30) as http,
@@ -96,7 +85,7 @@ def watched(fleet: Fleet, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
         late = {"model": MODEL, "prompt": "too late", "max_tokens": 9}
         http.post("/v1/completions", json=late, headers={"x-request-timeout": "0.000001"})
         yield watched
-    set_seats(fleet, fleet.shape.seats)
+    change(fleet, "EngineReplica", user_config={"max_num_seqs": fleet.shape.seats})
 
 
 @asynccontextmanager
