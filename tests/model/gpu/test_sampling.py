@@ -54,6 +54,14 @@ def seated(starts: list[SlotStart]) -> SamplingRows:
     return sampling_rows([replace(start, slot=slot) for slot, start in enumerate(starts)])
 
 
+def history_of(starts: list[SlotStart]) -> torch.Tensor:
+    """Their tokens by slot, and behind them what the slots' earlier owners left."""
+    history = torch.full((len(starts), 9), 20, dtype=torch.int32)
+    for line, start in zip(history, starts, strict=True):
+        line[: len(start.token_ids)] = torch.tensor(start.token_ids)
+    return history
+
+
 @pytest.fixture
 def sample(device: torch.device, monkeypatch: pytest.MonkeyPatch):  # type: ignore[no-untyped-def]
     """On the device, with parts so small that rows have many."""
@@ -62,11 +70,7 @@ def sample(device: torch.device, monkeypatch: pytest.MonkeyPatch):  # type: igno
     monkeypatch.setattr(sampling, "PART", 256)
 
     def sample(logits: torch.Tensor, starts: list[SlotStart]) -> Sampled:
-        """What the slots' earlier owners left behind their tokens must not matter."""
-        history = torch.full((len(starts), 9), 20, dtype=torch.int32)
-        for line, start in zip(history, starts, strict=True):
-            line[: len(start.token_ids)] = torch.tensor(start.token_ids)
-        drawn = sampling.sample(logits.clone().to(device), seated(starts), history.to(device), EOS)
+        drawn = sampling.sample(logits.clone().to(device), seated(starts), history_of(starts).to(device), EOS)
         assert drawn.token_ids.device.type == device.type
         return drawn.resolve()
 
@@ -83,6 +87,22 @@ def test_mixed_rows_agree_with_the_host(sample) -> None:  # type: ignore[no-unty
     for i, entry in expected.logprobs.items():
         assert got.logprobs[i].logprob == pytest.approx(entry.logprob, abs=1e-5)
         assert [token for token, _ in got.logprobs[i].top] == [token for token, _ in entry.top]
+
+
+@pytest.mark.parametrize("fields", [*EDITED[:2], {**EDITED[0], **EDITED[1]}], ids=str)
+def test_penalties_change_the_same_logits_in_the_same_way(fields: dict[str, object], device: torch.device) -> None:
+    """In histories of different lengths, with and without output, beside rows that have no penalties."""
+    from serve_app.model import sampler
+    from serve_app.model.gpu import sampling
+
+    starts = [make_start(seed, fields if seed != 4 else {}) for seed in range(8)]
+    rows = seated(starts)
+    expected = make_logits(len(starts), 40)
+    got = expected.clone().to(device)
+    for row, slot in zip(expected, rows.slots, strict=True):
+        sampler._edit(row, slot, ())
+    sampling.penalize(got, rows, history_of(starts).to(device))
+    assert torch.equal(got.cpu(), expected)
 
 
 @pytest.mark.parametrize(
