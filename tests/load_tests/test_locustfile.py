@@ -54,10 +54,12 @@ def server() -> Iterator[tuple[str, type[Handler]]]:
         thread.join()
 
 
-def locust(url: str, folder: Path, *options: str) -> tuple[int, dict[str, Any], dict[str, Any], str]:
-    """A headless run of 3 seconds: exit status, locust's own statistics, our summary, what it logged."""
+def locust(
+    url: str, folder: Path, *options: str, seconds: str = "1s"
+) -> tuple[int, dict[str, Any], dict[str, Any], str]:
+    """A headless run: exit status, locust's own statistics, our summary, what it logged."""
     command = [sys.executable, "-m", "locust", "-f", str(ROOT / "load_tests" / "locustfile.py"), "--headless"]
-    command += ["--host", url, "-u", "4", "-r", "4", "-t", "3s", "--pace", "0.05", "--only-summary", "--json"]
+    command += ["--host", url, "-u", "4", "-r", "4", "-t", seconds, "--pace", "0.05", "--only-summary", "--json"]
     command += ["--report", str(folder / "report.html"), "--report-json", str(folder / "report.json"), *options]
     result = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=200)
     statistics = {entry["name"]: entry for entry in lists(result.stdout)}
@@ -78,7 +80,7 @@ LOOSE = ("--slo-ttft", "60", "--slo-tpot", "60")
 
 def test_users_chat_and_everything_is_counted(server: tuple[str, type[Handler]], tmp_path: Path) -> None:
     url, handler = server
-    status, statistics, summary, log = locust(url, tmp_path, *LOOSE)
+    status, statistics, summary, log = locust(url, tmp_path, *LOOSE, seconds="3s")
     assert status == 0, log
     answers = statistics["/v1/chat/completions"]
     assert answers["num_failures"] == summary["failures"] == 0
