@@ -5,8 +5,9 @@ weights: models have random ones, of the shapes in `shapes/`. Every limit (copy 
 measured in the same run as what is compared with it. A check that fails or breaks does not stop the others; the exit
 status is 1 when one does. On a CPU it runs the tiny shape, to show that it runs.
 
-Where compute-sanitizer is installed, a tiny engine runs under it, which finds accesses out of bounds. What has a limit
-comes first, prices and gains without one last; what has not begun after `--minutes` is left out, and so not passed.
+Where compute-sanitizer is installed, a tiny engine runs under it. It finds accesses outside of the segments that torch
+takes from the device, not all of those outside of a tensor. What has a limit comes first, prices and gains without one
+last; what has not begun after `--minutes` is left out, and so not passed.
 """
 
 import argparse

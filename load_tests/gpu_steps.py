@@ -155,10 +155,10 @@ def decode_step(
     ids, positions, batch = _batch(loaded.model, [(context - 1, 1)] * rows)
     fields = sampling or {"temperature": 0.0}
     starts = [SlotStart(row, "", 0, (0,), 1, SamplingParams(seed=row, **fields), ()) for row in range(rows)]
-    sampling, history = sampling_rows(starts), torch.zeros(rows, 2, dtype=torch.int32, device=machine.device)
+    places, history = sampling_rows(starts), torch.zeros(rows, 2, dtype=torch.int32, device=machine.device)
 
     def launch() -> PendingSample:
-        return loaded.model.sample(loaded.model.forward(ids, positions, batch), sampling, history)
+        return loaded.model.sample(loaded.model.forward(ids, positions, batch), places, history)
 
     def several() -> None:
         for _ in range(REPEATS):

@@ -33,7 +33,7 @@ class Slot:
     num_prompt_tokens: int
     num_tokens: int
     token_ids: Int64Array
-    block_ids: list[int]
+    num_blocks: int
 
     @property
     def num_output_tokens(self) -> int:
@@ -105,9 +105,9 @@ class InputBatch:
         for row in output.rows:
             if row.new_block_ids:
                 slot = self._slot(row.slot)
-                known = len(slot.block_ids)
+                known = slot.num_blocks
                 self._block_tables[row.slot, known : known + len(row.new_block_ids)] = row.new_block_ids
-                slot.block_ids.extend(row.new_block_ids)
+                slot.num_blocks += len(row.new_block_ids)
             if row.draft_token_ids:
                 slot = self._slot(row.slot)
                 slot.token_ids[slot.num_tokens : slot.num_tokens + len(row.draft_token_ids)] = row.draft_token_ids
@@ -183,7 +183,7 @@ class InputBatch:
             num_prompt_tokens=start.num_prompt_tokens,
             num_tokens=len(start.token_ids),
             token_ids=line,
-            block_ids=list(start.block_ids),
+            num_blocks=len(start.block_ids),
         )
 
     def _slot(self, index: int) -> Slot:

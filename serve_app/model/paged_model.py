@@ -300,12 +300,12 @@ class PagedModel:
             raise ConfigError(f"fp8, for weights or the KV cache, needs a GPU; the model runs on {self.device}")
 
     def _can_sample_on_device(self) -> bool:
-        """Whether there are kernels for it that choose the right tokens."""
-        if self.attention_backend != _TRITON and self.device.type != "cuda":
+        """Whether there are kernels for it that choose the right tokens. They compute in float32."""
+        if self.dtype == torch.float64 or (self.attention_backend != _TRITON and self.device.type != "cuda"):
             return False
-        from serve_app.model.gpu import sampling
-
         try:
+            from serve_app.model.gpu import sampling
+
             problem = "" if sampling.agrees(self.vocab_size, self.device) else "they choose other tokens"
         except Exception as error:  # as above
             problem = str(error)

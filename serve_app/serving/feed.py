@@ -41,8 +41,8 @@ class Outbox:
 
     @property
     def in_use(self) -> bool:
-        """Whether attempts send their items this way."""
-        return self._num_users > 0
+        """Whether attempts send their items this way, or have sent some that nobody has taken yet."""
+        return self._num_users > 0 or bool(self._news)
 
     @contextmanager
     def used(self) -> Iterator[None]:

@@ -19,7 +19,7 @@ def make_slot(params: SamplingParams, tokens: list[int] | None = None, num_promp
     known = [3, 5, 5, 11, 20, 20, 21] if tokens is None else tokens
     line = np.zeros(64, dtype=np.int64)
     line[: len(known)] = known
-    return Slot("r", choice, params, num_prompt, len(known), line, [])
+    return Slot("r", choice, params, num_prompt, len(known), line, 0)
 
 
 def make_logits(rows: int, seed: int = 0, vocab: int = VOCAB) -> torch.Tensor:

@@ -79,12 +79,17 @@ async def test_closing_an_outbox_ends_the_wait() -> None:
     assert not outbox.is_open
 
 
-def test_an_outbox_knows_whether_attempts_use_it() -> None:
+async def test_an_outbox_knows_whether_attempts_use_it() -> None:
     outbox = Outbox()
     with outbox.used():
         with pytest.raises(KeyError), outbox.used():
             raise KeyError
         assert outbox.in_use
+    assert not outbox.in_use
+    with outbox.used():
+        outbox.put("a.1", item(0))
+    assert outbox.in_use  # with what its last attempt sent
+    await outbox.take(60.0)
     assert not outbox.in_use
 
 

@@ -109,7 +109,8 @@ def choose(logits: Tensor, params: Tensor) -> Tensor:
 def penalize(logits: Tensor, rows: SamplingRows, history: Tensor) -> None:
     """Repetition, presence and frequency penalties on logits [R, vocab], in place.
 
-    history: int32 [slots, positions]; the first `num_tokens` ids of a row that has penalties are there.
+    history: int32 [slots, positions]; the first `num_tokens` ids of a row that has penalties are there. Works on such
+    rows times the longest history among them.
     """
     found = [i for i, slot in enumerate(rows.slots) if slot.params.has_penalties]
     if not found:
@@ -137,8 +138,8 @@ def penalize(logits: Tensor, rows: SamplingRows, history: Tensor) -> None:
 
 
 def add(logits: Tensor, rows: SamplingRows, entries: Sequence[tuple[int, tuple[Int64Array, Float64Array]]]) -> None:
-    """Add numbers to logits [R, vocab] in place. entries: a row, its distinct ids and their numbers. Raises IndexError
-    for ids outside."""
+    """Add numbers to logits [R, vocab] in place. entries: a row, its ids and their numbers, of which only -inf may come
+    twice for an id. Raises IndexError for ids outside."""
     if not entries:
         return
     vocab = logits.shape[1]

@@ -228,10 +228,13 @@ static double sequence_cost(const struct decoder *decoder, const struct batch *b
     return per_token * (batch->query_starts[sequence + 1] - batch->query_starts[sequence]);
 }
 
-/* Cut the sequences, in their order, into `count` shares. Whether each is at most a fifth above the mean. */
+/* Cut the sequences, in their order, into `count` shares. Whether that pays: each is at most a fifth above the mean, for
+ * nobody takes over a share that is begun, and large enough. The more threads read all weights, the less of the
+ * memory's bandwidth is each one's, and the more tokens it takes to make up for that. */
 static int cut_evenly(const struct decoder *decoder, const struct batch *batch, int count, int *first) {
     double total = 0, reached = 0, begun = 0;
-    if (count < 2 || count > MOST_SHARES || batch->num_tokens < count * LEAST_SHARE_TOKENS) return 0;
+    const int least = count > LEAST_SHARE_TOKENS ? count : LEAST_SHARE_TOKENS;
+    if (count < 2 || count > MOST_SHARES || batch->num_tokens < count * least) return 0;
     for (int s = 0; s < batch->num_sequences; s++) total += sequence_cost(decoder, batch, s);
     first[0] = 0;
     for (int share = 0, s = 0; share < count; share++, begun = reached) {
