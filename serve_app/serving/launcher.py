@@ -29,6 +29,7 @@ from serve_app.serving.terminal import Terminal
 from serve_app.settings import FAST_PATH_ENVIRONMENT, LAUNCHER_ENVIRONMENT, export
 
 _POLL_S = 0.25
+_FAILED = ("DEPLOY_FAILED", "UNHEALTHY")
 # How much longer than its own time limit a drain may take to answer.
 _DRAIN_ANSWER_S = 10.0
 # For the ends of streams that HAProxy has and the clients have not.
@@ -240,13 +241,20 @@ class _Launch:
         return any(ingress is not None and ingress.replica_states.get("STOPPING") for ingress in ingresses)
 
     def _is_running(self) -> bool:
-        """Whether all applications run. Raises `_DeploymentError` if one never will."""
+        """Whether all applications run. Raises `_DeploymentError` if one never will.
+
+        One that only lacks a replica that died will: Ray replaces it.
+        """
         from ray import serve
 
         states = serve.status().applications
         for name in self._target.applications:
-            if name in states and states[name].status in ("DEPLOY_FAILED", "UNHEALTHY"):
-                parts = [states[name].message, *(d.message for d in states[name].deployments.values())]
+            if name in states and states[name].status in _FAILED:
+                deployments = states[name].deployments.values()
+                reasons = [deployment.status_trigger for deployment in deployments if deployment.status in _FAILED]
+                if reasons and all(reason == "HEALTH_CHECK_FAILED" for reason in reasons):
+                    return False
+                parts = [states[name].message, *(deployment.message for deployment in deployments)]
                 raise _DeploymentError(f"deployment failed: {find_cause(parts)} (logs: {_LOGS})")
         return all(name in states and states[name].status == "RUNNING" for name in self._target.applications)
 
