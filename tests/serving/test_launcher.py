@@ -15,6 +15,7 @@ import pytest
 import yaml
 
 import tests.quiet_ray  # noqa: F401 (Ray Serve keeps the environment that it is first imported in)
+from load_tests.chaos.small_model import write_small_model
 from serve_app.serving import launcher
 from serve_app.serving.launcher import find_cause
 from tests.serving.conftest import REPOSITORY, Server, launch, wait_for, write_config
@@ -97,8 +98,9 @@ def test_the_cause_is_found_in_rays_reports(reports: list[str], cause: str) -> N
 
 @pytest.mark.cluster
 def test_a_deployment_that_fails_ends_it_with_the_cause(start: StartServer, tmp_path: Path) -> None:
-    (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    write_small_model(tmp_path / "model")  # whole but for the weights, so that nothing else can fail before them
+    for weights in (tmp_path / "model").glob("*.safetensors"):
+        weights.unlink()
     server = start({"model": str(tmp_path / "model"), "device": "cpu"})
     wait_for(lambda: any("deploying" in line for line in server.lines), "Ray is up", timeout_s=60)
     family = server.descendants()
