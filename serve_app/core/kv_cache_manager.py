@@ -111,6 +111,7 @@ class KVCacheManager:
 
     def grow(self, request: Request, num_tokens: int) -> tuple[int, ...] | None:
         """Make room for the next `num_tokens`; the ids of the new blocks (perhaps none), or None without room."""
+        # Most rows of most steps: asked without a call.
         if request.num_computed_tokens + request.num_in_flight + num_tokens <= len(request.blocks) * self.block_size:
             return ()
         count = self._missing(request, num_tokens)
