@@ -25,6 +25,7 @@ FAST_PATH_ENVIRONMENT: Mapping[str, str] = {
 LAUNCHER_ENVIRONMENT: Mapping[str, str] = {
     "SERVE_APP_LAUNCHER": "1",
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+    "RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "0.3",
     "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "2",
     "RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS": "1",
     "RAY_SERVE_REPLICA_AUTOSCALING_METRIC_PUSH_INTERVAL_S": "2",
@@ -32,10 +33,11 @@ LAUNCHER_ENVIRONMENT: Mapping[str, str] = {
     "RAY_worker_niceness": "0",
 }
 """What `make serve` sets besides. Ray's switch for clusters on desktop systems, off, gives the node the address
-127.0.0.1, on which then all of Ray's own ports listen. For the draining period an ingress that is replaced still takes
-what HAProxy sends it before it knows; without one, such requests were cut. A replica that fails its health checks would
-get a minute to finish what it cannot finish, before it is replaced. Ray runs workers at niceness 15, behind everything
-else on the machine."""
+127.0.0.1, on which then all of Ray's own ports listen. Serve's controller looks after its replicas ten times a second
+by default, for a fortieth of a core that the model needs. For the draining period an ingress that is replaced still
+takes what HAProxy sends it before it knows; without one, such requests were cut. A replica that fails its health checks
+would get a minute to finish what it cannot finish, before it is replaced. Ray runs workers at niceness 15, behind
+everything else on the machine."""
 
 ENGINE_ENVIRONMENT: Mapping[str, str] = {"GOMP_SPINCOUNT": "5000"}
 """What a replica sets before it loads torch, whose threads spin for milliseconds after each operation by default, on

@@ -1,16 +1,18 @@
 """An engine for a server: the step loop in a thread of its own, an async generator per request on the event loop.
 
-Decides: how requests and news cross between the two threads, and what clients see when the engine ends. Two crossings
-exist: an inbox (event loop to engine), emptied before each step, and one hand-over per step with all its news (engine
-to event loop). Serves one event loop: the one it was started on.
+Decides: how requests and news cross between the two threads, which news wait for more, and what clients see when the
+engine ends. Two crossings exist: an inbox (event loop to engine), emptied before each step, and one hand-over per step
+with all its news (engine to event loop). Serves one event loop: the one it was started on.
 """
 
 import asyncio
 import logging
+import math
 import queue
 import threading
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 from serve_app.core.output import FinishReason, SchedulerStats, TokenDelta
 from serve_app.core.policy import SchedulerKnobs
@@ -60,13 +62,17 @@ class AsyncEngine:
 
     info: ModelInfo
 
-    def __init__(self, build: Callable[[], EngineCore]) -> None:
+    def __init__(self, build: Callable[[], EngineCore], gather_s: float) -> None:
         """For `start` and `start_with`. `build` makes the core; it is called in the engine's thread."""
         self._build = build
+        self._gather_s = gather_s
         self._loop = asyncio.get_running_loop()
         self._ready: asyncio.Future[None] = self._loop.create_future()
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._streams: dict[str, _Stream] = {}
+        self._gathered: dict[_Stream, list[TokenDelta]] = {}
+        self._delivery: asyncio.TimerHandle | None = None
+        self._delivered_at = -math.inf
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._stopping = False
         self._error: str | None = None
@@ -79,15 +85,25 @@ class AsyncEngine:
 
     @classmethod
     async def start(
-        cls, config: EngineConfig, on_step: OnStep | None = None, on_progress: OnProgress | None = None
+        cls,
+        config: EngineConfig,
+        on_step: OnStep | None = None,
+        on_progress: OnProgress | None = None,
+        *,
+        gather_s: float = 0.0,
     ) -> "AsyncEngine":
-        """Load the model and start the loop. Raises `ConfigError`. Both callbacks are called in the engine's thread."""
-        return await cls.start_with(lambda: EngineCore.load(config, on_step=on_step, on_progress=on_progress))
+        """Load the model and start the loop. Raises `ConfigError`. Both callbacks are called in the engine's thread.
+
+        News that come sooner than `gather_s` seconds after the last delivery wait for the next step's, but no longer
+        than that, and not if a choice begins or ends with them.
+        """
+        build = partial(EngineCore.load, config, on_step=on_step, on_progress=on_progress)
+        return await cls.start_with(build, gather_s=gather_s)
 
     @classmethod
-    async def start_with(cls, build: Callable[[], EngineCore]) -> "AsyncEngine":
+    async def start_with(cls, build: Callable[[], EngineCore], *, gather_s: float = 0.0) -> "AsyncEngine":
         """Start the loop on the core that `build` makes; whatever `build` raises is raised here."""
-        engine = cls(build)
+        engine = cls(build, gather_s)
         engine._thread.start()
         try:
             await engine._ready
@@ -97,7 +113,7 @@ class AsyncEngine:
         return engine
 
     async def generate(self, request: EngineRequest) -> AsyncGenerator[list[TokenDelta], None]:
-        """News of the request, one item per step that has any, until all its choices are finished.
+        """News of the request, one item per delivery that has any, until all its choices are finished.
 
         Closing or cancelling the generator aborts the request. Raises on the first step what the engine refuses
         (`InvalidRequestError`, `ContextLengthError`, `OverloadedError`, and `UnavailableError` of an engine that has
@@ -124,6 +140,7 @@ class AsyncEngine:
         """End a request; its generator yields a last item with `FinishReason.ABORT`. Unknown ids are no error."""
         if (stream := self._streams.get(request_id)) is None:
             return
+        self._deliver()
         self._end(request_id, stream)
         last = [TokenDelta(request_id, i, 0, (), finish_reason=FinishReason.ABORT) for i in sorted(stream.unfinished)]
         stream.news.put_nowait(last)
@@ -159,13 +176,28 @@ class AsyncEngine:
             self._inbox.put(lambda: self._remove(request_id))
 
     def _fail_all(self, error: RequestError) -> None:
+        self._deliver()
         for stream in self._streams.values():
             stream.news.put_nowait(error)
 
-    @staticmethod
-    def _deliver(news: list[tuple[_Stream, list[TokenDelta]]]) -> None:
+    def _take(self, news: list[tuple[_Stream, list[TokenDelta]]]) -> None:
+        """A step's news: deliver them, or see to it that they will be."""
         for stream, deltas in news:
+            self._gathered.setdefault(stream, []).extend(deltas)
+        due = self._delivered_at + self._gather_s
+        if self._loop.time() >= due or any(_cannot_wait(delta) for _, deltas in news for delta in deltas):
+            self._deliver()
+        elif self._delivery is None:
+            self._delivery = self._loop.call_at(due, self._deliver)
+
+    def _deliver(self) -> None:
+        if self._delivery is not None:
+            self._delivery.cancel()
+            self._delivery = None
+        gathered, self._gathered = self._gathered, {}
+        for stream, deltas in gathered.items():
             stream.news.put_nowait(deltas)
+        self._delivered_at = self._loop.time()
 
     def _started(self, error: BaseException | None) -> None:
         if self._ready.cancelled():
@@ -234,7 +266,7 @@ class AsyncEngine:
         news: dict[str, list[TokenDelta]] = {}
         for delta in deltas:
             news.setdefault(delta.request_id, []).append(delta)
-        self._hand_over(self._deliver, [(self._seated[request_id], group) for request_id, group in news.items()])
+        self._hand_over(self._take, [(self._seated[request_id], group) for request_id, group in news.items()])
 
     def _add(self, request: EngineRequest, stream: _Stream) -> None:
         stats, config = self._core.stats(), self._core.config
@@ -263,3 +295,8 @@ class AsyncEngine:
             self._loop.call_soon_threadsafe(callback, *args)
         except RuntimeError:
             self._stopping = True
+
+
+def _cannot_wait(delta: TokenDelta) -> bool:
+    """Whether its choice begins or ends with it."""
+    return delta.offset == 0 or delta.finish_reason is not None

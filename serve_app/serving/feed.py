@@ -11,18 +11,11 @@ attempt; failover makes the next one.
 """
 
 import asyncio
-import math
-import time
 from collections.abc import Iterator, MutableMapping
 from contextlib import contextmanager, suppress
 
 from serve_app.serving.attempt import ItemStream, LossReason, ReplicaLostError
-from serve_app.serving.wire import WireDelta, WireItem, WireNews, has_first_or_last
-
-_GATHER_S = 0.025
-"""News that come sooner than this after the feed's last item wait for the next step's, but no longer than this. First
-tokens and ends do not wait. Nobody reads forty pieces a second, and each costs a write to a socket, the largest part of
-what a token costs the ingress (42 % measured)."""
+from serve_app.serving.wire import WireDelta, WireItem, WireNews
 
 _REST_S = 5.0
 """How long an attempt's last items may take by the feed after its call has ended."""
@@ -35,8 +28,6 @@ class Outbox:
         self.is_open = True
         self._news: dict[str, list[WireDelta]] = {}
         self._has_news = asyncio.Event()
-        self._is_due = asyncio.Event()
-        self._taken_at = -math.inf
         self._num_users = 0
 
     @property
@@ -57,16 +48,13 @@ class Outbox:
         """Send them with the feed's next item."""
         self._news.setdefault(attempt_id, []).extend(deltas)
         self._has_news.set()
-        if has_first_or_last(deltas) or time.monotonic() >= self._taken_at + _GATHER_S:
-            self._is_due.set()
 
     async def take(self, wait_s: float) -> list[WireNews]:
-        """All there is, as soon as any is due; nothing when `wait_s` have passed without."""
-        if await _set_within(self._has_news, wait_s):
-            await _set_within(self._is_due, _GATHER_S)
+        """All there is, as soon as there is any; nothing when `wait_s` have passed without."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(wait_s):
+                await self._has_news.wait()
         self._has_news.clear()
-        self._is_due.clear()
-        self._taken_at = time.monotonic()
         news, self._news = self._news, {}
         return list(news.items())
 
@@ -74,14 +62,6 @@ class Outbox:
         """Nobody takes any more."""
         self.is_open = False
         self._has_news.set()
-        self._is_due.set()
-
-
-async def _set_within(event: asyncio.Event, wait_s: float) -> bool:
-    with suppress(TimeoutError):
-        async with asyncio.timeout(wait_s):
-            await event.wait()
-    return event.is_set()
 
 
 class FedStream:

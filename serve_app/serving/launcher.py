@@ -8,6 +8,7 @@ of this process and end with it.
 
 import json
 import logging
+import os
 import re
 import signal
 import socket
@@ -276,6 +277,8 @@ def _environment(scratch: Path) -> Mapping[str, str]:
     return {
         **FAST_PATH_ENVIRONMENT,
         **LAUNCHER_ENVIRONMENT,
+        # Four by default: more wake-ups for the same answers, on cores that the model needs.
+        "RAY_SERVE_HAPROXY_NBTHREAD": str(min(4, max(1, (os.cpu_count() or 1) // 4))),
         "RAY_SERVE_HAPROXY_BINARY_PATH": str(_write_haproxy_wrapper(scratch)),
         "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": str(scratch / "haproxy.cfg"),
         "RAY_SERVE_HAPROXY_SOCKET_PATH": str(scratch / "admin.sock"),

@@ -61,11 +61,6 @@ def pack_deltas(deltas: list[TokenDelta]) -> list[WireDelta]:
     return [_pack_delta(delta) for delta in deltas]
 
 
-def has_first_or_last(deltas: list[WireDelta]) -> bool:
-    """Whether a choice begins or ends with them."""
-    return any(offset == 0 or (rest and rest[0] is not None) for _, offset, _, *rest in deltas)
-
-
 def unpack_item(request_id: str, item: WireItem) -> list[TokenDelta]:
     """The deltas; raises the `RequestError` that travels in place of them."""
     if isinstance(item, dict):

@@ -1,6 +1,7 @@
 import asyncio
 import contextlib
 import random
+import threading
 from dataclasses import replace
 
 import pytest
@@ -27,6 +28,7 @@ from serve_app.model.paged_model import PagedModel
 from tests.engine.harness import Harness
 
 POISON = 199
+SMALL = EngineConfig(kv_cache_gib=0.1)
 
 
 def make_request(name: str, length: int = 5, max_tokens: int = 8, **fields: object) -> EngineRequest:
@@ -77,6 +79,50 @@ async def test_tokens_come_one_step_at_a_time(tiny_engine: AsyncEngine) -> None:
     assert items[-1][0].finish_reason is FinishReason.LENGTH
     await settled(tiny_engine)
     assert tiny_engine.health() == EngineHealth(alive=True, last_step_age_s=None, error=None)
+
+
+async def test_news_between_first_and_last_are_gathered(tiny_llama: PagedModel) -> None:
+    engine = await AsyncEngine.start_with(lambda: EngineCore(tiny_llama, SMALL), gather_s=60.0)
+    items = [news async for news in engine.generate(make_request("r", max_tokens=6))]
+    assert [[delta.offset for delta in news] for news in items] == [[0], [1, 2, 3, 4, 5]]
+    await engine.shutdown()
+
+
+async def test_gathered_news_wait_no_longer_than_they_may(tiny_llama: PagedModel) -> None:
+    has_second = threading.Event()
+
+    def hold_the_third_step(record: StepRecord) -> None:
+        if record.step == 2:
+            has_second.wait(20)
+
+    core = EngineCore(tiny_llama, SMALL, on_step=hold_the_third_step)
+    engine = await AsyncEngine.start_with(lambda: core, gather_s=0.05)
+    news = engine.generate(make_request("r", max_tokens=3))
+    async with asyncio.timeout(10):
+        assert [[delta.offset for delta in await anext(news)] for _ in range(2)] == [[0], [1]]
+    has_second.set()
+    assert [[delta.offset for delta in item] async for item in news] == [[2]]
+    await engine.shutdown()
+
+
+async def test_what_was_gathered_comes_before_an_abort(tiny_llama: PagedModel) -> None:
+    stepped = asyncio.Event()
+    loop = asyncio.get_running_loop()
+
+    def tell(record: StepRecord) -> None:
+        if record.step == 3:
+            loop.call_soon_threadsafe(stepped.set)
+
+    core = EngineCore(tiny_llama, SMALL, on_step=tell)
+    engine = await AsyncEngine.start_with(lambda: core, gather_s=60.0)
+    news = engine.generate(make_request("r", max_tokens=100))
+    assert (await anext(news))[0].offset == 0
+    await stepped.wait()
+    engine.abort("r")
+    items = [item async for item in news]
+    assert [delta.offset for delta in items[0]][:2] == [1, 2]
+    assert [delta.finish_reason for delta in items[-1]] == [FinishReason.ABORT]
+    await engine.shutdown()
 
 
 async def test_cancelled_at_any_time_leaks_nothing(tiny_engine: AsyncEngine) -> None:

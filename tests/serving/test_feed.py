@@ -46,30 +46,6 @@ async def test_an_outbox_gives_all_of_a_step_at_once() -> None:
     assert await outbox.take(60.0) == [("a.1", item(1))]
 
 
-async def test_tokens_between_first_and_last_wait_for_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(feed, "_GATHER_S", 60.0)
-    outbox = Outbox()
-    outbox.put("a.1", item(0))
-    assert await outbox.take(60.0) == [("a.1", item(0))]
-    taking = asyncio.create_task(outbox.take(60.0))
-    outbox.put("a.1", item(1))
-    outbox.put("b.1", item(7))
-    for _ in range(3):
-        await asyncio.sleep(0)
-    assert not taking.done()
-    last: list[WireDelta] = [(0, 2, [7], "stop", None, None, [], [])]
-    outbox.put("a.1", last)
-    assert await taking == [("a.1", [*item(1), *last]), ("b.1", item(7))]
-
-
-async def test_tokens_wait_no_longer_than_they_may() -> None:
-    outbox = Outbox()
-    outbox.put("a.1", item(0))
-    await outbox.take(60.0)
-    outbox.put("a.1", item(1))
-    assert await outbox.take(60.0) == [("a.1", item(1))]
-
-
 async def test_closing_an_outbox_ends_the_wait() -> None:
     outbox = Outbox()
     taking = asyncio.create_task(outbox.take(60.0))
