@@ -12,6 +12,7 @@ from random import Random
 from typing import Any
 
 import aiohttp
+import uvloop
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -56,8 +57,8 @@ async def find_model(base_url: str) -> str:
 def reach(server: Server, writer: PromptWriter) -> Server:
     """The server with its model's name, if none was given, and warmed up. Raises `RuntimeError` saying why not."""
     try:
-        server = replace(server, model=server.model or asyncio.run(find_model(server.base_url)))
-        asyncio.run(warm_up(server, writer))
+        server = replace(server, model=server.model or uvloop.run(find_model(server.base_url)))
+        uvloop.run(warm_up(server, writer))
     except (aiohttp.ClientError, OSError, RuntimeError) as error:
         raise RuntimeError(f"{server.base_url}: {error}") from error
     return server
@@ -84,7 +85,7 @@ def run_repeats(
 
 def through_http(server: Server, writer: PromptWriter) -> Runner:
     """Send a workload to a server."""
-    return lambda workload, on_done: asyncio.run(run_workload(server, workload, writer, on_done))
+    return lambda workload, on_done: uvloop.run(run_workload(server, workload, writer, on_done))
 
 
 def measure(

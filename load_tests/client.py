@@ -12,7 +12,6 @@ by how much this process itself was late.
 """
 
 import asyncio
-import json
 import resource
 import time
 from collections.abc import Callable, Sequence
@@ -20,6 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import aiohttp
+import orjson
 
 from load_tests.workloads import PromptWriter, WorkItem, Workload
 
@@ -199,7 +199,7 @@ async def _read(response: aiohttp.ClientResponse, stream: _Stream) -> None:
         payload = line[5:].strip()
         if payload == b"[DONE]":
             return stream.done()
-        stream.event(json.loads(payload))
+        stream.event(orjson.loads(payload))
 
 
 def _seconds(header: str | None) -> float | None:

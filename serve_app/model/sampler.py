@@ -218,6 +218,10 @@ def _edit(row: Tensor, slot: Slot, eos_token_ids: Sequence[int]) -> Tensor | Non
 
 def _most_likely(logits: Tensor) -> tuple[Tensor, list[int]]:
     """Each row's largest logit [R] and the first id that has it; nan counts as the largest."""
+    if logits.device.type == "cpu":
+        values = logits.numpy()  # whose argmax is several times as fast as torch's, and takes the first by contract
+        first = values.argmax(1)
+        return torch.from_numpy(values[np.arange(len(values)), first]), first.tolist()
     parts = _in_parts(logits)
     best, part = parts.amax(-1).max(-1)
     inside = parts.gather(1, part[:, None, None].expand(-1, 1, parts.shape[2]))[:, 0].argmax(-1)
