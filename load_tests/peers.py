@@ -4,7 +4,9 @@
     python -m load_tests.peers --contestants serve_app,llama_q4_0 --workloads decode,mixed:8
 
 Decides the order: in every round each contestant is started, sent every workload, and stopped, so a machine that drifts
-treats all alike; figures are medians over the rounds. A contestant that cannot run stays in the table, with the reason.
+treats all alike; figures are medians over the rounds. A peer that the first round shows far behind the best one everywhere is not
+asked again: its figures decide nothing, and the slowest take the most time. A contestant that cannot run stays in the
+table, with the reason.
 """
 
 import json
@@ -25,7 +27,7 @@ from load_tests.bench import measure, reach, through_http
 from load_tests.contestants import CONTESTANTS, OfflineCommand
 from load_tests.machine import machine
 from load_tests.peer_setup import PeerFolder, set_up
-from load_tests.peers_report import Entry, draw, figures, print_tables
+from load_tests.peers_report import Entry, draw, far_behind, figures, print_tables
 from load_tests.servers import ServerCommand, running
 from load_tests.workloads import PromptWriter, build_workload, open_writer, read_names
 from serve_app.cli.outputs import JsonFile, PngFile
@@ -116,8 +118,11 @@ def main(
     report: dict[str, Any] = {"machine": machine()}
     for repeat in range(repeats):
         turn = _Round(peers, writer, wanted, repeat, wait_quiet)
+        left_out = far_behind(entries, list(wanted)) if repeat else set()
+        for name in left_out:
+            console.print(f"{name}: far behind in the first round, not asked again")
         for name, entry in entries.items():
-            if entry.reason is None:
+            if entry.reason is None and name not in left_out:
                 turn.take(name, CONTESTANTS[name].make(peers, config), entry)
             if json_file is not None:  # after each, because an hour of measuring should survive an interruption
                 json_file.write_text(json.dumps(report | figures(entries, list(wanted)), indent=1) + "\n")

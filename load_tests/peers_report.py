@@ -119,6 +119,18 @@ def _is_rival(ours: Entry, other: Entry) -> bool:
     return not other.contestant.ours and (other.contestant.exact or not ours.contestant.exact)
 
 
+def far_behind(entries: Mapping[str, Entry], workloads: Sequence[str]) -> set[str]:
+    """The peers which ran to the end, but in every workload at less than half the best peer's rate."""
+    peers = {name: entry for name, entry in entries.items() if not entry.contestant.ours}
+    behind = set(peers)
+    for workload in workloads:
+        medians = {name: entry.median(workload) for name, entry in peers.items()}
+        rates = {name: rate(workload, median) for name, median in medians.items() if median is not None}
+        best = max((value for name, value in rates.items() if not peers[name].errors(workload)), default=0.0)
+        behind &= {name for name, value in rates.items() if 2 * value < best}
+    return behind
+
+
 def path_costs(entries: Mapping[str, Entry]) -> dict[str, dict[str, float]]:
     """What HTTP and Ray cost each of our servers that runs the engine which also ran alone.
 

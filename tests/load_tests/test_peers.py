@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from load_tests import peer_setup, peers
 from load_tests.contestants import CONTESTANTS, Contestant, OfflineCommand
 from load_tests.peer_setup import INSTALLATIONS, PeerFolder, set_up
-from load_tests.peers_report import Entry, path_costs, standings
+from load_tests.peers_report import Entry, far_behind, path_costs, standings
 from load_tests.servers import ServerCommand, free_port
 from load_tests.workloads import WorkItem
 from serve_app.settings import Settings
@@ -129,6 +129,15 @@ def test_ours_are_held_against_the_best_peer_of_their_kind() -> None:
     assert found["decode", "serve_app_exact", "tok/s"] == ("exact", 2.0)
     assert ("decode", "serve_app_exact", "ITL p99 ms") not in found
     assert not any(contestant == "engine" for _, contestant, _ in found)
+
+
+def test_only_who_is_far_behind_everywhere_is_not_asked_again() -> None:
+    slow, partly = entry(49.0), entry(49.0)
+    partly.runs["single"] = entry(51.0).runs["single"]
+    unfinished = entry(1.0)
+    del unfinished.runs["single"]
+    entries = {**ENTRIES, "slow": slow, "partly": partly, "unfinished": unfinished, "slow_ours": entry(1.0, ours=True)}
+    assert far_behind(entries, ["decode", "prefill", "single"]) == {"slow"}
 
 
 def test_the_path_costs_what_the_engine_alone_does_not_need() -> None:

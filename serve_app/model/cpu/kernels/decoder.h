@@ -1,222 +1,57 @@
 /* One step of a Llama-like decoder over the packed tokens of all sequences: from token ids to final hidden states.
  *
- * Per layer: norm, q k v, rotary positions and cache write, attention, output product, norm, gated MLP.
- *
  * Two ways to use many threads. Apart: each thread takes some of the sequences through all layers, and they meet once a
- * step; every thread reads all weights, so it takes some tokens each to pay. Together: every loop below is shared out
- * over the threads, by tokens, by panels of weights, or by attention tasks, and they meet ten times a layer; for few
- * tokens, and for a prompt that outweighs the other sequences. A row's bits are the same either way.
+ * step; who is done first takes over half of what another one still has before it (other processes use these cores
+ * too). Every thread reads all weights, so it takes some tokens each to pay. Together: the threads share out each loop
+ * within a layer and meet ten times a layer; for few tokens, and for a prompt that outweighs the other sequences. A
+ * row's bits are the same either way.
  */
 #ifndef SERVE_APP_DECODER_H
 #define SERVE_APP_DECODER_H
 
-#include "attention.h"
-#include "elementwise.h"
-#include "matmul.h"
+#include "layer.h"
 
-struct layer {
-    struct weight qkv, out, gate_up, down;
-    const float *input_norm, *post_norm; /* [hidden] */
-    const float *query_norm, *key_norm;  /* [head_dim] or NULL */
-    void *keys, *values;
-    int64_t window;
-};
-
-struct decoder {
-    int32_t num_layers, hidden, intermediate, num_heads, num_kv_heads, head_dim;
-    int32_t rotary_half; /* pairs of each head that are turned */
-    int32_t activation;
-    int32_t int8;        /* products in 8 bits, cache in half precision */
-    float eps, scale;
-    const float *embedding;  /* [vocabulary][hidden] */
-    const float *final_norm; /* [hidden] */
-    const float *cos, *sin;  /* [positions][rotary_half] */
-    struct layer *layers;
-};
-
-/* Memory of a step. Sizes are in floats per token. */
-struct workspace {
-    float *x;       /* [hidden] the residual stream */
-    float *delta;   /* [hidden] what is added to it next */
-    float *normed;  /* [widest input of a product] */
-    float *qkv;     /* [padded outputs of qkv] */
-    float *gate_up; /* [padded outputs of gate_up] */
-    struct input input; /* `normed`, also in fixed point where the next product wants it */
-    struct task *tasks;
-    float *scratch;
-};
-
-/* What the loops over tokens need. */
-struct step {
-    const struct decoder *decoder;
-    const struct layer *layer;
-    const struct batch *batch;
-    const int64_t *ids;
-    const struct workspace *space;
-    struct attention attention;
-    float *out;
-};
-
-static int64_t widest_input(const struct decoder *decoder) {
-    const int64_t heads = (int64_t)decoder->num_heads * decoder->head_dim;
-    const int64_t wide = heads > decoder->intermediate ? heads : decoder->intermediate;
-    return wide > decoder->hidden ? wide : decoder->hidden;
-}
-
-static struct attention attention_of(const struct decoder *decoder, const struct layer *layer) {
-    return (struct attention){decoder->num_heads, decoder->num_kv_heads, decoder->head_dim,
-                              layer ? (int)layer->window : 0, decoder->int8, decoder->scale};
-}
-
-/* Lays the workspace out from `memory` on; returns its size in bytes (so NULL asks for the size). */
-static int64_t lay_out(const struct decoder *decoder, int64_t tokens, int64_t sequences, int64_t threads, char *memory,
-                       struct workspace *space) {
-    const int64_t wide = widest_input(decoder), groups = (wide + GROUP - 1) / GROUP;
-    const struct attention attention = attention_of(decoder, NULL);
-    int64_t used = 0;
-#define TAKE(pointer, bytes) (pointer = (void *)(memory + used), used += ((bytes) + 63) / 64 * 64)
-    TAKE(space->x, 4 * tokens * decoder->hidden);
-    TAKE(space->delta, 4 * tokens * decoder->layers[0].out.outputs);
-    TAKE(space->normed, 4 * tokens * wide);
-    TAKE(space->qkv, 4 * tokens * decoder->layers[0].qkv.outputs);
-    TAKE(space->gate_up, 4 * tokens * decoder->layers[0].gate_up.outputs);
-    space->input.x = space->normed;
-    TAKE(space->input.q, MOST_BYTES * tokens * wide);
-    TAKE(space->input.scale, 4 * tokens * groups);
-    TAKE(space->input.sum, 4 * tokens * groups);
-    TAKE(space->input.centre, 8 * tokens * groups);
-    TAKE(space->tasks, tasks_bytes(&attention, tokens, sequences));
-    TAKE(space->scratch, 4 * threads * attention_scratch(&attention));
-#undef TAKE
-    return used;
-}
-
-/* Token `t`'s input to the product with `next`, as that product takes it. */
-static void prepare_input(const struct step *step, int t, const struct weight *next) {
-    const struct input *input = &step->space->input;
-    const int bytes = activation_bytes(next, step->decoder->int8);
-    const int64_t first = (int64_t)t * next->inputs, groups = next->inputs / GROUP;
-    if (!bytes) return;
-    quantize_row(input->x + first, next->inputs, bytes, (int8_t *)input->q + first * bytes,
-                 (float *)input->scale + t * groups, (float *)input->sum + t * groups,
-                 (int32_t *)input->centre + 2 * t * groups);
-}
-
-static void embed_token(const void *argument, int t, int thread) {
-    (void)thread;
-    const struct step *step = argument;
-    const int64_t hidden = step->decoder->hidden;
-    memcpy(step->space->x + t * hidden, step->decoder->embedding + step->ids[t] * hidden, (size_t)hidden * 4);
-}
-
-static void input_norm_token(const void *argument, int t, int thread) {
-    (void)thread;
-    const struct step *step = argument;
-    const int hidden = step->decoder->hidden;
-    float *x = step->space->x + (int64_t)t * hidden, *normed = step->space->normed + (int64_t)t * hidden;
-    if (step->layer != step->decoder->layers) add(x, step->space->delta + (int64_t)t * hidden, hidden);
-    rms_norm(x, step->layer->input_norm, step->decoder->eps, hidden, normed);
-    prepare_input(step, t, &step->layer->qkv);
-}
-
-static void post_norm_token(const void *argument, int t, int thread) {
-    (void)thread;
-    const struct step *step = argument;
-    const int hidden = step->decoder->hidden;
-    float *x = step->space->x + (int64_t)t * hidden, *normed = step->space->normed + (int64_t)t * hidden;
-    add(x, step->space->delta + (int64_t)t * hidden, hidden);
-    rms_norm(x, step->layer->post_norm, step->decoder->eps, hidden, normed);
-    prepare_input(step, t, &step->layer->gate_up);
-}
-
-static void final_norm_token(const void *argument, int t, int thread) {
-    (void)thread;
-    const struct step *step = argument;
-    const int hidden = step->decoder->hidden;
-    float *x = step->space->x + (int64_t)t * hidden;
-    add(x, step->space->delta + (int64_t)t * hidden, hidden);
-    rms_norm(x, step->decoder->final_norm, step->decoder->eps, hidden, step->out + (int64_t)t * hidden);
-}
-
-static void position_token(const void *argument, int t, int thread) {
-    (void)thread;
-    const struct step *step = argument;
-    const struct decoder *decoder = step->decoder;
-    const struct layer *layer = step->layer;
-    const int64_t at = step->batch->positions[t] * decoder->rotary_half;
-    const int dim = decoder->head_dim, turned = decoder->num_heads + decoder->num_kv_heads;
-    float *qkv = step->space->qkv + (int64_t)t * layer->qkv.outputs;
-    for (int head = 0; head < turned; head++) {
-        const float *norm = head < decoder->num_heads ? layer->query_norm : layer->key_norm;
-        if (norm) rms_norm(qkv + head * dim, norm, decoder->eps, dim, qkv + head * dim);
-        rotate(qkv + head * dim, decoder->cos + at, decoder->sin + at, decoder->rotary_half);
-    }
-    write_cache(&step->attention, qkv + decoder->num_heads * dim, qkv + turned * dim, step->batch->slots[t],
-                layer->keys, layer->values);
-}
-
-static void attended_token(const void *argument, int t, int thread) {
-    (void)thread;
-    const struct step *step = argument;
-    prepare_input(step, t, &step->layer->out);
-}
-
-static void activate_token(const void *argument, int t, int thread) {
-    (void)thread;
-    const struct step *step = argument;
-    const int count = step->decoder->intermediate;
-    const float *gate = step->space->gate_up + (int64_t)t * step->layer->gate_up.outputs;
-    gated(gate, gate + count, step->decoder->activation, count, step->space->normed + (int64_t)t * count);
-    prepare_input(step, t, &step->layer->down);
-}
-
-static void run_layer(struct pool *pool, struct step *step, const struct attend *attend) {
-    const struct decoder *decoder = step->decoder;
-    const struct layer *layer = step->layer;
-    const struct workspace *space = step->space;
-    const int tokens = step->batch->num_tokens;
-    parallel(pool, tokens, input_norm_token, step);
-    matmul(pool, &layer->qkv, decoder->int8, &space->input, tokens, space->qkv);
-    parallel(pool, tokens, position_token, step);
-    parallel(pool, attend->num_chunks, attend_chunk, attend);
-    parallel(pool, tokens, attended_token, step);
-    matmul(pool, &layer->out, decoder->int8, &space->input, tokens, space->delta);
-    parallel(pool, tokens, post_norm_token, step);
-    matmul(pool, &layer->gate_up, decoder->int8, &space->input, tokens, space->gate_up);
-    parallel(pool, tokens, activate_token, step);
-    matmul(pool, &layer->down, decoder->int8, &space->input, tokens, space->delta);
-}
-
-/* All sequences of `batch`, with all threads of `pool`. `memory`: lay_out's bytes. */
+/* All sequences of `batch`, with all threads of `pool`. `memory`: together_bytes. */
 static void run_together(const struct decoder *decoder, struct pool *pool, const struct batch *batch,
                          const int64_t *ids, char *memory, float *hidden) {
     struct workspace space;
+    memory += lay_out_stream(decoder, batch->num_tokens, memory, &space);
     lay_out(decoder, batch->num_tokens, batch->num_sequences, pool->num_threads, memory, &space);
     struct step step = {decoder, NULL, batch, ids, &space, attention_of(decoder, NULL), hidden};
-    const int num_chunks = make_tasks(&step.attention, batch, space.tasks) * decoder->num_kv_heads;
+    const int num_tasks = make_tasks(&step.attention, batch, space.tasks);
     parallel(pool, batch->num_tokens, embed_token, &step);
-    for (int i = 0; i < decoder->num_layers; i++) {
-        step.layer = decoder->layers + i;
-        step.attention = attention_of(decoder, step.layer);
-        const struct attend attend = {
-            &step.attention, batch, space.tasks, step.layer->keys, step.layer->values, space.qkv,
-            step.layer->qkv.outputs, space.normed, space.scratch, num_chunks, pool->num_threads,
-        };
-        run_layer(pool, &step, &attend);
-    }
+    for (int i = 0; i < decoder->num_layers; i++) run_layer(pool, &step, i, num_tasks);
     parallel(pool, batch->num_tokens, final_norm_token, &step);
 }
 
-enum { MOST_SHARES = 64, LEAST_SHARE_TOKENS = 4 };
+static int64_t together_bytes(const struct decoder *decoder, const struct pool *pool, const struct batch *batch) {
+    struct workspace space;
+    return lay_out_stream(decoder, batch->num_tokens, NULL, &space) +
+           lay_out(decoder, batch->num_tokens, batch->num_sequences, pool->num_threads, NULL, &space);
+}
 
-/* The sequences of a step, cut into a share for each thread: share i has those from first[i] to first[i + 1]. */
-struct shares {
+enum { MOST_SHARES = 64, LEAST_SHARE_TOKENS = 4, LEAST_SHARE_LAYERS = 3 };
+
+/* Sequences first to end - 1, which have passed `layer` layers. */
+struct share {
+    int first, end, layer;
+};
+
+/* A step whose sequences are shared out. */
+struct apart {
     const struct decoder *decoder;
     const struct batch *batch;
     const int64_t *ids;
     float *hidden;
-    char *memory[MOST_SHARES];
-    int first[MOST_SHARES + 1];
+    struct workspace stream; /* of all tokens, so that a share can change hands between two layers */
+    char *memory;            /* thread_bytes for each thread */
+    int64_t thread_bytes;
+    pthread_mutex_t mutex;
+    pthread_cond_t changed;
+    _Atomic int32_t idle;       /* threads that wait for a share */
+    _Atomic int32_t unfinished; /* shares */
+    _Atomic int32_t num_untaken;
+    struct share untaken[MOST_SHARES];
 };
 
 /* About how long a sequence's tokens take, in products of floats of one layer. */
@@ -228,77 +63,156 @@ static double sequence_cost(const struct decoder *decoder, const struct batch *b
     return per_token * (batch->query_starts[sequence + 1] - batch->query_starts[sequence]);
 }
 
-/* Cut the sequences, in their order, into `count` shares. Whether that pays: each is at most a fifth above the mean, for
- * nobody takes over a share that is begun, and large enough. The more threads read all weights, the less of the
- * memory's bandwidth is each one's, and the more tokens it takes to make up for that. */
-static int cut_evenly(const struct decoder *decoder, const struct batch *batch, int count, int *first) {
+/* Cut a share's sequences, in their order, into `count` shares. Whether that pays: each is at most a fifth above the mean
+ * (nobody takes over a part of a sequence) and large enough. The more threads read all weights, the less of the memory's
+ * bandwidth is each one's, and the more tokens it takes to make up for that. */
+static int cut_evenly(const struct decoder *decoder, const struct batch *batch, struct share whole, int count,
+                      struct share *shares) {
     double total = 0, reached = 0, begun = 0;
     const int least = count > LEAST_SHARE_TOKENS ? count : LEAST_SHARE_TOKENS;
-    if (count < 2 || count > MOST_SHARES || batch->num_tokens < count * least) return 0;
-    for (int s = 0; s < batch->num_sequences; s++) total += sequence_cost(decoder, batch, s);
-    first[0] = 0;
-    for (int share = 0, s = 0; share < count; share++, begun = reached) {
-        for (double cost; s < batch->num_sequences; s++, reached += cost) {
+    const int tokens = batch->query_starts[whole.end] - batch->query_starts[whole.first];
+    if (count < 2 || count > MOST_SHARES || tokens < count * least) return 0;
+    for (int s = whole.first; s < whole.end; s++) total += sequence_cost(decoder, batch, s);
+    for (int share = 0, s = whole.first; share < count; share++, begun = reached) {
+        shares[share] = (struct share){s, s, whole.layer};
+        for (double cost; s < whole.end; s++, reached += cost) {
             cost = sequence_cost(decoder, batch, s);
             if (reached + cost / 2 > total * (share + 1) / count) break; /* without it nearer to what is due */
         }
         if (reached - begun > 1.2 * total / count) return 0;
-        first[share + 1] = s;
+        shares[share].end = s;
     }
     return 1;
 }
 
-static int64_t starts_bytes(int sequences) { return (4 * ((int64_t)sequences + 1) + 63) / 64 * 64; }
-
-static int64_t share_bytes(const struct decoder *decoder, const struct batch *batch, const int *first) {
-    const int tokens = batch->query_starts[first[1]] - batch->query_starts[first[0]], sequences = first[1] - first[0];
-    struct workspace space;
-    return starts_bytes(sequences) + lay_out(decoder, tokens, sequences, 1, NULL, &space);
+/* The first shares of a step, one for each thread, if it is to be run apart. */
+static int cut_step(const struct decoder *decoder, const struct pool *pool, const struct batch *batch,
+                    struct share *shares) {
+    return cut_evenly(decoder, batch, (struct share){0, batch->num_sequences, 0}, pool->num_threads, shares);
 }
 
-static void run_share(const void *argument, int share, int thread) {
-    (void)thread;
-    const struct shares *shares = argument;
-    const struct batch *batch = shares->batch;
+/* Working memory of a thread, enough for any of `shares`: the starts of its sequences, then its workspace. */
+static int64_t starts_bytes(int sequences) { return (4 * ((int64_t)sequences + 1) + 63) / 64 * 64; }
+
+static int64_t share_bytes(const struct decoder *decoder, const struct batch *batch, const struct share *shares,
+                           int count) {
+    int64_t most = 0;
+    for (int i = 0; i < count; i++) {
+        const int tokens = batch->query_starts[shares[i].end] - batch->query_starts[shares[i].first];
+        const int sequences = shares[i].end - shares[i].first;
+        struct workspace space;
+        const int64_t bytes = starts_bytes(sequences) + lay_out(decoder, tokens, sequences, 1, NULL, &space);
+        most = bytes > most ? bytes : most;
+    }
+    return most;
+}
+
+/* If a thread waits for work, give it the second half of `share`, which has come to its layer. */
+static int give_half(struct apart *apart, struct share *share) {
+    struct share halves[2];
+    if (atomic_load(&apart->idle) <= atomic_load(&apart->num_untaken)) return 0;
+    if (share->layer + LEAST_SHARE_LAYERS > apart->decoder->num_layers) return 0;
+    if (!cut_evenly(apart->decoder, apart->batch, *share, 2, halves)) return 0;
+    pthread_mutex_lock(&apart->mutex);
+    const int wanted = atomic_load(&apart->idle) > atomic_load(&apart->num_untaken);
+    if (wanted) {
+        apart->untaken[atomic_fetch_add(&apart->num_untaken, 1)] = halves[1];
+        atomic_fetch_add(&apart->unfinished, 1);
+        pthread_cond_signal(&apart->changed);
+        *share = halves[0];
+    }
+    pthread_mutex_unlock(&apart->mutex);
+    return wanted;
+}
+
+/* Take `share` through the layers that are before it, with one thread, in its `memory`. */
+static void run_share(struct apart *apart, struct share share, char *memory) {
+    const struct decoder *decoder = apart->decoder;
+    const struct batch *batch = apart->batch;
     struct pool alone = {.num_threads = 1};
-    const int first = shares->first[share], sequences = shares->first[share + 1] - first;
-    const int token = batch->query_starts[first];
-    int32_t *starts = (int32_t *)shares->memory[share];
-    for (int s = 0; s <= sequences; s++) starts[s] = batch->query_starts[first + s] - token;
-    const struct batch part = {
-        starts[sequences], sequences, batch->positions + token, batch->slots + token, starts,
-        batch->kv_lens + first, batch->block_starts + first, batch->blocks,
+    const int token = batch->query_starts[share.first];
+    int32_t *starts = (int32_t *)memory;
+    struct workspace space = {
+        .x = apart->stream.x + (int64_t)token * decoder->hidden,
+        .delta = apart->stream.delta + (int64_t)token * decoder->hidden,
     };
-    run_together(shares->decoder, &alone, &part, shares->ids + token,
-                 shares->memory[share] + starts_bytes(sequences),
-                 shares->hidden + (int64_t)token * shares->decoder->hidden);
+    struct batch part = {
+        0, 0, batch->positions + token, batch->slots + token, starts,
+        batch->kv_lens + share.first, batch->block_starts + share.first, batch->blocks,
+    };
+    struct step step = {decoder, NULL, &part, apart->ids + token, &space, attention_of(decoder, NULL),
+                        apart->hidden + (int64_t)token * decoder->hidden};
+    const int begun = share.layer;
+    for (int num_tasks = 0; share.layer < decoder->num_layers; share.layer++) {
+        if (give_half(apart, &share) || share.layer == begun) {
+            part.num_sequences = share.end - share.first;
+            for (int s = 0; s <= part.num_sequences; s++) starts[s] = batch->query_starts[share.first + s] - token;
+            part.num_tokens = starts[part.num_sequences];
+            lay_out(decoder, part.num_tokens, part.num_sequences, 1, memory + starts_bytes(part.num_sequences), &space);
+            num_tasks = make_tasks(&step.attention, &part, space.tasks);
+        }
+        if (share.layer == 0) parallel(&alone, part.num_tokens, embed_token, &step);
+        run_layer(&alone, &step, share.layer, num_tasks);
+    }
+    parallel(&alone, part.num_tokens, final_norm_token, &step);
+}
+
+/* A share that nobody works on, once there is one. 0 when there will be none. */
+static int take_share(struct apart *apart, struct share *share) {
+    atomic_fetch_add(&apart->idle, 1);
+    for (int spin = 0; spin < SPINS && !atomic_load(&apart->num_untaken) && atomic_load(&apart->unfinished); spin++) relax();
+    pthread_mutex_lock(&apart->mutex);
+    while (!atomic_load(&apart->num_untaken) && atomic_load(&apart->unfinished))
+        pthread_cond_wait(&apart->changed, &apart->mutex);
+    const int found = atomic_load(&apart->num_untaken) > 0;
+    if (found) *share = apart->untaken[atomic_fetch_sub(&apart->num_untaken, 1) - 1];
+    atomic_fetch_sub(&apart->idle, 1);
+    pthread_mutex_unlock(&apart->mutex);
+    return found;
+}
+
+static void finish_share(struct apart *apart) {
+    pthread_mutex_lock(&apart->mutex);
+    if (atomic_fetch_sub(&apart->unfinished, 1) == 1) pthread_cond_broadcast(&apart->changed);
+    pthread_mutex_unlock(&apart->mutex);
+}
+
+/* What each thread does: work on shares until none is left. */
+static void run_shares(const void *argument, int chunk, int thread) {
+    (void)thread;
+    struct apart *apart = *(struct apart *const *)argument;
+    for (struct share share; take_share(apart, &share); finish_share(apart))
+        run_share(apart, share, apart->memory + chunk * apart->thread_bytes);
 }
 
 /* Bytes of working memory for decoder_step. */
 int64_t decoder_workspace(const struct decoder *decoder, const struct pool *pool, const struct batch *batch) {
-    int first[MOST_SHARES + 1];
+    struct share shares[MOST_SHARES];
     struct workspace space;
-    if (!cut_evenly(decoder, batch, pool->num_threads, first))
-        return lay_out(decoder, batch->num_tokens, batch->num_sequences, pool->num_threads, NULL, &space);
-    int64_t used = 0;
-    for (int i = 0; i < pool->num_threads; i++) used += share_bytes(decoder, batch, first + i);
-    return used;
+    if (!cut_step(decoder, pool, batch, shares)) return together_bytes(decoder, pool, batch);
+    return lay_out_stream(decoder, batch->num_tokens, NULL, &space) +
+           pool->num_threads * share_bytes(decoder, batch, shares, pool->num_threads);
 }
 
 /* Hidden states [tokens][hidden] of `ids` after the final norm; keys and values go to the layers' caches. `memory`:
  * decoder_workspace bytes, aligned to 64. */
 void decoder_step(const struct decoder *decoder, struct pool *pool, const struct batch *batch, const int64_t *ids,
                   char *memory, float *hidden) {
-    struct shares shares = {decoder, batch, ids, hidden, {NULL}, {0}};
-    if (!cut_evenly(decoder, batch, pool->num_threads, shares.first)) {
+    struct apart apart = {
+        decoder, batch, ids, hidden,
+        .mutex = PTHREAD_MUTEX_INITIALIZER,
+        .changed = PTHREAD_COND_INITIALIZER,
+        .unfinished = pool->num_threads,
+        .num_untaken = pool->num_threads,
+    };
+    if (!cut_step(decoder, pool, batch, apart.untaken)) {
         run_together(decoder, pool, batch, ids, memory, hidden);
         return;
     }
-    for (int i = 0; i < pool->num_threads; i++) {
-        shares.memory[i] = memory;
-        memory += share_bytes(decoder, batch, shares.first + i);
-    }
-    parallel(pool, pool->num_threads, run_share, &shares);
+    apart.memory = memory + lay_out_stream(decoder, batch->num_tokens, memory, &apart.stream);
+    apart.thread_bytes = share_bytes(decoder, batch, apart.untaken, pool->num_threads);
+    struct apart *shared = &apart;
+    parallel(pool, pool->num_threads, run_shares, &shared);
 }
 
 #endif
