@@ -3,10 +3,10 @@
     python -m load_tests.peers --repeats 3 --json FILE --png FILE
     python -m load_tests.peers --contestants serve_app,llama_q4_0 --workloads decode,mixed:8
 
-Decides the order: in every round each contestant is started, sent every workload, and stopped, so a machine that drifts
-treats all alike; figures are medians over the rounds. A peer that the first round shows far behind the best one everywhere is not
-asked again: its figures decide nothing, and the slowest take the most time. A contestant that cannot run stays in the
-table, with the reason.
+Decides the order: in every round each contestant is started, sent every workload, and stopped, so a machine that
+drifts treats all alike; figures are medians over the rounds. A peer that the first round shows far behind the best
+one everywhere is not asked again: its figures decide nothing, and the slowest take the most time. A contestant that
+cannot run stays in the table, with the reason.
 """
 
 import json

@@ -53,6 +53,7 @@ def test_everybody_is_measured_and_who_is_not_is_named_with_the_reason(
         "us": word_server(ours=True),
         "peer": word_server(),
         "liar": word_server("too_short"),
+        "slow": word_server("slow"),
         "broken": Contestant("broken", ends_early),
         "absent": Contestant("absent", ends_early, ("nowhere",)),
     }.items():
@@ -60,16 +61,16 @@ def test_everybody_is_measured_and_who_is_not_is_named_with_the_reason(
     monkeypatch.setitem(INSTALLATIONS, "nowhere", ("1", does_not_install))
     files = ["--json", str(tmp_path / "a.json"), "--png", str(tmp_path / "a.png"), "--peers", str(tmp_path / "peers")]
     options = ["--workloads", "decode:3,single:1", "--repeats", "2", *files]
-    result = run("us,peer,liar,broken,absent", *options)
+    result = run("us,peer,liar,slow,broken,absent", *options)
     assert result.exit_code == 0, result.output
     report = json.loads((tmp_path / "a.json").read_text())
     who = report["contestants"]
     assert "no such package" in who["absent"]["reason"]
     assert "ended with status 3" in who["broken"]["reason"]
-    assert [who[name]["reason"] for name in ("us", "peer", "liar")] == [None] * 3
-    assert [len(who[name]["ready_s"]) for name in who] == [2, 2, 2, 0, 0]
+    assert [who[name]["reason"] for name in ("us", "peer", "liar", "slow")] == [None] * 4
+    assert [len(who[name]["ready_s"]) for name in who] == [2, 2, 2, 1, 0, 0]
     assert {name: list(done) for name, done in report["results"].items()} == {
-        **dict.fromkeys(("us", "peer", "liar"), ["decode", "single"]),
+        **dict.fromkeys(("us", "peer", "liar", "slow"), ["decode", "single"]),
         **dict.fromkeys(("broken", "absent"), []),
     }
     runs = report["results"]["us"]["decode"]["runs"]
@@ -77,7 +78,7 @@ def test_everybody_is_measured_and_who_is_not_is_named_with_the_reason(
     assert all(one["server_pss_mib"] > 1 for one in runs)
     assert report["results"]["liar"]["decode"]["median"]["wrong_length"] == 3
     assert {standing["peer"] for standing in report["against_best_peer"]} == {"peer"}
-    for text in ("no such package", "ended with status 3"):
+    for text in ("no such package", "ended with status 3", "slow: far behind in the first round"):
         assert text in result.output
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
 

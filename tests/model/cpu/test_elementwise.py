@@ -1,36 +1,15 @@
 """The kernels' inner functions against torch, in every build, and the pool of threads."""
 
 import ctypes
-import subprocess
 import threading
-from ctypes import c_float, c_int, c_void_p
-from pathlib import Path
-from typing import Any
+from ctypes import c_int, c_void_p
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
 
-from serve_app.model.cpu.build import _FLAGS, BUILDS, SOURCES
-from serve_app.model.cpu.ops import Kernels
+from tests.model.cpu.conftest import call
 from tests.model.cpu.test_linear import quantized
-
-
-@pytest.fixture(scope="module")
-def shim(kernels: Kernels, kernels_folder: Path) -> ctypes.CDLL:
-    path = kernels_folder / f"shim-{kernels.build}.so"
-    flags = [*_FLAGS, *(f"-m{name}" for name in BUILDS[kernels.build]), "-Wall", "-Wextra", "-Werror"]
-    source = Path(__file__).with_name("shim.c")
-    subprocess.run(["cc", *flags, f"-I{SOURCES}", str(source), "-o", str(path), "-lm"], check=True)
-    return ctypes.CDLL(str(path))
-
-
-def call(function: Any, *arguments: Tensor | int | float) -> None:
-    kinds = {Tensor: c_void_p, int: c_int, float: c_float}
-    function.restype = None
-    function.argtypes = [kinds[type(argument)] for argument in arguments]
-    function(*(argument.data_ptr() if isinstance(argument, Tensor) else argument for argument in arguments))
 
 
 def test_exponential(shim: ctypes.CDLL) -> None:

@@ -1,0 +1,199 @@
+/* One layer of a Llama-like decoder over packed tokens: norm, q k v, rotary positions and cache write, attention, output
+ * product, norm, gated MLP. Every loop is shared out over the threads of a pool: by tokens, by panels of weights, or by
+ * attention tasks.
+ */
+#ifndef SERVE_APP_LAYER_H
+#define SERVE_APP_LAYER_H
+
+#include "attention.h"
+#include "elementwise.h"
+#include "matmul.h"
+
+struct layer {
+    struct weight qkv, out, gate_up, down;
+    const float *input_norm, *post_norm; /* [hidden] */
+    const float *query_norm, *key_norm;  /* [head_dim] or NULL */
+    void *keys, *values;
+    int64_t window;
+};
+
+struct decoder {
+    int32_t num_layers, hidden, intermediate, num_heads, num_kv_heads, head_dim;
+    int32_t rotary_half; /* pairs of each head that are turned */
+    int32_t activation;
+    int32_t int8;        /* products in 8 bits, cache in half precision */
+    float eps, scale;
+    const float *embedding;  /* [vocabulary][hidden] */
+    const float *final_norm; /* [hidden] */
+    const float *cos, *sin;  /* [positions][rotary_half] */
+    struct layer *layers;
+};
+
+/* Memory of some tokens' way through the layers. Sizes are in floats per token. The first two are all that one layer
+ * leaves to the next. */
+struct workspace {
+    float *x;       /* [hidden] the residual stream */
+    float *delta;   /* [hidden] what is added to it next */
+    float *normed;  /* [widest input of a product] */
+    float *qkv;     /* [padded outputs of qkv] */
+    float *gate_up; /* [padded outputs of gate_up] */
+    struct input input; /* `normed`, also in fixed point where the next product wants it */
+    struct task *tasks;
+    float *scratch;
+};
+
+/* What the loops over tokens need. */
+struct step {
+    const struct decoder *decoder;
+    const struct layer *layer;
+    const struct batch *batch;
+    const int64_t *ids;
+    const struct workspace *space;
+    struct attention attention;
+    float *out;
+};
+
+static int64_t widest_input(const struct decoder *decoder) {
+    const int64_t heads = (int64_t)decoder->num_heads * decoder->head_dim;
+    const int64_t wide = heads > decoder->intermediate ? heads : decoder->intermediate;
+    return wide > decoder->hidden ? wide : decoder->hidden;
+}
+
+static struct attention attention_of(const struct decoder *decoder, const struct layer *layer) {
+    return (struct attention){decoder->num_heads, decoder->num_kv_heads, decoder->head_dim,
+                              layer ? (int)layer->window : 0, decoder->int8, decoder->scale};
+}
+
+#define TAKE(pointer, bytes) (pointer = (void *)(memory + used), used += ((bytes) + 63) / 64 * 64)
+
+/* Lays out from `memory` on what one layer leaves to the next; returns its size in bytes (so NULL asks for the size). */
+static int64_t lay_out_stream(const struct decoder *decoder, int64_t tokens, char *memory, struct workspace *space) {
+    int64_t used = 0;
+    TAKE(space->x, 4 * tokens * decoder->hidden);
+    TAKE(space->delta, 4 * tokens * decoder->hidden);
+    return used;
+}
+
+/* The same for the rest of the workspace. */
+static int64_t lay_out(const struct decoder *decoder, int64_t tokens, int64_t sequences, int64_t threads, char *memory,
+                       struct workspace *space) {
+    const int64_t wide = widest_input(decoder), groups = (wide + GROUP - 1) / GROUP;
+    const struct attention attention = attention_of(decoder, NULL);
+    int64_t used = 0;
+    TAKE(space->normed, 4 * tokens * wide);
+    TAKE(space->qkv, 4 * tokens * decoder->layers[0].qkv.outputs);
+    TAKE(space->gate_up, 4 * tokens * decoder->layers[0].gate_up.outputs);
+    space->input.x = space->normed;
+    TAKE(space->input.q, MOST_BYTES * tokens * wide);
+    TAKE(space->input.scale, 4 * tokens * groups);
+    TAKE(space->input.sum, 4 * tokens * groups);
+    TAKE(space->input.centre, 8 * tokens * groups);
+    TAKE(space->tasks, tasks_bytes(&attention, tokens, sequences));
+    TAKE(space->scratch, 4 * threads * attention_scratch(&attention));
+    return used;
+}
+#undef TAKE
+
+/* Token `t`'s input to the product with `next`, as that product takes it. */
+static void prepare_input(const struct step *step, int t, const struct weight *next) {
+    const struct input *input = &step->space->input;
+    const int bytes = activation_bytes(next, step->decoder->int8);
+    const int64_t first = (int64_t)t * next->inputs, groups = next->inputs / GROUP;
+    if (!bytes) return;
+    quantize_row(input->x + first, next->inputs, bytes, (int8_t *)input->q + first * bytes,
+                 (float *)input->scale + t * groups, (float *)input->sum + t * groups,
+                 (int32_t *)input->centre + 2 * t * groups);
+}
+
+static void embed_token(const void *argument, int t, int thread) {
+    (void)thread;
+    const struct step *step = argument;
+    const int64_t hidden = step->decoder->hidden;
+    memcpy(step->space->x + t * hidden, step->decoder->embedding + step->ids[t] * hidden, (size_t)hidden * 4);
+}
+
+static void input_norm_token(const void *argument, int t, int thread) {
+    (void)thread;
+    const struct step *step = argument;
+    const int hidden = step->decoder->hidden;
+    float *x = step->space->x + (int64_t)t * hidden, *normed = step->space->normed + (int64_t)t * hidden;
+    if (step->layer != step->decoder->layers) add(x, step->space->delta + (int64_t)t * hidden, hidden);
+    rms_norm(x, step->layer->input_norm, step->decoder->eps, hidden, normed);
+    prepare_input(step, t, &step->layer->qkv);
+}
+
+static void post_norm_token(const void *argument, int t, int thread) {
+    (void)thread;
+    const struct step *step = argument;
+    const int hidden = step->decoder->hidden;
+    float *x = step->space->x + (int64_t)t * hidden, *normed = step->space->normed + (int64_t)t * hidden;
+    add(x, step->space->delta + (int64_t)t * hidden, hidden);
+    rms_norm(x, step->layer->post_norm, step->decoder->eps, hidden, normed);
+    prepare_input(step, t, &step->layer->gate_up);
+}
+
+static void final_norm_token(const void *argument, int t, int thread) {
+    (void)thread;
+    const struct step *step = argument;
+    const int hidden = step->decoder->hidden;
+    float *x = step->space->x + (int64_t)t * hidden;
+    add(x, step->space->delta + (int64_t)t * hidden, hidden);
+    rms_norm(x, step->decoder->final_norm, step->decoder->eps, hidden, step->out + (int64_t)t * hidden);
+}
+
+static void position_token(const void *argument, int t, int thread) {
+    (void)thread;
+    const struct step *step = argument;
+    const struct decoder *decoder = step->decoder;
+    const struct layer *layer = step->layer;
+    const int64_t at = step->batch->positions[t] * decoder->rotary_half;
+    const int dim = decoder->head_dim, turned = decoder->num_heads + decoder->num_kv_heads;
+    float *qkv = step->space->qkv + (int64_t)t * layer->qkv.outputs;
+    for (int head = 0; head < turned; head++) {
+        const float *norm = head < decoder->num_heads ? layer->query_norm : layer->key_norm;
+        if (norm) rms_norm(qkv + head * dim, norm, decoder->eps, dim, qkv + head * dim);
+        rotate(qkv + head * dim, decoder->cos + at, decoder->sin + at, decoder->rotary_half);
+    }
+    write_cache(&step->attention, qkv + decoder->num_heads * dim, qkv + turned * dim, step->batch->slots[t],
+                layer->keys, layer->values);
+}
+
+static void attended_token(const void *argument, int t, int thread) {
+    (void)thread;
+    const struct step *step = argument;
+    prepare_input(step, t, &step->layer->out);
+}
+
+static void activate_token(const void *argument, int t, int thread) {
+    (void)thread;
+    const struct step *step = argument;
+    const int count = step->decoder->intermediate;
+    const float *gate = step->space->gate_up + (int64_t)t * step->layer->gate_up.outputs;
+    gated(gate, gate + count, step->decoder->activation, count, step->space->normed + (int64_t)t * count);
+    prepare_input(step, t, &step->layer->down);
+}
+
+/* Layer `index` for all sequences of the step's batch, of which `num_tasks` attention tasks were made. */
+static void run_layer(struct pool *pool, struct step *step, int index, int num_tasks) {
+    const struct decoder *decoder = step->decoder;
+    const struct layer *layer = step->layer = decoder->layers + index;
+    const struct workspace *space = step->space;
+    step->attention = attention_of(decoder, layer);
+    const struct attend attend = {
+        &step->attention, step->batch, space->tasks, layer->keys, layer->values, space->qkv,
+        layer->qkv.outputs, space->normed, space->scratch, num_tasks * decoder->num_kv_heads, pool->num_threads,
+    };
+    const int tokens = step->batch->num_tokens;
+    parallel(pool, tokens, input_norm_token, step);
+    matmul(pool, &layer->qkv, decoder->int8, &space->input, tokens, space->qkv);
+    parallel(pool, tokens, position_token, step);
+    parallel(pool, attend.num_chunks, attend_chunk, &attend);
+    parallel(pool, tokens, attended_token, step);
+    matmul(pool, &layer->out, decoder->int8, &space->input, tokens, space->delta);
+    parallel(pool, tokens, post_norm_token, step);
+    matmul(pool, &layer->gate_up, decoder->int8, &space->input, tokens, space->gate_up);
+    parallel(pool, tokens, activate_token, step);
+    matmul(pool, &layer->down, decoder->int8, &space->input, tokens, space->delta);
+}
+
+#endif
