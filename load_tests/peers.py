@@ -4,9 +4,8 @@
     python -m load_tests.peers --contestants serve_app,llama_q4_0 --workloads decode,mixed:8
 
 Decides the order: in every round each contestant is started, sent every workload, and stopped, so a machine that
-drifts treats all alike; figures are medians over the rounds. A peer that the first round shows far behind the best
-one everywhere is not asked again: its figures decide nothing, and the slowest take the most time. A contestant that
-cannot run stays in the table, with the reason.
+drifts treats all alike; figures are medians over the rounds. A peer that takes long and decides nothing, by the first
+round, is not asked again. A contestant that cannot run stays in the table, with the reason.
 """
 
 import json
@@ -116,11 +115,12 @@ def main(
     for name, entry in entries.items():
         entry.reason = next((missing[need] for need in CONTESTANTS[name].needs if need in missing), None)
     report: dict[str, Any] = {"machine": machine()}
+    left_out: set[str] = set()
     for repeat in range(repeats):
         turn = _Round(peers, writer, wanted, repeat, wait_quiet)
-        left_out = far_behind(entries, list(wanted)) if repeat else set()
-        for name in left_out:
-            console.print(f"{name}: far behind in the first round, not asked again")
+        if repeat == 1:
+            left_out = far_behind(entries, list(wanted))
+            console.print(f"far behind in the first round, not asked again: {', '.join(sorted(left_out)) or 'nobody'}")
         for name, entry in entries.items():
             if entry.reason is None and name not in left_out:
                 turn.take(name, CONTESTANTS[name].make(peers, config), entry)

@@ -120,15 +120,25 @@ def _is_rival(ours: Entry, other: Entry) -> bool:
 
 
 def far_behind(entries: Mapping[str, Entry], workloads: Sequence[str]) -> set[str]:
-    """The peers which ran to the end, but in every workload at less than half the best peer's rate."""
-    peers = {name: entry for name, entry in entries.items() if not entry.contestant.ours}
-    behind = set(peers)
-    for workload in workloads:
-        medians = {name: entry.median(workload) for name, entry in peers.items()}
-        rates = {name: rate(workload, median) for name, median in medians.items() if median is not None}
-        best = max((value for name, value in rates.items() if not peers[name].errors(workload)), default=0.0)
-        behind &= {name for name, value in rates.items() if 2 * value < best}
-    return behind
+    """The peers that decide nothing: nobody's best peer in any figure, and for all workloads together they took more
+    than twice the time of another peer of their kind. Peers with unquantized weights are a kind of their own."""
+    seconds = {
+        name: sum(float(median["seconds"]) for median in medians)
+        for name, entry in entries.items()
+        if not entry.contestant.ours
+        and len(medians := [median for workload in workloads if (median := entry.median(workload))]) == len(workloads)
+    }
+    whole = {name: taken for name, taken in seconds.items() if not any(map(entries[name].errors, workloads))}
+    best_peers = {standing.peer for standing in standings(entries, workloads)}
+    return {
+        name
+        for name, taken in seconds.items()
+        if name not in best_peers
+        and any(
+            taken > 2 * other_taken and (entries[other].contestant.exact or not entries[name].contestant.exact)
+            for other, other_taken in whole.items()
+        )
+    }
 
 
 def path_costs(entries: Mapping[str, Entry]) -> dict[str, dict[str, float]]:

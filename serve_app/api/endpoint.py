@@ -171,7 +171,7 @@ class GenerationResponse(Response):
         tracker: RequestTracker,
         send: Send,
     ) -> None:
-        """One body message per step of the engine. Before the first one, errors are raised: they still get a status."""
+        """One body message per delivery of news. Before the first one, errors are raised: they still get a status."""
         wire = job.wire(generation)
         started = False
         seen = [False] * len(generation.streams)

@@ -298,5 +298,5 @@ class AsyncEngine:
 
 
 def _cannot_wait(delta: TokenDelta) -> bool:
-    """Whether its choice begins or ends with it."""
-    return delta.offset == 0 or delta.finish_reason is not None
+    """Whether its choice begins, here at least, or ends with it."""
+    return delta.offset == 0 or delta.num_cached_tokens is not None or delta.finish_reason is not None

@@ -1,6 +1,6 @@
 """How many engine replicas the load needs: the rule, a pure function, and the policies through which Ray Serve asks it.
 
-Decides the number alone. Limits and delays are Serve's (`AutoscalingConfig`); it asks ten times a second, and acts on
+Decides the number alone. Limits and delays are Serve's (`AutoscalingConfig`); it asks some times a second, and acts on
 an answer that has stayed on the same side of the present number for the whole delay.
 
 The long queue stands at the ingress, and Serve shows a policy its own deployment's figures only. So the ingress, of

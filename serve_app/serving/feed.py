@@ -1,7 +1,7 @@
 """The feed: one stream per ingress and replica, which carries the news of all requests between the two.
 
-A streamed item costs Ray about 0.6 ms of processor time, whatever is in it; a step of 16 requests would pay that 16
-times. So each ingress keeps one streaming call open at each replica, and what a step says of all its requests comes as
+A streamed item costs Ray about 0.6 ms of processor time, whatever is in it; news of 16 requests would pay that 16
+times. So each ingress keeps one streaming call open at each replica, and all that the engine delivers at once comes as
 one item. The call that runs a request still decides how its attempt fares: it is what the router places, what is
 cancelled, and what breaks when the replica dies.
 

@@ -48,7 +48,7 @@ STEPS_PATH = "/steps"
 _SWITCH_INTERVAL_S = 0.0001
 
 # Nobody reads forty pieces a second, and each costs a write to a socket, the largest part of what a token costs the
-# ingress (a third to two fifths measured), besides the way there.
+# ingress (34 and 42 % measured), besides the way there.
 _GATHER_S = 0.025
 
 # A feed ends by itself where no attempt needs it, so that none outlives a caller that died without a word.

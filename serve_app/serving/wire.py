@@ -1,6 +1,6 @@
 """What travels between ingress and replica: plain tuples and dicts, small, with nothing that needs our classes to load.
 
-An attempt's items are lists of deltas, one per step that has news of it. One error dict (`RequestError.to_wire`) ends
+An attempt's items are lists of deltas, one per delivery with news of it. One error dict (`RequestError.to_wire`) ends
 them instead: Ray would wrap an exception in its own, and log it with a traceback. A heartbeat is the id of the replica
 that sent it and its load; in the feed (see `feed`) the items of all attempts since the last one come with it.
 """

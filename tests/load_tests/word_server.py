@@ -1,14 +1,11 @@
-"""A completions server as a process of its own: `word_server.py PORT [too_short | slow]`. Standard library only: it
-starts at once. Every token is a word; `too_short` answers with one word less than asked for, `slow` half a second late.
-"""
+"""A completions server as a process of its own: `word_server.py PORT [too_short]`. Standard library only: it starts at
+once. Every token is a word; `too_short` answers with one word less than asked for."""
 
 import json
 import sys
-import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 MISSING = int(sys.argv[2:] == ["too_short"])
-DELAY_S = 0.5 if sys.argv[2:] == ["slow"] else 0.0
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -16,7 +13,6 @@ class Handler(BaseHTTPRequestHandler):
         self._answer(json.dumps({"data": [{"id": "words"}]}).encode())
 
     def do_POST(self) -> None:
-        time.sleep(DELAY_S)
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         count = body["max_tokens"] - MISSING
         events = [{"choices": [{"text": "word ", "finish_reason": None}]} for _ in range(count)]

@@ -46,10 +46,12 @@ struct apart {
     struct workspace stream; /* of all tokens, so that a share can change hands between two layers */
     char *memory;            /* thread_bytes for each thread */
     int64_t thread_bytes;
+    int least_tokens; /* of a share */
+    int last_giving;  /* the layer before which a share can be halved for the last time */
     pthread_mutex_t mutex;
     pthread_cond_t changed;
-    _Atomic int32_t idle;       /* threads that wait for a share */
-    _Atomic int32_t unfinished; /* shares */
+    _Atomic int32_t idle;   /* threads that wait for a share */
+    _Atomic int32_t givers; /* shares that can still be halved */
     _Atomic int32_t num_untaken;
     struct share untaken[MOST_SHARES];
 };
@@ -64,14 +66,12 @@ static double sequence_cost(const struct decoder *decoder, const struct batch *b
 }
 
 /* Cut a share's sequences, in their order, into `count` shares. Whether that pays: each is at most a fifth above the mean
- * (nobody takes over a part of a sequence) and large enough. The more threads read all weights, the less of the memory's
- * bandwidth is each one's, and the more tokens it takes to make up for that. */
+ * (nobody takes over a part of a sequence) and they have `least_tokens` on the mean. */
 static int cut_evenly(const struct decoder *decoder, const struct batch *batch, struct share whole, int count,
-                      struct share *shares) {
+                      int least_tokens, struct share *shares) {
     double total = 0, reached = 0, begun = 0;
-    const int least = count > LEAST_SHARE_TOKENS ? count : LEAST_SHARE_TOKENS;
     const int tokens = batch->query_starts[whole.end] - batch->query_starts[whole.first];
-    if (count < 2 || count > MOST_SHARES || tokens < count * least) return 0;
+    if (count < 2 || count > MOST_SHARES || tokens < count * least_tokens) return 0;
     for (int s = whole.first; s < whole.end; s++) total += sequence_cost(decoder, batch, s);
     for (int share = 0, s = whole.first; share < count; share++, begun = reached) {
         shares[share] = (struct share){s, s, whole.layer};
@@ -85,10 +85,17 @@ static int cut_evenly(const struct decoder *decoder, const struct batch *batch, 
     return 1;
 }
 
+/* The more threads read all weights, the less of the memory's bandwidth is each one's, and the more tokens it takes to
+ * make up for that. */
+static int least_share_tokens(const struct pool *pool) {
+    return pool->num_threads > LEAST_SHARE_TOKENS ? pool->num_threads : LEAST_SHARE_TOKENS;
+}
+
 /* The first shares of a step, one for each thread, if it is to be run apart. */
 static int cut_step(const struct decoder *decoder, const struct pool *pool, const struct batch *batch,
                     struct share *shares) {
-    return cut_evenly(decoder, batch, (struct share){0, batch->num_sequences, 0}, pool->num_threads, shares);
+    const struct share whole = {0, batch->num_sequences, 0};
+    return cut_evenly(decoder, batch, whole, pool->num_threads, least_share_tokens(pool), shares);
 }
 
 /* Working memory of a thread, enough for any of `shares`: the starts of its sequences, then its workspace. */
@@ -107,22 +114,34 @@ static int64_t share_bytes(const struct decoder *decoder, const struct batch *ba
     return most;
 }
 
+static int last_giving(const struct decoder *decoder) {
+    return decoder->num_layers > LEAST_SHARE_LAYERS ? decoder->num_layers - LEAST_SHARE_LAYERS : 0;
+}
+
 /* If a thread waits for work, give it the second half of `share`, which has come to its layer. */
 static int give_half(struct apart *apart, struct share *share) {
     struct share halves[2];
     if (atomic_load(&apart->idle) <= atomic_load(&apart->num_untaken)) return 0;
-    if (share->layer + LEAST_SHARE_LAYERS > apart->decoder->num_layers) return 0;
-    if (!cut_evenly(apart->decoder, apart->batch, *share, 2, halves)) return 0;
+    if (share->layer > apart->last_giving) return 0;
+    if (!cut_evenly(apart->decoder, apart->batch, *share, 2, apart->least_tokens, halves)) return 0;
     pthread_mutex_lock(&apart->mutex);
     const int wanted = atomic_load(&apart->idle) > atomic_load(&apart->num_untaken);
     if (wanted) {
         apart->untaken[atomic_fetch_add(&apart->num_untaken, 1)] = halves[1];
-        atomic_fetch_add(&apart->unfinished, 1);
+        atomic_fetch_add(&apart->givers, 1);
         pthread_cond_signal(&apart->changed);
         *share = halves[0];
     }
     pthread_mutex_unlock(&apart->mutex);
     return wanted;
+}
+
+/* A share has come so far that nothing of it will be given away any more. Those who wait for that may go: a step waits
+ * for all its threads, also for one that was put aside while it slept. */
+static void end_giving(struct apart *apart) {
+    pthread_mutex_lock(&apart->mutex);
+    if (atomic_fetch_sub(&apart->givers, 1) == 1) pthread_cond_broadcast(&apart->changed);
+    pthread_mutex_unlock(&apart->mutex);
 }
 
 /* Take `share` through the layers that are before it, with one thread, in its `memory`. */
@@ -151,6 +170,7 @@ static void run_share(struct apart *apart, struct share share, char *memory) {
             lay_out(decoder, part.num_tokens, part.num_sequences, 1, memory + starts_bytes(part.num_sequences), &space);
             num_tasks = make_tasks(&step.attention, &part, space.tasks);
         }
+        if (share.layer == apart->last_giving) end_giving(apart);
         if (share.layer == 0) parallel(&alone, part.num_tokens, embed_token, &step);
         run_layer(&alone, &step, share.layer, num_tasks);
     }
@@ -160,9 +180,9 @@ static void run_share(struct apart *apart, struct share share, char *memory) {
 /* A share that nobody works on, once there is one. 0 when there will be none. */
 static int take_share(struct apart *apart, struct share *share) {
     atomic_fetch_add(&apart->idle, 1);
-    for (int spin = 0; spin < SPINS && !atomic_load(&apart->num_untaken) && atomic_load(&apart->unfinished); spin++) relax();
+    for (int spin = 0; spin < SPINS && !atomic_load(&apart->num_untaken) && atomic_load(&apart->givers); spin++) relax();
     pthread_mutex_lock(&apart->mutex);
-    while (!atomic_load(&apart->num_untaken) && atomic_load(&apart->unfinished))
+    while (!atomic_load(&apart->num_untaken) && atomic_load(&apart->givers))
         pthread_cond_wait(&apart->changed, &apart->mutex);
     const int found = atomic_load(&apart->num_untaken) > 0;
     if (found) *share = apart->untaken[atomic_fetch_sub(&apart->num_untaken, 1) - 1];
@@ -171,17 +191,11 @@ static int take_share(struct apart *apart, struct share *share) {
     return found;
 }
 
-static void finish_share(struct apart *apart) {
-    pthread_mutex_lock(&apart->mutex);
-    if (atomic_fetch_sub(&apart->unfinished, 1) == 1) pthread_cond_broadcast(&apart->changed);
-    pthread_mutex_unlock(&apart->mutex);
-}
-
 /* What each thread does: work on shares until none is left. */
 static void run_shares(const void *argument, int chunk, int thread) {
     (void)thread;
     struct apart *apart = *(struct apart *const *)argument;
-    for (struct share share; take_share(apart, &share); finish_share(apart))
+    for (struct share share; take_share(apart, &share);)
         run_share(apart, share, apart->memory + chunk * apart->thread_bytes);
 }
 
@@ -200,9 +214,11 @@ void decoder_step(const struct decoder *decoder, struct pool *pool, const struct
                   char *memory, float *hidden) {
     struct apart apart = {
         decoder, batch, ids, hidden,
+        .least_tokens = least_share_tokens(pool),
+        .last_giving = last_giving(decoder),
         .mutex = PTHREAD_MUTEX_INITIALIZER,
         .changed = PTHREAD_COND_INITIALIZER,
-        .unfinished = pool->num_threads,
+        .givers = pool->num_threads,
         .num_untaken = pool->num_threads,
     };
     if (!cut_step(decoder, pool, batch, apart.untaken)) {
