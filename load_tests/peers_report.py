@@ -134,10 +134,7 @@ def far_behind(entries: Mapping[str, Entry], workloads: Sequence[str]) -> set[st
         name
         for name, taken in seconds.items()
         if name not in best_peers
-        and any(
-            taken > 2 * other_taken and (entries[other].contestant.exact or not entries[name].contestant.exact)
-            for other, other_taken in whole.items()
-        )
+        and any(taken > 2 * quicker and _is_rival(entries[name], entries[other]) for other, quicker in whole.items())
     }
 
 
