@@ -9,7 +9,7 @@ import signal
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from random import Random
 from typing import Any
 
@@ -207,13 +207,16 @@ class Experiment:
     async def victim(
         self, tokens: int = _VICTIM_TOKENS, prompt: int = 50, *, alone: bool = False
     ) -> tuple["Watched", int]:
-        """One stream, the pid of the replica that has it, and then (unless it is to be `alone`) others around it."""
+        """One stream, the pid of the replica that has it, and then (unless it is to be `alone`) others around it.
+
+        All of its prompt is computed: what was learnt, under another salt, is in some replica's cache.
+        """
         rng = Random(6)
         target = ask("victim", prompt_text(rng, prompt), tokens, temperature=1, seed=7, logprobs=1)
         await self.learn([target])
         others = [] if alone else await self.mixed(rng, 8, _MAX_TOKENS)
         watched = Watched()
-        watched.answer = self.start(target, watched.on_event)
+        watched.answer = self.start(replace(target, body={**target.body, "cache_salt": "victim"}), watched.on_event)
         pid = await self.locate()
         for a in others:
             self.start(a)

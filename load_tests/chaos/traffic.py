@@ -45,8 +45,8 @@ class Ask:
 
     @property
     def key(self) -> str:
-        """Equal for requests that must be answered alike: whoever asks."""
-        return repr({name: value for name, value in self.body.items() if name != "user"})
+        """Equal for requests that must be answered alike: whoever asks, and whatever is cached."""
+        return repr({name: value for name, value in self.body.items() if name not in ("user", "cache_salt")})
 
 
 @dataclass
