@@ -46,25 +46,14 @@ def _call(pending: PendingRequest) -> dict[str, Any]:
 
 
 class RivalMixin(ReportingMixin):
-    """What our ingress needs of any router: heartbeats go to their replica, and it is told who got what."""
+    """What our ingress needs of any router: it is told who got what."""
 
     async def _choose_replica_for_request(
         self, pending_request: PendingRequest, *, is_retry: bool = False
     ) -> RunningReplica:
-        data = _call(pending_request)
-        if "attempt_id" in data and "prompt_token_ids" not in data:
-            chosen = await self._pinned(data["attempt_id"])
-        else:
-            chosen = await super()._choose_replica_for_request(pending_request, is_retry=is_retry)  # type: ignore[misc]
-        replica_set.note_assigned(data.get("attempt_id", ""), chosen.replica_id.unique_id)
+        chosen = await super()._choose_replica_for_request(pending_request, is_retry=is_retry)  # type: ignore[misc]
+        replica_set.note_assigned(_call(pending_request).get("attempt_id", ""), chosen.replica_id.unique_id)
         return chosen
-
-    async def _pinned(self, attempt_id: str) -> RunningReplica:
-        while True:
-            by_id = {replica.replica_id.unique_id: replica for replica in self.curr_replicas.values()}  # type: ignore[attr-defined]
-            if allowed := replica_set.routable(list(by_id), attempt_id):
-                return by_id[allowed[0]]
-            await self._backoff(0)  # type: ignore[attr-defined]
 
 
 class PowerOfTwoRouter(RivalMixin, PowerOfTwoChoicesRequestRouter):  # type: ignore[misc]

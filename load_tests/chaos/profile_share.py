@@ -42,7 +42,7 @@ class Part:
 PARTS = {
     "failover": Part(
         modules=frozenset({"journal", "failover", "attempt", "watchdog", "replica_set"}),
-        functions=frozenset({"replica.feed", "replica._load", "wire.pack_load", "wire.unpack_load"}),
+        functions=frozenset({"replica._heartbeat", "replica._load", "wire.pack_load", "wire.unpack_load"}),
     ),
     # Metrics and step records. The scheduler's state is read for every record.
     "observation": Part(

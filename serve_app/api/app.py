@@ -7,7 +7,6 @@ from fastapi import FastAPI, Request
 from pydantic.json_schema import models_json_schema
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
-from starlette.types import Lifespan
 
 from serve_app.api.admission import AdmissionQueue
 from serve_app.api.chat import ChatJob
@@ -29,15 +28,12 @@ def create_app(
     observer: RequestObserver | None = None,
     drain: Drain | None = None,
     log: RequestLog = lambda _: None,
-    lifespan: Lifespan[FastAPI] | None = None,
 ) -> FastAPI:
     """The whole HTTP API over `service`, until `drain` runs; `log` is told of every generation request.
 
-    `lifespan` is entered before the first request and left after the last one.
-
     No documentation pages: FastAPI's load their scripts from a CDN.
     """
-    app = _Api(title="serve_app", version=version("serve_app"), docs_url=None, redoc_url=None, lifespan=lifespan)
+    app = _Api(title="serve_app", version=version("serve_app"), docs_url=None, redoc_url=None)
     context = ApiContext(service, admission, limits or ApiLimits(), observer or NullObserver(), drain or Drain(), log)
     app.add_middleware(RequestGuard, limits=context.limits, observer=context.observer)
     app.add_exception_handler(HTTPException, http_exception_handler)

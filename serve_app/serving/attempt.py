@@ -79,7 +79,7 @@ class Transport(Protocol):
         """Start an attempt on whichever replica the router chooses. Does not wait."""
 
     def heartbeats(self, replica_id: str) -> AsyncGenerator[WireHeartbeat, None]:
-        """Signs of life of this replica, one every `wire.HEARTBEAT_S` for a while. Raises `ReplicaLostError`."""
+        """Signs of life of this replica, one every `wire.HEARTBEAT_S`, until it hangs up. Raises `ReplicaLostError`."""
 
 
 class AttemptObserver(Protocol):

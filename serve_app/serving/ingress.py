@@ -6,18 +6,15 @@ request whose replica is lost is `failover`'s.
 """
 
 import asyncio
-import contextvars
 import hashlib
 import logging
 import time
 import urllib.request
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncGenerator
 from dataclasses import asdict, replace
 from typing import Any, get_args
 
-from fastapi import FastAPI
 from prometheus_client import CONTENT_TYPE_LATEST, Gauge
 from ray import serve
 from ray.serve.handle import DeploymentHandle
@@ -90,7 +87,7 @@ class ReplicaService:
             on_failover=metrics.failed_over,
         )
         watchdog = Watchdog(transport, process_set, self._failover, stall_timeout_s=settings.engine.stall_timeout_s)
-        self._watching = asyncio.create_task(watchdog.run(), name="watchdog", context=contextvars.Context())
+        self._watching = asyncio.create_task(watchdog.run(), name="watchdog")
 
     def generate(
         self, request: EngineRequest, context: RequestContext | None = None
@@ -113,11 +110,6 @@ class ReplicaService:
         """
         if self._failover.without_replicas_s > _ABSENCE_S:
             raise UnavailableError("no engine replica is running", retry_after_s=RETRY_AFTER_S)
-
-    async def close(self) -> None:
-        """Hang up on the replicas: one that is to end first waits for all calls to it, and each has one open for us."""
-        self._watching.cancel()
-        await asyncio.gather(self._watching, return_exceptions=True)
 
     def replicas(self) -> list[dict[str, Any]]:
         """What this process knows of the replicas, for operators."""
@@ -206,11 +198,6 @@ class Ingress:
         if self._spans is not None:
             self._spans(fields)
 
-    @asynccontextmanager
-    async def _lifespan(self, _app: FastAPI) -> AsyncIterator[None]:
-        yield
-        await self._service.close()
-
     def __serve_build_asgi_app__(self) -> Any:
         """The ASGI application; Ray calls this once, after the constructor."""
         ingress = self._settings.ingress
@@ -227,7 +214,6 @@ class Ingress:
             observer=self._metrics,
             drain=self._drain,
             log=self._log_request,
-            lifespan=self._lifespan,
         )
         app.add_api_route("/debug/replicas", self._service.replicas)
         app.add_api_route("/metrics/targets", self._metrics_targets)

@@ -5,6 +5,7 @@ import contextvars
 import logging
 import uuid
 from collections.abc import AsyncGenerator
+from contextlib import aclosing
 from typing import Any
 
 import grpc
@@ -15,7 +16,7 @@ from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
 from serve_app.core.request import EngineRequest
 from serve_app.errors import EngineError, OverloadedError
 from serve_app.serving.attempt import ItemStream, LossReason, ReplicaLostError
-from serve_app.serving.feed import FedStream
+from serve_app.serving.feed import FEED_ADDRESS, FedStream, read_feed
 from serve_app.serving.replica_set import ReplicaSet
 from serve_app.serving.wire import WireHeartbeat, pack_request
 
@@ -29,7 +30,6 @@ class RayTransport:
 
     def __init__(self, engines: DeploymentHandle[Any], replicas: ReplicaSet) -> None:
         self._generate = engines.options(method_name="generate", stream=True)
-        self._feed = engines.options(method_name="feed", stream=True)
         self._feed_name = uuid.uuid4().hex
         self._streams: dict[str, FedStream] = {}
         self._replicas = replicas
@@ -41,18 +41,18 @@ class RayTransport:
 
     async def heartbeats(self, replica_id: str) -> AsyncGenerator[WireHeartbeat, None]:
         """The replica's heartbeats until it ends the feed they come by, whose news go to their attempts."""
-        call_id = f"feed.{uuid.uuid4().hex}"
-        self._replicas.pin(call_id, replica_id)
-        feed = _RayStream(self._feed, {"attempt_id": call_id, "replica_id": replica_id, "feed": self._feed_name})
+        if (replica := self._replicas.get(replica_id)) is None:
+            raise ReplicaLostError(LossReason.LEFT)
         try:
-            async for sender, load, news in feed:
-                for attempt_id, item in news:
-                    if (stream := self._streams.get(attempt_id)) is not None:
-                        stream.feed(item)
-                yield sender, load
-        finally:
-            feed.cancel()
-            self._replicas.end(call_id)
+            feed = read_feed(replica.metadata[FEED_ADDRESS], self._feed_name, replica_id)
+            async with aclosing(feed) as frames:
+                async for sender, load, news in frames:
+                    for attempt_id, item in news:
+                        if (stream := self._streams.get(attempt_id)) is not None:
+                            stream.feed(item)
+                    yield sender, load
+        except OSError:
+            raise ReplicaLostError(LossReason.UNAVAILABLE) from None
 
 
 class _RayStream:

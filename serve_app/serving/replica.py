@@ -4,6 +4,7 @@ Decides what a replica tells the world (metadata, health, metrics) and how its s
 decides everything about tokens.
 """
 
+import asyncio
 import logging
 import os
 import sys
@@ -22,13 +23,12 @@ from serve_app.observability.logging import log_to_terminal
 from serve_app.observability.metrics import EngineMetrics
 from serve_app.observability.step_ring import Recorder, StepRing
 from serve_app.serving.binding import bind_replica_port_to_node, node_address
-from serve_app.serving.feed import Outbox
+from serve_app.serving.feed import FEED_ADDRESS, Outboxes
 from serve_app.serving.knobs import live_knobs
 from serve_app.serving.scraping import METRICS_ADDRESS, open_metrics_port
 from serve_app.serving.wire import (
-    HEARTBEAT_S,
     WireDelta,
-    WireFeedItem,
+    WireHeartbeat,
     WireItem,
     WireLoad,
     WireRequest,
@@ -51,9 +51,6 @@ _SWITCH_INTERVAL_S = 0.0001
 # part of what a token costs the ingress (34 and 42 % measured), besides the way there.
 _GATHER_S = 0.04
 
-# A feed ends by itself where no attempt needs it, so that none outlives a caller that died without a word.
-_FEED_S = 60.0
-
 
 class EngineReplica:
     """The deployment's class. All its methods run on the replica's event loop; the engine has its own thread."""
@@ -74,7 +71,7 @@ class EngineReplica:
         self._last_step = 0
         self._metrics = EngineMetrics(ray.get_gpu_ids())
         self._steps = StepRing()
-        self._outboxes: dict[str, Outbox] = {}
+        self._outboxes = Outboxes(self._heartbeat)
         self._engine = await AsyncEngine.start(
             engine_config(settings, use_gpu=use_gpu),
             on_step=self._on_step,
@@ -86,6 +83,7 @@ class EngineReplica:
             self._metrics.set_limits(limits)
         pages = {STEPS_PATH: self._recorded_steps}
         self._metrics_address = open_metrics_port(self._metrics.registry, settings.metrics_host, pages)
+        self._feed_server = await asyncio.get_running_loop().create_server(self._outboxes.accept, node_address(), 0)
 
     async def generate(self, data: WireRequest) -> AsyncGenerator[WireItem, None]:
         """One item per delivery that has news of the request, by its feed if that is open and by this stream if not.
@@ -99,11 +97,10 @@ class EngineReplica:
                     async for item in items:
                         yield item
                     return
-                with outbox.used():
-                    async for item in items:
-                        if not outbox.is_open:
-                            return
-                        outbox.put(data["attempt_id"], item)
+                async for item in items:
+                    if not outbox.is_open:
+                        break
+                    outbox.put(data["attempt_id"], item)
                 # Ray's fast path takes a call for failed that has ended without any item when it comes to look.
                 yield []
         except RequestError as error:
@@ -119,30 +116,6 @@ class EngineReplica:
                     self._metrics.first_token(time.monotonic() - arrived)
                 yield pack_deltas(deltas)
 
-    async def feed(self, call: dict[str, Any]) -> AsyncGenerator[WireFeedItem, None]:
-        """The load and the items of all attempts of the feed that `call` names: at once, and then with each delivery.
-
-        After `HEARTBEAT_S` without any, the load alone. Nothing when the engine is dead. Just one load when the router
-        has sent `call` to another replica than it was meant for, since that one's feed comes by another call.
-        """
-        if not self._engine.health().alive:
-            return
-        yield self._replica_id, self._load(), []
-        if call["replica_id"] != self._replica_id:
-            return
-        outbox, until = Outbox(), time.monotonic() + _FEED_S
-        if (former := self._outboxes.get(call["feed"])) is not None:
-            former.close()
-        self._outboxes[call["feed"]] = outbox
-        try:
-            while self._engine.health().alive and outbox.is_open and (outbox.in_use or time.monotonic() < until):
-                news = await outbox.take(HEARTBEAT_S)
-                yield self._replica_id, self._load(), news
-        finally:
-            outbox.close()
-            if self._outboxes.get(call["feed"]) is outbox:
-                del self._outboxes[call["feed"]]
-
     async def ping(self) -> None:
         """Return once the replica can take requests."""
 
@@ -154,6 +127,7 @@ class EngineReplica:
             "max_num_seqs": self._settings.engine.max_num_seqs,
             "prefix_cache": self._settings.engine.enable_prefix_cache,
             METRICS_ADDRESS: self._metrics_address,
+            FEED_ADDRESS: f"{node_address()}:{self._feed_server.sockets[0].getsockname()[1]}",
             "node": node_address(),
             "pid": os.getpid(),
         }
@@ -189,6 +163,9 @@ class EngineReplica:
             raise RuntimeError(f"the engine is dead: {health.error}")
         if health.last_step_age_s is not None and health.last_step_age_s > self._stall_timeout_s:
             raise RuntimeError(f"no engine step for {health.last_step_age_s:.1f} s")
+
+    def _heartbeat(self) -> WireHeartbeat | None:
+        return (self._replica_id, self._load()) if self._engine.health().alive else None
 
     def _load(self) -> WireLoad:
         return pack_load(self._engine.stats(), self._last_step, self._engine.health().last_step_age_s)

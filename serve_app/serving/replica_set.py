@@ -115,7 +115,7 @@ class ReplicaSet:
             self._assigned[attempt_id] = None
 
     def pin(self, attempt_id: str, replica_id: str) -> None:
-        """The attempt (or any other call that names itself so) may go to this replica only. `end` forgets that."""
+        """The attempt may go to this replica only. `end` forgets that."""
         with self._lock:
             self._pinned[attempt_id] = replica_id
 

@@ -10,7 +10,6 @@ the next heartbeat lifts it.
 """
 
 import asyncio
-import contextvars
 import logging
 import time
 from contextlib import aclosing
@@ -62,18 +61,18 @@ class Watchdog:
             self._judge(replica)
         self._check_attempts()
         present = {replica.replica_id for replica in replicas if replica.present}
+        # One that has left is heard until its last attempt is over: news come the same way.
+        known = {replica.replica_id for replica in replicas}
         for replica_id in present - self._listeners.keys():
-            # Ray would take the calls of a task for children of the request in whose context it was made.
-            self._listeners[replica_id] = asyncio.create_task(
-                self._listen(replica_id), name=f"heartbeats of {replica_id}", context=contextvars.Context()
-            )
-        for replica_id in self._listeners.keys() - present:
+            name = f"heartbeats of {replica_id}"
+            self._listeners[replica_id] = asyncio.create_task(self._listen(replica_id), name=name)
+        for replica_id in self._listeners.keys() - known:
             self._listeners.pop(replica_id).cancel()
 
     def _judge(self, replica: Replica) -> None:
         replica.silent_ticks += 1
         replica.absent_ticks = 0 if replica.present else replica.absent_ticks + 1
-        # One that is being stopped sends no heartbeats to anybody; Ray ends it after a while if it hangs.
+        # One that is being stopped is Ray's to end, if it hangs.
         silent = replica.present and replica.has_beaten and replica.silent_ticks * TICK_S > SILENCE_S
         if replica.condition is Condition.OK and (silent or self._is_stuck(replica)):
             logger.warning(
@@ -115,8 +114,8 @@ class Watchdog:
             try:
                 await self._read_heartbeats(replica_id)
             except ReplicaLostError as loss:
-                if loss.reason is LossReason.DIED:
-                    self._replicas.suspect(replica_id, loss.reason, dead=True)
+                if loss.reason.is_suspicious:
+                    self._replicas.suspect(replica_id, loss.reason)
                     self._check_attempts()
             except Exception:
                 logger.exception("reading the heartbeats of replica %s failed", replica_id)

@@ -21,7 +21,7 @@ PORT = ["process_request_thread (socketserver.py:692)", "handle (wsgiref/simple_
             ["_next_item (serve_app/serving/attempt.py:150)", "__aenter__ (asyncio/timeouts.py:70)"],
             ("failover", "attempt._next_item"),
         ),
-        (["feed (/site-packages/serve_app/serving/replica.py:90)"], ("failover", "replica.feed")),
+        (["_heartbeat (/site-packages/serve_app/serving/replica.py:90)"], ("failover", "replica._heartbeat")),
         (["_next_item (serve_app/serving/attempt.py:150)", RAY], None),
         (["generate (serve_app/serving/failover.py:80)", "unpack_item (serve_app/serving/wire.py:60)"], None),
         (["generate (serve_app/serving/replica.py:80)"], None),

@@ -138,20 +138,40 @@ async def test_a_death_is_not_held_against_the_replica_that_the_attempt_went_to_
     assert [reason for reason, _ in fleet.losses] == [LossReason.DIED]
 
 
-@pytest.mark.parametrize(("news", "condition"), [(LossReason.DIED, Condition.DEAD), (None, Condition.SUSPECT)])
-async def test_heartbeats_that_end(
-    fleet: Fleet, watchdog: Watchdog, news: LossReason | None, condition: Condition
-) -> None:
-    """By death, or (the second stream: none at all) because the engine is dead."""
+@pytest.mark.parametrize("news", [LossReason.UNAVAILABLE, None])
+async def test_heartbeats_that_end(fleet: Fleet, watchdog: Watchdog, news: LossReason | None) -> None:
+    """Because nobody is there any more, or (the second stream: none at all) because the engine is dead."""
     task = await start(fleet)
     fleet.heart("a").put_nowait(news)
     fleet.heart("a").put_nowait(news)
     await until(lambda: not fleet.replicas.is_routable("a"))
     await task
     assert [name for _, name in fleet.placed] == ["a", "b"]
-    assert fleet.losses[0][0] is (LossReason.DIED if news else LossReason.ENGINE_DIED)
+    assert fleet.losses[0][0] is (news or LossReason.ENGINE_DIED)
     fleet.replicas.trust("a")
-    assert fleet.replicas.is_routable("a") is (condition is Condition.SUSPECT)
+    assert fleet.replicas.is_routable("a")
+
+
+async def test_a_replica_that_has_just_left_is_no_suspect(fleet: Fleet, watchdog: Watchdog) -> None:
+    fleet.heart("a").put_nowait(LossReason.LEFT)
+    await until(fleet.heart("a").empty)
+    assert fleet.replicas.is_routable("a")
+
+
+async def test_a_replica_that_leaves_is_heard_until_its_last_attempt_is_over(fleet: Fleet, watchdog: Watchdog) -> None:
+    task = await start(fleet)
+    fleet.replicas.publish({"b": {}})
+    watchdog.tick()
+    fleet.heart("a").put_nowait(load())
+    await until(fleet.heart("a").empty)
+    watchdog.tick()
+    await task
+    assert [reason for reason, _ in fleet.losses] == [LossReason.LEFT]
+    watchdog.tick()
+    await asyncio.sleep(0)
+    fleet.heart("a").put_nowait(load())
+    await asyncio.sleep(0.01)
+    assert not fleet.heart("a").empty()
 
 
 async def test_what_no_replica_takes_is_routed_again(fleet: Fleet, watchdog: Watchdog) -> None:
