@@ -12,7 +12,7 @@ from serve_app.core.output import TokenDelta
 from serve_app.core.request import EngineRequest
 from serve_app.errors import ENGINE_DIED, EngineError, RequestTimeoutError, UnavailableError
 from serve_app.serving.replica_set import Replica, ReplicaSet
-from serve_app.serving.wire import WireHeartbeat, WireItem, unpack_item
+from serve_app.serving.wire import WireItem, WireLoad, unpack_item
 
 
 class LossReason(StrEnum):
@@ -78,7 +78,7 @@ class Transport(Protocol):
     def generate(self, request: EngineRequest, attempt_id: str, session: str | None) -> ItemStream:
         """Start an attempt on whichever replica the router chooses. Does not wait."""
 
-    def heartbeats(self, replica_id: str) -> AsyncGenerator[WireHeartbeat, None]:
+    def heartbeats(self, replica_id: str) -> AsyncGenerator[WireLoad, None]:
         """Signs of life of this replica, one every `wire.HEARTBEAT_S`, until it hangs up. Raises `ReplicaLostError`."""
 
 

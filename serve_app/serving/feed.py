@@ -21,7 +21,7 @@ from typing import cast
 import msgpack
 
 from serve_app.serving.attempt import ItemStream, LossReason, ReplicaLostError
-from serve_app.serving.wire import HEARTBEAT_S, WireDelta, WireFeedItem, WireHeartbeat, WireItem
+from serve_app.serving.wire import HEARTBEAT_S, WireDelta, WireFeedItem, WireItem, WireLoad
 
 FEED_ADDRESS = "feed"
 """In a replica's metadata: `host:port` of its feed port."""
@@ -35,20 +35,21 @@ _REST_S = 5.0
 _SILENCE_S = 60
 """A machine that has answered nothing, or an ingress that has taken nothing, for so long is gone with its feed."""
 
-Heartbeat = Callable[[], WireHeartbeat | None]
+Heartbeat = Callable[[], WireLoad | None]
 
 
 class Outboxes:
     """At the replica: one for each ingress that has a feed open. For one event loop."""
 
-    def __init__(self, heartbeat: Heartbeat) -> None:
+    def __init__(self, replica_id: str, heartbeat: Heartbeat) -> None:
         """`heartbeat` gives None when the engine is dead; then feeds end, and new ones have nothing in them."""
+        self._replica_id = replica_id
         self._heartbeat = heartbeat
         self._open: dict[str, Outbox] = {}
 
     def accept(self) -> "Outbox":
         """For a server's new connection: its protocol."""
-        return Outbox(self._heartbeat, self._open)
+        return Outbox(self._replica_id, self._heartbeat, self._open)
 
     def get(self, name: str) -> "Outbox | None":
         """Where the feed of this name takes its news, if it is open."""
@@ -62,9 +63,10 @@ class Outbox(asyncio.Protocol):
     go with every frame, and alone when there has been none for `HEARTBEAT_S`.
     """
 
-    def __init__(self, heartbeat: Heartbeat, outboxes: MutableMapping[str, "Outbox"]) -> None:
+    def __init__(self, replica_id: str, heartbeat: Heartbeat, outboxes: MutableMapping[str, "Outbox"]) -> None:
         """`outboxes` has it under its feed's name while it is open."""
         self.is_open = False
+        self._replica_id = replica_id
         self._heartbeat = heartbeat
         self._outboxes = outboxes
         self._hello = b""
@@ -107,8 +109,7 @@ class Outbox(asyncio.Protocol):
 
     def _open(self, hello: re.Match[bytes] | None) -> None:
         """A feed that its ingress opens anew ends the former one; a replica that has ended may have left its port."""
-        heartbeat = self._heartbeat()
-        if hello is None or heartbeat is None or heartbeat[0] != hello["replica_id"].decode():
+        if hello is None or hello["replica_id"].decode() != self._replica_id:
             self._transport.abort()
             return
         self._name = hello["name"].decode()
@@ -119,11 +120,11 @@ class Outbox(asyncio.Protocol):
         self._send()
 
     def _send(self) -> None:
-        if (heartbeat := self._heartbeat()) is None:
+        if (load := self._heartbeat()) is None:
             self.close()
             return
         news, self._news = self._news, {}
-        frame = msgpack.packb((*heartbeat, list(news.items())))
+        frame = msgpack.packb((load, list(news.items())))
         self._transport.write(len(frame).to_bytes(_LENGTH_BYTES) + frame)
         self._send_at(self._loop.call_later(HEARTBEAT_S, self._send))
 

@@ -18,7 +18,7 @@ from serve_app.errors import EngineError, OverloadedError
 from serve_app.serving.attempt import ItemStream, LossReason, ReplicaLostError
 from serve_app.serving.feed import FEED_ADDRESS, FedStream, read_feed
 from serve_app.serving.replica_set import ReplicaSet
-from serve_app.serving.wire import WireHeartbeat, pack_request
+from serve_app.serving.wire import WireLoad, pack_request
 
 logger = logging.getLogger(__name__)
 
@@ -39,18 +39,18 @@ class RayTransport:
         call = _RayStream(self._generate, pack_request(request, attempt_id, session, self._feed_name))
         return FedStream(call, attempt_id, self._streams)
 
-    async def heartbeats(self, replica_id: str) -> AsyncGenerator[WireHeartbeat, None]:
+    async def heartbeats(self, replica_id: str) -> AsyncGenerator[WireLoad, None]:
         """The replica's heartbeats until it ends the feed they come by, whose news go to their attempts."""
         if (replica := self._replicas.get(replica_id)) is None:
             raise ReplicaLostError(LossReason.LEFT)
         try:
             feed = read_feed(replica.metadata[FEED_ADDRESS], self._feed_name, replica_id)
             async with aclosing(feed) as frames:
-                async for sender, load, news in frames:
+                async for load, news in frames:
                     for attempt_id, item in news:
                         if (stream := self._streams.get(attempt_id)) is not None:
                             stream.feed(item)
-                    yield sender, load
+                    yield load
         except OSError:
             raise ReplicaLostError(LossReason.UNAVAILABLE) from None
 

@@ -28,7 +28,6 @@ from serve_app.serving.knobs import live_knobs
 from serve_app.serving.scraping import METRICS_ADDRESS, open_metrics_port
 from serve_app.serving.wire import (
     WireDelta,
-    WireHeartbeat,
     WireItem,
     WireLoad,
     WireRequest,
@@ -71,7 +70,7 @@ class EngineReplica:
         self._last_step = 0
         self._metrics = EngineMetrics(ray.get_gpu_ids())
         self._steps = StepRing()
-        self._outboxes = Outboxes(self._heartbeat)
+        self._outboxes = Outboxes(self._replica_id, self._heartbeat)
         self._engine = await AsyncEngine.start(
             engine_config(settings, use_gpu=use_gpu),
             on_step=self._on_step,
@@ -164,8 +163,8 @@ class EngineReplica:
         if health.last_step_age_s is not None and health.last_step_age_s > self._stall_timeout_s:
             raise RuntimeError(f"no engine step for {health.last_step_age_s:.1f} s")
 
-    def _heartbeat(self) -> WireHeartbeat | None:
-        return (self._replica_id, self._load()) if self._engine.health().alive else None
+    def _heartbeat(self) -> WireLoad | None:
+        return self._load() if self._engine.health().alive else None
 
     def _load(self) -> WireLoad:
         return pack_load(self._engine.stats(), self._last_step, self._engine.health().last_step_age_s)

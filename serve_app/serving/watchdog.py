@@ -125,11 +125,9 @@ class Watchdog:
         """Of one stream. A replica whose engine is dead ends its streams without any."""
         alive = False
         async with aclosing(self._transport.heartbeats(replica_id)) as heartbeats:
-            async for sender, packed in heartbeats:
+            async for load in heartbeats:
                 alive = True
-                self._heard(sender, unpack_load(packed, time.monotonic()))
-                if sender != replica_id:
-                    return
+                self._heard(replica_id, unpack_load(load, time.monotonic()))
         if not alive:
             self._replicas.suspect(replica_id, LossReason.ENGINE_DIED)
             self._check_attempts()

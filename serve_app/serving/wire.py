@@ -1,8 +1,8 @@
 """What travels between ingress and replica: plain tuples and dicts, small, with nothing that needs our classes to load.
 
 An attempt's items are lists of deltas, one per delivery with news of it. One error dict (`RequestError.to_wire`) ends
-them instead: Ray would wrap an exception in its own, and log it with a traceback. A heartbeat is the id of the replica
-that sent it and its load; in the feed (see `feed`) the items of all attempts since the last one come with it.
+them instead: Ray would wrap an exception in its own, and log it with a traceback. A heartbeat is a replica's
+load; in the feed (see `feed`) the items of all attempts since the last one come with it.
 """
 
 from typing import Any
@@ -19,10 +19,9 @@ HEARTBEAT_S = 1.0
 WireRequest = dict[str, Any]
 WireDelta = tuple[Any, ...]
 WireLoad = tuple[int, int, int, int, int, float | None]
-WireHeartbeat = tuple[str, WireLoad]
 WireItem = list[WireDelta] | dict[str, Any]
 WireNews = tuple[str, WireItem]
-WireFeedItem = tuple[str, WireLoad, list[WireNews]]
+WireFeedItem = tuple[WireLoad, list[WireNews]]
 
 
 def pack_request(request: EngineRequest, attempt_id: str, session: str | None = None, feed: str = "") -> WireRequest:

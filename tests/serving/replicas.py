@@ -14,7 +14,6 @@ from serve_app.serving.attempt import ItemStream, LossReason, ReplicaLostError
 from serve_app.serving.failover import Failover
 from serve_app.serving.replica_set import ReplicaSet
 from serve_app.serving.wire import (
-    WireHeartbeat,
     WireItem,
     WireLoad,
     WireRequest,
@@ -86,11 +85,11 @@ class Fleet:
         self.placed.append((attempt_id, name))
         return _Stream(self, self.engines[name], data, fault)
 
-    async def heartbeats(self, replica_id: str) -> AsyncGenerator[WireHeartbeat, None]:
+    async def heartbeats(self, replica_id: str) -> AsyncGenerator[WireLoad, None]:
         while (news := await self.heart(replica_id).get()) is not None:
             if isinstance(news, LossReason):
                 raise ReplicaLostError(news)
-            yield replica_id, news
+            yield news
 
     def heart(self, replica_id: str) -> "asyncio.Queue[WireLoad | LossReason | None]":
         """What its streams of heartbeats say: a load, how they break, or None for their end."""

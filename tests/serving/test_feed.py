@@ -49,13 +49,13 @@ class Replica:
 
     def __init__(self) -> None:
         self.alive = True
-        self.outboxes = Outboxes(lambda: ("r", LOAD) if self.alive else None)
+        self.outboxes = Outboxes("r", lambda: LOAD if self.alive else None)
         self.address = ""
 
     async def reach(self, name: str) -> tuple[AsyncGenerator[WireFeedItem, None], Outbox]:
         """Both ends of a feed of this name."""
         feed = read_feed(self.address, name, "r")
-        assert await anext(feed) == ("r", LOAD, ()), "at once, so that the reader knows that it is open"
+        assert await anext(feed) == (LOAD, ()), "at once, so that the reader knows that it is open"
         outbox = self.outboxes.get(name)
         assert outbox is not None
         return feed, outbox
@@ -124,7 +124,7 @@ async def test_every_kind_of_delta_travels_unchanged(replica: Replica) -> None:
     plain = TokenDelta("a.1", 0, 0, (2**31,))
     feed, outbox = await replica.reach(F)
     outbox.put("a.1", pack_deltas([full, plain]))
-    _, _, ((attempt_id, news),) = await anext(feed)
+    _, ((attempt_id, news),) = await anext(feed)
     assert unpack_item(attempt_id, news) == [full, plain]
     await feed.aclose()
 
@@ -133,7 +133,7 @@ async def test_heartbeats_go_alone_when_there_is_no_news(replica: Replica, monke
     monkeypatch.setattr(feed_module, "HEARTBEAT_S", 0.01)
     feed, outbox = await replica.reach(F)
     for _ in range(3):
-        assert await anext(feed) == ("r", LOAD, ())
+        assert await anext(feed) == (LOAD, ())
     assert outbox.is_open
     await feed.aclose()
 
@@ -217,7 +217,7 @@ async def test_nobody_there_is_an_error() -> None:
 
 
 def unpacked(frame: WireFeedItem) -> list[tuple[str, list[WireDelta]]]:
-    _, _, news = frame
+    _, news = frame
     return [(attempt_id, [(c, o, list(ids)) for c, o, ids in deltas]) for attempt_id, deltas in news]
 
 
