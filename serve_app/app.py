@@ -52,8 +52,6 @@ def engine_options(settings: Settings) -> dict[str, Any]:
     options = _COMMON_OPTIONS | {
         "name": "EngineReplica",
         "ray_actor_options": {"num_cpus": 0, "num_gpus": int(use_gpu(settings))},
-        "max_ongoing_requests": settings.max_ongoing_per_replica + _SPARE_REQUESTS,
-        "max_queued_requests": settings.max_ongoing_requests + _SPARE_REQUESTS,
         "graceful_shutdown_timeout_s": _ENGINE_SHUTDOWN_S,
         # In an update a new replica comes before an old one goes. Not on GPUs: without a spare one it would never come.
         "max_surge_percent": 0 if use_gpu(settings) else _SURGE_PERCENT,

@@ -1,10 +1,10 @@
 """One try of one request at one replica, and the ways in which it can be lost while the request lives on.
 
-`Transport` and `ItemStream` are what failover needs of the way to the replicas; `ray_transport` is the real one.
+`Transport` and `ItemStream` are what failover needs of the way to the replicas; `LinkTransport` is the real one.
 """
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import Callable
 from enum import StrEnum
 from typing import Protocol
 
@@ -18,10 +18,8 @@ from serve_app.serving.wire import WireItem, WireLoad, unpack_item
 class LossReason(StrEnum):
     """Why an attempt was lost."""
 
-    DIED = "died"
-    """Ray says that the replica's process is dead."""
     UNAVAILABLE = "unavailable"
-    """The connection broke. On Ray's fast path that is how a death looks."""
+    """The connection broke, or could not be made: that is how a death looks."""
     ENGINE_DIED = "engine_died"
     """The replica's engine ended with an error."""
     STALLED = "stalled"
@@ -33,14 +31,14 @@ class LossReason(StrEnum):
     ISOLATION = "isolation"
     """The replica was reserved for another request."""
     CUT = "cut"
-    """The stream ended before the request did."""
+    """Something was missing in the stream."""
     UNROUTED = "unrouted"
     """No replica was found for it."""
 
     @property
     def is_death(self) -> bool:
         """Whether the replica ended, or might as well have, and the request may be why."""
-        return self in (LossReason.DIED, LossReason.UNAVAILABLE, LossReason.ENGINE_DIED, LossReason.STALLED)
+        return self in (LossReason.UNAVAILABLE, LossReason.ENGINE_DIED, LossReason.STALLED)
 
     @property
     def is_planned(self) -> bool:
@@ -62,6 +60,9 @@ class ReplicaLostError(Exception):
         self.replica: Replica | None = None
 
 
+OnHeartbeat = Callable[[WireLoad], None]
+
+
 class ItemStream(Protocol):
     """The items of one attempt. Raises `ReplicaLostError`, `RequestError`."""
 
@@ -76,10 +77,10 @@ class Transport(Protocol):
     """The way to the replicas."""
 
     def generate(self, request: EngineRequest, attempt_id: str, session: str | None) -> ItemStream:
-        """Start an attempt on whichever replica the router chooses. Does not wait."""
+        """Start an attempt on whichever replica is best. Does not wait."""
 
-    def heartbeats(self, replica_id: str) -> AsyncGenerator[WireLoad, None]:
-        """Signs of life of this replica, one every `wire.HEARTBEAT_S`, until it hangs up. Raises `ReplicaLostError`."""
+    async def listen(self, replica_id: str, on_heartbeat: OnHeartbeat) -> None:
+        """Hear this replica, at least once every `wire.HEARTBEAT_S`. Raises `ReplicaLostError` when that is over."""
 
 
 class AttemptObserver(Protocol):
@@ -112,21 +113,18 @@ class Attempt:
         self._replicas = replicas
         self._observer = observer
         self._deadline = deadline
-        self._source: Replica | None = None
         self._has_started = False
         self._loss: ReplicaLostError | None = None
         self._scope: asyncio.Timeout | None = None
 
     @property
     def replica(self) -> Replica | None:
-        """The replica that has the attempt, or was sent it last."""
-        return self._source or self._replicas.replica_of(self.attempt_id)
+        """The replica that has the attempt; None while it is not placed."""
+        return self._replicas.replica_of(self.attempt_id)
 
     async def next(self) -> list[TokenDelta]:
         """The next news. Raises `ReplicaLostError` when there will be none, `RequestError` for the request's own."""
         item = await self._next_item()
-        if self._source is None:
-            self._source = self._replicas.replica_of(self.attempt_id)
         try:
             deltas = unpack_item(self._request_id, item)
         except UnavailableError as error:
@@ -135,20 +133,14 @@ class Attempt:
             if error.code != ENGINE_DIED:
                 raise
             raise ReplicaLostError(LossReason.ENGINE_DIED) from error
-        if self._source is not None:
-            self._source.silent_ticks = 0
         if not self._has_started:
             self._look_for_start(deltas)
         return deltas
 
     def interrupt(self, reason: LossReason) -> None:
-        """End the attempt: its reader gets `ReplicaLostError` in place of the next news.
-
-        That is about the replica of now: until one has accepted the attempt, Ray may route it to another one meanwhile.
-        """
+        """End the attempt: its reader gets `ReplicaLostError` in place of the next news."""
         if self._loss is None:
             self._loss = ReplicaLostError(reason)
-            self._loss.replica = self.replica
             if self._scope is not None and not self._scope.expired():
                 self._scope.reschedule(asyncio.get_running_loop().time())
 
@@ -162,8 +154,6 @@ class Attempt:
             if self._loss is not None:
                 raise self._loss from None
             raise RequestTimeoutError("the request was not done before its deadline") from None
-        except StopAsyncIteration:
-            raise ReplicaLostError(LossReason.CUT) from None
         finally:
             self._scope = None
 

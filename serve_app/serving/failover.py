@@ -122,7 +122,7 @@ class Failover:
             try:
                 yield attempt
             except ReplicaLostError as loss:
-                loss.replica = loss.replica or attempt.replica
+                loss.replica = attempt.replica
                 self._note(loss, journal.num_known_tokens)
                 raise
             finally:
@@ -137,7 +137,7 @@ class Failover:
         if loss.replica is None:
             return
         if loss.reason.is_suspicious:
-            self._replicas.suspect(loss.replica.replica_id, loss.reason, dead=loss.reason is LossReason.DIED)
+            self._replicas.suspect(loss.replica.replica_id, loss.reason)
         self._on_failover(loss.reason, num_known_tokens)
 
     @asynccontextmanager

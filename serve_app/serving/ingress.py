@@ -1,4 +1,4 @@
-"""The ingress deployment: the HTTP layer on one side, handles of engine replicas on the other.
+"""The ingress deployment: the HTTP layer on one side, the engine replicas on the other.
 
 Decides: when the application can serve, and how many requests go on to the replicas; what `/metrics` and
 `/debug/replicas` show of the whole application. Text, validation and queueing are the HTTP layer's, what becomes of a
@@ -42,13 +42,13 @@ from serve_app.observability.logging import log_request, log_to_terminal
 from serve_app.observability.metrics import IngressMetrics, merge_expositions
 from serve_app.observability.tracing import RequestSpans
 from serve_app.serving import routing
-from serve_app.serving.attempt import LossReason
+from serve_app.serving.attempt import LossReason, Transport
 from serve_app.serving.binding import bind_replica_port_to_node
 from serve_app.serving.failover import RETRY_AFTER_S, Failover
-from serve_app.serving.ray_transport import RayTransport
 from serve_app.serving.replica import STEPS_PATH
 from serve_app.serving.replica_set import Condition, Replica, process_set
 from serve_app.serving.scraping import METRICS_ADDRESS, metrics_targets, open_metrics_port
+from serve_app.serving.transport import LinkTransport
 from serve_app.serving.watchdog import Watchdog
 from serve_app.settings import Settings, fast_path_enabled, started_by_launcher
 from serve_app.text.tokenizer import Tokenizer, load_tokenizer
@@ -68,7 +68,7 @@ class ReplicaService:
 
     def __init__(
         self,
-        engines: DeploymentHandle[Any],
+        transport: Transport,
         model: ModelCard,
         tokenizer: Tokenizer,
         metrics: IngressMetrics,
@@ -78,7 +78,6 @@ class ReplicaService:
         self._metrics = metrics
         self.model = model
         self.tokenizer = tokenizer
-        transport = RayTransport(engines, process_set)
         self._failover = Failover(
             transport,
             process_set,
@@ -166,7 +165,7 @@ class Ingress:
         self._metrics_address = open_metrics_port(self._metrics.registry, settings.metrics_host)
         otlp_endpoint = settings.ingress.otlp_endpoint
         self._spans = None if otlp_endpoint is None else RequestSpans(otlp_endpoint, card.name)
-        self._service = ReplicaService(engines, card, tokenizer, self._metrics, settings)
+        self._service = ReplicaService(self._open_transport(engines), card, tokenizer, self._metrics, settings)
         await _first_token(self._service)
         if not started_by_launcher():
             logger.info("%s served its first token%s", card.name, "" if fast_path_enabled() else _NO_FAST_PATH)
@@ -184,6 +183,9 @@ class Ingress:
     def record_autoscaling_stats(self) -> dict[str, float]:
         """What `IngressPolicy` reads."""
         return {"queued": float(self._queue.queued)}
+
+    def _open_transport(self, engines: DeploymentHandle[Any]) -> Transport:
+        return LinkTransport(process_set, routing.policy)
 
     async def _metrics_targets(self) -> list[dict[str, Any]]:
         return await metrics_targets(serve.get_replica_context().app_name)

@@ -4,7 +4,6 @@ Decides what a replica tells the world (metadata, health, metrics) and how its s
 decides everything about tokens.
 """
 
-import asyncio
 import logging
 import os
 import sys
@@ -18,23 +17,15 @@ import ray
 from ray import serve
 
 from serve_app.core.output import StepRecord
-from serve_app.errors import ConfigError, RequestError
+from serve_app.errors import ConfigError
 from serve_app.observability.logging import log_to_terminal
 from serve_app.observability.metrics import EngineMetrics
 from serve_app.observability.step_ring import Recorder, StepRing
 from serve_app.serving.binding import bind_replica_port_to_node, node_address
-from serve_app.serving.feed import FEED_ADDRESS, Outboxes
 from serve_app.serving.knobs import live_knobs
+from serve_app.serving.link import LINK, LinkServer
 from serve_app.serving.scraping import METRICS_ADDRESS, open_metrics_port
-from serve_app.serving.wire import (
-    WireDelta,
-    WireItem,
-    WireLoad,
-    WireRequest,
-    pack_deltas,
-    pack_load,
-    unpack_request,
-)
+from serve_app.serving.wire import WireDelta, WireLoad, WireRequest, pack_deltas, pack_load, unpack_request
 from serve_app.settings import ENGINE_ENVIRONMENT, Settings, export
 
 logger = logging.getLogger(__name__)
@@ -70,7 +61,7 @@ class EngineReplica:
         self._last_step = 0
         self._metrics = EngineMetrics(ray.get_gpu_ids())
         self._steps = StepRing()
-        self._outboxes = Outboxes(self._replica_id, self._heartbeat)
+        self._links = LinkServer(self.generate, self._heartbeat)
         self._engine = await AsyncEngine.start(
             engine_config(settings, use_gpu=use_gpu),
             on_step=self._on_step,
@@ -82,30 +73,15 @@ class EngineReplica:
             self._metrics.set_limits(limits)
         pages = {STEPS_PATH: self._recorded_steps}
         self._metrics_address = open_metrics_port(self._metrics.registry, settings.metrics_host, pages)
-        self._feed_server = await asyncio.get_running_loop().create_server(self._outboxes.accept, node_address(), 0)
+        self._link_address = await self._links.listen(node_address())
 
-    async def generate(self, data: WireRequest) -> AsyncGenerator[WireItem, None]:
-        """One item per delivery that has news of the request, by its feed if that is open and by this stream if not.
+    async def __del__(self) -> None:
+        """Ray has this replica end, and waits for it: what cannot go on elsewhere is done first."""
+        await self._links.drained()
+        self._links.close()
 
-        The engine's refusals are this stream's last item. It ends early when the feed is lost.
-        """
-        outbox = self._outboxes.get(data["feed"])
-        try:
-            async with aclosing(self._items(data)) as items:
-                if outbox is None:
-                    async for item in items:
-                        yield item
-                    return
-                async for item in items:
-                    if not outbox.is_open:
-                        break
-                    outbox.put(data["attempt_id"], item)
-                # Ray's fast path takes a call for failed that has ended without any item when it comes to look.
-                yield []
-        except RequestError as error:
-            yield error.to_wire()
-
-    async def _items(self, data: WireRequest) -> AsyncGenerator[list[WireDelta], None]:
+    async def generate(self, data: WireRequest) -> AsyncGenerator[list[WireDelta], None]:
+        """One item per delivery that has news of the request. Raises `RequestError`."""
         arrived = time.monotonic()
         waiting = True
         async with aclosing(self._engine.generate(unpack_request(data))) as news:
@@ -126,7 +102,7 @@ class EngineReplica:
             "max_num_seqs": self._settings.engine.max_num_seqs,
             "prefix_cache": self._settings.engine.enable_prefix_cache,
             METRICS_ADDRESS: self._metrics_address,
-            FEED_ADDRESS: f"{node_address()}:{self._feed_server.sockets[0].getsockname()[1]}",
+            LINK: (self._link_address, self._links.key),
             "node": node_address(),
             "pid": os.getpid(),
         }

@@ -1,11 +1,9 @@
 """What this process knows of the engine replicas: who is there, how they are, which attempts they have.
 
-One `ReplicaSet` per ingress process, shared by the router (which may run in a thread of its own), the failover and the
-watchdog; with several ingress replicas each has its own, and none knows of the others'. The set remembers and answers;
-it decides neither who is suspected (failover and watchdog do) nor who is the best choice (the router does).
-
-The module's functions are those of the process's one set. They live here because Ray copies the router's module by
-value: globals there would not be ours.
+One `ReplicaSet` per ingress process, shared by Ray's router (which may run in a thread of its own), the transport, the
+failover and the watchdog; with several ingress replicas each has its own, and none knows of the others'. The set
+remembers and answers; it decides neither who is suspected (failover and watchdog do) nor who is the best choice (the
+routing policy does).
 """
 
 import threading
@@ -33,11 +31,10 @@ class ReplicaLoad:
 
 
 class Condition(StrEnum):
-    """SUSPECT: it failed a request or fell silent; a heartbeat makes it OK again. DEAD is for ever."""
+    """SUSPECT: it failed a request or fell silent; a heartbeat makes it OK again."""
 
     OK = "ok"
     SUSPECT = "suspect"
-    DEAD = "dead"
 
 
 @dataclass(eq=False, slots=True)
@@ -120,12 +117,10 @@ class ReplicaSet:
             self._pinned[attempt_id] = replica_id
 
     def note_assigned(self, attempt_id: str, replica_id: str) -> None:
-        """The router sends the attempt to this replica now. Attempts that are over, or never began, are ignored."""
+        """The attempt goes to this replica now. Attempts that are over, or never began, are ignored."""
         with self._lock:
             if attempt_id not in self._assigned:
                 return
-            if (before := self._assigned[attempt_id]) is not None:
-                before.attempts.discard(attempt_id)
             replica = self._assigned[attempt_id] = self._replicas.get(replica_id)
             if replica is not None:
                 replica.attempts.add(attempt_id)
@@ -170,16 +165,13 @@ class ReplicaSet:
             return {name: replica.load for name, replica in self._replicas.items() if replica.load is not None}
 
     # ---------------------------------------------------------------------------------------------- who may be chosen
-    def suspect(self, replica_id: str, reason: str = "died", *, dead: bool = False) -> None:
-        """Keep requests away from the replica, for ever (`dead`) or until `trust`."""
+    def suspect(self, replica_id: str, reason: str) -> None:
+        """Keep requests away from the replica until `trust`."""
         with self._lock:
             replica = self._replicas.get(replica_id)
-            if replica is None or replica.condition is Condition.DEAD:
+            if replica is None or replica.condition is Condition.SUSPECT:
                 return
-            condition = Condition.DEAD if dead else Condition.SUSPECT
-            if replica.condition is condition:
-                return
-            replica.condition, replica.reason = condition, reason
+            replica.condition, replica.reason = Condition.SUSPECT, reason
         self._notify()
 
     def trust(self, replica_id: str) -> None:
@@ -245,15 +237,4 @@ class ReplicaSet:
 
 
 process_set = ReplicaSet()
-"""The set of this process."""
-
-publish = process_set.publish
-current = process_set.current
-add_listener = process_set.add_listener
-note_assigned = process_set.note_assigned
-in_flight = process_set.in_flight
-note_load = process_set.note_load
-loads = process_set.loads
-suspect = process_set.suspect
-is_routable = process_set.is_routable
-routable = process_set.routable
+"""This process's one. Reach it through the module: Ray copies the router by value, and what it imported by name too."""

@@ -147,8 +147,8 @@ class _Replica:
 class RoutingPolicy:
     """Ranks replicas for requests and learns from what became of them. Thread-safe; every call is short.
 
-    The router calls `update`, `rank` and `routed`, failover `started` and `ended`. Work per call: one hash per block of
-    the request, and one look-up per replica and block that matches.
+    Ray's router calls `update`, the transport `rank` and `routed`, failover `started` and `ended`. Work per call: one
+    hash per block of the request, and one look-up per replica and block that matches.
     """
 
     def __init__(self) -> None:
@@ -207,8 +207,7 @@ class RoutingPolicy:
         return len(replica.index.match(request.block_hashes(size)[:limit])) * size
 
     def routed(self, request: RoutingRequest, replica_id: str) -> None:
-        """The attempt goes to this replica (and, if it was on its way to another, no longer there)."""
-        self.ended(request.attempt_id)
+        """The attempt goes to this replica."""
         with self._lock:
             replica = self._replicas.get(replica_id)
             if replica is None:

@@ -1,8 +1,8 @@
 """Notices what no attempt notices by itself: replicas that fall silent, steps that do not end, replicas being stopped.
 
-Decides when a replica is suspected and which attempts have to leave it. Each replica sends one stream of heartbeats to
-this process (not one per request), with the number and the age of its engine's step: that a replica's event loop lives
-proves nothing about a stuck kernel. Any other item of the replica counts as a sign of life as well.
+Decides when a replica is suspected and which attempts have to leave it. Each replica sends heartbeats to this process
+by its link, with the number and the age of its engine's step: that a replica's event loop lives proves nothing about a
+stuck kernel.
 
 Time is counted in ticks of this process's own event loop, so that the time in which this process itself was stopped, or
 too busy to read, is not held against the replicas. A false suspicion costs time only: the attempts go on elsewhere, and
@@ -12,12 +12,12 @@ the next heartbeat lifts it.
 import asyncio
 import logging
 import time
-from contextlib import aclosing
+from functools import partial
 
 from serve_app.serving.attempt import Attempt, LossReason, ReplicaLostError, Transport
 from serve_app.serving.failover import Failover
-from serve_app.serving.replica_set import Condition, Replica, ReplicaLoad, ReplicaSet
-from serve_app.serving.wire import unpack_load
+from serve_app.serving.replica_set import Condition, Replica, ReplicaSet
+from serve_app.serving.wire import WireLoad, unpack_load
 
 logger = logging.getLogger(__name__)
 
@@ -42,6 +42,9 @@ class Watchdog:
 
     async def run(self) -> None:
         """Tick until cancelled."""
+        loop = asyncio.get_running_loop()
+        self._replicas.add_listener(lambda: loop.call_soon_threadsafe(self._listen_to_all))
+        self._listen_to_all()
         try:
             while True:
                 await asyncio.sleep(TICK_S)
@@ -56,10 +59,13 @@ class Watchdog:
 
     def tick(self) -> None:
         """Look at every replica and every attempt once."""
-        replicas = self._replicas.replicas()
-        for replica in replicas:
+        for replica in self._replicas.replicas():
             self._judge(replica)
         self._check_attempts()
+        self._listen_to_all()
+
+    def _listen_to_all(self) -> None:
+        replicas = self._replicas.replicas()
         present = {replica.replica_id for replica in replicas if replica.present}
         # One that has left is heard until its last attempt is over: news come the same way.
         known = {replica.replica_id for replica in replicas}
@@ -109,31 +115,20 @@ class Watchdog:
         return None
 
     async def _listen(self, replica_id: str) -> None:
-        """Read the replica's heartbeats for ever, over one stream after the other."""
+        """Hear the replica for ever, over one link after the other."""
         while True:
             try:
-                await self._read_heartbeats(replica_id)
+                await self._transport.listen(replica_id, partial(self._heard, replica_id))
             except ReplicaLostError as loss:
                 if loss.reason.is_suspicious:
                     self._replicas.suspect(replica_id, loss.reason)
                     self._check_attempts()
             except Exception:
-                logger.exception("reading the heartbeats of replica %s failed", replica_id)
+                logger.exception("listening to replica %s failed", replica_id)
             await asyncio.sleep(TICK_S)
 
-    async def _read_heartbeats(self, replica_id: str) -> None:
-        """Of one stream. A replica whose engine is dead ends its streams without any."""
-        alive = False
-        async with aclosing(self._transport.heartbeats(replica_id)) as heartbeats:
-            async for load in heartbeats:
-                alive = True
-                self._heard(replica_id, unpack_load(load, time.monotonic()))
-        if not alive:
-            self._replicas.suspect(replica_id, LossReason.ENGINE_DIED)
-            self._check_attempts()
-
-    def _heard(self, replica_id: str, load: ReplicaLoad) -> None:
-        self._replicas.note_load(replica_id, load)
+    def _heard(self, replica_id: str, load: WireLoad) -> None:
+        self._replicas.note_load(replica_id, unpack_load(load, time.monotonic()))
         replica = self._replicas.get(replica_id)
         if replica is None:
             return

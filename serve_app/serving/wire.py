@@ -1,8 +1,7 @@
 """What travels between ingress and replica: plain tuples and dicts, small, with nothing that needs our classes to load.
 
 An attempt's items are lists of deltas, one per delivery with news of it. One error dict (`RequestError.to_wire`) ends
-them instead: Ray would wrap an exception in its own, and log it with a traceback. A heartbeat is a replica's
-load; in the feed (see `feed`) the items of all attempts since the last one come with it.
+them instead. A heartbeat is a replica's load. How they travel is `link`'s matter.
 """
 
 from typing import Any
@@ -20,19 +19,12 @@ WireRequest = dict[str, Any]
 WireDelta = tuple[Any, ...]
 WireLoad = tuple[int, int, int, int, int, float | None]
 WireItem = list[WireDelta] | dict[str, Any]
-WireNews = tuple[str, WireItem]
-WireFeedItem = tuple[WireLoad, list[WireNews]]
 
 
-def pack_request(request: EngineRequest, attempt_id: str, session: str | None = None, feed: str = "") -> WireRequest:
-    """`request` as plain data. The replica's engine knows it by `attempt_id`; the router reads `session` as well.
-
-    `feed` names the feed by which the reader takes the items, when it is open.
-    """
+def pack_request(request: EngineRequest, attempt_id: str) -> WireRequest:
+    """`request` as plain data. The replica's engine knows it by `attempt_id`."""
     return {
         "attempt_id": attempt_id,
-        "session": session,
-        "feed": feed,
         "prompt_token_ids": list(request.prompt_token_ids),
         "params": request.params.to_wire(),
         "prior_output_ids": [list(ids) for ids in request.prior_output_ids],

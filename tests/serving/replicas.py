@@ -3,14 +3,14 @@
 import asyncio
 import json
 import uuid
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from serve_app.core.output import FinishReason, TokenLogprob
 from serve_app.core.request import EngineRequest
 from serve_app.engine.async_engine import AsyncEngine
 from serve_app.errors import RequestError
-from serve_app.serving.attempt import ItemStream, LossReason, ReplicaLostError
+from serve_app.serving.attempt import ItemStream, LossReason, OnHeartbeat, ReplicaLostError
 from serve_app.serving.failover import Failover
 from serve_app.serving.replica_set import ReplicaSet
 from serve_app.serving.wire import (
@@ -62,7 +62,7 @@ class Fleet:
         self.losses: list[tuple[LossReason, int]] = []
         self.num_hanging = 0
         """Streams that have fallen silent."""
-        self._hearts: dict[str, asyncio.Queue[WireLoad | LossReason | None]] = {}
+        self._hearts: dict[str, asyncio.Queue[WireLoad | LossReason]] = {}
         self.observer = Observer()
         self.failover = Failover(
             self,
@@ -74,7 +74,7 @@ class Fleet:
 
     def generate(self, request: EngineRequest, attempt_id: str, session: str | None) -> ItemStream:
         # Through JSON, to see that nothing but plain data travels.
-        data = json.loads(json.dumps(pack_request(request, attempt_id, session)))
+        data = json.loads(json.dumps(pack_request(request, attempt_id)))
         self.requests.append(data)
         allowed = self.replicas.routable(self.engines, attempt_id)
         fault = self.faults.pop(0) if self.faults else None
@@ -85,14 +85,15 @@ class Fleet:
         self.placed.append((attempt_id, name))
         return _Stream(self, self.engines[name], data, fault)
 
-    async def heartbeats(self, replica_id: str) -> AsyncGenerator[WireLoad, None]:
-        while (news := await self.heart(replica_id).get()) is not None:
+    async def listen(self, replica_id: str, on_heartbeat: OnHeartbeat) -> None:
+        while True:
+            news = await self.heart(replica_id).get()
             if isinstance(news, LossReason):
                 raise ReplicaLostError(news)
-            yield news
+            on_heartbeat(news)
 
-    def heart(self, replica_id: str) -> "asyncio.Queue[WireLoad | LossReason | None]":
-        """What its streams of heartbeats say: a load, how they break, or None for their end."""
+    def heart(self, replica_id: str) -> "asyncio.Queue[WireLoad | LossReason]":
+        """What its links say: a load, or why they end."""
         return self._hearts.setdefault(replica_id, asyncio.Queue())
 
 

@@ -93,7 +93,7 @@ def test_lost_at_every_item_and_told_once(lab: Lab, variant: str) -> None:
         items = 1 + max(len(choice.token_ids) for choice in expected) + subject.params.n
         for at in range(items):
             fleet = lab.fleet()
-            fleet.faults = [Fault(at, LossReason.DIED)]
+            fleet.faults = [Fault(at, LossReason.UNAVAILABLE)]
             assert without_cache(await told(fleet.failover, subject)) == expected
             if fleet.losses:
                 assert [name for _, name in fleet.placed] in (["a", "b"], ["b", "a"])
@@ -148,7 +148,7 @@ def test_cached_tokens_are_those_of_the_first_attempt(lab: Lab) -> None:
         subject = request(40)
         await told(lab.fleet().failover, subject)
         fleet = lab.fleet()
-        fleet.faults = [Fault(3, LossReason.DIED)]
+        fleet.faults = [Fault(3, LossReason.UNAVAILABLE)]
         [choice] = await told(fleet.failover, subject)
         first, second = fleet.observer.starts.values()
         assert choice.cached == [first]
@@ -162,7 +162,7 @@ def test_a_choice_that_is_over_for_the_reader_is_not_computed_again(lab: Lab) ->
         subject = request(n=2, temperature=1.3)
         expected = await told(lab.fleet().failover, subject)
         fleet = lab.fleet()
-        fleet.faults = [Fault(3, LossReason.DIED)]
+        fleet.faults = [Fault(3, LossReason.UNAVAILABLE)]
         ended: set[int] = set()
         tokens: list[list[int]] = [[], []]
         async for deltas in fleet.failover.generate(subject, deadline=FAR, ended=ended):
@@ -274,7 +274,7 @@ def test_without_replicas_requests_wait_for_one(lab: Lab) -> None:
 def test_without_replicas_requests_end_in_time(lab: Lab) -> None:
     async def check() -> None:
         fleet = Fleet(lab.engines, wait_s=0.05)
-        fleet.faults = [Fault(2, LossReason.DIED), Fault(1, LossReason.DIED)]
+        fleet.faults = [Fault(2, LossReason.UNAVAILABLE), Fault(1, LossReason.UNAVAILABLE)]
         with pytest.raises(UnavailableError, match="no engine replica") as caught:
             await told(fleet.failover, request())
         assert caught.value.retry_after_s is not None
@@ -348,11 +348,11 @@ def test_deaths_with_progress_between_them_do_not_end_a_request(lab: Lab) -> Non
         expected = without_cache(await told(lab.fleet().failover, subject))
         names = [f"replica {i}" for i in range(7)]
         fleet = Fleet(dict.fromkeys(names, lab.engines["a"]))
-        fleet.faults = [Fault(1, LossReason.DIED)] * 5
+        fleet.faults = [Fault(1, LossReason.UNAVAILABLE)] * 5
         assert without_cache(await told(fleet.failover, subject)) == expected
         assert len(fleet.losses) == 5
         fleet = Fleet(dict.fromkeys(names, lab.engines["a"]))
-        fleet.faults = [Fault(1, LossReason.DIED)] * 6
+        fleet.faults = [Fault(1, LossReason.UNAVAILABLE)] * 6
         with pytest.raises(EngineError) as caught:
             await told(fleet.failover, subject)
         assert caught.value.code == "request_killed_replicas"

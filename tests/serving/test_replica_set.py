@@ -27,28 +27,19 @@ def test_offers_those_that_can_serve_in_the_order_given(replicas: ReplicaSet) ->
     assert replicas.routable(["c", "b", "a"]) == ["c", "b", "a"]
 
 
-def test_the_dead_stay_dead(replicas: ReplicaSet) -> None:
-    replicas.suspect("a", dead=True)
-    replicas.trust("a")
-    replicas.suspect("a")
-    replicas.trust("a")
-    assert not replicas.is_routable("a")
-
-
 def test_a_pinned_attempt_may_go_to_its_replica_only(replicas: ReplicaSet) -> None:
     replicas.pin("mine", "b")
     replicas.reserve("b")
-    replicas.suspect("b")
+    replicas.suspect("b", "stalled")
     assert replicas.routable(["a", "b", "c"], "mine") == ["b"]
     assert replicas.routable(["a", "c"], "mine") == []
     replicas.end("mine")
     assert replicas.routable(["a", "b", "c"], "mine") == ["a", "c"]
 
 
-def test_attempts_move_and_end(replicas: ReplicaSet) -> None:
+def test_attempts_are_counted_until_they_end(replicas: ReplicaSet) -> None:
     replicas.begin("r.1")
     assert replicas.replica_of("r.1") is None
-    replicas.note_assigned("r.1", "a")
     replicas.note_assigned("r.1", "b")
     replicas.note_assigned("never begun", "b")
     assert [replicas.in_flight(name) for name in "abc"] == [0, 1, 0]
@@ -79,8 +70,8 @@ def test_older_news_of_load_are_ignored(replicas: ReplicaSet) -> None:
 def test_listeners_hear_of_every_change_of_choice(replicas: ReplicaSet) -> None:
     heard: list[list[str]] = []
     replicas.add_listener(lambda: heard.append(replicas.routable("abc")))
-    replicas.suspect("a")
-    replicas.suspect("a")
+    replicas.suspect("a", "stalled")
+    replicas.suspect("a", "left")
     replicas.trust("a")
     replicas.trust("a")
     replicas.reserve("b")

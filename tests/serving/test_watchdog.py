@@ -9,7 +9,6 @@ from serve_app.core.request import EngineRequest
 from serve_app.core.sampling_params import SamplingParams
 from serve_app.engine.async_engine import AsyncEngine
 from serve_app.serving.attempt import LossReason
-from serve_app.serving.replica_set import Condition
 from serve_app.serving.watchdog import SILENCE_S, TICK_S, Watchdog
 from serve_app.serving.wire import WireLoad
 from tests.serving.replicas import Fault, Fleet, Told, told, until
@@ -69,14 +68,6 @@ async def test_a_silent_replica_loses_its_requests_until_it_is_heard(fleet: Flee
     await until(lambda: fleet.replicas.is_routable("a"))
 
 
-async def test_any_item_is_a_sign_of_life(fleet: Fleet, watchdog: Watchdog) -> None:
-    for _ in range(TICKS_OF_SILENCE - 1):
-        watchdog.tick()
-    await told(fleet.failover, REQUEST)
-    watchdog.tick()
-    assert fleet.replicas.is_routable(fleet.placed[0][1])
-
-
 async def test_a_step_that_does_not_end(fleet: Fleet, watchdog: Watchdog) -> None:
     task = await start(fleet)
     fleet.heart("a").put_nowait(load(STALL_TIMEOUT_S - 0.1))
@@ -121,33 +112,14 @@ async def test_alone_it_keeps_them_until_another_one_comes(fleet: Fleet, watchdo
     assert [reason for reason, _ in fleet.losses] == [LossReason.LEFT]
 
 
-async def test_a_death_is_not_held_against_the_replica_that_the_attempt_went_to_meanwhile(
-    fleet: Fleet, watchdog: Watchdog
-) -> None:
-    """Ray routes by itself what the dead replica had not accepted yet; that may be just when we interrupt."""
-    fleet.faults = [Fault(0, None)]
-    task = asyncio.create_task(told(fleet.failover, REQUEST))
-    await until(lambda: fleet.num_hanging == 1)
-    attempt_id, at = fleet.placed[0]
-    other = next(name for name in fleet.engines if name != at)
-    fleet.replicas.suspect(at, LossReason.DIED, dead=True)
-    watchdog.tick()
-    fleet.replicas.note_assigned(attempt_id, other)
-    await task
-    assert [replica.condition for replica in fleet.replicas.replicas() if replica.replica_id == other] == [Condition.OK]
-    assert [reason for reason, _ in fleet.losses] == [LossReason.DIED]
-
-
-@pytest.mark.parametrize("news", [LossReason.UNAVAILABLE, None])
-async def test_heartbeats_that_end(fleet: Fleet, watchdog: Watchdog, news: LossReason | None) -> None:
-    """Because nobody is there any more, or (the second stream: none at all) because the engine is dead."""
+@pytest.mark.parametrize("why", [LossReason.UNAVAILABLE, LossReason.ENGINE_DIED])
+async def test_a_link_that_ends(fleet: Fleet, watchdog: Watchdog, why: LossReason) -> None:
     task = await start(fleet)
-    fleet.heart("a").put_nowait(news)
-    fleet.heart("a").put_nowait(news)
+    fleet.heart("a").put_nowait(why)
     await until(lambda: not fleet.replicas.is_routable("a"))
     await task
     assert [name for _, name in fleet.placed] == ["a", "b"]
-    assert fleet.losses[0][0] is (news or LossReason.ENGINE_DIED)
+    assert fleet.losses[0][0] is why
     fleet.replicas.trust("a")
     assert fleet.replicas.is_routable("a")
 

@@ -20,7 +20,7 @@ def test_requests() -> None:
     request = EngineRequest(
         "r.2", (1, 2, 3), params, prior_output_ids=((4,), (5, 6)), finished_choices=(1,), cache_salt="s", priority=-1
     )
-    data = pack_request(replace(request, request_id="r"), "r.2", "session")
+    data = pack_request(replace(request, request_id="r"), "r.2")
     assert unpack_request(data) == request, "an engine knows a request by its attempt's id"
     assert unpack_request(json.loads(json.dumps(data))) == request
 

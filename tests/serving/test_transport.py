@@ -1,0 +1,203 @@
+"""Where attempts are placed, and when: real links to one real engine under several names."""
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+
+from serve_app.core.request import EngineRequest
+from serve_app.core.sampling_params import SamplingParams
+from serve_app.engine.async_engine import AsyncEngine
+from serve_app.serving.attempt import LossReason, ReplicaLostError
+from serve_app.serving.failover import Failover
+from serve_app.serving.link import LINK, LinkServer
+from serve_app.serving.replica_set import ReplicaSet
+from serve_app.serving.routing import ReplicaInfo, RoutingPolicy
+from serve_app.serving.transport import LinkTransport
+from serve_app.serving.watchdog import Watchdog
+from serve_app.serving.wire import WireDelta, WireLoad, WireRequest, pack_deltas, pack_load, unpack_request
+from tests.serving.replicas import told, until
+
+REQUEST = EngineRequest("r", tuple(range(5, 125)), SamplingParams(max_tokens=20, seed=1, ignore_eos=True))
+
+
+@dataclass
+class Fleet:
+    """An ingress's side of a fleet whose replicas can be added and lost."""
+
+    engine: AsyncEngine
+    replicas: ReplicaSet = field(default_factory=ReplicaSet)
+    policy: RoutingPolicy = field(default_factory=RoutingPolicy)
+    servers: dict[str, LinkServer] = field(default_factory=dict)
+    metadata: dict[str, dict[str, Any]] = field(default_factory=dict)
+    losses: list[LossReason] = field(default_factory=list)
+    frozen: bool = False
+    """Attempts get no further."""
+
+    def __post_init__(self) -> None:
+        self.transport = LinkTransport(self.replicas, self.policy)
+        self.failover = Failover(
+            self.transport,
+            self.replicas,
+            wait_s=20.0,
+            observer=self.policy,
+            on_failover=lambda reason, _: self.losses.append(reason),
+        )
+        self.watchdog = Watchdog(self.transport, self.replicas, self.failover, stall_timeout_s=60.0)
+
+    async def add(self, *names: str) -> None:
+        for name in names:
+            server = self.servers[name] = LinkServer(self.generate, self.load)
+            address = await server.listen("127.0.0.1")
+            self.metadata[name] = {LINK: (address, server.key)}
+        self.publish(*self.servers)
+
+    def publish(self, *names: str) -> None:
+        info = ReplicaInfo(self.engine.info.block_size, self.engine.info.num_blocks, max_num_seqs=8)
+        self.policy.update(dict.fromkeys(names, info))
+        self.replicas.publish({name: self.metadata[name] for name in names})
+
+    async def generate(self, data: WireRequest) -> AsyncGenerator[list[WireDelta], None]:
+        request = unpack_request(data)
+        async for deltas in self.engine.generate(replace(request, request_id=f"{id(data)}.{request.request_id}")):
+            yield pack_deltas(deltas)
+            if self.frozen:
+                await asyncio.get_running_loop().create_future()
+
+    def load(self) -> WireLoad:
+        return pack_load(self.engine.stats(), 1, None)
+
+    def places(self) -> list[str]:
+        """Where the running attempts are."""
+        return [a.replica.replica_id for a in self.failover.attempts.values() if a.replica is not None]
+
+    def sequences(self) -> dict[str, int]:
+        """How many the policy has on each replica's account."""
+        return {name: replica.sequences for name, replica in self.policy._replicas.items()}
+
+
+@asynccontextmanager
+async def running(engine: AsyncEngine) -> AsyncIterator[Fleet]:
+    fleet = Fleet(engine)
+    watching = asyncio.create_task(fleet.watchdog.run())
+    yield fleet
+    for server in fleet.servers.values():
+        server.close()
+    watching.cancel()
+    await asyncio.gather(watching, return_exceptions=True)
+
+
+@pytest.fixture
+async def fleet(tiny_engine: AsyncEngine) -> AsyncIterator[Fleet]:
+    async with running(tiny_engine) as fleet:
+        yield fleet
+
+
+async def tokens(fleet: Fleet) -> list[int]:
+    (choice,) = await told(fleet.failover, REQUEST)
+    return choice.token_ids
+
+
+async def expected(engine: AsyncEngine) -> list[int]:
+    return [i async for deltas in engine.generate(REQUEST) for delta in deltas for i in delta.token_ids]
+
+
+async def test_a_request_waits_for_a_link_and_says_what_the_engine_says(fleet: Fleet) -> None:
+    early = asyncio.create_task(tokens(fleet))
+    await asyncio.sleep(0.01)
+    assert not early.done()
+    await fleet.add("a")
+    assert await early == await expected(fleet.engine)
+    assert fleet.losses == []
+    assert fleet.sequences() == {"a": 0}
+    assert fleet.replicas.in_flight("a") == 0
+
+
+async def test_a_shared_prefix_goes_to_one_replica_and_the_accounts_know_it(fleet: Fleet) -> None:
+    await fleet.add("a", "b")
+    fleet.frozen = True
+    first = asyncio.create_task(tokens(fleet))
+    await until(lambda: bool(fleet.places()))
+    second = asyncio.create_task(tokens(fleet))
+    await until(lambda: len(fleet.places()) == 2)
+    assert len(set(fleet.places())) == 1
+    assert sorted(fleet.sequences().values()) == [0, 2]
+    for task in (first, second):
+        task.cancel()
+    await asyncio.gather(first, second, return_exceptions=True)
+    assert set(fleet.sequences().values()) == {0}
+    await until(lambda: not any(server.attempts for server in fleet.servers.values()))
+
+
+async def test_a_session_stays_with_unlike_prompts(fleet: Fleet) -> None:
+    await fleet.add("a", "b")
+    homes = set()
+    for number in range(3):
+        request = replace(REQUEST, prompt_token_ids=tuple(range(60 * number, 60 * number + 9)))
+        visited: list[str] = []
+        async for _ in fleet.failover.generate(request, deadline=1e9, session="s", visited=visited):
+            pass
+        homes.update(visited)
+    assert len(homes) == 1
+
+
+async def test_a_suspect_gets_nothing_though_it_has_the_prefix(fleet: Fleet) -> None:
+    await fleet.add("a", "b")
+    visited: list[str] = []
+    async for _ in fleet.failover.generate(REQUEST, deadline=1e9, visited=visited):
+        pass
+    (home,) = visited
+    fleet.replicas.suspect(home, "stalled")
+    async for _ in fleet.failover.generate(REQUEST, deadline=1e9, visited=visited):
+        pass
+    assert visited[1] != home
+
+
+async def test_a_pinned_attempt_waits_for_its_replica_and_holds_up_no_other(fleet: Fleet) -> None:
+    await fleet.add("a")
+    fleet.replicas.begin("held")
+    fleet.replicas.pin("held", "b")
+    held = fleet.transport.generate(REQUEST, "held", None)
+    assert await tokens(fleet) == await expected(fleet.engine)
+    assert fleet.replicas.replica_of("held") is None
+    await fleet.add("b")
+    assert await asyncio.wait_for(held.__anext__(), 20)
+    placed = fleet.replicas.replica_of("held")
+    assert placed is not None
+    assert placed.replica_id == "b"
+    held.cancel()
+    held.cancel()
+
+
+async def test_an_attempt_that_is_let_go_before_it_was_placed_never_runs(fleet: Fleet) -> None:
+    fleet.replicas.begin("early")
+    fleet.transport.generate(REQUEST, "early", None).cancel()
+    await fleet.add("a")
+    assert await tokens(fleet) == await expected(fleet.engine)
+    assert fleet.replicas.replica_of("early") is None
+
+
+async def test_a_stream_goes_on_where_a_link_broke(fleet: Fleet) -> None:
+    await fleet.add("a")
+    fleet.frozen = True
+    task = asyncio.create_task(tokens(fleet))
+    await until(lambda: any(attempt._has_started for attempt in fleet.failover.attempts.values()))
+    fleet.frozen = False
+    await fleet.add("b")
+    await until(lambda: len(fleet.transport._links) == 2)
+    fleet.transport._links["a"].close()
+    assert await task == await expected(fleet.engine)
+    assert fleet.losses == [LossReason.UNAVAILABLE]
+
+
+async def test_who_is_not_known_has_left_and_who_does_not_answer_is_unavailable(fleet: Fleet) -> None:
+    with pytest.raises(ReplicaLostError) as caught:
+        await fleet.transport.listen("a", lambda _: None)
+    assert caught.value.reason is LossReason.LEFT
+    fleet.replicas.publish({"a": {LINK: ("127.0.0.1:1", "key")}})
+    with pytest.raises(ReplicaLostError) as caught:
+        await fleet.transport.listen("a", lambda _: None)
+    assert caught.value.reason is LossReason.UNAVAILABLE
