@@ -5,9 +5,9 @@ processor time; each item that it streams back costs 0.6 ms more. Here a request
 delivers at once is another. Ray starts the replicas, watches them, and tells the ingress where their links are.
 
 Both ends speak msgpack. The ingress says the replica's key first, then requests (dicts) and the ids of attempts that it
-has let go (strings). The replica sends frames of a heartbeat and the items of all attempts since the last frame; a
-heartbeat of None says that its engine is dead. A link that breaks takes its attempts with it: the replica aborts them,
-and failover makes the next ones.
+has let go (strings). The replica sends frames of a heartbeat and the items of all attempts since the last frame; an
+item of None ends its attempt, a heartbeat of None says that the engine is dead. A link that breaks takes its attempts
+with it: the replica aborts them, and failover makes the next ones.
 """
 
 import asyncio
@@ -156,8 +156,9 @@ class ReplicaEnd(asyncio.Protocol):
         except Exception:
             logger.exception("attempt %s failed", attempt_id)
             self._put(attempt_id, EngineError("the engine failed the request").to_wire())
+        self._put(attempt_id, None)
 
-    def _put(self, attempt_id: str, item: WireItem) -> None:
+    def _put(self, attempt_id: str, item: WireItem | None) -> None:
         """Send it with what else comes in this turn of the event loop."""
         if not self._news and self._is_open:
             self._send_at(self._loop.call_soon(self._send))
@@ -201,8 +202,7 @@ class IngressEnd(asyncio.Protocol):
         self._unpacker.feed(data)
         for load, news in self._unpacker:
             for attempt_id, item in news:
-                if (on_item := self._attempts.get(attempt_id)) is not None:
-                    on_item(item)
+                self._take(attempt_id, item)
             if load is None:
                 self._end(LossReason.ENGINE_DIED)
             else:
@@ -213,7 +213,7 @@ class IngressEnd(asyncio.Protocol):
         self._end(LossReason.UNAVAILABLE)
 
     def start(self, request: WireRequest, on_item: OnItem) -> None:
-        """Have an attempt run; `on_item` gets what comes of it, a `ReplicaLostError` last if the link breaks."""
+        """Have an attempt run; `on_item` gets what comes of it, and a `ReplicaLostError` last."""
         if self.lost.done():
             on_item(ReplicaLostError(LossReason.UNAVAILABLE))
             return
@@ -228,6 +228,14 @@ class IngressEnd(asyncio.Protocol):
     def close(self) -> None:
         """Hang up."""
         self._transport.abort()
+
+    def _take(self, attempt_id: str, item: WireItem | None) -> None:
+        if item is not None:
+            if (on_item := self._attempts.get(attempt_id)) is not None:
+                on_item(item)
+        elif (on_item := self._attempts.pop(attempt_id, None)) is not None:
+            # Read by those alone who have not got everything.
+            on_item(ReplicaLostError(LossReason.CUT))
 
     def _end(self, reason: LossReason) -> None:
         if not self.lost.done():

@@ -156,7 +156,8 @@ def wait_counted(watched: Watched, before: dict[str, float], grown: dict[str, fl
 async def way_there_and_back(watched: Watched, results: list[RequestResult], number: int) -> float:
     """How long a request that waits for nothing takes at most in nine of ten cases, in seconds.
 
-    Until `number` results are there. The clients' own requests meet the worse ones: they come together, when others have ended together.
+    Until `number` results are there. The clients' own requests meet the worse cases: they come together, when others
+    have ended together.
     """
     times = []
     async with httpx.AsyncClient(base_url=watched.fleet.url, timeout=30) as http:

@@ -191,6 +191,19 @@ async def test_refusals_arrive_and_accidents_belong_to_their_attempt(
     ingress.link.close()
 
 
+async def test_an_attempts_end_is_told_once(replica: Replica) -> None:
+    ingress = await Ingress.open(replica)
+    attempt = await ingress.start(replica, "a.1")
+    attempt.put_nowait(item(0))
+    attempt.put_nowait(None)
+    await until(lambda: len(ingress.items["a.1"]) == 2)
+    assert ingress.items["a.1"][0] == item(0)
+    assert str(ingress.items["a.1"][1]) == "cut"
+    ingress.link.close()
+    await ingress.link.lost
+    assert len(ingress.items["a.1"]) == 2
+
+
 async def test_what_is_let_go_is_aborted_and_nothing_else(replica: Replica) -> None:
     ingress = await Ingress.open(replica)
     await ingress.start(replica, "a.1")
