@@ -142,6 +142,7 @@ class Ingress:
         log_to_terminal()
         bind_replica_port_to_node()
         process_set.require(settings.revision)
+        self._engines = engines  # whose router tells us which replicas there are
         tokenizer, _ = await asyncio.gather(
             asyncio.to_thread(load_tokenizer, settings.model), engines.options(method_name="ping").remote()
         )

@@ -4,10 +4,10 @@ A call through a Ray handle takes 2 ms on its way beside a busy engine and more 
 processor time; each item that it streams back costs 0.6 ms more. Here a request is one message, and all that the engine
 delivers at once is another. Ray starts the replicas, watches them, and tells the ingress where their links are.
 
-Both ends speak msgpack. The ingress says the replica's key first, then requests (dicts) and the ids of attempts that it
-has let go (strings). The replica sends frames of a heartbeat and the items of all attempts since the last frame; an
-item of None ends its attempt, a heartbeat of None says that the engine is dead. A link that breaks takes its attempts
-with it: the replica aborts them, and failover makes the next ones.
+The ingress says the replica's key first, then, in msgpack, requests (dicts) and the ids of attempts that it has let go
+(strings). The replica sends frames of a heartbeat and the items of all attempts since the last frame; an item of None
+ends its attempt, and in place of the last heartbeat stands why the replica hangs up. A link that ends takes its
+attempts with it: the replica aborts them, and failover makes the next ones.
 """
 
 import asyncio
@@ -31,7 +31,6 @@ LINK = "link"
 """In a replica's metadata: its link's `host:port`, and the key that opens it."""
 
 _KEY_BYTES = 16
-_LONGEST_HELLO = 64
 _HELLO_S = 5.0
 _SILENCE_S = 60
 """A machine that has answered nothing, or taken nothing, for so long is gone with its links."""
@@ -64,11 +63,11 @@ class LinkServer:
             await asyncio.wait(self.attempts)
 
     def close(self) -> None:
-        """Hang up on everybody."""
+        """Hang up on everybody: this replica is leaving."""
         if self._server is not None:
             self._server.close()
         for end in self.ends:
-            end.close()
+            end.close(LossReason.LEFT)
 
 
 class ReplicaEnd(asyncio.Protocol):
@@ -80,7 +79,7 @@ class ReplicaEnd(asyncio.Protocol):
     def __init__(self, server: LinkServer) -> None:
         self._server = server
         self._is_open = False
-        self._hello_bytes = 0
+        self._hello = b""
         self._unpacker = msgpack.Unpacker(use_list=False)
         self._packer = msgpack.Packer()
         self._attempts: dict[str, asyncio.Task[None]] = {}
@@ -96,11 +95,10 @@ class ReplicaEnd(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         """Part of `asyncio.Protocol`."""
+        if self._transport.is_closing():
+            return
         if not self._is_open:
-            self._hello_bytes += len(data)
-            if self._hello_bytes > _LONGEST_HELLO:
-                self._transport.abort()
-                return
+            data = self._take_key(data)
         try:
             self._unpacker.feed(data)
             for message in self._unpacker:
@@ -116,18 +114,29 @@ class ReplicaEnd(asyncio.Protocol):
         for task in self._attempts.values():
             task.cancel()
 
-    def close(self) -> None:
-        """Hang up."""
-        self._transport.abort()
+    def close(self, reason: LossReason) -> None:
+        """Send what there is, say why, and hang up."""
+        if self._is_open:
+            self._is_open = False
+            self._write(reason)
+        self._transport.close()
+
+    def _take_key(self, data: bytes) -> bytes:
+        """What comes after the key; nothing of what a stranger says."""
+        self._hello += data
+        key = self._server.key.encode()
+        if len(self._hello) < len(key):
+            return b""
+        if not hmac.compare_digest(self._hello[: len(key)], key):
+            self._transport.abort()
+            return b""
+        self._is_open = True
+        self._send()
+        return self._hello[len(key) :]
 
     def _receive(self, message: Any) -> None:
         """Raises `TypeError`, `KeyError` for what no ingress says."""
-        if not self._is_open:
-            if not isinstance(message, str) or not hmac.compare_digest(message.encode(), self._server.key.encode()):
-                raise TypeError("no key")
-            self._is_open = True
-            self._send()
-        elif isinstance(message, str):
+        if isinstance(message, str):
             if (task := self._attempts.pop(message, None)) is not None:
                 task.cancel()
         else:
@@ -165,15 +174,16 @@ class ReplicaEnd(asyncio.Protocol):
         self._news.append(self._packer.pack((attempt_id, item)))
 
     def _send(self) -> None:
-        load = self._server.heartbeat()
-        news, self._news = self._news, []
-        head = self._packer.pack_array_header(2) + self._packer.pack(load)
-        self._transport.write(b"".join((head, self._packer.pack_array_header(len(news)), *news)))
-        if load is None:
-            self._is_open = False
-            self._transport.close()
+        self._send_at(self._loop.call_later(HEARTBEAT_S, self._send))
+        if (load := self._server.heartbeat()) is None:
+            self.close(LossReason.ENGINE_DIED)
         else:
-            self._send_at(self._loop.call_later(HEARTBEAT_S, self._send))
+            self._write(load)
+
+    def _write(self, heartbeat: WireLoad | LossReason) -> None:
+        news, self._news = self._news, []
+        head = self._packer.pack_array_header(2) + self._packer.pack(heartbeat)
+        self._transport.write(b"".join((head, self._packer.pack_array_header(len(news)), *news)))
 
     def _send_at(self, handle: asyncio.Handle) -> None:
         self._next.cancel()
@@ -187,6 +197,7 @@ class IngressEnd(asyncio.Protocol):
         self.lost: asyncio.Future[LossReason] = asyncio.get_running_loop().create_future()
         """Done when the link is."""
         self._key = key
+        self._transport: asyncio.Transport | None = None
         self._on_heartbeat = on_heartbeat
         self._unpacker = msgpack.Unpacker(use_list=False)
         self._attempts: dict[str, OnItem] = {}
@@ -195,7 +206,7 @@ class IngressEnd(asyncio.Protocol):
         """Part of `asyncio.Protocol`."""
         self._transport = cast(asyncio.Transport, transport)
         _notice_loss(transport.get_extra_info("socket"))
-        self._transport.write(msgpack.packb(self._key))
+        self._write(self._key.encode())
 
     def data_received(self, data: bytes) -> None:
         """Part of `asyncio.Protocol`."""
@@ -203,8 +214,8 @@ class IngressEnd(asyncio.Protocol):
         for load, news in self._unpacker:
             for attempt_id, item in news:
                 self._take(attempt_id, item)
-            if load is None:
-                self._end(LossReason.ENGINE_DIED)
+            if isinstance(load, str):
+                self._end(LossReason(load))
             else:
                 self._on_heartbeat(load)
 
@@ -217,17 +228,23 @@ class IngressEnd(asyncio.Protocol):
         if self.lost.done():
             on_item(ReplicaLostError(LossReason.UNAVAILABLE))
             return
+        message = msgpack.packb(request)
         self._attempts[request["attempt_id"]] = on_item
-        self._transport.write(msgpack.packb(request))
+        self._write(message)
 
     def cancel(self, attempt_id: str) -> None:
         """Nothing more of this attempt, please."""
         if self._attempts.pop(attempt_id, None) is not None:
-            self._transport.write(msgpack.packb(attempt_id))
+            self._write(msgpack.packb(attempt_id))
 
     def close(self) -> None:
         """Hang up."""
-        self._transport.abort()
+        if self._transport is not None:
+            self._transport.abort()
+
+    def _write(self, message: bytes) -> None:
+        if self._transport is not None:
+            self._transport.write(message)
 
     def _take(self, attempt_id: str, item: WireItem | None) -> None:
         if item is not None:

@@ -53,6 +53,7 @@ class EngineReplica:
         from serve_app.engine.async_engine import AsyncEngine
         from serve_app.serving.engine_config import engine_config
 
+        self._links = LinkServer(self.generate, self._heartbeat)
         log_to_terminal()
         bind_replica_port_to_node()
         self._stall_timeout_s = settings.engine.stall_timeout_s
@@ -61,7 +62,6 @@ class EngineReplica:
         self._last_step = 0
         self._metrics = EngineMetrics(ray.get_gpu_ids())
         self._steps = StepRing()
-        self._links = LinkServer(self.generate, self._heartbeat)
         self._engine = await AsyncEngine.start(
             engine_config(settings, use_gpu=use_gpu),
             on_step=self._on_step,

@@ -11,14 +11,16 @@ from serve_app.serving.replica_set import ReplicaSet
 from serve_app.serving.routing import RoutingPolicy, RoutingRequest
 from serve_app.serving.wire import WireItem, WireLoad, WireRequest, pack_request
 
-_CONNECT_S = 5.0
+_OPENING_S = 2.0
+"""How long a replica has until its first heartbeat. Without one it is taken for lost."""
 
 
 class LinkTransport:
     """`Transport` over links. For one event loop, the one it is made on.
 
-    Decides when an attempt is placed: at once, on the replica that `policy` ranks first among those that may have it
-    and whose link is open; without one, as soon as there is one.
+    Decides when an attempt is placed: at once, on the replica that `policy` ranks first among those that may have it;
+    without one, as soon as there is one. What is placed before the replica's link is open waits for that, so that not
+    everything goes to whoever is heard first.
     """
 
     def __init__(self, replicas: ReplicaSet, policy: RoutingPolicy) -> None:
@@ -26,6 +28,7 @@ class LinkTransport:
         self._policy = policy
         self._links: dict[str, IngressEnd] = {}
         self._unplaced: dict[str, LinkStream] = {}
+        self._awaiting: dict[str, list[LinkStream]] = {}
         loop = asyncio.get_running_loop()
         replicas.add_listener(lambda: loop.call_soon_threadsafe(self._place_all))
 
@@ -45,23 +48,27 @@ class LinkTransport:
         host, _, port = address.rpartition(":")
 
         def heard(load: WireLoad) -> None:
-            is_new = replica_id not in self._links
-            self._links[replica_id] = link
+            if replica_id not in self._links and not opening.expired():
+                opening.reschedule(None)
+                self._links[replica_id] = link
+                for stream in self._awaiting.pop(replica_id, ()):
+                    stream.start(link)
             on_heartbeat(load)
-            if is_new:
-                self._place_all()
 
         link = IngressEnd(key, heard)
+        reason = LossReason.UNAVAILABLE
         try:
-            async with asyncio.timeout(_CONNECT_S):
+            async with asyncio.timeout(_OPENING_S) as opening:
                 await asyncio.get_running_loop().create_connection(lambda: link, host, int(port))
+                reason = await link.lost
         except OSError:
-            raise ReplicaLostError(LossReason.UNAVAILABLE) from None
-        try:
-            raise ReplicaLostError(await link.lost)
+            pass
         finally:
             self._links.pop(replica_id, None)
             link.close()
+            for stream in self._awaiting.pop(replica_id, ()):
+                stream.lose(reason)
+        raise ReplicaLostError(reason)
 
     def _place_all(self) -> None:
         for stream in list(self._unplaced.values()):
@@ -69,7 +76,7 @@ class LinkTransport:
 
     def _place(self, stream: "LinkStream") -> None:
         attempt = stream.attempt
-        allowed = self._replicas.routable(self._links, attempt.attempt_id)
+        allowed = self._replicas.routable(self._replicas.current(), attempt.attempt_id)
         ranked = self._policy.rank(attempt, allowed, self._replicas.loads(), time.monotonic())
         if not ranked:
             return
@@ -77,7 +84,10 @@ class LinkTransport:
         del self._unplaced[attempt.attempt_id]
         self._policy.routed(attempt, chosen)
         self._replicas.note_assigned(attempt.attempt_id, chosen)
-        stream.start(self._links[chosen])
+        if (link := self._links.get(chosen)) is not None:
+            stream.start(link)
+        else:
+            self._awaiting.setdefault(chosen, []).append(stream)
 
 
 class LinkStream:
@@ -89,12 +99,18 @@ class LinkStream:
         self._request = request
         self._give_up = give_up
         self._link: IngressEnd | None = None
+        self._is_cancelled = False
         self._items: asyncio.Queue[WireItem | ReplicaLostError] = asyncio.Queue()
 
     def start(self, link: IngressEnd) -> None:
-        """It goes to the replica of this link."""
-        self._link = link
-        link.start(self._request, self._items.put_nowait)
+        """It goes to the replica of this link, if somebody is still interested."""
+        if not self._is_cancelled:
+            self._link = link
+            link.start(self._request, self._items.put_nowait)
+
+    def lose(self, reason: LossReason) -> None:
+        """Its replica is lost before it got there."""
+        self._items.put_nowait(ReplicaLostError(reason))
 
     async def __anext__(self) -> WireItem:
         """The next item. Raises `ReplicaLostError`."""
@@ -105,6 +121,7 @@ class LinkStream:
 
     def cancel(self) -> None:
         """Let go: the replica is told to abort. Idempotent, does not wait."""
+        self._is_cancelled = True
         if self._link is None:
             self._give_up()
         else:

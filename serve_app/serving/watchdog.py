@@ -93,7 +93,9 @@ class Watchdog:
         return age is not None and age > self._stall_timeout_s
 
     def _check_attempts(self) -> None:
-        others = self._replicas.any_routable()
+        # One that has not been heard yet may never be.
+        heard = [replica.replica_id for replica in self._replicas.replicas() if replica.has_beaten]
+        others = bool(self._replicas.routable(heard))
         for attempt in list(self._failover.attempts.values()):
             if (reason := self._reason_to_leave(attempt, others=others)) is not None:
                 attempt.interrupt(reason)

@@ -247,8 +247,13 @@ async def test_a_dead_engine_ends_its_links_after_the_news(replica: Replica) -> 
 
 @pytest.mark.parametrize(
     "sent",
-    [b"a" * 65, msgpack.packb("0" * 32), msgpack.packb({"attempt_id": "a.1"}), b"GET / HTTP/1.1\r\n\r\n", b"\xc1"],
-    ids=["long", "another key", "no key", "a browser", "no msgpack"],
+    [
+        b"a" * 65,
+        b"0" * 32,
+        msgpack.packb({"attempt_id": "a.1", "no": "key" * 9}),
+        b"GET / HTTP/1.1\r\nHost: somebody\r\n\r\n",
+    ],
+    ids=["long", "another key", "no key", "a browser"],
 )
 async def test_strangers_are_hung_up_on_and_change_nothing(replica: Replica, sent: bytes) -> None:
     ingress = await Ingress.open(replica)
@@ -261,6 +266,18 @@ async def test_strangers_are_hung_up_on_and_change_nothing(replica: Replica, sen
     await until(lambda: ingress.items == {"a.1": [item(0)]})
     assert set(replica.requests) == {"a.1"}
     ingress.link.close()
+
+
+async def test_a_key_may_come_in_pieces_and_with_more(replica: Replica) -> None:
+    key = replica.server.key.encode()
+    request = msgpack.packb(pack_request(EngineRequest("r", (5, 6), SamplingParams()), "a.1"))
+    writer = await replica.connect()
+    for piece in (key[:9], key[9:20], key[20:] + request[:7], request[7:]):
+        writer.write(piece)
+        await writer.drain()
+        await asyncio.sleep(0.01)
+    await until(lambda: "a.1" in replica.says)
+    writer.close()
 
 
 async def test_who_says_nothing_is_hung_up_on(replica: Replica, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -276,7 +293,7 @@ async def test_who_says_nothing_is_hung_up_on(replica: Replica, monkeypatch: pyt
 )
 async def test_who_says_what_no_ingress_says_is_hung_up_on(replica: Replica, sent: bytes) -> None:
     writer = await replica.connect()
-    writer.write(msgpack.packb(replica.server.key))
+    writer.write(replica.server.key.encode())
     await replica.reader.readexactly(1)
     writer.write(sent)
     with suppress(ConnectionResetError):
@@ -298,4 +315,5 @@ async def test_a_replica_is_drained_when_its_attempts_have_ended(replica: Replic
     assert not drained.done(), "one that came meanwhile counts, too"
     ingress.link.cancel("c.1")
     await asyncio.wait_for(drained, 10)
-    ingress.link.close()
+    replica.server.close()
+    assert await ingress.link.lost is LossReason.LEFT

@@ -1,6 +1,8 @@
 """Where attempts are placed, and when: real links to one real engine under several names."""
 
 import asyncio
+import socket
+from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
@@ -11,6 +13,7 @@ import pytest
 from serve_app.core.request import EngineRequest
 from serve_app.core.sampling_params import SamplingParams
 from serve_app.engine.async_engine import AsyncEngine
+from serve_app.serving import transport as transport_module
 from serve_app.serving.attempt import LossReason, ReplicaLostError
 from serve_app.serving.failover import Failover
 from serve_app.serving.link import LINK, LinkServer
@@ -96,8 +99,10 @@ async def fleet(tiny_engine: AsyncEngine) -> AsyncIterator[Fleet]:
         yield fleet
 
 
-async def tokens(fleet: Fleet) -> list[int]:
-    (choice,) = await told(fleet.failover, REQUEST)
+async def tokens(fleet: Fleet, number: int = 0) -> list[int]:
+    """Those of a request that has a prompt of its own for each number."""
+    prompt = (*range(number), *REQUEST.prompt_token_ids)
+    (choice,) = await told(fleet.failover, replace(REQUEST, prompt_token_ids=prompt))
     return choice.token_ids
 
 
@@ -130,6 +135,34 @@ async def test_a_shared_prefix_goes_to_one_replica_and_the_accounts_know_it(flee
     await asyncio.gather(first, second, return_exceptions=True)
     assert set(fleet.sequences().values()) == {0}
     await until(lambda: not any(server.attempts for server in fleet.servers.values()))
+
+
+async def test_those_who_wait_are_spread_whoever_is_heard_first(fleet: Fleet) -> None:
+    fleet.frozen = True
+    waiting = [asyncio.create_task(tokens(fleet, number)) for number in range(16)]
+    await asyncio.sleep(0.01)
+    await fleet.add("a", "b")
+    await until(lambda: len(fleet.places()) == 16)
+    assert Counter(fleet.places()) == {"a": 8, "b": 8}
+    for task in waiting:
+        task.cancel()
+    await asyncio.gather(*waiting, return_exceptions=True)
+    assert set(fleet.sequences().values()) == {0}
+    assert {name: fleet.replicas.in_flight(name) for name in "ab"} == {"a": 0, "b": 0}
+
+
+async def test_a_replica_that_never_says_a_word_is_lost_with_what_waits_for_it(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transport_module, "_OPENING_S", 0.05)
+    with socket.create_server(("127.0.0.1", 0)) as mute:
+        fleet.metadata["a"] = {LINK: (f"127.0.0.1:{mute.getsockname()[1]}", "0" * 32)}
+        fleet.publish("a")
+        task = asyncio.create_task(tokens(fleet))
+        await until(lambda: not fleet.replicas.is_routable("a"))
+        await fleet.add("b")
+        assert await task == await expected(fleet.engine)
+    assert set(fleet.losses) == {LossReason.UNAVAILABLE}
 
 
 async def test_a_session_stays_with_unlike_prompts(fleet: Fleet) -> None:

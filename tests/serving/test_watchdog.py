@@ -108,6 +108,11 @@ async def test_alone_it_keeps_them_until_another_one_comes(fleet: Fleet, watchdo
     assert not fleet.losses
     fleet.replicas.publish({"b": {}})
     watchdog.tick()
+    await asyncio.sleep(0.01)
+    assert not fleet.losses, "the other one has not been heard yet"
+    fleet.heart("b").put_nowait(load())
+    await until(fleet.heart("b").empty)
+    watchdog.tick()
     await task
     assert [reason for reason, _ in fleet.losses] == [LossReason.LEFT]
 
