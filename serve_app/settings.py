@@ -31,6 +31,7 @@ LAUNCHER_ENVIRONMENT: Mapping[str, str] = {
     "RAY_SERVE_REPLICA_AUTOSCALING_METRIC_PUSH_INTERVAL_S": "2",
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_enable_metrics_collection": "0",
+    "RAY_event_stats": "0",
     "RAY_task_events_report_interval_ms": "0",
     "RAY_worker_niceness": "0",
 }
@@ -38,8 +39,9 @@ LAUNCHER_ENVIRONMENT: Mapping[str, str] = {
 127.0.0.1, on which then all of Ray's own ports listen. Serve's controller looks after its replicas ten times a second
 by default, for a fortieth of a core that the model needs. For the draining period an ingress that is replaced still
 takes what HAProxy sends it before it knows; without one, such requests were cut. A replica that fails its health checks
-would get a minute to finish what it cannot finish, before it is replaced. Ray's own metrics and its records of tasks
-are for a dashboard, which does not run here. Ray runs workers at niceness 15, behind everything else on the machine."""
+would get a minute to finish what it cannot finish, before it is replaced. Ray's own metrics and its records of events
+and tasks are for a dashboard, which does not run here. Ray runs workers at niceness 15, behind everything else on the
+machine."""
 
 ENGINE_ENVIRONMENT: Mapping[str, str] = {"GOMP_SPINCOUNT": "5000"}
 """What a replica sets before it loads torch, whose threads spin for milliseconds after each operation by default, on

@@ -2,7 +2,8 @@
 
 Decides: how requests and news cross between the two threads, which news wait for more, and what clients see when the
 engine ends. Two crossings exist: an inbox (event loop to engine), emptied before each step, and one hand-over per step
-with all its news (engine to event loop). Serves one event loop: the one it was started on.
+with all its news (engine to event loop), made when the next step's model is about to run: until then the two threads
+would only take the interpreter from each other. Serves one event loop: the one it was started on.
 """
 
 import asyncio
@@ -79,6 +80,7 @@ class AsyncEngine:
         # Owned by the engine's thread; the event loop reads whole values only.
         self._core: EngineCore
         self._seated: dict[str, _Stream] = {}
+        self._news: list[tuple[_Stream, list[TokenDelta]]] = []
         self._stats: SchedulerStats
         self._busy_since: float | None = None
         self._checked = True
@@ -225,6 +227,7 @@ class AsyncEngine:
             logger.exception("the engine died")
             self._error = f"the engine died: {type(error).__name__}: {error}"
             self._busy_since = None
+            self._hand_over_news()
             self._hand_over(self._fail_all, EngineError(_DIED, code=ENGINE_DIED))
 
     def _turn(self) -> None:
@@ -234,6 +237,7 @@ class AsyncEngine:
             self._inbox.get()()
         self._stats = core.stats()
         if not core.has_unfinished:
+            self._hand_over_news()
             if self._checked:
                 self._sleep(None)
             elif not self._sleep(core.clock() + _IDLE_BEFORE_CHECK_S):
@@ -242,14 +246,14 @@ class AsyncEngine:
             return
         self._checked = False
         self._busy_since = core.clock()
-        deltas = core.step()
+        deltas = core.step(on_scheduled=self._hand_over_news)
         self._stats = core.stats()
         if deltas is None:
             if (wake_at := core.wake_at()) is None:
                 raise RuntimeError("requests wait but none can be scheduled")
             self._sleep(wake_at)
-        elif deltas:
-            self._publish(deltas)
+        else:
+            self._note_news(deltas)
 
     def _sleep(self, until: float | None) -> bool:
         """Wait for news, no longer than `until`; whether there was any."""
@@ -262,11 +266,16 @@ class AsyncEngine:
         command()
         return True
 
-    def _publish(self, deltas: list[TokenDelta]) -> None:
+    def _note_news(self, deltas: list[TokenDelta]) -> None:
         news: dict[str, list[TokenDelta]] = {}
         for delta in deltas:
             news.setdefault(delta.request_id, []).append(delta)
-        self._hand_over(self._take, [(self._seated[request_id], group) for request_id, group in news.items()])
+        self._news = [(self._seated[request_id], group) for request_id, group in news.items()]
+
+    def _hand_over_news(self) -> None:
+        if self._news:
+            self._hand_over(self._take, self._news)
+            self._news = []
 
     def _add(self, request: EngineRequest, stream: _Stream) -> None:
         stats, config = self._core.stats(), self._core.config

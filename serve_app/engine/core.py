@@ -181,23 +181,26 @@ class EngineCore:
         """Raise when the scheduler's books do not balance; meant for the moments when nothing runs."""
         self._scheduler.check_invariants()
 
-    def step(self) -> list[TokenDelta] | None:
+    def step(self, on_scheduled: Callable[[], None] | None = None) -> list[TokenDelta] | None:
         """Run one step; with overlap, launch one and finish the one before. The news of the one that ended.
 
-        None when nothing could be scheduled and nothing is in flight. Raises only when the engine itself is broken, or
-        somebody interrupts it; then the requests of the steps in flight are gone.
+        None when nothing could be scheduled and nothing is in flight. `on_scheduled` is called when the model is next.
+        Raises only when the engine itself is broken, or somebody interrupts it; then the requests of the steps in
+        flight are gone.
         """
         try:
-            return self._step()
+            return self._step(on_scheduled)
         except BaseException:
             self._in_flight = None
             self._scheduler.abandon()
             raise
 
-    def _step(self) -> list[TokenDelta] | None:
+    def _step(self, on_scheduled: Callable[[], None] | None) -> list[TokenDelta] | None:
         """`step`, whatever comes of it."""
         started_at = self.clock()
         output = self._scheduler.schedule(started_at)
+        if on_scheduled is not None:
+            on_scheduled()
         launched = None
         if output.rows:
             schedule_s = self.clock() - started_at

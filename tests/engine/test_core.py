@@ -56,6 +56,17 @@ def test_the_model_is_told_about_before_it_is_sized(tiny_llama: PagedModel) -> N
     assert core.info.eos_token_ids == (1,)
 
 
+def test_who_asks_is_told_that_the_model_is_next_also_when_there_is_nothing_to_run(tiny_llama: PagedModel) -> None:
+    told: list[int] = []
+    records: list[StepRecord] = []
+    core = EngineCore(tiny_llama, EngineConfig(kv_cache_gib=0.1), on_step=records.append)
+    assert core.step(lambda: told.append(len(records))) is None
+    core.add(make_request("a", 4, 2))
+    while core.has_unfinished:
+        core.step(lambda: told.append(len(records)))
+    assert told == [0, 0, 1]
+
+
 def test_a_step_leaves_a_record(tiny_llama: PagedModel) -> None:
     ticks = itertools.count(100)
     records: list[StepRecord] = []
