@@ -116,6 +116,7 @@ class ReplicaEnd(asyncio.Protocol):
 
     def close(self, reason: LossReason) -> None:
         """Send what there is, say why, and hang up."""
+        self._next.cancel()
         if self._is_open:
             self._is_open = False
             self._write(reason)
