@@ -231,7 +231,7 @@ class AdmissionGate:
     Open if any holds: nothing runs; the oldest newcomer has waited `max_wait_s`; `max_waiting_steps` steps passed since
     the last admission; waiting >= floor(running * waiting_served_ratio). With ratio 0 it is always open. It opens for
     the group that waits at that moment and stays open until the group is in, however many steps its prefill takes, or
-    until seats or blocks end it. Who comes later is not of the group.
+    until seats or blocks end it. Who comes later is not of the group; once that is in, the gate is asked for them.
 
     Before all that, for the decodes that pause with `prefill: separate`: once anybody has started, no new group before
     they have had a step; after `max_num_seqs` starts, nobody at all. Nothing bypasses this, or load would starve them.
@@ -261,10 +261,11 @@ class AdmissionGate:
         return head is not None and head.arrival <= self._last_of_group
 
     def update(self, now: float, queue: RequestQueue, running: int) -> bool:
-        """Look at the state before admission; returns whether the gate is open (also when nobody waits)."""
+        """Look at the state before the next admission; returns whether the gate is open (also when nobody waits)."""
         if self.is_open(queue):
             return True
-        opens = self._starts_since_decodes == 0 and self._opens(now, queue, running)
+        decodes_wait = self._knobs.prefill == "separate" and self._starts_since_decodes > 0
+        opens = not decodes_wait and self._opens(now, queue, running)
         limit = self._knobs.max_num_seqs if self._knobs.policy == "static" else queue.num_new
         self._last_of_group = queue.last_arrival(limit) if opens else -1
         return opens

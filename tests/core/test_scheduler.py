@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from serve_app.core.output import FinishReason, ModelRunnerOutput, SchedulerOutput
-from serve_app.core.policy import SchedulerConfig
+from serve_app.core.policy import SchedulerConfig, SchedulerKnobs
 from serve_app.core.request import EngineRequest
 from serve_app.core.sampling_params import SamplingParams
 from serve_app.errors import InvalidRequestError
@@ -495,6 +495,21 @@ def test_a_group_ends_when_seats_run_out() -> None:
     driver.step()
     assert driver.streams["a", 0].finish_reason is not None
     assert driver.step().admitted == ()  # there is a seat, but 1 waits and 2 run
+
+
+def test_behind_a_group_the_next_may_follow_in_the_same_step() -> None:
+    """They found room, and the gate open: seats were few when the group was made."""
+    knobs = SchedulerKnobs(max_num_seqs=1, max_num_batched_tokens=1)
+    driver = Driver(make_config(max_num_seqs=4, max_num_batched_tokens=16))
+    driver.reconfigure(knobs)
+    for name in "ab":
+        driver.add(make_request(name, 1, max_tokens=9))
+    assert driver.step().admitted == (("a", 0),)
+    driver.abort("a")
+    for name in "cd":
+        driver.add(make_request(name, 1, max_tokens=9))
+    driver.reconfigure(replace(knobs, max_num_seqs=4, max_num_batched_tokens=16))
+    assert driver.step().admitted == (("b", 0), ("c", 0), ("d", 0))
 
 
 def test_nobody_inherits_the_place_of_an_aborted_member_of_a_group() -> None:
