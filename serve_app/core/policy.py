@@ -282,6 +282,13 @@ class AdmissionGate:
             or len(queue) >= math.floor(running * knobs.waiting_served_ratio)
         )
 
+    def next_in(self, now: float, queue: RequestQueue, running: int) -> "Request | None":
+        """Who starts next. Behind a group that is in, the gate may open for another one in the same step."""
+        head = queue.head(gate_open=self.is_open(queue))
+        if head is None and queue.num_new and self.update(now, queue, running):
+            head = queue.new_head
+        return head
+
     def wake_at(self, queue: RequestQueue) -> float | None:
         """When time alone opens the gate of an idle engine; None where it is open anyway, or nobody waits."""
         if self._knobs.policy != "static" or queue.num_new == 0:

@@ -196,19 +196,12 @@ class Scheduler:
     def _admit(self, plan: StepPlan, now: float) -> None:
         """Start requests from the queue. The head blocks those behind it on purpose: nobody is overtaken for ever."""
         while plan.budget > 0 and not self._gate.decodes_are_due:
-            request = self._next_in(now)
+            request = self._gate.next_in(now, self._queue, len(self._running))
             if request is None:
                 return
             if len(self._running) >= self.config.max_num_seqs or not self._start(request, plan):
                 self._gate.close()
                 return
-
-    def _next_in(self, now: float) -> Request | None:
-        """Who starts next. Behind a group that is in, the gate may open for the next one in the same step."""
-        head = self._queue.head(gate_open=self._gate.is_open(self._queue))
-        if head is None and self._queue.num_new and self._gate.update(now, self._queue, len(self._running)):
-            head = self._queue.new_head
-        return head
 
     def _start(self, request: Request, plan: StepPlan) -> bool:
         """Give `request` a slot, blocks for all its known tokens, and a row; False if the blocks are not there.

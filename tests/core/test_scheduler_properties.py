@@ -176,7 +176,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             gate = scheduler._gate  # with separate prefill it may be the turn of the decodes
             if self.driver.in_flight is not None and not output.rows:
                 return ()  # that one is to be committed first
-            owed = config.prefill == "separate" and (not output.gate_open or gate.decodes_are_due)
+            group_is_in = not gate.is_open(scheduler._queue)
+            owed = config.prefill == "separate" and (group_is_in or gate.decodes_are_due)
             if overdue and config.policy != "static" and not output.preempted and not owed:
                 head = scheduler._queue.head(gate_open=True)
                 assert head is not None
