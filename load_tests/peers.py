@@ -35,7 +35,7 @@ from serve_app.cli.outputs import JsonFile, PngFile
 _START_LIMIT_S = 600.0
 # `generate` serves nobody; it is for `make bench`.
 RIVALS = ",".join(name for name in CONTESTANTS if name != "generate")
-WORKLOADS = "decode,mixed,single,repetitive,prefill:16,shared_prefix"
+WORKLOADS = "decode,mixed,single,first_token,repetitive,prefill:16,shared_prefix"
 
 console = Console(stderr=True)
 Wanted = Mapping[str, int | None]

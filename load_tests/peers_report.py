@@ -20,6 +20,9 @@ from load_tests.contestants import Contestant
 
 _BLUE, _ORANGE, _GREY = "#0072B2", "#E69F00", "#666666"
 _ENGINE = "engine"
+_FIRST_TOKEN = "first_token"
+_UNITS = {"prefill": "input tokens/s", _FIRST_TOKEN: "median ms to the first token"}
+"""Of the picture's bars, where they are not output tokens per second."""
 
 Figures = Mapping[str, Any]
 
@@ -141,8 +144,8 @@ def far_behind(entries: Mapping[str, Entry], workloads: Sequence[str]) -> set[st
 def path_costs(entries: Mapping[str, Entry]) -> dict[str, dict[str, float]]:
     """What HTTP and Ray cost each of our servers that runs the engine which also ran alone.
 
-    decode_share: the part of the engine's tokens per second that is lost; single_ttft_ms: what a first token takes
-    longer.
+    decode_share: the part of the engine's tokens per second that is lost; first_token_ms: what a single user's first
+    token takes longer.
     """
     costs: dict[str, dict[str, float]] = {}
     if _ENGINE not in entries:
@@ -154,10 +157,10 @@ def path_costs(entries: Mapping[str, Entry]) -> dict[str, dict[str, float]]:
         costs[name] = {}
         if (alone := engine.median("decode")) and (served := entry.median("decode")):
             costs[name]["decode_share"] = round(1 - rate("decode", served) / rate("decode", alone), 3)
-        if (alone := engine.median("single")) and (served := entry.median("single")):
-            first, first_alone = (_figure("TTFT p50 ms", "single", one) for one in (served, alone))
+        if (alone := engine.median(_FIRST_TOKEN)) and (served := entry.median(_FIRST_TOKEN)):
+            first, first_alone = (_figure("TTFT p50 ms", _FIRST_TOKEN, one) for one in (served, alone))
             if first is not None and first_alone is not None:
-                costs[name]["single_ttft_ms"] = round(first - first_alone, 1)
+                costs[name]["first_token_ms"] = round(first - first_alone, 1)
     return costs
 
 
@@ -192,8 +195,8 @@ def print_tables(console: Console, entries: Mapping[str, Entry], workloads: Sequ
     for name, costs in path_costs(entries).items():
         if "decode_share" in costs:
             console.print(f"{name}: HTTP and Ray cost {costs['decode_share']:.1%} of the engine's decode throughput")
-        if "single_ttft_ms" in costs:
-            console.print(f"{name}: and {costs['single_ttft_ms']:+.1f} ms on a single user's first token")
+        if "first_token_ms" in costs:
+            console.print(f"{name}: and {costs['first_token_ms']:+.1f} ms on a single user's first token")
 
 
 def _measured(entries: Mapping[str, Entry], workloads: Sequence[str]) -> Table:
@@ -264,18 +267,24 @@ def draw(path: Path, entries: Mapping[str, Entry], workloads: Sequence[str]) -> 
         axes.set_visible(False)
     for axes, workload in zip(panels.flat, workloads, strict=False):
         medians = [entries[name].median(workload) for name in names]
-        rates = [rate(workload, median) if median is not None else 0.0 for median in medians]
+        rates = [_bar(workload, median) if median is not None else 0.0 for median in medians]
         bars = axes.barh(names, rates, 0.7, color=[_colour(name, entries[name]) for name in names])
         axes.bar_label(bars, [f"{value:.0f}" if value else "-" for value in rates], fontsize=8, padding=4)
         for place, name in enumerate(names):
-            values = [rate(workload, run) for run in entries[name].runs.get(workload, ())]
+            values = [_bar(workload, run) for run in entries[name].runs.get(workload, ())]
             axes.plot(values, [place] * len(values), "o", color="black", markersize=2.5)
         axes.margins(x=0.15)
         axes.set_title(workload, loc="left", fontsize=10)
-        axes.set_xlabel("input tokens/s" if workload == "prefill" else "output tokens/s", fontsize=8)
+        axes.set_xlabel(_UNITS.get(workload, "output tokens/s"), fontsize=8)
         axes.spines[["top", "right"]].set_visible(False)
     figure.suptitle("Same requests, same machine (bars: medians, dots: runs)", fontsize=10)
     figure.savefig(path, format="png")
+
+
+def _bar(workload: str, figures: Figures) -> float:
+    if workload == _FIRST_TOKEN:
+        return _figure("TTFT p50 ms", workload, figures) or 0.0
+    return rate(workload, figures)
 
 
 def _colour(name: str, entry: Entry) -> str:

@@ -7,6 +7,7 @@ Decides lengths, texts and arrival times; sends nothing. Lengths depend on the s
     decode         16 requests at once; 32 in, 128 out
     prefill        32 requests, 8 at once; 1024 in, 1 out
     single         4 requests, one after another; 32 in, 128 out
+    first_token    24 requests, one after another; 32 in, 1 out: what `single` says of first tokens, six times over
     shared_prefix  32 requests, 8 at once; 768 tokens shared by all, 32 of their own, 16 out
     repetitive     as single, but the prompt is 32 tokens four times over, so that the answer goes on repeating them
     poisson        open loop: arrivals at `rate` per second for `duration` seconds, lengths as in mixed
@@ -25,7 +26,7 @@ from transformers import PreTrainedTokenizerFast
 from load_tests.arrivals import Arrival, mixed_lengths, random_arrivals
 from serve_app.text.tokenizer import Tokenizer, load_tokenizer
 
-WORKLOADS = ("mixed", "decode", "prefill", "single", "shared_prefix", "repetitive", "poisson", "bursty")
+WORKLOADS = ("mixed", "decode", "prefill", "single", "first_token", "shared_prefix", "repetitive", "poisson", "bursty")
 BURSTY_VARIATION = 4.0
 
 _FIXED: dict[str, tuple[int, int, int, int]] = {
@@ -33,6 +34,7 @@ _FIXED: dict[str, tuple[int, int, int, int]] = {
     "decode": (16, 16, 32, 128),
     "prefill": (32, 8, 1024, 1),
     "single": (4, 1, 32, 128),
+    "first_token": (24, 1, 32, 1),
 }
 _MIXED_REQUESTS, _MIXED_CONCURRENCY = 64, 16
 _REPETITIVE_REQUESTS, _PASSAGE_TOKENS, _PASSAGE_TIMES, _REPETITIVE_OUTPUT = 4, 32, 4, 128

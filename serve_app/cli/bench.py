@@ -19,7 +19,7 @@ from serve_app.cli.outputs import HtmlFile, JsonFile
 if TYPE_CHECKING:
     from load_tests.workloads import Workload
 
-WORKLOADS = ("mixed", "decode", "prefill", "single", "shared_prefix", "repetitive", "poisson", "bursty")
+WORKLOADS = ("mixed", "decode", "prefill", "single", "first_token", "shared_prefix", "repetitive", "poisson", "bursty")
 
 bench = typer.Typer(help="Measure a running server; compare two measurements.", no_args_is_help=True)
 

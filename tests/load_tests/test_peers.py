@@ -111,7 +111,7 @@ def entry(
         "seconds": seconds,
     }
     done = Entry(Contestant("", ends_early, **kind))
-    for workload in ("decode", "prefill", "single"):
+    for workload in ("decode", "prefill", "first_token"):
         done.add(workload, figures)
     return done
 
@@ -152,12 +152,12 @@ def test_only_peers_that_decide_nothing_are_not_asked_again() -> None:
         "quick_and_wrong": entry(1000.0, 1.0, 1.0, wrong=1, seconds=0.1),
         "unfinished": entry(1.0, seconds=90.0),
     }
-    del entries["unfinished"].runs["single"]
-    assert far_behind(entries, ["decode", "prefill", "single"]) == {"slow", "slow_exact", "slow_and_wrong"}
+    del entries["unfinished"].runs["first_token"]
+    assert far_behind(entries, ["decode", "prefill", "first_token"]) == {"slow", "slow_exact", "slow_and_wrong"}
 
 
 def test_the_path_costs_what_the_engine_alone_does_not_need() -> None:
-    assert path_costs(ENTRIES) == {"serve_app": {"decode_share": 0.2, "single_ttft_ms": 5.0}}
+    assert path_costs(ENTRIES) == {"serve_app": {"decode_share": 0.2, "first_token_ms": 5.0}}
 
 
 def test_what_is_installed_is_left_alone_and_another_version_is_not(

@@ -50,6 +50,7 @@ def test_sizes_are_those_that_the_log_compares(writer: PromptWriter) -> None:
         "decode": (16, 16, 512, 2048),
         "prefill": (32, 8, 32768, 32),
         "single": (4, 1, 128, 512),
+        "first_token": (24, 1, 768, 24),
         "shared_prefix": (32, 8, 25600, 512),
         "repetitive": (4, 1, 512, 512),
         "poisson": (56, None, 10347, 3536),
