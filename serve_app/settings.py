@@ -20,10 +20,10 @@ FAST_PATH_ENVIRONMENT: Mapping[str, str] = {
     "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
     "RAY_SERVE_ENABLE_HA_PROXY": "1",
 }
-"""What `make serve` sets before Ray starts: HAProxy instead of Ray's Python proxy, gRPC between the deployments."""
+"""What `make serve` sets before Ray starts: HAProxy instead of Ray's Python proxy, and the ingress's application on the
+event loop of its Ray replica, which otherwise gives it a thread and a loop of its own."""
 
 LAUNCHER_ENVIRONMENT: Mapping[str, str] = {
-    "SERVE_APP_LAUNCHER": "1",
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
     "RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "0.3",
     "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "2",
@@ -221,11 +221,6 @@ def setting_rows(model: type[BaseModel] = Settings, prefix: str = "") -> Iterato
 def fast_path_enabled() -> bool:
     """Whether this process was started with the environment of the fast path."""
     return all(os.environ.get(name) == value for name, value in FAST_PATH_ENVIRONMENT.items())
-
-
-def started_by_launcher() -> bool:
-    """Whether `serve-app serve` started this process (it then tells the user what there is to tell)."""
-    return os.environ.get("SERVE_APP_LAUNCHER") == "1"
 
 
 def export(variables: Mapping[str, str]) -> None:

@@ -112,12 +112,15 @@ def write_config(folder: Path, args: dict[str, Any], port: int) -> Path:
     return path
 
 
-def launch(config: Path, environment: dict[str, str]) -> subprocess.Popen[str]:
-    command = [str(Path(sys.executable).with_name("serve-app")), "serve", str(config)]
+def launch(
+    config: Path, environment: dict[str, str], command: tuple[str, str] = ("serve-app", "serve")
+) -> subprocess.Popen[str]:
+    """`command` (a program of this environment and its verb) with `config`, in a session of its own."""
+    program, verb = command
     # The tests' own switches (warnings as errors, coverage) are not for the server.
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST_", "COV_"))}
     return subprocess.Popen(
-        command,
+        [str(Path(sys.executable).with_name(program)), verb, str(config)],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -131,9 +134,10 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Server]]:
     """Start a server that the test stops itself, or that is stopped after the test."""
     servers: list[Server] = []
 
-    def start(args: dict[str, Any], environment: dict[str, str] | None = None) -> Server:
+    def start(args: dict[str, Any], environment: dict[str, str] | None = None, **how: Any) -> Server:
         port = free_port()
-        server = Server(launch(write_config(tmp_path, args, port), environment or {}), f"http://127.0.0.1:{port}")
+        process = launch(write_config(tmp_path, args, port), environment or {}, **how)
+        server = Server(process, f"http://127.0.0.1:{port}")
         servers.append(server)
         return server
 

@@ -73,6 +73,16 @@ def test_ready_and_live(server: Server) -> None:
     assert [httpx.get(f"{server.url}/health/{which}").status_code for which in ("ready", "live")] == [200, 200]
 
 
+def test_it_says_so_only_where_it_is_not_on_the_fast_path(server: Server) -> None:
+    def told() -> list[str]:
+        return [line for line in server.lines if "Ingress: WARNING: this server runs on Ray's default path" in line]
+
+    behind_haproxy = any(process.name() == "haproxy" for process in server.descendants())
+    if not behind_haproxy:
+        wait_for(lambda: bool(told()), "the line is there")
+    assert len(told()) == (0 if behind_haproxy else 1)
+
+
 async def test_64_streams_at_once_say_what_each_says_alone(server: Server) -> None:
     prompts = [f"Story number {i % 16}: {'long ' * (i % 7)}" for i in range(64)]
     async with server.client() as client:
