@@ -5,10 +5,11 @@ and why, is the caller's.
 """
 
 import asyncio
+import math
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 
-from serve_app.errors import UnavailableError
+from serve_app.errors import RequestTimeoutError, UnavailableError
 
 _RETRY_AFTER_S = 5.0
 # For the last event on its way to a client that hardly reads.
@@ -42,9 +43,10 @@ class Drain:
             self._note_idle()
 
     @asynccontextmanager
-    async def limit(self) -> AsyncIterator[None]:
-        """Whatever is awaited in here ends when the time for running requests is over, with `UnavailableError`."""
-        limit = asyncio.timeout(0.0 if self._is_over else None)
+    async def limit(self, deadline: float) -> AsyncIterator[None]:
+        """Whatever is awaited in here, a client that does not read included, ends at `deadline` (the event loop's
+        time) with `RequestTimeoutError`, and with `UnavailableError` when the time for running requests is over."""
+        limit = asyncio.timeout_at(-math.inf if self._is_over else deadline)
         try:
             async with limit:
                 self._limits.add(limit)
@@ -55,7 +57,9 @@ class Drain:
         except TimeoutError:
             if not limit.expired():
                 raise
-            raise UnavailableError("the server has shut down", retry_after_s=_RETRY_AFTER_S) from None
+            if self._is_over:
+                raise UnavailableError("the server has shut down", retry_after_s=_RETRY_AFTER_S) from None
+            raise RequestTimeoutError("the request was not done before its deadline") from None
 
     async def run(self, timeout_s: float) -> None:
         """Take nothing new; return once nothing runs. What still runs after `timeout_s` seconds is ended."""

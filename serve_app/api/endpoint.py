@@ -132,9 +132,9 @@ class GenerationResponse(Response):
                 generation = Generation(self._context.service, requests, contexts, job.stop, tracker)
                 async with aclosing(generation.pieces(tickets)) as pieces:
                     if job.stream:
-                        await self._stream(job, generation, pieces, tracker, send)
+                        await self._stream(job, generation, pieces, tracker, send, deadline)
                     else:
-                        await self._answer(job, generation, pieces, send)
+                        await self._answer(job, generation, pieces, send, deadline)
             finally:
                 for ticket in tickets:
                     ticket.release()
@@ -145,10 +145,15 @@ class GenerationResponse(Response):
         return RequestTracker(context.observer, context.log, self._endpoint, request.state.request_id, traceparent)
 
     async def _answer(
-        self, job: Job, generation: Generation, pieces: AsyncGenerator[list[ChoicePiece], None], send: Send
+        self,
+        job: Job,
+        generation: Generation,
+        pieces: AsyncGenerator[list[ChoicePiece], None],
+        send: Send,
+        deadline: float,
     ) -> None:
         gained: list[list[TextPiece]] = [[] for _ in generation.streams]
-        async with self._context.drain.limit():
+        async with self._context.drain.limit(deadline):
             async for step in pieces:
                 for index, piece in step:
                     gained[index].append(piece)
@@ -170,13 +175,14 @@ class GenerationResponse(Response):
         pieces: AsyncGenerator[list[ChoicePiece], None],
         tracker: RequestTracker,
         send: Send,
+        deadline: float,
     ) -> None:
         """One body message per delivery of news. Before the first one, errors are raised: they still get a status."""
         wire = job.wire(generation)
         started = False
         seen = [False] * len(generation.streams)
         try:
-            async with self._context.drain.limit():
+            async with self._context.drain.limit(deadline):
                 async for step in pieces:
                     data = bytearray()
                     for index, piece in step:

@@ -2,7 +2,9 @@
 
 import asyncio
 import json
+import math
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import httpx
@@ -94,10 +96,11 @@ async def test_an_answer_that_is_not_streamed_ends_with_503(server: Server) -> N
     assert (await running).status_code == 503
 
 
-async def test_a_client_that_does_not_read_cannot_hold_up_the_end(server: Server) -> None:
-    """The drain is over although the client takes neither the stream nor its last event."""
+@asynccontextmanager
+async def client_that_does_not_read(server: Server, *headers: tuple[bytes, bytes]) -> AsyncIterator[None]:
+    """Its stream has begun, and it takes neither that nor anything after."""
     scope = {
-        "type": "http", "method": "POST", "path": "/v1/completions", "query_string": b"", "headers": [],
+        "type": "http", "method": "POST", "path": "/v1/completions", "query_string": b"", "headers": headers,
         "http_version": "1.1", "scheme": "http", "root_path": "", "server": ("test", 80), "client": ("test", 1),
     }  # fmt: skip
     body: list[dict[str, Any]] = [{"type": "http.request", "body": b'{"prompt": "x", "stream": true}'}]
@@ -114,22 +117,33 @@ async def test_a_client_that_does_not_read_cannot_hold_up_the_end(server: Server
     assert isinstance(transport, httpx.ASGITransport)
     client = asyncio.create_task(transport.app(scope, receive, send))  # type: ignore[arg-type]
     await blocked.wait()
-    await server.drain.run(0.0)
-    assert server.service.running == 0
+    yield
     client.cancel()
     await asyncio.gather(client, return_exceptions=True)
+
+
+async def test_a_client_that_does_not_read_cannot_hold_up_the_end(server: Server) -> None:
+    async with client_that_does_not_read(server):
+        await server.drain.run(0.0)
+        assert server.service.running == 0
+
+
+async def test_a_client_that_does_not_read_has_its_place_until_its_deadline(server: Server) -> None:
+    async with client_that_does_not_read(server, (b"x-request-timeout", b"0.2")):
+        assert server.service.running == 1
+        await server.until(running=0)
 
 
 async def test_other_time_limits_inside_keep_their_meaning() -> None:
     drain = Drain()
     with pytest.raises(TimeoutError):
-        async with drain.limit(), asyncio.timeout(0):
+        async with drain.limit(math.inf), asyncio.timeout(0):
             await asyncio.Event().wait()
     await drain.run(0.0)
-    async with drain.limit():
+    async with drain.limit(0.0):
         pass
     drain = Drain()
     with pytest.raises(UnavailableError), drain.request():  # noqa: PT012
         asyncio.get_running_loop().call_soon(lambda: asyncio.ensure_future(drain.run(0.0)))
-        async with drain.limit():
+        async with drain.limit(math.inf):
             await asyncio.Event().wait()

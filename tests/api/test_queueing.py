@@ -1,6 +1,7 @@
 """The queue as clients meet it: whose request is whose, how long it may take, and what a refusal says."""
 
 import asyncio
+import time
 from typing import Any
 
 import httpx
@@ -146,13 +147,13 @@ async def test_a_waiting_request_is_answered_at_its_deadline(api: Api) -> None:
 
 
 async def test_the_deadline_is_capped_and_goes_on_to_the_service(tokenizer: Tokenizer) -> None:
-    now = 1000.0
+    now = time.monotonic()  # standing still
     limits = ApiLimits(request_timeout_s=60.0)
     api = build_api(ScriptedService(tokenizer), AdmissionQueue(4, 2, clock=lambda: now), limits)
     async with api.http:
         for headers in ({}, {"x-request-timeout": "2.5"}, {"x-request-timeout": "61"}, {"x-session-id": "chat 7"}):
             assert (await post(api, headers)).status_code == 200
-    assert [context.deadline for context in api.service.contexts] == [1060.0, 1002.5, 1060.0, 1060.0]
+    assert [context.deadline for context in api.service.contexts] == [now + 60, now + 2.5, now + 60, now + 60]
     assert [context.session for context in api.service.contexts] == [None, None, None, "chat 7"]
 
 
