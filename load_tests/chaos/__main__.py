@@ -9,22 +9,22 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 import typer
 
+from load_tests.chaos import kill_loop, overload, profile_share
 from load_tests.chaos.experiment import Fault, Row
 from load_tests.chaos.faults import FAULTS
 from load_tests.chaos.fleet import PATHS, Fleet, Shape, serving
-from load_tests.chaos.kill_loop import kill_loop
-from load_tests.chaos.overload import overload
-from load_tests.chaos.profile_share import profile_share
 from load_tests.chaos.report import show, show_problems, write_json
 from load_tests.chaos.small_model import write_small_model
 from load_tests.chaos.suite import run_faults
 
 T = TypeVar("T")
+Figures = dict[str, Any]
 _KV_CACHE_GIB = 0.5
 """Of other models than the small one, per replica."""
 
@@ -63,7 +63,10 @@ def kill_loop_command(
     json: Json = None,
 ) -> None:
     """Streams on 3 replicas, of which a random ready one is killed every few seconds."""
-    _measure(path, model, Shape(), json, lambda fleet: kill_loop(fleet, requests, at_once, every, seed))
+    # A crowd waits for the last replica while the others start; nobody is to be refused for want of places.
+    shape = replace(Shape(), queue=max(Shape().queue, 2 * at_once))
+    work = partial(kill_loop.kill_loop, requests=requests, at_once=at_once, every_s=every, seed=seed)
+    _measure(path, model, shape, json, work, kill_loop.verdict)
 
 
 @app.command("overload")
@@ -77,8 +80,8 @@ def overload_command(
     json: Json = None,
 ) -> None:
     """Measure capacity, then offer ten times as much, open loop."""
-    shape = Shape(replicas=replicas)
-    _measure(path, model, shape, json, lambda fleet: overload(fleet, seconds, capacity_seconds, seed))
+    work = partial(overload.overload, seconds=seconds, capacity_s=capacity_seconds, seed=seed)
+    _measure(path, model, Shape(replicas=replicas), json, work, overload.verdict)
 
 
 @app.command("profile-share")
@@ -86,7 +89,8 @@ def profile_share_command(
     seconds: float = 30.0, path: Path_ = "fast", model: Model = "small", seed: Seed = 0, json: Json = None
 ) -> None:
     """The parts of ingress's and replicas' processor time that failover, and metrics and step records, cost."""
-    _measure(path, model, Shape(), json, lambda fleet: profile_share(fleet, seconds, fleet.config.parent, seed))
+    work = partial(profile_share.profile_share, seconds=seconds, seed=seed)
+    _measure(path, model, Shape(), json, work, profile_share.verdict)
 
 
 async def _faults(chosen: list[Fault], paths: list[str], moments: list[str], seed: int) -> list[Row]:
@@ -105,17 +109,28 @@ async def _faults(chosen: list[Fault], paths: list[str], moments: list[str], see
 
 
 def _measure(
-    path: str, model: str, shape: Shape, json: Path | None, measure: Callable[[Fleet], Awaitable[dict[str, Any]]]
+    path: str,
+    model: str,
+    shape: Shape,
+    json: Path | None,
+    measure: Callable[[Fleet], Awaitable[Figures]],
+    verdict: Callable[[Figures], list[str]],
 ) -> None:
-    async def run() -> dict[str, Any]:
+    """Print the figures and what of them is not as it should be; then the exit status is 1."""
+
+    async def run() -> Figures:
         async with _fleet(path, model, shape) as fleet:
             return {"command": " ".join(sys.argv[1:]), "model": model, **await measure(fleet)}
 
     figures = _run(run())
+    figures["faults"] = verdict(figures)
     text = json_format.dumps(figures, indent=2)
     print(text)
+    for fault in figures["faults"]:
+        print(f"FAILED: {fault}")
     if json is not None:
         json.write_text(text + "\n")
+    sys.exit(bool(figures["faults"]))
 
 
 def _run(work: Coroutine[Any, Any, T]) -> T:

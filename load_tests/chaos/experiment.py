@@ -48,7 +48,7 @@ PROBE = ask("probe", "Is anybody there?", 8)
 
 @dataclass(frozen=True)
 class Fault:
-    """Something that happens to the fleet, and how a request may then end beside complete."""
+    """Something that happens to the fleet, and how a request, also a new one, may then end beside complete."""
 
     name: str
     strike: Callable[["Experiment"], Any]
@@ -79,7 +79,7 @@ class Row:
     lost_tokens: int = 0
     doubled_tokens: int = 0
     stall_s: float | None = None
-    """The longest silence of a stream that completed."""
+    """The longest silence of a stream that completed, before its first event too."""
     recovery_s: float | None = None
     """From the strike until a request sent after it was served."""
     whole_s: float | None = None
@@ -274,6 +274,8 @@ class Experiment:
                 break
             failure = f"{answer.outcome.value} {answer.detail}"[:120]
             told[failure] = told.get(failure, 0) + 1
+            if answer.outcome not in self.fault.allowed:
+                self.row.problems.append(f"a new request: {failure}")
             await asyncio.sleep(_PROBE_PAUSE_S)
         else:
             self.row.problems.append(f"no new request served within {elapsed:.0f} s")
@@ -299,7 +301,7 @@ class Experiment:
             if not difference.equal:
                 row.problems.append(f"{answer.ask.name}: {_first_difference(answer, undisturbed)}")
         survivors = [a for a in self.answers if a.outcome is Outcome.COMPLETE]
-        row.stall_s = max((answer.longest_silence_s for answer in survivors), default=None)
+        row.stall_s = max((answer.silence_s(self._struck_at or 0.0) for answer in survivors), default=None)
         if row.stall_s is not None and row.stall_s > self.fault.stall_limit_s:
             row.problems.append(f"a stream was silent for {row.stall_s:.1f} s")
 

@@ -16,6 +16,7 @@ from load_tests.client import percentile
 
 _DISTINCT = 96
 _MAX_TOKENS = 600
+_MUST_BE_NONE = ("failed", "lost_tokens", "doubled_tokens", "unequal")
 
 
 @dataclass
@@ -70,6 +71,7 @@ async def kill_loop(fleet: Fleet, requests: int, at_once: int, every_s: float, s
     await fleet.wait_whole()
     await fleet.wait_idle()
     return _figures(answers, references, fleet) | {
+        "at_once": at_once,
         "killed": killer.killed,
         "skipped": killer.skipped,
         "requests_struck": killer.struck,
@@ -78,9 +80,17 @@ async def kill_loop(fleet: Fleet, requests: int, at_once: int, every_s: float, s
     }
 
 
+def verdict(figures: dict[str, Any]) -> list[str]:
+    """What is not as it should be, in words."""
+    faults = [f"{figures[name]} {name.replace('_', ' ')}" for name in _MUST_BE_NONE if figures[name]]
+    if not figures["killed"]:
+        faults.append("no replica was killed")
+    return faults
+
+
 def _figures(answers: list[Answer], references: References, fleet: Fleet) -> dict[str, Any]:
     differences = [(a, compare(a, r)) for a in answers if (r := references.of(a.ask)) is not None]
-    silences = [answer.longest_silence_s for answer in answers if answer.outcome is Outcome.COMPLETE]
+    silences = [answer.silence_s() for answer in answers if answer.outcome is Outcome.COMPLETE]
     failed = [answer for answer in answers if answer.outcome is not Outcome.COMPLETE]
     return {
         "path": fleet.path,

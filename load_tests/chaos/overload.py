@@ -24,6 +24,7 @@ _PROMPT, _OUTPUT = 64, 200
 _WARM_UP_S, _SETTLE_S = 10.0, 5.0
 _SAMPLE_S = 2.0
 _SETTLED_AFTER_S = 60.0
+_WANTED_OF_PEAK, _WANTED_ADMITTED, _MEMORY_LIMIT = 0.8, 0.8, 0.02
 _LATE_S = 0.2
 """Clients sleep at least as long as they were told, and at most so much longer."""
 
@@ -38,6 +39,8 @@ class _Crowd:
     """The second try of those who were refused and told when to come back, as far as that time has come."""
     told_s: list[float] = field(default_factory=list)
     """What each refusal's `Retry-After` said."""
+    num_due: int = 0
+    """Of these, how many were over within the run."""
 
 
 class _Memory:
@@ -64,7 +67,9 @@ class _Memory:
 
     def figures(self) -> dict[str, Any]:
         """MiB after the first minute, at most from then on and at the end; growth as a part of the first."""
-        settled = [mib for at, mib in self._samples if at >= _SETTLED_AFTER_S] or [self._samples[-1][1]]
+        settled = [mib for at, mib in self._samples if at >= _SETTLED_AFTER_S]
+        if not settled:
+            return {"memory_mib": None, "memory_growth": None}
         return {
             "memory_mib": {"first_minute": round(settled[0]), "most": round(max(settled)), "end": round(settled[-1])},
             "memory_growth": round(max(settled) / settled[0] - 1, 4),
@@ -93,6 +98,26 @@ async def overload(fleet: Fleet, seconds: float, capacity_s: float, seed: int) -
         **_what_happened(crowd),
         **memory.figures(),
     }
+
+
+def verdict(figures: dict[str, Any]) -> list[str]:
+    """What is not as it should be, in words; what could not be measured is not."""
+    faults = []
+    if figures["tok_s_of_peak"] < _WANTED_OF_PEAK:
+        faults.append(f"the admitted got {figures['tok_s_of_peak']:.1%} of the peak, not {_WANTED_OF_PEAK:.0%}")
+    if others := figures["refused"] - figures["refused_with_429"]:
+        faults.append(f"{others} first tries ended otherwise than complete or with 429: {figures['first_tries']}")
+    if without := figures["refused_with_429"] - figures["told_when_to_come_back"]:
+        faults.append(f"{without} were refused without Retry-After")
+    if (admitted := figures["came_back_admitted"]) is None:
+        faults.append("nobody's Retry-After was over within the run")
+    elif admitted < _WANTED_ADMITTED:
+        faults.append(f"{admitted:.1%} of those who came back in time were admitted, not {_WANTED_ADMITTED:.0%}")
+    if (growth := figures["memory_growth"]) is None:
+        faults.append(f"a run of {figures['seconds']:.0f} s does not show how memory grows after the first minute")
+    elif growth > _MEMORY_LIMIT:
+        faults.append(f"memory grew by {growth:.1%} after the first minute, more than {_MEMORY_LIMIT:.0%}")
+    return faults
 
 
 async def _closed_loop(session: aiohttp.ClientSession, fleet: Fleet, seconds: float, rng: Random) -> float:
@@ -124,6 +149,7 @@ async def _open_loop(
         if answer.status == 429 and answer.retry_after_s is not None:
             crowd.told_s.append(answer.retry_after_s)
             await asyncio.sleep(answer.retry_after_s + rng.uniform(0, _LATE_S))
+            crowd.num_due += 1
             crowd.returned.append(await send(session, fleet.url, a))
 
     async def arrive() -> None:
@@ -176,6 +202,7 @@ def _what_happened(crowd: _Crowd) -> dict[str, Any]:
         "refused_with_429": sum(answer.status == 429 for answer in refused),
         "told_when_to_come_back": len(crowd.told_s),
         "retry_after_s": {f"p{p}": percentile(crowd.told_s, p) for p in (1, 50, 99)},
+        "due_within_the_run": crowd.num_due,
         "came_back": _outcomes(crowd.returned),
         "came_back_admitted": round(back[200] / len(crowd.returned), 4) if crowd.returned else None,
     }

@@ -65,10 +65,17 @@ class Answer:
     """Tokens of the prompt and of the output, as the server counts them."""
     started_at: float = field(default_factory=time.monotonic)
     ended_at: float = 0.0
+    first_event_at: float | None = None
     last_event_at: float | None = None
-    longest_silence_s: float = 0.0
+    longest_gap_s: float = 0.0
     """Between two events of the stream."""
     events: int = 0
+
+    def silence_s(self, struck_at: float = 0.0) -> float:
+        """The longest silence; before the first event it counts from the strike, or from the request if that is later."""
+        if self.first_event_at is None:
+            return 0.0
+        return max(self.longest_gap_s, self.first_event_at - max(struck_at, self.started_at))
 
     def said(self) -> tuple[Any, ...]:
         """Everything that must not depend on what happened to the servers."""
@@ -217,8 +224,10 @@ async def _read_events(answer: Answer, response: aiohttp.ClientResponse, on_even
 
 def _event(answer: Answer, data: dict[str, Any]) -> None:
     now = time.monotonic()
-    if answer.last_event_at is not None:
-        answer.longest_silence_s = max(answer.longest_silence_s, now - answer.last_event_at)
+    if answer.last_event_at is None:
+        answer.first_event_at = now
+    else:
+        answer.longest_gap_s = max(answer.longest_gap_s, now - answer.last_event_at)
     answer.last_event_at = now
     answer.events += 1
     if "error" in data:

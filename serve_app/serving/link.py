@@ -183,8 +183,11 @@ class ReplicaEnd(asyncio.Protocol):
 
     def _write(self, heartbeat: WireLoad | LossReason) -> None:
         news, self._news = self._news, []
-        head = self._packer.pack_array_header(2) + self._packer.pack(heartbeat)
-        self._transport.write(b"".join((head, self._packer.pack_array_header(len(news)), *news)))
+        self._transport.write(b"".join((self._head(heartbeat), self._packer.pack_array_header(len(news)), *news)))
+
+    def _head(self, heartbeat: WireLoad | LossReason) -> bytes:
+        """A function of its own so that a profile tells what heartbeats cost from what tokens do."""
+        return self._packer.pack_array_header(2) + self._packer.pack(heartbeat)
 
     def _send_at(self, handle: asyncio.Handle) -> None:
         self._next.cancel()
