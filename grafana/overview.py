@@ -2,6 +2,8 @@
 
 from grafana.panels import AT_INGRESS, QUARTER, TTFT, Row, lines, number, quantile, quantiles, spread, total_rate
 
+_BETWEEN_TOKENS = "serve_app_inter_token_latency_seconds"
+
 REQUESTS = total_rate("serve_app_requests_total")
 
 
@@ -60,9 +62,9 @@ LATENCY: Row = (
         ),
         lines(
             "Between tokens",
-            "Of one choice",
+            "Of one choice, at the ingress; tokens that come together share the time since the last",
             "s",
-            *quantiles("serve_app_inter_token_latency_seconds"),
+            *quantiles(_BETWEEN_TOKENS),
             span=QUARTER,
         ),
         lines(
@@ -80,7 +82,7 @@ LATENCY: Row = (
             span=QUARTER,
         ),
         spread("First tokens", "Requests per second by time to first token", "s", TTFT, AT_INGRESS),
-        spread("Gaps between tokens", "Gaps per second by length", "s", "serve_app_inter_token_latency_seconds"),
+        spread("Times between tokens", "Tokens per second by the time since the last", "s", _BETWEEN_TOKENS),
     ],
 )
 ERRORS: Row = (

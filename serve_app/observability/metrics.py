@@ -27,6 +27,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from serve_app.core.output import SchedulerStats, StepRecord
 from serve_app.core.step_cost import DeviceLimits
+from serve_app.observability.gpu_state import GpuState
 
 if TYPE_CHECKING:
     from wsgiref.types import StartResponse, WSGIApplication, WSGIEnvironment
@@ -54,7 +55,7 @@ class EngineMetrics:
         self._state = _EngineState()
         registry.register(self._state)
         if gpu_ids:
-            registry.register(_GpuState(gpu_ids))
+            registry.register(GpuState(gpu_ids))
         self._steps = Histogram("serve_app_step_seconds", "Duration of engine steps", **_histogram(registry))
         self._batch = Histogram(
             "serve_app_batch_tokens", "Tokens packed into one step", registry=registry, buckets=_TOKEN_BUCKETS
@@ -157,7 +158,9 @@ class IngressMetrics:
         self._output_tokens = Counter("serve_app_output_tokens", "Tokens received from engines", registry=registry)
         self._first_token = _time_to_first_token(registry).labels("ingress")
         self._inter_token = Histogram(
-            "serve_app_inter_token_latency_seconds", "Time between tokens of one choice", **_histogram(registry)
+            "serve_app_inter_token_latency_seconds",
+            "Time between tokens of one choice at the ingress; tokens that come together share the time since the last",
+            **_histogram(registry),
         )
         self._failovers = Counter(
             "serve_app_failovers",
@@ -362,32 +365,3 @@ class _EngineState:
             ("kv_blocks_total", stats.blocks_total, "Usable KV blocks"),
         ):
             yield GaugeMetricFamily(f"serve_app_{name}", text, float(value))
-
-
-class _GpuState:
-    """Utilization and memory of this replica's GPUs, asked of NVML at scrape time."""
-
-    def __init__(self, gpu_ids: Sequence[int | str]) -> None:
-        import pynvml
-
-        pynvml.nvmlInit()
-        self._nvml = pynvml
-        self._handles = [(str(gpu), self._handle(gpu)) for gpu in gpu_ids]
-
-    def _handle(self, gpu: int | str) -> Any:
-        if isinstance(gpu, str) and not gpu.isdigit():
-            return self._nvml.nvmlDeviceGetHandleByUUID(gpu)
-        return self._nvml.nvmlDeviceGetHandleByIndex(int(gpu))
-
-    def collect(self) -> Iterable[Metric]:
-        utilization = GaugeMetricFamily(
-            "serve_app_gpu_utilization_ratio", "Part of time the GPU was busy", labels=["gpu"]
-        )
-        used = GaugeMetricFamily("serve_app_gpu_memory_used_bytes", "GPU memory in use", labels=["gpu"])
-        total = GaugeMetricFamily("serve_app_gpu_memory_total_bytes", "GPU memory", labels=["gpu"])
-        for name, handle in self._handles:
-            memory = self._nvml.nvmlDeviceGetMemoryInfo(handle)
-            utilization.add_metric([name], self._nvml.nvmlDeviceGetUtilizationRates(handle).gpu / 100)
-            used.add_metric([name], float(memory.used))
-            total.add_metric([name], float(memory.total))
-        return utilization, used, total

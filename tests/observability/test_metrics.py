@@ -1,8 +1,12 @@
 """Counters count what happened, and one page holds what several processes said."""
 
 import urllib.request
+from collections.abc import Collection
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
+import pynvml
 import pytest
 from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
@@ -94,6 +98,50 @@ def test_gauges_ask_the_engine_when_scraped() -> None:
 
 def test_without_a_gpu_there_are_no_gpu_series() -> None:
     assert b"gpu" not in generate_latest(EngineMetrics().registry)
+
+
+def stand_in_for_nvml(patch: pytest.MonkeyPatch, failing: Collection[str]) -> None:
+    """NVML's functions for one GPU; each of `failing` raises as NVML does."""
+    answers: dict[str, Any] = {
+        "nvmlInit": None,
+        "nvmlDeviceGetHandleByIndex": "handle",
+        "nvmlDeviceGetUtilizationRates": SimpleNamespace(gpu=40),
+        "nvmlDeviceGetMemoryInfo": SimpleNamespace(used=3, total=8),
+    }
+
+    def call(name: str, *_: Any) -> Any:
+        if name in failing:
+            raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
+        return answers[name]
+
+    for name in answers:
+        patch.setattr(pynvml, name, partial(call, name))
+
+
+def gpu_series() -> dict[str, float]:
+    metrics = EngineMetrics(gpu_ids=["0"])
+    metrics.on_step(step())
+    page = samples(generate_latest(metrics.registry))
+    assert page["serve_app_preemptions_total", ()] == 1
+    return {name: value for (name, labels), value in page.items() if labels == (("gpu", "0"),)}
+
+
+@pytest.mark.parametrize(
+    ("failing", "missing"),
+    [
+        ([], set()),
+        (["nvmlDeviceGetUtilizationRates"], {"utilization_ratio"}),  # as under MIG
+        (["nvmlDeviceGetMemoryInfo"], {"memory_used_bytes", "memory_total_bytes"}),
+        (["nvmlInit", "nvmlDeviceGetHandleByIndex"], {"utilization_ratio", "memory_used_bytes", "memory_total_bytes"}),
+    ],
+)
+def test_what_nvml_does_not_tell_is_absent_and_the_rest_stays(
+    failing: list[str], missing: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stand_in_for_nvml(monkeypatch, failing)
+    known = {"utilization_ratio": 0.4, "memory_used_bytes": 3.0, "memory_total_bytes": 8.0}
+    wanted = {f"serve_app_gpu_{name}": value for name, value in known.items() if name not in missing}
+    assert gpu_series() == wanted
 
 
 def test_requests_are_counted_by_outcome_and_only_completed_ones_are_timed() -> None:
