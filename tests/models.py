@@ -1,9 +1,16 @@
-"""Tiny random transformers models, one per architecture, for tests."""
+"""Tiny random transformers models, one per architecture, for tests, and the mark of tests that run the CPU kernels."""
 
 from typing import Any
 
+import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
+
+from serve_app.model.cpu.build import find_compiler
+
+needs_compiler = pytest.mark.skipif(
+    find_compiler() is None, reason="there is no C compiler (cc, gcc or clang) for the CPU kernels"
+)
 
 VOCAB_SIZE = 200
 _SHAPE: dict[str, Any] = {

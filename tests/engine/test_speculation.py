@@ -15,7 +15,7 @@ from serve_app.model.loader import from_module
 from serve_app.model.paged_model import PagedModel
 from serve_app.text.tokenizer import load_tokenizer
 from tests.engine.harness import Harness, Outcome, Run
-from tests.models import tiny_model
+from tests.models import needs_compiler, tiny_model
 
 FEW = tuple((token_id, 12.0) for token_id in (20, 21, 22))
 """A bias that leaves little but three tokens, so that sampled text repeats itself."""
@@ -53,7 +53,9 @@ def counts(run: Run) -> tuple[int, int]:
     )
 
 
-@pytest.fixture(scope="module", params=["kernels", "int8", "torch"])
+@pytest.fixture(
+    scope="module", params=[*(pytest.param(name, marks=needs_compiler) for name in ("kernels", "int8")), "torch"]
+)
 def model(request: pytest.FixtureRequest, tiny_llama: PagedModel) -> PagedModel:
     if request.param == "kernels":
         return tiny_llama

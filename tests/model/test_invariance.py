@@ -9,10 +9,10 @@ from torch import Tensor
 from serve_app.model.loader import ModelOptions, from_module, load_model
 from serve_app.model.paged_model import PagedModel
 from tests.model.stepping import Sequences, random_tokens
-from tests.models import tiny_model
+from tests.models import needs_compiler, tiny_model
 
 
-@pytest.fixture(scope="module", params=["none", "int8"])
+@pytest.fixture(scope="module", params=["none", pytest.param("int8", marks=needs_compiler)])
 def real(request: pytest.FixtureRequest) -> PagedModel:
     model = load_model(ModelOptions(quantization=request.param))
     model.allocate_kv_cache(200)
@@ -69,6 +69,7 @@ def test_bits_of_tiny_models_with_torch(arch: str) -> None:
     check(model)
 
 
+@needs_compiler
 @pytest.mark.parametrize("threads", [1, 2, 3], indirect=True)
 @pytest.mark.parametrize("quantization", ["none", "int8"])
 @pytest.mark.parametrize("arch", ["llama", "mistral", "qwen2", "qwen3"])
@@ -79,6 +80,7 @@ def test_bits_of_tiny_models_with_kernels(arch: str, quantization: str) -> None:
     check(model)
 
 
+@needs_compiler
 @pytest.mark.parametrize("quantization", ["none", "int8"])
 def test_bits_do_not_depend_on_the_number_of_threads(quantization: str) -> None:
     model = from_module(tiny_model("qwen3", torch.float32), quantization=quantization)
@@ -91,6 +93,7 @@ def test_bits_do_not_depend_on_the_number_of_threads(quantization: str) -> None:
     assert torch.equal(results[0], results[2])
 
 
+@needs_compiler
 @pytest.mark.parametrize("quantization", ["none", "int8"])
 def test_bits_do_not_depend_on_how_threads_share_sequences(quantization: str) -> None:
     """Steps of many sequences are cut between threads, unless one of them outweighs the others (the second step)."""

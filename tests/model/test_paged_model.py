@@ -10,7 +10,7 @@ from serve_app.core.output import BlockCopy
 from serve_app.errors import ConfigError
 from serve_app.model.loader import from_module
 from tests.model.stepping import Sequences, random_tokens
-from tests.models import ARCHITECTURES, tiny_model
+from tests.models import ARCHITECTURES, needs_compiler, tiny_model
 
 
 @pytest.fixture(autouse=True)
@@ -57,7 +57,14 @@ def test_a_copied_block_serves_like_the_original(dtype: torch.dtype) -> None:
     assert torch.equal(forked, original.step({0: 1})[0])
 
 
-@pytest.mark.parametrize(("backend", "quantization"), [("cpu", "none"), ("kernels", "none"), ("kernels", "int8")])
+@pytest.mark.parametrize(
+    ("backend", "quantization"),
+    [
+        ("cpu", "none"),
+        pytest.param("kernels", "none", marks=needs_compiler),
+        pytest.param("kernels", "int8", marks=needs_compiler),
+    ],
+)
 def test_stale_nan_of_a_former_owner_does_not_reach_the_next(backend: str, quantization: str) -> None:
     model = from_module(tiny_model("llama", torch.float32), attention_backend=backend, quantization=quantization)
     model.allocate_kv_cache(6)

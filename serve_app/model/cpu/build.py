@@ -46,12 +46,17 @@ def best_build(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
     return next(build for build, needed in BUILDS.items() if known.issuperset(needed))
 
 
+def find_compiler() -> str | None:
+    """Where this machine's C compiler is, if it has one."""
+    return shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
+
+
 def load_library(build: str, cache_dir: Path) -> ctypes.CDLL:
     """The compiled kernels, from `cache_dir` or compiled into it.
 
     Raises KernelsUnavailableError when there is no compiler, it fails, or the folder cannot be written.
     """
-    compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
+    compiler = find_compiler()
     if compiler is None:
         raise KernelsUnavailableError("there is no C compiler (cc, gcc or clang)")
     flags = [*_FLAGS, *(f"-m{name}" for name in BUILDS[build])]

@@ -11,8 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from serve_app.model.cpu.build import _FLAGS, BUILDS, SOURCES, best_build
+from serve_app.model.cpu.build import _FLAGS, BUILDS, SOURCES, best_build, find_compiler
 from serve_app.model.cpu.ops import Kernels
+from tests.models import needs_compiler
 
 
 @pytest.fixture(scope="session")
@@ -20,7 +21,7 @@ def kernels_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("kernels")
 
 
-@pytest.fixture(scope="session", params=BUILDS)
+@pytest.fixture(scope="session", params=[pytest.param(build, marks=needs_compiler) for build in BUILDS])
 def kernels(request: pytest.FixtureRequest, kernels_folder: Path) -> Kernels:
     builds = list(BUILDS)
     if builds.index(request.param) < builds.index(best_build()):
@@ -31,9 +32,11 @@ def kernels(request: pytest.FixtureRequest, kernels_folder: Path) -> Kernels:
 @pytest.fixture(scope="session")
 def shim(kernels: Kernels, kernels_folder: Path) -> ctypes.CDLL:
     path = kernels_folder / f"shim-{kernels.build}.so"
+    compiler = find_compiler()
+    assert compiler is not None  # it made the kernels
     flags = [*_FLAGS, *(f"-m{name}" for name in BUILDS[kernels.build]), "-Wall", "-Wextra", "-Werror"]
     source = Path(__file__).with_name("shim.c")
-    subprocess.run(["cc", *flags, f"-I{SOURCES}", str(source), "-o", str(path), "-lm"], check=True)
+    subprocess.run([compiler, *flags, f"-I{SOURCES}", str(source), "-o", str(path), "-lm"], check=True)
     return ctypes.CDLL(str(path))
 
 

@@ -10,7 +10,7 @@ import torch
 from serve_app.errors import ConfigError
 from serve_app.model.cpu import build
 from serve_app.model.loader import from_module
-from tests.models import tiny_model
+from tests.models import needs_compiler, tiny_model
 
 SKYLAKE = "fpu avx avx2 fma f16c avx512f avx512bw avx512dq avx512vl avx512cd"
 
@@ -36,6 +36,7 @@ def test_a_cpu_that_tells_nothing_gets_the_portable_build(tmp_path: Path) -> Non
     assert build.best_build(tmp_path / "arm") == "portable"
 
 
+@needs_compiler
 def test_compiled_once_and_again_when_a_source_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sources = tmp_path / "sources"
     shutil.copytree(build.SOURCES, sources)
@@ -51,6 +52,7 @@ def test_compiled_once_and_again_when_a_source_changes(tmp_path: Path, monkeypat
     assert len(list((tmp_path / "kernels").iterdir())) == 2
 
 
+@needs_compiler
 def test_why_there_are_no_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     broken = tmp_path / "broken"
     broken.mkdir()
@@ -82,6 +84,7 @@ def test_without_a_compiler_torch_runs_the_model_and_one_line_says_so(
             from_module(module, **options)
 
 
+@needs_compiler
 def test_without_avx2_torch_is_faster_and_runs_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("serve_app.model.paged_model.best_build", lambda: "portable")
     module = tiny_model("llama", torch.float32)
