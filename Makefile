@@ -28,7 +28,8 @@ observe:
 		--web.listen-address=127.0.0.1:9090 --log.level=warn
 
 test: $(VENV)/.test
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest tests/core --cov
+	$(BIN)/python -m pytest --ignore=tests/core
 
 check: $(VENV)/.test
 	$(BIN)/ruff check .

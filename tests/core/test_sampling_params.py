@@ -69,6 +69,12 @@ def test_greedy_is_temperature_zero() -> None:
     assert not SamplingParams(temperature=0.1).greedy
 
 
+def test_each_penalty_makes_the_tokens_so_far_count() -> None:
+    assert not SamplingParams(frequency_penalty=0, presence_penalty=0, repetition_penalty=1).has_penalties
+    for penalty in ({"frequency_penalty": -0.1}, {"presence_penalty": 0.1}, {"repetition_penalty": 1.1}):
+        assert SamplingParams(**penalty).has_penalties
+
+
 def test_ids_are_checked_against_the_width_of_the_logits() -> None:
     params = SamplingParams(stop_token_ids=(9,), logit_bias=((8, 1.0),))
     params.check_vocab(10)
