@@ -17,6 +17,7 @@ from serve_app.core.sampling_params import SamplingParams
 from serve_app.engine.core import EngineConfig, EngineCore
 from serve_app.errors import EngineError, InvalidRequestError
 from serve_app.model.loader import ModelOptions
+from serve_app.text.stream import StopConfig, TextStream
 from serve_app.text.tokenizer import load_tokenizer
 
 
@@ -74,6 +75,7 @@ class LLM:
         )
         self.tokenizer = load_tokenizer(model)
         self.core = EngineCore.load(EngineConfig(model=options, **knobs))
+        self.tokenizer.check_fits(self.core.info.vocab_size)
         self._ids = itertools.count()
 
     def generate(
@@ -103,7 +105,7 @@ class LLM:
             raise
         for result in results.values():
             for output in result.outputs:
-                output.text = self.tokenizer.decode(output.token_ids, skip_special_tokens=True)
+                output.text = self._text(result.prompt_token_ids, output)
         return list(results.values())
 
     def _add(self, prompt: str | Sequence[int], params: SamplingParams, results: dict[str, RequestOutput]) -> None:
@@ -118,6 +120,12 @@ class LLM:
             [CompletionOutput(i, logprobs=[] if logprobs else None) for i in range(params.n)],
             prompt_logprobs=None if params.prompt_logprobs is None else [],
         )
+
+    def _text(self, prompt_token_ids: Sequence[int], output: CompletionOutput) -> str:
+        """What a server shows of the output: it goes on behind the prompt, and the token that ended it is no text."""
+        ended = None if output.finish_reason is FinishReason.ERROR else output.finish_reason
+        delta = TokenDelta("", output.index, 0, tuple(output.token_ids), finish_reason=ended)
+        return TextStream(self.tokenizer, prompt_token_ids, StopConfig()).feed(delta).text
 
     def _run(self, results: dict[str, RequestOutput], advance: Callable[[list[TokenDelta]], None]) -> None:
         while self.core.has_unfinished:

@@ -37,7 +37,7 @@ from serve_app.console.routes import Sources, add_console
 from serve_app.core.output import TokenDelta
 from serve_app.core.request import EngineRequest
 from serve_app.core.sampling_params import SamplingParams
-from serve_app.errors import ConfigError, UnavailableError
+from serve_app.errors import UnavailableError
 from serve_app.observability.logging import log_request, log_to_terminal
 from serve_app.observability.metrics import IngressMetrics, merge_expositions
 from serve_app.observability.tracing import RequestSpans
@@ -148,10 +148,7 @@ class Ingress:
             asyncio.to_thread(load_tokenizer, settings.model), engines.options(method_name="ping").remote()
         )
         card = _model_card(settings, tokenizer.name)
-        if tokenizer.vocab_size > card.vocab_size:
-            raise ConfigError(
-                f"model: the tokenizer knows {tokenizer.vocab_size} ids, but the logits are {card.vocab_size} wide"
-            )
+        tokenizer.check_fits(card.vocab_size)
         self._settings = settings
         self._queue = AdmissionQueue(
             settings.max_ongoing_requests,

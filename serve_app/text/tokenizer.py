@@ -38,12 +38,17 @@ class Tokenizer:
         self._backend = backend
         vocab = backend.get_vocab(with_added_tokens=True)
         self.vocab_size: int = max(vocab.values()) + 1
-        """Highest id plus one: must not exceed the width of the model's logits."""
+        """Highest id plus one."""
         self.token_bytes = TokenBytes(backend)
         self._control_tokens = [token.content for token in backend.get_added_tokens_decoder().values()]
         # Byte-level tokens write each byte as one character. Other kinds may drop or fold text: no bound.
         exact = self.token_bytes.byte_level and backend.normalizer is None
         self._longest_token: float = max(map(len, vocab)) if exact else math.inf
+
+    def check_fits(self, vocab_size: int) -> None:
+        """Raise `ConfigError` when this tokenizer makes ids that a model with so many logits does not know."""
+        if self.vocab_size > vocab_size:
+            raise ConfigError(f"model: the tokenizer knows {self.vocab_size} ids, but the logits are {vocab_size} wide")
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids; special tokens written in the text count as such. Releases the GIL while it works."""

@@ -1,6 +1,9 @@
 import math
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
+import torch
 from torch import Tensor
 
 import serve_app
@@ -8,9 +11,11 @@ from serve_app.core.output import FinishReason
 from serve_app.core.sampling_params import SamplingParams
 from serve_app.engine.core import EngineCore
 from serve_app.engine.llm import LLM
-from serve_app.errors import ContextLengthError, EngineError, InvalidRequestError
+from serve_app.errors import ConfigError, ContextLengthError, EngineError, InvalidRequestError
 from serve_app.model.attention.base import AttentionBatch
 from serve_app.model.paged_model import PagedModel
+from tests.models import tiny_model
+from tests.sentencepiece import sentencepiece_tokenizer
 
 
 @pytest.fixture
@@ -18,6 +23,15 @@ def llm(default_model: PagedModel, monkeypatch: pytest.MonkeyPatch) -> LLM:
     """On the model that is loaded already."""
     monkeypatch.setattr("serve_app.engine.core.load_model", lambda options, on_progress: default_model)
     return LLM(kv_cache_gib=0.5, max_num_batched_tokens=64)
+
+
+def folder(path: Path, vocab_size: int) -> Path:
+    """A tiny model with so many logits and a tokenizer of 291 ids that writes word starts as "▁"."""
+    model = tiny_model("llama", torch.float32)
+    model.resize_token_embeddings(vocab_size)
+    model.save_pretrained(path)
+    sentencepiece_tokenizer().save_pretrained(path)
+    return path
 
 
 def test_text_in_text_out(llm: LLM) -> None:
@@ -54,6 +68,22 @@ def test_the_end_token_is_not_text(llm: LLM) -> None:
     params = SamplingParams(temperature=0.0, logit_bias=((2, 100.0),), max_tokens=5)
     (output,) = llm.generate("Hello", params)[0].outputs
     assert (output.token_ids, output.text, output.finish_reason) == ([2], "", FinishReason.STOP)
+
+
+def test_text_is_what_a_server_shows(tmp_path: Path) -> None:
+    """The first word keeps the space between it and the prompt, and a stop token says "end" only."""
+    llm = LLM(str(folder(tmp_path, 291)), kv_cache_gib=0.01)
+    (world,) = llm.tokenizer.encode("world")
+    params = SamplingParams(temperature=0.0, logit_bias=((world, 100.0),), max_tokens=2)
+    stop = replace(params, stop_token_ids=(world,))
+    (going_on,), (ended,) = (result.outputs for result in llm.generate(["a", "a"], [params, stop]))
+    assert (going_on.token_ids, going_on.text) == ([world, world], " world world")
+    assert (ended.token_ids, ended.text, ended.finish_reason) == ([world], "", FinishReason.STOP)
+
+
+def test_a_tokenizer_wider_than_the_logits_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="model: the tokenizer knows 291 ids, but the logits are 290 wide"):
+        LLM(str(folder(tmp_path, 290)), kv_cache_gib=0.01)
 
 
 def test_a_refused_prompt_runs_nothing(llm: LLM) -> None:

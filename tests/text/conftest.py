@@ -1,11 +1,9 @@
 """Two kinds of tokenizers: the default model's (byte-level) and a small one that writes word starts as "▁"."""
 
 import pytest
-import tokenizers
-from tokenizers import decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 
 from serve_app.text.tokenizer import Tokenizer, load_tokenizer
+from tests.sentencepiece import sentencepiece_tokenizer
 
 
 @pytest.fixture(scope="session")
@@ -15,21 +13,7 @@ def byte_level() -> Tokenizer:
 
 @pytest.fixture(scope="session")
 def sentencepiece() -> Tokenizer:
-    """Letters, a few words, and one token per byte for everything else (as Llama 2, Gemma and Phi-3 have it)."""
-    pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁"]
-    pieces += [chr(c) for c in range(ord("a"), ord("z") + 1)] + ["wo", "ld", "rld", "world", "▁world"]
-    merges = [("w", "o"), ("l", "d"), ("r", "ld"), ("wo", "rld"), ("▁", "world")]
-    backend = tokenizers.Tokenizer(
-        models.BPE(
-            {piece: i for i, piece in enumerate(pieces)}, merges, unk_token="<unk>", byte_fallback=True, fuse_unk=True
-        )
-    )
-    backend.pre_tokenizer = pre_tokenizers.Metaspace(replacement="▁", prepend_scheme="first", split=False)
-    backend.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
-    )
-    hf = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
-    return Tokenizer(hf, "sentencepiece")
+    return Tokenizer(sentencepiece_tokenizer(), "sentencepiece")
 
 
 @pytest.fixture(scope="session", params=["byte_level", "sentencepiece"])

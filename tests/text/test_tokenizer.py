@@ -72,6 +72,13 @@ def test_what_cannot_be_found_is_named(model: str, named: str) -> None:
         locate_model(model)
 
 
+def test_ids_beyond_the_logits_are_refused_in_one_line(sentencepiece: Tokenizer) -> None:
+    sentencepiece.check_fits(291)
+    with pytest.raises(ConfigError) as caught:
+        sentencepiece.check_fits(290)
+    assert str(caught.value) == "model: the tokenizer knows 291 ids, but the logits are 290 wide"
+
+
 def test_folders_without_what_is_needed_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"config\.json"):
         load_tokenizer(str(tmp_path))
