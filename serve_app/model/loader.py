@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 import transformers
-from safetensors import SafetensorError
 from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -161,7 +160,9 @@ def _load_pretrained(source: str, dtype: str, device: torch.device, report: Prog
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # reported, and refused below by name
         )
-    except (OSError, ValueError, RuntimeError, KeyError, ImportError, SafetensorError) as error:
+    except ConfigError:
+        raise
+    except Exception as error:  # transformers raises whatever its validators and readers raise; here it all means this
         raise ConfigError(f"model: cannot load {source}: {_one_line(error)}") from error
     _check_weights(source, info)
     report("loading weights", 1.0)

@@ -52,6 +52,27 @@ def test_a_local_folder_gives_the_same_logits(folder: Path) -> None:
     torch.testing.assert_close(got, expected, rtol=0, atol=1e-9)
 
 
+def test_a_checkpoint_in_the_hubs_gpt2_layout_gives_the_same_logits(tmp_path: Path) -> None:
+    """The hub's GPT-2 was saved without its head: no `transformer.` in front of its keys, and the causal masks as
+    buffers."""
+    module = tiny_model("gpt2", torch.float64)
+    module.config.save_pretrained(tmp_path)
+    weights = {key.removeprefix("transformer."): value for key, value in module.state_dict().items()}
+    del weights["lm_head.weight"]
+    context = module.config.n_positions
+    for layer in range(module.config.n_layer):
+        weights[f"h.{layer}.attn.bias"] = torch.ones(context, context).tril()[None, None]
+    assert "wte.weight" in weights
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    model = load_model(ModelOptions(model=str(tmp_path), dtype="float64"))
+    model.allocate_kv_cache(4)
+    tokens = random_tokens(30, 0)
+    got = Sequences(model, [tokens], [[1, 2]]).step({0: 30})[0]
+    with torch.no_grad():
+        expected = module(tokens[None]).logits[0]
+    torch.testing.assert_close(got, expected, rtol=0, atol=1e-9)
+
+
 def test_progress_is_reported_to_its_end(folder: Path) -> None:
     news: list[tuple[str, float]] = []
     load_model(ModelOptions(model=str(folder)), lambda stage, fraction: news.append((stage, fraction)))
@@ -143,6 +164,12 @@ def test_a_model_that_is_no_causal_lm_is_refused(folder: Path) -> None:
     refuse("encoder-decoder", model=str(folder))
     (folder / "config.json").write_text(json.dumps({"model_type": "no-such-thing"}))
     refuse("cannot load", model=str(folder))
+
+
+def test_a_field_of_the_wrong_type_is_refused_by_name(folder: Path) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "hidden_size": "wide"}))
+    refuse("cannot load .*hidden_size.* expected int, got str", model=str(folder))
 
 
 def test_a_damaged_gguf_is_refused_and_leaves_no_cache(tmp_path: Path) -> None:
