@@ -195,13 +195,20 @@ def write_safetensors(target: Path, model: str = "default") -> None:
     files = locate_model(model)
     # The reader of GGUF files draws a progress bar that nothing switches off.
     with contextlib.redirect_stderr(io.StringIO()):
-        source = AutoModelForCausalLM.from_pretrained(files.source, gguf_file=files.gguf_file, dtype=torch.float32)
+        source = AutoModelForCausalLM.from_pretrained(
+            files.source,
+            gguf_file=files.gguf_file,
+            dtype=torch.float32,
+            use_safetensors=True,
+            trust_remote_code=False,
+        )
     # The loaded model remembers that it came out of a quantized file and would be saved as one; a fresh one does not.
     config = type(source.config)(**_without_origin(source.config.to_dict()))
     fresh = type(source)(config)
     fresh.load_state_dict(source.state_dict())
     fresh.save_pretrained(target)
-    AutoTokenizer.from_pretrained(files.source, gguf_file=files.gguf_file).save_pretrained(target)
+    tokenizer = AutoTokenizer.from_pretrained(files.source, gguf_file=files.gguf_file, trust_remote_code=False)
+    tokenizer.save_pretrained(target)
 
 
 def _without_origin(config: dict[str, Any]) -> dict[str, Any]:

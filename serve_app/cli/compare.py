@@ -30,6 +30,8 @@ PROMPTS = (
 )
 CAPS = (6, 50, 300, 30, 180, 45)
 """Output tokens of each prompt: short and long ones side by side, which is what makes static batches wait."""
+_DTYPES = ("float32", "bfloat16", "float16", "float64")
+"""Without `auto`, which the engine and transformers would not read alike."""
 
 Runner = Callable[[Mode, CompareJob, Callable[[int], None]], Measurement]
 
@@ -143,6 +145,8 @@ def compare(
         lengths = _parse_caps(caps)
         if device not in ("auto", "cpu", "cuda"):
             raise typer.BadParameter(f"{device!r} is none of auto, cpu, cuda", param_hint="--device")
+        if dtype not in _DTYPES:
+            raise typer.BadParameter(f"{dtype!r} is none of {', '.join(_DTYPES)}", param_hint="--dtype")
         fields = {
             "slots": slots,
             "model": model,

@@ -34,6 +34,7 @@ without padding, and runs the model over that row once. Linear layers treat ever
 whose it is. Only attention must know: each token looks at its own request's tokens up to itself, never at others'.
 """
 _DECODES_BEFORE, _MAX_TOKENS = 2, 12
+_SEATS = 8
 
 
 @dataclass(slots=True)
@@ -81,7 +82,7 @@ def run_scene(
 
 def explain(
     model: Annotated[str, typer.Option(help='"default", a folder, a .gguf file or a hub id.')] = "default",
-    budget: Annotated[int, typer.Option(min=4, help="Tokens that one step may compute.")] = BUDGET,
+    budget: Annotated[int, typer.Option(min=_SEATS, help="Tokens that one step may compute.")] = BUDGET,
     kv_cache_gib: Annotated[float, typer.Option(min=0.001, help="Size of the KV pool.")] = 1.0,
     png: PngFile = None,
     json_file: JsonFile = None,
@@ -109,7 +110,7 @@ def _run(model: str, budget: int, kv_cache_gib: float) -> PackedStep:
     records: list[StepRecord] = []
     config = EngineConfig(
         model=ModelOptions(model=model),
-        max_num_seqs=8,
+        max_num_seqs=_SEATS,
         max_num_batched_tokens=budget,
         enable_prefix_cache=False,
         kv_cache_gib=kv_cache_gib,

@@ -40,7 +40,12 @@ class PaddedGenerator:
         # The reader of GGUF files draws a progress bar that nothing switches off.
         with contextlib.redirect_stderr(io.StringIO()):
             loaded: Any = AutoModelForCausalLM.from_pretrained(
-                files.source, gguf_file=files.gguf_file, dtype=getattr(torch, dtype), attn_implementation="sdpa"
+                files.source,
+                gguf_file=files.gguf_file,
+                dtype=getattr(torch, dtype),
+                use_safetensors=True,
+                trust_remote_code=False,
+                attn_implementation="sdpa",
             )
         if device == "auto":
             device = "cuda" if torch.cuda.is_available() else "cpu"

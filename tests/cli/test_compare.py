@@ -2,16 +2,20 @@
 
 import heapq
 import json
+import shutil
 from io import StringIO
 from pathlib import Path
 
 import pytest
+import torch
 from rich.console import Console
+from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 from serve_app.cli import app
 from serve_app.cli.compare import CAPS, PROMPTS, make_job, report, run_all, show
 from serve_app.cli.compare_runs import CompareJob, Measurement, Mode, measure, measure_in_process
+from serve_app.cli.padded import PaddedGenerator
 from serve_app.errors import ServeAppError
 from serve_app.observability.timeline import Timeline, Work
 from serve_app.text.tokenizer import load_tokenizer
@@ -155,6 +159,14 @@ def test_a_childs_failure_is_told_in_one_line(job: CompareJob) -> None:
         measure_in_process(Mode.CONTINUOUS, too_long, lambda _: None)
 
 
+def test_the_baseline_reads_no_pickled_weights(tiny_folder: Path, tmp_path: Path) -> None:
+    for name in ("config.json", "generation_config.json"):
+        shutil.copy(tiny_folder / name, tmp_path)
+    torch.save(load_file(tiny_folder / "model.safetensors"), tmp_path / "pytorch_model.bin")
+    with pytest.raises(OSError, match="safetensors"):
+        PaddedGenerator(str(tmp_path), "float32", "cpu")
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -162,6 +174,7 @@ def test_a_childs_failure_is_told_in_one_line(job: CompareJob) -> None:
         (["--caps", "1,2,3,4,5,x"], "is not 6 positive numbers"),
         (["--caps", "1,2,3,4,5,0"], "is not 6 positive numbers"),
         (["--device", "tpu"], "none of auto, cpu, cuda"),
+        (["--dtype", "auto"], "'auto' is none of float32, bfloat16, float16, float64"),
         (["--slots", "0"], "--slots"),
         (["--json", "/no/such/folder/file"], "cannot be written"),
         (["--png", "/"], "is a folder"),
