@@ -22,7 +22,7 @@ class ApiLimits:
     max_body_bytes: int = 8 * 2**20
     max_buffered_bytes: int = 128 * 2**20
     """Bodies of all requests at the server at one time; beyond it new ones are refused as overload."""
-    max_header_bytes: int = 32 * 2**10
+    max_header_bytes: int = 16 * 2**10
     body_timeout_s: float = 30.0
     max_sequences: int = 128
     """Prompts times choices of one HTTP request."""

@@ -38,15 +38,17 @@ _LAST_BYTES_S = 1.0
 _LOGS = "/tmp/ray/session_latest/logs"
 _OBJECT_STORE_BYTES = 100 * 2**20
 
-# Ray has an option for HAProxy's binary, but none for two things that Ray's configuration gets wrong for us: the ports
-# for metrics and statistics open on every interface, and with `splice-request` HAProxy does not notice that a client
-# has left while its answer is being computed. `setpriv` lets HAProxy end with the process that started it, however that
-# ends; `setsid` keeps a terminal's Ctrl-C from cutting the streams that are to be drained.
+# Ray has an option for HAProxy's binary, but none for three things that its configuration gets wrong for us: the ports
+# for metrics and statistics open on every interface, with `splice-request` HAProxy does not notice that a client has
+# left while its answer is being computed, and a client may take an hour to send its headers. `setpriv` lets HAProxy end
+# with the process that started it, however that ends; `setsid` keeps a terminal's Ctrl-C from cutting the streams that
+# are to be drained.
 _HAPROXY_WRAPPER = """#!/bin/sh
 previous=
 for argument in "$@"; do
   if [ "$previous" = -f ]; then
-    sed -i -E -e 's/^( *bind )[*]?:/\\1127.0.0.1:/' -e '/option splice-request/d' "$argument"
+    sed -i -E -e 's/^( *bind )[*]?:/\\1127.0.0.1:/' \\
+      -e 's/option splice-request/timeout http-request 10s/' "$argument"
   fi
   previous=$argument
 done
@@ -279,6 +281,8 @@ def _environment(scratch: Path) -> Mapping[str, str]:
         **LAUNCHER_ENVIRONMENT,
         # Four by default: more wake-ups for the same answers, on cores that the model needs.
         "RAY_SERVE_HAPROXY_NBTHREAD": str(min(4, max(1, (os.cpu_count() or 1) // 4))),
+        # Headers that do not fit are answered by a page of HAProxy's own: twice what the ingress takes, which says why.
+        "RAY_SERVE_HAPROXY_TUNE_BUFSIZE": str(32 * 2**10),
         "RAY_SERVE_HAPROXY_BINARY_PATH": str(_write_haproxy_wrapper(scratch)),
         "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": str(scratch / "haproxy.cfg"),
         "RAY_SERVE_HAPROXY_SOCKET_PATH": str(scratch / "admin.sock"),

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import re
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -218,6 +219,21 @@ def test_bad_input_is_refused_in_openais_shape(server: Server, fields: dict[str,
 def test_a_request_id_comes_back_once(server: Server) -> None:
     answer = httpx.get(f"{server.url}/v1/models", headers={"x-request-id": "mine-17"})
     assert answer.headers.get_list("x-request-id") == ["mine-17"]
+
+
+def test_headers_that_are_too_large_are_refused_in_openais_shape(server: Server) -> None:
+    answer = httpx.post(f"{server.url}/v1/completions", json=body(), headers={"x-filler": "x" * 15_000})
+    assert answer.status_code == 200
+    answer = httpx.post(f"{server.url}/v1/completions", json=body(), headers={"x-filler": "x" * 20_000})
+    assert (answer.status_code, answer.json()["error"]["code"]) == (431, "headers_too_large")
+
+
+def test_haproxy_does_not_wait_for_headers_for_long(server: Server) -> None:
+    """Its configuration, as its process has it, says so; a test that waits would take as long as it does."""
+    for process in (process for process in server.descendants() if process.name() == "haproxy"):
+        command = process.cmdline()
+        lines = [line.strip() for line in Path(command[command.index("-f") + 1]).read_text().splitlines()]
+        assert "timeout http-request 10s" in lines[lines.index("defaults") : lines.index("frontend http_frontend")]
 
 
 def test_garbage_is_refused(server: Server) -> None:
