@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import accumulate
 from typing import Any
 
 import orjson
@@ -104,12 +105,14 @@ class _Echo:
     def logprobs(self, choice: int) -> tuple[TokenText, ...]:
         """The prompt's tokens after the first; the first has no log-probability (see `first`)."""
         prompt = choice // self._generation.n
-        decoder = self._tokenizer.detokenizer()
-        offsets = [0]
-        for token_id in self._token_ids[prompt]:
-            offsets.append(offsets[-1] + len(decoder.step(token_id)))
+        decoder = self._tokenizer.detokenizer(skip_special_tokens=False)
+        pieces = [decoder.step(token_id) for token_id in self._token_ids[prompt]]
+        whole, text = "".join(pieces) + decoder.flush(), self._texts[prompt]
+        # What the tokenizer puts in front of a text (its first token, a space) is not in the echo.
+        added = len(whole) - len(text) if whole.endswith(text) else 0
+        offsets = [max(0, end - added) for end in accumulate(map(len, pieces))]
         entries = self._generation.prompt_logprobs[prompt]
-        return tuple(token_text(self._tokenizer, entry, offsets[i + 1]) for i, entry in enumerate(entries))
+        return tuple(token_text(self._tokenizer, entry, offsets[i]) for i, entry in enumerate(entries))
 
     def first(self, choice: int) -> bytes:
         """The first token of this choice's prompt."""

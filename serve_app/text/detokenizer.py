@@ -14,14 +14,17 @@ _MAX_HELD = 32
 
 
 class Detokenizer:
-    """The text of one growing sequence. Special tokens are not shown; ids outside the vocabulary have no text.
+    """The text of one growing sequence, by default without special tokens; ids outside the vocabulary have no text.
 
     The prompt's last id gives the decoder its context: tokenizers that mark word starts (SentencePiece) would
     otherwise drop the space in front of the first word of a continuation.
     """
 
-    def __init__(self, backend: tokenizers.Tokenizer, prompt_token_ids: Sequence[int] = ()) -> None:
+    def __init__(
+        self, backend: tokenizers.Tokenizer, prompt_token_ids: Sequence[int] = (), *, skip_special_tokens: bool = True
+    ) -> None:
         self._backend = backend
+        self._skip = skip_special_tokens
         context = list(prompt_token_ids[-1:])
         # A half character as context would come out again as part of the answer.
         self._context = [] if _REPLACEMENT in self._decode(context) else context
@@ -49,8 +52,8 @@ class Detokenizer:
         return text
 
     def _new_stream(self) -> DecodeStream:
-        return DecodeStream(ids=self._context, skip_special_tokens=True)
+        return DecodeStream(ids=self._context, skip_special_tokens=self._skip)
 
     def _decode(self, ids: list[int]) -> str:
-        text: str = self._backend.decode(ids, skip_special_tokens=True)
+        text: str = self._backend.decode(ids, skip_special_tokens=self._skip)
         return text

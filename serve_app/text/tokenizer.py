@@ -72,9 +72,9 @@ class Tokenizer:
         """
         return int(len(text.encode()) // self._longest_token)
 
-    def detokenizer(self, prompt_token_ids: Sequence[int] = ()) -> Detokenizer:
+    def detokenizer(self, prompt_token_ids: Sequence[int] = (), *, skip_special_tokens: bool = True) -> Detokenizer:
         """An incremental decoder for a continuation of `prompt_token_ids`."""
-        return Detokenizer(self._backend, prompt_token_ids)
+        return Detokenizer(self._backend, prompt_token_ids, skip_special_tokens=skip_special_tokens)
 
 
 def load_tokenizer(model: str, cache_dir: Path | None = DEFAULT_CACHE_DIR) -> Tokenizer:

@@ -7,10 +7,13 @@ from typing import Any
 import openai
 import pytest
 from openai.types.chat import ChatCompletionChunk
+from tokenizers.processors import TemplateProcessing
 
 from serve_app.api.service import Outcome
 from serve_app.errors import EngineError, UnavailableError
+from serve_app.text.tokenizer import Tokenizer
 from tests.api.conftest import Api
+from tests.sentencepiece import sentencepiece_tokenizer
 
 ASK: list[Any] = [{"role": "user", "content": "Capital of France?"}]
 REPLY = "Paris is the capital of France."
@@ -113,6 +116,36 @@ async def test_completion_stream_with_echo_and_logprobs(api: Api) -> None:
         assert logprobs is not None
         assert (texts[i], tokens[i], offsets[i]) == (whole[i].text, logprobs.tokens, logprobs.text_offset)
         assert logprobs.top_logprobs is None
+
+
+@pytest.mark.parametrize("as_ids", [False, True])
+async def test_echoed_tokens_are_where_their_offsets_say_special_ones_too(api: Api, as_ids: bool) -> None:
+    prompt = "<|im_start|>user\nCaf\u00e9<|im_end|> it is"
+    ids = api.service.tokenizer.encode(prompt)
+    answer = await api.openai.completions.create(
+        model="scripted", prompt=ids if as_ids else prompt, echo=True, logprobs=0, max_tokens=3
+    )
+    [choice] = answer.choices
+    assert choice.text == prompt + "Paris is the"
+    assert choice.logprobs is not None
+    tokens, offsets = choice.logprobs.tokens, choice.logprobs.text_offset
+    assert tokens is not None
+    assert offsets is not None
+    assert len(tokens) == len(ids) + 3
+    assert [choice.text[at : at + len(token)] for token, at in zip(tokens, offsets, strict=True)] == tokens
+
+
+async def test_a_token_that_the_tokenizer_puts_in_front_takes_no_room_in_the_echo(api: Api) -> None:
+    plain = sentencepiece_tokenizer()
+    plain.backend_tokenizer.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    api.service.tokenizer = Tokenizer(plain, "sentencepiece")
+    answer = await api.openai.completions.create(
+        model="scripted", prompt="world<s>or", echo=True, logprobs=0, max_tokens=1
+    )
+    [choice] = answer.choices
+    assert choice.logprobs is not None
+    assert choice.logprobs.tokens[:5] == ["<s>", " world", "<s>", "o", "r"]
+    assert choice.logprobs.text_offset == [0, 0, 5, 8, 9, 10]
 
 
 @pytest.mark.parametrize("stream", [False, True])
