@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 
+from serve_app.core.output import TokenLogprob
 from serve_app.core.policy import SchedulerConfig
 from serve_app.core.request import EngineRequest, RequestStatus, make_choices
 from serve_app.core.sampling_params import SamplingParams
@@ -82,6 +83,15 @@ def test_over_the_pool(fields: dict[str, Any], param: str) -> None:
 def test_the_length_limit(num_blocks: int, max_tokens: int | None, limit: int) -> None:
     request = EngineRequest("a", (1, 2), SamplingParams(max_tokens=max_tokens))
     assert make_choices(request, make_config(num_blocks=num_blocks), 0, 0.0)[0].max_num_tokens == limit
+
+
+def test_a_prompt_that_is_computed_again_repeats_no_logprobs() -> None:
+    request = EngineRequest("a", (1, 2, 3, 4), SamplingParams(prompt_logprobs=0))
+    choice = make_choices(request, make_config(), 0, 0.0)[0]
+    entries = tuple(TokenLogprob(token_id, -1.0) for token_id in (2, 3, 4))
+    assert choice.take_prompt_logprobs(entries[:2], 0) == entries[:2]
+    assert choice.take_prompt_logprobs(entries, 0) == entries[2:]
+    assert choice.take_prompt_logprobs(entries, 0) == ()
 
 
 def test_the_first_unfinished_choice_leads() -> None:
