@@ -6,13 +6,14 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "serve_app"
 MAX_FILE_LINES, MAX_FUNCTION_LINES, MAX_CLASS_LINES = 400, 60, 250
-MAX_SETTINGS = 31
+MAX_SETTINGS = 34
 """Every setting is a promise to support it: raising this number is a decision, not an accident."""
 
 SOURCES = sorted(PACKAGE.rglob("*.py"))
@@ -81,10 +82,14 @@ def test_the_number_of_settings_is_bounded() -> None:
 
     def leaves(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
         for name, field in model.model_fields.items():
-            inner = field.annotation
-            if isinstance(inner, type) and issubclass(inner, BaseModel):
-                yield from leaves(inner, f"{prefix}{name}.")
-            else:
+            sections = [
+                part
+                for part in (field.annotation, *get_args(field.annotation))  # a section may be optional
+                if isinstance(part, type) and issubclass(part, BaseModel)
+            ]
+            for section in sections:
+                yield from leaves(section, f"{prefix}{name}.")
+            if not sections:
                 yield f"{prefix}{name}"
 
     settings = list(leaves(Settings))
