@@ -47,7 +47,8 @@ class Ratio:
 
 
 def read_results(path: Path) -> dict[str, dict[str, Any]]:
-    """The workloads of a report that `serve-app bench run`, the open-loop driver or locust wrote with `--json`.
+    """The workloads of a report that `serve-app bench run` or the open-loop driver wrote with `--json`, or locust with
+    `--report-json`.
 
     Raises `ValueError` when the file is none.
     """

@@ -1,15 +1,17 @@
 """What the host does for one step of many decoding rows, which the GPU must not have to wait for. Needs no GPU.
 
-`python -m load_tests.gpu_host` runs the engine's own scheduler, runner and metadata over a model whose forward pass
-takes no time and samples zeros; medians over steps, in milliseconds, on one thread. Launches and copies to the device
-are not in it.
+`python -m load_tests.gpu_host --json FILE` runs the engine's own scheduler, runner and metadata over a model whose
+forward pass takes no time and samples zeros; medians over steps, in milliseconds, on one thread. Launches and copies to
+the device are not in it.
 """
 
 import argparse
+import json
 import statistics
 import time
 from collections import defaultdict
 from collections.abc import Callable
+from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -56,15 +58,23 @@ class NoModel:
 
 
 def main() -> None:
-    """Print the median of each part of a step."""
+    """Print the median of each part of a step, write them as JSON."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rows", type=int, default=256)
     parser.add_argument("--context", type=int, default=4096)
     parser.add_argument("--steps", type=int, default=200)
-    arguments = parser.parse_args()
+    parser.add_argument("--json", type=Path, help="where to write the result")
+    args = parser.parse_args()
     torch.set_num_threads(1)
-    for name, times in measure(arguments.rows, arguments.context, arguments.steps).items():
-        print(f"{name:10} {1e3 * statistics.median(times):7.3f} ms")
+    parts = measure(args.rows, args.context, args.steps)
+    medians = {name: 1e3 * statistics.median(times) for name, times in parts.items()}
+    for name, median in medians.items():
+        print(f"{name:10} {median:7.3f} ms")
+    if args.json is not None:
+        from load_tests.machine import machine  # needs more than the GPU bench does, which imports this module
+
+        result = {"rows": args.rows, "context": args.context, "steps": args.steps, "ms": medians}
+        args.json.write_text(json.dumps({**result, "machine": machine()}, indent=1) + "\n")
 
 
 def measure(rows: int, context: int, steps: int) -> dict[str, list[float]]:

@@ -31,6 +31,19 @@ def test_the_hosts_part_is_timed_while_all_rows_decode() -> None:
     assert {len(times) for times in found.values()} == {9}
 
 
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="the metadata is the Triton backend's")
+def test_the_hosts_part_is_written_as_json(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from load_tests.gpu_host import main
+
+    file = tmp_path / "host.json"
+    monkeypatch.setattr("sys.argv", ["gpu_host", "--rows", "2", "--context", "40", "--steps", "4", "--json", str(file)])
+    main()
+    result = json.loads(file.read_text())
+    assert (result["rows"], result["context"], result["steps"]) == (2, 40, 4)
+    assert result["ms"]["all"] > result["ms"]["schedule"] > 0
+    assert result["machine"]["cores"] >= 1
+
+
 def test_runs_without_the_servers_packages(tmp_path: Path) -> None:
     report = tmp_path / "report.json"
     arguments = ["--device", "cpu", "--json", str(report), "--only", "parity,decode,prefill"]
