@@ -21,8 +21,9 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import transformers
@@ -79,9 +80,9 @@ def _gpu_checks(check: Check, machine: Machine) -> None:
         check(
             f"attention kernel {heads}/{kv_heads}x{dim}, batch 32, context 4096",
             ">= 0.85 of copy bandwidth",
-            lambda shape=(heads, kv_heads, dim): attention_bandwidth(machine, shape, rows=32, context=4096, limit=0.85),
+            partial(attention_bandwidth, machine, (heads, kv_heads, dim), rows=32, context=4096, limit=0.85),
         )
-    limits = {
+    limits: dict[str, dict[int, float | None]] = {
         "qwen3-0.6b": {1: None, 8: 1.8, 32: 1.8},
         "llama-3.2-1b": {1: None, 8: None, 32: None},
         "qwen3-4b": {1: 1.35, 8: 1.35, 32: 1.35},
@@ -93,13 +94,13 @@ def _gpu_checks(check: Check, machine: Machine) -> None:
         check(
             f"{shape} throughput, 512 in 128 out, 256 at once",
             ">= 5 x transformers' continuous batching",
-            lambda shape=shape: _throughput(shape, machine, requests=512, prompt=512, output=128, limit=5.0),
+            partial(_throughput, shape, machine, requests=512, prompt=512, output=128, limit=5.0),
         )
     for shape in ("qwen3-0.6b", "llama-3.1-8b"):
         check(
             f"{shape} overlap, 512 in 128 out, 256 at once",
             "measured",
-            lambda shape=shape: _overlap(shape, machine, requests=256, prompt=512, output=128),
+            partial(_overlap, shape, machine, requests=256, prompt=512, output=128),
         )
     _variants(check, machine, "llama-3.1-8b", rows=(1, 32), context=1024)
 
@@ -122,11 +123,15 @@ def _checks_of(
             lambda: logits_parity(_config(shape), machine),
         )
     with _loaded(shape, machine) as loaded:
+
+        def decode(rows: int, limit: float | None) -> dict[str, Any]:
+            return decode_step(loaded(), machine, rows, context, limit)
+
         for rows, limit in decode_limits.items():
             check(
                 f"{shape} decode, batch {rows}, context {context}",
                 "measured" if limit is None else f"<= {limit} x the bytes' floor",
-                lambda rows=rows, limit=limit: decode_step(loaded(), machine, rows, context, limit),
+                partial(decode, rows, limit),
             )
         limit = 0.6 if shape == "llama-3.1-8b" else None
         check(
@@ -165,11 +170,15 @@ def _variants(check: Check, machine: Machine, shape: str, *, rows: tuple[int, ..
     sampling = {"temperature": 0.7, "top_k": 20, "top_p": 0.8}
     for name, options in variants.items():
         with _loaded(shape, machine, **options) as loaded:
+
+            def decode(count: int) -> dict[str, Any]:
+                return decode_step(loaded(), machine, count, context, None)
+
             for count in rows:
                 check(
                     f"{shape} {name}, decode, batch {count}, context {context}",
                     "measured",
-                    lambda count=count: decode_step(loaded(), machine, count, context, None),
+                    partial(decode, count),
                 )
             check(
                 f"{shape} {name}, prefill, 2 x {context}",
@@ -186,10 +195,13 @@ def _variants(check: Check, machine: Machine, shape: str, *, rows: tuple[int, ..
 
 def _overlap(shape: str, machine: Machine, *, requests: int, prompt: int, output: int) -> dict[str, Any]:
     """Output tokens per second with the next step launched before a step's tokens are read, and without."""
-    rates = {}
-    for overlap in ("off", "on"):
-        rates[overlap] = ours(_config(shape), machine, _prompts(shape, requests, prompt), output, overlap)[0]
+
+    def rate(overlap: Literal["off", "on"]) -> float:
+        tokens_per_s, _ = ours(_config(shape), machine, _prompts(shape, requests, prompt), output, overlap)
         _free()
+        return tokens_per_s
+
+    rates = {"off": rate("off"), "on": rate("on")}
     return {"passed": True, "ratio": rates["on"] / rates["off"], "tokens_per_s": rates}
 
 

@@ -79,8 +79,9 @@ class Loaded:
 
     def attention_flops(self, lengths: Sequence[int]) -> int:
         """Multiplications and additions of causal attention over whole sequences, all layers."""
-        width = self.config["num_attention_heads"] * _head_dim(self.config)
-        return sum(4 * width * length * (length + 1) // 2 for length in lengths) * self.config["num_hidden_layers"]
+        width: int = self.config["num_attention_heads"] * _head_dim(self.config)
+        layers: int = self.config["num_hidden_layers"]
+        return sum(4 * width * length * (length + 1) // 2 for length in lengths) * layers
 
 
 def random_module(config: dict[str, Any], device: torch.device, dtype: torch.dtype, **options: Any) -> Any:

@@ -2,7 +2,7 @@
 
 import inspect
 import time
-from typing import Any
+from typing import Any, Literal
 
 from transformers import GenerationConfig
 
@@ -17,7 +17,11 @@ SEATS = 256
 
 
 def ours(
-    config: dict[str, Any], machine: Machine, prompts: list[list[int]], output: int, overlap: str = "auto"
+    config: dict[str, Any],
+    machine: Machine,
+    prompts: list[list[int]],
+    output: int,
+    overlap: Literal["auto", "on", "off"] = "auto",
 ) -> tuple[float, dict[str, Any]]:
     """Tokens per second of the engine, and where its steps' time went. A run before warms up every batch size."""
     module = random_module(config, machine.device, machine.dtype)

@@ -12,6 +12,7 @@ import importlib.metadata
 import json
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from email.message import Message
 from pathlib import Path
 
 import torch
@@ -44,7 +45,9 @@ def corpus(model: str, num_tokens: int) -> list[int]:
     ids: list[int] = []
     names = sorted({dist.metadata["Name"] for dist in importlib.metadata.distributions()}, key=str.lower)
     for name in names:
-        text = importlib.metadata.metadata(name).get_payload()
+        metadata = importlib.metadata.metadata(name)
+        assert isinstance(metadata, Message)  # which its type keeps to itself; the description is the body
+        text = metadata.get_payload()
         if isinstance(text, str) and text.strip():
             ids += tokenizer.encode(text)
         if len(ids) >= num_tokens:
@@ -57,7 +60,7 @@ def window_logits(model: PagedModel, ids: list[int]) -> Iterator[Tensor]:
     blocks = list(range(1, 2 + len(ids) // model.block_size))
     positions = torch.arange(len(ids))
     batch = AttentionBatch([0, len(ids)], [len(ids)], block_matrix([blocks]), positions + model.block_size)
-    for rows in model.forward(torch.tensor(ids), positions, batch).split(128):
+    for rows in torch.split(model.forward(torch.tensor(ids), positions, batch), 128):
         yield model.compute_logits(rows)
 
 

@@ -18,7 +18,7 @@ import ray
 from ray import cloudpickle, serve
 from ray.serve._private.request_router import PowerOfTwoChoicesRequestRouter
 from ray.serve.config import RequestRouterConfig
-from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
+from ray.serve.handle import DeploymentHandle
 from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
 
 from serve_app.app import engine_options, ingress_options, use_gpu
@@ -100,7 +100,7 @@ class HandleTransport(LinkTransport):
         data = pack_request(request, attempt_id)
         # In a context of its own: within that of an HTTP request, all its calls would share one id, by which the
         # router tells waiting calls apart.
-        items: DeploymentResponseGenerator[Any] = contextvars.Context().run(self._call.remote, data)
+        items: ItemStream = contextvars.Context().run(self._call.remote, data)
         return items
 
 
