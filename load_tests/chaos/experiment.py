@@ -15,7 +15,7 @@ from typing import Any
 
 import aiohttp
 
-from load_tests.chaos.fleet import Fleet, Holding, NotInTimeError
+from load_tests.chaos.fleet import Fleet, Holding, NotInTimeError, Shape
 from load_tests.chaos.traffic import (
     STOPPED,
     Answer,
@@ -23,6 +23,7 @@ from load_tests.chaos.traffic import (
     Outcome,
     ask,
     compare,
+    first_difference,
     mixed,
     open_session,
     send,
@@ -42,7 +43,7 @@ _STREAMS_LIMIT_S = 180.0
 # HAProxy keeps idle connections to the ingress for a while.
 _SETTLE_LIMIT_S = 60.0
 _FD_SLACK, _THREAD_SLACK, _TASK_SLACK = 12, 8, 8
-_MEMORY_SLACK = 0.10
+_MEMORY_SLACK, _MEMORY_SLACK_MIB = 0.10, 4
 PROBE = ask("probe", "Is anybody there?", 8)
 
 
@@ -59,6 +60,7 @@ class Fault:
     """The fleet is gone afterwards."""
     on_nodes: bool = False
     """Needs a fleet that is spread over several Ray nodes."""
+    shape: Shape = Shape()
     recovery_limit_s: float = 30.0
     """A new request must be served this long after the strike."""
     stall_limit_s: float = 30.0
@@ -299,7 +301,7 @@ class Experiment:
             row.lost_tokens += difference.lost
             row.doubled_tokens += difference.doubled
             if not difference.equal:
-                row.problems.append(f"{answer.ask.name}: {_first_difference(answer, undisturbed)}")
+                row.problems.append(f"{answer.ask.name}: {first_difference(answer, undisturbed)}")
         survivors = [a for a in self.answers if a.outcome is Outcome.COMPLETE]
         row.stall_s = max((answer.silence_s(self._struck_at or 0.0) for answer in survivors), default=None)
         if row.stall_s is not None and row.stall_s > self.fault.stall_limit_s:
@@ -364,29 +366,6 @@ def _excess(pid: int, before: Holding, after: Holding) -> list[str]:
         lines.append(f"process {pid}: {before.threads} threads before, {after.threads} after")
     if after.tasks > before.tasks + _TASK_SLACK:
         lines.append(f"process {pid}: {before.tasks:.0f} tasks before, {after.tasks:.0f} after")
-    if after.rss_mib > before.rss_mib * (1 + _MEMORY_SLACK):
+    if after.rss_mib > before.rss_mib * (1 + _MEMORY_SLACK) + _MEMORY_SLACK_MIB:
         lines.append(f"process {pid}: {before.rss_mib:.0f} MiB before, {after.rss_mib:.0f} after")
     return lines
-
-
-def _first_difference(answer: Answer, undisturbed: Answer) -> str:
-    for index, expected in undisturbed.texts.items():
-        said = answer.texts.get(index, "")
-        if said != expected:
-            same = next((i for i, (a, b) in enumerate(zip(said, expected, strict=False)) if a != b), None)
-            at = min(len(said), len(expected)) if same is None else same
-            return (
-                f"choice {index} differs from character {at} on ({len(said)} for {len(expected)}): "
-                f"{said[at : at + 30]!r} for {expected[at : at + 30]!r}"
-            )
-    for name, got, wanted in (
-        ("finish reasons", answer.finish_reasons, undisturbed.finish_reasons),
-        ("usage", answer.usage, undisturbed.usage),
-    ):
-        if got != wanted:
-            return f"{name} {got} for {wanted}"
-    for index, entries in undisturbed.logprobs.items():
-        for at, (got, wanted) in enumerate(zip(answer.logprobs.get(index, []), entries, strict=False)):
-            if got != wanted:
-                return f"choice {index} logprobs differ from token {at} on: {got} for {wanted}"
-    return "logprobs differ in number"

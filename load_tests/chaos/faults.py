@@ -5,32 +5,31 @@ under 32 streams, at a moment drawn from the seed. What must hold afterwards is 
 """
 
 import asyncio
-import json
 import os
 import signal
-import socket
 from collections.abc import Awaitable, Callable
-from dataclasses import replace
-from itertools import cycle, islice
 from pathlib import Path
 from random import Random
 
 import psutil  # type: ignore[import-untyped]
 import yaml
 
+from load_tests.chaos.client_faults import exhaust_kv, overfill_queue, read_slowly, vanish
 from load_tests.chaos.experiment import STREAMS, Experiment, Fault
-from load_tests.chaos.fleet import NotInTimeError
+from load_tests.chaos.fleet import NotInTimeError, Shape
 from load_tests.chaos.traffic import Outcome, ask, send, text
 
 _AT_TOKEN = 200
 _RANDOM_WITHIN_S = 1.5
-_VANISHING = 500
-_OVERFILL = 10
-_SLOW_READERS = 4
-_SLOW_SECONDS = 10
 _UPDATE_LIMIT_S = 180.0
 _NEWCOMERS = 8
-_KNOWN_ONLY = ("known",)
+_LONG_PROMPT, _ONLY_THE_LONG = 3900, 700
+"""The longest prompt, and a position that no other sequence reaches."""
+_SHORT_STEPS = Shape(step_tokens=8)
+"""A prompt of that length is computed for half a second."""
+_NO_PATIENCE = Shape(failover_wait_s=2.0)
+"""Requests give up before Ray has replaced the replicas."""
+_REFUSED = "request_killed_replicas"
 _MAY_FAIL = frozenset({Outcome.ERROR})
 _MAY_BE_CUT = frozenset({Outcome.ERROR, Outcome.CUT})
 
@@ -53,7 +52,7 @@ def _strike_replica(number: signal.Signals) -> Callable[[Experiment], Awaitable[
 async def _kill_in_prefill(experiment: Experiment) -> None:
     """While the victim's prompt of 3,900 tokens is being computed; or while 32 prompts of 1,500 tokens are."""
     if experiment.moment == "known":
-        victim, pid = await experiment.victim(tokens=100, prompt=3900)
+        victim, pid = await experiment.victim(tokens=100, prompt=_LONG_PROMPT)
         experiment.send_signal(pid, signal.SIGKILL)
         if victim.answer.events:
             experiment.row.problems.append("the prefill was over before the strike")
@@ -64,17 +63,73 @@ async def _kill_in_prefill(experiment: Experiment) -> None:
 
 
 async def _kill_twice(experiment: Experiment) -> None:
-    """The victim's replica, and when the stream has gone on, the next one: it must end on the third."""
-    victim, pid = await experiment.victim(alone=True)
-    await victim.tokens(_AT_TOKEN)
-    os.kill(pid, signal.SIGKILL)
-    await victim.tokens(victim.answer.events + 20)
-    experiment.send_signal(await experiment.locate(but=pid), signal.SIGKILL)
+    """The victim's replica, and when the stream has gone on, the next one: it must end on the third.
+
+    Or any, and another one a moment later.
+    """
+    if experiment.moment == "known":
+        victim, pid = await experiment.victim(alone=True)
+        await victim.tokens(_AT_TOKEN)
+        os.kill(pid, signal.SIGKILL)
+        await victim.tokens(victim.answer.events + 20)
+        experiment.send_signal(await experiment.locate(but=pid), signal.SIGKILL)
+    else:
+        await experiment.streams()
+        await experiment.random_moment(_RANDOM_WITHIN_S)
+        first, second = experiment.rng.sample([process.pid for process in experiment.fleet.replicas()], 2)
+        os.kill(first, signal.SIGKILL)
+        await asyncio.sleep(experiment.rng.uniform(0, 2))
+        experiment.send_signal(second, signal.SIGKILL)
+
+
+async def _kill_until_refused(experiment: Experiment) -> None:
+    """Whichever replica computes one long prompt, until its request is refused: the other streams go on."""
+    if experiment.moment == "known":
+        for a in await experiment.mixed(Random(9), _NEWCOMERS, 400):
+            experiment.start(a)
+    else:
+        await experiment.streams()
+        await experiment.random_moment(_RANDOM_WITHIN_S)
+    deadly = ask("deadly", text(experiment.rng, _LONG_PROMPT), 190)
+    sending = asyncio.create_task(send(experiment.session, experiment.fleet.url, deadly))
+    killed: set[int] = set()
+    while not sending.done():
+        pid = await asyncio.to_thread(experiment.fleet.computes_beyond, _ONLY_THE_LONG)
+        if pid is not None and pid not in killed:
+            killed.add(pid)
+            experiment.send_signal(pid, signal.SIGKILL)
+    answer = await sending
+    experiment.row.notes["killed"] = len(killed)
+    if answer.outcome is not Outcome.ERROR or _REFUSED not in answer.detail:
+        experiment.row.problems.append(f"not refused as {_REFUSED}: {answer.outcome.value} {answer.detail}")
+    if len(killed) < 3:
+        experiment.row.problems.append(f"refused after {len(killed)} replicas")
+
+
+async def _leave_none(experiment: Experiment) -> None:
+    """All replicas at once, and nobody waits for the next: streams end with one error event, newcomers get a 503."""
+    await _under_way(experiment)
+    under_way = [answer for answer in experiment.answers if answer.outcome is Outcome.HUNG]
+    _kill_replicas(experiment)
+    await experiment.finish()
+    newcomers = [experiment.start(ask(f"newcomer {i}", "Is anybody left?", 8)) for i in range(_NEWCOMERS)]
+    await experiment.finish()
+    problems = experiment.row.problems
+    if not any(answer.events for answer in under_way):
+        problems.append("no stream had begun")
+    problems.extend(f"{a.ask.name} was not ended" for a in under_way if a.outcome is not Outcome.ERROR)
+    for answer in newcomers:
+        if answer.status != 503 or not answer.retry_after_s:
+            problems.append(f"{answer.ask.name}: no 503 with Retry-After but {answer.status} {answer.detail}")
 
 
 async def _kill_all(experiment: Experiment) -> None:
     """All replicas at once: streams may end with a typed error, and the fleet must come back by itself."""
     await _under_way(experiment)
+    _kill_replicas(experiment)
+
+
+def _kill_replicas(experiment: Experiment) -> None:
     pids = [process.pid for process in experiment.fleet.replicas()]
     for pid in pids[1:]:
         os.kill(pid, signal.SIGKILL)
@@ -99,122 +154,6 @@ def _kill_one(which: str) -> Callable[[Experiment], Awaitable[None]]:
         experiment.send_signal(process.pid, signal.SIGKILL)
 
     return strike
-
-
-async def _exhaust_kv(experiment: Experiment) -> None:
-    """More tokens running than the pools hold: requests are preempted, and nobody can tell."""
-    seats = experiment.fleet.shape.seats * experiment.fleet.shape.replicas
-    asks = [ask(f"long {i}", text(experiment.rng, 500), 1000, temperature=1, seed=i, logprobs=1) for i in range(seats)]
-    # Undisturbed is each with room to itself: a quarter of them at a time.
-    for start in range(0, seats, seats // 4):
-        await experiment.learn(asks[start : start + seats // 4])
-    before = _preemptions(experiment)
-    for a in asks:
-        experiment.start(a)
-    await experiment.finish()
-    preempted = _preemptions(experiment) - before
-    experiment.row.notes["preemptions"] = preempted
-    if not preempted:
-        experiment.row.problems.append("nobody was preempted: the pool was not exhausted")
-
-
-def _preemptions(experiment: Experiment) -> float:
-    return (experiment.fleet.metrics() or {}).get("serve_app_preemptions_total", 0.0)
-
-
-async def _overfill_queue(experiment: Experiment) -> None:
-    """Ten times as many requests at once as the fleet has places for, each of another user."""
-    places = experiment.fleet.shape.places
-    count = _OVERFILL * places
-    asks = [ask(f"one of many {i}", text(experiment.rng, 30), 40) for i in range(60)]
-    await experiment.learn(asks)
-    crowd = [replace(a, body=a.body | {"user": f"user {i}"}) for i, a in enumerate(islice(cycle(asks), count))]
-    # A process's first crowd widens its heap for good; what counts is that the second one finds room there.
-    await asyncio.gather(*(send(experiment.session, experiment.fleet.url, a) for a in crowd))
-    await experiment.fleet.wait_idle()
-    await experiment.take_baseline()
-    experiment.struck()
-    for a in crowd:
-        experiment.start(a)
-    await experiment.finish()
-    refused = [answer for answer in experiment.answers if answer.outcome is Outcome.ERROR]
-    without = [answer for answer in refused if answer.status != 429 or not answer.retry_after_s]
-    if without:
-        experiment.row.problems.append(f"{len(without)} refusals, not 429 with Retry-After: {without[0].detail}")
-    if not refused:
-        experiment.row.problems.append("nothing was refused")
-    if len(experiment.answers) - len(refused) < places // 2:
-        experiment.row.problems.append(f"only {len(experiment.answers) - len(refused)} were served of {places} places")
-
-
-async def _clients_vanish(experiment: Experiment) -> None:
-    """500 clients leave before, during and after the first token, beside streams that stay."""
-    stay = await experiment.mixed(experiment.rng, 8, 200)
-    for a in stay:
-        experiment.start(a)
-    experiment.struck()
-    gate = asyncio.Semaphore(experiment.fleet.shape.places // 2)
-
-    async def vanish(index: int) -> None:
-        async with gate:
-            a = ask(f"vanishing {index}", text(experiment.rng, 200), 1000)
-            kind = index % 3
-            if kind == 2:
-                await _leave_after_events(experiment, a.body, 1 + index % 5)
-            else:
-                # Before: at once. During: while the prompt is computed or waits, by and large.
-                wait_s = 0.0 if kind == 0 else experiment.rng.uniform(0.01, 0.2)
-                await _leave_after(experiment, a.body, wait_s)
-
-    await asyncio.gather(*(vanish(i) for i in range(_VANISHING)))
-    experiment.row.notes["vanished"] = _VANISHING
-
-
-async def _leave_after_events(experiment: Experiment, body: dict[str, object], events: int) -> None:
-    async with experiment.session.post(f"{experiment.fleet.url}/v1/completions", json=body) as response:
-        for _ in range(events):
-            await response.content.readline()
-
-
-async def _leave_after(experiment: Experiment, body: dict[str, object], seconds: float) -> None:
-    async def post() -> None:
-        async with experiment.session.post(f"{experiment.fleet.url}/v1/completions", json=body):
-            await asyncio.Event().wait()
-
-    task = asyncio.create_task(post())
-    await asyncio.sleep(seconds)
-    task.cancel()
-    await asyncio.gather(task, return_exceptions=True)
-
-
-async def _slow_readers(experiment: Experiment) -> None:
-    """Clients that read one byte a second must hold up nobody else."""
-    others = await experiment.mixed(experiment.rng, 8, 200)
-    slow = ask("slow", text(experiment.rng, 50), 2000)
-    readers = [asyncio.create_task(_read_slowly(experiment, slow.body)) for _ in range(_SLOW_READERS)]
-    await asyncio.sleep(1)
-    experiment.struck()
-    for a in others:
-        experiment.start(a)
-    await asyncio.gather(*readers)
-
-
-async def _read_slowly(experiment: Experiment, body: dict[str, object]) -> None:
-    host, port = experiment.fleet.url.removeprefix("http://").split(":")
-    connection = socket.socket()
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1024)
-    connection.setblocking(False)
-    loop = asyncio.get_running_loop()
-    try:
-        await loop.sock_connect(connection, (host, int(port)))
-        content = json.dumps(body).encode()
-        head = f"POST /v1/completions HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\n"
-        await loop.sock_sendall(connection, f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content)
-        for _ in range(_SLOW_SECONDS):
-            await asyncio.wait_for(loop.sock_recv(connection, 1), 30)
-            await asyncio.sleep(1)
-    finally:
-        connection.close()
 
 
 async def _terminate(experiment: Experiment) -> None:
@@ -297,16 +236,18 @@ FAULTS = (
     Fault("replica SIGKILL in decode", _strike_replica(signal.SIGKILL), stall_limit_s=10),
     Fault("replica SIGKILL in prefill", _kill_in_prefill, stall_limit_s=10),
     Fault("replica SIGSTOP", _strike_replica(signal.SIGSTOP), stall_limit_s=10),
-    Fault("replica SIGKILL, then the next", _kill_twice, moments=_KNOWN_ONLY),
+    Fault("replica SIGKILL, then the next", _kill_twice),
     Fault("all replicas SIGKILL", _kill_all, allowed=_MAY_FAIL, recovery_limit_s=60, stall_limit_s=60),
+    Fault("replicas SIGKILL until refused", _kill_until_refused, shape=_SHORT_STEPS, recovery_limit_s=60),
     Fault("ingress SIGKILL", _kill_one("ingress"), allowed=_MAY_BE_CUT, recovery_limit_s=60),
     Fault("controller SIGKILL", _kill_one("controller")),
     Fault("proxy SIGKILL", _kill_one("proxy"), allowed=_MAY_BE_CUT, recovery_limit_s=60),
-    Fault("KV pool exhausted", _exhaust_kv, moments=_KNOWN_ONLY, stall_limit_s=120),
-    Fault("queue overfilled 10x", _overfill_queue, allowed=_MAY_FAIL, moments=_KNOWN_ONLY, recovery_limit_s=60),
-    Fault("500 clients vanish", _clients_vanish, moments=_KNOWN_ONLY),
-    Fault("readers of a byte a second", _slow_readers, moments=_KNOWN_ONLY),
+    Fault("KV pool exhausted", exhaust_kv, stall_limit_s=120),
+    Fault("queue overfilled 10x", overfill_queue, allowed=_MAY_FAIL, recovery_limit_s=60),
+    Fault("500 clients vanish", vanish),
+    Fault("readers of a byte a second", read_slowly, stall_limit_s=10),
     Fault("rolling update", _update, recovery_limit_s=60),
+    Fault("no replica left", _leave_none, allowed=_MAY_FAIL, shape=_NO_PATIENCE, recovery_limit_s=60),
     Fault("node lost", _lose_node, on_nodes=True, stall_limit_s=30),
     Fault("SIGTERM", _terminate, allowed=_MAY_BE_CUT, last=True),
 )

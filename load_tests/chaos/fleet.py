@@ -57,6 +57,8 @@ class Shape:
     waiting: int = 8
     queue: int = 64
     kv_cache_gib: float = 0.01
+    step_tokens: int = 64
+    failover_wait_s: float = 30.0
 
     @property
     def places(self) -> int:
@@ -73,11 +75,11 @@ class Shape:
             "engine": {
                 "max_num_seqs": self.seats,
                 "max_num_waiting": self.waiting,
-                "max_num_batched_tokens": 64,
+                "max_num_batched_tokens": self.step_tokens,
                 "kv_cache_gib": self.kv_cache_gib,
                 "num_threads": 1,
             },
-            "ingress": {"max_queued_requests": self.queue},
+            "ingress": {"max_queued_requests": self.queue, "failover_wait_s": self.failover_wait_s},
         }
 
 
@@ -89,7 +91,7 @@ class Holding:
     threads: int
     rss_mib: float
     tasks: float
-    """Of the ingress's event loop; 0 for replicas."""
+    """Of the ingress's event loop; 0 for others, who do not tell."""
 
 
 @dataclass
@@ -160,10 +162,21 @@ class Fleet:
         page = _get(f"{self.url}/debug/replicas", _SCRAPE_TIMEOUT_S)
         return [] if page is None else list(json.loads(page))
 
-    def metrics(self) -> Samples | None:
-        """The whole application's page, each name summed over its labels; None while the ingress does not answer."""
+    def metrics(self, **labels: str) -> Samples | None:
+        """The whole application's page, each name summed over samples with these labels; None while nobody answers."""
         page = _get(f"{self.url}/metrics", _SCRAPE_TIMEOUT_S)
-        return None if page is None else _samples(page)
+        return None if page is None else _samples(page, labels)
+
+    def computes_beyond(self, position: int) -> int | None:
+        """The pid of a replica whose latest steps computed a token behind this position of a sequence, if any did."""
+        page = _get(f"{self.url}/debug/timeline?seconds=0.5", _SCRAPE_TIMEOUT_S)
+        recordings = [] if page is None else json.loads(page)["replicas"]
+        pids = {replica["id"]: replica["pid"] for replica in self._listed()}
+        for recording in recordings:
+            starts = (start for record in recording["records"] for _, _, _, start, *_ in record["rows"])
+            if max(starts, default=0) > position:
+                return pids.get(recording["replica"])
+        return None
 
     def busy(self) -> Samples:
         """The gauges that must be zero when nothing is asked, and are not; `{"metrics": nan}` while there are none."""
@@ -173,11 +186,11 @@ class Fleet:
         return {name: samples[name] for name in _IDLE if samples.get(name, 0.0) != 0.0}
 
     def holdings(self) -> dict[int, Holding]:
-        """What the ingress and the replicas hold, by pid."""
+        """What every process of ours and Serve's holds, by pid."""
         held = {}
         tasks = (self.metrics() or {}).get("serve_app_ingress_tasks", 0.0)
         ingress = self.ingress()
-        for process in [*ingress, *self.replicas()]:
+        for process in [*ingress, *self.replicas(), *self.controller(), *self.proxy()]:
             try:
                 held[process.pid] = Holding(
                     process.num_fds(),
@@ -320,11 +333,11 @@ def _get(url: str, timeout_s: float) -> str | None:
         return None
 
 
-def _samples(page: str) -> Samples:
-    """Samples summed over their labels, histogram buckets left out."""
+def _samples(page: str, labels: Mapping[str, str]) -> Samples:
+    """Samples with these labels, summed over all others, histogram buckets left out."""
     samples: Samples = {}
     for family in text_string_to_metric_families(page):
         for sample in family.samples:
-            if not sample.name.endswith("_bucket"):
+            if not sample.name.endswith("_bucket") and labels.items() <= sample.labels.items():
                 samples[sample.name] = samples.get(sample.name, 0.0) + sample.value
     return samples

@@ -44,7 +44,7 @@ class _Crowd:
 
 
 class _Memory:
-    """Resident memory of ingress and replicas, sampled until the end of the `with` block."""
+    """Resident memory of every process of ours and Serve's, sampled until the end of the `with` block."""
 
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet

@@ -11,12 +11,12 @@ from load_tests.chaos.traffic import open_session
 async def run_faults(
     faults: Sequence[Fault], path: str, moments: Sequence[str], model: str, folder: Path, seed: int
 ) -> AsyncIterator[Row]:
-    """Every fault at each of its moments, on a fleet started for it all; faults that end the fleet come last."""
+    """Every fault at each of its moments, on fleets that they share; faults that end theirs come last."""
     experiments = [(fault, moment) for fault in faults for moment in fault.moments if moment in moments]
     references = References()
     for batch in _batches(experiments):
         start = serving_on_nodes if batch[0][0].on_nodes else serving
-        async with start(path, model, folder, Shape()) as fleet:
+        async with start(path, model, folder, batch[0][0].shape) as fleet:
             await warm_up(fleet, references)
             for fault, moment in batch:
                 yield await Experiment(fleet, fault, moment, references, seed).run()
@@ -29,12 +29,15 @@ async def warm_up(fleet: Fleet, references: References) -> None:
 
 
 def _batches(experiments: Sequence[tuple[Fault, str]]) -> list[list[tuple[Fault, str]]]:
-    """Experiments that share a fleet: on one node or on several; a fault that ends it is the last of its batch."""
-    one_node = [experiment for experiment in experiments if not experiment[0].on_nodes]
-    batches: list[list[tuple[Fault, str]]] = [[]]
-    for fault, moment in sorted(one_node, key=lambda experiment: experiment[0].last):
-        batches[-1].append((fault, moment))
+    """Experiments that share a fleet, of one shape, on one node or on several; a fault that ends it is the last."""
+    batches: list[list[tuple[Fault, str]]] = []
+    fleets: dict[tuple[bool, Shape], list[tuple[Fault, str]]] = {}
+    for fault, moment in sorted(experiments, key=lambda experiment: experiment[0].last):
+        kind = fault.on_nodes, fault.shape
+        if kind not in fleets:
+            fleets[kind] = []
+            batches.append(fleets[kind])
+        fleets[kind].append((fault, moment))
         if fault.last:
-            batches.append([])
-    batches.append([experiment for experiment in experiments if experiment[0].on_nodes])
-    return [batch for batch in batches if batch]
+            del fleets[kind]
+    return batches

@@ -5,8 +5,9 @@ Decides what counts as complete, as a typed error and as cut; knows nothing of p
 
 import asyncio
 import json
+import socket
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from difflib import SequenceMatcher
 from enum import Enum
@@ -72,7 +73,7 @@ class Answer:
     events: int = 0
 
     def silence_s(self, struck_at: float = 0.0) -> float:
-        """The longest silence; before the first event it counts from the strike, or from the request if that is later."""
+        """The longest silence; the first one counts from the strike, or from the request if that is later."""
         if self.first_event_at is None:
             return 0.0
         return max(self.longest_gap_s, self.first_event_at - max(struck_at, self.started_at))
@@ -104,6 +105,30 @@ def compare(answer: Answer, undisturbed: Answer) -> Difference:
         lost += len(expected) - same if whole else 0
         doubled += len(text) - same
     return Difference(lost, doubled, answer.said() == undisturbed.said() if whole else not doubled)
+
+
+def first_difference(answer: Answer, undisturbed: Answer) -> str:
+    """In words, where two answers that are not equal begin to differ."""
+    for index, expected in undisturbed.texts.items():
+        said = answer.texts.get(index, "")
+        if said != expected:
+            same = next((i for i, (a, b) in enumerate(zip(said, expected, strict=False)) if a != b), None)
+            at = min(len(said), len(expected)) if same is None else same
+            return (
+                f"choice {index} differs from character {at} on ({len(said)} for {len(expected)}): "
+                f"{said[at : at + 30]!r} for {expected[at : at + 30]!r}"
+            )
+    for name, got, wanted in (
+        ("finish reasons", answer.finish_reasons, undisturbed.finish_reasons),
+        ("usage", answer.usage, undisturbed.usage),
+    ):
+        if got != wanted:
+            return f"{name} {got} for {wanted}"
+    for index, entries in undisturbed.logprobs.items():
+        for at, (got, wanted) in enumerate(zip(answer.logprobs.get(index, []), entries, strict=False)):
+            if got != wanted:
+                return f"choice {index} logprobs differ from token {at} on: {got} for {wanted}"
+    return "logprobs differ in number"
 
 
 def text(rng: Random, length: int) -> str:
@@ -175,13 +200,14 @@ async def send_into(
     url: str,
     on_event: Callable[[Answer], None] = lambda _: None,
     headers: dict[str, str] | None = None,
+    slow_bytes: int = 0,
 ) -> None:
-    """As `send`, filling in an answer that others watch."""
+    """As `send`, filling in an answer that others watch. The first `slow_bytes` bytes are read one a second."""
     try:
         async with session.post(f"{url}/v1/completions", json=answer.ask.body, headers=headers) as response:
             answer.status = response.status
             if response.status == 200:
-                await _read_events(answer, response, on_event)
+                await _read_events(answer, response, on_event, slow_bytes)
             else:
                 answer.retry_after_s = _seconds(response.headers.get("retry-after"))
                 _end(answer, *_told(await response.text(), response.status))
@@ -199,9 +225,30 @@ def open_session() -> aiohttp.ClientSession:
     )
 
 
-async def _read_events(answer: Answer, response: aiohttp.ClientResponse, on_event: Callable[[Answer], None]) -> None:
+def open_narrow_session() -> aiohttp.ClientSession:
+    """As `open_session`, but what is not read soon stays with the server."""
+
+    def narrow(address: aiohttp.AddrInfoType) -> socket.socket:
+        family, kind, protocol, _, _ = address
+        connection = socket.socket(family, kind, protocol)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1024)
+        return connection
+
+    connector = aiohttp.TCPConnector(limit=0, force_close=True, socket_factory=narrow)
+    return aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=None), read_bufsize=1024)
+
+
+async def _read_events(
+    answer: Answer, response: aiohttp.ClientResponse, on_event: Callable[[Answer], None], slow_bytes: int
+) -> None:
     done = False
-    async for line in response.content:
+    head = b""
+    for _ in range(slow_bytes):
+        head += await response.content.readexactly(1)
+        await asyncio.sleep(1)
+    if slow_bytes:
+        answer.started_at = time.monotonic()  # so long the reader kept silent, not the server
+    async for line in _lines(response, head):
         if not line.startswith(b"data:"):
             continue
         payload = line[5:].strip()
@@ -220,6 +267,15 @@ async def _read_events(answer: Answer, response: aiohttp.ClientResponse, on_even
     if missing or answer.usage is None:
         return _end(answer, Outcome.WRONG, f"[DONE], but {missing} choices unfinished and usage {answer.usage}")
     return _end(answer, Outcome.COMPLETE, "")
+
+
+async def _lines(response: aiohttp.ClientResponse, head: bytes) -> AsyncIterator[bytes]:
+    """Lines of the body, of which `head` has been read; longer ones than fit into the session's buffer, too."""
+    rest = head
+    async for data in response.content.iter_any():
+        *lines, rest = (rest + data).split(b"\n")
+        for line in lines:
+            yield line
 
 
 def _event(answer: Answer, data: dict[str, Any]) -> None:

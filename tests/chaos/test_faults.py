@@ -26,6 +26,8 @@ async def strike(fleet: Fleet, references: References, name: str, moment: str) -
         ("replica SIGKILL in decode", "random"),
         ("replica SIGSTOP", "known"),
         ("ingress SIGKILL", "known"),
+        ("controller SIGKILL", "known"),
+        ("proxy SIGKILL", "known"),
         ("queue overfilled 10x", "known"),
     ],
 )

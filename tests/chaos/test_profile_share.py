@@ -1,8 +1,12 @@
 """Which sampled stacks count as failover's, and which as metrics' and step records'."""
 
+import ast
+from pathlib import Path
+
 import pytest
 
-from load_tests.chaos.profile_share import owner_of
+import serve_app
+from load_tests.chaos.profile_share import PARTS, owner_of
 
 LOOP = "<module> (main.py:1);run_forever (asyncio/base_events.py:608)"
 RAY = "_next (ray/serve/_private/replica_result.py:80)"
@@ -26,6 +30,12 @@ PORT = ["process_request_thread (socketserver.py:692)", "handle (wsgiref/simple_
         (["generate (serve_app/serving/failover.py:80)", "unpack_item (serve_app/serving/wire.py:60)"], None),
         (["generate (serve_app/serving/replica.py:80)"], None),
         (
+            ["ReplicaEnd._send (serve_app/serving/link.py:180)", "_head (serve_app/serving/link.py:190)"],
+            ("failover", "link._head"),
+        ),
+        (["data_received (serve_app/serving/link.py:80)"], ("failover", "link.data_received")),
+        (["ReplicaEnd._send (serve_app/serving/link.py:180)", "_write (serve_app/serving/link.py:185)"], None),
+        (
             [*STEP, "on_step (serve_app/observability/metrics.py:90)", "observe (prometheus_client/metrics.py:400)"],
             ("observation", "metrics.on_step"),
         ),
@@ -39,3 +49,16 @@ PORT = ["process_request_thread (socketserver.py:692)", "handle (wsgiref/simple_
 )
 def test_the_innermost_frame_of_ours_decides(frames: list[str], owner: tuple[str, str] | None) -> None:
     assert owner_of(";".join([LOOP, *frames])) == owner
+
+
+def test_every_name_is_one_of_a_function_that_there_is() -> None:
+    functions: dict[str, set[str]] = {}
+    for path in Path(serve_app.__file__).parent.rglob("*.py"):
+        nodes = ast.walk(ast.parse(path.read_text()))
+        names = {node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)}
+        functions.setdefault(path.stem, set()).update(names)
+    for part in PARTS.values():
+        assert part.modules <= functions.keys()
+        for name in part.functions:
+            module, _, function = name.partition(".")
+            assert function in functions.get(module, ()), f"there is no {name}"

@@ -8,7 +8,17 @@ from typing import Any
 
 import pytest
 
-from load_tests.chaos.traffic import Answer, Ask, Outcome, ask, compare, open_session, send
+from load_tests.chaos.traffic import (
+    Answer,
+    Ask,
+    Outcome,
+    ask,
+    compare,
+    open_narrow_session,
+    open_session,
+    send,
+    send_into,
+)
 
 SAID = "some text that came"
 ASK = ask("one", "prompt", len(SAID))
@@ -134,6 +144,18 @@ def test_equal_text_is_not_all(change: Callable[[Answer], None]) -> None:
     answer = told(SAID)
     change(answer)
     assert not compare(answer, told(SAID)).equal
+
+
+def test_the_first_silence_counts_from_the_strike() -> None:
+    answer = Answer(ASK, started_at=10.0, first_event_at=17.0, longest_gap_s=1.0)
+    assert [answer.silence_s(struck_at) for struck_at in (0.0, 12.0, 18.0)] == [7.0, 5.0, 1.0]
+
+
+async def test_a_slow_reader_gets_the_same() -> None:
+    answer = Answer(ASK)
+    async with answering("200 OK", WHOLE) as url, open_narrow_session() as session:
+        await send_into(answer, session, url, slow_bytes=1)
+    assert (answer.outcome, answer.texts) == (Outcome.COMPLETE, {0: SAID})
 
 
 def test_a_choice_that_never_came_is_lost() -> None:

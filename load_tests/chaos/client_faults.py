@@ -1,0 +1,147 @@
+"""Faults that clients bring: too many tokens, too many requests, clients that leave, clients that hardly read.
+
+At the known point there is little else to do; at a random point 32 streams are under way, which must not notice.
+"""
+
+import asyncio
+import json
+from dataclasses import replace
+from itertools import cycle, islice
+
+from load_tests.chaos.experiment import Experiment
+from load_tests.chaos.fleet import wait_for
+from load_tests.chaos.traffic import Answer, Ask, Outcome, ask, open_narrow_session, send, send_into, settle, text
+
+_RANDOM_WITHIN_S = 1.5
+_VANISHING = 500
+_OVERFILL = 10
+_SLOW_BYTES = 15
+_READING_LIMIT_S = 60.0
+_BESIDE = 8
+
+
+async def exhaust_kv(experiment: Experiment) -> None:
+    """More tokens running than the pools hold: requests are preempted, and nobody can tell."""
+    seats = experiment.fleet.shape.seats * experiment.fleet.shape.replicas
+    asks = [ask(f"long {i}", text(experiment.rng, 500), 1000, temperature=1, seed=i, logprobs=1) for i in range(seats)]
+    # Undisturbed is each with room to itself: a quarter of them at a time.
+    for start in range(0, seats, seats // 4):
+        await experiment.learn(asks[start : start + seats // 4])
+    before = _count(experiment, "serve_app_preemptions_total")
+    await _others(experiment)
+    for a in asks:
+        experiment.start(a)
+    await experiment.finish()
+    preempted = _count(experiment, "serve_app_preemptions_total") - before
+    experiment.row.notes["preemptions"] = preempted
+    if not preempted:
+        experiment.row.problems.append("nobody was preempted: the pool was not exhausted")
+
+
+async def overfill_queue(experiment: Experiment) -> None:
+    """Ten times as many requests at once as the fleet has places for, each of another user."""
+    places = experiment.fleet.shape.places
+    count = _OVERFILL * places
+    asks = [ask(f"one of many {i}", text(experiment.rng, 30), 40) for i in range(60)]
+    await experiment.learn(asks)
+    crowd = [replace(a, body=a.body | {"user": f"user {i}"}) for i, a in enumerate(islice(cycle(asks), count))]
+    # A process's first crowd widens its heap for good; what counts is that the second one finds room there.
+    await asyncio.gather(*(send(experiment.session, experiment.fleet.url, a) for a in crowd))
+    await experiment.fleet.wait_idle()
+    await experiment.take_baseline()
+    under_way = await _others(experiment)
+    experiment.struck()
+    answers = [experiment.start(a) for a in crowd]
+    await experiment.finish()
+    refused = [answer for answer in answers if answer.outcome is Outcome.ERROR]
+    problems = experiment.row.problems
+    without = [answer for answer in refused if answer.status != 429 or not answer.retry_after_s]
+    if without:
+        problems.append(f"{len(without)} refusals, not 429 with Retry-After: {without[0].detail}")
+    if not refused:
+        problems.append("nothing was refused")
+    if (served := len(experiment.answers) - len(refused)) < places // 2:
+        problems.append(f"only {served} were served of {places} places")
+    problems.extend(f"{a.ask.name} was under way: {a.detail}" for a in under_way if a.outcome is Outcome.ERROR)
+
+
+async def vanish(experiment: Experiment) -> None:
+    """500 clients leave before, during and after the first token, beside streams that stay."""
+    await _others(experiment)
+    if experiment.moment == "known":
+        for a in await experiment.mixed(experiment.rng, _BESIDE, 200):
+            experiment.start(a)
+    before = _cancelled(experiment)
+    experiment.struck()
+    gate = asyncio.Semaphore(experiment.fleet.shape.places // 2)
+
+    async def client(index: int) -> None:
+        async with gate:
+            a = ask(f"vanishing {index}", text(experiment.rng, 200), 1000)
+            if experiment.moment == "random":
+                await _leave(experiment, a, wait_s=experiment.rng.uniform(0, 1))
+            elif index % 3 == 2:
+                await _leave(experiment, a, events=1 + index % 5)
+            else:
+                # Before: as soon as all is written. During: while the prompt is computed or waits, by and large.
+                await _leave(experiment, a, wait_s=0.0 if index % 3 == 0 else experiment.rng.uniform(0.01, 0.2))
+
+    await asyncio.gather(*(client(i) for i in range(_VANISHING)))
+    await wait_for(
+        lambda: _cancelled(experiment) - before >= _VANISHING, f"{_VANISHING} requests counted as cancelled", 30
+    )
+    experiment.row.notes["vanished"] = _VANISHING
+
+
+async def _leave(experiment: Experiment, a: Ask, wait_s: float = 0.0, events: int = 0) -> None:
+    """Write the whole request, wait for a time or for events of the stream, and hang up."""
+    host, port = experiment.fleet.url.removeprefix("http://").split(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    content = json.dumps(a.body).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\n"
+    writer.write(f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content)
+    await writer.drain()
+    await asyncio.sleep(wait_s)
+    while events and (line := await reader.readline()):
+        events -= line.startswith(b"data:")
+    writer.close()
+
+
+async def read_slowly(experiment: Experiment) -> None:
+    """As many clients as the engines have places read a byte a second: others do not notice, and they lose nothing."""
+    places = experiment.fleet.shape.replicas * (experiment.fleet.shape.seats + experiment.fleet.shape.waiting)
+    # Much JSON for few tokens: what does not fit into the buffers on the way is what holds a server up.
+    slow = ask("slow", text(experiment.rng, 50), 600, temperature=1, seed=3, logprobs=5)
+    beside = await experiment.mixed(experiment.rng, _BESIDE, 200)
+    await experiment.learn([slow])
+    await _others(experiment)
+    answers = [Answer(replace(slow, body=slow.body | {"user": f"slow {i}"})) for i in range(places)]
+    async with open_narrow_session() as session:
+        reading = [
+            asyncio.create_task(send_into(answer, session, experiment.fleet.url, slow_bytes=_SLOW_BYTES))
+            for answer in answers
+        ]
+        await asyncio.sleep(1)
+        experiment.struck()
+        for a in beside:
+            experiment.start(a)
+        await experiment.finish()
+        experiment.row.notes["readers_held_up"] = _count(experiment, "serve_app_requests_active")
+        await settle(reading, _READING_LIMIT_S)
+    experiment.answers.extend(answers)
+
+
+async def _others(experiment: Experiment) -> list[Answer]:
+    """At a random point: 32 streams, and a random moment of theirs."""
+    if experiment.moment == "random":
+        await experiment.streams()
+        await experiment.random_moment(_RANDOM_WITHIN_S)
+    return list(experiment.answers)
+
+
+def _count(experiment: Experiment, name: str, **labels: str) -> float:
+    return (experiment.fleet.metrics(**labels) or {}).get(name, 0.0)
+
+
+def _cancelled(experiment: Experiment) -> float:
+    return _count(experiment, "serve_app_requests_total", outcome="cancelled")
