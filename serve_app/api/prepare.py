@@ -19,6 +19,8 @@ from serve_app.text.tokenizer import Tokenizer
 
 _LONG_TEXT = 8192
 """Characters (about 2 ms of tokenizing) from which the work leaves the event loop."""
+_MESSAGE = 64
+"""A message costs its template as much time as so many characters, however empty it is."""
 _workers = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tokenize")
 
 _SAMPLING_FIELDS = (
@@ -59,7 +61,7 @@ async def encode_messages(tokenizer: Tokenizer, messages: Sequence[Message], car
     plain = [message.for_template() for message in messages]
     text = "".join(message["content"] for message in plain)
     _check_size(tokenizer, text, card, "messages")
-    return await off_loop(partial(tokenizer.apply_chat_template, plain), len(text))
+    return await off_loop(partial(tokenizer.apply_chat_template, plain), len(text) + _MESSAGE * len(plain))
 
 
 def _check_size(tokenizer: Tokenizer, text: str, card: ModelCard, field: str) -> None:
