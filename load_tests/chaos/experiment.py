@@ -276,7 +276,7 @@ class Experiment:
                 break
             failure = f"{answer.outcome.value} {answer.detail}"[:120]
             told[failure] = told.get(failure, 0) + 1
-            if answer.outcome not in self.fault.allowed:
+            if answer.outcome not in self.fault.allowed and told[failure] == 1:
                 self.row.problems.append(f"a new request: {failure}")
             await asyncio.sleep(_PROBE_PAUSE_S)
         else:

@@ -19,6 +19,8 @@ import aiohttp
 MODEL = "small"
 STOPPED = "seeded stop"
 """Requests of this name are meant to be given a stop string out of their own answer, see `with_stop`."""
+_NO_ROUTE = "not found. Ping http"
+"""What Ray's HAProxy answers, with 404, when it has been started anew and knows of no application yet."""
 _LETTERS = "abcdefghijklmnopqrstuvwxyz     "
 
 
@@ -308,7 +310,7 @@ def _told(body: str, status: int) -> tuple[Outcome, str]:
         error = json.loads(body)["error"]
         return Outcome.ERROR, f"{status} {error['type']}/{error['code']}: {error['message']}"
     except (ValueError, KeyError, TypeError):
-        outcome = Outcome.CUT if status >= 500 else Outcome.WRONG
+        outcome = Outcome.CUT if status >= 500 or (status == 404 and _NO_ROUTE in body) else Outcome.WRONG
         return outcome, f"HTTP {status} without a typed error: {body[:100]!r}"
 
 

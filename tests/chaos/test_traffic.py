@@ -90,6 +90,7 @@ async def test_other_ends_of_a_stream(body: bytes, outcome: Outcome) -> None:
         ("429 Too Many Requests", json.dumps(ERROR).encode(), Outcome.ERROR),
         ("503 Service Unavailable", b"<html>nobody there</html>", Outcome.CUT),
         ("404 Not Found", b"<html>nobody there</html>", Outcome.WRONG),
+        ("404 Not Found", b"Path '/v1' not found. Ping http://.../-/routes for available routes.", Outcome.CUT),
         ("500 Internal Server Error", b"Internal Server Error", Outcome.CUT),
         ("400 Bad Request", b'{"detail": "oops"}', Outcome.WRONG),
     ],
