@@ -96,7 +96,7 @@ class HandleTransport(LinkTransport):
         super().__init__(replica_set.process_set, routing.policy)
         self._call = engines.options(method_name="call", stream=True)
 
-    def generate(self, request: EngineRequest, attempt_id: str, session: str | None) -> ItemStream:
+    def generate(self, request: EngineRequest, attempt_id: str, session: str | None, since: float) -> ItemStream:
         data = pack_request(request, attempt_id)
         # In a context of its own: within that of an HTTP request, all its calls would share one id, by which the
         # router tells waiting calls apart.

@@ -25,7 +25,7 @@ class LossReason(StrEnum):
     STALLED = "stalled"
     """The replica was silent, or its engine's step did not end."""
     REFUSED = "refused"
-    """The replica is ending and took no request."""
+    """The replica took no request: it is ending, or there was no link to send it by. It cannot have died of it."""
     LEFT = "left"
     """The replica is being stopped: scale-down, update, or Ray found it unhealthy."""
     ISOLATION = "isolation"
@@ -33,7 +33,7 @@ class LossReason(StrEnum):
     CUT = "cut"
     """Something was missing in the stream."""
     UNROUTED = "unrouted"
-    """No replica was found for it."""
+    """There was no replica that could have taken it."""
 
     @property
     def is_death(self) -> bool:
@@ -76,8 +76,8 @@ class ItemStream(Protocol):
 class Transport(Protocol):
     """The way to the replicas."""
 
-    def generate(self, request: EngineRequest, attempt_id: str, session: str | None) -> ItemStream:
-        """Start an attempt on whichever replica is best. Does not wait."""
+    def generate(self, request: EngineRequest, attempt_id: str, session: str | None, since: float) -> ItemStream:
+        """Start an attempt on whichever replica is best, once one has room: earlier `since` first. Does not wait."""
 
     async def listen(self, replica_id: str, on_heartbeat: OnHeartbeat) -> None:
         """Hear this replica, at least once every `wire.HEARTBEAT_S`. Raises `ReplicaLostError` when that is over."""
@@ -88,6 +88,9 @@ class AttemptObserver(Protocol):
 
     def started(self, attempt_id: str, num_cached_tokens: int) -> None:
         """The replica has admitted it and found this many of its prompt's tokens in the cache."""
+
+    def refused(self, attempt_id: str, now: float) -> None:
+        """The replica had no room for it. `now` is in monotonic seconds."""
 
     def ended(self, attempt_id: str) -> None:
         """The attempt is over, started or not."""

@@ -5,11 +5,11 @@ Decides whether a lost attempt is followed by another one, when, and whether tha
 - A request's own errors are final. A replica that died, fell silent, is being stopped or is gone costs an attempt: the
   next one, on another replica, is told all tokens so far and goes on from there (`Journal`).
 - A request that was on two replicas when they died may be why. From then on it runs alone: a replica is reserved for
-  it, whose other streams move away, or finish first where there is no other replica. It is refused when the third
+  it, whose other streams move away, or finish first where there is no other replica. Several may run so at once, as
+  long as one replica is left for the others. It is refused when the third
   replica died under it before it got any further, or the sixth in all. A replica that gives a sign of life did not die.
 - While no replica is left, requests wait for `wait_s`, since Ray replaces what died.
-- A replica's "overloaded" is told to the client only before the request's first token, and only if no replica takes
-  the request within a second.
+- A replica's "overloaded" is never told to the client: a request that came so far was let in, and waits for room.
 
 State is per process: with several ingress replicas each counts, and reserves, for its own requests only. What is wrong
 with a replica is found by an attempt or by the `Watchdog`. Knows no Ray.
@@ -29,7 +29,6 @@ from serve_app.serving.replica_set import Condition, Replica, ReplicaSet
 OnFailover = Callable[[LossReason, int], None]
 
 RETRY_AFTER_S = 2.0
-_BUSY_WAIT_S = 1.0
 _FIRST_PAUSE_S, _MAX_PAUSE_S = 0.05, 1.0
 _DEATHS_BEFORE_ALONE = 2
 _MAX_DEATHS = 6
@@ -58,7 +57,6 @@ class Failover:
         self._changed = asyncio.Event()
         self._none_since: float | None = self._loop.time()
         self._wake()
-        self._one_alone = asyncio.Lock()
         replicas.add_listener(self._replicas_changed)
 
     @property
@@ -78,9 +76,8 @@ class Failover:
         """News of the request until all its choices have finished, or are in `ended`, which the reader may fill.
 
         `deadline` is in monotonic seconds; `visited` gains the replicas that had the request. Raises `RequestError`:
-        the request's own; `RequestTimeoutError`; `UnavailableError` when no replica came back in time;
-        `OverloadedError`; `EngineError` for a request that replicas die of. Closing or cancelling the generator ends
-        the attempt that is running.
+        the request's own; `RequestTimeoutError`; `UnavailableError` when no replica came back in time; `EngineError`
+        for a request that replicas die of. Closing or cancelling the generator ends the attempt that is running.
         """
         journal = Journal(request, ended)
         course = _Course(self._wait_s, [] if visited is None else visited)
@@ -95,8 +92,8 @@ class Failover:
                 await course.lost(ReplicaLostError(LossReason.CUT))
             except ReplicaLostError as loss:
                 await course.lost(loss)
-            except OverloadedError as refusal:
-                await course.refused(refusal)
+            except OverloadedError:
+                pass  # the next attempt is sent when there is room
 
     @asynccontextmanager
     async def _attempt(
@@ -107,6 +104,8 @@ class Failover:
         request_id = journal.request.request_id
         attempt_id = f"{request_id}.{course.num_attempts}"
         async with AsyncExitStack() as stack:
+            stack.callback(self._observer.ended, attempt_id)
+            stack.callback(self._replicas.end, attempt_id)
             try:
                 async with asyncio.timeout_at(deadline):
                     if course.must_run_alone:
@@ -116,22 +115,23 @@ class Failover:
             except TimeoutError:
                 raise RequestTimeoutError("no engine replica was free before the request's deadline") from None
             self._replicas.begin(attempt_id)
-            stream = self._transport.generate(journal.next_attempt(), attempt_id, session)
+            stream = self._transport.generate(journal.next_attempt(), attempt_id, session, course.since)
+            stack.callback(stream.cancel)
             attempt = Attempt(request_id, attempt_id, stream, self._replicas, self._observer, deadline)
             self.attempts[attempt_id] = attempt
+            stack.callback(self.attempts.pop, attempt_id)
             try:
                 yield attempt
             except ReplicaLostError as loss:
                 loss.replica = attempt.replica
                 self._note(loss, journal.num_known_tokens)
                 raise
+            except OverloadedError:
+                self._observer.refused(attempt_id, self._loop.time())
+                raise
             finally:
                 if attempt.replica is not None:
                     course.visited.append(attempt.replica.replica_id)
-                stream.cancel()
-                del self.attempts[attempt_id]
-                self._replicas.end(attempt_id)
-                self._observer.ended(attempt_id)
 
     def _note(self, loss: ReplicaLostError, num_known_tokens: int) -> None:
         if loss.replica is None:
@@ -142,18 +142,22 @@ class Failover:
 
     @asynccontextmanager
     async def _alone(self) -> AsyncIterator[str]:
-        """A replica without any other stream of this process. One at a time, so that the others keep the rest."""
-        async with self._one_alone:
-            while True:
-                await self._until(lambda: bool(self._replicas.alive()))
-                replica_id = min(self._replicas.alive(), key=self._replicas.in_flight)
-                self._replicas.reserve(replica_id)
-                try:
-                    if await self._emptied(replica_id):
-                        yield replica_id
-                        return
-                finally:
-                    self._replicas.release(replica_id)
+        """A replica without any other stream of this process."""
+        while True:
+            await self._until(lambda: bool(self._reservable()))
+            replica_id = min(self._reservable(), key=self._replicas.in_flight)
+            self._replicas.reserve(replica_id)
+            try:
+                if await self._emptied(replica_id):
+                    yield replica_id
+                    return
+            finally:
+                self._replicas.release(replica_id)
+
+    def _reservable(self) -> list[str]:
+        """Unreserved replicas, if one of them may be reserved: the last is the others', unless it is the only one."""
+        free = self._replicas.routable(self._replicas.current())
+        return free if len(free) > 1 or free == self._replicas.alive() else []
 
     async def _emptied(self, replica_id: str) -> bool:
         """Wait until the replica has no streams; False if it is lost before."""
@@ -194,14 +198,17 @@ class _Course:
     """How one request has fared, and what follows from it."""
 
     def __init__(self, wait_s: float, visited: list[str]) -> None:
+        self.since = asyncio.get_running_loop().time()
         self.num_attempts = 0
         self.visited = visited
         self._wait_s = wait_s
-        self._loop = asyncio.get_running_loop()
         self._killed: set[Replica] = set()
-        self._has_news = False
-        self._num_fruitless = 0
-        self._fruitless_since = 0.0
+        self._start_anew()
+
+    def _start_anew(self) -> None:
+        """What counts only as long as there is no news in between."""
+        self._num_fruitless_losses = self._num_fruitless_deaths = 0
+        self._paused_s = 0.0
 
     @property
     def must_run_alone(self) -> bool:
@@ -214,8 +221,8 @@ class _Course:
 
     def got_news(self) -> None:
         """The attempt has moved the request on."""
-        self._has_news = True
-        self._num_fruitless = 0
+        if self._num_fruitless_losses:
+            self._start_anew()
 
     async def lost(self, loss: ReplicaLostError) -> None:
         """Return when it is time for the next attempt; raises `EngineError` or `UnavailableError` if there is none."""
@@ -223,30 +230,21 @@ class _Course:
             return
         if loss.reason.is_death and loss.replica is not None:
             self._killed.add(loss.replica)
-            stuck = self._num_deaths > _DEATHS_BEFORE_ALONE and self._num_fruitless > 0
-            if stuck or max(self._num_deaths, self._num_fruitless) >= _MAX_DEATHS:
+            stuck = self._num_deaths > _DEATHS_BEFORE_ALONE and self._num_fruitless_deaths > 0
+            if stuck or max(self._num_deaths, self._num_fruitless_deaths) >= _MAX_DEATHS:
                 raise EngineError(
                     f"{len(self._killed)} engine replicas were lost while they had this request",
                     code="request_killed_replicas",
                 )
-        elif self._fruitless_s() > self._wait_s:
+            self._num_fruitless_deaths += 1
+        elif self._paused_s > self._wait_s:
             raise UnavailableError("no engine replica keeps the request", retry_after_s=RETRY_AFTER_S)
         await self._pause()
 
-    async def refused(self, refusal: OverloadedError) -> None:
-        """Return when it is time for the next attempt; raises `refusal` if the client may as well come back."""
-        if not self._has_news and self._fruitless_s() > _BUSY_WAIT_S:
-            raise refusal
-        await self._pause()
-
-    def _fruitless_s(self) -> float:
-        """For how long attempts have been failing without any news between them."""
-        return self._loop.time() - self._fruitless_since if self._num_fruitless else 0.0
-
     async def _pause(self) -> None:
         """The first attempt after news follows at once."""
-        self._num_fruitless += 1
-        if self._num_fruitless == 1:
-            self._fruitless_since = self._loop.time()
-        else:
-            await asyncio.sleep(min(_FIRST_PAUSE_S * 2 ** (self._num_fruitless - 2), _MAX_PAUSE_S))
+        self._num_fruitless_losses += 1
+        if self._num_fruitless_losses > 1:
+            pause_s = min(_FIRST_PAUSE_S * 2 ** (self._num_fruitless_losses - 2), _MAX_PAUSE_S)
+            self._paused_s += pause_s
+            await asyncio.sleep(pause_s)

@@ -231,7 +231,7 @@ class IngressEnd(asyncio.Protocol):
     def start(self, request: WireRequest, on_item: OnItem) -> None:
         """Have an attempt run; `on_item` gets what comes of it, and a `ReplicaLostError` last."""
         if self.lost.done():
-            on_item(ReplicaLostError(LossReason.UNAVAILABLE))
+            on_item(ReplicaLostError(LossReason.REFUSED))
             return
         message = msgpack.packb(request)
         self._attempts[request["attempt_id"]] = on_item

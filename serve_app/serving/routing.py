@@ -6,6 +6,7 @@ Pure policy: no Ray, no clock, nothing that waits. Decides the order of the repl
 ingresses send shows in the replicas' own reports of their load.
 """
 
+import math
 import threading
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
@@ -132,23 +133,36 @@ class _Attempt:
 
 @dataclass(slots=True)
 class _Replica:
-    """What this process knows of a replica. last_routed: when (of a counter) it was last given a request."""
+    """What this process knows of a replica. last_routed: when (of a counter) it was last given a request.
+
+    limit: how many sequences it had from here when it last refused one, at `refused_at`.
+    """
 
     info: ReplicaInfo
     index: PrefixIndex = field(init=False)
     sequences: int = 0
     waiting_tokens: int = 0
     last_routed: int = 0
+    limit: float = math.inf
+    refused_at: float = 0.0
 
     def __post_init__(self) -> None:
         self.index = PrefixIndex(min(self.info.num_blocks, _MAX_BLOCKS))
+
+    def is_full(self, now: float) -> bool:
+        """Whether it would refuse: it did, when it had `limit` sequences of this process, and has no fewer now.
+
+        Room that others leave, or a change of its knobs makes, is not seen from here. So a second after a refusal one
+        more is tried, three more after two seconds, and so on.
+        """
+        return self.sequences >= self.limit + int((now - self.refused_at) ** 2)
 
 
 class RoutingPolicy:
     """Ranks replicas for requests and learns from what became of them. Thread-safe; every call is short.
 
-    Ray's router calls `update`, the transport `rank` and `routed`, failover `started` and `ended`. Work per call: one
-    hash per block of the request, and one look-up per replica and block that matches.
+    Ray's router calls `update`, the transport `rank` and `routed`, failover `started`, `refused` and `ended`. Work per
+    call: one hash per block of the request, and one look-up per replica and block that matches.
     """
 
     def __init__(self) -> None:
@@ -171,14 +185,14 @@ class RoutingPolicy:
     def rank(
         self, request: RoutingRequest, candidates: Iterable[str], loads: Mapping[str, ReplicaLoad], now: float
     ) -> list[str]:
-        """The candidates, best first. `now` and the loads' `at` are seconds of one clock.
+        """The candidates that have room, best first. `now` and the loads' `at` are seconds of one clock.
 
         A replica without room for the prompt comes after all that have it. Then the session's own replica is first, if
         it has a free seat. Then the fewest tokens to compute count, with the replica's load taken for some more. Equals
         take turns.
         """
         with self._lock:
-            known = [(name, self._replicas[name]) for name in candidates if name in self._replicas]
+            known = [(n, r) for n in candidates if (r := self._replicas.get(n)) is not None and not r.is_full(now)]
             home = self._sessions.get(request.session) if request.session is not None else None
             keys = {name: self._key(request, name, r, home, _fresh(loads.get(name), now)) for name, r in known}
         return sorted(keys, key=keys.__getitem__)
@@ -248,6 +262,13 @@ class RoutingPolicy:
             if missing and missing[0] > 0:
                 replica.index.forget_older(missing[0])
             replica.index.confirm(attempt.request.block_hashes(size), self._time)
+
+    def refused(self, attempt_id: str, now: float) -> None:
+        """Its replica had no room for the attempt: it gets no more than it has without this one."""
+        with self._lock:
+            if (attempt := self._attempts.get(attempt_id)) is not None:
+                attempt.replica.limit = attempt.replica.sequences - attempt.request.num_sequences
+                attempt.replica.refused_at = now
 
     def ended(self, attempt_id: str) -> None:
         """The attempt is over, in whatever way. Idempotent."""

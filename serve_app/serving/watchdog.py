@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 TICK_S = 0.5
 SILENCE_S = 5.0
-"""A replica that says nothing for so long is stalled; an attempt that no replica takes for so long is routed again."""
+"""A replica that says nothing for so long is stalled; an attempt that none could take for so long is routed again."""
 _LEAVING_S = 1.0
 """Ray takes a replica out of its set for a moment when its configuration changes."""
 
@@ -104,7 +104,9 @@ class Watchdog:
         """Why the attempt must not stay where it is. `others`: there are replicas that it could go to."""
         replica = attempt.replica
         if replica is None:
-            attempt.unrouted_ticks += 1
+            # While there are some that are only full, it waits for room.
+            possible = self._replicas.routable(self._replicas.current(), attempt.attempt_id)
+            attempt.unrouted_ticks = 0 if possible else attempt.unrouted_ticks + 1
             return LossReason.UNROUTED if attempt.unrouted_ticks * TICK_S > SILENCE_S else None
         if replica.condition is not Condition.OK:
             return LossReason(replica.reason)

@@ -36,13 +36,17 @@ class Fault:
 
 @dataclass
 class Observer:
-    """Remembers which attempts were started, with how many cached tokens, and which ended."""
+    """Remembers which attempts were started, with how many cached tokens, and which were refused and ended."""
 
     starts: dict[str, int] = field(default_factory=dict)
+    refusals: list[str] = field(default_factory=list)
     ends: list[str] = field(default_factory=list)
 
     def started(self, attempt_id: str, num_cached_tokens: int) -> None:
         self.starts[attempt_id] = num_cached_tokens
+
+    def refused(self, attempt_id: str, now: float) -> None:
+        self.refusals.append(attempt_id)
 
     def ended(self, attempt_id: str) -> None:
         self.ends.append(attempt_id)
@@ -72,7 +76,7 @@ class Fleet:
             on_failover=lambda reason, tokens: self.losses.append((reason, tokens)),
         )
 
-    def generate(self, request: EngineRequest, attempt_id: str, session: str | None) -> ItemStream:
+    def generate(self, request: EngineRequest, attempt_id: str, session: str | None, since: float) -> ItemStream:
         # Through JSON, to see that nothing but plain data travels.
         data = json.loads(json.dumps(pack_request(request, attempt_id)))
         self.requests.append(data)

@@ -224,34 +224,30 @@ def test_an_engine_that_ends_costs_an_attempt(lab: Lab, error: RequestError, rea
     run(lab, check())
 
 
-@pytest.fixture
-def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A second passes in 20 ms."""
-    monkeypatch.setattr(failover, "_FIRST_PAUSE_S", 0.001)
-    monkeypatch.setattr(failover, "_BUSY_WAIT_S", 0.02)
-
-
-def test_overload_is_told_to_the_client_after_a_second_try_elsewhere(lab: Lab, hasty: None) -> None:
-    async def check() -> None:
-        full = OverloadedError("full", retry_after_s=3.0)
-        fleet = lab.fleet()
-        fleet.faults = [Fault(0, full), Fault(0, full)]
-        [choice] = await told(fleet.failover, request())
-        assert choice.finish_reason is not None
-        assert not fleet.losses
-        fleet.faults = [Fault(0, full)] * 100
-        with pytest.raises(OverloadedError):
-            await told(fleet.failover, request())
-
-    run(lab, check())
-
-
-def test_overload_does_not_end_a_stream_that_has_begun(lab: Lab, hasty: None) -> None:
+@pytest.mark.parametrize("begun", [False, True])
+def test_a_client_that_was_let_in_is_never_told_of_overload(lab: Lab, begun: bool) -> None:
     async def check() -> None:
         subject = request()
         expected = without_cache(await told(lab.fleet().failover, subject))
         fleet = lab.fleet()
-        fleet.faults = [Fault(2, LossReason.LEFT), *[Fault(0, OverloadedError("full"))] * 8]
+        full = Fault(0, OverloadedError("full", retry_after_s=3.0))
+        fleet.faults = [Fault(2 if begun else 0, LossReason.LEFT), *[full] * 100]
+        assert without_cache(await told(fleet.failover, subject)) == expected
+        assert [reason for reason, _ in fleet.losses] == [LossReason.LEFT]
+        assert fleet.observer.refusals == [attempt_id for attempt_id, _ in fleet.placed[1:-1]]
+
+    run(lab, check())
+
+
+def test_refusals_are_no_deaths(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(failover, "_FIRST_PAUSE_S", 0.001)
+
+    async def check() -> None:
+        subject = request()
+        expected = without_cache(await told(lab.fleet().failover, subject))
+        fleet = Fleet({f"replica {i}": lab.engines["a"] for i in range(3)})
+        refusals = [Fault(0, OverloadedError("full"))] * 6 + [Fault(0, LossReason.CUT)] * 6
+        fleet.faults = [Fault(2, LossReason.UNAVAILABLE), *refusals, Fault(0, LossReason.UNAVAILABLE)]
         assert without_cache(await told(fleet.failover, subject)) == expected
 
     run(lab, check())
@@ -318,8 +314,8 @@ def test_closing_ends_the_attempt(lab: Lab) -> None:
 class Healing(Fleet):
     """Each replica is lost once, and heard again when the next one has the request."""
 
-    def generate(self, request: EngineRequest, attempt_id: str, session: str | None) -> ItemStream:
-        stream = super().generate(request, attempt_id, session)
+    def generate(self, request: EngineRequest, attempt_id: str, session: str | None, since: float) -> ItemStream:
+        stream = super().generate(request, attempt_id, session, since)
         for _, name in self.placed:
             self.replicas.trust(name)
         self.engines = {name: self.engines[name] for name in (*list(self.engines)[1:], next(iter(self.engines)))}
@@ -392,5 +388,33 @@ def test_a_request_that_replicas_die_of_runs_alone_and_is_refused(lab: Lab) -> N
         assert caught.value.code == "request_killed_replicas"
         assert not fleet.replicas.is_routable(its_replica)
         assert sum(map(fleet.replicas.is_routable, fleet.engines)) == 1
+
+    run(lab, check())
+
+
+def test_suspects_run_alone_side_by_side_and_leave_the_others_a_replica(lab: Lab) -> None:
+    async def check() -> None:
+        fleet = Fleet({f"replica {i}": lab.engines["ab"[i % 2]] for i in range(9)})
+        lost = Fault(0, LossReason.UNAVAILABLE)
+        suspects = []
+        for number in range(3):
+            fleet.faults = [lost, lost, Fault(0, None)]
+            suspects.append(asyncio.create_task(told(fleet.failover, request())))
+            await until(lambda: len(fleet.losses) == 2 * number + 2)  # noqa: B023
+            await until(lambda: fleet.num_hanging == min(number + 1, 2))  # noqa: B023
+        (_, one), (_, other) = fleet.placed[2], fleet.placed[5]
+        assert one != other
+        assert [fleet.replicas.in_flight(name) for name in (one, other)] == [1, 1]
+        [remaining] = filter(fleet.replicas.is_routable, fleet.engines)
+        fleet.faults = []
+        await told(fleet.failover, request(9))
+        assert fleet.placed[-1][1] == remaining
+        assert len(fleet.placed) == 9, "the third one waits"
+        suspects[0].cancel()
+        await suspects[2]
+        assert fleet.placed[-1][1] == one
+        suspects[1].cancel()
+        await asyncio.gather(*suspects, return_exceptions=True)
+        assert not any(replica.reserved for replica in fleet.replicas.replicas())
 
     run(lab, check())

@@ -1,27 +1,37 @@
 """Where attempts are placed, and when: real links to one real engine under several names."""
 
 import asyncio
+import gc
 import socket
+import struct
+import time
+import weakref
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import pytest
+import torch
 
 from serve_app.core.request import EngineRequest
 from serve_app.core.sampling_params import SamplingParams
 from serve_app.engine.async_engine import AsyncEngine
+from serve_app.engine.core import EngineConfig, EngineCore
+from serve_app.errors import OverloadedError
+from serve_app.model import loader
 from serve_app.serving import transport as transport_module
 from serve_app.serving.attempt import LossReason, ReplicaLostError
 from serve_app.serving.failover import Failover
 from serve_app.serving.link import LINK, LinkServer
 from serve_app.serving.replica_set import ReplicaSet
 from serve_app.serving.routing import ReplicaInfo, RoutingPolicy
-from serve_app.serving.transport import LinkTransport
+from serve_app.serving.transport import LinkStream, LinkTransport
 from serve_app.serving.watchdog import Watchdog
 from serve_app.serving.wire import WireDelta, WireLoad, WireRequest, pack_deltas, pack_load, unpack_request
+from tests.models import tiny_model
 from tests.serving.replicas import told, until
 
 REQUEST = EngineRequest("r", tuple(range(5, 125)), SamplingParams(max_tokens=20, seed=1, ignore_eos=True))
@@ -37,6 +47,9 @@ class Fleet:
     servers: dict[str, LinkServer] = field(default_factory=dict)
     metadata: dict[str, dict[str, Any]] = field(default_factory=dict)
     losses: list[LossReason] = field(default_factory=list)
+    begun: list[int] = field(default_factory=list)
+    """How long the prompts were whose attempts began, in order."""
+    num_refusals: int = 0
     frozen: bool = False
     """Attempts get no further."""
 
@@ -51,9 +64,10 @@ class Fleet:
         )
         self.watchdog = Watchdog(self.transport, self.replicas, self.failover, stall_timeout_s=60.0)
 
-    async def add(self, *names: str) -> None:
+    async def add(self, *names: str, engine: AsyncEngine | None = None) -> None:
         for name in names:
-            server = self.servers[name] = LinkServer(self.generate, self.load)
+            generate = partial(self.generate, engine=engine or self.engine)
+            server = self.servers[name] = LinkServer(generate, self.load)
             address = await server.listen("127.0.0.1")
             self.metadata[name] = {LINK: (address, server.key)}
         self.publish(*self.servers)
@@ -63,12 +77,27 @@ class Fleet:
         self.policy.update(dict.fromkeys(names, info))
         self.replicas.publish({name: self.metadata[name] for name in names})
 
-    async def generate(self, data: WireRequest) -> AsyncGenerator[list[WireDelta], None]:
+    def kill(self, name: str) -> None:
+        """As the kernel ends the links of a process that dies."""
+        server = self.servers.pop(name)
+        server._server.close()  # type: ignore[union-attr]
+        for end in list(server.ends):
+            end._transport.abort()
+
+    async def generate(self, data: WireRequest, engine: AsyncEngine) -> AsyncGenerator[list[WireDelta], None]:
         request = unpack_request(data)
-        async for deltas in self.engine.generate(replace(request, request_id=f"{id(data)}.{request.request_id}")):
-            yield pack_deltas(deltas)
-            if self.frozen:
-                await asyncio.get_running_loop().create_future()
+        begun = False
+        try:
+            async for deltas in engine.generate(replace(request, request_id=f"{id(data)}.{request.request_id}")):
+                if not begun:
+                    begun = True
+                    self.begun.append(len(request.prompt_token_ids))
+                yield pack_deltas(deltas)
+                if self.frozen:
+                    await asyncio.get_running_loop().create_future()
+        except OverloadedError:
+            self.num_refusals += 1
+            raise
 
     def load(self) -> WireLoad:
         return pack_load(self.engine.stats(), 1, None)
@@ -76,6 +105,10 @@ class Fleet:
     def places(self) -> list[str]:
         """Where the running attempts are."""
         return [a.replica.replica_id for a in self.failover.attempts.values() if a.replica is not None]
+
+    def streams(self) -> list[LinkStream]:
+        """Those of the running attempts."""
+        return [attempt._stream for attempt in self.failover.attempts.values()]  # type: ignore[misc]
 
     def sequences(self) -> dict[str, int]:
         """How many the policy has on each replica's account."""
@@ -99,15 +132,34 @@ async def fleet(tiny_engine: AsyncEngine) -> AsyncIterator[Fleet]:
         yield fleet
 
 
-async def tokens(fleet: Fleet, number: int = 0) -> list[int]:
-    """Those of a request that has a prompt of its own for each number."""
+@pytest.fixture
+async def small_engines() -> AsyncIterator[list[AsyncEngine]]:
+    """Two with three places each, one of them without a seat."""
+    config = EngineConfig(max_num_seqs=2, max_num_waiting=1, max_num_batched_tokens=64, kv_cache_gib=0.1)
+
+    def build() -> EngineCore:
+        return EngineCore(loader.from_module(tiny_model("llama", torch.float64), max_model_len=512), config)
+
+    engines = [await AsyncEngine.start_with(build) for _ in range(2)]
+    yield engines
+    for engine in engines:
+        await engine.shutdown()
+
+
+def numbered(number: int) -> EngineRequest:
+    """A request that has a prompt of its own for each number, and takes the longer the higher it is."""
+    params = replace(REQUEST.params, max_tokens=20 + 2 * number)
     prompt = (*range(number), *REQUEST.prompt_token_ids)
-    (choice,) = await told(fleet.failover, replace(REQUEST, prompt_token_ids=prompt))
+    return replace(REQUEST, request_id=f"r{number}", prompt_token_ids=prompt, params=params)
+
+
+async def tokens(fleet: Fleet, number: int = 0) -> list[int]:
+    (choice,) = await told(fleet.failover, numbered(number))
     return choice.token_ids
 
 
-async def expected(engine: AsyncEngine) -> list[int]:
-    return [i async for deltas in engine.generate(REQUEST) for delta in deltas for i in delta.token_ids]
+async def expected(engine: AsyncEngine, number: int = 0) -> list[int]:
+    return [i async for deltas in engine.generate(numbered(number)) for delta in deltas for i in delta.token_ids]
 
 
 async def test_a_request_waits_for_a_link_and_says_what_the_engine_says(fleet: Fleet) -> None:
@@ -162,7 +214,7 @@ async def test_a_replica_that_never_says_a_word_is_lost_with_what_waits_for_it(
         await until(lambda: not fleet.replicas.is_routable("a"))
         await fleet.add("b")
         assert await task == await expected(fleet.engine)
-    assert set(fleet.losses) == {LossReason.UNAVAILABLE}
+    assert set(fleet.losses) == {LossReason.REFUSED}, "it was never sent, so nobody died of it"
 
 
 async def test_a_session_stays_with_unlike_prompts(fleet: Fleet) -> None:
@@ -193,7 +245,7 @@ async def test_a_pinned_attempt_waits_for_its_replica_and_holds_up_no_other(flee
     await fleet.add("a")
     fleet.replicas.begin("held")
     fleet.replicas.pin("held", "b")
-    held = fleet.transport.generate(REQUEST, "held", None)
+    held = fleet.transport.generate(REQUEST, "held", None, 0.0)
     assert await tokens(fleet) == await expected(fleet.engine)
     assert fleet.replicas.replica_of("held") is None
     await fleet.add("b")
@@ -207,7 +259,7 @@ async def test_a_pinned_attempt_waits_for_its_replica_and_holds_up_no_other(flee
 
 async def test_an_attempt_that_is_let_go_before_it_was_placed_never_runs(fleet: Fleet) -> None:
     fleet.replicas.begin("early")
-    fleet.transport.generate(REQUEST, "early", None).cancel()
+    fleet.transport.generate(REQUEST, "early", None, 0.0).cancel()
     await fleet.add("a")
     assert await tokens(fleet) == await expected(fleet.engine)
     assert fleet.replicas.replica_of("early") is None
@@ -234,3 +286,75 @@ async def test_who_is_not_known_has_left_and_who_does_not_answer_is_unavailable(
     with pytest.raises(ReplicaLostError) as caught:
         await fleet.transport.listen("a", lambda _: None)
     assert caught.value.reason is LossReason.UNAVAILABLE
+
+
+async def test_those_whom_a_dead_replica_leaves_get_the_others_room_in_order(
+    fleet: Fleet, small_engines: list[AsyncEngine]
+) -> None:
+    expectations = [await expected(small_engines[0], number) for number in range(10, 19)]
+    for name, engine in zip("ab", small_engines, strict=True):
+        await fleet.add(name, engine=engine)
+    tasks = [asyncio.create_task(tokens(fleet, number)) for number in range(10, 16)]
+    await until(lambda: len(fleet.places()) == 6)
+    assert Counter(fleet.places()) == {"a": 3, "b": 3}
+    await until(lambda: not fleet.transport._unsent)
+    streams = {stream.attempt.num_prompt_tokens: stream for stream in fleet.streams()}
+    lost = sorted(length for length, stream in streams.items() if stream.replica_id == "a")
+    fleet.kill("a")
+    killed_at = time.monotonic()
+    await until(lambda: fleet.num_refusals == len(fleet.transport._unsent) == 3)
+    fleet.begun.clear()
+    tasks += [asyncio.create_task(tokens(fleet, number)) for number in range(16, 19)]
+    assert await asyncio.gather(*tasks) == expectations
+    kept = streams.keys() - lost
+    assert [length for length in fleet.begun if length not in kept] == [*lost, *range(136, 139)], "the oldest first"
+    assert fleet.losses == [LossReason.UNAVAILABLE] * 3
+    assert fleet.num_refusals <= 3 + (time.monotonic() - killed_at), "then one in a second"
+    assert fleet.sequences()["b"] == 0
+
+
+async def test_room_that_another_ingress_leaves_is_found(fleet: Fleet, small_engines: list[AsyncEngine]) -> None:
+    other = Fleet(fleet.engine)
+    await other.add("a", engine=small_engines[0])
+    fleet.metadata = other.metadata
+    fleet.publish("a")
+    engine = small_engines[0]
+    filling = [asyncio.create_task(expected(engine, number)) for number in range(20, 23)]
+    await until(lambda: engine.stats().running + engine.stats().waiting == 3)
+    started_at = time.monotonic()
+    waiting = asyncio.create_task(tokens(fleet))
+    await until(lambda: other.num_refusals == 1)
+    await asyncio.gather(*filling)
+    assert await waiting == await expected(engine)
+    assert other.num_refusals <= 1 + (time.monotonic() - started_at)
+    other.servers["a"].close()
+
+
+@pytest.mark.parametrize("bad", [{"prompt_token_ids": (2**70,) * 40}, {"priority": 2**70}], ids=["rank", "send"])
+async def test_a_request_that_cannot_be_placed_fails_alone_and_leaves_nothing(
+    fleet: Fleet, bad: dict[str, Any]
+) -> None:
+    broken = asyncio.create_task(told(fleet.failover, replace(REQUEST, **bad)))
+    await asyncio.sleep(0)
+    good = asyncio.create_task(tokens(fleet))
+    await asyncio.sleep(0)
+    await fleet.add("a")
+    with pytest.raises((struct.error, OverflowError)):
+        await broken
+    assert await good == await expected(fleet.engine)
+    assert fleet.sequences() == {"a": 0}
+    assert fleet.replicas.in_flight("a") == 0
+    assert not fleet.replicas._assigned
+    assert not fleet.transport._unsent
+    assert not fleet.failover.attempts
+
+
+async def test_what_is_let_go_while_its_link_opens_is_forgotten(fleet: Fleet) -> None:
+    fleet.metadata["a"] = {LINK: ("127.0.0.1:1", "0" * 32)}
+    fleet.replicas.begin("early")
+    fleet.publish("a")
+    stream = weakref.ref(fleet.transport.generate(REQUEST, "early", None, 0.0))
+    fleet.replicas.end("early")
+    stream().cancel()  # type: ignore[union-attr]
+    gc.collect()
+    assert stream() is None

@@ -151,14 +151,19 @@ async def test_a_replica_that_leaves_is_heard_until_its_last_attempt_is_over(fle
     assert not fleet.heart("a").empty()
 
 
-async def test_what_no_replica_takes_is_routed_again(fleet: Fleet, watchdog: Watchdog) -> None:
+async def test_what_no_replica_could_take_is_routed_again(fleet: Fleet, watchdog: Watchdog) -> None:
     fleet.replicas.publish({"c": {}})
     task = asyncio.create_task(told(fleet.failover, REQUEST))
     await until(lambda: len(fleet.requests) == 1)
-    fleet.replicas.publish({"a": {}})
     for _ in range(TICKS_OF_SILENCE):
-        assert len(fleet.requests) == 1
         watchdog.tick()
+    await asyncio.sleep(0.01)
+    assert len(fleet.requests) == 1, "it waits for room while there is a replica"
+    fleet.replicas.publish({})
+    for _ in range(TICKS_OF_SILENCE):
+        assert not fleet.placed
+        watchdog.tick()
+    fleet.replicas.publish({"a": {}})
     await task
     assert [name for _, name in fleet.placed] == ["a"]
     assert not fleet.losses
