@@ -90,7 +90,10 @@ def verdict(figures: dict[str, Any]) -> list[str]:
 
 def _figures(answers: list[Answer], references: References, fleet: Fleet) -> dict[str, Any]:
     differences = [(a, compare(a, r)) for a in answers if (r := references.of(a.ask)) is not None]
-    silences = [answer.silence_s() for answer in answers if answer.outcome is Outcome.COMPLETE]
+    complete = [answer for answer in answers if answer.outcome is Outcome.COMPLETE]
+    # Apart, since it has the wait in the queue in it: many at once wait for the one replica that is left.
+    first = [answer.first_event_at - answer.started_at for answer in complete if answer.first_event_at is not None]
+    silences = [answer.longest_gap_s for answer in complete]
     failed = [answer for answer in answers if answer.outcome is not Outcome.COMPLETE]
     return {
         "path": fleet.path,
@@ -102,6 +105,7 @@ def _figures(answers: list[Answer], references: References, fleet: Fleet) -> dic
         "unequal": sum(not difference.equal for _, difference in differences),
         "unequal_requests": sorted({a.ask.name for a, difference in differences if not difference.equal})[:8],
         "output_tokens": sum(a.usage[1] for a in answers if a.usage is not None),
+        "first_event_s": {f"p{p}": percentile(first, p) for p in (50, 90, 99, 100)},
         "longest_silence_s": {f"p{p}": percentile(silences, p) for p in (50, 90, 99, 100)},
         "failovers": (fleet.metrics() or {}).get("serve_app_failovers_total"),
     }
