@@ -58,20 +58,28 @@ class Journal:
     def accept(self, deltas: list[TokenDelta]) -> list[TokenDelta]:
         """Enter an attempt's news; returns what of them is new. Raises `OutOfPlaceError`."""
         news = deltas if self._attempts == 1 else [new for delta in deltas if (new := self._news(delta)) is not None]
-        lengths = list(map(len, self._outputs))
-        for delta in news:  # all of them before any is entered: what is entered must be told
-            known = lengths[delta.choice]
-            if delta.offset != known:
-                raise OutOfPlaceError(f"{known} tokens of choice {delta.choice}, then those from {delta.offset}")
-            lengths[delta.choice] = known + len(delta.token_ids)
-        for delta in news:
-            self._outputs[delta.choice] += delta.token_ids
+        for count, delta in enumerate(news):
+            output = self._outputs[delta.choice]
+            if delta.offset != len(output):
+                self._take_back(news[:count])
+                raise OutOfPlaceError(f"{len(output)} tokens of choice {delta.choice}, then those from {delta.offset}")
+            output += delta.token_ids
             self._told_prompt_logprobs += len(delta.prompt_logprobs)
             if delta.num_cached_tokens is not None:
                 self._told_cached.add(delta.choice)
             if delta.finish_reason is not None:
                 self._finished.add(delta.choice)
         return news
+
+    def _take_back(self, news: list[TokenDelta]) -> None:
+        """These were entered but will not be told: the next attempt tells them."""
+        for delta in reversed(news):
+            del self._outputs[delta.choice][delta.offset :]
+            self._told_prompt_logprobs -= len(delta.prompt_logprobs)
+            if delta.num_cached_tokens is not None:
+                self._told_cached.discard(delta.choice)
+            if delta.finish_reason is not None:
+                self._finished.discard(delta.choice)
 
     def _news(self, delta: TokenDelta) -> TokenDelta | None:
         """What of `delta` no earlier attempt told. Its tokens are new: the attempt was told all before them."""
