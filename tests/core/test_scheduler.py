@@ -559,8 +559,9 @@ def test_an_urgent_latecomer_is_not_shut_out_by_an_open_group() -> None:
     assert driver.step().admitted == (("urgent", 0), ("b", 0))
 
 
-def test_max_waiting_steps_opens_the_gate() -> None:
-    config = make_config(waiting_served_ratio=9.0, max_wait_s=99.0, max_waiting_steps=3)
+@pytest.mark.parametrize("prefill", ["fused", "separate"])
+def test_max_waiting_steps_opens_the_gate(prefill: str) -> None:
+    config = make_config(prefill=prefill, waiting_served_ratio=9.0, max_wait_s=99.0, max_waiting_steps=3)
     driver = Driver(config)
     driver.add(make_request("a", max_tokens=40))
     driver.step()
@@ -572,8 +573,9 @@ def test_max_waiting_steps_opens_the_gate() -> None:
     ]
 
 
-def test_max_wait_s_opens_the_gate() -> None:
-    driver = Driver(make_config(waiting_served_ratio=9.0, max_wait_s=2.0, max_waiting_steps=50))
+@pytest.mark.parametrize("prefill", ["fused", "separate"])
+def test_max_wait_s_opens_the_gate(prefill: str) -> None:
+    driver = Driver(make_config(prefill=prefill, waiting_served_ratio=9.0, max_wait_s=2.0, max_waiting_steps=50))
     driver.add(make_request("a", max_tokens=40))
     driver.step()
     driver.add(make_request("b"))

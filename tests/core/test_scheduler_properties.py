@@ -1,5 +1,6 @@
 """The scheduler's invariants under arbitrary workloads, against a model that notices any wrong block."""
 
+from collections.abc import Callable, Collection
 from dataclasses import replace
 
 import pytest
@@ -88,6 +89,71 @@ workloads = st.lists(requests(), min_size=1, max_size=10).map(
 )
 
 
+class WatchfulDriver(Driver):
+    """Checks in every step that nobody who is overdue stays out while there is room."""
+
+    starts_since_decodes = 0
+
+    def step(
+        self,
+        failing: Callable[[SchedulerOutput], Collection[int]] = lambda output: (),
+        meanwhile: Callable[[], None] = lambda: None,
+    ) -> SchedulerOutput:
+        group_is_in = not self.scheduler._gate.is_open(self.scheduler._queue)
+        if all(request.is_prefilling for request in self.scheduler._running):
+            self.starts_since_decodes = 0  # nobody waits for them
+
+        def check(output: SchedulerOutput) -> Collection[int]:
+            if self.in_flight is None or output.rows:  # else that one is to be committed first
+                self._check_room(output, group_is_in)
+                if any(not row.is_prefill for row in output.rows):
+                    self.starts_since_decodes = 0
+                self.starts_since_decodes += len(output.admitted)
+            return failing(output)
+
+        return super().step(check, meanwhile)
+
+    def _check_room(self, output: SchedulerOutput, group_is_in: bool) -> None:
+        """The one excuse, with separate prefill: somebody has started since the last decodes, so that these come before
+        another group, and before any more than `max_num_seqs` starts. They come in this step, or after the prefills
+        that it goes on with; the step after them has no excuse."""
+        config, started = self.config, self.starts_since_decodes
+        decodes_first = config.prefill == "separate" and (
+            (started > 0 and group_is_in) or started + len(output.admitted) >= config.max_num_seqs
+        )
+        overdue = self.now >= self.scheduler._queue.oldest_arrival + config.max_wait_s
+        if not overdue or config.policy == "static" or output.preempted or decodes_first:
+            return
+        head = self.scheduler._queue.head(gate_open=True)
+        assert head is not None
+        prefix = self.scheduler._kv.find_prefix(head)
+        needed = -(-head.num_tokens // config.block_size) - len(prefix.shared)
+        needed += sum(block.ref_count == 0 for block in prefix.shared)
+        assert (
+            len(self.scheduler._running) == config.max_num_seqs
+            or output.num_tokens == config.max_num_batched_tokens
+            or needed + len(self.scheduler._running) > self.scheduler._kv.pool.num_free
+        )
+
+
+@given(configs(), st.lists(st.tuples(requests(), st.integers(0, 6)), min_size=2, max_size=10), st.booleans())
+@settings(max_examples=100, deadline=None)
+def test_nobody_overdue_stays_out_while_there_is_room(
+    config: SchedulerConfig, workload: list[tuple[EngineRequest, int]], overlap: bool
+) -> None:
+    """Where nothing but the time that somebody has waited opens the gate."""
+    config = replace(config, policy="fcfs", waiting_served_ratio=99.0, max_waiting_steps=999, max_wait_s=2.0)
+    driver = WatchfulDriver(config, overlap=overlap)
+    for i, (request, steps) in enumerate(workload):
+        driver.add(replace(request, request_id=f"r{i}"))
+        for _ in range(steps):
+            driver.step()
+            driver.now += 0.5
+    while driver.scheduler.has_unfinished:
+        driver.step()
+        driver.now += 0.5
+
+
 @given(configs(), workloads, st.booleans())
 @settings(max_examples=250, deadline=None)
 def test_outputs_are_those_of_each_request_alone(
@@ -133,7 +199,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @initialize(config=configs(), overlap=st.booleans())
     def start(self, config: SchedulerConfig, overlap: bool) -> None:
         self.built_with = config
-        self.driver = Driver(config, overlap=overlap)
+        self.driver = WatchfulDriver(config, overlap=overlap)
         self.alive: dict[str, EngineRequest] = {}
         self.num_requests = 0
 
@@ -166,32 +232,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule(count=st.integers(1, 6))
     def steps(self, count: int) -> None:
         for _ in range(count):
-            self._step()
-
-    def _step(self) -> None:
-        config, scheduler = self.driver.config, self.driver.scheduler
-
-        def nobody_overdue_stays_out_while_there_is_room(output: SchedulerOutput) -> tuple[int, ...]:
-            overdue = self.driver.now >= scheduler._queue.oldest_arrival + config.max_wait_s
-            gate = scheduler._gate  # with separate prefill it may be the turn of the decodes
-            if self.driver.in_flight is not None and not output.rows:
-                return ()  # that one is to be committed first
-            group_is_in = not gate.is_open(scheduler._queue)
-            owed = config.prefill == "separate" and (group_is_in or gate.decodes_are_due)
-            if overdue and config.policy != "static" and not output.preempted and not owed:
-                head = scheduler._queue.head(gate_open=True)
-                assert head is not None
-                prefix = scheduler._kv.find_prefix(head)
-                needed = -(-head.num_tokens // config.block_size) - len(prefix.shared)
-                needed += sum(block.ref_count == 0 for block in prefix.shared)
-                assert (
-                    len(scheduler._running) == config.max_num_seqs
-                    or output.num_tokens == config.max_num_batched_tokens
-                    or needed + len(scheduler._running) > scheduler._kv.pool.num_free
-                )
-            return ()
-
-        self.driver.step(nobody_overdue_stays_out_while_there_is_room)
+            self.driver.step()
 
     @precondition(lambda self: self.alive)
     @rule(data=st.data(), again=st.booleans())
