@@ -5,8 +5,11 @@ under 32 streams, at a moment drawn from the seed. What must hold afterwards is 
 """
 
 import asyncio
+import json
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from random import Random
@@ -36,17 +39,44 @@ _MAY_BE_CUT = frozenset({Outcome.ERROR, Outcome.CUT})
 
 def _strike_replica(number: signal.Signals) -> Callable[[Experiment], Awaitable[None]]:
     async def strike(experiment: Experiment) -> None:
-        """The replica that has the victim, after its 200th event; or any, at any time."""
-        if experiment.moment == "known":
-            victim, pid = await experiment.victim()
-            await victim.tokens(_AT_TOKEN)
-        else:
-            await experiment.streams()
-            await experiment.random_moment(_RANDOM_WITHIN_S)
-            pid = experiment.rng.choice(experiment.fleet.replicas()).pid
-        experiment.send_signal(pid, number)
+        experiment.send_signal(await _replica_in_decode(experiment), number)
 
     return strike
+
+
+async def _replica_in_decode(experiment: Experiment) -> int:
+    """The one that has the victim, after its 200th event; or any, at any time."""
+    if experiment.moment == "known":
+        victim, pid = await experiment.victim()
+        await victim.tokens(_AT_TOKEN)
+        return pid
+    await experiment.streams()
+    await experiment.random_moment(_RANDOM_WITHIN_S)
+    return int(experiment.rng.choice(experiment.fleet.replicas()).pid)
+
+
+async def _stick_step(experiment: Experiment) -> None:
+    """A replica's engine stands still, all else in the process goes on; requests come until Ray has replaced it."""
+    asks = await experiment.mixed(Random(8), 16, 400)
+    threads = {
+        process.pid: await asyncio.to_thread(_engine_thread, process.pid) for process in experiment.fleet.replicas()
+    }
+    thread = threads[await _replica_in_decode(experiment)]
+    command = (sys.executable, "-m", "load_tests.chaos.stuck_thread", str(thread))
+    sticking = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
+    assert sticking.stdout is not None
+    if not await sticking.stdout.readline():
+        raise RuntimeError("the engine's thread could not be stopped")
+    experiment.struck()
+    while sticking.returncode is None:
+        await experiment.trickle(asks)
+
+
+def _engine_thread(pid: int) -> int:
+    """The system's id of the thread that runs the engine's steps."""
+    py_spy = Path(sys.executable).with_name("py-spy")
+    dump = subprocess.run((py_spy, "dump", "--json", "--pid", str(pid)), capture_output=True, check=True).stdout
+    return next(int(thread["os_thread_id"]) for thread in json.loads(dump) if thread["thread_name"] == "engine")
 
 
 async def _kill_in_prefill(experiment: Experiment) -> None:
@@ -239,6 +269,7 @@ FAULTS = (
     Fault("replica SIGKILL in decode", _strike_replica(signal.SIGKILL), stall_limit_s=10),
     Fault("replica SIGKILL in prefill", _kill_in_prefill, stall_limit_s=10),
     Fault("replica SIGSTOP", _strike_replica(signal.SIGSTOP), stall_limit_s=10),
+    Fault("engine stuck in a step", _stick_step, stall_limit_s=15),
     Fault("replica SIGKILL, then the next", _kill_twice),
     Fault("all replicas SIGKILL", _kill_all, allowed=_MAY_FAIL, recovery_limit_s=60, stall_limit_s=60),
     Fault("replicas SIGKILL until refused", _kill_until_refused, shape=_SHORT_STEPS, recovery_limit_s=60),

@@ -40,7 +40,7 @@ _DIED = "the engine died; the server's log has the cause"
 
 @dataclass(frozen=True, slots=True)
 class EngineHealth:
-    """Whether the loop lives and moves. `last_step_age_s` is None while there is nothing to run."""
+    """Whether the loop lives and moves. `last_step_age_s` is None while there is nothing to do."""
 
     alive: bool
     last_step_age_s: float | None
@@ -127,7 +127,7 @@ class AsyncEngine:
         if request_id in self._streams:
             raise InvalidRequestError(f"request id {request_id!r} is in use", param="request_id")
         stream = self._streams[request_id] = _Stream(set(range(request.params.n)))
-        self._inbox.put(lambda: self._add(request, stream))
+        self._tell(lambda: self._add(request, stream))
         try:
             while stream.unfinished:
                 news = await stream.news.get()
@@ -150,17 +150,17 @@ class AsyncEngine:
     def reconfigure(self, knobs: SchedulerKnobs) -> None:
         """Change the scheduler's knobs before its next step. Raises `ConfigError` for what only a restart can do."""
         self._core.config.check_change(knobs)
-        self._inbox.put(lambda: self._core.reconfigure(knobs))
+        self._tell(lambda: self._core.reconfigure(knobs))
 
     def stats(self) -> SchedulerStats:
         """The scheduler's state after the last step or the last news, whichever was later."""
         return self._stats
 
     def health(self) -> EngineHealth:
-        """Whether the loop lives, and how long its current step has been going on."""
-        since = self._busy_since
-        age = None if since is None else max(0.0, self._core.clock() - since)
-        return EngineHealth(self._thread.is_alive() and self._error is None, age, self._error)
+        """Whether the loop lives, and how long its current step, or a request's way to it, has been going on."""
+        alive, since = self._thread.is_alive() and self._error is None, self._busy_since
+        age = max(0.0, self._core.clock() - since) if alive and since is not None else None
+        return EngineHealth(alive, age, self._error)
 
     async def shutdown(self) -> None:
         """Stop after the step in flight; requests still running end with `UnavailableError`. Idempotent."""
@@ -171,11 +171,16 @@ class AsyncEngine:
 
     # In the event loop's thread.
 
+    def _tell(self, command: Callable[[], None]) -> None:
+        """Have the engine's thread run `command` before its next step; should it be stuck asleep, that will show."""
+        self._busy_since = self._busy_since or self._core.clock()
+        self._inbox.put(command)
+
     def _end(self, request_id: str, stream: _Stream) -> None:
         """Let go of a request. Names the stream as well: the id may already belong to another one."""
         if self._streams.get(request_id) is stream:
             del self._streams[request_id]
-            self._inbox.put(lambda: self._remove(request_id))
+            self._tell(lambda: self._remove(request_id))
 
     def _fail_all(self, error: RequestError) -> None:
         self._deliver()
@@ -226,7 +231,6 @@ class AsyncEngine:
         except Exception as error:
             logger.exception("the engine died")
             self._error = f"the engine died: {type(error).__name__}: {error}"
-            self._busy_since = None
             self._hand_over_news()
             self._hand_over(self._fail_all, EngineError(_DIED, code=ENGINE_DIED))
 

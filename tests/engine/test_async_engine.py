@@ -81,6 +81,25 @@ async def test_tokens_come_one_step_at_a_time(tiny_engine: AsyncEngine) -> None:
     assert tiny_engine.health() == EngineHealth(alive=True, last_step_age_s=None, error=None)
 
 
+async def test_a_thread_that_is_stuck_while_idle_is_seen_once_a_request_waits_for_it(tiny_engine: AsyncEngine) -> None:
+    leave = threading.Event()
+    await collect(tiny_engine, make_request("before", max_tokens=2))
+    await settled(tiny_engine)
+    tiny_engine._inbox.put(lambda: leave.wait(20) and None)
+    assert tiny_engine.health().last_step_age_s is None
+    answer = asyncio.create_task(collect(tiny_engine, make_request("r", max_tokens=2)))
+    await asyncio.sleep(0)
+    first = tiny_engine.health().last_step_age_s
+    assert first is not None
+    await asyncio.sleep(0.01)
+    second = tiny_engine.health().last_step_age_s
+    assert second is not None
+    assert second > first
+    leave.set()
+    assert len(tokens(await answer)) == 2
+    await settled(tiny_engine)
+
+
 async def test_news_between_first_and_last_are_gathered(tiny_llama: PagedModel) -> None:
     engine = await AsyncEngine.start_with(lambda: EngineCore(tiny_llama, SMALL), gather_s=60.0)
     items = [news async for news in engine.generate(make_request("r", max_tokens=6))]
