@@ -43,7 +43,8 @@ _STREAMS_LIMIT_S = 180.0
 # HAProxy keeps idle connections to the ingress for a while.
 _SETTLE_LIMIT_S = 60.0
 _FD_SLACK, _THREAD_SLACK, _TASK_SLACK = 12, 8, 8
-_MEMORY_SLACK, _MEMORY_SLACK_MIB = 0.10, 4
+_MEMORY_SLACK, _MEMORY_SLACK_MIB = 0.10, 40
+"""The second for HAProxy, which keeps the buffers of as many connections as it once had: 32 KiB each."""
 PROBE = ask("probe", "Is anybody there?", 8)
 
 
