@@ -40,11 +40,10 @@ _LOCATE_LIMIT_S = 20.0
 _PROBE_PAUSE_S = 0.1
 _PROBE_LIMIT_S = 120.0
 _STREAMS_LIMIT_S = 180.0
-# HAProxy keeps idle connections to the ingress for a while.
 _SETTLE_LIMIT_S = 60.0
-_FD_SLACK, _THREAD_SLACK, _TASK_SLACK = 12, 8, 8
+# HAProxy keeps idle connections, a pair for each stream that it once had, and their buffers of 32 KiB.
+_FD_SLACK, _THREAD_SLACK, _TASK_SLACK = 72, 8, 8
 _MEMORY_SLACK, _MEMORY_SLACK_MIB = 0.10, 40
-"""The second for HAProxy, which keeps the buffers of as many connections as it once had: 32 KiB each."""
 PROBE = ask("probe", "Is anybody there?", 8)
 
 
