@@ -19,7 +19,7 @@ from serve_app.settings import Settings
 # Requests that take no place in an engine (health, metrics, models, tokenize), and calls of Ray's own.
 _SPARE_REQUESTS = 256
 # Requests that arrive in one moment wait at Ray's until the ingress's own queue takes or refuses them, by type, which
-# takes it a millisecond or two each. Of a flood, Ray refuses what is beyond these: an ingress that falls behind by
+# takes it time. Of a flood, Ray refuses what is beyond these: an ingress that falls behind by
 # seconds looks dead, and its streams would go with it.
 _MAX_QUEUED_AT_RAY = 1024
 # A replica that leaves hands its streams to another one at once. Alone, it has so long to finish them (s).

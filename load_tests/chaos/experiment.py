@@ -41,9 +41,10 @@ _PROBE_PAUSE_S = 0.1
 _PROBE_LIMIT_S = 120.0
 _STREAMS_LIMIT_S = 180.0
 _SETTLE_LIMIT_S = 60.0
-# HAProxy keeps idle connections, a pair for each stream that it once had, and their buffers of 32 KiB.
-_FD_SLACK, _THREAD_SLACK, _TASK_SLACK = 72, 8, 8
-_MEMORY_SLACK, _MEMORY_SLACK_MIB = 0.10, 40
+_FD_SLACK, _THREAD_SLACK, _TASK_SLACK = 12, 8, 8
+_MEMORY_SLACK, _MEMORY_SLACK_MIB = 0.10, 4
+# The proxy keeps idle connections, a pair for each stream that it once had, and their buffers of 32 KiB.
+_PROXY_FD_SLACK, _PROXY_MEMORY_SLACK_MIB = 72, 40
 PROBE = ask("probe", "Is anybody there?", 8)
 
 
@@ -360,12 +361,13 @@ def _excesses(before: dict[int, Holding], after: dict[int, Holding]) -> list[str
 
 def _excess(pid: int, before: Holding, after: Holding) -> list[str]:
     lines = []
-    if after.fds > before.fds + _FD_SLACK:
+    fds, mib = (_PROXY_FD_SLACK, _PROXY_MEMORY_SLACK_MIB) if after.is_proxy else (_FD_SLACK, _MEMORY_SLACK_MIB)
+    if after.fds > before.fds + fds:
         lines.append(f"process {pid}: {before.fds} file descriptors before, {after.fds} after")
     if after.threads > before.threads + _THREAD_SLACK:
         lines.append(f"process {pid}: {before.threads} threads before, {after.threads} after")
     if after.tasks > before.tasks + _TASK_SLACK:
         lines.append(f"process {pid}: {before.tasks:.0f} tasks before, {after.tasks:.0f} after")
-    if after.rss_mib > before.rss_mib * (1 + _MEMORY_SLACK) + _MEMORY_SLACK_MIB:
+    if after.rss_mib > before.rss_mib * (1 + _MEMORY_SLACK) + mib:
         lines.append(f"process {pid}: {before.rss_mib:.0f} MiB before, {after.rss_mib:.0f} after")
     return lines

@@ -92,6 +92,7 @@ class Holding:
     rss_mib: float
     tasks: float
     """Of the ingress's event loop; 0 for others, who do not tell."""
+    is_proxy: bool
 
 
 @dataclass
@@ -189,14 +190,15 @@ class Fleet:
         """What every process of ours and Serve's holds, by pid."""
         held = {}
         tasks = (self.metrics() or {}).get("serve_app_ingress_tasks", 0.0)
-        ingress = self.ingress()
-        for process in [*ingress, *self.replicas(), *self.controller(), *self.proxy()]:
+        ingress, proxy = self.ingress(), self.proxy()
+        for process in [*ingress, *self.replicas(), *self.controller(), *proxy]:
             try:
                 held[process.pid] = Holding(
                     process.num_fds(),
                     process.num_threads(),
                     process.memory_info().rss / 2**20,
                     tasks if process in ingress else 0.0,
+                    process in proxy,
                 )
             except psutil.NoSuchProcess:
                 continue

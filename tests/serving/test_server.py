@@ -3,6 +3,7 @@
 import asyncio
 import json
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -228,20 +229,24 @@ def test_headers_that_are_too_large_are_refused_in_openais_shape(server: Server)
     assert (answer.status_code, answer.json()["error"]["code"]) == (431, "headers_too_large")
 
 
+def haproxy_configurations(server: Server) -> Iterator[list[str]]:
+    """The lines of each HAProxy's, as its process has it; none on Ray's default path."""
+    for process in server.descendants():
+        if process.name() == "haproxy":
+            command = process.cmdline()
+            text = Path(command[command.index("-f") + 1]).read_text()
+            yield [line.strip() for line in text.splitlines()]
+
+
 def test_haproxy_does_not_wait_for_headers_for_long(server: Server) -> None:
-    """Its configuration, as its process has it, says so; a test that waits would take as long as it does."""
-    for process in (process for process in server.descendants() if process.name() == "haproxy"):
-        command = process.cmdline()
-        lines = [line.strip() for line in Path(command[command.index("-f") + 1]).read_text().splitlines()]
+    """Its configuration says so; a test that waits would take as long as it does."""
+    for lines in haproxy_configurations(server):
         assert "timeout http-request 10s" in lines[lines.index("defaults") : lines.index("frontend http_frontend")]
 
 
 def test_what_ray_refuses_of_a_flood_is_told_in_openais_shape(server: Server) -> None:
-    """HAProxy's configuration, as its process has it, says so; a flood of more than the queues hold is for the chaos
-    suite."""
-    for process in (process for process in server.descendants() if process.name() == "haproxy"):
-        command = process.cmdline()
-        lines = Path(command[command.index("-f") + 1]).read_text().splitlines()
+    """HAProxy's configuration says so; a flood of more than the queues hold is for `chaos overload`."""
+    for lines in haproxy_configurations(server):
         rule = next(line for line in lines if line.startswith("http-response return status 429"))
         error = json.loads(Path(rule.split('"')[1]).read_text())["error"]
         assert (error["type"], error["code"]) == ("rate_limit_error", "flood")
