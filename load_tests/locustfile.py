@@ -101,7 +101,7 @@ class ChatUser(HttpUser):
             "messages": self._messages,
             "max_tokens": max_tokens,
             "stream": True,
-            "stream_options": {"include_usage": True},
+            "stream_options": {"include_usage": True, "continuous_usage_stats": True},
         }
         result = RequestResult(WorkItem("", 0, max_tokens), due_s=time.time())
         # Some leave before the first token, some later.
@@ -125,12 +125,11 @@ class ChatUser(HttpUser):
         return result
 
     def _read(self, response: Any, result: RequestResult, start: float, patience: int | None) -> None:
-        """Read events until the end, or until `patience` of them were enough; times and tokens go to `result`."""
+        """Read events until the end, or until `patience` tokens were enough; times and tokens go to `result`."""
         text, last, done = "", start, False
         for line in response.iter_lines(chunk_size=None):
-            if patience is not None and len(result.gaps_s) + (result.ttft_s is not None) >= patience:
+            if patience is not None and result.output_tokens >= patience:
                 result.cancelled = True
-                result.output_tokens = patience
                 return
             payload = line.removeprefix(b"data:").strip() if line.startswith(b"data:") else b""
             if payload == b"[DONE]":

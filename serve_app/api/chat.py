@@ -6,7 +6,7 @@ from typing import Any
 import orjson
 
 from serve_app.api.endpoint import ApiContext, Choice
-from serve_app.api.generation import Generation
+from serve_app.api.generation import Generation, chunk_usage
 from serve_app.api.prepare import (
     answer_head,
     check_model,
@@ -16,7 +16,7 @@ from serve_app.api.prepare import (
     stop_config,
 )
 from serve_app.api.schemas import ChatBody, parse_body
-from serve_app.api.sse import ChunkTemplate
+from serve_app.api.sse import ChunkTemplate, ChunkUsage
 from serve_app.core.request import EngineRequest
 from serve_app.text.stream import TextPiece, TokenText
 
@@ -37,7 +37,6 @@ class ChatJob:
         check_model(self.body.model, self._card)
         check_sequences(1, self.body, context.limits)
         self.stream = bool(self.body.stream)
-        self.include_usage = bool(self.body.stream_options and self.body.stream_options.include_usage)
         self.stop = stop_config(self.body)
 
     async def engine_requests(self) -> list[EngineRequest]:
@@ -56,16 +55,16 @@ class ChatJob:
     def wire(self, generation: Generation) -> "ChatWire":
         """The answer's formats."""
         head = answer_head("chatcmpl", "chat.completion.chunk" if self.stream else "chat.completion", self._card)
-        return ChatWire(head, with_logprobs=bool(self.body.logprobs), with_usage=self.include_usage)
+        return ChatWire(head, with_logprobs=bool(self.body.logprobs), usage=chunk_usage(self.body, generation))
 
 
 class ChatWire:
     """OpenAI's `chat.completion` and `chat.completion.chunk`."""
 
-    def __init__(self, head: dict[str, Any], *, with_logprobs: bool, with_usage: bool) -> None:
+    def __init__(self, head: dict[str, Any], *, with_logprobs: bool, usage: ChunkUsage) -> None:
         self._head = head
         self._with_logprobs = with_logprobs
-        self._template = ChunkTemplate(head, with_usage=with_usage)
+        self._template = ChunkTemplate(head, usage)
 
     def start(self, index: int) -> bytes:
         """The chunk that says who speaks."""

@@ -9,11 +9,11 @@ import orjson
 
 from serve_app.api.chat import LOWEST_LOGPROB
 from serve_app.api.endpoint import ApiContext, Choice
-from serve_app.api.generation import Generation
+from serve_app.api.generation import Generation, chunk_usage
 from serve_app.api.prepare import answer_head, check_model, check_sequences, encode_prompt, engine_request, stop_config
 from serve_app.api.schemas import CompletionBody, parse_body
 from serve_app.api.service import ApiLimits
-from serve_app.api.sse import ChunkTemplate
+from serve_app.api.sse import ChunkTemplate, ChunkUsage
 from serve_app.core.request import EngineRequest
 from serve_app.errors import InvalidRequestError
 from serve_app.text.stream import TextPiece, TokenText, token_text
@@ -35,7 +35,6 @@ class CompletionJob:
         self.num_prompts = len(self._prompts)
         check_sequences(self.num_prompts, self.body, context.limits)
         self.stream = bool(self.body.stream)
-        self.include_usage = bool(self.body.stream_options and self.body.stream_options.include_usage)
         self.stop = stop_config(self.body)
         self._token_ids: list[list[int]] = []
 
@@ -69,9 +68,8 @@ class CompletionJob:
         """The answer's formats."""
         head = answer_head("cmpl", "text_completion", self._card)
         echo = _Echo(self._context.service.tokenizer, generation, self._prompts, self._token_ids)
-        return CompletionWire(
-            head, echo if self.body.echo else None, top=self.body.logprobs, with_usage=self.include_usage
-        )
+        usage = chunk_usage(self.body, generation)
+        return CompletionWire(head, echo if self.body.echo else None, top=self.body.logprobs, usage=usage)
 
 
 def _check_prompt_logprobs(num_tokens: int, top: int, limits: ApiLimits) -> None:
@@ -122,11 +120,11 @@ class _Echo:
 class CompletionWire:
     """OpenAI's `text_completion`, whole or as chunks."""
 
-    def __init__(self, head: dict[str, Any], echo: _Echo | None, *, top: int | None, with_usage: bool) -> None:
+    def __init__(self, head: dict[str, Any], echo: _Echo | None, *, top: int | None, usage: ChunkUsage) -> None:
         self._head = head
         self._echo = echo
         self._top = top
-        self._template = ChunkTemplate(head, with_usage=with_usage)
+        self._template = ChunkTemplate(head, usage)
 
     def start(self, index: int) -> bytes:
         """The prompt, where it was asked for."""

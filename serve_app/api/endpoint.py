@@ -20,7 +20,7 @@ from serve_app.api.admission import AdmissionQueue, Caller
 from serve_app.api.caller import client_of, session_of, timeout_of
 from serve_app.api.drain import Drain
 from serve_app.api.errors import error_json, internal_error
-from serve_app.api.generation import ChoicePiece, Generation, Usage
+from serve_app.api.generation import ChoicePiece, Generation
 from serve_app.api.schemas import GenerationBody
 from serve_app.api.service import ApiLimits, Endpoint, RequestContext, RequestLog, RequestObserver, Service
 from serve_app.api.tracking import RequestTracker
@@ -83,10 +83,6 @@ class Job(Protocol):
     @property
     def stream(self) -> bool:
         """Whether the answer is streamed."""
-
-    @property
-    def include_usage(self) -> bool:
-        """Whether the stream ends with a usage event."""
 
     @property
     def stop(self) -> StopConfig:
@@ -163,7 +159,7 @@ class GenerationResponse(Response):
             )
             for i, parts in enumerate(gained)
         ]
-        body = orjson.dumps(job.wire(generation).whole(choices, usage_json(generation.usage)))
+        body = orjson.dumps(job.wire(generation).whole(choices, generation.usage.to_json()))
         headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         await send({"type": "http.response.body", "body": body})
@@ -197,7 +193,7 @@ class GenerationResponse(Response):
                         started = True
                         await send({"type": "http.response.start", "status": 200, "headers": list(sse.HEADERS)})
                     await send({"type": "http.response.body", "body": bytes(data), "more_body": True})
-            end = wire.usage(usage_json(generation.usage)) + sse.DONE if job.include_usage else sse.DONE
+            end = wire.usage(generation.usage.to_json()) + sse.DONE if job.body.wants_usage else sse.DONE
         except Exception as error:
             if not started:
                 raise
@@ -212,16 +208,6 @@ class GenerationResponse(Response):
             return error_json(error, request_id)
         logger.error("request %s failed in its stream", request_id, exc_info=error)
         return error_json(internal_error(), request_id)
-
-
-def usage_json(usage: Usage) -> dict[str, Any]:
-    """OpenAI's `usage` object."""
-    return {
-        "prompt_tokens": usage.prompt_tokens,
-        "completion_tokens": usage.completion_tokens,
-        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
-        "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
-    }
 
 
 async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, None]) -> None:

@@ -5,9 +5,12 @@ import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
+from typing import Any
 
 from serve_app.api.admission import Ticket
+from serve_app.api.schemas import GenerationBody
 from serve_app.api.service import RequestContext, Service
+from serve_app.api.sse import ChunkUsage
 from serve_app.api.tracking import RequestTracker
 from serve_app.core.output import FinishReason, TokenDelta, TokenLogprob
 from serve_app.core.request import EngineRequest
@@ -25,6 +28,15 @@ class Usage:
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int
+
+    def to_json(self) -> dict[str, Any]:
+        """OpenAI's `usage` object."""
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": self.completion_tokens,
+            "total_tokens": self.prompt_tokens + self.completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
+        }
 
 
 class Generation:
@@ -101,6 +113,13 @@ class Generation:
             last, self._last_at[choice] = self._last_at[choice], now
             self._tracker.tokens(count, None if last is None else now - last)
         return piece
+
+
+def chunk_usage(body: GenerationBody, generation: Generation) -> ChunkUsage:
+    """What the chunks of the answer to `body` say as their usage."""
+    if body.wants_running_usage:
+        return lambda: generation.usage.to_json()
+    return (lambda: None) if body.wants_usage else None
 
 
 async def _merge(

@@ -118,6 +118,8 @@ class StreamOptions(Body):
     """Options of a streamed answer."""
 
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+    """With `include_usage`: every chunk tells the tokens so far, as an event may bring several."""
     include_obfuscation: Annotated[Any, _only(False)] = None
 
 
@@ -156,6 +158,16 @@ class GenerationBody(Body):
         if self.stream_options is not None and not self.stream:
             raise PydanticCustomError("unfit", "may only be set when `stream` is true", {"name": "stream_options"})
         return self
+
+    @property
+    def wants_usage(self) -> bool:
+        """Whether the stream ends with the usage."""
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+    @property
+    def wants_running_usage(self) -> bool:
+        """Whether every chunk holds the usage so far."""
+        return self.wants_usage and bool(self.stream_options and self.stream_options.continuous_usage_stats)
 
 
 class Message(Body):

@@ -1,5 +1,6 @@
 """Server-sent events as bytes. The token path builds them from pieces made once per request, not from objects."""
 
+from collections.abc import Callable
 from typing import Any
 
 import orjson
@@ -22,24 +23,28 @@ def error_event(error: bytes) -> bytes:
     return b"event: error\ndata: " + error + b"\n\n"
 
 
+ChunkUsage = Callable[[], dict[str, Any] | None] | None
+"""What a stream's chunks say as their `usage`: nothing, null, or the tokens so far."""
+
+
 class ChunkTemplate:
     """Chunks with one choice each, which differ only in that choice."""
 
-    def __init__(self, head: dict[str, Any], *, with_usage: bool) -> None:
-        """`head` holds the fields of every chunk, `choices` excepted. `with_usage`: chunks say "usage": null."""
+    def __init__(self, head: dict[str, Any], usage: ChunkUsage) -> None:
+        """`head` holds the fields of every chunk but `choices` and `usage`."""
         self._head = head
         self._open = b"data: " + orjson.dumps(head)[:-1] + b',"choices":[{"index":'
-        self._close = b'}],"usage":null}\n\n' if with_usage else b"}]}\n\n"
+        self._usage = usage
 
     def chunk(self, index: int, content: bytes, logprobs: Any, finish_reason: str | None) -> bytes:
         """One event. `content` is the choice's own field as JSON, such as b'"text":"..."'."""
-        return b'%b%d,%b,"logprobs":%b,"finish_reason":%b%b' % (
+        return b'%b%d,%b,"logprobs":%b,"finish_reason":%b}]%b}\n\n' % (
             self._open,
             index,
             content,
             b"null" if logprobs is None else orjson.dumps(logprobs),
             b"null" if finish_reason is None else b'"%b"' % finish_reason.encode(),
-            self._close,
+            b"" if self._usage is None else b',"usage":%b' % orjson.dumps(self._usage()),
         )
 
     def usage(self, usage: dict[str, Any]) -> bytes:

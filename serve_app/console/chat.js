@@ -46,7 +46,7 @@ class Chat {
     setBusy(true);
     try {
       const body = { ...readSettings(), messages: withSystem(history), stream: true };
-      body.stream_options = { include_usage: true };
+      body.stream_options = { include_usage: true, continuous_usage_stats: true };
       const { signal } = this.running;
       run.requestId = await streamJson("/v1/chat/completions", body, signal, (chunk) => run.take(chunk));
       announce("The answer is complete.");
@@ -80,7 +80,6 @@ class Run {
     this.answer = answer;
     this.sentAt = performance.now();
     this.text = "";
-    this.pieces = 0;
     this.finish = null;
   }
 
@@ -89,7 +88,6 @@ class Run {
     if (choice?.delta?.content) {
       this.lastAt = performance.now();
       this.firstAt ??= this.lastAt;
-      this.pieces += 1;
       this.text += choice.delta.content;
       append(this.answer.text, choice.delta.content);
     }
@@ -110,8 +108,7 @@ class Run {
   show() {
     const parts = [];
     if (this.firstAt) parts.push(`first token ${((this.firstAt - this.sentAt) / 1000).toFixed(2)} s`);
-    // Until the usage comes with the last chunk, pieces stand for tokens: mostly one each, with speculation a few.
-    const tokens = this.usage?.completion_tokens ?? this.pieces;
+    const tokens = this.usage?.completion_tokens;
     const seconds = (this.lastAt - this.firstAt) / 1000;
     // Pieces that reach the page in one go tell nothing of the pace.
     if (tokens > 1 && seconds > 0.1) parts.push(`${((tokens - 1) / seconds).toFixed(1)} tokens/s`);

@@ -3,8 +3,10 @@
 What every row of every step makes one of is a named tuple, which takes a third of the time of a frozen dataclass.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from itertools import chain
 from typing import NamedTuple
 
 from serve_app.core.sampling_params import SamplingParams
@@ -129,6 +131,29 @@ class TokenDelta(NamedTuple):
     finish_reason: FinishReason | None = None
     num_cached_tokens: int | None = None
     error: str | None = None
+
+
+def join_deltas(deltas: Sequence[TokenDelta]) -> list[TokenDelta]:
+    """The same news of one request, which follow on each other, as one delta per choice."""
+    by_choice: dict[int, list[TokenDelta]] = {}
+    for delta in deltas:
+        by_choice.setdefault(delta.choice, []).append(delta)
+    return [_join(parts) if len(parts) > 1 else parts[0] for parts in by_choice.values()]
+
+
+def _join(parts: list[TokenDelta]) -> TokenDelta:
+    first, last = parts[0], parts[-1]
+    return TokenDelta(
+        first.request_id,
+        first.choice,
+        first.offset,
+        tuple(chain.from_iterable([part.token_ids for part in parts])),
+        tuple(chain.from_iterable([part.logprobs for part in parts])),
+        tuple(chain.from_iterable([part.prompt_logprobs for part in parts])),
+        last.finish_reason,
+        first.num_cached_tokens,
+        last.error,
+    )
 
 
 @dataclass(frozen=True, slots=True)

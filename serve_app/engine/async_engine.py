@@ -1,21 +1,22 @@
 """An engine for a server: the step loop in a thread of its own, an async generator per request on the event loop.
 
 Decides: how requests and news cross between the two threads, which news wait for more, and what clients see when the
-engine ends. Two crossings exist: an inbox (event loop to engine), emptied before each step, and one hand-over per step
-with all its news (engine to event loop), made when the next step's model is about to run: until then the two threads
-would only take the interpreter from each other. Serves one event loop: the one it was started on.
+engine ends. Two crossings exist: an inbox (event loop to engine), emptied before each step, and the news (engine to
+event loop), which the event loop fetches some times a second. It is woken only for news that cannot wait for that, and
+when the next step's model is about to run: until then the two threads would only take the interpreter from each other.
+Serves one event loop: the one it was started on.
 """
 
 import asyncio
 import logging
-import math
 import queue
 import threading
+from collections import deque
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, field
 from functools import partial
 
-from serve_app.core.output import FinishReason, SchedulerStats, TokenDelta
+from serve_app.core.output import FinishReason, SchedulerStats, TokenDelta, join_deltas
 from serve_app.core.policy import SchedulerKnobs
 from serve_app.core.request import EngineRequest
 from serve_app.engine.core import EngineConfig, EngineCore, ModelInfo, OnProgress, OnStep
@@ -71,16 +72,16 @@ class AsyncEngine:
         self._ready: asyncio.Future[None] = self._loop.create_future()
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._streams: dict[str, _Stream] = {}
-        self._gathered: dict[_Stream, list[TokenDelta]] = {}
-        self._delivery: asyncio.TimerHandle | None = None
-        self._delivered_at = -math.inf
+        # Filled by the engine's thread, emptied by deliveries.
+        self._news: deque[tuple[_Stream, list[TokenDelta]]] = deque()
+        self._next_delivery: asyncio.TimerHandle | None = None
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._stopping = False
         self._error: str | None = None
         # Owned by the engine's thread; the event loop reads whole values only.
         self._core: EngineCore
         self._seated: dict[str, _Stream] = {}
-        self._news: list[tuple[_Stream, list[TokenDelta]]] = []
+        self._step_news: list[tuple[_Stream, list[TokenDelta]]] = []
         self._stats: SchedulerStats
         self._busy_since: float | None = None
         self._checked = True
@@ -96,8 +97,8 @@ class AsyncEngine:
     ) -> "AsyncEngine":
         """Load the model and start the loop. Raises `ConfigError`. Both callbacks are called in the engine's thread.
 
-        News that come sooner than `gather_s` seconds after the last delivery wait for the next step's, but no longer
-        than that, and not if a choice begins or ends with them.
+        News that come sooner than `gather_s` seconds after the last delivery wait for those of later steps until then,
+        and become one delta per choice; all are delivered at once when a choice begins or ends.
         """
         build = partial(EngineCore.load, config, on_step=on_step, on_progress=on_progress)
         return await cls.start_with(build, gather_s=gather_s)
@@ -115,7 +116,8 @@ class AsyncEngine:
         return engine
 
     async def generate(self, request: EngineRequest) -> AsyncGenerator[list[TokenDelta], None]:
-        """News of the request, one item per delivery that has any, until all its choices are finished.
+        """News of the request until all its choices are finished: one item per delivery that has any, in which each
+        choice has one delta at most.
 
         Closing or cancelling the generator aborts the request. Raises on the first step what the engine refuses
         (`InvalidRequestError`, `ContextLengthError`, `OverloadedError`, and `UnavailableError` of an engine that has
@@ -187,24 +189,19 @@ class AsyncEngine:
         for stream in self._streams.values():
             stream.news.put_nowait(error)
 
-    def _take(self, news: list[tuple[_Stream, list[TokenDelta]]]) -> None:
-        """A step's news: deliver them, or see to it that they will be."""
-        for stream, deltas in news:
-            self._gathered.setdefault(stream, []).extend(deltas)
-        due = self._delivered_at + self._gather_s
-        if self._loop.time() >= due or any(_cannot_wait(delta) for _, deltas in news for delta in deltas):
-            self._deliver()
-        elif self._delivery is None:
-            self._delivery = self._loop.call_at(due, self._deliver)
-
     def _deliver(self) -> None:
-        if self._delivery is not None:
-            self._delivery.cancel()
-            self._delivery = None
-        gathered, self._gathered = self._gathered, {}
+        """Hand out all news that there are; those of the next `gather_s` seconds wait for each other."""
+        if self._next_delivery is not None:
+            self._next_delivery.cancel()
+            self._next_delivery = None
+        gathered: dict[_Stream, list[TokenDelta]] = {}
+        while self._news:
+            stream, deltas = self._news.popleft()
+            gathered.setdefault(stream, []).extend(deltas)
+        if gathered and self._gather_s:
+            self._next_delivery = self._loop.call_later(self._gather_s, self._deliver)
         for stream, deltas in gathered.items():
-            stream.news.put_nowait(deltas)
-        self._delivered_at = self._loop.time()
+            stream.news.put_nowait(join_deltas(deltas))
 
     def _started(self, error: BaseException | None) -> None:
         if self._ready.cancelled():
@@ -274,12 +271,18 @@ class AsyncEngine:
         news: dict[str, list[TokenDelta]] = {}
         for delta in deltas:
             news.setdefault(delta.request_id, []).append(delta)
-        self._news = [(self._seated[request_id], group) for request_id, group in news.items()]
+        self._step_news = [(self._seated[request_id], group) for request_id, group in news.items()]
 
     def _hand_over_news(self) -> None:
-        if self._news:
-            self._hand_over(self._take, self._news)
-            self._news = []
+        """Have them delivered, unless a delivery is planned that is soon enough.
+
+        None is forgotten: they are put down first and the plan is read then; a delivery that begins clears the plan
+        first and takes up the news then.
+        """
+        news, self._step_news = self._step_news, []
+        self._news.extend(news)
+        if news and (self._next_delivery is None or any(_cannot_wait(d) for _, deltas in news for d in deltas)):
+            self._hand_over(self._deliver)
 
     def _add(self, request: EngineRequest, stream: _Stream) -> None:
         stats, config = self._core.stats(), self._core.config

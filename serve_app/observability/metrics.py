@@ -209,9 +209,9 @@ class IngressMetrics:
     def tokens(self, count: int, gap: float | None) -> None:
         """`count` tokens of one choice arrived, `gap` seconds after its tokens before (None: its first)."""
         self._output_tokens.inc(count)
-        if gap is not None:
-            for _ in range(count):
-                self._inter_token.observe(gap / count)
+        # The first token of a choice has none before it.
+        for _ in range(count if gap is not None else count - 1):
+            self._inter_token.observe((gap or 0.0) / count)
 
     def failed_over(self, reason: str, num_tokens: int) -> None:
         """A replica lost an attempt; `num_tokens` of its request were known."""

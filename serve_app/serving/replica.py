@@ -37,9 +37,9 @@ STEPS_PATH = "/steps"
 # Python's 5 ms a step of 16 rows takes a twentieth longer.
 _SWITCH_INTERVAL_S = 0.0001
 
-# Text that grows 25 times a second grows smoothly to a reader, and each time costs a write to a socket, the largest
-# part of what a token costs the ingress (34 and 42 % measured), besides the way there.
-_GATHER_S = 0.04
+# Text that grows 20 times a second grows smoothly to a reader, and each time costs an event and its way to the client,
+# through three processes that the engine's threads have to make room for.
+_GATHER_S = 0.05
 
 
 class EngineReplica:

@@ -52,6 +52,21 @@ async def test_chat_stream(api: Api) -> None:
     assert chunks[-1].usage.completion_tokens == 16
 
 
+@pytest.mark.parametrize("path", ["chat/completions", "completions"])
+async def test_chunks_tell_the_tokens_so_far_where_that_is_asked_for(api: Api, path: str) -> None:
+    asked = {"messages": ASK} if path.startswith("chat") else {"prompt": "a"}
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    answer = await api.http.post(
+        f"/v1/{path}", json={**asked, "stream": True, "max_tokens": 3, "stream_options": options}
+    )
+    usages = [json.loads(event.removeprefix("data: "))["usage"] for event in answer.text.split("\n\n")[:-2]]
+    told = [usage["completion_tokens"] for usage in usages]
+    assert told == sorted(told)
+    assert set(told) == {1, 2, 3}
+    assert usages[-1] == usages[-2]
+    assert {usage["total_tokens"] - usage["completion_tokens"] for usage in usages} == {usages[0]["prompt_tokens"]}
+
+
 async def test_stream_bytes(api: Api) -> None:
     answer = await api.http.post("/v1/chat/completions", json={"messages": ASK, "stream": True, "max_tokens": 2})
     assert answer.headers["content-type"].startswith("text/event-stream")

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from serve_app.core.output import FinishReason, SchedulerStats, StepRecord, TokenDelta
+from serve_app.core.output import FinishReason, SchedulerStats, StepRecord, TokenDelta, TokenLogprob
 from serve_app.core.policy import SchedulerKnobs
 from serve_app.core.request import EngineRequest
 from serve_app.core.sampling_params import SamplingParams
@@ -44,6 +44,10 @@ async def collect(engine: AsyncEngine, request: EngineRequest) -> list[TokenDelt
 
 def tokens(deltas: list[TokenDelta], choice: int = 0) -> list[int]:
     return [token for delta in deltas if delta.choice == choice for token in delta.token_ids]
+
+
+def logprobs(deltas: list[TokenDelta], choice: int) -> list[TokenLogprob]:
+    return [entry for delta in deltas if delta.choice == choice for entry in delta.logprobs]
 
 
 async def settled(engine: AsyncEngine) -> SchedulerStats:
@@ -100,10 +104,19 @@ async def test_a_thread_that_is_stuck_while_idle_is_seen_once_a_request_waits_fo
     await settled(tiny_engine)
 
 
-async def test_news_between_first_and_last_are_gathered(tiny_llama: PagedModel) -> None:
+async def test_news_between_first_and_last_become_one_delta(tiny_llama: PagedModel, tiny_engine: AsyncEngine) -> None:
     engine = await AsyncEngine.start_with(lambda: EngineCore(tiny_llama, SMALL), gather_s=60.0)
-    items = [news async for news in engine.generate(make_request("r", max_tokens=6))]
-    assert [[delta.offset for delta in news] for news in items] == [[0], [1, 2, 3, 4, 5]]
+    request = make_request("r", max_tokens=6, n=2, logprobs=1)
+    items = [news async for news in engine.generate(request)]
+    # The second choice begins when the first has a token, and so ends a step later.
+    told = [[(delta.choice, delta.offset, len(delta.token_ids)) for delta in news] for news in items]
+    assert told == [[(0, 0, 1)], [(0, 1, 1), (1, 0, 1)], [(0, 2, 4), (1, 1, 4)], [(1, 5, 1)]]
+    assert [delta.finish_reason for delta in items[2]] == [FinishReason.LENGTH, None]
+    joined = [delta for news in items for delta in news]
+    step_by_step = await collect(tiny_engine, request)
+    for choice in range(2):
+        assert tokens(joined, choice) == tokens(step_by_step, choice)
+        assert logprobs(joined, choice) == logprobs(step_by_step, choice)
     await engine.shutdown()
 
 
@@ -139,7 +152,8 @@ async def test_what_was_gathered_comes_before_an_abort(tiny_llama: PagedModel) -
     await stepped.wait()
     engine.abort("r")
     items = [item async for item in news]
-    assert [delta.offset for delta in items[0]][:2] == [1, 2]
+    assert items[0][0].offset == 1
+    assert len(items[0][0].token_ids) >= 2
     assert [delta.finish_reason for delta in items[-1]] == [FinishReason.ABORT]
     await engine.shutdown()
 

@@ -152,6 +152,7 @@ def test_requests_are_counted_by_outcome_and_only_completed_ones_are_timed() -> 
         metrics.tokens(1, None)
         metrics.tokens(2, 0.5)
         metrics.finished("chat", outcome, 7, 3, 1.5)
+    metrics.tokens(3, None)  # of another choice, whose first token came with two more
     metrics.started("completions")
     value = metrics.registry.get_sample_value
     assert value("serve_app_ingress_queue_depth") == 3
@@ -161,8 +162,8 @@ def test_requests_are_counted_by_outcome_and_only_completed_ones_are_timed() -> 
     assert value("serve_app_requests_total", {"endpoint": "chat", "outcome": "cancelled"}) == 1
     assert value("serve_app_request_seconds_count", {"endpoint": "chat"}) == 1
     assert value("serve_app_prompt_tokens_total") == 14
-    assert value("serve_app_output_tokens_total") == 6
-    assert value("serve_app_inter_token_latency_seconds_count") == 4
+    assert value("serve_app_output_tokens_total") == 9
+    assert value("serve_app_inter_token_latency_seconds_count") == 6
     assert value("serve_app_inter_token_latency_seconds_sum") == pytest.approx(1.0)
 
 
