@@ -6,6 +6,7 @@ request whose replica is lost is `failover`'s.
 """
 
 import asyncio
+import gc
 import hashlib
 import logging
 import time
@@ -140,6 +141,7 @@ class Ingress:
 
     async def __init__(self, engines: DeploymentHandle[Any], settings: Settings) -> None:  # type: ignore[misc]
         """Load the tokenizer and wait for the first engine replica. Raises `ConfigError`."""
+        gc.disable()  # as in the engine replica, until all is there
         log_to_terminal()
         bind_replica_port_to_node()
         process_set.require(settings.revision)
@@ -221,6 +223,7 @@ class Ingress:
         queue = self._queue
         add_console(app, Sources(self._service.recordings, lambda: {"waiting": queue.queued, "ongoing": queue.ongoing}))
         app.add_middleware(OneRequestId)
+        gc.enable()
         return app
 
 
