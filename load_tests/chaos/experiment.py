@@ -348,9 +348,9 @@ class Watched:
         self._news.set()
 
     async def tokens(self, count: int, limit_s: float = 60.0) -> None:
-        """Wait for its `count`-th event. Raises `TimeoutError`."""
+        """Wait for its `count`-th token. Raises `TimeoutError`."""
         async with asyncio.timeout(limit_s):
-            while self.answer.events < count:
+            while self.answer.num_tokens < count:
                 self._news.clear()
                 await self._news.wait()
 

@@ -101,7 +101,7 @@ async def _kill_twice(experiment: Experiment) -> None:
         victim, pid = await experiment.victim(alone=True)
         await victim.tokens(_AT_TOKEN)
         os.kill(pid, signal.SIGKILL)
-        await victim.tokens(victim.answer.events + 20)
+        await victim.tokens(victim.answer.num_tokens + 20)
         experiment.send_signal(await experiment.locate(but=pid), signal.SIGKILL)
     else:
         await experiment.streams()

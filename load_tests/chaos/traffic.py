@@ -73,6 +73,8 @@ class Answer:
     longest_gap_s: float = 0.0
     """Between two events of the stream."""
     events: int = 0
+    num_tokens: int = 0
+    """That the stream has told of, of all choices."""
 
     def silence_s(self, struck_at: float = 0.0) -> float:
         """The longest silence; the first one counts from the strike, or from the request if that is later."""
@@ -147,7 +149,7 @@ def ask(name: str, prompt: str, max_tokens: int, **fields: Any) -> Ask:
         "temperature": 0,
         "ignore_eos": True,
         "stream": True,
-        "stream_options": {"include_usage": True},
+        "stream_options": {"include_usage": True, "continuous_usage_stats": True},
         **fields,
     }
     return Ask(name, body)
@@ -292,7 +294,9 @@ def _event(answer: Answer, data: dict[str, Any]) -> None:
         _end(answer, *_told(json.dumps(data), 200))
         return
     if (usage := data.get("usage")) is not None:
-        answer.usage = usage["prompt_tokens"], usage["completion_tokens"]
+        answer.num_tokens = usage["completion_tokens"]
+        if not data["choices"]:
+            answer.usage = usage["prompt_tokens"], usage["completion_tokens"]
     for choice in data["choices"]:
         index = choice["index"]
         answer.texts[index] = answer.texts.get(index, "") + choice["text"]
