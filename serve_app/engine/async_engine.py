@@ -274,11 +274,8 @@ class AsyncEngine:
         self._step_news = [(self._seated[request_id], group) for request_id, group in news.items()]
 
     def _hand_over_news(self) -> None:
-        """Have them delivered, unless a delivery is planned that is soon enough.
-
-        None is forgotten: they are put down first and the plan is read then; a delivery that begins clears the plan
-        first and takes up the news then.
-        """
+        """Have them delivered, unless a delivery is planned that is soon enough."""
+        # None is forgotten: they are put down before the plan is read; a delivery clears the plan before it takes them.
         news, self._step_news = self._step_news, []
         self._news.extend(news)
         if news and (self._next_delivery is None or any(_cannot_wait(d) for _, deltas in news for d in deltas)):

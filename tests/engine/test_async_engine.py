@@ -76,11 +76,12 @@ async def test_64_at_once_get_what_each_would_get_alone(tiny_llama: PagedModel) 
     await engine.shutdown()
 
 
-async def test_tokens_come_one_step_at_a_time(tiny_engine: AsyncEngine) -> None:
+async def test_tokens_come_in_order_each_once(tiny_engine: AsyncEngine) -> None:
+    """What this event loop comes too late for, on a busy machine, comes with what follows."""
     items = [news async for news in tiny_engine.generate(make_request("r", max_tokens=6))]
-    assert [len(news) for news in items] == [1] * 6
-    assert [news[0].offset for news in items] == list(range(6))
-    assert items[-1][0].finish_reason is FinishReason.LENGTH
+    assert {len(news) for news in items} == {1}
+    assert [i for (delta,) in items for i in range(delta.offset, delta.offset + len(delta.token_ids))] == list(range(6))
+    assert [delta.finish_reason for (delta,) in items] == [None] * (len(items) - 1) + [FinishReason.LENGTH]
     await settled(tiny_engine)
     assert tiny_engine.health() == EngineHealth(alive=True, last_step_age_s=None, error=None)
 
@@ -108,11 +109,11 @@ async def test_news_between_first_and_last_become_one_delta(tiny_llama: PagedMod
     engine = await AsyncEngine.start_with(lambda: EngineCore(tiny_llama, SMALL), gather_s=60.0)
     request = make_request("r", max_tokens=6, n=2, logprobs=1)
     items = [news async for news in engine.generate(request)]
-    # The second choice begins when the first has a token, and so ends a step later.
-    told = [[(delta.choice, delta.offset, len(delta.token_ids)) for delta in news] for news in items]
-    assert told == [[(0, 0, 1)], [(0, 1, 1), (1, 0, 1)], [(0, 2, 4), (1, 1, 4)], [(1, 5, 1)]]
-    assert [delta.finish_reason for delta in items[2]] == [FinishReason.LENGTH, None]
+    # At the latest when the first has begun, the second has (which it does a step later), and each has ended.
+    assert len(items) <= 4
     joined = [delta for news in items for delta in news]
+    assert len(joined) <= 6
+    assert [delta.finish_reason for delta in joined].count(FinishReason.LENGTH) == 2
     step_by_step = await collect(tiny_engine, request)
     for choice in range(2):
         assert tokens(joined, choice) == tokens(step_by_step, choice)
@@ -130,8 +131,10 @@ async def test_gathered_news_wait_no_longer_than_they_may(tiny_llama: PagedModel
     core = EngineCore(tiny_llama, SMALL, on_step=hold_the_third_step)
     engine = await AsyncEngine.start_with(lambda: core, gather_s=0.05)
     news = engine.generate(make_request("r", max_tokens=3))
+    told: list[TokenDelta] = []
     async with asyncio.timeout(10):
-        assert [[delta.offset for delta in await anext(news)] for _ in range(2)] == [[0], [1]]
+        while len(tokens(told)) < 2:
+            told += await anext(news)
     has_second.set()
     assert [[delta.offset for delta in item] async for item in news] == [[2]]
     await engine.shutdown()
@@ -148,13 +151,12 @@ async def test_what_was_gathered_comes_before_an_abort(tiny_llama: PagedModel) -
     core = EngineCore(tiny_llama, SMALL, on_step=tell)
     engine = await AsyncEngine.start_with(lambda: core, gather_s=60.0)
     news = engine.generate(make_request("r", max_tokens=100))
-    assert (await anext(news))[0].offset == 0
+    first = await anext(news)
     await stepped.wait()
     engine.abort("r")
-    items = [item async for item in news]
-    assert items[0][0].offset == 1
-    assert len(items[0][0].token_ids) >= 2
-    assert [delta.finish_reason for delta in items[-1]] == [FinishReason.ABORT]
+    deltas = [*first, *[delta async for item in news for delta in item]]
+    assert len(tokens(deltas)) >= 3
+    assert [delta.finish_reason for delta in deltas] == [None] * (len(deltas) - 1) + [FinishReason.ABORT]
     await engine.shutdown()
 
 
@@ -178,7 +180,7 @@ async def test_cancelled_at_any_time_leaks_nothing(tiny_engine: AsyncEngine) -> 
     assert stats.blocks_used == 0
     assert not tiny_engine._streams
     assert not tiny_engine._seated
-    assert len(await collect(tiny_engine, make_request("after"))) == 8
+    assert len(tokens(await collect(tiny_engine, make_request("after")))) == 8
 
 
 async def test_cancelled_before_the_engine_has_seen_it(tiny_engine: AsyncEngine) -> None:
@@ -241,7 +243,7 @@ async def test_a_full_queue_refuses(tiny_llama: PagedModel) -> None:
     with pytest.raises(OverloadedError):
         await collect(engine, make_request("refused"))
     await running.aclose()
-    assert len(await waiting) == 8
+    assert len(tokens(await waiting)) == 8
     await engine.shutdown()
 
 
@@ -345,7 +347,7 @@ async def test_static_policy_wakes_by_itself(tiny_llama: PagedModel) -> None:
     records: list[StepRecord] = []
     config = EngineConfig(policy="static", max_wait_s=0.05, max_num_batched_tokens=64, kv_cache_gib=0.1)
     engine = await AsyncEngine.start_with(lambda: EngineCore(tiny_llama, config, on_step=records.append))
-    assert len(await collect(engine, make_request("r"))) == 8
+    assert len(tokens(await collect(engine, make_request("r")))) == 8
     assert len(records) == 8
     await engine.shutdown()
 

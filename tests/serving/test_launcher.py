@@ -123,17 +123,21 @@ def test_from_ready_to_ctrl_c_with_the_default_config(start: StartServer) -> Non
     answer = subprocess.run(curl, shell=True, capture_output=True, timeout=120, check=True)
     assert "Paris" in json.loads(answer.stdout)["choices"][0]["message"]["content"]
 
-    request: dict[str, Any] = {"model": "SmolLM2-135M-Instruct", "prompt": "Once", "max_tokens": 40, "ignore_eos": True}
+    request: dict[str, Any] = {
+        "model": "SmolLM2-135M-Instruct",
+        "prompt": "Once",
+        "max_tokens": 900,
+        "ignore_eos": True,
+    }
+    request |= {"stream": True, "stream_options": {"include_usage": True}}
     events: list[str] = []
-    with httpx.stream(
-        "POST", f"{server.url}/v1/completions", json={**request, "stream": True}, timeout=120
-    ) as response:
+    with httpx.stream("POST", f"{server.url}/v1/completions", json=request, timeout=120) as response:
         for line in response.iter_lines():
             events += [line] if line else []
             if len(events) == 2:
                 server.send(signal.SIGINT, group=True)
                 server.send(signal.SIGINT, group=True)
-    assert len(events) > 10
     assert events[-1] == "data: [DONE]"
+    assert json.loads(events[-2].removeprefix("data: "))["usage"]["completion_tokens"] == 900
     assert server.wait_stopped() == (0, [])
     assert any("stopping" in line for line in server.lines)
