@@ -7,6 +7,8 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
 
+import orjson
+
 from serve_app.api.admission import Ticket
 from serve_app.api.schemas import GenerationBody
 from serve_app.api.service import RequestContext, Service
@@ -116,10 +118,11 @@ class Generation:
 
 
 def chunk_usage(body: GenerationBody, generation: Generation) -> ChunkUsage:
-    """What the chunks of the answer to `body` say as their usage."""
+    """What the chunks of the answer to `body` say as their usage: nothing, null, or the tokens so far."""
     if body.wants_running_usage:
-        return lambda: generation.usage.to_json()
-    return (lambda: None) if body.wants_usage else None
+        return lambda: b',"usage":%b' % orjson.dumps(generation.usage.to_json())
+    field = b',"usage":null' if body.wants_usage else b""
+    return lambda: field
 
 
 async def _merge(

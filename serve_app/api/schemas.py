@@ -162,12 +162,14 @@ class GenerationBody(Body):
     @property
     def wants_usage(self) -> bool:
         """Whether the stream ends with the usage."""
-        return self.stream_options is not None and bool(self.stream_options.include_usage)
+        options = self.stream_options
+        return options is not None and bool(options.include_usage)
 
     @property
     def wants_running_usage(self) -> bool:
         """Whether every chunk holds the usage so far."""
-        return self.wants_usage and bool(self.stream_options and self.stream_options.continuous_usage_stats)
+        options = self.stream_options
+        return options is not None and bool(options.include_usage and options.continuous_usage_stats)
 
 
 class Message(Body):

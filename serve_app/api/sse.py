@@ -23,8 +23,8 @@ def error_event(error: bytes) -> bytes:
     return b"event: error\ndata: " + error + b"\n\n"
 
 
-ChunkUsage = Callable[[], dict[str, Any] | None] | None
-"""What a stream's chunks say as their `usage`: nothing, null, or the tokens so far."""
+ChunkUsage = Callable[[], bytes]
+"""The `usage` field at the end of a chunk, with its comma, or nothing."""
 
 
 class ChunkTemplate:
@@ -44,7 +44,7 @@ class ChunkTemplate:
             content,
             b"null" if logprobs is None else orjson.dumps(logprobs),
             b"null" if finish_reason is None else b'"%b"' % finish_reason.encode(),
-            b"" if self._usage is None else b',"usage":%b' % orjson.dumps(self._usage()),
+            self._usage(),
         )
 
     def usage(self, usage: dict[str, Any]) -> bytes:

@@ -172,6 +172,7 @@ class Ingress:
             logger.warning(_NO_FAST_PATH)
         process_set.add_listener(lambda: loop.call_soon_threadsafe(self._follow_replicas))
         self._follow_replicas()
+        gc.enable()
 
     async def drain(self) -> None:
         """Take no new requests; return once the running ones have ended, or were ended because their time was over."""
@@ -223,7 +224,6 @@ class Ingress:
         queue = self._queue
         add_console(app, Sources(self._service.recordings, lambda: {"waiting": queue.queued, "ongoing": queue.ongoing}))
         app.add_middleware(OneRequestId)
-        gc.enable()
         return app
 
 
