@@ -46,7 +46,7 @@ machine."""
 ENGINE_ENVIRONMENT: Mapping[str, str] = {"GOMP_SPINCOUNT": "5000", "THP_MEM_ALLOC_ENABLE": "1"}
 """What a replica sets before it loads torch. Its threads spin for milliseconds after each operation by default, on
 cores that our kernels and other processes need (measured: 0.8 ms of processor time per token, beside the engine's
-2.2). Weights and KV pool in huge pages, where the system has them for the asking, take 6 to 9 % off a prefill's time."""
+2.2). Weights and KV pool in huge pages, where the system has them for the asking, take 6 to 9 % off prefill's time."""
 
 
 class _Frozen(BaseModel):
