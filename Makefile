@@ -1,9 +1,4 @@
-# serve: run the server   test: run the suite   check: lint, types, import rules   clean: forget the environment
-# bench: ours through HTTP beside the baselines, on the same requests in one run (JSON=FILE, PNG=FILE)
-# bench-peers: the same with every peer and every workload; sets the peers up in build/peers (REPEATS=3 JSON=FILE PNG=FILE)
-# chaos: kill, freeze and overload a fleet of three replicas, and show what its clients noticed (JSON=FILE)
-# observe: Prometheus with our configuration and alerts beside a running server
-.PHONY: serve observe test check bench bench-peers chaos clean
+.PHONY: serve help observe test check bench bench-peers chaos clean
 .DEFAULT_GOAL := serve
 
 VENV := .venv
@@ -16,10 +11,13 @@ PYTHON ?= $(shell for name in python3.12 python3.11 python3; do \
 PEERS = $(BIN)/python -m load_tests.peers $(if $(REPEATS),--repeats $(REPEATS)) $(if $(JSON),--json $(JSON)) $(if $(PNG),--png $(PNG))
 PIP_INSTALL := $(BIN)/python -m pip install --disable-pip-version-check
 
-serve: $(VENV)/.serve
+serve: $(VENV)/.serve ## run the server (CONFIG=FILE, by default deploy/config.yaml)
 	@exec $(BIN)/serve-app serve $(CONFIG)
 
-observe:
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+observe: ## run Prometheus with our configuration and alerts beside a running server
 	@command -v prometheus >/dev/null || { echo "make: there is no prometheus (Debian: apt-get install prometheus)" >&2; exit 1; }
 	@mkdir -p build/prometheus
 	@echo "Prometheus watches http://127.0.0.1:8000 (Ctrl-C ends it); look at"
@@ -27,26 +25,26 @@ observe:
 	@exec prometheus --config.file=deploy/prometheus.yml --storage.tsdb.path=build/prometheus --storage.tsdb.retention.time=7d \
 		--web.listen-address=127.0.0.1:9090 --log.level=warn
 
-test: $(VENV)/.test
+test: $(VENV)/.test ## run the test suite
 	$(BIN)/python -m pytest tests/core --cov
 	$(BIN)/python -m pytest --ignore=tests/core
 
-check: $(VENV)/.test
+check: $(VENV)/.test ## lint, formatting, types and import contracts
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-bench: $(VENV)/.test
+bench: $(VENV)/.test ## our server and the baselines on the same requests (REPEATS=3 JSON=FILE PNG=FILE)
 	$(PEERS) --contestants serve_app,generate,transformers_serve --workloads decode,mixed
 
-bench-peers: $(VENV)/.test
+bench-peers: $(VENV)/.test ## every peer and workload, for hours; installs the peers in build/peers (REPEATS=3)
 	$(PEERS)
 
-chaos: $(VENV)/.test
+chaos: $(VENV)/.test ## kill, freeze and overload three replicas; what their clients notice (JSON=FILE)
 	$(BIN)/python -m load_tests.chaos faults $(if $(JSON),--json $(JSON))
 
-clean:
+clean: ## remove the virtual environment
 	rm -rf $(VENV)
 
 # The stamps make set-up idempotent: it runs again when the pins or the package's metadata change, and when it was

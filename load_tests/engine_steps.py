@@ -1,7 +1,7 @@
-"""How long the engine's steps take, without a server: one decode step of some rows, one step of prefill.
+"""How long the engine's steps take, without a server: one decode step with several batch sizes, one prefill step.
 
-The ways to run the model take turns, round after round, so that a machine that drifts or is shared with others treats
-them alike. CPU time stands beside wall time: on a busy machine it says more.
+The modes take turns, round after round, so that drift and other load on the machine affect them alike. CPU time is
+reported beside wall time: on a busy machine it says more.
 
     python -m load_tests.engine_steps --modes torch,none,int8 --json FILE
 """
@@ -17,11 +17,11 @@ from random import Random
 
 import torch
 
-from load_tests.machine import machine
 from serve_app.core.request import EngineRequest
 from serve_app.core.sampling_params import SamplingParams
 from serve_app.engine.core import EngineConfig, EngineCore
-from serve_app.model.loader import ModelOptions
+from serve_app.model.options import ModelOptions
+from serve_app.workloads.machine import machine
 
 MODES = {
     "torch": ModelOptions(attention_backend="cpu"),
@@ -42,7 +42,7 @@ class Times:
     cpu: list[float] = field(default_factory=list)
 
     def summary(self) -> dict[str, float]:
-        """Medians and the shortest."""
+        """Median and minimum."""
         return {
             "wall_median_ms": round(statistics.median(self.wall), 2),
             "wall_min_ms": round(min(self.wall), 2),

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from serve_app.core.policy import SchedulerConfig
+from serve_app.core.config import SchedulerConfig
 from serve_app.core.request import EngineRequest
 from serve_app.core.sampling_params import SamplingParams
 from serve_app.core.scheduler import Scheduler
@@ -71,7 +71,7 @@ def main() -> None:
     for name, median in medians.items():
         print(f"{name:10} {median:7.3f} ms")
     if args.json is not None:
-        from load_tests.machine import machine  # needs more than the GPU bench does, which imports this module
+        from serve_app.workloads.machine import machine  # needs more than the GPU bench does, which imports this module
 
         result = {"rows": args.rows, "context": args.context, "steps": args.steps, "ms": medians}
         args.json.write_text(json.dumps({**result, "machine": machine()}, indent=1) + "\n")

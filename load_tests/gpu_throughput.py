@@ -1,17 +1,23 @@
-"""A saturated engine, ours and transformers' continuous batching, on the same prompts: output tokens per second."""
+"""Whole engines on the same prompts: ours saturated, transformers' continuous batching and vLLM in tokens per second;
+ours captured and eager, token by token."""
 
-import inspect
+import importlib
+import tempfile
 import time
+from random import Random
 from typing import Any, Literal
 
-from transformers import GenerationConfig
+from transformers import AutoConfig, ContinuousBatchingConfig, GenerationConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from load_tests.gpu_steps import Machine, paged, random_module
-from serve_app.core.output import StepRecord
 from serve_app.core.request import EngineRequest
 from serve_app.core.sampling_params import SamplingParams
+from serve_app.core.step_record import StepRecord
 from serve_app.engine.core import EngineConfig, EngineCore
+from serve_app.model.options import KernelOptions
 
+_DETERMINISTIC = KernelOptions(deterministic=True)
 SEATS = 256
 """Requests at once."""
 
@@ -26,7 +32,14 @@ def ours(
     """Tokens per second of the engine, and where its steps' time went. A run before warms up every batch size."""
     module = random_module(config, machine.device, machine.dtype)
     records: list[StepRecord] = []
-    settings = EngineConfig(max_num_seqs=SEATS, max_num_batched_tokens=8192, speculation="off", overlap=overlap)
+    gpu = machine.device.type == "cuda"
+    settings = EngineConfig(
+        max_num_seqs=SEATS,
+        max_num_batched_tokens=8192 if gpu else SEATS,
+        kv_cache_gib=None if gpu else 0.05,
+        speculation="off",
+        overlap=overlap,
+    )
     begin = time.perf_counter()
     core = EngineCore(paged(module), settings, on_step=records.append)
     start_s = time.perf_counter() - begin
@@ -64,27 +77,120 @@ def _run(core: EngineCore, prompts: list[list[int]], outputs: list[int], name: s
     count = 0
     while core.has_unfinished:
         count += sum(len(delta.token_ids) for delta in core.step() or ())
-    if count != sum(outputs):
-        raise RuntimeError(f"{count} tokens came of {sum(outputs)}")
+    _expect(count, sum(outputs))
     return count
 
 
-def theirs(config: dict[str, Any], machine: Machine, prompts: list[list[int]], output: int) -> tuple[float, bool]:
-    """Tokens per second of transformers' continuous batching with `sdpa` and what else it chooses itself; whether its
-    start (cache, CUDA graphs) is in that time, because its release cannot keep a manager from run to run."""
+def transformers_rate(
+    config: dict[str, Any],
+    machine: Machine,
+    prompts: list[list[int]],
+    output: int,
+    cuda_graphs: bool | None = None,
+) -> float:
+    """Tokens per second of transformers' continuous batching. cuda_graphs: None is its own choice, which with `sdpa`
+    and its masks is none, and no asynchronous batching either. Starting (cache, graphs) is not counted: a first run of
+    the same manager has done it."""
     module = random_module(config, machine.device, machine.dtype, attn_implementation="sdpa")
-    keeps = "persistent_manager" in inspect.signature(module.generate_batch).parameters
-    options = {"persistent_manager": True} if keeps else {}
+    # By default the cache takes most of the memory, which a CPU would have to zero.
+    size = {} if machine.device.type == "cuda" else {"num_blocks": 16, "max_batch_tokens": 64}
+    batching = ContinuousBatchingConfig(use_cuda_graph=cuda_graphs, **size)
+    settings = GenerationConfig(max_new_tokens=output, do_sample=False, eos_token_id=-1, pad_token_id=0)
 
     def run(inputs: list[list[int]]) -> float:
-        settings = GenerationConfig(max_new_tokens=output, do_sample=False, eos_token_id=-1, pad_token_id=0)
         begin = time.perf_counter()
-        results = module.generate_batch(inputs=inputs, generation_config=settings, **options)
+        results = module.generate_batch(
+            inputs=inputs,
+            generation_config=settings,
+            continuous_batching_config=batching,
+            persistent_manager=True,
+        )
         took_s = time.perf_counter() - begin
-        count = sum(len(result.generated_tokens) for result in results.values())
-        if count != output * len(inputs):
-            raise RuntimeError(f"{count} tokens came of {output * len(inputs)}")
+        _expect(sum(len(result.generated_tokens) for result in results.values()), output * len(inputs))
+        return took_s
+
+    try:
+        run(prompts[: min(len(prompts), SEATS)])
+        return output * len(prompts) / run(prompts)
+    finally:
+        module.destroy_cached_continuous_batching_manager()
+
+
+def vllm_rate(config: dict[str, Any], machine: Machine, prompts: list[list[int]], output: int) -> float:
+    """Tokens per second of vLLM's offline engine with its defaults and random weights of the same shape."""
+    vllm: Any = importlib.import_module("vllm")
+
+    architecture = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config["model_type"]]
+    with tempfile.TemporaryDirectory() as folder:
+        AutoConfig.for_model(**config, architectures=[architecture]).save_pretrained(folder)
+        engine = vllm.LLM(
+            folder,
+            load_format="dummy",
+            skip_tokenizer_init=True,
+            dtype=str(machine.dtype).removeprefix("torch."),
+            max_num_seqs=SEATS,
+            max_model_len=2 * (len(prompts[0]) + output),
+            enable_prefix_caching=False,
+        )
+    settings = vllm.SamplingParams(temperature=0.0, max_tokens=output, ignore_eos=True, detokenize=False)
+
+    def run(inputs: list[list[int]]) -> float:
+        begin = time.perf_counter()
+        results = engine.generate([{"prompt_token_ids": ids} for ids in inputs], settings, use_tqdm=False)
+        took_s = time.perf_counter() - begin
+        _expect(sum(len(result.outputs[0].token_ids) for result in results), output * len(inputs))
         return took_s
 
     run(prompts[: min(len(prompts), SEATS)])
-    return output * len(prompts) / run(prompts), not keeps
+    return output * len(prompts) / run(prompts)
+
+
+def same_tokens(config: dict[str, Any], machine: Machine, *, requests: int, longest: int) -> dict[str, Any]:
+    """Tokens of captured, overlapped steps against those of eager steps one after another; drawn and greedy ones,
+    prompts in chunks, batches that grow and shrink. Rows have bits of their own, so that padding changes none."""
+    random = Random(0)
+    work = [
+        EngineRequest(
+            str(index),
+            tuple(random.choices(range(2, config["vocab_size"]), k=random.randint(1, longest))),
+            SamplingParams(
+                temperature=random.choice((0.0, 0.8)), top_p=0.9, seed=index, max_tokens=3 + index % 13, ignore_eos=True
+            ),
+        )
+        for index in range(requests)
+    ]
+
+    # On a CPU, which captures nothing, Triton's interpreter computes in the graphs' buffers.
+    module = random_module(config, machine.device, machine.dtype)
+    model = paged(module, max_model_len=128, kernel_options=_DETERMINISTIC, attention_backend="triton")
+
+    def tokens(*, eager: bool) -> dict[str, list[int]]:
+        settings = EngineConfig(
+            max_num_seqs=16,
+            max_num_batched_tokens=64,
+            kv_cache_gib=1.0 if machine.device.type == "cuda" else 0.05,
+            overlap="off" if eager else "on",
+        )
+        core = EngineCore(model, settings)
+        graphs = ("_decode", "_mixed", "_sampling")
+        if eager:
+            for name in graphs:
+                setattr(model.executor, name, None)
+        elif missing := [name for name in graphs if getattr(model.executor, name, None) is None]:
+            raise RuntimeError(f"not captured: {', '.join(missing)}")
+        for request in work:
+            core.add(request)
+        found: dict[str, list[int]] = {request.request_id: [] for request in work}
+        while core.has_unfinished:
+            for delta in core.step() or ():
+                found[delta.request_id] += delta.token_ids
+        return found
+
+    captured, eager = tokens(eager=False), tokens(eager=True)
+    equal = sum(captured[name] == eager[name] for name in eager)
+    return {"passed": equal == len(work), "equal": equal, "of": len(work)}
+
+
+def _expect(count: int, wanted: int) -> None:
+    if count != wanted:
+        raise RuntimeError(f"{count} tokens came of {wanted}")

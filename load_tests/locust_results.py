@@ -1,11 +1,11 @@
-"""What a locust run adds up to: our figures in locust's statistics, one report, and the exit status.
+"""The results of a locust run: our figures in locust's statistics, one report, and the exit status.
 
-Decides what is counted and when a run has failed; how users behave is `locustfile`'s. With several processes each
+Decides what is counted and when a run has failed; `locustfile` decides how users behave. With several processes, each
 worker sends its results to the master, which alone writes the report.
 
 Beside its own rows, locust's statistics and page get: `TTFT` and `ITL` (mean gap of one answer) in milliseconds,
-`output tok/s` (of one answer; the "ms" of the column are tokens per second), and `met` or `missed` for each answer, so
-that the requests per second of `met` are the goodput.
+`output tok/s` (of one answer; in that row the column's "ms" are tokens per second), and `met` or `missed` for each
+answer, so that the requests per second of `met` are the goodput.
 """
 
 import json
@@ -18,17 +18,19 @@ from typing import Any
 
 from locust.runners import WorkerRunner
 
-from load_tests.client import Objective, RequestResult, Run, summarize
-from load_tests.report import circumstances, run_page
+from load_tests.run_report import run_page
 from load_tests.server_view import ServerView, compare_views
-from load_tests.workloads import WorkItem, Workload
+from serve_app.workloads.client import RequestResult, Run
+from serve_app.workloads.figures import Objective, summarize
+from serve_app.workloads.mixes import WorkItem, Workload
+from serve_app.workloads.report import circumstances
 
 _MESSAGE_KEY = "serve_app_results"
 logger = logging.getLogger(__name__)
 
 
 class Collector:
-    """Results of all users of a run, with absolute times until the report is made."""
+    """The results of all users of a run, with absolute times until the report is made."""
 
     def __init__(self) -> None:
         self.results: list[RequestResult] = []
@@ -69,7 +71,7 @@ class Collector:
         return data, run_page("Users who chat", facts, run, summary, objective, views)
 
     def _on_init(self, environment: Any, **_: Any) -> None:
-        # Answers that the end of the run finds half-way are read to their end: to cut them off is to lose slow ones.
+        # Answers in progress at the end of the run are read to their end: cutting them off would lose the slow ones.
         environment.stop_timeout = environment.stop_timeout or 60.0
         if environment.web_ui is not None:
             environment.web_ui.app.add_url_rule("/report", "serve_app_report", lambda: self.report(environment)[1])
@@ -83,8 +85,8 @@ class Collector:
     def _on_stop(self, environment: Any, **_: Any) -> None:
         self._ended = time.time()
         if isinstance(environment.runner, WorkerRunner):
-            # The next report would be due in seconds, when the master may have ended; and before that a worker would
-            # sit out its stop timeout although everybody has stopped.
+            # The next report would be due seconds from now, when the master may have ended; and until then a worker
+            # would sit out its stop timeout although all users have stopped.
             environment.runner._send_stats()
             environment.stop_timeout = 0.0
         else:
@@ -99,7 +101,7 @@ class Collector:
             self.results.append(RequestResult(**{**fields, "item": WorkItem(**fields["item"])}))
 
     def _on_quitting(self, environment: Any, **_: Any) -> None:
-        """Write the report, say the verdict, and fail when the objective was missed."""
+        """Write the report, log the verdict, and fail when the objective was missed."""
         if isinstance(environment.runner, WorkerRunner):
             return
         options = environment.parsed_options
@@ -131,7 +133,7 @@ def objective_of(options: Any) -> Objective:
 
 def report_turn(environment: Any, collector: Collector, answer: RequestResult) -> None:
     """Count one answer: for the report, and in locust's statistics (milliseconds)."""
-    # The prompt is what the server counted and the length what the model chose, so none is wrong.
+    # Prompt and output lengths are what the server counted, so no length is wrong.
     answer.item = WorkItem("", answer.prompt_tokens or 0, answer.output_tokens)
     collector.results.append(answer)
     if answer.error is not None:

@@ -1,13 +1,13 @@
-"""Users who chat, for one server or a cluster, headless or with locust's own page:
+"""Chatting users, for one server or a cluster, headless or with locust's own page:
 
     locust -f load_tests/locustfile.py --headless -u 16 -r 4 -t 5m --host http://127.0.0.1:8000 --report report.html
     locust -f load_tests/locustfile.py --host http://127.0.0.1:8000       # page on port 8089, our report on /report
     locust -f load_tests/locustfile.py --processes 4 ...                  # several processes, one report
 
-Decides how users behave. Each talks over several turns (so that its next prompt begins with what the server has just
-computed), below one of a few long instructions that many users share, asks short and long things, and sometimes hangs
-up in the middle of an answer. `--shape` decides how many there are over time. What is counted, and the exit status when
-the objective is missed, are `locust_results`'s.
+Decides how users behave. Each holds conversations of several turns (so that the next prompt begins with what the server
+has just computed), under one of a few long system prompts that many users share, asks short and long questions, and
+sometimes disconnects in the middle of an answer. `--shape` decides the number of users over time. `locust_results`
+decides what is counted and the exit status when the objective is missed.
 """
 
 import itertools
@@ -21,14 +21,14 @@ from locust import HttpUser, LoadTestShape, events, task
 from locust.exception import StopUser
 from requests import RequestException
 
-from load_tests.client import RequestResult
 from load_tests.locust_results import Collector, report_turn
-from load_tests.workloads import WorkItem
+from serve_app.workloads.client import RequestResult
+from serve_app.workloads.mixes import WorkItem
 
 SHAPES = ("steady", "ramp", "spike")
 INSTRUCTIONS = 4
 CONTEXT_TOKENS = 1200
-"""A conversation that has grown beyond this is ended, so that answers' lengths stay those of the options below."""
+"""A conversation that has grown beyond this ends, so that answers keep the lengths drawn below."""
 HANG_UP_SHARE = 0.05
 TURNS = (1, 6)
 _CHAT = "/v1/chat/completions"
@@ -46,17 +46,19 @@ collector = Collector()
 
 @events.init_command_line_parser.add_listener
 def add_options(parser: Any) -> None:
-    """Our options beside locust's; its page shows them too."""
+    """Our options beside locust's own; its page shows them too."""
     parser.add_argument("--shape", choices=SHAPES, default="steady", help="How many users there are over time")
     parser.add_argument("--pace", type=float, default=5.0, help="Mean seconds between the starts of a user's turns")
-    parser.add_argument("--seed", type=int, default=0, help="Decides what users say; change it on a live server")
+    parser.add_argument(
+        "--seed", type=int, default=0, help="Seed of what users say; change it for a second run on the same server"
+    )
 
 
 collector.listen(events)
 
 
 class ChatUser(HttpUser):
-    """One person. A turn is one task; the conversation goes on from turn to turn."""
+    """One user. A turn is one task; the conversation continues from turn to turn."""
 
     host = "http://127.0.0.1:8000"
 
@@ -77,7 +79,7 @@ class ChatUser(HttpUser):
             self._model = response.json()["data"][0]["id"]
 
     def wait_time(self) -> float:
-        """Turns start at the chosen pace, not in step with other users; a late answer is followed up at once."""
+        """Turns start at the chosen pace, not in step with other users; after a late answer the next starts at once."""
         return max(0.0, self._turn_start + self._pace * self._rng.uniform(0.5, 1.5) - time.perf_counter())
 
     @task
@@ -104,7 +106,7 @@ class ChatUser(HttpUser):
             "stream_options": {"include_usage": True, "continuous_usage_stats": True},
         }
         result = RequestResult(WorkItem("", 0, max_tokens), due_s=time.time())
-        # Some leave before the first token, some later.
+        # Some disconnect before the first token, some later.
         patience = self._rng.randrange(max_tokens) if hang_up else None
         start = time.perf_counter()
         with self.client.post(_CHAT, json=body, stream=True, catch_response=True) as response:
@@ -159,7 +161,7 @@ def _tokens(answer: RequestResult) -> int:
 
 
 def instructions(number: int) -> str:
-    """One of the long instructions that users share; about 200 words."""
+    """One of the long system prompts that users share; about 200 words."""
     rng = random.Random(f"instructions-{number}")
     pairs = (rng.sample(_SUBJECTS, 2) for _ in range(9))
     rules = [
@@ -170,7 +172,7 @@ def instructions(number: int) -> str:
 
 
 def question(rng: random.Random) -> str:
-    """What a user says: one request below up to 200 words of context, short far more often than long."""
+    """What a user asks: one question after up to 200 words of context, short far more often than long."""
     ask = rng.choice(_REQUESTS)
     fillers = int(math.exp(rng.uniform(0.0, math.log(12)))) - 1
     sentences = [_FILLER] * fillers + [ask]
@@ -178,20 +180,20 @@ def question(rng: random.Random) -> str:
 
 
 class Crowd(LoadTestShape):
-    """How many users there are over time; locust's options for users, spawn rate and run time hold.
+    """The number of users over time; locust's options for users, spawn rate and run time apply.
 
-    steady: all of them. ramp: from one to all over four fifths of the run. spike: a quarter, in the middle third all.
+    steady: all. ramp: from one to all over four fifths of the run. spike: a quarter; in the middle third, all.
     """
 
     use_common_options = True
 
     def tick(self) -> tuple[int, float] | None:
-        """Users wanted now and how many may come or go per second; None at the end of the run time."""
+        """Users wanted now and how many may be added or removed per second; None at the end of the run time."""
         options = self.runner.environment.parsed_options
         users, run_time = options.num_users or 1, float(options.run_time or 0)
         passed = self.get_run_time()
         if run_time and passed >= run_time:
-            # Locust's own way out of a headless run does not wait for what its workers have still to report.
+            # Locust's own end of a headless run does not wait for its workers' last reports.
             self.runner.stop()
             return None
         wanted = users_wanted(options.shape, users, passed / (run_time or 60.0))
@@ -199,7 +201,7 @@ class Crowd(LoadTestShape):
 
 
 def users_wanted(shape: str, users: int, passed: float) -> int:
-    """Users at `passed` (a share) of the run."""
+    """Users wanted when the share `passed` of the run is over."""
     if shape == "ramp":
         return max(1, math.ceil(users * min(1.0, passed / 0.8)))
     if shape == "spike":

@@ -1,83 +1,65 @@
-"""The requests of a workload without a server: through our engine alone, and through batched `generate`.
+"""The requests of a workload without a server: through our engine, OpenVINO GenAI's, and batched `generate`.
 
     python -m load_tests.offline engine   --workloads decode,single --json FILE
+    python -m load_tests.offline openvino --workloads decode --gguf FILE --json FILE
     python -m load_tests.offline generate --workloads decode --json FILE
 
-`engine` shows what HTTP and Ray cost: the same engine as in a replica, fed with token ids in this process. `generate`
-is batching as everybody's first script has it: static padded waves of 16. Sends nothing over HTTP (see `peers`).
+`engine` shows what HTTP and Ray cost: the same engine as in a replica, fed with token ids in this process. `openvino`
+is an engine that has no server, fed by the same loop. `generate` is the usual first attempt at batching: static padded
+batches of 16. Sends nothing over HTTP (see `peers`).
 """
 
 import json
 import os
 import time
-from collections import deque
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Annotated
 
 import typer
 import yaml
 
-from load_tests.bench import OnDone, Runner, measure
-from load_tests.client import RequestResult, Run
-from load_tests.workloads import PromptWriter, Workload, build_workload, open_writer, read_names
+from load_tests.step_runner import StepOutput, step_runner
 from serve_app.cli.outputs import JsonFile
-from serve_app.cli.padded import PaddedGenerator
 from serve_app.core.request import EngineRequest
 from serve_app.core.sampling_params import SamplingParams
+from serve_app.demo.padded import PaddedGenerator
 from serve_app.engine.core import EngineCore
 from serve_app.settings import Settings
+from serve_app.workloads.client import RequestResult, Run
+from serve_app.workloads.mixes import Workload, build_workload, read_names
+from serve_app.workloads.prompts import PromptWriter, open_writer
+from serve_app.workloads.runs import OnDone, Runner, measure
 
 BATCH_SIZE = 16
 
 app = typer.Typer(add_completion=False, help=__doc__)
 
-Workloads = Annotated[str, typer.Option(help="Names, separated by commas; name:count for fewer.")]
-Repeat = Annotated[int, typer.Option(help="Decides the texts; requests of another repeat have the same lengths.")]
-WaitQuiet = Annotated[float, typer.Option(help="Wait up to so many seconds for a quiet machine.")]
+Workloads = Annotated[str, typer.Option(help="Names, separated by commas; name:count for another number of requests.")]
+Repeat = Annotated[int, typer.Option(help="Seed of the texts; the lengths are the same in all repeats.")]
+WaitQuiet = Annotated[float, typer.Option(help="Wait at most this many seconds for a quiet machine.")]
 
 
-def engine_runner(core: EngineCore, writer: PromptWriter) -> Runner:
-    """Feeds the engine, at most `concurrency` requests at once; a request's clock starts when the engine gets it."""
+class OurEngine:
+    """The engine of a replica."""
 
-    def run(workload: Workload, on_done: OnDone) -> Run:
-        prompts = [tuple(writer.tokenizer.encode(item.prompt)) for item in workload.items]
-        results = [RequestResult(item) for item in workload.items]
-        waiting = deque(range(len(results)))
-        last: dict[int, float] = {}
-        """Of the requests that are out: when the last token came, or the request was sent."""
-        cpu, start = time.process_time(), time.perf_counter()
-        while waiting or last:
-            while waiting and len(last) < (workload.concurrency or len(results)):
-                number = waiting.popleft()
-                last[number] = time.perf_counter()
-                results[number].due_s = last[number] - start
-                params = SamplingParams(temperature=0.0, max_tokens=results[number].item.output_tokens, ignore_eos=True)
-                core.add(EngineRequest(str(number), prompts[number], params))
-            for delta in core.step() or ():
-                number, now = int(delta.request_id), time.perf_counter()
-                if delta.token_ids:
-                    _note_tokens(results[number], now - last[number], len(delta.token_ids))
-                    last[number] = now
-                if delta.finish_reason is not None:
-                    results[number].e2e_s = now - start - results[number].due_s
-                    results[number].error = delta.error
-                    del last[number]
-                    on_done(results[number])
-        return Run(workload, tuple(results), time.perf_counter() - start, time.process_time() - cpu)
+    def __init__(self, core: EngineCore) -> None:
+        self._core = core
 
-    return run
+    def add(self, number: int, prompt: Sequence[int], max_tokens: int) -> None:
+        params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
+        self._core.add(EngineRequest(str(number), tuple(prompt), params))
 
-
-def _note_tokens(result: RequestResult, gap_s: float, count: int) -> None:
-    if result.ttft_s is None:
-        result.ttft_s = gap_s
-    else:
-        result.gaps_s.append(gap_s)
-    result.output_tokens += count
+    def step(self) -> Iterable[StepOutput]:
+        for delta in self._core.step() or ():
+            yield StepOutput(int(delta.request_id), len(delta.token_ids), delta.finish_reason is not None, delta.error)
 
 
 def generate_runner(generator: PaddedGenerator, writer: PromptWriter) -> Runner:
-    """Runs waves of at most 16. Nobody hears of a token before its wave is over, so there are no latencies."""
+    """Runs batches of at most 16 in the workload's order: with users who take turns, a batch is one turn of each.
+
+    Tokens are seen only when their batch ends, so there are no latencies.
+    """
 
     def run(workload: Workload, on_done: OnDone) -> Run:
         prompts = [tuple(writer.ids(item.prompt)) for item in workload.items]
@@ -115,14 +97,16 @@ def _report(
 
 
 def _read_settings(config: Path) -> Settings:
-    """Of the config's application; without Ray, which has no part in this."""
+    """The settings of the config's application, read without Ray."""
     return Settings.model_validate(yaml.safe_load(config.read_text())["applications"][0]["args"])
 
 
 @app.command()
 def engine(
     workloads: Workloads = "decode",
-    config: Annotated[Path, typer.Option(help="The Serve config whose engine it is.")] = Path("deploy/config.yaml"),
+    config: Annotated[Path, typer.Option(help="The Serve config whose engine settings are used.")] = Path(
+        "deploy/config.yaml"
+    ),
     repeat: Repeat = 0,
     wait_quiet: WaitQuiet = 0.0,
     json_file: JsonFile = None,
@@ -133,18 +117,36 @@ def engine(
     settings = _read_settings(config)
     writer = open_writer(settings.model)
     core = EngineCore.load(engine_config(settings, use_gpu=False))
-    _report(engine_runner(core, writer), writer, workloads, repeat, wait_quiet, json_file)
+    _report(step_runner(OurEngine(core), writer), writer, workloads, repeat, wait_quiet, json_file)
+
+
+@app.command()
+def openvino(
+    gguf: Annotated[Path, typer.Option(help="The default model as a GGUF file that OpenVINO GenAI reads.")],
+    workloads: Workloads = "decode",
+    max_num_seqs: Annotated[
+        int | None, typer.Option(help="Sequences at once; by default what OpenVINO GenAI chooses.")
+    ] = None,
+    repeat: Repeat = 0,
+    wait_quiet: WaitQuiet = 0.0,
+    json_file: JsonFile = None,
+) -> None:
+    """The requests through OpenVINO GenAI's continuous batching, in this process; its packages must be on the path."""
+    from load_tests.openvino_engine import OpenVinoEngine
+
+    writer = open_writer("default")
+    _report(step_runner(OpenVinoEngine(gguf, max_num_seqs), writer), writer, workloads, repeat, wait_quiet, json_file)
 
 
 @app.command()
 def generate(
     workloads: Workloads = "decode",
-    config: Annotated[Path, typer.Option(help="The Serve config whose model it is.")] = Path("deploy/config.yaml"),
+    config: Annotated[Path, typer.Option(help="The Serve config whose model is used.")] = Path("deploy/config.yaml"),
     repeat: Repeat = 0,
     wait_quiet: WaitQuiet = 0.0,
     json_file: JsonFile = None,
 ) -> None:
-    """The requests through `model.generate` in float32, in static padded waves of 16."""
+    """The requests through `model.generate` in float32, in static padded batches of 16."""
     settings = _read_settings(config)
     writer = open_writer(settings.model)
     run = generate_runner(PaddedGenerator(settings.model, "float32", "cpu"), writer)

@@ -5,8 +5,8 @@
     python -m load_tests.open_loop --trace BurstGPT_1.csv --speed 10 --num-requests 500
 
 A generator that waits for answers slows down with the server that it measures and hides the queue. This one does not,
-and counts a request's latency from the moment it was due. Decides which requests are due when, and whether the
-objective was met (the exit status is 1 if not); sending and counting are `client`'s.
+and counts a request's latency from when it was due. Decides which requests are due when, and whether the objective was
+met (the exit status is 1 if not); `workloads.client` sends and counts.
 """
 
 import asyncio
@@ -20,13 +20,16 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from load_tests.arrivals import Arrival, random_arrivals, read_trace
-from load_tests.bench import reach, show_progress
-from load_tests.client import Objective, Run, Server, run_workload, summarize
-from load_tests.report import circumstances, run_page
+from load_tests.run_report import run_page
 from load_tests.server_view import Comparison, ServerView, compare_views
-from load_tests.workloads import PromptWriter, Workload, open_workload, open_writer
 from serve_app.cli.outputs import HtmlFile, JsonFile
+from serve_app.workloads.arrivals import Arrival, random_arrivals, read_trace
+from serve_app.workloads.client import Run, Server, run_workload
+from serve_app.workloads.figures import Objective, summarize
+from serve_app.workloads.mixes import Workload, open_workload
+from serve_app.workloads.prompts import PromptWriter, open_writer
+from serve_app.workloads.report import circumstances
+from serve_app.workloads.runs import reach, show_progress
 
 console = Console(stderr=True)
 
@@ -34,7 +37,7 @@ console = Console(stderr=True)
 def run_open_loop(
     server: Server, workload: Workload, writer: PromptWriter, retries: int = 0
 ) -> tuple[Run, list[Comparison]]:
-    """Send an open-loop workload once, with a progress bar; also what the server's metrics say about it."""
+    """Send an open-loop workload once, with a progress bar; also compare it with the server's own metrics."""
     before = ServerView.read(server.base_url)
     with show_progress(workload, workload.name) as on_done:
         run = asyncio.run(run_workload(server, workload, writer, on_done, retries))
@@ -45,17 +48,21 @@ def main(
     base_url: Annotated[str, typer.Option(help="The server's root, without /v1.")] = "http://127.0.0.1:8000",
     rate: Annotated[float, typer.Option(min=0.001, help="Requests per second.")] = 1.0,
     duration: Annotated[float, typer.Option(min=0.1, help="Seconds of arrivals.")] = 60.0,
-    variation: Annotated[float, typer.Option(min=0.01, help="Of the gaps: 1 is Poisson, more is bursty.")] = 1.0,
+    variation: Annotated[
+        float, typer.Option(min=0.01, help="Coefficient of variation of the gaps: 1 is Poisson, more is bursty.")
+    ] = 1.0,
     trace: Annotated[Path | None, typer.Option(exists=True, help="Replay this file (BurstGPT or Azure).")] = None,
-    speed: Annotated[float, typer.Option(min=0.001, help="Trace: how many times as fast.")] = 1.0,
-    num_requests: Annotated[int | None, typer.Option(min=1, help="Trace: only the first so many.")] = None,
+    speed: Annotated[float, typer.Option(min=0.001, help="Trace: speed-up factor.")] = 1.0,
+    num_requests: Annotated[int | None, typer.Option(min=1, help="Trace: only the first N requests.")] = None,
     max_prompt_tokens: Annotated[int, typer.Option(min=1, help="Longer prompts are cut to this.")] = 1024,
     max_output_tokens: Annotated[int, typer.Option(min=1, help="Longer answers are cut to this.")] = 1024,
     slo_ttft: Annotated[float, typer.Option(help="Objective: seconds to the first token.")] = 1.0,
     slo_tpot: Annotated[float, typer.Option(help="Objective: mean seconds per token after the first.")] = 0.1,
     goodput: Annotated[float, typer.Option(min=0, max=1, help="Objective: share of requests within both.")] = 0.9,
-    retries: Annotated[int, typer.Option(min=0, help="How often a refused request comes back when told.")] = 0,
-    seed: Annotated[int, typer.Option(help="Decides times, lengths and texts.")] = 0,
+    retries: Annotated[
+        int, typer.Option(min=0, help="How often a refused request is retried after its Retry-After.")
+    ] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of times, lengths and texts.")] = 0,
     model: Annotated[str, typer.Option(help="Model name to send; by default the first that the server lists.")] = "",
     tokenizer: Annotated[str, typer.Option(help="tokenizer.json, a folder with one, or a model.")] = "default",
     json_file: JsonFile = None,
@@ -78,7 +85,7 @@ def main(
         console.print(f"[red]{error}")
         raise typer.Exit(1) from error
     if not workload.items:
-        console.print("[red]no request is due in that time")
+        console.print("[red]no request is due within the duration")
         raise typer.Exit(1)
     run, views = run_open_loop(server, workload, writer, retries)
     summary = summarize(run, writer.num_special, objective)
@@ -91,7 +98,7 @@ def main(
         title = f"Open loop, {name}: {server.model}"
         html.write_text(run_page(title, report["circumstances"], run, summary, objective, views), encoding="utf-8")
     if summary["goodput"] < objective.goodput:
-        console.print(f"[red]objective missed: goodput {summary['goodput']:.1%} of wanted {objective.goodput:.1%}")
+        console.print(f"[red]objective missed: goodput {summary['goodput']:.1%} instead of {objective.goodput:.1%}")
         sys.exit(1)
 
 

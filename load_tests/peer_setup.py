@@ -15,6 +15,7 @@ import tarfile
 import venv
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -37,7 +38,9 @@ _LLAMA_WITHOUT = (
     *("BUILD_SHARED_LIBS", "LLAMA_BUILD_TESTS", "LLAMA_BUILD_EXAMPLES", "LLAMA_BUILD_APP"),
     *("LLAMA_BUILD_UI", "LLAMA_USE_PREBUILT_UI", "LLAMA_OPENSSL"),
 )
-GGUF_KINDS = ("Q4_0", "Q8_0", "F16")
+GGUF_KINDS = ("Q4_0", "Q8_0", "F16", "BF16")
+# Its packages are imported beside ours (see `offline`), hence our numpy.
+_OPENVINO = ("openvino-genai==2026.4.1.0", f"numpy=={metadata.version('numpy')}")
 
 console = Console(stderr=True)
 
@@ -65,6 +68,10 @@ class PeerFolder:
     def environment(self, name: str) -> Path:
         """The virtual environment of the installation `name`."""
         return self.path / name / "venv"
+
+    def packages(self, name: str) -> Path:
+        """The packages of the installation `name`, for a process of this Python to import."""
+        return self.environment(name) / "lib" / f"python3.{sys.version_info.minor}" / "site-packages"
 
 
 class _Shell:
@@ -124,6 +131,10 @@ def _repair_vllm(environment: Path, version: str, shell: _Shell) -> None:
     (stub / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}+cpu\n")
 
 
+def _install_openvino(folder: PeerFolder, shell: _Shell) -> None:
+    shell.environment(folder.environment("openvino"), _OPENVINO)
+
+
 def _install_llama(folder: PeerFolder, shell: _Shell) -> None:
     """llama.cpp's server out of the source that llama-cpp-python ships, and the model in its formats.
 
@@ -154,7 +165,8 @@ _Install = Callable[[PeerFolder, _Shell], None]
 INSTALLATIONS: dict[str, tuple[str, _Install]] = {
     "model": ("float32", _install_model),
     "transformers": (" ".join(_TRANSFORMERS), _install_transformers),
-    "llama": (_LLAMA, _install_llama),
+    "llama": (" ".join((_LLAMA, *GGUF_KINDS)), _install_llama),
+    "openvino": (" ".join(_OPENVINO), _install_openvino),
     "vllm": (_VLLM, _install_vllm),
     "ray_llm": (" ".join(_RAY_LLM), _install_ray_llm),
 }

@@ -22,20 +22,21 @@ import psutil  # type: ignore[import-untyped]
 import typer
 from rich.console import Console
 
-from load_tests.bench import measure, reach, through_http
 from load_tests.contestants import CONTESTANTS, OfflineCommand
-from load_tests.machine import machine
 from load_tests.peer_setup import PeerFolder, set_up
 from load_tests.peers_report import Entry, draw, far_behind, figures, print_tables
 from load_tests.servers import ServerCommand, running
-from load_tests.workloads import PromptWriter, build_workload, open_writer, read_names
 from serve_app.cli.outputs import JsonFile, PngFile
+from serve_app.workloads.machine import machine
+from serve_app.workloads.mixes import build_workload, read_names
+from serve_app.workloads.prompts import PromptWriter, open_writer
+from serve_app.workloads.runs import measure, reach, through_http
 
 # vLLM compiles its model for minutes when it starts for the first time.
 _START_LIMIT_S = 600.0
 # `generate` serves nobody; it is for `make bench`.
 RIVALS = ",".join(name for name in CONTESTANTS if name != "generate")
-WORKLOADS = "decode,mixed,single,first_token,repetitive,prefill:16,shared_prefix"
+WORKLOADS = "decode,mixed,single,first_token,repetitive,prefill:16,shared_prefix,long,crowd,lognormal,agents"
 
 console = Console(stderr=True)
 Wanted = Mapping[str, int | None]

@@ -1,24 +1,27 @@
-"""What a comparison with the peers says: the table, our ratios against the best peer of each row, the picture.
+"""What a comparison with the peers says: the table, our ratios over every peer and over the best, the picture.
 
 Decides which figure of a workload counts and whom ours are compared with; measures nothing.
 
-A ratio is ours over the best peer's: above 1 is good for rates, below 1 for times. Our servers are compared: with
-unquantized weights against the peers that have such too, as they come against all. A peer counts in a row if it
-answered every request of it, each with the right number of tokens.
+A ratio is ours over a peer's, which is named beside it: above 1 is good for rates, below 1 for times. Our servers are
+compared with servers, our engine with engines; with unquantized weights against the peers that have such too, as they
+come against all. A peer counts in a row if it answered every request of it, each with the right number of tokens.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from load_tests.client import median_of
 from load_tests.contestants import Contestant
+from serve_app.workloads.figures import median_of
 
-_BLUE, _ORANGE, _GREY = "#0072B2", "#E69F00", "#666666"
+_BLUE, _ORANGE = "#0072B2", "#E69F00"
+# Engines without a server.
+_LIGHT_BLUE, _LIGHT_ORANGE = "#7FB8D8", "#F2CF80"
 _ENGINE = "engine"
 _FIRST_TOKEN = "first_token"
 _UNITS = {"prefill": "input tokens/s", _FIRST_TOKEN: "median ms to the first token"}
@@ -92,53 +95,73 @@ def _figure(name: str, workload: str, figures: Figures) -> float | None:
     return None if value is None else float(value)
 
 
+_CLOSE = 1.25
+"""How far apart two figures of one machine may come to be because it drifts."""
 _BEST = {"tok/s": max, "TTFT p50 ms": min, "ITL p99 ms": min}
 
 
 def standings(entries: Mapping[str, Entry], workloads: Sequence[str]) -> Iterator[Standing]:
-    """Every figure of ours that has a peer's to be compared with."""
+    """Every figure of ours that has a peer's to be compared with, against the best one."""
     for workload in workloads:
-        medians = {name: entry.median(workload) for name, entry in entries.items()}
         for name, entry in entries.items():
-            ours = medians[name]
-            if not entry.contestant.ours or name == _ENGINE or ours is None:
+            ours = entry.median(workload)
+            if not entry.contestant.ours or ours is None:
                 continue
-            peers = {
-                other: figures
-                for other, figures in medians.items()
-                if figures is not None and _is_rival(entry, entries[other]) and not entries[other].errors(workload)
-            }
-            for figure, best_of in _BEST.items():
+            peers = _rivals(entries, workload, entry.contestant)
+            for figure in _BEST:
                 value = _figure(figure, workload, ours)
-                values = {other: _figure(figure, workload, figures) for other, figures in peers.items()}
-                known = {other: other_value for other, other_value in values.items() if other_value}
-                if value is not None and known:
-                    peer = best_of(known, key=lambda other: known[other])
-                    best = known[peer]
+                if value is not None and (found := _best(peers, figure, workload)) is not None:
+                    peer, best = found
                     yield Standing(workload, name, figure, value, peer, best, round(value / best, 3))
 
 
-def _is_rival(ours: Entry, other: Entry) -> bool:
-    return not other.contestant.ours and (other.contestant.exact or not ours.contestant.exact)
+def _rivals(entries: Mapping[str, Entry], workload: str, one: Contestant) -> dict[str, Figures]:
+    """The medians of the peers with whom a contestant is compared in this workload."""
+    return {
+        name: median
+        for name, entry in entries.items()
+        if _is_rival(one, entry.contestant)
+        and not entry.errors(workload)
+        and (median := entry.median(workload)) is not None
+    }
+
+
+def _is_rival(one: Contestant, other: Contestant) -> bool:
+    return not other.ours and other.engine == one.engine and (other.exact or not one.exact)
+
+
+def _best(peers: Mapping[str, Figures], figure: str, workload: str) -> tuple[str, float] | None:
+    """Who is best in this figure, and what it is; None when nobody has it."""
+    values = ((name, _figure(figure, workload, figures)) for name, figures in peers.items())
+    known = [(name, value) for name, value in values if value]
+    return _BEST[figure](known, key=itemgetter(1)) if known else None
+
+
+def ratios(entries: Mapping[str, Entry], workload: str) -> dict[str, dict[str, float]]:
+    """Tokens per second of each of ours over each of its peers': by our contestant, then by peer."""
+    return {
+        name: {
+            other: round(rate(workload, median) / rate(workload, figures), 3)
+            for other, figures in _rivals(entries, workload, entry.contestant).items()
+        }
+        for name, entry in entries.items()
+        if entry.contestant.ours and (median := entry.median(workload)) is not None
+    }
 
 
 def far_behind(entries: Mapping[str, Entry], workloads: Sequence[str]) -> set[str]:
-    """The peers that decide nothing: nobody's best peer in any figure, and for all workloads together they took more
-    than twice the time of another peer of their kind. Peers with unquantized weights are a kind of their own."""
-    seconds = {
-        name: sum(float(median["seconds"]) for median in medians)
-        for name, entry in entries.items()
-        if not entry.contestant.ours
-        and len(medians := [median for workload in workloads if (median := entry.median(workload))]) == len(workloads)
-    }
-    whole = {name: taken for name, taken in seconds.items() if not any(map(entries[name].errors, workloads))}
-    best_peers = {standing.peer for standing in standings(entries, workloads)}
-    return {
-        name
-        for name, taken in seconds.items()
-        if name not in best_peers
-        and any(taken > 2 * quicker and _is_rival(entries[name], entries[other]) for other, quicker in whole.items())
-    }
+    """The peers that decide nothing: among those that one of their kind is compared with, in no row within a quarter of
+    the most tokens per second, and nobody's best in another figure."""
+    contenders: set[str] = set()
+    peers = {name: entry for name, entry in entries.items() if not entry.contestant.ours and entry.runs}
+    for workload in workloads:
+        for entry in peers.values():
+            rivals = _rivals(entries, workload, entry.contestant)
+            bests = {figure: best for figure in _BEST if (best := _best(rivals, figure, workload)) is not None}
+            contenders.update(name for name, _ in bests.values())
+            _, most = bests.get("tok/s", ("", 0.0))
+            contenders.update(name for name, figures in rivals.items() if _CLOSE * rate(workload, figures) >= most)
+    return set(peers) - contenders
 
 
 def path_costs(entries: Mapping[str, Entry]) -> dict[str, dict[str, float]]:
@@ -152,7 +175,7 @@ def path_costs(entries: Mapping[str, Entry]) -> dict[str, dict[str, float]]:
         return costs
     engine = entries[_ENGINE]
     for name, entry in entries.items():
-        if name == _ENGINE or not entry.contestant.ours or entry.contestant.exact:
+        if entry.contestant.engine or not entry.contestant.ours or entry.contestant.exact:
             continue
         costs[name] = {}
         if (alone := engine.median("decode")) and (served := entry.median("decode")):
@@ -178,6 +201,7 @@ def figures(entries: Mapping[str, Entry], workloads: Sequence[str]) -> dict[str,
             }
             for name, entry in entries.items()
         },
+        "tok_s_over_peers": {workload: ratios(entries, workload) for workload in workloads},
         "against_best_peer": [asdict(standing) for standing in standings(entries, workloads)],
         "path_costs": path_costs(entries),
         "results": {
@@ -190,6 +214,7 @@ def figures(entries: Mapping[str, Entry], workloads: Sequence[str]) -> dict[str,
 def print_tables(console: Console, entries: Mapping[str, Entry], workloads: Sequence[str]) -> None:
     """All of it for people."""
     console.print(_measured(entries, workloads))
+    console.print(_over_each(entries, workloads))
     console.print(_compared(entries, workloads))
     console.print(_who(entries))
     for name, costs in path_costs(entries).items():
@@ -224,12 +249,26 @@ def _measured(entries: Mapping[str, Entry], workloads: Sequence[str]) -> Table:
     return table
 
 
+def _over_each(entries: Mapping[str, Entry], workloads: Sequence[str]) -> Table:
+    """Tokens per second of ours over each peer's."""
+    ours = [name for name, entry in entries.items() if entry.contestant.ours]
+    table = Table("workload", "peer", *(f"{name} over it" for name in ours))
+    for workload in workloads:
+        over = ratios(entries, workload)
+        for peer in entries:
+            cells = [over.get(name, {}).get(peer) for name in ours]
+            if any(cells):
+                table.add_row(workload, peer, *(f"{ratio:.2f}" if ratio else "" for ratio in cells))
+        table.add_section()
+    return table
+
+
 def _compared(entries: Mapping[str, Entry], workloads: Sequence[str]) -> Table:
-    table = Table("workload", "ours", *(f"{figure} ours/best peer" for figure in _BEST))
+    table = Table("workload", "ours", *(f"{figure}: over the best peer" for figure in _BEST))
     cells: dict[tuple[str, str], dict[str, str]] = {}
     for one in standings(entries, workloads):
         cells.setdefault((one.workload, one.contestant), {})[one.figure] = (
-            f"{one.ratio:.2f} ({one.value:.0f} / {one.best:.0f} {one.peer})"
+            f"{one.ratio:.2f}x {one.peer} ({one.value:.0f} / {one.best:.0f})"
         )
     for key, row in cells.items():
         table.add_row(*key, *(row.get(figure, "") for figure in _BEST))
@@ -252,13 +291,16 @@ def _number(value: float | None) -> str:
 
 
 def draw(path: Path, entries: Mapping[str, Entry], workloads: Sequence[str]) -> None:
-    """A panel for each workload: a bar for each contestant's median, a dot for each run; overwrites `path`."""
+    """A panel for each workload: a bar for each contestant's median, a dot for each run, and above them ours over the
+    best peer, with its name; overwrites `path`."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     columns = min(3, len(workloads))
     rows = -(-len(workloads) // columns)
-    size = (2.2 + 3.4 * columns, 0.7 + rows * (0.7 + 0.3 * len(entries)))
+    versus = {workload: _versus(entries, workload) for workload in workloads}
+    title_lines = 1 + max(map(len, versus.values()))
+    size = (2.2 + 3.4 * columns, 0.7 + rows * (0.5 + 0.2 * title_lines + 0.3 * len(entries)))
     figure = Figure(figsize=size, dpi=130, layout="constrained", facecolor="white")
     FigureCanvasAgg(figure)
     panels = figure.subplots(rows, columns, squeeze=False, sharey=True)
@@ -268,17 +310,29 @@ def draw(path: Path, entries: Mapping[str, Entry], workloads: Sequence[str]) -> 
     for axes, workload in zip(panels.flat, workloads, strict=False):
         medians = [entries[name].median(workload) for name in names]
         rates = [_bar(workload, median) if median is not None else 0.0 for median in medians]
-        bars = axes.barh(names, rates, 0.7, color=[_colour(name, entries[name]) for name in names])
+        bars = axes.barh(names, rates, 0.7, color=[_colour(entries[name]) for name in names])
         axes.bar_label(bars, [f"{value:.0f}" if value else "-" for value in rates], fontsize=8, padding=4)
         for place, name in enumerate(names):
             values = [_bar(workload, run) for run in entries[name].runs.get(workload, ())]
             axes.plot(values, [place] * len(values), "o", color="black", markersize=2.5)
         axes.margins(x=0.15)
-        axes.set_title(workload, loc="left", fontsize=10)
+        axes.set_title("\n".join([workload, *versus[workload]]), loc="left", fontsize=9)
         axes.set_xlabel(_UNITS.get(workload, "output tokens/s"), fontsize=8)
         axes.spines[["top", "right"]].set_visible(False)
-    figure.suptitle("Same requests, same machine (bars: medians, dots: runs)", fontsize=10)
-    figure.savefig(path, format="png")
+    figure.suptitle(
+        "Same requests, same machine (bars: medians, dots: runs; light: engines without a server)", fontsize=10
+    )
+    figure.savefig(path, format="svg" if path.suffix == ".svg" else "png")
+
+
+def _versus(entries: Mapping[str, Entry], workload: str) -> list[str]:
+    """A line for each of ours: the figure of the bars over the best peer's, and who that is."""
+    figure = "TTFT p50 ms" if workload == _FIRST_TOKEN else "tok/s"
+    return [
+        f"{one.contestant}: {one.ratio:.2f}x {one.peer}"
+        for one in standings(entries, [workload])
+        if one.figure == figure
+    ]
 
 
 def _bar(workload: str, figures: Figures) -> float:
@@ -287,7 +341,7 @@ def _bar(workload: str, figures: Figures) -> float:
     return rate(workload, figures)
 
 
-def _colour(name: str, entry: Entry) -> str:
-    if name == _ENGINE:
-        return _GREY
-    return _BLUE if entry.contestant.ours else _ORANGE
+def _colour(entry: Entry) -> str:
+    if entry.contestant.ours:
+        return _LIGHT_BLUE if entry.contestant.engine else _BLUE
+    return _LIGHT_ORANGE if entry.contestant.engine else _ORANGE

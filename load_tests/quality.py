@@ -1,8 +1,8 @@
 """How much a quantized mode changes the model: KL divergence, agreement of the likeliest token, perplexity.
 
-Both modes run on one text, windows of `--window` tokens, each position predicting the next token. The text is what
-the installed packages say about themselves (their long descriptions, in the order of their names), so anybody with the
-same environment measures the same.
+Both modes run on one text in windows of `--window` tokens, each position predicting the next token. The text is the
+long descriptions of the installed packages, in order of their names, so that the same environment gives the same
+figures.
 
     python -m load_tests.quality --json FILE
 """
@@ -18,17 +18,18 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from load_tests.machine import machine
 from serve_app.model.attention.base import AttentionBatch, block_matrix
-from serve_app.model.loader import ModelOptions, load_model
+from serve_app.model.loader import load_model
+from serve_app.model.options import ModelOptions
 from serve_app.model.paged_model import PagedModel
 from serve_app.text.tokenizer import load_tokenizer
+from serve_app.workloads.machine import machine
 
 
 @dataclass
 class Quality:
     """Means over all positions, and the largest KL divergence. KL is that of the quantized model's distribution from
-    the exact one's, in nats; `top1` is the share of positions where both prefer the same token."""
+    the exact one's, in nats; `top1` is the share of positions where the likeliest token is the same."""
 
     positions: int
     kl_mean: float
@@ -40,19 +41,19 @@ class Quality:
 
 
 def corpus(model: str, num_tokens: int) -> list[int]:
-    """The first `num_tokens` tokens of the text. Raises ValueError when the environment has too little of it."""
+    """The first `num_tokens` tokens of the text. Raises `ValueError` when the descriptions are shorter."""
     tokenizer = load_tokenizer(model)
     ids: list[int] = []
     names = sorted({dist.metadata["Name"] for dist in importlib.metadata.distributions()}, key=str.lower)
     for name in names:
         metadata = importlib.metadata.metadata(name)
-        assert isinstance(metadata, Message)  # which its type keeps to itself; the description is the body
+        assert isinstance(metadata, Message)  # its type hides it; the description is the body
         text = metadata.get_payload()
         if isinstance(text, str) and text.strip():
             ids += tokenizer.encode(text)
         if len(ids) >= num_tokens:
             return ids[:num_tokens]
-    raise ValueError(f"the installed packages describe themselves in {len(ids)} tokens, {num_tokens} are wanted")
+    raise ValueError(f"the installed packages' descriptions have {len(ids)} tokens, not {num_tokens}")
 
 
 def window_logits(model: PagedModel, ids: list[int]) -> Iterator[Tensor]:
@@ -65,7 +66,7 @@ def window_logits(model: PagedModel, ids: list[int]) -> Iterator[Tensor]:
 
 
 def compare(exact: PagedModel, quantized: PagedModel, ids: list[int], window: int) -> Quality:
-    """Run both over the text, window by window."""
+    """Run both modes over the text, window by window."""
     divergences, agreements, losses = [], [], []
     for model in (exact, quantized):
         model.allocate_kv_cache(2 + window // model.block_size)

@@ -1,12 +1,14 @@
-"""Ray Serve LLM with its vLLM engine on the CPU, in the foreground: `ray_llm_app.py MODEL_FOLDER PORT`.
+"""Ray Serve LLM with its vLLM engine on the CPU, in the foreground: `ray_llm_app.py MODEL_FOLDER PORT ENGINE_JSON`.
 
 Runs in an environment of its own (see `peer_setup`), so it imports nothing of ours. Ends with SIGTERM.
 """
 
+import json
 import os
 import signal
 import sys
 import tempfile
+from typing import Any
 
 import ray
 from ray import serve
@@ -20,8 +22,8 @@ _FORWARDED = (
 )
 
 
-def main(model: str, port: int) -> None:
-    """Serve until a signal comes."""
+def main(model: str, port: int, engine: dict[str, Any]) -> None:
+    """Serve until a signal comes. `engine`: arguments of vLLM's engine."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     # Sockets' paths must be short.
     with tempfile.TemporaryDirectory(prefix="ray-llm-", dir="/tmp") as scratch:
@@ -38,14 +40,9 @@ def main(model: str, port: int) -> None:
             accelerator_config={"kind": "cpu"},
             deployment_config={
                 "autoscaling_config": {"min_replicas": 1, "max_replicas": 1},
-                "max_ongoing_requests": 64,
+                "max_ongoing_requests": 256,
             },
-            engine_kwargs={
-                "dtype": "float32",
-                "max_model_len": 2048,
-                "max_num_seqs": 16,
-                "distributed_executor_backend": "mp",
-            },
+            engine_kwargs=engine | {"distributed_executor_backend": "mp"},
             runtime_env={"env_vars": {name: os.environ[name] for name in _FORWARDED if name in os.environ}},
         )
         try:
@@ -57,4 +54,4 @@ def main(model: str, port: int) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]))
+    main(sys.argv[1], int(sys.argv[2]), json.loads(sys.argv[3]))

@@ -1,10 +1,10 @@
-"""Our router beside Ray's two, in front of the same engine replicas, on requests that share prefixes.
+"""Our router beside two of Ray's, in front of the same engine replicas, on requests that share prefixes.
 
     python -m load_tests.routing --json FILE
 
 24 prefixes of 512 tokens, 4 requests each, shuffled, on 3 replicas. Each router gets a server of its own, one after
-another. Decides the workload and the two figures that count: the prefix hit rate (prompt tokens that the engines found
-computed, of all they looked up) and the time to first token.
+another. Decides the workload and the two figures that count: the prefix hit rate (the share of prompt tokens found in
+the engines' prefix caches) and the time to first token.
 """
 
 import asyncio
@@ -12,7 +12,6 @@ import json
 import socket
 import sys
 import tempfile
-import urllib.request
 from collections.abc import Sequence
 from pathlib import Path
 from random import Random
@@ -25,12 +24,15 @@ from prometheus_client.parser import text_string_to_metric_families
 from rich.console import Console
 from rich.table import Table
 
-from load_tests.bench import reach, show_progress
-from load_tests.client import Run, Server, percentile, run_workload, summarize
-from load_tests.machine import Meter, machine, wait_until_quiet
 from load_tests.servers import ServerCommand, running
-from load_tests.workloads import PromptWriter, WorkItem, Workload, open_writer
 from serve_app.cli.outputs import JsonFile
+from serve_app.http_client import fetch
+from serve_app.workloads.client import Run, Server, run_workload
+from serve_app.workloads.figures import percentile, summarize
+from serve_app.workloads.machine import Meter, machine, wait_until_quiet
+from serve_app.workloads.mixes import WorkItem, Workload
+from serve_app.workloads.prompts import PromptWriter, open_writer
+from serve_app.workloads.runs import reach, show_progress
 
 OURS, POWER_OF_TWO, PREFIX_TREE = "serve_app", "power_of_two", "prefix_tree"
 APPLICATIONS = {
@@ -48,7 +50,7 @@ Report = dict[str, Any]
 
 
 def build_prefix_groups(writer: PromptWriter, repeat: int, concurrency: int) -> Workload:
-    """Every prefix's requests among all others, in an order that depends on the repeat alone."""
+    """The requests of all prefixes, shuffled in an order that depends on the repeat alone."""
     rng = Random(f"prefix-groups-{repeat}")
     prompts = []
     for _ in range(_PREFIXES):
@@ -60,7 +62,7 @@ def build_prefix_groups(writer: PromptWriter, repeat: int, concurrency: int) -> 
 
 
 def parse_counters(page: str) -> dict[str, dict[str, float]]:
-    """Replica -> the two counters of its prefix cache, from a page of the ingress."""
+    """The two prefix cache counters of each replica, from the ingress's `/metrics`."""
     counters: dict[str, dict[str, float]] = {}
     for family in text_string_to_metric_families(page):
         for sample in family.samples:
@@ -70,7 +72,7 @@ def parse_counters(page: str) -> dict[str, dict[str, float]]:
 
 
 def prefix_figures(before: dict[str, dict[str, float]], after: dict[str, dict[str, float]]) -> dict[str, float]:
-    """Hit rate between two pages, and the share of all prompt tokens that went to the busiest replica."""
+    """The hit rate between two samples, and the share of all prompt tokens that went to the busiest replica."""
     growth = {name: {key: after[name][key] - before[name][key] for key in (_HITS, _QUERIES)} for name in after}
     queries = [one[_QUERIES] for one in growth.values()]
     hits = sum(one[_HITS] for one in growth.values())
@@ -78,7 +80,7 @@ def prefix_figures(before: dict[str, dict[str, float]], after: dict[str, dict[st
 
 
 def measure(router: str, config: dict[str, Any], writer: PromptWriter, repeats: int, concurrency: int) -> list[Report]:
-    """One router's server, started and stopped here; a summary per repeat."""
+    """Start one router's server, measure, and stop it; a summary per repeat."""
     console.print(f"[bold]{router}[/bold]")
     with tempfile.TemporaryDirectory() as folder:
         base_url = f"http://127.0.0.1:{config['http_options']['port']}"
@@ -107,16 +109,14 @@ def _measure_once(client: Server, workload: Workload, writer: PromptWriter, serv
 
 
 def first_token_figures(run: Run) -> dict[str, float | None]:
-    """Mean and percentiles of the time to first token, in milliseconds; None when nothing came."""
+    """Mean and percentiles of the time to first token, in milliseconds; None when no token arrived."""
     times = [result.ttft_s for result in run.results if result.ttft_s is not None]
     values = {"mean": mean(times) if times else None} | {f"p{p}": percentile(times, p) for p in (50, 99)}
     return {f"ttft_{name}_ms": None if value is None else round(1000 * value, 1) for name, value in values.items()}
 
 
 def _page(base_url: str) -> str:
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-    with opener.open(f"{base_url}/metrics", timeout=30) as response:
-        return str(response.read().decode())
+    return fetch(f"{base_url}/metrics", timeout_s=30).decode()
 
 
 def make_config(model: str) -> dict[str, Any]:
@@ -156,7 +156,7 @@ def show(results: dict[str, list[Report]]) -> Table:
 
 
 def verdict(results: dict[str, list[Report]]) -> list[str]:
-    """What is not as it should be, in words; empty when our router holds what it promises against power of two."""
+    """The expectations that were missed, in words; none when our router beats power of two as it should."""
     faults = [
         f"{router}: {run['failures']} failed, {run['wrong_length']} of wrong length {run['errors']}"
         for router, runs in results.items()
@@ -173,16 +173,16 @@ def verdict(results: dict[str, list[Report]]) -> list[str]:
 
 
 def main(
-    model: Annotated[str, typer.Option(help="The model that is served.")] = "default",
+    model: Annotated[str, typer.Option(help="The model to serve.")] = "default",
     routers: Annotated[str, typer.Option(help="Names, separated by commas.")] = ",".join(APPLICATIONS),
     repeats: Annotated[int, typer.Option(min=1)] = 1,
-    concurrency: Annotated[int, typer.Option(min=1, help="Requests that are out at once.")] = 12,
+    concurrency: Annotated[int, typer.Option(min=1, help="Requests in flight.")] = 12,
     json_file: JsonFile = None,
 ) -> None:
     """Measure the routers one after another on the same requests."""
     names = routers.split(",")
     if unknown := set(names) - set(APPLICATIONS):
-        raise typer.BadParameter(f"there is no {', '.join(sorted(unknown))}; there are {', '.join(APPLICATIONS)}")
+        raise typer.BadParameter(f"unknown: {', '.join(sorted(unknown))}; known: {', '.join(APPLICATIONS)}")
     writer = open_writer(model)
     results = {name: measure(name, make_config(model), writer, repeats, concurrency) for name in names}
     Console(width=max(console.width, 120)).print(show(results))

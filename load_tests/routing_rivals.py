@@ -1,11 +1,12 @@
 """Ray's own routers in front of our engine, for comparison: applications to name as `import_path` in a Serve config.
 
-Decides nothing about routing. Ray's routers place what goes through a Ray handle, so here each request is a streamed
-call, in place of a message of our link; without failover, of which the comparison has no need. Ray's prefix-aware
-router is used without its package, whose import wants vLLM or SGLang and more; it compares texts, so it is given one
-character per token.
+Decides nothing about routing. Ray's routers place calls of a Ray handle, so here each request is a streaming call
+instead of a message on our link, without failover, which the comparison does not need. Ray's prefix-aware router is
+used without its package, whose import requires vLLM or SGLang; it compares texts, so it is given one character per
+token.
 """
 
+import asyncio
 import contextvars
 import importlib
 import sys
@@ -19,18 +20,19 @@ from ray import cloudpickle, serve
 from ray.serve._private.request_router import PowerOfTwoChoicesRequestRouter
 from ray.serve.config import RequestRouterConfig
 from ray.serve.handle import DeploymentHandle
-from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
+from ray.serve.request_router import PendingRequest, RequestRouter
 
 from serve_app.app import engine_options, ingress_options, use_gpu
-from serve_app.core.request import EngineRequest
 from serve_app.errors import RequestError
-from serve_app.serving import replica_set, routing
-from serve_app.serving.attempt import ItemStream, Transport
+from serve_app.fleet.attempt import Attempt, Transport
+from serve_app.fleet.loss import LossReason, ReplicaLostError
+from serve_app.fleet.prefix_routing import PrefixRouting
+from serve_app.fleet.replica_set import ReplicaSet
+from serve_app.fleet.transport import LinkTransport
+from serve_app.fleet.wire import WireItem, WireRequest, pack_request
 from serve_app.serving.ingress import Ingress
+from serve_app.serving.ray_router import ReportingMixin
 from serve_app.serving.replica import EngineReplica
-from serve_app.serving.router import ReportingMixin
-from serve_app.serving.transport import LinkTransport
-from serve_app.serving.wire import WireItem, WireRequest, pack_request
 from serve_app.settings import Settings
 
 _PACKAGE = "ray.llm._internal.serve.routing_policies.prefix_aware"
@@ -38,7 +40,7 @@ _FIRST_SURROGATE, _NUM_SURROGATES = 0xD800, 0x800
 
 
 def _import_prefix_router() -> Any:
-    """Ray's class, from its two files alone; they are sent by value to processes that cannot import them."""
+    """Ray's class, loaded from its two files alone; it is pickled by value for processes that cannot import them."""
     parts = _PACKAGE.split(".")
     for i in range(2, len(parts) + 1):
         package = ModuleType(".".join(parts[:i]))
@@ -55,22 +57,11 @@ def _call(pending: PendingRequest) -> dict[str, Any]:
     return first if isinstance(first, dict) else {}
 
 
-class RivalMixin(ReportingMixin):
-    """What our ingress needs of any router: it is told who got what."""
-
-    async def _choose_replica_for_request(
-        self, pending_request: PendingRequest, *, is_retry: bool = False
-    ) -> RunningReplica:
-        chosen = await super()._choose_replica_for_request(pending_request, is_retry=is_retry)  # type: ignore[misc]
-        replica_set.process_set.note_assigned(_call(pending_request).get("attempt_id", ""), chosen.replica_id.unique_id)
-        return chosen
-
-
-class PowerOfTwoRouter(RivalMixin, PowerOfTwoChoicesRequestRouter):  # type: ignore[misc]
+class PowerOfTwoRouter(ReportingMixin, PowerOfTwoChoicesRequestRouter):  # type: ignore[misc]
     """Ray Serve's default."""
 
 
-class PrefixTreeRouter(RivalMixin, _import_prefix_router()):  # type: ignore[misc]
+class PrefixTreeRouter(ReportingMixin, _import_prefix_router()):  # type: ignore[misc]
     """Ray Serve LLM's `PrefixCacheAffinityRouter`, with its defaults."""
 
     def _extract_text_from_request(self, pending_request: PendingRequest) -> str:
@@ -79,7 +70,7 @@ class PrefixTreeRouter(RivalMixin, _import_prefix_router()):  # type: ignore[mis
 
 
 class CalledReplica(EngineReplica):
-    """Takes requests as streamed calls, too."""
+    """A replica that also takes requests as streaming calls."""
 
     async def call(self, data: WireRequest) -> AsyncGenerator[WireItem, None]:
         try:
@@ -90,25 +81,42 @@ class CalledReplica(EngineReplica):
 
 
 class HandleTransport(LinkTransport):
-    """Requests go through Ray's handle, heartbeats come by our link."""
+    """Requests go through Ray's handle, heartbeats through our link."""
 
-    def __init__(self, engines: DeploymentHandle[Any]) -> None:
-        super().__init__(replica_set.process_set, routing.policy)
+    def __init__(self, engines: DeploymentHandle[Any], replicas: ReplicaSet) -> None:
+        super().__init__(replicas, PrefixRouting())
         self._call = engines.options(method_name="call", stream=True)
+        self._calls: dict[str, asyncio.Task[None]] = {}
 
-    def generate(self, request: EngineRequest, attempt_id: str, session: str | None, since: float) -> ItemStream:
-        data = pack_request(request, attempt_id)
+    def start(self, attempt: Attempt) -> None:
+        """Call, and pass on what comes."""
+        self._calls[attempt.attempt_id] = asyncio.create_task(self._run(attempt))
+
+    def stop(self, attempt: Attempt) -> None:
+        """End the call."""
+        if (call := self._calls.pop(attempt.attempt_id, None)) is not None:
+            call.cancel()
+
+    async def _run(self, attempt: Attempt) -> None:
         # In a context of its own: within that of an HTTP request, all its calls would share one id, by which the
         # router tells waiting calls apart.
-        items: ItemStream = contextvars.Context().run(self._call.remote, data)
-        return items
+        data = pack_request(attempt.request, attempt.attempt_id)
+        items = contextvars.Context().run(self._call.remote, data)
+        try:
+            async for item in items:
+                attempt.receive(item)
+            attempt.receive(ReplicaLostError(LossReason.CUT))
+        except Exception as error:
+            attempt.receive(error)
+        finally:
+            items.cancel()
 
 
 class RivalIngress(Ingress):
     """An ingress whose requests Ray's router places."""
 
     def _open_transport(self, engines: DeploymentHandle[Any]) -> Transport:
-        return HandleTransport(engines)
+        return HandleTransport(engines, self._replicas)
 
 
 def power_of_two(args: Settings) -> serve.Application:

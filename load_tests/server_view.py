@@ -1,17 +1,18 @@
-"""The same run as the server's own metrics tell it, beside what the client measured.
+"""A run as the server's own metrics show it, beside what the client measured.
 
-Decides how the two are compared; asks for `/metrics` before and after a run and measures nothing itself. A server's
-histogram knows a percentile only to the width of a bucket: the two agree when they are no further apart than that.
+Decides how the two are compared; reads `/metrics` before and after a run and measures nothing itself. A histogram gives
+a percentile only to the width of a bucket: the two agree when they differ by no more than that.
 """
 
-import urllib.request
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from load_tests.client import RequestResult, percentile
+from serve_app.http_client import fetch
+from serve_app.workloads.client import RequestResult
+from serve_app.workloads.figures import percentile
 
 _TTFT, _ITL = "serve_app_time_to_first_token_seconds", "serve_app_inter_token_latency_seconds"
 _OUTPUT_TOKENS = "serve_app_output_tokens_total"
@@ -57,11 +58,9 @@ class ServerView:
 
     @staticmethod
     def read(base_url: str) -> "ServerView | None":
-        """Ask the server; None when it has no such metrics (another kind of server)."""
-        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        """Read the server's metrics; None when it has no such metrics (another kind of server)."""
         try:
-            with opener.open(f"{base_url.rstrip('/')}/metrics", timeout=30) as response:
-                return ServerView.parse(response.read().decode())
+            return ServerView.parse(fetch(f"{base_url.rstrip('/')}/metrics", timeout_s=30).decode())
         except (OSError, ValueError):
             return None
 
@@ -79,14 +78,14 @@ class ServerView:
                     bound = float(sample.labels["le"])
                     buckets[name][bound] = buckets[name].get(bound, 0.0) + sample.value
         if tokens is None or not all(buckets.values()):
-            raise ValueError("the page lacks series of serve_app")
+            raise ValueError("the page lacks metrics of serve_app")
         ttft, itl = (Histogram(*zip(*sorted(found.items()), strict=True)) for found in buckets.values())
         return ServerView(ttft, itl, tokens)
 
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """One figure as both sides saw it; `low` and `high` bound what the server can know."""
+    """One figure as both sides measured it; `low` and `high` bound the server's."""
 
     name: str
     client: float
@@ -95,7 +94,7 @@ class Comparison:
     high: float
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON, which knows no infinity: the bound above the last bucket is null."""
+        """For JSON, which has no infinity: the bound above the last bucket is null."""
         high = None if self.high == float("inf") else self.high
         return {
             "figure": self.name,
@@ -116,12 +115,12 @@ def compare_views(
 ) -> list[Comparison]:
     """Percentiles in seconds and the number of output tokens, both sides; empty for a server without our metrics.
 
-    Holds when nobody else used the server meanwhile. Tokens are compared only when every answer came whole, because the
-    server also counts those that a client did not wait for.
+    Valid when nobody else used the server meanwhile. Tokens are compared only when every answer is complete: the server
+    also counts tokens that a client did not wait for.
     """
     if before is None or after is None:
         return []
-    # The server's clock starts when a request reaches it: this process's own delay is no concern of it.
+    # The server's clock starts when a request reaches it, so this process's own delay is taken out.
     ttft = [r.ttft_s - r.late_s for r in results if r.ttft_s is not None and r.attempts == 1]
     itl = [gap for r in results for gap in r.gaps_s]
     rows = []

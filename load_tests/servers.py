@@ -5,15 +5,14 @@ import signal
 import socket
 import subprocess
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from load_tests.client import Server
+from serve_app.http_client import HttpStatusError, fetch
+from serve_app.workloads.client import Server
 
 _POLL_S = 0.2
 _STOP_LIMIT_S = 60.0
@@ -33,7 +32,7 @@ class ServerCommand:
     environment: Mapping[str, str] = field(default_factory=dict)
 
     def client(self) -> Server:
-        """The client's view of this server."""
+        """How a client addresses this server."""
         return Server(self.base_url, self.model, self.extra_body, self.extensions)
 
 
@@ -50,11 +49,11 @@ def running(server: ServerCommand, log: Path, limit_s: float = 300.0) -> Iterato
     """Start the server, wait until `ready_path` answers 200, and stop it at the end.
 
     Its output goes to `log`. Raises `RuntimeError` when it ends early, is not ready within `limit_s` seconds, or when
-    something answers at its address already.
+    another server already answers at its address.
     """
     url = server.base_url + server.ready_path
     if _status(url) is not None:
-        raise RuntimeError(f"something answers at {server.base_url} already")
+        raise RuntimeError(f"another server already answers at {server.base_url}")
     started = time.monotonic()
     with log.open("wb") as output:
         process = subprocess.Popen(
@@ -77,26 +76,25 @@ def running(server: ServerCommand, log: Path, limit_s: float = 300.0) -> Iterato
 
 
 def free_port() -> int:
-    """A port of loopback that nobody listens on now."""
+    """A loopback port that nobody listens on at the moment."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
 
 
 def _status(url: str) -> int | None:
-    """The HTTP status of a GET, or None when nobody listens."""
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    """The HTTP status of a GET (200 for any success), or None when nobody listens."""
     try:
-        with opener.open(url, timeout=5) as response:
-            return int(response.status)
-    except urllib.error.HTTPError as error:
-        return error.code
+        fetch(url, timeout_s=5)
+    except HttpStatusError as error:
+        return error.status
     except OSError:
         return None
+    return 200
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:
-    """Ask the process to end; then, or after a while, end what is left of its process group, which is ours alone."""
+    """SIGTERM to the process; once it has ended or the limit is over, SIGKILL to the rest of its process group."""
     if process.poll() is None:
         process.send_signal(signal.SIGTERM)
         with suppress(subprocess.TimeoutExpired):

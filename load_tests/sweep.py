@@ -1,11 +1,11 @@
-"""Does the knob do anything? Scheduler settings under open-loop load, with fused and with separate prefill.
+"""What do the knobs do? Scheduler settings under open-loop load, with fused and with separate prefill.
 
     python -m load_tests.sweep --json sweep.json --html sweep.html --png sweep.png
-    python -m load_tests.sweep --quick --json sweep.json      # few settings, one rate, seconds: does it run at all?
+    python -m load_tests.sweep --quick --json sweep.json      # smoke test: few settings, one rate
 
 Every setting gets a fresh server and the same arrivals: the defaults, and the defaults with one knob turned. Decides
-which settings and rates are tried and in which order; `sweep_report` draws them. The machine drifts, so settings come
-in a shuffled order, fused beside separate, and the defaults are measured again at the end.
+which settings and rates are tried and in which order; `sweep_report` draws them. The machine drifts, so the
+settings are shuffled, fused beside separate, and the defaults are measured again at the end.
 """
 
 import asyncio
@@ -21,14 +21,16 @@ import typer
 import yaml
 from rich.console import Console
 
-from load_tests.arrivals import mixed_lengths, random_arrivals
-from load_tests.bench import reach, show_progress
-from load_tests.client import Server, run_workload, summarize
-from load_tests.report import circumstances
 from load_tests.servers import ServerCommand, running
 from load_tests.sweep_report import KNOBS, draw_sweep, sweep_page
-from load_tests.workloads import PromptWriter, WorkItem, Workload, open_workload, open_writer
 from serve_app.cli.outputs import HtmlFile, JsonFile, PngFile
+from serve_app.workloads.arrivals import mixed_lengths, random_arrivals
+from serve_app.workloads.client import Server, run_workload
+from serve_app.workloads.figures import summarize
+from serve_app.workloads.mixes import WorkItem, Workload, open_workload
+from serve_app.workloads.prompts import PromptWriter, open_writer
+from serve_app.workloads.report import circumstances
+from serve_app.workloads.runs import reach, show_progress
 
 PREFILLS = ("fused", "separate")
 VALUES: dict[str, tuple[float, ...]] = {
@@ -39,7 +41,7 @@ VALUES: dict[str, tuple[float, ...]] = {
 }
 """Beside the defaults (0, 1 s, 256, 16)."""
 _BESIDE: dict[str, Mapping[str, float]] = {"max_wait_s": {"waiting_served_ratio": 2.0, "max_waiting_steps": 100_000}}
-"""What a knob needs to do anything: the wait only ends what a ratio began."""
+"""Other settings that a knob needs to have an effect: the wait only ends what a ratio began."""
 _PORT = 8102
 _MAX_PROMPT_TOKENS, _MAX_OUTPUT_TOKENS = 256, 64
 """Shorter than `mixed`, so that a CPU sees enough requests in a minute."""
@@ -49,7 +51,7 @@ console = Console(stderr=True)
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """One server to measure: the defaults, or (`knob` not empty) the defaults with that knob at `value`."""
+    """One server to measure: the defaults, with `knob` (if not empty) set to `value`."""
 
     prefill: str
     knob: str = ""
@@ -86,14 +88,14 @@ def server_of(setting: Setting, config: Path, folder: Path, port: int) -> Server
 
 
 def arrivals_at(rate: float, seconds: float, writer: PromptWriter, seed: int) -> Workload:
-    """The same arrivals for every setting, of the same lengths at every rate."""
+    """The same arrivals for every setting, with the same lengths at every rate."""
     arrivals = random_arrivals(Random(f"sweep-{seed}"), rate, seconds)
     clipped = (arrival.clipped(_MAX_PROMPT_TOKENS, _MAX_OUTPUT_TOKENS) for arrival in arrivals)
     return open_workload(f"{rate:.2f}/s", writer, clipped, Random(f"sweep-text-{rate}-{seed}"))
 
 
 def measure_capacity(server: Server, writer: PromptWriter) -> float:
-    """Requests per second that the server ends when 24 are out all the time: what rates are chosen by."""
+    """Requests per second that the server completes with 24 in flight at all times; rates are shares of it."""
     rng = Random("capacity")
     items = []
     for _ in range(_CAPACITY_REQUESTS):
@@ -120,7 +122,7 @@ def measure(
 ) -> list[dict[str, Any]]:
     """One point per setting and rate; `on_points` gets all of them after every setting. Logs go to `folder`.
 
-    Without `rates` they are `shares` of what the first server can do.
+    Without `rates`, the rates are `shares` of the first server's capacity.
     """
     points: list[dict[str, Any]] = []
     for number, setting in enumerate(settings):
@@ -132,14 +134,14 @@ def measure(
                 if not rates:
                     capacity = measure_capacity(server, writer)
                     rates = [round(share * capacity, 2) for share in shares]
-                    console.print(f"about {capacity:.2f} requests per second can be done; rates {rates}")
+                    console.print(f"capacity about {capacity:.2f} requests per second; rates {rates}")
                 for rate in rates:
                     workload = arrivals_at(rate, seconds, writer, seed=0)
                     with show_progress(workload, f"{setting.prefill} {workload.name}") as on_done:
                         run = asyncio.run(run_workload(server, workload, writer, on_done))
                     points.append({**asdict(setting), "rate": rate, "summary": summarize(run, writer.num_special)})
         except RuntimeError as error:
-            # A server that does not start costs its own points, not the hour before.
+            # A server that does not start costs only its own points.
             console.print(f"[red]{setting} is left out: {error}")
         on_points(points)
     return points
@@ -153,9 +155,9 @@ def main(
     rates: Annotated[str, typer.Option(help="Requests per second, separated by commas; default: see --shares.")] = "",
     shares: Annotated[str, typer.Option(help="Rates as shares of the measured capacity.")] = "0.5,0.8,1.1",
     seconds: Annotated[float, typer.Option(min=1, help="Seconds of arrivals at each rate.")] = 30.0,
-    tokenizer: Annotated[str, typer.Option(help="Of the config's model: a folder, or a model.")] = "default",
+    tokenizer: Annotated[str, typer.Option(help="The config's model or its tokenizer.")] = "default",
     quick: Annotated[bool, typer.Option(help="The highest value of each knob, 0.8 of capacity, 8 s.")] = False,
-    folder: Annotated[Path, typer.Option(help="Where the servers' logs go.")] = Path("build/sweep"),
+    folder: Annotated[Path, typer.Option(help="Folder for the servers' logs.")] = Path("build/sweep"),
     json_file: JsonFile = None,
     html: HtmlFile = None,
     png: PngFile = None,
@@ -164,7 +166,7 @@ def main(
     names = knobs.split(",")
     for name in names:
         if name not in VALUES:
-            raise typer.BadParameter(f"{name!r} is none of {', '.join(VALUES)}", param_hint="--knobs")
+            raise typer.BadParameter(f"{name!r} is not one of {', '.join(VALUES)}", param_hint="--knobs")
     if quick:
         shares, seconds = "0.8", 8.0
     folder.mkdir(parents=True, exist_ok=True)

@@ -6,9 +6,9 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from load_tests.client import percentile
-from load_tests.plots import COLOURS, image
-from load_tests.report import page, table
+from serve_app.workloads.figures import percentile
+from serve_app.workloads.plots import COLOURS, image
+from serve_app.workloads.report import page, table
 
 KNOBS = {
     "waiting_served_ratio": "waiting_served_ratio (default 0)",
@@ -73,7 +73,7 @@ def medians(points: Sequence[Point], prefill: str, knob: str, value: float) -> l
 
 
 def sweep_page(facts: Mapping[str, Any], points: Sequence[Point]) -> str:
-    """The report: pictures, every setting at every rate beside the defaults, and how far the machine drifted."""
+    """The report: pictures, every setting at every rate beside the defaults, and the machine's drift."""
     parts = ["<h1>Scheduler settings under open-loop load</h1>"]
     parts.append("<p>Same arrivals for every setting. Solid lines: fused prefill; dashed: separate.</p>")
     parts.append(image(draw_sweep(points), "Latency against throughput for each value of each knob"))
@@ -90,7 +90,7 @@ def sweep_page(facts: Mapping[str, Any], points: Sequence[Point]) -> str:
 
 
 def _drift(points: Sequence[Point]) -> str:
-    """The defaults were measured first and last: differences below theirs mean nothing."""
+    """The defaults were measured first and last: smaller differences than between these two mean nothing."""
     rows = []
     for prefill in _LINES:
         for rate in sorted({point["rate"] for point in points}):

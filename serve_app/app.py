@@ -12,22 +12,20 @@ from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, BackpressureC
 
 from serve_app.serving.autoscaling import EnginePolicy, IngressPolicy
 from serve_app.serving.ingress import Ingress
+from serve_app.serving.ray_router import EngineRouter
 from serve_app.serving.replica import EngineReplica
-from serve_app.serving.router import EngineRouter
 from serve_app.settings import Settings
 
-# Requests that take no place in an engine (health, metrics, models, tokenize), and calls of Ray's own.
+# Requests that take no place in an engine (metrics, models, tokenize), and calls of Ray's own.
 _SPARE_REQUESTS = 256
-# Requests that arrive in one moment wait at Ray's until the ingress's own queue takes or refuses them, by type, which
-# takes it time. Of a flood, Ray refuses what is beyond these: an ingress that falls behind by
-# seconds looks dead, and its streams would go with it.
+# Requests that arrive in one burst wait in Ray's queue until the ingress queues each or refuses it with a typed error,
+# which takes time. Ray refuses what exceeds this number: an ingress that falls behind by seconds fails its health
+# checks, and its streams would end with it.
 _MAX_QUEUED_AT_RAY = 1024
-# A replica that leaves hands its streams to another one at once. Alone, it has so long to finish them (s).
+# A replica that is stopped hands its streams to another one at once. If there is none, it has this long (s).
 _ENGINE_SHUTDOWN_S = 60.0
 # How many more replicas there may be during an update; one at least.
 _SURGE_PERCENT = 25
-# Streams tell an ingress the loads it makes itself; those that others make come with these, and count while fresh (s).
-_ROUTING_STATS_PERIOD_S = 2.0
 # Serve takes figures each fifth of this, and answers by their mean over it (s). It warns below 10.
 _LOOK_BACK_S = 11.0
 
@@ -57,9 +55,7 @@ def engine_options(settings: Settings) -> dict[str, Any]:
         "graceful_shutdown_timeout_s": _ENGINE_SHUTDOWN_S,
         # In an update a new replica comes before an old one goes. Not on GPUs: without a spare one it would never come.
         "max_surge_percent": 0 if use_gpu(settings) else _SURGE_PERCENT,
-        "request_router_config": RequestRouterConfig(
-            request_router_class=EngineRouter, request_routing_stats_period_s=_ROUTING_STATS_PERIOD_S
-        ),
+        "request_router_config": RequestRouterConfig(request_router_class=EngineRouter),
     }
     limits = settings.autoscaling
     if limits is None:
@@ -84,7 +80,8 @@ def ingress_options(settings: Settings) -> dict[str, Any]:
     options = _COMMON_OPTIONS | {
         "name": "Ingress",
         "ray_actor_options": {"num_cpus": 0},
-        "max_ongoing_requests": settings.max_ongoing_requests + settings.ingress.max_queued_requests + _SPARE_REQUESTS,
+        # As many again for requests whose bodies are under way: `Uploads` bounds these apart.
+        "max_ongoing_requests": 2 * settings.num_places + _SPARE_REQUESTS,
         "max_queued_requests": _MAX_QUEUED_AT_RAY,
         "backpressure_config": BackpressureConfig(status_code=429),
         # Longer than any request may take: an ingress that is replaced serves its streams to their end.

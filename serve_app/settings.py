@@ -1,7 +1,7 @@
 """The one tree of settings, and the only reader (and writer) of the process environment.
 
 Decides which knobs exist, their defaults and their limits. The builder, the ingress and the launcher read it and hand
-plain dataclasses down; nothing below `api` sees pydantic. `setting_rows` is what the README's table is made from.
+plain dataclasses down; nothing below `api` sees pydantic. `setting_rows` is what docs/settings.md is made from.
 """
 
 import difflib
@@ -23,25 +23,30 @@ FAST_PATH_ENVIRONMENT: Mapping[str, str] = {
 """What `make serve` sets before Ray starts: HAProxy instead of Ray's Python proxy, and the ingress's application on the
 event loop of its Ray replica, which otherwise gives it a thread and a loop of its own."""
 
+_MEMORY_MONITOR = "RAY_memory_monitor_refresh_ms"
+
 LAUNCHER_ENVIRONMENT: Mapping[str, str] = {
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
     "RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "0.3",
     "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "2",
     "RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS": "1",
+    "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "serve_app.serving.front.middlewares",
     "RAY_SERVE_REPLICA_AUTOSCALING_METRIC_PUSH_INTERVAL_S": "2",
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_enable_metrics_collection": "0",
     "RAY_event_stats": "0",
+    _MEMORY_MONITOR: "0",
     "RAY_task_events_report_interval_ms": "0",
     "RAY_worker_niceness": "0",
 }
 """What `make serve` sets besides. Ray's switch for clusters on desktop systems, off, gives the node the address
 127.0.0.1, on which then all of Ray's own ports listen. Serve's controller looks after its replicas ten times a second
-by default, for a fortieth of a core that the model needs. For the draining period an ingress that is replaced still
-takes what HAProxy sends it before it knows; without one, such requests were cut. A replica that fails its health checks
-would get a minute to finish what it cannot finish, before it is replaced. Ray's own metrics and its records of events
-and tasks are for a dashboard, which does not run here. Ray runs workers at niceness 15, behind everything else on the
-machine."""
+by default, for a fortieth of a core that the model needs. The import path names what stands before Ray's own handling
+of a request. For the draining period an ingress that is replaced still takes what HAProxy sends it before it knows;
+without one, such requests were cut. A replica that fails its health checks would get a minute to finish what it cannot
+finish, before it is replaced. Ray's own metrics and its records of events and tasks are for a dashboard, which does not
+run here. Its memory monitor ends workers when the machine is full, whoever filled it; the kernel ends whoever holds the
+most. Ray runs workers at niceness 15, behind everything else on the machine."""
 
 ENGINE_ENVIRONMENT: Mapping[str, str] = {"GOMP_SPINCOUNT": "5000", "THP_MEM_ALLOC_ENABLE": "1"}
 """What a replica sets before it loads torch. Its threads spin for milliseconds after each operation by default, on
@@ -60,69 +65,73 @@ class EngineSettings(_Frozen):
     """The engine of each replica."""
 
     max_num_seqs: int = Field(default=16, ge=1, le=4096)
-    """Seats: sequences that run at once in one replica (each of `n` choices takes one)."""
+    """Most sequences that run at once in one replica; each of `n` choices is one."""
     max_num_batched_tokens: int = Field(default=256, ge=1, le=1_048_576)
-    """Tokens that one packed step computes at most, prefill and decode together."""
+    """Most tokens in one step, prefill and decode together."""
     max_model_len: int | None = Field(default=None, ge=1)
-    """Longest prompt plus output, in tokens; null = the model's own context."""
+    """Longest prompt plus output, in tokens; null = the model's context. Decides `longrope`'s frequencies."""
     kv_cache_gib: float | None = Field(default=None, gt=0)
     """Cap on the KV pool in GiB; null = what measured memory allows (on a CPU at most 4)."""
+    memory_fraction: float = Field(default=0.8, gt=0, le=1)
+    """Part of the memory left after loading and a largest step that the KV pool may take; CUDA graphs need some."""
     policy: Literal["fcfs", "priority", "static"] = "fcfs"
-    """Queue order: first come first served; lowest `priority` of the request first; or whole batches (the baseline)."""
+    """Queue order: by arrival; lowest `priority` of the request first; or closed batches (a baseline)."""
     prefill: Literal["fused", "separate"] = "fused"
-    """Prompts ride along with decode tokens in one packed step, or get steps of their own while decodes pause."""
+    """`fused` = prompts share steps with decodes; `separate` = they get steps of their own while decodes pause."""
     waiting_served_ratio: float = Field(default=0.0, ge=0, le=1000)
-    """Admit new requests once waiting >= running x this ratio; 0 = always."""
+    """Admit waiting requests once waiting >= running x this ratio; 0 = always."""
     max_wait_s: float = Field(default=1.0, ge=0, le=3600)
-    """Admit anyway once the oldest request has waited this long, in seconds."""
+    """Admit anyway once the oldest request has waited this many seconds."""
     max_waiting_steps: int = Field(default=20, ge=1, le=1_000_000)
     """Admit anyway after this many steps without an admission."""
     enable_prefix_cache: bool = True
-    """Reuse the KV blocks of prompts that begin alike."""
+    """Share the KV blocks of prompts that begin alike."""
     speculation: Literal["auto", "off"] = "auto"
-    """`auto` = while few requests run, compute ahead the tokens that a request's own text suggests; same answers."""
+    """`auto` = prompt-lookup speculation while few requests run; same tokens as without."""
     deterministic: bool = False
-    """On GPUs, at a price: a request's tokens do not depend on what runs beside it. On CPUs they never do."""
+    """On GPUs, batch-invariant results at the price of speed. On CPUs they always are."""
     kv_cache_dtype: Literal["auto", "fp8"] = "auto"
-    """`fp8` = keys and values in 8 bits, on GPUs: twice the tokens in the KV pool; `auto` = the format of computing."""
+    """`fp8` = keys and values in 8 bits, on GPUs: twice the tokens in the KV pool; `auto` = the compute dtype."""
     max_num_waiting: int | None = Field(default=None, ge=0, le=1_000_000)
-    """Requests that a replica holds beyond its seats, so that its admission gate can choose; null = `max_num_seqs`."""
+    """Sequences that may wait in a replica for its admission gate; null = `max_num_seqs`."""
     stall_timeout_s: float = Field(default=10.0, gt=0, le=3600)
-    """A replica whose step takes longer than this, in seconds, has stalled: its requests move, and it is replaced."""
+    """A replica whose step takes longer than this many seconds counts as stuck: requests move, and it is replaced."""
     num_threads: int | None = Field(default=None, ge=1, le=1024)
-    """CPU threads of the model in each replica; null = the machine's cores divided by the number of replicas."""
+    """CPU threads of each replica's model; null = the machine's cores divided by the number of replicas."""
 
 
 class IngressSettings(_Frozen):
     """The HTTP side: what is accepted, how much may wait."""
 
     max_queued_requests: int = Field(default=128, ge=0, le=1_000_000)
-    """Sequences (prompts times `n`) that may wait at the ingress; one more is answered 429 with `Retry-After`."""
+    """Sequences (prompts times `n`) that may wait at the ingress; beyond it requests are answered 429."""
     max_body_mib: float = Field(default=4.0, gt=0, le=1024)
-    """Largest request body in MiB; a larger one is answered 413 before it is read."""
+    """Largest request body in MiB; a larger one is answered 413."""
     body_timeout_s: float = Field(default=10.0, gt=0, le=3600)
-    """How long a client may take to send its body, in seconds."""
+    """Seconds a client may take to send its body."""
+    max_unfinished_per_source: int = Field(default=2048, ge=1, le=1_000_000)
+    """Connections of one address without a complete request; more are closed. Complete requests do not count."""
     request_timeout_s: float = Field(default=600.0, gt=0, le=86_400)
-    """After so many seconds, or fewer by the header `x-request-timeout`, a request is ended with a timeout error."""
+    """Seconds until a request is ended with a timeout error; the header `x-request-timeout` may ask for fewer."""
     failover_wait_s: float = Field(default=30.0, ge=0, le=3600)
-    """How long a request whose replica is gone waits, in seconds, while there is no other one."""
+    """Seconds that a request whose replica is gone waits while there is no other replica."""
     drain_timeout_s: float = Field(default=60.0, ge=0, le=86_400)
-    """After a signal to stop: what still runs after this many seconds is ended with an error."""
+    """Seconds after a signal to stop until requests that still run are ended with an error."""
     otlp_endpoint: str | None = Field(default=None, pattern=r"https?://.+")
-    """Collector that gets an OpenTelemetry span of every request, by OTLP over HTTP (`http://127.0.0.1:4318`)."""
+    """OpenTelemetry collector for a span of every request, OTLP over HTTP (`http://127.0.0.1:4318`)."""
 
 
 class AutoscalingSettings(_Frozen):
     """How many engine replicas there are, by load: what runs, waits and queues, and how full the KV pools are."""
 
     min_replicas: int = Field(default=1, ge=1, le=1024)
-    """Engine replicas that are always there."""
+    """Fewest engine replicas."""
     max_replicas: int = Field(default=2, ge=1, le=1024)
-    """Engine replicas at most."""
+    """Most engine replicas."""
     upscale_delay_s: float = Field(default=10.0, ge=0, le=86_400)
-    """More replicas come once the load has asked for them this long, in seconds."""
+    """Seconds that the load must ask for more replicas before they are started."""
     downscale_delay_s: float = Field(default=300.0, ge=0, le=86_400)
-    """Replicas go once the load could do without them this long, in seconds."""
+    """Seconds that the load must allow fewer replicas before some are stopped."""
 
 
 class Settings(_Frozen):
@@ -131,25 +140,25 @@ class Settings(_Frozen):
     model: str = Field(default="default", min_length=1)
     """`default` (SmolLM2-135M-Instruct), a local folder, a `.gguf` file or a hub id."""
     served_model_name: str | None = Field(default=None, min_length=1)
-    """The name clients use; null = the model's own."""
+    """The model name in the API; null = the model's own."""
     dtype: Literal["auto", "float32", "bfloat16", "float16", "float64"] = "auto"
-    """Number format of weights and KV cache."""
+    """Dtype of weights and KV cache; `auto` = float32 on CPUs, the file's 16-bit dtype on GPUs."""
     quantization: Literal["auto", "none", "int8", "fp8"] = "auto"
-    """`none` = the file's weights; `int8` = 8 bits, on CPUs; `fp8` = 8 bits, on GPUs; `auto` = `int8` if it works."""
+    """`none` = exact; `int8` = 8 bits, on CPUs; `fp8` = 8 bits, on GPUs; `auto` = `int8` where it works."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where the model runs; `auto` = one GPU per replica where Ray's cluster has GPUs, else the CPU."""
+    """Where the model runs; `auto` = one GPU per replica if Ray's cluster has GPUs, else the CPU."""
     num_replicas: int = Field(default=1, ge=1, le=1024)
-    """Engine replicas; leave it out when `autoscaling` is given."""
+    """Number of engine replicas; leave it out when `autoscaling` is given."""
     autoscaling: AutoscalingSettings | None = None
-    """As many engine replicas as the load needs, within limits; null = `num_replicas`."""
+    """Let the load decide the number of engine replicas, within limits; null = `num_replicas`."""
     metrics_host: str = Field(default="127.0.0.1", min_length=1)
-    """Address of every process's metrics port; `node` = its node's address, for clusters of several nodes."""
+    """Address of the metrics ports; `node` = each node's own address, for clusters of several nodes."""
     engine: EngineSettings = EngineSettings()
     ingress: IngressSettings = IngressSettings()
 
     @property
     def max_num_waiting(self) -> int:
-        """Requests that one replica holds beyond its seats."""
+        """Requests that one replica holds beyond its slots."""
         waiting = self.engine.max_num_waiting
         return self.engine.max_num_seqs if waiting is None else waiting
 
@@ -167,6 +176,11 @@ class Settings(_Frozen):
     def max_ongoing_requests(self) -> int:
         """Requests that `max_replicas` replicas hold at most; the others wait at the ingress."""
         return self.max_replicas * self.max_ongoing_per_replica
+
+    @property
+    def num_places(self) -> int:
+        """Requests that may be in engines, or wait at the ingress for one."""
+        return self.max_ongoing_requests + self.ingress.max_queued_requests
 
     @property
     def revision(self) -> str:
@@ -221,6 +235,11 @@ def setting_rows(model: type[BaseModel] = Settings, prefix: str = "") -> Iterato
 def fast_path_enabled() -> bool:
     """Whether this process was started with the environment of the fast path."""
     return all(os.environ.get(name) == value for name, value in FAST_PATH_ENVIRONMENT.items())
+
+
+def memory_monitor_enabled() -> bool:
+    """Whether a Ray that this process starts looks after the machine's memory."""
+    return os.environ.get(_MEMORY_MONITOR) != LAUNCHER_ENVIRONMENT[_MEMORY_MONITOR]
 
 
 def export(variables: Mapping[str, str]) -> None:

@@ -10,7 +10,8 @@ import torch
 
 from serve_app.engine.async_engine import AsyncEngine
 from serve_app.engine.core import EngineConfig, EngineCore
-from serve_app.model import loader
+from serve_app.model import checkpoint, loader
+from serve_app.model.options import ModelOptions
 from serve_app.model.paged_model import PagedModel
 from serve_app.model_files import locate_model
 from tests.fleets import fleet, references, small_model
@@ -34,12 +35,12 @@ def tiny_llama() -> PagedModel:
 @pytest.fixture(scope="session")
 def default_module() -> Any:
     """The default model as transformers loads it, float32, untouched."""
-    options = loader.ModelOptions()
+    options = ModelOptions()
     path = locate_model(options.model).path
     assert isinstance(path, Path)
     cache_dir = Path(options.cache_dir).expanduser()
-    with loader._quiet():
-        return loader._load_gguf(path, cache_dir, "float32", torch.device("cpu"), lambda stage, fraction: None)
+    with checkpoint.quiet():
+        return checkpoint._load_gguf(path, cache_dir, "float32", torch.device("cpu"), lambda stage, fraction: None)
 
 
 @pytest.fixture(scope="session")

@@ -51,15 +51,25 @@ _CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "opt": ("opt", {**_SHAPE, "ffn_dim": 128, "word_embed_proj_dim": 64}),
 }
 ARCHITECTURES = tuple(_CONFIGS)
+_MIXTURES: dict[str, tuple[str, dict[str, Any]]] = {
+    "mixtral": ("mixtral", {**_GQA, "num_local_experts": 4}),
+    "qwen3_moe": (
+        "qwen3_moe",
+        {**_GQA, "head_dim": 32, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64},
+    ),
+}
+MIXTURES_OF_EXPERTS = tuple(_MIXTURES)
+"""Not for float64, in which torch has no products of grouped rows."""
 
 
-def tiny_model(arch: str, dtype: torch.dtype = torch.float64, seed: int = 0) -> Any:
+def tiny_model(arch: str, dtype: torch.dtype = torch.float64, seed: int = 0, **changes: Any) -> Any:
     """A random causal LM of this architecture in eval mode: vocabulary 200, context 512, 2 layers (gemma3: 7).
 
-    Weights are spread more widely than at initialization, so that logits differ clearly between tokens.
+    Weights are spread more widely than at initialization, so that logits differ clearly between tokens. changes: of the
+    configuration.
     """
-    model_type, values = _CONFIGS[arch]
-    config = AutoConfig.for_model(model_type, **values)
+    model_type, values = {**_CONFIGS, **_MIXTURES}[arch]
+    config = AutoConfig.for_model(model_type, **{**values, **changes})
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config).to(dtype)
     generator = torch.Generator().manual_seed(seed)

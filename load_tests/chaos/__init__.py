@@ -1,1 +1,1 @@
-"""Faults injected from outside into a real fleet on a local Ray cluster, and what its clients notice."""
+"""Faults injected from outside into a real fleet on a local Ray cluster, and what its clients notice of them."""

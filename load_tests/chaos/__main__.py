@@ -26,13 +26,13 @@ from load_tests.chaos.suite import run_faults
 T = TypeVar("T")
 Figures = dict[str, Any]
 _KV_CACHE_GIB = 0.5
-"""Of other models than the small one, per replica."""
+"""KV pool per replica, for models other than the small one."""
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, help=__doc__)
 Json = Annotated[Path | None, typer.Option("--json", help="also write the figures to this file")]
 Seed = Annotated[int, typer.Option(help="decides everything random")]
 Path_ = Annotated[str, typer.Option("--path", help="Ray's path: fast or default")]
-Model = Annotated[str, typer.Option(help="what to serve; small = random weights made for this")]
+Model = Annotated[str, typer.Option(help="the model to serve; small: random weights written for the suite")]
 
 
 @app.command("faults")
@@ -43,7 +43,7 @@ def faults_command(
     seed: Seed = 0,
     json: Json = None,
 ) -> None:
-    """Every fault at a known and at a random point; exits with 1 when something was not as it must be."""
+    """Inject every fault at a known and at a random point; exits with 1 when an expectation was missed."""
     chosen = [fault for fault in FAULTS if only in fault.name]
     rows = _run(_faults(chosen, path, moment, seed))
     show(rows)
@@ -63,7 +63,7 @@ def kill_loop_command(
     json: Json = None,
 ) -> None:
     """Streams on 3 replicas, of which a random ready one is killed every few seconds."""
-    # A crowd waits for the last replica while the others start; nobody is to be refused for want of places.
+    # Many wait for the last replica while the others start; none of them is to be refused for lack of room.
     shape = replace(Shape(), queue=max(Shape().queue, 2 * at_once))
     work = partial(kill_loop.kill_loop, requests=requests, at_once=at_once, every_s=every, seed=seed)
     _measure(path, model, shape, json, work, kill_loop.verdict)
@@ -88,7 +88,7 @@ def overload_command(
 def profile_share_command(
     seconds: float = 30.0, path: Path_ = "fast", model: Model = "small", seed: Seed = 0, json: Json = None
 ) -> None:
-    """The parts of ingress's and replicas' processor time that failover, and metrics and step records, cost."""
+    """The shares of the ingress's and the replicas' CPU time that failover costs, and metrics and step records."""
     work = partial(profile_share.profile_share, seconds=seconds, seed=seed)
     _measure(path, model, Shape(), json, work, profile_share.verdict)
 
@@ -116,7 +116,7 @@ def _measure(
     measure: Callable[[Fleet], Awaitable[Figures]],
     verdict: Callable[[Figures], list[str]],
 ) -> None:
-    """Print the figures and what of them is not as it should be; then the exit status is 1."""
+    """Print the figures and the expectations that they miss; if there are any, the exit status is 1."""
 
     async def run() -> Figures:
         async with _fleet(path, model, shape) as fleet:
@@ -134,7 +134,7 @@ def _measure(
 
 
 def _run(work: Coroutine[Any, Any, T]) -> T:
-    """Run it; SIGTERM ends it as Ctrl-C does, and the servers with it."""
+    """Run the command; SIGTERM ends it like Ctrl-C, and the servers with it."""
 
     async def main() -> T:
         task = asyncio.current_task()

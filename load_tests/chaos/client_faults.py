@@ -1,6 +1,6 @@
-"""Faults that clients bring: too many tokens, too many requests, clients that leave, clients that hardly read.
+"""Faults caused by clients: too many tokens, too many requests, clients that disconnect, clients that hardly read.
 
-At the known point there is little else to do; at a random point 32 streams are under way, which must not notice.
+At the known point there is little other load; at a random point 32 streams are running, which must not be affected.
 """
 
 import asyncio
@@ -21,10 +21,10 @@ _BESIDE = 8
 
 
 async def exhaust_kv(experiment: Experiment) -> None:
-    """More tokens running than the pools hold: requests are preempted, and nobody can tell."""
+    """More tokens running than the pools hold: requests are preempted, and no client can tell."""
     seats = experiment.fleet.shape.seats * experiment.fleet.shape.replicas
     asks = [ask(f"long {i}", text(experiment.rng, 500), 1000, temperature=1, seed=i, logprobs=1) for i in range(seats)]
-    # Undisturbed is each with room to itself: a quarter of them at a time.
+    # Undisturbed means with room for each: a quarter of them at a time.
     for start in range(0, seats, seats // 4):
         await experiment.learn(asks[start : start + seats // 4])
     before = _count(experiment, "serve_app_preemptions_total")
@@ -39,13 +39,14 @@ async def exhaust_kv(experiment: Experiment) -> None:
 
 
 async def overfill_queue(experiment: Experiment) -> None:
-    """Ten times as many requests at once as the fleet has places for, each of another user."""
+    """Ten times as many requests at once as the fleet has places, each from another user."""
     places = experiment.fleet.shape.places
     count = _OVERFILL * places
-    asks = [ask(f"one of many {i}", text(experiment.rng, 30), 40) for i in range(60)]
+    # Long enough answers that the fleet is slower than a client that has to share the machine with it.
+    asks = [ask(f"one of many {i}", text(experiment.rng, 30), 120) for i in range(60)]
     await experiment.learn(asks)
     crowd = [replace(a, body=a.body | {"user": f"user {i}"}) for i, a in enumerate(islice(cycle(asks), count))]
-    # A process's first crowd widens its heap for good; what counts is that the second one finds room there.
+    # The first burst grows a process's heap for good; what counts is that the second one fits into it.
     await asyncio.gather(*(send(experiment.session, experiment.fleet.url, a) for a in crowd))
     await experiment.fleet.wait_idle()
     await experiment.take_baseline()
@@ -62,11 +63,11 @@ async def overfill_queue(experiment: Experiment) -> None:
         problems.append("nothing was refused")
     if (served := len(experiment.answers) - len(refused)) < places // 2:
         problems.append(f"only {served} were served of {places} places")
-    problems.extend(f"{a.ask.name} was under way: {a.detail}" for a in under_way if a.outcome is Outcome.ERROR)
+    problems.extend(f"{a.ask.name} was running: {a.detail}" for a in under_way if a.outcome is Outcome.ERROR)
 
 
 async def vanish(experiment: Experiment) -> None:
-    """500 clients leave before, during and after the first token, beside streams that stay."""
+    """500 clients disconnect before, during and after the first token, beside streams that stay."""
     await _others(experiment)
     if experiment.moment == "known":
         for a in await experiment.mixed(experiment.rng, _BESIDE, 200):
@@ -83,7 +84,7 @@ async def vanish(experiment: Experiment) -> None:
             elif index % 3 == 2:
                 await _leave(experiment, a, events=1 + index % 5)
             else:
-                # Before: as soon as all is written. During: while the prompt is computed or waits, by and large.
+                # Before: as soon as the request is written. During: mostly while the prompt is queued or computed.
                 await _leave(experiment, a, wait_s=0.0 if index % 3 == 0 else experiment.rng.uniform(0.01, 0.2))
 
     await asyncio.gather(*(client(i) for i in range(_VANISHING)))
@@ -94,7 +95,7 @@ async def vanish(experiment: Experiment) -> None:
 
 
 async def _leave(experiment: Experiment, a: Ask, wait_s: float = 0.0, events: int = 0) -> None:
-    """Write the whole request, wait for a time or for events of the stream, and hang up."""
+    """Write the whole request, wait for a time or for events of the stream, and disconnect."""
     host, port = experiment.fleet.url.removeprefix("http://").split(":")
     reader, writer = await asyncio.open_connection(host, int(port))
     content = json.dumps(a.body).encode()
@@ -108,9 +109,9 @@ async def _leave(experiment: Experiment, a: Ask, wait_s: float = 0.0, events: in
 
 
 async def read_slowly(experiment: Experiment) -> None:
-    """As many clients as the engines have places read a byte a second: others do not notice, and they lose nothing."""
+    """As many clients as the engines have places read one byte per second: others are not affected, nothing is lost."""
     places = experiment.fleet.shape.replicas * (experiment.fleet.shape.seats + experiment.fleet.shape.waiting)
-    # Much JSON for few tokens: what does not fit into the buffers on the way is what holds a server up.
+    # Much JSON for few tokens: only what does not fit into the buffers on the way can block a server.
     slow = ask("slow", text(experiment.rng, 50), 600, temperature=1, seed=3, logprobs=5)
     beside = await experiment.mixed(experiment.rng, _BESIDE, 200)
     await experiment.learn([slow])
@@ -132,7 +133,7 @@ async def read_slowly(experiment: Experiment) -> None:
 
 
 async def _others(experiment: Experiment) -> list[Answer]:
-    """At a random point: 32 streams, and a random moment of theirs."""
+    """At a random point: start 32 streams and wait for a random moment."""
     if experiment.moment == "random":
         await experiment.streams()
         await experiment.random_moment(_RANDOM_WITHIN_S)

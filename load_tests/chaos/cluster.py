@@ -1,7 +1,7 @@
 """Four Ray nodes on one machine, for as long as this process lives: `python -m load_tests.chaos.cluster`.
 
-The head has Serve's controller, the proxy and the ingress; three others have the engine replicas. Prints the cluster's
-address when it stands and ends with SIGTERM.
+The head runs Serve's controller, the proxy and the ingress; the other three run the engine replicas. Prints the
+cluster's address when it is up and ends on SIGTERM.
 """
 
 import signal
@@ -15,13 +15,13 @@ _NODE = {"num_cpus": 1, "object_store_memory": _STORE_BYTES, "node_ip_address": 
 
 
 def main() -> None:
-    """Start the nodes, wait for SIGTERM, end them."""
+    """Start the nodes, wait for SIGTERM, stop them."""
     done = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: done.set())
     head = {**_NODE, "include_dashboard": False, "resources": {"front": 1}}
     cluster = Cluster(initialize_head=True, head_node_args=head)
     for _ in range(ENGINE_NODES):
-        # Room for every replica on any of them: those of a lost node come back on the others.
+        # Any of them has room for every replica: those of a lost node are restarted on the others.
         cluster.add_node(**_NODE, resources={"engine": ENGINE_NODES})
     print(f"cluster at {cluster.address}", flush=True)
     done.wait()

@@ -1,6 +1,6 @@
-"""One experiment: streams under way, one fault, and what must hold afterwards.
+"""One experiment: running streams, one fault, and what must hold afterwards.
 
-Decides what is checked after every fault, and what a row of the report holds. Which fault strikes when is `faults`'.
+Decides what is checked after every fault and what a row of the report holds; `faults` decides which fault strikes when.
 """
 
 import asyncio
@@ -43,14 +43,14 @@ _STREAMS_LIMIT_S = 180.0
 _SETTLE_LIMIT_S = 60.0
 _FD_SLACK, _THREAD_SLACK, _TASK_SLACK = 12, 8, 8
 _MEMORY_SLACK, _MEMORY_SLACK_MIB = 0.10, 4
-# The proxy keeps idle connections, a pair for each stream that it once had, and their buffers of 32 KiB.
+# The proxy keeps idle connections, a pair per former stream, and their buffers of 32 KiB.
 _PROXY_FD_SLACK, _PROXY_MEMORY_SLACK_MIB = 72, 40
 PROBE = ask("probe", "Is anybody there?", 8)
 
 
 @dataclass(frozen=True)
 class Fault:
-    """Something that happens to the fleet, and how a request, also a new one, may then end beside complete."""
+    """Something that happens to the fleet, and how requests, new ones included, may end then besides complete."""
 
     name: str
     strike: Callable[["Experiment"], Any]
@@ -58,14 +58,14 @@ class Fault:
     moments: tuple[str, ...] = ("known", "random")
     """At a known point of a given stream; at a random point under 32 streams."""
     last: bool = False
-    """The fleet is gone afterwards."""
+    """The fleet does not survive it."""
     on_nodes: bool = False
-    """Needs a fleet that is spread over several Ray nodes."""
+    """Needs a fleet on several Ray nodes."""
     shape: Shape = Shape()
     recovery_limit_s: float = 30.0
-    """A new request must be served this long after the strike."""
+    """A new request must be served within this many seconds of the strike."""
     stall_limit_s: float = 30.0
-    """No stream that goes on is silent for longer."""
+    """No surviving stream may be silent for longer (seconds)."""
 
 
 @dataclass
@@ -82,7 +82,7 @@ class Row:
     lost_tokens: int = 0
     doubled_tokens: int = 0
     stall_s: float | None = None
-    """The longest silence of a stream that completed, before its first event too."""
+    """The longest silence of a completed stream, the time before its first event included."""
     recovery_s: float | None = None
     """From the strike until a request sent after it was served."""
     whole_s: float | None = None
@@ -92,17 +92,17 @@ class Row:
 
 
 class UndisturbedError(Exception):
-    """A request failed though nothing had been done to the fleet."""
+    """A request failed although no fault had been injected."""
 
 
 class References:
-    """What undisturbed servers answer, each request asked once."""
+    """The answers of undisturbed servers; each request is asked once."""
 
     def __init__(self) -> None:
         self._answers: dict[str, Answer] = {}
 
     async def learn(self, session: aiohttp.ClientSession, url: str, asks: Sequence[Ask]) -> None:
-        """Ask what is not known yet, all at once. Raises `UndisturbedError` when one fails."""
+        """Ask the requests that are not known yet, all at once. Raises `UndisturbedError` when one fails."""
         unknown = {a.key: a for a in asks if a.key not in self._answers}
         gate = asyncio.Semaphore(STREAMS)
 
@@ -118,14 +118,14 @@ class References:
             self._answers[key] = answer
 
     async def learn_mixed(self, session: aiohttp.ClientSession, url: str, asks: Sequence[Ask]) -> list[Ask]:
-        """Learn requests of `traffic.mixed`; returns them with the stop strings that come up in their own answers."""
+        """Learn requests of `traffic.mixed`; returns them with stop strings taken from their own answers."""
         await self.learn(session, url, asks)
         stopping = [with_stop(self._answers[a.key]) if a.name.startswith(STOPPED) else a for a in asks]
         await self.learn(session, url, stopping)
         return stopping
 
     def of(self, a: Ask) -> Answer | None:
-        """The undisturbed answer, if it was learnt."""
+        """The undisturbed answer, if it is known."""
         return self._answers.get(a.key)
 
 
@@ -148,7 +148,7 @@ class Experiment:
         self._before: dict[int, Holding] = {}
 
     async def run(self) -> Row:
-        """The whole experiment. Never raises for what the fleet does: that is the row's `problems`."""
+        """Run the whole experiment. What the fleet does wrong is not raised but listed in the row's `problems`."""
         async with self.session:
             try:
                 await self.fleet.wait_whole()
@@ -172,20 +172,20 @@ class Experiment:
     # What faults are made of.
 
     async def take_baseline(self) -> None:
-        """What each process holds now is what it may hold afterwards."""
+        """Record what each process holds now: it may hold no more afterwards."""
         self._before = await asyncio.to_thread(self.fleet.holdings)
 
     async def learn(self, asks: Sequence[Ask]) -> None:
-        """Have these requests answered undisturbed before the strike."""
+        """Get the undisturbed answers to these requests before the strike."""
         await self._references.learn(self.session, self.fleet.url, asks)
 
     async def mixed(self, rng: Random, count: int, max_tokens: int) -> list[Ask]:
-        """Requests with every feature a continued stream could get wrong, learnt."""
+        """Requests with every feature that a continued stream could get wrong, with known answers."""
         asks = mixed(rng, count, max_tokens)
         return await self._references.learn_mixed(self.session, self.fleet.url, asks)
 
     def start(self, a: Ask, on_event: Callable[[Answer], None] = lambda _: None) -> Answer:
-        """Send a request; its answer fills while it comes."""
+        """Send a request; its answer is filled in as it arrives."""
 
         def note(answer: Answer) -> None:
             self._first_event.set()
@@ -197,7 +197,7 @@ class Experiment:
         return answer
 
     async def streams(self, long_prompts: bool = False) -> None:
-        """32 streams under way."""
+        """Start 32 streams."""
         rng = Random(5)
         if long_prompts:
             asks = [ask(f"long prompt {i}", prompt_text(rng, 1500), 64, temperature=1, seed=i) for i in range(STREAMS)]
@@ -210,9 +210,9 @@ class Experiment:
     async def victim(
         self, tokens: int = _VICTIM_TOKENS, prompt: int = 50, *, alone: bool = False
     ) -> tuple["Watched", int]:
-        """One stream, the pid of the replica that has it, and then (unless it is to be `alone`) others around it.
+        """Start one stream and, unless it is to be `alone`, others around it; returns it and the pid of its replica.
 
-        All of its prompt is computed: what was learnt, under another salt, is in some replica's cache.
+        It has a cache salt of its own, so that its whole prompt is computed: the learnt one is in a prefix cache.
         """
         rng = Random(6)
         target = ask("victim", prompt_text(rng, prompt), tokens, temperature=1, seed=7, logprobs=1)
@@ -226,13 +226,13 @@ class Experiment:
         return watched, pid
 
     async def trickle(self, asks: Sequence[Ask]) -> None:
-        """Keep eight requests under way: start one more if fewer are."""
+        """Keep eight requests running: start one more if there are fewer."""
         if sum(not task.done() for task in self.tasks) < 8:
             self.start(asks[len(self.tasks) % len(asks)])
         await asyncio.sleep(0.1)
 
     async def locate(self, but: int = 0) -> int:
-        """The replica, other than `but`, that the ingress has most requests on."""
+        """The replica with the most requests, other than `but`, as the ingress counts them."""
         deadline = time.monotonic() + _LOCATE_LIMIT_S
         while time.monotonic() < deadline:
             in_flight = await asyncio.to_thread(self.fleet.in_flight)
@@ -247,24 +247,24 @@ class Experiment:
         await asyncio.sleep(self.rng.uniform(0, within_s))
 
     def send_signal(self, pid: int, number: signal.Signals) -> None:
-        """Strike a process, and probe from then on until a new request is served."""
+        """Signal a process, and probe from then on until a new request is served."""
         os.kill(pid, number)
         self.struck()
 
     def struck(self) -> None:
-        """The fault is there: start to probe."""
+        """Note that the fault has struck and start to probe."""
         self._struck_at = time.monotonic()
         if self._prober is None and not self.fault.last:
             self._prober = asyncio.create_task(self._probe())
 
     async def finish(self) -> None:
-        """Wait until every request has ended; what takes too long is left as hung."""
+        """Wait until every request has ended; those that take too long count as hung."""
         await settle(self.tasks, _STREAMS_LIMIT_S)
 
     # What is checked.
 
     async def _probe(self) -> None:
-        """Ask anew until an answer comes; each try has a time limit, since a connection may be one to the dead."""
+        """Ask until an answer arrives; each try has a time limit, since its connection may lead to a dead process."""
         assert self._struck_at is not None
         told: dict[str, int] = {}
         while (elapsed := time.monotonic() - self._struck_at) < _PROBE_LIMIT_S:
@@ -309,7 +309,7 @@ class Experiment:
             row.problems.append(f"a stream was silent for {row.stall_s:.1f} s")
 
     async def _aftermath(self) -> None:
-        """Nothing is left behind, every replica is back, and the next request is answered right."""
+        """Check that nothing is left behind, every replica is back, and the next request is answered correctly."""
         await self.fleet.wait_whole()
         if self._struck_at is not None:
             self.row.whole_s = time.monotonic() - self._struck_at
@@ -323,10 +323,10 @@ class Experiment:
         if answer.outcome is not Outcome.COMPLETE:
             self.row.problems.append(f"the next request ended as {answer.outcome.value}: {answer.detail}")
         elif undisturbed is not None and answer.said() != undisturbed.said():
-            self.row.problems.append("the next request was answered wrong")
+            self.row.problems.append("the next request was answered incorrectly")
 
     async def _check_holdings(self) -> None:
-        """Processes that lived through it hold no more than before."""
+        """Check that the surviving processes hold no more than before."""
         deadline = time.monotonic() + _SETTLE_LIMIT_S
         while excess := _excesses(self._before, await asyncio.to_thread(self.fleet.holdings)):
             if time.monotonic() > deadline:
@@ -336,23 +336,23 @@ class Experiment:
 
 
 class Watched:
-    """A stream whose tokens can be waited for."""
+    """A stream whose tokens can be awaited."""
 
     answer: Answer
 
     def __init__(self) -> None:
-        self._news = asyncio.Event()
+        self._advanced = asyncio.Event()
 
     def on_event(self, _answer: Answer) -> None:
         """To be called at each of its events."""
-        self._news.set()
+        self._advanced.set()
 
     async def tokens(self, count: int, limit_s: float = 60.0) -> None:
         """Wait for its `count`-th token. Raises `TimeoutError`."""
         async with asyncio.timeout(limit_s):
             while self.answer.num_tokens < count:
-                self._news.clear()
-                await self._news.wait()
+                self._advanced.clear()
+                await self._advanced.wait()
 
 
 def _excesses(before: dict[int, Holding], after: dict[int, Holding]) -> list[str]:

@@ -1,7 +1,7 @@
 """The faults: what strikes when. Each is a coroutine that starts requests, strikes, and returns while they run on.
 
-At a known point: one given stream, struck after a given event of it, with a few others around it. At a random point:
-under 32 streams, at a moment drawn from the seed. What must hold afterwards is `experiment`'s.
+At a known point: after a given event of one given stream, with a few others around it. At a random point: with 32
+streams running, at a moment drawn from the seed. `experiment` decides what must hold afterwards.
 """
 
 import asyncio
@@ -27,9 +27,9 @@ _RANDOM_WITHIN_S = 1.5
 _UPDATE_LIMIT_S = 180.0
 _NEWCOMERS = 8
 _LONG_PROMPT, _ONLY_THE_LONG = 3900, 700
-"""The longest prompt, and a position that no other sequence reaches."""
+"""The longest prompt; no other sequence reaches this position."""
 _SHORT_STEPS = Shape(step_tokens=8)
-"""A prompt of that length is computed for half a second."""
+"""Computing a prompt of this length takes half a second."""
 _NO_PATIENCE = Shape(failover_wait_s=2.0)
 """Requests give up before Ray has replaced the replicas."""
 _REFUSED = "request_killed_replicas"
@@ -45,7 +45,7 @@ def _strike_replica(number: signal.Signals) -> Callable[[Experiment], Awaitable[
 
 
 async def _replica_in_decode(experiment: Experiment) -> int:
-    """The one that has the victim, after its 200th event; or any, at any time."""
+    """Known: the victim's replica, after its 200th event. Random: any, at any time."""
     if experiment.moment == "known":
         victim, pid = await experiment.victim()
         await victim.tokens(_AT_TOKEN)
@@ -56,7 +56,7 @@ async def _replica_in_decode(experiment: Experiment) -> int:
 
 
 async def _stick_step(experiment: Experiment) -> None:
-    """A replica's engine stands still, all else in the process goes on; requests come until Ray has replaced it."""
+    """A replica's engine thread stops, the rest of the process runs on; requests arrive until Ray has replaced it."""
     asks = await experiment.mixed(Random(8), 16, 400)
     threads = {
         process.pid: await asyncio.to_thread(_engine_thread, process.pid) for process in experiment.fleet.replicas()
@@ -73,14 +73,14 @@ async def _stick_step(experiment: Experiment) -> None:
 
 
 def _engine_thread(pid: int) -> int:
-    """The system's id of the thread that runs the engine's steps."""
+    """The kernel's id of the thread that runs the engine's steps."""
     py_spy = Path(sys.executable).with_name("py-spy")
     dump = subprocess.run((py_spy, "dump", "--json", "--pid", str(pid)), capture_output=True, check=True).stdout
     return next(int(thread["os_thread_id"]) for thread in json.loads(dump) if thread["thread_name"] == "engine")
 
 
 async def _kill_in_prefill(experiment: Experiment) -> None:
-    """While the victim's prompt of 3,900 tokens is being computed; or while 32 prompts of 1,500 tokens are."""
+    """While the victim's prompt of 3,900 tokens is being computed; at the random point, 32 prompts of 1,500 tokens."""
     if experiment.moment == "known":
         victim, pid = await experiment.victim(tokens=100, prompt=_LONG_PROMPT)
         experiment.send_signal(pid, signal.SIGKILL)
@@ -93,9 +93,9 @@ async def _kill_in_prefill(experiment: Experiment) -> None:
 
 
 async def _kill_twice(experiment: Experiment) -> None:
-    """The victim's replica, and when the stream has gone on, the next one: it must end on the third.
+    """The victim's replica and, once the stream has continued, the next one: it must end on the third.
 
-    Or any, and another one a moment later.
+    At the random point: any replica, and another one a moment later.
     """
     if experiment.moment == "known":
         victim, pid = await experiment.victim(alone=True)
@@ -113,7 +113,7 @@ async def _kill_twice(experiment: Experiment) -> None:
 
 
 async def _kill_until_refused(experiment: Experiment) -> None:
-    """Whichever replica computes one long prompt, until its request is refused: the other streams go on."""
+    """Every replica that computes one long prompt, until its request is refused: the other streams continue."""
     if experiment.moment == "known":
         for a in await experiment.mixed(Random(9), _NEWCOMERS, 400):
             experiment.start(a)
@@ -137,7 +137,7 @@ async def _kill_until_refused(experiment: Experiment) -> None:
 
 
 async def _leave_none(experiment: Experiment) -> None:
-    """All replicas at once, and nobody waits for the next: streams end with one error event, newcomers get a 503."""
+    """All replicas at once, with clients that do not wait: streams end with one error event, new requests get a 503."""
     await _under_way(experiment)
     under_way = [answer for answer in experiment.answers if answer.outcome is Outcome.HUNG]
     _kill_replicas(experiment)
@@ -145,7 +145,7 @@ async def _leave_none(experiment: Experiment) -> None:
     newcomers = [experiment.start(ask(f"newcomer {i}", "Is anybody left?", 8)) for i in range(_NEWCOMERS)]
     await experiment.finish()
     problems = experiment.row.problems
-    # Those that completed had been computed to their end.
+    # Those that completed had been computed before the strike.
     failed = [answer for answer in under_way if answer.outcome is Outcome.ERROR]
     refused = [*newcomers, *(answer for answer in failed if answer.status != 200)]
     experiment.row.notes["ended_in_their_streams"] = in_stream = sum(answer.status == 200 for answer in failed)
@@ -157,7 +157,7 @@ async def _leave_none(experiment: Experiment) -> None:
 
 
 async def _kill_all(experiment: Experiment) -> None:
-    """All replicas at once: streams may end with a typed error, and the fleet must come back by itself."""
+    """All replicas at once: streams may end with a typed error, and the fleet must recover by itself."""
     await _under_way(experiment)
     _kill_replicas(experiment)
 
@@ -170,7 +170,7 @@ def _kill_replicas(experiment: Experiment) -> None:
 
 
 async def _under_way(experiment: Experiment) -> None:
-    """Nine streams and the victim's 200th event; or 32 streams and any time."""
+    """Known: nine streams and the victim's 200th event. Random: 32 streams and any time."""
     if experiment.moment == "known":
         victim, _ = await experiment.victim()
         await victim.tokens(_AT_TOKEN)
@@ -181,7 +181,7 @@ async def _under_way(experiment: Experiment) -> None:
 
 def _kill_one(which: str) -> Callable[[Experiment], Awaitable[None]]:
     async def strike(experiment: Experiment) -> None:
-        """The process that is neither replica nor stream."""
+        """Kill a process that holds neither replicas nor streams."""
         await _under_way(experiment)
         process = getattr(experiment.fleet, which)()[0]
         experiment.send_signal(process.pid, signal.SIGKILL)
@@ -190,7 +190,7 @@ def _kill_one(which: str) -> Callable[[Experiment], Awaitable[None]]:
 
 
 async def _terminate(experiment: Experiment) -> None:
-    """SIGTERM to the launcher: running streams end well, newcomers are told so, every process goes."""
+    """SIGTERM to the launcher: running streams complete, new requests are refused, every process ends."""
     await _under_way(experiment)
     fleet = experiment.fleet
     family = fleet.family()
@@ -203,14 +203,14 @@ async def _terminate(experiment: Experiment) -> None:
     served = [a.ask.name for a in newcomers if a.outcome is Outcome.COMPLETE]
     experiment.row.problems.extend(f"{name} was served" for name in served)
     unfinished = [answer for answer in under_way if answer.outcome is not Outcome.COMPLETE]
-    experiment.row.problems.extend(f"{a.ask.name} was under way: {a.outcome.value} {a.detail}" for a in unfinished)
+    experiment.row.problems.extend(f"{a.ask.name} was running: {a.outcome.value} {a.detail}" for a in unfinished)
     status, left = await asyncio.to_thread(fleet.wait_gone, family)
     if status != 0 or left:
         experiment.row.problems.append(f"the launcher ended with status {status}; {len(left)} processes outlive it")
 
 
 async def _update(experiment: Experiment) -> None:
-    """A rolling update to other settings of the engine, while requests keep coming."""
+    """A rolling update to other engine settings while requests keep arriving."""
     asks = await experiment.mixed(Random(8), STREAMS, 120)
     await _under_way(experiment)
     old = {process.pid for process in experiment.fleet.replicas()}
@@ -227,7 +227,7 @@ async def _update(experiment: Experiment) -> None:
 
 
 async def _lose_node(experiment: Experiment) -> None:
-    """All processes of a node at once: killed at the known point; at the random one frozen, which nobody is told."""
+    """All processes of a node at once: killed at the known point; frozen, and so not reported, at the random one."""
     if experiment.moment == "known":
         victim, replica = await experiment.victim()
         await victim.tokens(_AT_TOKEN)
@@ -242,7 +242,7 @@ async def _lose_node(experiment: Experiment) -> None:
         os.kill(pid, number)
     experiment.send_signal(family[0], number)
     await experiment.finish()
-    # Nobody else can end frozen processes.
+    # Frozen processes do not end by themselves.
     for pid in family:
         if psutil.pid_exists(pid):
             os.kill(pid, signal.SIGKILL)
@@ -258,7 +258,7 @@ def _node_of(experiment: Experiment, replica: int) -> list[int]:
 
 
 def _change_config(path: Path) -> None:
-    """Another `engine.max_wait_s` under `args`, which every process is started anew for."""
+    """Another `engine.max_wait_s` under `args`, which restarts every process."""
     config = yaml.safe_load(path.read_text())
     engine = config["applications"][0]["args"]["engine"]
     engine["max_wait_s"] = engine.get("max_wait_s", 1.0) + 0.5

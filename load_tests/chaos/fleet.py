@@ -4,13 +4,11 @@ Decides how the fleet is started and how its processes are told apart; strikes n
 """
 
 import asyncio
-import http.client
 import json
 import os
 import re
 import sys
 import time
-import urllib.request
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -23,11 +21,12 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from load_tests.chaos.traffic import MODEL
 from load_tests.servers import ServerCommand, free_port, running
+from serve_app.http_client import fetch
 from serve_app.settings import FAST_PATH_ENVIRONMENT, LAUNCHER_ENVIRONMENT
 
 REPOSITORY = Path(__file__).parents[2]
 PATHS = ("fast", "default")
-# Ray's would kill replicas when the machine is full, whoever filled it.
+# Ray's memory monitor would kill replicas when the machine is full, whatever filled it.
 _NO_MEMORY_MONITOR = {"RAY_memory_monitor_refresh_ms": "0"}
 _POLL_S = 0.1
 _SCRAPE_TIMEOUT_S = 5.0
@@ -62,11 +61,11 @@ class Shape:
 
     @property
     def places(self) -> int:
-        """Requests that the fleet holds at most; one more is refused."""
+        """The most requests that the fleet holds; one more is refused."""
         return self.replicas * (self.seats + self.waiting) + self.queue
 
     def args(self, model: str) -> dict[str, Any]:
-        """`args` of the application; what is not named here is at its default."""
+        """The application's `args`; settings not named here are at their defaults."""
         return {
             "model": model,
             "served_model_name": MODEL,
@@ -91,13 +90,13 @@ class Holding:
     threads: int
     rss_mib: float
     tasks: float
-    """Of the ingress's event loop; 0 for others, who do not tell."""
+    """Tasks of the ingress's event loop; 0 for other processes, which do not report them."""
     is_proxy: bool
 
 
 @dataclass
 class Fleet:
-    """A running application: everything below `pid` is part of it."""
+    """A running application: the process `pid` and all its descendants."""
 
     url: str
     pid: int
@@ -135,7 +134,7 @@ class Fleet:
         return self.processes(r"haproxy.* -f " if haproxy else r"^ray::ProxyActor")
 
     def nodes(self) -> list[psutil.Process]:
-        """The raylet of every Ray node: all else that runs on the node is below it."""
+        """The raylet of every Ray node, the ancestor of everything else on the node."""
         return self.processes(r"/raylet ")
 
     def family(self) -> list[psutil.Process]:
@@ -144,7 +143,7 @@ class Fleet:
         return [launcher, *launcher.children(recursive=True)]
 
     def wait_gone(self, family: Sequence[psutil.Process], limit_s: float = 90.0) -> tuple[int | None, list[int]]:
-        """The launcher's exit status (None: it runs on) and the pids of `family` that are still there."""
+        """The launcher's exit status (None while it runs) and the pids of `family` that are still alive."""
         gone, left = psutil.wait_procs(family, timeout=limit_s)
         status = next((process.returncode for process in gone if process.pid == self.pid), None)
         return status, [process.pid for process in left]
@@ -156,7 +155,7 @@ class Fleet:
         return sorted(ready & {process.pid for process in self.replicas()})
 
     def in_flight(self) -> dict[int, int]:
-        """Requests that the ingress has on each replica that it thinks well of, by pid."""
+        """Requests in flight on each replica that the ingress trusts, by pid."""
         return {replica["pid"]: replica["in_flight"] for replica in self._listed() if replica["condition"] == "ok"}
 
     def _listed(self) -> list[dict[str, Any]]:
@@ -164,12 +163,12 @@ class Fleet:
         return [] if page is None else list(json.loads(page))
 
     def metrics(self, **labels: str) -> Samples | None:
-        """The whole application's page, each name summed over samples with these labels; None while nobody answers."""
+        """The application's metrics, each summed over samples with these labels; None while nothing answers."""
         page = _get(f"{self.url}/metrics", _SCRAPE_TIMEOUT_S)
         return None if page is None else _samples(page, labels)
 
     def computes_beyond(self, position: int) -> int | None:
-        """The pid of a replica whose latest steps computed a token behind this position of a sequence, if any did."""
+        """The pid of a replica whose latest steps computed a token beyond this position of a sequence, if any did."""
         page = _get(f"{self.url}/debug/timeline?seconds=0.5", _SCRAPE_TIMEOUT_S)
         recordings = [] if page is None else json.loads(page)["replicas"]
         pids = {replica["id"]: replica["pid"] for replica in self._listed()}
@@ -180,14 +179,14 @@ class Fleet:
         return None
 
     def busy(self) -> Samples:
-        """The gauges that must be zero when nothing is asked, and are not; `{"metrics": nan}` while there are none."""
+        """The gauges that must be zero without requests and are not; `{"metrics": nan}` while there are no metrics."""
         samples = self.metrics()
         if samples is None:
             return {"metrics": float("nan")}
         return {name: samples[name] for name in _IDLE if samples.get(name, 0.0) != 0.0}
 
     def holdings(self) -> dict[int, Holding]:
-        """What every process of ours and Serve's holds, by pid."""
+        """What every process of ours and of Serve's holds, by pid."""
         held = {}
         tasks = (self.metrics() or {}).get("serve_app_ingress_tasks", 0.0)
         ingress, proxy = self.ingress(), self.proxy()
@@ -205,7 +204,7 @@ class Fleet:
         return held
 
     async def wait_whole(self, limit_s: float = 120.0) -> float:
-        """Wait until every replica is ready and nobody else is there; the seconds it took."""
+        """Wait until every replica is ready and no other process is left; the seconds it took."""
         try:
             return await wait_for(
                 lambda: len(self.ready_replicas()) == self.shape.replicas == len(self.replicas()),
@@ -222,11 +221,11 @@ class Fleet:
 
 
 class NotInTimeError(Exception):
-    """What was waited for did not come."""
+    """What was awaited did not happen."""
 
 
 async def wait_for(condition: Callable[[], bool], what: str, limit_s: float) -> float:
-    """Ask `condition` in a thread until it holds; the seconds it took. Raises `NotInTimeError`."""
+    """Evaluate `condition` in a thread until it holds; the seconds it took. Raises `NotInTimeError`."""
     start = time.monotonic()
     while not await asyncio.to_thread(condition):
         if time.monotonic() - start > limit_s:
@@ -317,7 +316,7 @@ def _write_config(path: Path, args: dict[str, Any], deployments: Sequence[dict[s
 
 @asynccontextmanager
 async def _entered(command: ServerCommand, log: Path) -> AsyncIterator[int]:
-    """`running`, with its waiting done in threads."""
+    """`running`, with its waiting in threads."""
     context = running(command, log)
     server = await asyncio.to_thread(context.__enter__)
     try:
@@ -327,11 +326,9 @@ async def _entered(command: ServerCommand, log: Path) -> AsyncIterator[int]:
 
 
 def _get(url: str, timeout_s: float) -> str | None:
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
-        with opener.open(url, timeout=timeout_s) as answer:
-            return str(answer.read().decode())
-    except (OSError, ValueError, http.client.HTTPException):
+        return fetch(url, timeout_s=timeout_s).decode()
+    except (OSError, ValueError):
         return None
 
 

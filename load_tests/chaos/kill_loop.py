@@ -1,4 +1,4 @@
-"""A thousand streams while a random ready replica is killed every few seconds: how many clients notice?"""
+"""A thousand streams while a random ready replica is killed every few seconds, and how many clients notice."""
 
 import asyncio
 import os
@@ -12,7 +12,7 @@ from typing import Any
 from load_tests.chaos.experiment import References
 from load_tests.chaos.fleet import Fleet
 from load_tests.chaos.traffic import Answer, Outcome, compare, mixed, open_session, send
-from load_tests.client import percentile
+from serve_app.workloads.figures import percentile
 
 _DISTINCT = 96
 _MAX_TOKENS = 600
@@ -29,11 +29,11 @@ class _Killer:
     killed: int = 0
     skipped: int = 0
     struck: int = 0
-    """Requests that the killed replicas had, as the ingress told a moment before."""
+    """Requests on the killed replicas, as the ingress counted them a moment before."""
     ready: Counter[int] = field(default_factory=Counter)
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Kill replicas until cancelled."""
         while True:
             await asyncio.sleep(self.every_s)
             ready = await asyncio.to_thread(self.fleet.ready_replicas)
@@ -48,7 +48,7 @@ class _Killer:
 
 
 async def kill_loop(fleet: Fleet, requests: int, at_once: int, every_s: float, seed: int) -> dict[str, Any]:
-    """Send `requests` streams, `at_once` at a time, and compare each with what undisturbed servers said."""
+    """Send `requests` streams, `at_once` at a time, and compare each with the undisturbed answer."""
     rng = Random(seed)
     references = References()
     async with open_session() as session:
@@ -81,7 +81,7 @@ async def kill_loop(fleet: Fleet, requests: int, at_once: int, every_s: float, s
 
 
 def verdict(figures: dict[str, Any]) -> list[str]:
-    """What is not as it should be, in words."""
+    """The expectations that the figures miss, in words."""
     faults = [f"{figures[name]} {name.replace('_', ' ')}" for name in _MUST_BE_NONE if figures[name]]
     if not figures["killed"]:
         faults.append("no replica was killed")
@@ -91,7 +91,7 @@ def verdict(figures: dict[str, Any]) -> list[str]:
 def _figures(answers: list[Answer], references: References, fleet: Fleet) -> dict[str, Any]:
     differences = [(a, compare(a, r)) for a in answers if (r := references.of(a.ask)) is not None]
     complete = [answer for answer in answers if answer.outcome is Outcome.COMPLETE]
-    # Apart, since it has the wait in the queue in it: many at once wait for the one replica that is left.
+    # Reported apart, since it contains the wait in the queue: many wait for the one replica that is left.
     first = [answer.first_event_at - answer.started_at for answer in complete if answer.first_event_at is not None]
     silences = [answer.longest_gap_s for answer in complete]
     failed = [answer for answer in answers if answer.outcome is not Outcome.COMPLETE]

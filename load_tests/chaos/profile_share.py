@@ -1,11 +1,11 @@
-"""Which part of the servers' processor time failover and observation cost, by sampling their stacks under load.
+"""The share of the servers' CPU time that failover and observability cost, by sampling their stacks under load.
 
-A sample counts as a part's when the innermost frame of ours is one of its own and no frame of Ray's lies below it: then
-the interpreter is in that part's bookkeeping, or in the standard library or Prometheus' client for it. All of those
-modules counts, also what a server without the part would need in another place. So does reading a link's frames, which
-hold a heartbeat and tokens and are taken apart at once; writing one to its socket does not, since under load it goes
-for the tokens' sake. Each thread's samples weigh as much as its processor time. Nothing fails meanwhile, and metrics
-are asked for as often as deploy/prometheus.yml says.
+A sample counts towards a part when our innermost frame belongs to that part and no frame of Ray's lies below it: then
+the interpreter is in the part's own bookkeeping, or in the standard library or the Prometheus client on its behalf. All
+of a part's modules count, even what a server without the part would need elsewhere. Reading a link's frames counts too,
+since they carry heartbeats along with tokens; writing them does not, since under load they are sent for the tokens.
+Each thread's samples are weighted by its CPU time. Nothing fails meanwhile, and metrics are scraped as often as
+deploy/prometheus.yml says.
 """
 
 import asyncio
@@ -38,13 +38,13 @@ class Part:
     functions: frozenset[str]
 
     def has(self, name: str) -> bool:
-        """Whether `module.function` belongs to it."""
+        """Whether `module.function` belongs to this part."""
         return name.partition(".")[0] in self.modules or name in self.functions
 
 
 PARTS = {
     "failover": Part(
-        modules=frozenset({"journal", "failover", "attempt", "watchdog", "replica_set"}),
+        modules=frozenset({"resume_state", "failover", "attempt", "watchdog", "replica_set"}),
         functions=frozenset(
             {
                 *("replica._heartbeat", "replica._load", "wire.pack_load", "wire.unpack_load"),
@@ -59,12 +59,12 @@ PARTS = {
     ),
 }
 _FRAME = re.compile(r"([^;\s]+) \(([^;]+?):\d+\)")
-# Only the metrics ports are served by the standard library; what it does itself has no frame of ours.
+# The standard library serves only the metrics ports, and its own work has no frame of ours.
 _METRICS_PORT = "socketserver.py"
 
 
 async def profile_share(fleet: Fleet, seconds: float, seed: int) -> dict[str, Any]:
-    """Keep every seat taken, sample ingress and replicas for `seconds`, and weigh samples by processor time."""
+    """Keep every seat taken, sample ingress and replicas for `seconds`, and weight samples by CPU time."""
     rng = Random(seed)
 
     async def client() -> None:
@@ -94,15 +94,15 @@ async def profile_share(fleet: Fleet, seconds: float, seed: int) -> dict[str, An
 
 
 def verdict(figures: dict[str, Any]) -> list[str]:
-    """What is not as it should be, in words."""
+    """The expectations that the figures miss, in words."""
     share = figures["failover"]["share"]
     if share <= _FAILOVER_LIMIT:
         return []
-    return [f"failover takes {share:.2%} of the processor time, more than {_FAILOVER_LIMIT:.0%}"]
+    return [f"failover takes {share:.2%} of the CPU time, more than {_FAILOVER_LIMIT:.0%}"]
 
 
 async def _scrape(session: aiohttp.ClientSession, url: str) -> None:
-    """Ask every process for its metrics, as Prometheus does."""
+    """Scrape the metrics of every process, as Prometheus does."""
     config = yaml.safe_load((REPOSITORY / "deploy" / "prometheus.yml").read_text())
     interval_s = float(config["global"]["scrape_interval"].removesuffix("s"))
     while True:
@@ -117,7 +117,7 @@ async def _scrape(session: aiohttp.ClientSession, url: str) -> None:
 
 @dataclass(frozen=True)
 class _Sampled:
-    """One process: its processor time, how many stacks were seen, and the parts' shares of that time by function."""
+    """One process: its CPU time, the number of stacks sampled, and the parts' shares of that time by function."""
 
     cpu_s: float
     count: int
@@ -135,7 +135,7 @@ def _weighed(part: str, results: list[_Sampled], total_cpu_s: float) -> dict[str
 
 
 async def _sample(process: psutil.Process, seconds: float, folder: Path) -> _Sampled:
-    """Have py-spy look at the process `_HERTZ` times a second. Raises `RuntimeError` when it cannot."""
+    """Have py-spy sample the process `_HERTZ` times a second. Raises `RuntimeError` when it cannot."""
     output = folder / f"{process.pid}.stacks"
     before = _thread_seconds(process)
     spy = await asyncio.create_subprocess_exec(
@@ -150,14 +150,14 @@ async def _sample(process: psutil.Process, seconds: float, folder: Path) -> _Sam
         raise RuntimeError(f"py-spy: {told.decode()[-500:]}")
     used = {thread: cpu_s - before.get(thread, 0.0) for thread, cpu_s in _thread_seconds(process).items()}
     stacks = {stack: int(count) for stack, _, count in (line.rpartition(" ") for line in output.open())}
-    # py-spy takes some sleeping threads for busy ones: what a thread's samples are worth is its own processor time.
+    # py-spy takes some sleeping threads for busy ones, so a thread's samples are weighted by its own CPU time.
     samples: Counter[int] = Counter()
     for stack, count in stacks.items():
         samples[_thread(stack)] += count
     total, shares = sum(used.values()), Counter[tuple[str, str]]()
     for stack, count in stacks.items():
         if (owner := owner_of(stack)) is not None and total:
-            # Threads of Ray's are in Python now and then only: no sample stands for more than the time to the next.
+            # Ray's threads are rarely in Python: no sample stands for more than the time to the next.
             worth_s = min(used.get(_thread(stack), 0.0) / samples[_thread(stack)], 1 / _HERTZ)
             shares[owner] += count * worth_s / total  # type: ignore[assignment]
     return _Sampled(total, sum(samples.values()), dict(shares))
@@ -168,7 +168,7 @@ def _thread_seconds(process: psutil.Process) -> dict[int, float]:
 
 
 def _thread(stack: str) -> int:
-    """The system's id of the thread, which py-spy writes before its frames."""
+    """The kernel's id of the thread, which py-spy writes before its frames."""
     found = re.match(r"thread \((0x[0-9A-Fa-f]+|\d+)\)", stack)
     return int(found[1], 0) if found is not None else 0
 

@@ -25,7 +25,7 @@ def cells(row: Row) -> list[str]:
 
 
 def show(rows: Sequence[Row]) -> None:
-    """Print the table, and below it what went wrong."""
+    """Print the table and, below it, what went wrong."""
     console = Console(width=170, highlight=False)
     table = Table(*_COLUMNS)
     for row in rows:
@@ -36,7 +36,7 @@ def show(rows: Sequence[Row]) -> None:
 
 
 def show_problems(row: Row, console: Console | None = None) -> None:
-    """Print the first few problems of an experiment and what it noted."""
+    """Print the first few problems of an experiment, and its notes."""
     console = console or Console(width=170, highlight=False)
     name = f"{row.fault}, {row.path} path, {row.moment} point"
     for problem in row.problems[:_SHOWN_PROBLEMS]:

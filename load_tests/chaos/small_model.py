@@ -1,6 +1,6 @@
-"""A small random model for the chaos suite: quick to load, slow enough that a fault lands in mid-stream.
+"""A small random model for the chaos suite: quick to load, slow enough for a fault to strike in mid-stream.
 
-Every printable ASCII character is one token and nothing else is, so that lost and doubled tokens show as characters.
+The tokens are exactly the printable ASCII characters, so that lost and repeated tokens show as characters.
 """
 
 from pathlib import Path
@@ -31,7 +31,7 @@ def write_small_model(folder: Path, seed: int = 0) -> None:
     torch.manual_seed(seed)
     model = LlamaForCausalLM(config)
     with torch.no_grad():
-        # Wider than at initialization: logits that hardly differ would make every text look alike.
+        # Wider than the usual initialization: with nearly equal logits all texts would look alike.
         for parameter in model.parameters():
             if parameter.dim() > 1:
                 parameter.normal_(std=0.1)

@@ -1,9 +1,9 @@
-"""Stops one thread of another process, as a kernel that never returns would: everything else in it goes on.
+"""Stops one thread of another process, like a kernel that never returns; the rest of the process runs on.
 
     python -m load_tests.chaos.stuck_thread THREAD_ID
 
-By ptrace (Linux; root, or the right to trace): SIGSTOP could only stop all threads. Says "stopped", and stays until
-the thread is gone, since whom a tracer leaves goes on.
+Uses ptrace (Linux; as root or with the right to trace), since SIGSTOP stops all threads. Prints "stopped" and stays
+until the thread is gone, because a thread whose tracer ends runs on.
 """
 
 import ctypes

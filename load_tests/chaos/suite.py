@@ -23,13 +23,13 @@ async def run_faults(
 
 
 async def warm_up(fleet: Fleet, references: References) -> None:
-    """First times cost memory and threads that nobody leaked: have them over before anything is compared."""
+    """First uses allocate memory and threads that are no leak: get them over with before anything is compared."""
     async with open_session() as session:
         await references.learn(session, fleet.url, [PROBE])
 
 
 def _batches(experiments: Sequence[tuple[Fault, str]]) -> list[list[tuple[Fault, str]]]:
-    """Experiments that share a fleet, of one shape, on one node or on several; a fault that ends it is the last."""
+    """Experiments that share a fleet of one shape, on one node or on several; a fault that ends it comes last."""
     batches: list[list[tuple[Fault, str]]] = []
     fleets: dict[tuple[bool, Shape], list[tuple[Fault, str]]] = {}
     for fault, moment in sorted(experiments, key=lambda experiment: experiment[0].last):

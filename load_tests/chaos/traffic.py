@@ -1,4 +1,4 @@
-"""The requests of the chaos suite, a client that notes everything, and the comparison with an undisturbed answer.
+"""The requests of the chaos suite, a client that records everything, and the comparison with undisturbed answers.
 
 Decides what counts as complete, as a typed error and as cut; knows nothing of processes and faults.
 """
@@ -18,9 +18,9 @@ import aiohttp
 
 MODEL = "small"
 STOPPED = "seeded stop"
-"""Requests of this name are meant to be given a stop string out of their own answer, see `with_stop`."""
+"""Requests of this name get a stop string taken from their own answer, see `with_stop`."""
 _NO_ROUTE = "not found. Ping http"
-"""What Ray's HAProxy answers, with 404, when it has been started anew and knows of no application yet."""
+"""What Ray's HAProxy answers, with 404, when it has been restarted and knows no application yet."""
 _LETTERS = "abcdefghijklmnopqrstuvwxyz     "
 
 
@@ -32,11 +32,11 @@ class Outcome(Enum):
     ERROR = "typed error"
     """A JSON error in OpenAI's shape: the whole answer, or the last event of a stream without `[DONE]`."""
     CUT = "cut"
-    """The connection failed or ended without `[DONE]` and without an error, or a proxy said that nobody answers it."""
+    """The connection failed or ended without `[DONE]` or an error, or a proxy reported that nothing is behind it."""
     HUNG = "hung"
     """Not ended when the experiment gave up waiting."""
     WRONG = "wrong"
-    """Anything else: `[DONE]` after an error, events after `[DONE]`, errors that are no errors in OpenAI's shape."""
+    """Anything else: `[DONE]` after an error, events after `[DONE]`, errors not in OpenAI's shape."""
 
 
 @dataclass(frozen=True)
@@ -48,13 +48,13 @@ class Ask:
 
     @property
     def key(self) -> str:
-        """Equal for requests that must be answered alike: whoever asks, and whatever is cached."""
+        """Equal for requests that must be answered alike, whoever asks and whatever is cached."""
         return repr({name: value for name, value in self.body.items() if name not in ("user", "cache_salt")})
 
 
 @dataclass
 class Answer:
-    """What came back. Times are of the monotonic clock."""
+    """What arrived. Times are of the monotonic clock."""
 
     ask: Ask
     outcome: Outcome = Outcome.HUNG
@@ -83,13 +83,13 @@ class Answer:
         return max(self.longest_gap_s, self.first_event_at - max(struck_at, self.started_at))
 
     def said(self) -> tuple[Any, ...]:
-        """Everything that must not depend on what happened to the servers."""
+        """Everything in it that must not depend on what happened to the servers."""
         return self.texts, self.finish_reasons, self.logprobs, self.usage
 
 
 @dataclass(frozen=True)
 class Difference:
-    """An answer beside the undisturbed one: characters (= tokens) missing and too many, and whether all is equal."""
+    """An answer beside the undisturbed one: missing and surplus characters (= tokens), and whether both are equal."""
 
     lost: int
     doubled: int
@@ -97,7 +97,7 @@ class Difference:
 
 
 def compare(answer: Answer, undisturbed: Answer) -> Difference:
-    """Complete answers must be equal; what a client got of an answer that failed must be a beginning of it."""
+    """Complete answers must be equal; what a client got of a failed answer must be a prefix of it."""
     whole = answer.outcome is Outcome.COMPLETE
     lost = doubled = 0
     for index, expected in undisturbed.texts.items():
@@ -112,7 +112,7 @@ def compare(answer: Answer, undisturbed: Answer) -> Difference:
 
 
 def first_difference(answer: Answer, undisturbed: Answer) -> str:
-    """In words, where two answers that are not equal begin to differ."""
+    """Say where two unequal answers begin to differ."""
     for index, expected in undisturbed.texts.items():
         said = answer.texts.get(index, "")
         if said != expected:
@@ -156,7 +156,7 @@ def ask(name: str, prompt: str, max_tokens: int, **fields: Any) -> Ask:
 
 
 def mixed(rng: Random, count: int, max_tokens: int) -> list[Ask]:
-    """`count` requests that use every feature a continued stream could get wrong. No two are equal."""
+    """`count` different requests that use every feature a continued stream could get wrong."""
     kinds: list[tuple[str, dict[str, Any]]] = [
         ("greedy", {}),
         ("seeded", {"temperature": 1.0, "seed": 11}),
@@ -192,7 +192,7 @@ async def send(
     on_event: Callable[[Answer], None] = lambda _: None,
     headers: dict[str, str] | None = None,
 ) -> Answer:
-    """Send and read to the end. Failures are the answer's outcome; cancelling leaves it hung."""
+    """Send and read to the end. Failures become the answer's outcome; cancelling leaves it hung."""
     answer = Answer(ask)
     await send_into(answer, session, url, on_event, headers)
     return answer
@@ -206,7 +206,7 @@ async def send_into(
     headers: dict[str, str] | None = None,
     slow_bytes: int = 0,
 ) -> None:
-    """As `send`, filling in an answer that others watch. The first `slow_bytes` bytes are read one a second."""
+    """As `send`, filling in an answer that others watch. The first `slow_bytes` bytes are read one per second."""
     try:
         async with session.post(f"{url}/v1/completions", json=answer.ask.body, headers=headers) as response:
             answer.status = response.status
@@ -251,7 +251,7 @@ async def _read_events(
         head += await response.content.readexactly(1)
         await asyncio.sleep(1)
     if slow_bytes:
-        answer.started_at = time.monotonic()  # so long the reader kept silent, not the server
+        answer.started_at = time.monotonic()  # for this long the reader was silent, not the server
     async for line in _lines(response, head):
         if not line.startswith(b"data:"):
             continue
@@ -274,7 +274,7 @@ async def _read_events(
 
 
 async def _lines(response: aiohttp.ClientResponse, head: bytes) -> AsyncIterator[bytes]:
-    """Lines of the body, of which `head` has been read; longer ones than fit into the session's buffer, too."""
+    """The body's lines, `head` being read already; lines may be longer than the session's buffer."""
     rest = head
     async for data in response.content.iter_any():
         *lines, rest = (rest + data).split(b"\n")
@@ -309,7 +309,7 @@ def _event(answer: Answer, data: dict[str, Any]) -> None:
 
 
 def _told(body: str, status: int) -> tuple[Outcome, str]:
-    """A typed error, or what a proxy makes up itself when there is nobody behind it."""
+    """A typed error, or what a proxy itself answers when nothing is behind it."""
     try:
         error = json.loads(body)["error"]
         return Outcome.ERROR, f"{status} {error['type']}/{error['code']}: {error['message']}"
@@ -328,7 +328,7 @@ def _seconds(header: str | None) -> float | None:
 
 
 async def settle(tasks: list[asyncio.Task[None]], limit_s: float) -> None:
-    """Wait for all; what has not ended after `limit_s` seconds is cancelled and so stays hung."""
+    """Wait for all; those that have not ended after `limit_s` seconds are cancelled and so stay hung."""
     if not tasks:
         return
     _, pending = await asyncio.wait(tasks, timeout=limit_s)

@@ -8,24 +8,25 @@ from pydantic.json_schema import models_json_schema
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
-from serve_app.api.admission import AdmissionQueue
+from serve_app.api.admission import AsyncAdmissionQueue
 from serve_app.api.chat import ChatJob
 from serve_app.api.completions import CompletionJob
 from serve_app.api.drain import Drain
 from serve_app.api.endpoint import ApiContext, GenerationResponse
 from serve_app.api.errors import http_exception_handler
 from serve_app.api.guard import RequestGuard
-from serve_app.api.prepare import check_model, encode_messages, encode_prompt, off_loop
+from serve_app.api.limits import ApiLimits
+from serve_app.api.prepare import check_model, decode_ids, encode_messages, encode_prompt
+from serve_app.api.request_events import RequestLog, RequestObserver
 from serve_app.api.schemas import Body, ChatBody, CompletionBody, DetokenizeBody, TokenizeBody, parse_body
-from serve_app.api.service import ApiLimits, NullObserver, RequestLog, RequestObserver, Service
-from serve_app.errors import InvalidRequestError
+from serve_app.api.service import Service
 
 
 def create_app(
     service: Service,
-    admission: AdmissionQueue,
-    limits: ApiLimits | None = None,
-    observer: RequestObserver | None = None,
+    admission: AsyncAdmissionQueue,
+    limits: ApiLimits,
+    observer: RequestObserver,
     drain: Drain | None = None,
     log: RequestLog = lambda _: None,
 ) -> FastAPI:
@@ -34,7 +35,7 @@ def create_app(
     No documentation pages: FastAPI's load their scripts from a CDN.
     """
     app = _Api(title="serve_app", version=version("serve_app"), docs_url=None, redoc_url=None)
-    context = ApiContext(service, admission, limits or ApiLimits(), observer or NullObserver(), drain or Drain(), log)
+    context = ApiContext(service, admission, limits, observer, drain or Drain(), log)
     app.add_middleware(RequestGuard, limits=context.limits, observer=context.observer)
     app.add_exception_handler(HTTPException, http_exception_handler)
     _add_generation(app, context)
@@ -114,9 +115,7 @@ def _add_tokens(app: FastAPI, context: ApiContext) -> None:
         body = parse_body(DetokenizeBody, await request.body())
         card, tokenizer = context.service.model, context.service.tokenizer
         check_model(body.model, card)
-        if max(body.tokens, default=0) >= card.vocab_size:
-            raise InvalidRequestError(f"`tokens` must hold ids below {card.vocab_size}", param="tokens")
-        return {"prompt": await off_loop(lambda: tokenizer.decode(body.tokens), len(body.tokens))}
+        return {"prompt": await decode_ids(tokenizer, body.tokens, card)}
 
 
 def _add_operations(app: FastAPI, context: ApiContext) -> None:

@@ -5,6 +5,7 @@ from typing import Any
 
 import orjson
 
+from serve_app.api.constraints import grammar_of
 from serve_app.api.endpoint import ApiContext, Choice
 from serve_app.api.generation import Generation, chunk_usage
 from serve_app.api.prepare import (
@@ -47,8 +48,16 @@ class ChatJob:
         if body.max_completion_tokens is not None:
             asked = ("max_completion_tokens", body.max_completion_tokens)
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
+        grammar = await grammar_of(body, self._context.service.tokenizer)
         request = engine_request(
-            body, token_ids, self._card, prompt_field="messages", max_tokens=asked, logprobs=logprobs
+            body,
+            token_ids,
+            self._card,
+            prompt_field="messages",
+            max_tokens=asked,
+            logprobs=logprobs,
+            max_logprobs=self._context.limits.max_logprobs,
+            grammar=grammar,
         )
         return [request]
 
@@ -75,12 +84,16 @@ class ChatWire:
         if not (piece.text or piece.logprobs or piece.finish_reason):
             return b""
         delta = b'"delta":{"content":%b}' % orjson.dumps(piece.text) if piece.text else b'"delta":{}'
-        logprobs = _logprobs(piece.logprobs) if self._with_logprobs and piece.logprobs else None
+        logprobs = _content([_entry(t) for t in piece.logprobs]) if self._with_logprobs and piece.logprobs else None
         return self._template.chunk(index, delta, logprobs, piece.finish_reason)
 
     def usage(self, usage: dict[str, Any]) -> bytes:
         """The usage event."""
         return self._template.usage(usage)
+
+    def token(self, index: int, token: TokenText) -> orjson.Fragment:
+        """One entry of `content`."""
+        return orjson.Fragment(orjson.dumps(_entry(token)))
 
     def whole(self, choices: Sequence[Choice], usage: dict[str, Any]) -> dict[str, Any]:
         """A `chat.completion`."""
@@ -90,7 +103,7 @@ class ChatWire:
                 {
                     "index": choice.index,
                     "message": {"role": "assistant", "content": choice.text, "refusal": None},
-                    "logprobs": _logprobs(choice.logprobs) if self._with_logprobs else None,
+                    "logprobs": _content(choice.logprobs) if self._with_logprobs else None,
                     "finish_reason": choice.finish_reason,
                 }
                 for choice in choices
@@ -99,12 +112,12 @@ class ChatWire:
         }
 
 
-def _logprobs(tokens: Sequence[TokenText]) -> dict[str, Any]:
-    content = [
-        {**_token(token.data, token.logprob), "top_logprobs": [_token(data, p) for data, p in token.top]}
-        for token in tokens
-    ]
-    return {"content": content, "refusal": None}
+def _content(entries: Sequence[Any]) -> dict[str, Any]:
+    return {"content": entries, "refusal": None}
+
+
+def _entry(token: TokenText) -> dict[str, Any]:
+    return {**_token(token.data, token.logprob), "top_logprobs": [_token(data, p) for data, p in token.top]}
 
 
 def _token(data: bytes, logprob: float) -> dict[str, Any]:

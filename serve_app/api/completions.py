@@ -1,18 +1,18 @@
 """POST /v1/completions: text or token ids in, OpenAI's (legacy) completion formats out, with `echo` and `logprobs`."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 from itertools import accumulate
 from typing import Any
 
 import orjson
 
 from serve_app.api.chat import LOWEST_LOGPROB
+from serve_app.api.constraints import grammar_of
 from serve_app.api.endpoint import ApiContext, Choice
 from serve_app.api.generation import Generation, chunk_usage
+from serve_app.api.limits import ApiLimits
 from serve_app.api.prepare import answer_head, check_model, check_sequences, encode_prompt, engine_request, stop_config
 from serve_app.api.schemas import CompletionBody, parse_body
-from serve_app.api.service import ApiLimits
 from serve_app.api.sse import ChunkTemplate, ChunkUsage
 from serve_app.core.request import EngineRequest
 from serve_app.errors import InvalidRequestError
@@ -50,16 +50,20 @@ class CompletionJob:
         if echoed is not None:
             num_tokens = sum(map(len, self._token_ids)) * (body.n or 1)
             _check_prompt_logprobs(num_tokens, echoed, self._context.limits)
+        most = self._context.limits.max_logprobs // self.num_prompts
+        grammar = await grammar_of(body, tokenizer)
         return [
             engine_request(
                 body,
                 token_ids,
                 self._card,
                 prompt_field="prompt",
+                max_logprobs=most,
                 max_tokens=("max_tokens", body.max_tokens),
                 default_max_tokens=DEFAULT_MAX_TOKENS,
                 logprobs=body.logprobs,
                 prompt_logprobs=echoed,
+                grammar=grammar,
             )
             for token_ids in self._token_ids
         ]
@@ -137,12 +141,16 @@ class CompletionWire:
         """New text, the finish reason, or both."""
         if not (piece.text or piece.logprobs or piece.finish_reason):
             return b""
-        logprobs = None if self._top is None else self._logprobs(self._after_prompt(index, piece.logprobs))
+        logprobs = None if self._top is None else self._logprobs([self.token(index, t) for t in piece.logprobs])
         return self._template.chunk(index, b'"text":' + orjson.dumps(piece.text), logprobs, piece.finish_reason)
 
     def usage(self, usage: dict[str, Any]) -> bytes:
         """The usage event."""
         return self._template.usage(usage)
+
+    def token(self, index: int, token: TokenText) -> "_Entry":
+        """The token's part of each list; offsets count an echoed prompt."""
+        return self._entry(token, 0 if self._echo is None else len(self._echo.text(index)))
 
     def whole(self, choices: Sequence[Choice], usage: dict[str, Any]) -> dict[str, Any]:
         """A `text_completion`."""
@@ -151,35 +159,36 @@ class CompletionWire:
     def _choice(self, choice: Choice) -> dict[str, Any]:
         logprobs = None
         if self._top is not None:
-            logprobs = self._logprobs(self._after_prompt(choice.index, choice.logprobs))
+            logprobs = self._logprobs(choice.logprobs)
             if self._echo is not None:
                 echoed = self._echoed(choice.index)
                 logprobs = {key: value and echoed[key] + value for key, value in logprobs.items()}
         text = choice.text if self._echo is None else self._echo.text(choice.index) + choice.text
         return {"index": choice.index, "text": text, "logprobs": logprobs, "finish_reason": choice.finish_reason}
 
-    def _after_prompt(self, index: int, tokens: tuple[TokenText, ...]) -> tuple[TokenText, ...]:
-        """The same tokens with offsets that count an echoed prompt."""
-        if self._echo is None:
-            return tokens
-        shift = len(self._echo.text(index))
-        return tuple(replace(token, offset=token.offset + shift) for token in tokens)
-
     def _echoed(self, index: int) -> dict[str, Any]:
         assert self._echo is not None
-        logprobs = self._logprobs(self._echo.logprobs(index))
+        logprobs = self._logprobs([self._entry(token, 0) for token in self._echo.logprobs(index)])
         first = {"tokens": _token(self._echo.first(index)), "token_logprobs": None, "top_logprobs": None}
         return {
             key: values and [0 if key == "text_offset" else first[key], *values] for key, values in logprobs.items()
         }
 
-    def _logprobs(self, tokens: Sequence[TokenText]) -> dict[str, Any]:
+    def _entry(self, token: TokenText, shift: int) -> "_Entry":
+        top = orjson.Fragment(orjson.dumps(_top(token))) if self._top else None
+        return token.offset + shift, _token(token.data), max(token.logprob, LOWEST_LOGPROB), top
+
+    def _logprobs(self, entries: Sequence["_Entry"]) -> dict[str, Any]:
         return {
-            "text_offset": [token.offset for token in tokens],
-            "tokens": [_token(token.data) for token in tokens],
-            "token_logprobs": [max(token.logprob, LOWEST_LOGPROB) for token in tokens],
-            "top_logprobs": [_top(token) for token in tokens] if self._top else None,
+            "text_offset": [entry[0] for entry in entries],
+            "tokens": [entry[1] for entry in entries],
+            "token_logprobs": [entry[2] for entry in entries],
+            "top_logprobs": [entry[3] for entry in entries] if self._top else None,
         }
+
+
+_Entry = tuple[int, str, float, orjson.Fragment | None]
+"""A token's offset, text, log-probability, and alternatives."""
 
 
 def _token(data: bytes) -> str:

@@ -5,7 +5,7 @@ A client that leaves cancels all of it at once, wherever it is.
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -16,13 +16,15 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from serve_app.api import sse
-from serve_app.api.admission import AdmissionQueue, Caller
+from serve_app.api.admission import AsyncAdmissionQueue, Caller
 from serve_app.api.caller import client_of, session_of, timeout_of
 from serve_app.api.drain import Drain
 from serve_app.api.errors import error_json, internal_error
 from serve_app.api.generation import ChoicePiece, Generation
+from serve_app.api.limits import ApiLimits
+from serve_app.api.request_events import Endpoint, RequestLog, RequestObserver
 from serve_app.api.schemas import GenerationBody
-from serve_app.api.service import ApiLimits, Endpoint, RequestContext, RequestLog, RequestObserver, Service
+from serve_app.api.service import RequestContext, Service
 from serve_app.api.tracking import RequestTracker
 from serve_app.core.request import EngineRequest
 from serve_app.errors import RequestError
@@ -36,7 +38,7 @@ class ApiContext:
     """What every route needs."""
 
     service: Service
-    admission: AdmissionQueue
+    admission: AsyncAdmissionQueue
     limits: ApiLimits
     observer: RequestObserver
     drain: Drain
@@ -49,8 +51,26 @@ class Choice:
 
     index: int
     text: str
-    logprobs: tuple[TokenText, ...]
+    logprobs: Sequence[Any]
+    """What `Wire.token` made of its tokens."""
     finish_reason: str
+
+
+class _Gained:
+    """What a choice has gained so far."""
+
+    def __init__(self) -> None:
+        self._texts: list[str] = []
+        self._logprobs: list[Any] = []
+        self._reason: str = ""
+
+    def add(self, piece: TextPiece, logprobs: Iterable[Any]) -> None:
+        self._texts.append(piece.text)
+        self._logprobs.extend(logprobs)
+        self._reason = piece.finish_reason or self._reason
+
+    def finish(self, index: int) -> Choice:
+        return Choice(index, "".join(self._texts), self._logprobs, self._reason)
 
 
 class Wire(Protocol):
@@ -64,6 +84,12 @@ class Wire(Protocol):
 
     def usage(self, usage: dict[str, Any]) -> bytes:
         """The event after the last chunk when usage was asked for."""
+
+    def token(self, index: int, token: TokenText) -> Any:
+        """The log-probabilities of a choice's token as `whole` will want them.
+
+        Made when the token comes: at the end, those of a long answer would hold the event loop for seconds.
+        """
 
     def whole(self, choices: Sequence[Choice], usage: dict[str, Any]) -> dict[str, Any]:
         """The answer that is not streamed."""
@@ -119,7 +145,7 @@ class GenerationResponse(Response):
             deadline = self._context.admission.clock() + timeout_of(headers, self._context.limits.request_timeout_s)
             job = self._parse(body)
             self._context.service.check_ready()
-            caller = Caller(client_of(headers, job.body), body, job.body.priority or 0, deadline)
+            caller = Caller(client_of(headers, job.body), job.body.priority or 0, deadline)
             tickets = self._context.admission.reserve(job.num_prompts, job.body.n or 1, caller)
             try:
                 requests = await job.engine_requests()
@@ -148,18 +174,14 @@ class GenerationResponse(Response):
         send: Send,
         deadline: float,
     ) -> None:
-        gained: list[list[TextPiece]] = [[] for _ in generation.streams]
+        wire = job.wire(generation)
+        gained = [_Gained() for _ in generation.streams]
         async with self._context.drain.limit(deadline):
             async for step in pieces:
                 for index, piece in step:
-                    gained[index].append(piece)
-        choices = [
-            Choice(
-                i, "".join(p.text for p in parts), tuple(entry for p in parts for entry in p.logprobs), _reason(parts)
-            )
-            for i, parts in enumerate(gained)
-        ]
-        body = orjson.dumps(job.wire(generation).whole(choices, generation.usage.to_json()))
+                    gained[index].add(piece, (wire.token(index, token) for token in piece.logprobs))
+        choices = [choice.finish(index) for index, choice in enumerate(gained)]
+        body = orjson.dumps(wire.whole(choices, generation.usage.to_json()))
         headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         await send({"type": "http.response.body", "body": body})
@@ -173,7 +195,7 @@ class GenerationResponse(Response):
         send: Send,
         deadline: float,
     ) -> None:
-        """One body message per delivery of news. Before the first one, errors are raised: they still get a status."""
+        """One body message per flush of outputs. Errors before the first one are raised: they still get a status."""
         wire = job.wire(generation)
         started = False
         seen = [False] * len(generation.streams)
@@ -228,7 +250,3 @@ async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, None]) ->
 async def _disconnected(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
-
-
-def _reason(parts: Sequence[TextPiece]) -> str:
-    return next(part.finish_reason for part in parts if part.finish_reason is not None)

@@ -10,8 +10,6 @@ from starlette.responses import Response
 
 from serve_app.errors import EngineError, RequestError
 
-_LONGEST_HONOURED_S = 120.0
-"""OpenAI's clients wait no longer than this; older ones come back at once when told more: the header stops them."""
 _HTTP_CODES = {404: "not_found", 405: "method_not_allowed"}
 
 
@@ -23,15 +21,14 @@ def error_json(error: RequestError, request_id: str) -> bytes:
 def error_response(error: RequestError, request_id: str) -> Response:
     """The response for `error`, with `Retry-After` (whole seconds) where coming back makes sense.
 
-    An infinite `retry_after_s` says that it does not.
+    A 5xx that is not `retryable` says that it does not: OpenAI's clients would send any other again, and a request that
+    kills replicas with it.
     """
     headers = {}
     if error.status in (429, 503):
-        wait = max(error.retry_after_s or 1.0, 1.0)
-        if wait < math.inf:
-            headers["retry-after"] = str(math.ceil(wait))
-        if wait > _LONGEST_HONOURED_S:
-            headers["x-should-retry"] = "false"
+        headers["retry-after"] = str(math.ceil(max(error.retry_after_s or 1.0, 1.0)))
+    if error.status >= 500 and not error.retryable:
+        headers["x-should-retry"] = "false"
     if error.status in (408, 413, 415):
         headers["connection"] = "close"  # what is left of the body is not read
     return _response(error_json(error, request_id), error.status, headers)

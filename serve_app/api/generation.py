@@ -14,9 +14,9 @@ from serve_app.api.schemas import GenerationBody
 from serve_app.api.service import RequestContext, Service
 from serve_app.api.sse import ChunkUsage
 from serve_app.api.tracking import RequestTracker
-from serve_app.core.output import FinishReason, TokenDelta, TokenLogprob
 from serve_app.core.request import EngineRequest
-from serve_app.errors import EngineError, UnavailableError
+from serve_app.core.results import LOGPROBS, TokenDelta, TokenLogprob
+from serve_app.errors import EngineError
 from serve_app.text.stream import StopConfig, TextPiece, TextStream
 
 ChoicePiece = tuple[int, TextPiece]
@@ -64,6 +64,8 @@ class Generation:
         self._cached_tokens = [0] * len(requests)
         self.prompt_logprobs: list[list[TokenLogprob]] = [[] for _ in requests]
         """Per prompt, for each prompt token after the first; complete when its first choice has text."""
+        self.results: list[dict[str, list[Any]]] = [{} for _ in self.streams]
+        """Per choice, an entry per token of each kind of result; of log-probabilities none: its pieces hold them."""
 
     @property
     def usage(self) -> Usage:
@@ -97,16 +99,17 @@ class Generation:
         raise EngineError("the engine ended the stream before the answer was complete")
 
     def _feed(self, index: int, delta: TokenDelta) -> TextPiece:
-        if delta.finish_reason is FinishReason.ABORT:
-            raise UnavailableError("the server aborted the request")
         choice = index * self.n + delta.choice
         stream = self.streams[choice]
         if delta.choice == 0:
             if delta.num_cached_tokens is not None:
                 self._cached_tokens[index] = delta.num_cached_tokens
-            if delta.prompt_logprobs:
+            if delta.prompt_results:
                 self.prompt_logprobs[index].extend(delta.prompt_logprobs)
         before = stream.num_tokens
+        for kind, entries in delta.results.items():
+            if kind != LOGPROBS:
+                self.results[choice].setdefault(kind, []).extend(entries[before - delta.offset :])
         piece = stream.feed(delta)
         if piece.finish_reason is not None:
             self._contexts[index].ended_choices.add(delta.choice)

@@ -12,7 +12,9 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from serve_app.api.errors import error_response, internal_error, plain_error_response
-from serve_app.api.service import ApiLimits, RequestObserver
+from serve_app.api.limits import ApiLimits
+from serve_app.api.request_events import RequestObserver
+from serve_app.api.uploads import Uploads
 from serve_app.errors import (
     InvalidRequestError,
     OverloadedError,
@@ -41,13 +43,14 @@ class RequestGuard:
         self._limits = limits
         self._observer = observer
         self._buffered = 0
+        self._uploads = Uploads(limits.max_uploads)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request. Whatever goes wrong before the response has started is answered here."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        request_id = _request_id(Headers(scope=scope))
+        request_id = request_id_of(scope)
         scope["state"] = {**scope.get("state", {}), "request_id": request_id}
         started = False
 
@@ -82,7 +85,7 @@ class RequestGuard:
         self._check_headers(Headers(scope=scope))
         body = bytearray()
         try:
-            await self._read(receive, body)
+            await self._read(scope, receive, body)
             await self._app(scope, _replay(bytes(body), receive), send)
         finally:
             self._buffered -= len(body)
@@ -101,29 +104,42 @@ class RequestGuard:
         if int(length) > self._limits.max_body_bytes:
             raise self._too_large()
 
-    async def _read(self, receive: Receive, body: bytearray) -> None:
+    async def _read(self, scope: Scope, receive: Receive, body: bytearray) -> None:
         """Read all of the body into `body`, counting it in `_buffered`."""
+        seconds = self._limits.body_timeout_s
+        reason = f"did not arrive within {seconds:g} seconds"
         try:
-            async with asyncio.timeout(self._limits.body_timeout_s):
-                more = True
-                while more:
-                    message = await receive()
-                    if message["type"] == "http.disconnect":
-                        raise _ClientGone
-                    part = message.get("body", b"")
-                    if len(body) + len(part) > self._limits.max_body_bytes:
-                        raise self._too_large()
-                    if self._buffered + len(part) > self._limits.max_buffered_bytes:
-                        self._observer.refused("bodies_full")
-                        raise OverloadedError(
-                            "too many large requests at one time; retry later", code="bodies_full", retry_after_s=1.0
-                        )
-                    body += part
-                    self._buffered += len(part)
-                    more = message.get("more_body", False)
+            async with asyncio.timeout(seconds) as timer:
+                if not await self._read_part(receive, body):
+                    return
+                with self._uploads.under_way(_source(scope), timer) as upload:
+                    try:
+                        while await self._read_part(receive, body):
+                            pass
+                    finally:
+                        if upload.displaced:
+                            reason = "arrived too slowly while many others did"
         except TimeoutError:
-            seconds = self._limits.body_timeout_s
-            raise RequestTimeoutError(f"the body did not arrive within {seconds:g} seconds") from None
+            raise RequestTimeoutError(f"the body {reason}") from None
+        except OverloadedError as error:
+            self._observer.refused(error.code or "other")
+            raise
+
+    async def _read_part(self, receive: Receive, body: bytearray) -> bool:
+        """Add what comes next to `body`; whether there is more."""
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise _ClientGone
+        part = message.get("body", b"")
+        if len(body) + len(part) > self._limits.max_body_bytes:
+            raise self._too_large()
+        if self._buffered + len(part) > self._limits.max_buffered_bytes:
+            raise OverloadedError(
+                "too many large requests at one time; retry later", code="bodies_full", retry_after_s=1.0
+            )
+        body += part
+        self._buffered += len(part)
+        return bool(message.get("more_body", False))
 
     def _too_large(self) -> PayloadTooLargeError:
         return PayloadTooLargeError(f"the body is larger than {self._limits.max_body_bytes} bytes")
@@ -143,7 +159,13 @@ def _replay(body: bytes, receive: Receive) -> Receive:
     return replay
 
 
-def _request_id(headers: Headers) -> str:
+def _source(scope: Scope) -> str:
+    """The client's address; behind HAProxy, uvicorn has put it here from the header that HAProxy sets."""
+    client = scope.get("client")
+    return str(client[0]) if client else ""
+
+
+def request_id_of(scope: Scope) -> str:
     """The client's id if it is harmless in logs and headers, else a fresh one."""
-    given = headers.get("x-request-id", "")
+    given = Headers(scope=scope).get("x-request-id", "")
     return given if _REQUEST_ID.fullmatch(given) else f"req-{uuid.uuid4().hex}"

@@ -9,50 +9,53 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, TypeVar
 
+from serve_app.api.limits import ApiLimits
 from serve_app.api.schemas import GenerationBody, Message
-from serve_app.api.service import ApiLimits, ModelCard
+from serve_app.api.service import ModelCard
 from serve_app.core.request import EngineRequest
 from serve_app.core.sampling_params import SamplingParams
-from serve_app.errors import ContextLengthError, InvalidRequestError, ModelNotFoundError
+from serve_app.errors import ContextLengthError, InvalidRequestError, ModelNotFoundError, OverloadedError
 from serve_app.text.stream import StopConfig
 from serve_app.text.tokenizer import Tokenizer
 
 _LONG_TEXT = 8192
 """Characters (about 2 ms of tokenizing) from which the work leaves the event loop."""
 _MESSAGE = 64
-"""A message costs its template as much time as so many characters, however empty it is."""
+"""The time that the chat template takes for one message, however empty, in characters of text."""
+_SLICE = 65_536
+"""Characters that are tokenized at a time while it is open whether a text has far too many."""
+_MAX_WAITING = 128
+"""Texts that may wait for a worker; a worker takes milliseconds for most, and a fraction of a second for the worst."""
 _workers = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tokenize")
-
-_SAMPLING_FIELDS = (
-    "n",
-    "min_tokens",
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "repetition_penalty",
-    "presence_penalty",
-    "frequency_penalty",
-    "logit_bias",
-    "stop_token_ids",
-    "ignore_eos",
-)
 
 T = TypeVar("T")
 
 
+class _Waiting:
+    count = 0
+
+
 async def off_loop(work: Callable[[], T], size: int) -> T:
-    """Run text work of this size (characters or tokens): here if it is small, else beside the event loop."""
+    """Run text work of this size (characters or tokens): here if it is small, else beside the event loop.
+
+    Raises `OverloadedError` when too much waits already.
+    """
     if size < _LONG_TEXT:
         return work()
-    return await asyncio.get_running_loop().run_in_executor(_workers, work)
+    if _Waiting.count >= _MAX_WAITING:
+        raise OverloadedError("too many long texts at one time; retry later", code="texts_full", retry_after_s=1.0)
+    _Waiting.count += 1
+    try:
+        return await asyncio.get_running_loop().run_in_executor(_workers, work)
+    finally:
+        _Waiting.count -= 1
 
 
 async def encode_prompt(
     tokenizer: Tokenizer, text: str, card: ModelCard, *, add_special_tokens: bool = True
 ) -> list[int]:
-    """Ids of a text prompt. Raises `ContextLengthError` without tokenizing what is far beyond the context."""
-    _check_size(tokenizer, text, card, "prompt")
+    """Ids of a text prompt. Raises `ContextLengthError` without tokenizing all of what is far beyond the context."""
+    await _check_size(tokenizer, text, card, "prompt")
     return await off_loop(partial(tokenizer.encode, text, add_special_tokens=add_special_tokens), len(text))
 
 
@@ -60,15 +63,43 @@ async def encode_messages(tokenizer: Tokenizer, messages: Sequence[Message], car
     """Ids of a chat; errors as `encode_prompt` and `Tokenizer.apply_chat_template`."""
     plain = [message.for_template() for message in messages]
     text = "".join(message["content"] for message in plain)
-    _check_size(tokenizer, text, card, "messages")
+    await _check_size(tokenizer, text, card, "messages")
     return await off_loop(partial(tokenizer.apply_chat_template, plain), len(text) + _MESSAGE * len(plain))
 
 
-def _check_size(tokenizer: Tokenizer, text: str, card: ModelCard, field: str) -> None:
-    if (least := tokenizer.min_tokens(text)) >= card.max_model_len:
+async def decode_ids(tokenizer: Tokenizer, token_ids: list[int], card: ModelCard) -> str:
+    """Text of as many ids as the context holds. Raises `InvalidRequestError`."""
+    if len(token_ids) > card.max_model_len:
+        raise InvalidRequestError(
+            f"`tokens` holds {len(token_ids)} ids, but this model's context holds {card.max_model_len}", param="tokens"
+        )
+    if max(token_ids, default=0) >= card.vocab_size:
+        raise InvalidRequestError(f"`tokens` must hold ids below {card.vocab_size}", param="tokens")
+    return await off_loop(partial(tokenizer.decode, token_ids), len(token_ids))
+
+
+async def _check_size(tokenizer: Tokenizer, text: str, card: ModelCard, field: str) -> None:
+    """Refuse what is far too long for little work: by its bytes, or once its first slices make twice the context.
+
+    Twice, because a text cut into slices makes a few tokens more than in one piece.
+    """
+    least = tokenizer.min_tokens(text)
+    size = max(_LONG_TEXT, min(_SLICE, 8 * card.max_model_len))
+    if least < card.max_model_len and len(text) > size:
+        found = 0
+        for start in range(0, len(text), size):
+            found += await off_loop(partial(_count, tokenizer, text[start : start + size]), size)
+            if found >= 2 * card.max_model_len:
+                least = found // 2
+                break
+    if least >= card.max_model_len:
         raise ContextLengthError(
             f"`{field}` has at least {least} tokens, but this model's context holds {card.max_model_len}", param=field
         )
+
+
+def _count(tokenizer: Tokenizer, text: str) -> int:
+    return len(tokenizer.encode(text, add_special_tokens=False))
 
 
 def check_model(name: str | None, card: ModelCard) -> None:
@@ -104,10 +135,13 @@ def engine_request(
     max_tokens: tuple[str, int | None],
     default_max_tokens: int | None = None,
     logprobs: int | None = None,
+    max_logprobs: int,
     prompt_logprobs: int | None = None,
+    grammar: str | None = None,
 ) -> EngineRequest:
     """One prompt's request. `max_tokens` is (field name, asked value); `default_max_tokens` None is the whole rest.
 
+    `max_logprobs` bounds what its choices may carry together: an output that nobody bounds ends there.
     Raises `InvalidRequestError` naming the field and its limit.
     """
     room = _room(token_ids, card, prompt_field)
@@ -121,7 +155,17 @@ def engine_request(
             param=name,
         )
     limit = asked if asked is not None else min(room if default_max_tokens is None else default_max_tokens, room)
-    given: dict[str, Any] = {f: value for f in _SAMPLING_FIELDS if (value := getattr(body, f)) is not None}
+    if logprobs is not None:
+        most = max_logprobs // ((logprobs + 1) * (body.n or 1))
+        if asked is not None and asked > most:
+            raise InvalidRequestError(
+                f"`{name}` {asked} with `n` {body.n or 1} and {logprobs} alternatives per token: at most "
+                f"{max_logprobs} log-probabilities per prompt, which leaves `{name}` {most}",
+                param=name,
+            )
+        limit = min(limit, most)
+    names = SamplingParams.client_fields()
+    given: dict[str, Any] = {name: value for name in names if (value := getattr(body, name)) is not None}
     if "stop_token_ids" in given:
         given["stop_token_ids"] = tuple(given["stop_token_ids"])
     params = SamplingParams(
@@ -130,6 +174,7 @@ def engine_request(
         seed=secrets.randbits(63) if body.seed is None else body.seed,
         logprobs=logprobs,
         prompt_logprobs=prompt_logprobs,
+        grammar=grammar,
     )
     params.check_vocab(card.vocab_size)
     # The id is ours: a client's own could name somebody else's request.
@@ -146,8 +191,6 @@ def _room(token_ids: list[int], card: ModelCard, field: str) -> int:
     """Tokens left for the answer, at least 1."""
     if not token_ids:
         raise InvalidRequestError(f"`{field}` holds no tokens", param=field)
-    if not 0 <= min(token_ids) <= max(token_ids) < card.vocab_size:
-        raise InvalidRequestError(f"`{field}` must hold token ids from 0 to {card.vocab_size - 1}", param=field)
     room = card.max_model_len - len(token_ids)
     if room < 1:
         raise ContextLengthError(
@@ -155,6 +198,8 @@ def _room(token_ids: list[int], card: ModelCard, field: str) -> int:
             "at least one of them for the answer",
             param=field,
         )
+    if not 0 <= min(token_ids) <= max(token_ids) < card.vocab_size:
+        raise InvalidRequestError(f"`{field}` must hold token ids from 0 to {card.vocab_size - 1}", param=field)
     return room
 
 

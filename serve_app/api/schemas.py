@@ -7,16 +7,25 @@ parameters are checked once, in `SamplingParams`.
 from collections.abc import Callable
 from typing import Annotated, Any, Literal, Self, TypeVar
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    create_model,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError, from_json
 
-from serve_app.core.sampling_params import MAX_LOGIT_BIAS, MAX_TOP_LOGPROBS
+from serve_app.core.sampling_params import MAX_LOGIT_BIAS, MAX_TOP_LOGPROBS, SamplingParams
 from serve_app.errors import InvalidRequestError
 
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARS = 256
 MAX_MESSAGES = 4096
-MAX_CONTENT_PARTS = 1024
+MAX_CONTENT_PARTS = 4096
 MAX_METADATA = 16
 
 _SHOWN = 64
@@ -60,7 +69,7 @@ def _check_logit_bias(value: object) -> tuple[tuple[int, float], ...]:
 
 
 def _is_ids(value: object) -> bool:
-    return isinstance(value, list) and all(type(item) is int for item in value)
+    return isinstance(value, list) and set(map(type, value)) <= {int}  # a million of them in milliseconds
 
 
 def _check_prompt(value: object) -> list[str] | list[list[int]]:
@@ -77,12 +86,21 @@ def _check_prompt(value: object) -> list[str] | list[list[int]]:
     raise _refusal("must be a string, a list of strings, a list of token ids, or a list of such lists")
 
 
+def _check_parts(value: object) -> object:
+    """Bound the parts of all messages together before any of them is looked at."""
+    if isinstance(value, list) and len(value) <= MAX_MESSAGES:
+        contents = (message.get("content") for message in value if isinstance(message, dict))
+        if sum(len(content) for content in contents if isinstance(content, list)) > MAX_CONTENT_PARTS:
+            raise _refusal(f"may hold at most {MAX_CONTENT_PARTS} parts in all")
+    return value
+
+
 def _check_content(value: object) -> str:
     """Text of a message; text parts are joined by newlines."""
     if isinstance(value, str):
         return value
-    if not isinstance(value, list) or not 0 < len(value) <= MAX_CONTENT_PARTS:
-        raise _refusal(f"must be a string or a list of 1 to {MAX_CONTENT_PARTS} text parts")
+    if not isinstance(value, list) or not value:
+        raise _refusal("must be a string or a list of text parts")
     texts = []
     for i, part in enumerate(value):
         kind = part.get("type") if isinstance(part, dict) else None
@@ -106,8 +124,9 @@ class Body(BaseModel):
     def _refuse_unknown(cls, data: object) -> object:
         # Done here and not with extra="forbid", which collects one error for each of a million fields.
         if isinstance(data, dict):
+            known = {field.alias or name for name, field in cls.model_fields.items()}
             for name in data:
-                if name not in cls.model_fields:
+                if name not in known:
                     raise PydanticCustomError(
                         "unknown_field", "is not a field this server knows", {"name": str(name)[:_SHOWN]}
                     )
@@ -123,19 +142,63 @@ class StreamOptions(Body):
     include_obfuscation: Annotated[Any, _only(False)] = None
 
 
+class JsonSchemaFormat(Body):
+    """The `json_schema` of a `response_format`. The schema is always enforced, `strict` or not."""
+
+    name: Annotated[str, Field(max_length=64)]
+    description: str | None = None
+    schema_: Annotated[dict[str, Any] | None, Field(alias="schema")] = None
+    strict: bool | None = None
+
+
+class ResponseFormat(Body):
+    """OpenAI's `response_format`."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchemaFormat | None = None
+
+    @model_validator(mode="after")
+    def _check_schema(self) -> Self:
+        if (self.json_schema is None) == (self.type == "json_schema"):
+            message = "is required by the type `json_schema`, and by no other"
+            raise PydanticCustomError("unfit", "{message}", {"name": "json_schema", "message": message})
+        return self
+
+
+class StructuredOutputs(Body):
+    """vLLM's `structured_outputs`."""
+
+    json_: Annotated[dict[str, Any] | str | None, Field(alias="json")] = None
+    json_object: bool | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+
+    @model_validator(mode="after")
+    def _check_one(self) -> Self:
+        values = (self.json_, self.json_object, self.regex, self.choice, self.grammar)
+        given = [value for value in values if value not in (None, False)]
+        if len(given) != 1:
+            raise _refusal("must hold exactly one of json, json_object, regex, choice and grammar")
+        return self
+
+
 Metadata = dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]]
 
 
-class GenerationBody(Body):
-    """What both endpoints share: OpenAI's sampling fields, then the extensions usual among open servers."""
+# Each field of `SamplingParams` that a client sets, optional; a body that takes it in another form says so below.
+_sampling_fields: dict[str, Any] = {name: (kind | None, None) for name, kind in SamplingParams.client_fields().items()}
+SamplingFields = create_model("SamplingFields", __base__=Body, **_sampling_fields)
+
+
+class GenerationBody(SamplingFields):
+    """What both endpoints share: fields of `SamplingParams` (OpenAI's, and extensions usual among open servers), and
+    those that are not sampling's."""
 
     model: str | None = None
     n: int | None = None
     max_tokens: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
+    min_tokens: int | None = None
     logit_bias: Annotated[Any, AfterValidator(lambda v: None if v is None else _check_logit_bias(v))] = None
     seed: int | None = None
     stop: Annotated[Any, AfterValidator(lambda v: None if v is None else _check_stop(v))] = None
@@ -143,15 +206,11 @@ class GenerationBody(Body):
     stream_options: StreamOptions | None = None
     user: Annotated[str | None, Field(max_length=512)] = None
 
-    top_k: int | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    min_tokens: int | None = None
-    ignore_eos: bool | None = None
     stop_token_ids: Annotated[list[int] | None, Field(fail_fast=True)] = None
     include_stop_str_in_output: bool | None = None
     priority: Annotated[int | None, Field(ge=-(2**31), lt=2**31)] = None
     cache_salt: Annotated[str | None, Field(max_length=256)] = None
+    structured_outputs: StructuredOutputs | None = None
 
     @model_validator(mode="after")
     def _check_stream_options(self) -> Self:
@@ -194,7 +253,9 @@ class Message(Body):
 class ChatBody(GenerationBody):
     """POST /v1/chat/completions."""
 
-    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
+    messages: Annotated[
+        list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True), BeforeValidator(_check_parts)
+    ]
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int | None, Field(ge=0, le=MAX_TOP_LOGPROBS)] = None
@@ -205,7 +266,7 @@ class ChatBody(GenerationBody):
     prompt_cache_key: Annotated[str | None, Field(max_length=512)] = None
     safety_identifier: Annotated[str | None, Field(max_length=512)] = None
     service_tier: Annotated[Any, _only("auto", "default")] = None
-    response_format: Annotated[Any, _only({"type": "text"})] = None
+    response_format: ResponseFormat | None = None
     modalities: Annotated[Any, _only(["text"])] = None
     reasoning_effort: Annotated[Any, _only("none")] = None
     verbosity: Annotated[Any, _only("medium")] = None
@@ -252,7 +313,11 @@ class TokenizeBody(Body):
 
     model: str | None = None
     prompt: str | None = None
-    messages: Annotated[list[Message] | None, Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)] = None
+    messages: Annotated[
+        list[Message] | None,
+        Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True),
+        BeforeValidator(_check_parts),
+    ] = None
     add_special_tokens: bool | None = None
 
     @model_validator(mode="after")

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import Self
 
-from serve_app.api.service import Endpoint, Outcome, RequestContext, RequestLog, RequestObserver, RequestSummary
+from serve_app.api.request_events import Endpoint, Outcome, RequestLog, RequestObserver, RequestSummary
+from serve_app.api.service import RequestContext
 from serve_app.core.request import EngineRequest
 from serve_app.errors import OverloadedError, RequestError, RequestTimeoutError, UnavailableError
 

@@ -1,7 +1,7 @@
 """The `serve-app` command: one small module per subcommand.
 
-Decides which subcommands exist and what `serve-app --help` says. Each module imports what is heavy (torch, Ray,
-matplotlib) only when its command runs, so that help and version answer at once.
+Decides which subcommands exist and what `serve-app --help` says. Each module imports what is slow to import (torch,
+Ray, matplotlib) only when its command runs, so that help and version answer at once.
 """
 
 import typer
@@ -15,7 +15,7 @@ from serve_app.cli.timeline import timeline
 
 app = typer.Typer(
     name="serve-app",
-    help="LLM serving on Ray Serve with continuous batching: run it, see what it does, measure it.",
+    help="LLM serving on Ray Serve with continuous batching: run it, watch it, measure it.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,

@@ -1,31 +1,27 @@
 """`serve-app bench`: named workloads against a running server, and two reports side by side.
 
-Decides the commands' options and what they print. Load, figures and reports are the package `load_tests`, which needs
-the extra `load`.
+Decides the commands' options and what they print. Load, figures and reports are `workloads`, most of which needs the
+extra `load`.
 """
 
 import json
 from functools import partial
 from html import escape
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
 from serve_app.cli.outputs import HtmlFile, JsonFile
-
-if TYPE_CHECKING:
-    from load_tests.workloads import Workload
-
-WORKLOADS = ("mixed", "decode", "prefill", "single", "first_token", "shared_prefix", "repetitive", "poisson", "bursty")
+from serve_app.workloads.mixes import WORKLOADS, Workload, build_workload
 
 bench = typer.Typer(help="Measure a running server; compare two measurements.", no_args_is_help=True)
 
 
 @bench.callback()
-def needs_load_tests() -> None:
+def needs_the_extra_load() -> None:
     """Measure a running server; compare two measurements."""
     try:
         import aiohttp  # noqa: F401
@@ -41,15 +37,18 @@ def run(
     workload: Annotated[str, typer.Option(help=f"Names, separated by commas: {', '.join(WORKLOADS)}.")] = "decode",
     model: Annotated[str, typer.Option(help="Model name to send; by default the first that the server lists.")] = "",
     tokenizer: Annotated[str, typer.Option(help="tokenizer.json, a folder with one, or a model.")] = "default",
-    repeats: Annotated[int, typer.Option(min=1, help="Runs of each workload, each with texts of its own.")] = 1,
-    seed: Annotated[int, typer.Option(help="Decides lengths and texts.")] = 0,
-    salt: Annotated[str, typer.Option(help="Changes the text only; for a second run on a live server.")] = "",
-    num_requests: Annotated[int | None, typer.Option(min=1, help="How many (closed loop).")] = None,
+    repeats: Annotated[int, typer.Option(min=1, help="Runs of each workload, each with its own prompts.")] = 1,
+    seed: Annotated[int, typer.Option(help="Seed of lengths and texts.")] = 0,
+    salt: Annotated[
+        str,
+        typer.Option(help="Changes the text only: for a second run on the same server, whose prefix cache is warm."),
+    ] = "",
+    num_requests: Annotated[int | None, typer.Option(min=1, help="Number of requests (closed loop).")] = None,
     rate: Annotated[float, typer.Option(min=0.001, help="poisson, bursty: requests per second.")] = 1.0,
     duration: Annotated[float, typer.Option(min=0.1, help="poisson, bursty: seconds of arrivals.")] = 60.0,
-    server_pid: Annotated[int | None, typer.Option(help="Also report this process tree's CPU and memory.")] = None,
-    wait_quiet: Annotated[float, typer.Option(help="Wait up to so many seconds for a quiet machine.")] = 0.0,
-    extra_body: Annotated[str, typer.Option(help='JSON merged into each body; "$MAX_TOKENS" is filled in.')] = "{}",
+    server_pid: Annotated[int | None, typer.Option(help="Also report CPU and memory of this process tree.")] = None,
+    wait_quiet: Annotated[float, typer.Option(help="Wait at most this many seconds for a quiet machine.")] = 0.0,
+    extra_body: Annotated[str, typer.Option(help='JSON merged into each body; "$MAX_TOKENS" is replaced.')] = "{}",
     extensions: Annotated[bool, typer.Option(help="Send ignore_eos and stream_options.")] = True,
     json_file: JsonFile = None,
     html: HtmlFile = None,
@@ -58,11 +57,11 @@ def run(
     names = workload.split(",")
     for name in names:
         if name not in WORKLOADS:
-            raise typer.BadParameter(f"{name!r} is none of {', '.join(WORKLOADS)}", param_hint="--workload")
-    from load_tests.bench import reach, run_repeats
-    from load_tests.client import Server
-    from load_tests.report import bench_page, circumstances
-    from load_tests.workloads import build_workload, open_writer
+            raise typer.BadParameter(f"{name!r} is not one of {', '.join(WORKLOADS)}", param_hint="--workload")
+    from serve_app.workloads.client import Server
+    from serve_app.workloads.prompts import open_writer
+    from serve_app.workloads.report import bench_page, circumstances
+    from serve_app.workloads.runs import reach, run_repeats
 
     writer = open_writer(tokenizer)
     try:
@@ -71,10 +70,10 @@ def run(
         Console(stderr=True).print(f"[red]{error}")
         raise typer.Exit(1) from error
 
-    shape = {"seed": seed, "salt": salt, "rate": rate, "duration_s": duration, "num_requests": num_requests}
-
-    def build(name: str, repeat: int) -> "Workload":
-        return build_workload(name, writer, repeat=repeat, **shape)  # type: ignore[arg-type]
+    def build(name: str, repeat: int) -> Workload:
+        return build_workload(
+            name, writer, seed=seed, repeat=repeat, salt=salt, rate=rate, duration_s=duration, num_requests=num_requests
+        )
 
     results = {
         name: run_repeats(
@@ -104,9 +103,9 @@ _Report = Annotated[Path, typer.Argument(exists=True, dir_okay=False, help="Writ
 @bench.command()
 def compare(a: _Report, b: _Report, html: HtmlFile = None) -> None:
     """B over A for every figure, with the lowest and the highest quotient of single runs."""
-    from load_tests.bench_compare import compare_results, read_results
-    from load_tests.plots import draw_ratios, image
-    from load_tests.report import page, table
+    from serve_app.workloads.plots import draw_ratios, image
+    from serve_app.workloads.ratios import compare_results, read_results
+    from serve_app.workloads.report import page, table
 
     try:
         ratios = compare_results(read_results(a), read_results(b))

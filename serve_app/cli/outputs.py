@@ -8,7 +8,7 @@ import typer
 
 
 def check_output(path: Path | None) -> Path | None:
-    """The path, if a file can be written there; raises `typer.BadParameter` before minutes of work are lost."""
+    """The path, if a file can be written there; raises `typer.BadParameter` before any work is done."""
     if path is not None:
         if path.is_dir():
             raise typer.BadParameter(f"{path} is a folder")
@@ -19,4 +19,4 @@ def check_output(path: Path | None) -> Path | None:
 
 JsonFile = Annotated[Path | None, typer.Option("--json", callback=check_output, help="Write the figures here.")]
 PngFile = Annotated[Path | None, typer.Option("--png", callback=check_output, help="Write the picture here.")]
-HtmlFile = Annotated[Path | None, typer.Option("--html", callback=check_output, help="Write a report to look at here.")]
+HtmlFile = Annotated[Path | None, typer.Option("--html", callback=check_output, help="Write an HTML report here.")]

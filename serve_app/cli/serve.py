@@ -12,6 +12,6 @@ def serve(
     ),
 ) -> None:
     """Serve a config in the foreground: Ray's fast path, everything on loopback, one line when it is ready."""
-    from serve_app.serving.launcher import launch
+    from serve_app.launch.launcher import launch
 
     raise typer.Exit(launch(config))

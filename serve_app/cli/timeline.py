@@ -1,22 +1,21 @@
-"""`serve-app timeline`: what a running server's engines did in the last seconds, in the terminal and as files.
+"""`serve-app timeline`: what a running server's engines did recently, in the terminal and as files.
 
-Decides how the picture fits a terminal. What is recorded is the engines' matter, how files look the server's.
+Decides how the picture fits a terminal. The engines decide what is recorded, the server how files look.
 """
 
 import json
-import urllib.error
-import urllib.parse
-import urllib.request
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
+from urllib.parse import urlencode
 
 import typer
 from rich.console import Console
 
 from serve_app.cli.outputs import JsonFile, check_output
-from serve_app.core.output import StepRecord
+from serve_app.core.step_record import StepRecord
 from serve_app.errors import ServeAppError
+from serve_app.http_client import HttpStatusError, fetch
 from serve_app.observability.step_ring import Recording, ended_at
 from serve_app.observability.timeline import PALETTE, Timeline, draw_terminal, timeline_of
 
@@ -36,7 +35,7 @@ def timeline(
     trace: TraceFile = None,
     json_file: JsonFile = None,
 ) -> None:
-    """Slots over steps of a running server: who was prefilled and decoded where and when."""
+    """Slots over steps of a running server: which requests were prefilled and decoded, where and when."""
     console = Console()
     query = {"seconds": f"{seconds:g}"} | ({} if replica is None else {"replica": replica})
     try:
@@ -55,7 +54,7 @@ def timeline(
 
 
 def show(console: Console, recording: Recording) -> None:
-    """One replica in the terminal: a line per slot, and what a picture cannot say in numbers."""
+    """One replica in the terminal: a summary in numbers, then a line per slot."""
     records = recording.records
     console.print(f"\n[bold]replica {recording.replica}[/bold]: {_summary(records)}")
     if not records:
@@ -63,7 +62,7 @@ def show(console: Console, recording: Recording) -> None:
     picture = _timeline(recording)
     scale = picture.num_steps / max(20, min(console.width, 140) - 10)
     console.print(
-        f"[dim]{scale:.1f} steps a character   ▒ reads its prompt   ▇ decodes   ▃ less than half   · idle[/dim]"
+        f"[dim]{scale:.1f} steps per character   ▒ prefill   ▇ decode   ▃ decode, less than half   · idle[/dim]"
     )
     console.print(draw_terminal(picture, _groups(records), scale), end="")
 
@@ -87,27 +86,25 @@ def _timeline(recording: Recording) -> Timeline:
 
 
 def _groups(records: Sequence[StepRecord]) -> dict[str, int]:
-    """A colour for each request, in the order in which they came."""
+    """A colour for each request, in order of first appearance."""
     names = dict.fromkeys(row.request_id for record in records for row in record.rows)
     return {name: index % len(PALETTE) for index, name in enumerate(names)}
 
 
 def _get(url: str, query: dict[str, str]) -> bytes:
-    """The answer of `/debug/timeline`. Raises `ServeAppError` in the server's words, or in the system's."""
-    address = f"{url.rstrip('/')}/debug/timeline?{urllib.parse.urlencode(query)}"
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    """The answer of `/debug/timeline`. Raises `ServeAppError` with the server's or the system's message."""
+    address = f"{url.rstrip('/')}/debug/timeline?{urlencode(query)}"
     try:
-        with opener.open(address, timeout=_TIMEOUT_S) as answer:
-            return bytes(answer.read())
-    except urllib.error.HTTPError as error:
+        return fetch(address, timeout_s=_TIMEOUT_S)
+    except HttpStatusError as error:
         raise ServeAppError(_refusal(error)) from None
     except (OSError, ValueError) as error:
         raise ServeAppError(f"no answer from {url}: {getattr(error, 'reason', error)}") from None
 
 
-def _refusal(error: urllib.error.HTTPError) -> str:
+def _refusal(error: HttpStatusError) -> str:
     try:
-        body: Any = json.loads(error.read())
+        body: Any = json.loads(error.body)
         return str(body["error"]["message"])
     except (ValueError, KeyError, TypeError):
-        return f"the server answered {error.code}"
+        return str(error)

@@ -1,17 +1,17 @@
 """Block tables of requests: what a request can share, whether it fits, what must be copied before it writes.
 
-Queries (`match`, `fork`) are pure and return a `Prefix`; `allocate`, `grow` and `free` commit. Decides nothing about
-who runs. Order of side effects in `allocate`: shared blocks are taken first, so that making room cannot evict them.
+Queries (`find_prefix`, `match`, `fork`) commit nothing; `allocate`, `grow` and `free` commit. Decides nothing about who
+runs. Order of side effects in `allocate`: shared blocks are taken first, so that making room cannot evict them.
 """
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from serve_app.core.block_pool import Block, BlockPool
-from serve_app.core.output import BlockCopy
-from serve_app.core.policy import SchedulerConfig
+from serve_app.core.config import SchedulerConfig
 from serve_app.core.prefix_cache import PrefixCache, hash_block, root_hash
 from serve_app.core.request import Request
+from serve_app.core.step_plan import BlockCopy
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,7 @@ class KVCacheManager:
 
     def __init__(self, config: SchedulerConfig) -> None:
         self.block_size = config.block_size
-        self.pool = BlockPool(config.num_blocks, config.max_num_seqs)
+        self.pool = BlockPool(config.num_blocks)
         self.prefix_cache = PrefixCache()
         self._caches_prefixes = config.enable_prefix_cache
         self._copies: list[BlockCopy] = []
@@ -75,7 +75,7 @@ class KVCacheManager:
         if leader is not None and leader.num_computed_tokens >= leader.num_prompt_tokens:
             forked = self.fork(request, leader)
         # A prompt's logprobs exist only where its tokens are computed.
-        if request.missing_prompt_logprobs or not self._caches_prefixes:
+        if request.missing_prompt_results or not self._caches_prefixes:
             return forked
         published = self.match(request)
         return forked if forked.num_tokens > published.num_tokens else published
@@ -91,8 +91,7 @@ class KVCacheManager:
             return False
         for block in prefix.shared:
             self.pool.share(block)
-        room = self.blocks_for(request.max_num_tokens)
-        new = self._take(count, prefix.shared[-1] if prefix.shared else None, room)
+        new = self._take(count)
         if prefix.copied is not None:
             self._copies.append(BlockCopy(prefix.copied.id, new[0].id))
         request.blocks = prefix.shared + new
@@ -117,7 +116,7 @@ class KVCacheManager:
         count = self._missing(request, num_tokens)
         if count > self.pool.num_free:
             return None
-        new = self._take(count, request.blocks[-1])
+        new = self._take(count)
         request.blocks += new
         return tuple(block.id for block in new)
 
@@ -126,15 +125,15 @@ class KVCacheManager:
         num_tokens += request.num_computed_tokens + request.num_in_flight
         return -(-num_tokens // self.block_size) - len(request.blocks)
 
-    def _take(self, count: int, after: Block | None, room: int = 0) -> list[Block]:
-        new = self.pool.allocate(count, after, room)
+    def _take(self, count: int) -> list[Block]:
+        new = self.pool.allocate(count)
         for block in new:
             self.prefix_cache.forget(block)
         return new
 
-    def free(self, request: Request, *, comes_back: bool = False) -> None:
+    def free(self, request: Request) -> None:
         """Return the request's table; nothing of it counts as computed any more."""
-        self.pool.free(request.blocks, wanted=comes_back)
+        self.pool.free(request.blocks)
         request.blocks = []
         request.num_computed_tokens = request.num_in_flight = request.num_awaited = 0
         request.num_published_blocks = 0

@@ -1,7 +1,7 @@
 """Speculative decoding by prompt lookup: guesses of a request's next tokens from its own text, without a model.
 
 Where the newest tokens have occurred before, what followed then is the guess (Saxena, "Prompt Lookup Decoding", 2023).
-Edits, quotes, code and text that goes round in circles are guessed well; elsewhere guesses are rare.
+Edits, quotes, code and repetitive text are guessed well; elsewhere guesses are rare.
 
 Decides what is guessed and how likely it is to be right. Whether a guess is right is the runner's to find out:
 it samples after every guessed token as if there were no guesses, and what is sampled counts.
@@ -9,12 +9,19 @@ it samples after every guessed token as if there were no guesses, and what is sa
 
 from collections.abc import Sequence
 
+from serve_app.core.config import SchedulerKnobs
+
 MAX_MATCH = 4
 """Newest tokens that are looked up together; where these have not occurred before, fewer."""
 _PRIOR = (0.1, 0.3, 0.5, 0.5)
 """How often guesses after a match of 1, 2, ... tokens are right, until more is known. Low where a wrong one costs."""
 _WEIGHT = 0.1
 """Of the newest guess in the mean."""
+_SPECULATION_TOKENS = 6
+"""Decode tokens of a step, drafts among them: with the 8-bit kernel the next one costs as much as a step of one."""
+
+_MAX_FORCED = 16
+"""Drafts of one row that its grammar leaves no choice about: each is computed once, now or in a later step."""
 
 
 class PromptLookup:
@@ -35,7 +42,7 @@ class PromptLookup:
     def propose(self, token_ids: Sequence[int], at_most: int, min_chance: float) -> tuple[int, ...]:
         """Tokens that probably follow `token_ids` (all that are known, prompt first; the caller only ever appends).
 
-        `at_most` so many, and none whose chance of being right, and all before it, is below `min_chance`.
+        Up to `at_most` tokens, while the probability that all of them are right is at least `min_chance`.
         """
         self._learn(token_ids)
         self._index(token_ids)
@@ -77,3 +84,15 @@ class PromptLookup:
                 # Where the text since then is shorter than the guess, it is taken to go round once more.
                 return tuple(token_ids[begin + i % (end - begin)] for i in range(count))
         return ()
+
+
+def max_drafts(knobs: SchedulerKnobs, num_decodes: int) -> int:
+    """The most draft tokens for each of `num_decodes` rows; together they take at most half of a step's tokens."""
+    if knobs.speculation == "off" or num_decodes == 0:
+        return 0
+    return max(0, min(_SPECULATION_TOKENS, knobs.max_num_batched_tokens // 2) // num_decodes - 1)
+
+
+def forced_drafts(knobs: SchedulerKnobs, room: int) -> int:
+    """Draft tokens that a decode may have of those that its grammar leaves no choice about; `room`: tokens left."""
+    return 0 if knobs.speculation == "off" else max(0, min(_MAX_FORCED, room))

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from serve_app.core.block_pool import Block
-from serve_app.core.output import FinishReason, TokenDelta, TokenLogprob
-from serve_app.core.policy import SchedulerConfig
+from serve_app.core.config import SchedulerConfig
 from serve_app.core.prompt_lookup import PromptLookup
+from serve_app.core.results import NO_RESULTS, FinishReason, Results, TokenDelta
 from serve_app.core.sampling_params import SamplingParams
 from serve_app.errors import ContextLengthError, InvalidRequestError
 
@@ -75,9 +75,13 @@ class Request:
     num_cached_tokens: int | None = None
     """Prompt tokens that the first admission found computed; None until then, and again once reported."""
     was_admitted: bool = False
-    missing_prompt_logprobs: int = 0
+    missing_prompt_results: int = 0
     """Prompt logprobs still to be delivered, always the last ones: a recomputed prompt must not repeat the others."""
     lookup: PromptLookup = field(default_factory=PromptLookup)
+    forced: tuple[int, ...] = ()
+    """Tokens that its grammar leaves no choice about, as far as it knows; they are drafts like others."""
+    sat_out: bool = False
+    """Whether the step before could not sample for it, because its grammar mask was not ready."""
 
     @property
     def arrival(self) -> int:
@@ -101,9 +105,13 @@ class Request:
 
     @property
     def can_decode(self) -> bool:
-        """Whether it is done with prefilling, and the token that a step in flight samples is not the last one."""
+        """Whether it is done with prefilling, and the token that a step in flight samples is not the last one.
+
+        A grammar must know that token before it can say what may come next.
+        """
         return (
-            self.num_computed_tokens + self.num_in_flight >= self.num_prefill_tokens
+            not (self.num_awaited and self.params.grammar is not None)
+            and self.num_computed_tokens + self.num_in_flight >= self.num_prefill_tokens
             and len(self.token_ids) + self.num_awaited < self.max_num_tokens
         )
 
@@ -121,19 +129,22 @@ class Request:
 
         The last that may come is not among them: it comes out of the one before it.
         """
-        if self.num_awaited:
+        if self.num_awaited or self.sat_out:
             return ()
         at_most = min(at_most, self.max_num_tokens - self.num_tokens - 1)
+        if self.forced:
+            return self.forced[: max(0, at_most)]
         return self.lookup.propose(self.token_ids, at_most, min_chance) if at_most > 0 else ()
 
-    def take_prompt_logprobs(self, entries: tuple[TokenLogprob, ...], start: int) -> tuple[TokenLogprob, ...]:
-        """Of a row's prompt logprobs, the row having begun at token `start`, those that were not delivered yet."""
-        if not self.missing_prompt_logprobs:
-            return ()
-        delivered = self.num_prompt_tokens - 1 - self.missing_prompt_logprobs
-        news = entries[max(0, delivered - start) :]
-        self.missing_prompt_logprobs -= len(news)
-        return news
+    def take_prompt_results(self, results: Results, start: int) -> Results:
+        """Those of a row's prompt results that were not delivered yet; the row began at token `start`."""
+        delivered = self.num_prompt_tokens - 1 - self.missing_prompt_results
+        first = max(0, delivered - start)
+        count = max(map(len, results.values())) - first
+        if not self.missing_prompt_results or count <= 0:
+            return NO_RESULTS
+        self.missing_prompt_results -= count
+        return {kind: entries[first:] for kind, entries in results.items()}
 
     def append(self, token_ids: tuple[int, ...]) -> tuple[tuple[int, ...], FinishReason | None]:
         """Take sampled tokens, up to the one that ends this choice; returns those taken, and why it ends."""
@@ -149,22 +160,22 @@ class Request:
         self,
         token_ids: tuple[int, ...],
         finish_reason: FinishReason | None,
-        logprobs: tuple[TokenLogprob, ...] = (),
-        prompt_logprobs: tuple[TokenLogprob, ...] = (),
+        results: Results = NO_RESULTS,
+        prompt_results: Results = NO_RESULTS,
         error: str | None = None,
     ) -> TokenDelta:
-        """The news that `token_ids`, already the last of this choice's tokens, have come; `logprobs` may be of more."""
+        """Says that `token_ids`, already the last of this choice's tokens, have come; `results` may be of more."""
         num_cached_tokens, self.num_cached_tokens = self.num_cached_tokens, None
         return TokenDelta(
             self.request_id,
             self.choice,
             len(self.token_ids) - self.num_prompt_tokens - len(token_ids),
             token_ids,
-            logprobs[: len(token_ids)],
-            prompt_logprobs,
             finish_reason,
             num_cached_tokens,
             error,
+            {kind: entries[: len(token_ids)] for kind, entries in results.items()} if results else NO_RESULTS,
+            prompt_results,
         )
 
 
@@ -256,8 +267,8 @@ def make_choices(request: EngineRequest, config: SchedulerConfig, arrival: int, 
             leader=leader,
         )
         # Choice 0 speaks for the prompt. Output that an earlier replica delivered came after the prompt's logprobs.
-        if i == 0 and params.prompt_logprobs is not None and choice.num_output_tokens == 0:
-            choice.missing_prompt_logprobs = len(prompt) - 1
+        if i == 0 and params.wants_prompt_results and choice.num_output_tokens == 0:
+            choice.missing_prompt_results = len(prompt) - 1
         if i in request.finished_choices or choice.finish_reason() is not None:
             choice.status = RequestStatus.FINISHED
         elif leader is None:

@@ -10,6 +10,10 @@ MAX_CHOICES = 128
 MAX_TOP_LOGPROBS = 20
 MAX_STOP_TOKEN_IDS = 256
 MAX_LOGIT_BIAS = 1024
+MAX_GRAMMAR_CHARS = 2**18
+
+_SET_BY_ENDPOINT = ("max_tokens", "seed", "logprobs", "prompt_logprobs", "grammar")
+"""Fields whose meaning in a request depends on its endpoint, or whose default is not here."""
 
 
 def _refuse(param: str, value: object, limit: str) -> InvalidRequestError:
@@ -39,6 +43,7 @@ class SamplingParams:
     k = also the k most likely. `prompt_logprobs` likewise for each prompt token after the first. `seed` None means
     "not chosen yet": whoever accepts the request fixes one, because noise is a function of (seed, choice, position).
     `max_tokens` None means "as many as the context allows". `logit_bias` is a tuple of (token id, bias) pairs.
+    `grammar` (see `serve_app.grammars`) is what the output must follow; it then says when the output ends.
     """
 
     n: int = 1
@@ -57,6 +62,7 @@ class SamplingParams:
     ignore_eos: bool = False
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    grammar: str | None = None
 
     def __post_init__(self) -> None:
         _check_int("n", self.n, 1, MAX_CHOICES)
@@ -83,9 +89,24 @@ class SamplingParams:
             raise _refuse("stop_token_ids", len(self.stop_token_ids), f"at most {MAX_STOP_TOKEN_IDS} ids")
         for token_id in self.stop_token_ids:
             _check_int("stop_token_ids", token_id, 0, 2**31 - 1)
+        self._check_grammar()
         for name in ("logprobs", "prompt_logprobs"):
             if getattr(self, name) is not None:
                 _check_int(name, getattr(self, name), 0, MAX_TOP_LOGPROBS)
+
+    def _check_grammar(self) -> None:
+        grammar: Any = self.grammar
+        if grammar is None:
+            return
+        if not isinstance(grammar, str) or not 0 < len(grammar) <= MAX_GRAMMAR_CHARS:
+            raise InvalidRequestError(
+                f"`grammar` must be a text of 1 to {MAX_GRAMMAR_CHARS} characters", param="grammar"
+            )
+        for name in ("ignore_eos", "min_tokens"):
+            if getattr(self, name):
+                raise InvalidRequestError(
+                    f"`{name}` does not go with a grammar, which says when the output ends", param=name
+                )
 
     @property
     def greedy(self) -> bool:
@@ -96,6 +117,16 @@ class SamplingParams:
     def has_penalties(self) -> bool:
         """Whether the tokens so far, and not only their number, change what is chosen next."""
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+
+    @property
+    def wants_prompt_results(self) -> bool:
+        """Whether something is computed for each prompt token, so that none may come out of the prefix cache."""
+        return self.prompt_logprobs is not None
+
+    @classmethod
+    def client_fields(cls) -> dict[str, type]:
+        """Names and types of the fields that a request sets as they are; the endpoint derives the others."""
+        return {field.name: field.type for field in fields(cls) if field.name not in _SET_BY_ENDPOINT}  # type: ignore[misc]
 
     def check_vocab(self, vocab_size: int) -> None:
         """Raise `InvalidRequestError` when a token id lies outside the logits (`vocab_size` = their width)."""

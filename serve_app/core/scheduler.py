@@ -5,12 +5,13 @@ Chunked prefill, prefix hits, forks, preemption and failover are that one rule.
 
 `schedule` plans and allocates, `update` commits; only `update` publishes prefix blocks. Order inside `schedule`:
 running requests (decodes, which may preempt; then prefill chunks), the admission gate, then the queue while tokens,
-seats and blocks last. With `prefill: separate` decodes come last, in steps without any prefill; the gate sees to it
+slots and blocks last. With `prefill: separate` decodes come last, in steps without any prefill; the gate sees to it
 that such steps come.
 
 While few requests decode, their rows go on with draft tokens, which the runner verifies (see `prompt_lookup`). Drafts
-take nothing that anybody else needs: no block of the last ones, no preemption, at most half of a step's tokens. All
-rows wait for a draft, which is one row's gain: the more rows there are, the likelier it must be.
+never cause a preemption, never take the last free blocks, and are at most half of a step's tokens. A draft makes the
+step longer for all rows and helps one: the more rows decode, the likelier it must be to be right. Tokens forced by a
+grammar are drafts however many rows decode, as far as the step's tokens reach.
 
 A step may be planned while the one before it is in flight: rows of both then go on with a token whose id nobody knows
 yet. What cannot be planned without that id waits for the commit. A row whose request turns out to have ended is
@@ -26,33 +27,24 @@ from dataclasses import replace
 from heapq import heappop, heappush
 from operator import attrgetter
 
+from serve_app.core.admission_gate import AdmissionGate
+from serve_app.core.config import SchedulerConfig, SchedulerKnobs
 from serve_app.core.kv_cache_manager import KVCacheManager
-from serve_app.core.output import (
-    FinishReason,
-    ModelRunnerOutput,
-    ScheduledRequest,
-    SchedulerOutput,
-    SchedulerStats,
-    TokenDelta,
-)
-from serve_app.core.policy import (
-    AdmissionGate,
-    RequestQueue,
-    SchedulerConfig,
-    SchedulerKnobs,
-    max_drafts,
-    pick_victim,
-)
+from serve_app.core.prompt_lookup import forced_drafts, max_drafts
 from serve_app.core.request import EngineRequest, Request, RequestStatus, make_choices
-from serve_app.core.step_plan import StepPlan
+from serve_app.core.request_queue import RequestQueue, pick_victim
+from serve_app.core.results import NO_RESULTS, FinishReason, ModelRunnerOutput, TokenDelta
+from serve_app.core.step_plan import ScheduledRequest, SchedulerOutput, StepPlan
+from serve_app.core.step_record import SchedulerStats
 from serve_app.errors import InvalidRequestError
 
 _by_order = attrgetter("order")
 
 
-def _token_error(row: ScheduledRequest, token_ids: tuple[int, ...], vocab_size: int) -> str | None:
-    most = len(row.draft_token_ids) + 1 if row.samples else 0
-    if not row.samples <= len(token_ids) <= most:
+def _token_error(row: ScheduledRequest, sat_out: bool, token_ids: tuple[int, ...], vocab_size: int) -> str | None:
+    samples = row.samples and not sat_out
+    most = len(row.draft_token_ids) + 1 if samples else 0
+    if not samples <= len(token_ids) <= most:
         return f"the model runner returned {len(token_ids)} tokens for a row that samples at most {most}"
     for token_id in token_ids:
         if not 0 <= token_id < vocab_size:
@@ -125,10 +117,6 @@ class Scheduler:
         """Whether any request is waiting or running."""
         return bool(self._choices)
 
-    def wake_at(self) -> float | None:
-        """When time alone will let `schedule` succeed, after it returned no rows; None: only news can help."""
-        return None if self._running else self._gate.wake_at(self._queue)
-
     def reconfigure(self, knobs: SchedulerKnobs) -> None:
         """Go on with other knobs from the next `schedule` on. Raises ConfigError, changing nothing, for what cannot.
 
@@ -175,10 +163,11 @@ class Scheduler:
         self._gate.decodes_planned()
         decodes = [request for request in self._running if request.can_decode]
         at_most, min_chance = max_drafts(self.config, len(decodes)), self.config.token_cost * len(decodes)
-        for request in decodes:
+        for others, request in zip(range(len(decodes) - 1, -1, -1), decodes, strict=True):
             if plan.preempted and request.status is not RequestStatus.RUNNING:
                 return
-            drafts = request.draft(at_most, min_chance) if at_most else ()
+            forced = forced_drafts(self.config, plan.budget - others - 1) if request.forced else 0
+            drafts = request.draft(forced or at_most, min_chance) if forced or at_most else ()
             if drafts and not self._kv.can_grow(request, 1 + len(drafts), reserve=len(self._running)):
                 drafts = ()
             while (new_block_ids := self._kv.grow(request, 1 + len(drafts))) is None:
@@ -188,7 +177,7 @@ class Scheduler:
             plan.add_row(request, new_block_ids, drafts)
 
     def _preempt(self, request: Request, plan: StepPlan) -> None:
-        self._leave_slot(request, comes_back=True)
+        self._leave_slot(request)
         request.status = RequestStatus.WAITING
         self._queue.push(request, resuming=True)
         plan.preempted.append((request.request_id, request.choice))
@@ -232,7 +221,7 @@ class Scheduler:
 
     # ---------------------------------------------------------------------------------------------- commit
     def update(self, output: SchedulerOutput, result: ModelRunnerOutput) -> list[TokenDelta]:
-        """Commit a finished step: append tokens, publish full blocks, end what is done; the news, in row order.
+        """Commit a finished step: append tokens, publish full blocks, end what is done. Deltas in row order.
 
         A row that `failed`, or did not yield as many ids of the vocabulary as it must, ends its request (all choices)
         with ERROR. For a step that failed as a whole, mark every row failed.
@@ -256,22 +245,24 @@ class Scheduler:
         request.num_in_flight -= row.num_tokens
         request.num_awaited -= row.samples
         token_ids = result.token_ids[i]
-        error = result.failed.get(i) or _token_error(row, token_ids, self.config.vocab_size)
+        request.sat_out = i in result.sat_out
+        error = result.failed.get(i) or _token_error(row, request.sat_out, token_ids, self.config.vocab_size)
         if error is not None:
             self._fail(request.request_id, error, deltas)
             return
         token_ids, finish_reason = request.append(token_ids)
+        request.forced = result.forced.get(i, ())
         # Drafts that were not accepted are not computed: their places are written again.
-        request.num_computed_tokens = request.num_tokens - 1 if token_ids else row.start + row.num_tokens
+        request.num_computed_tokens = request.num_tokens - 1 if row.samples else row.start + row.num_tokens
         self._kv.publish(request)
         if row.is_prefill and request.leader is None and request.num_computed_tokens >= request.num_prompt_tokens:
             self._release_forks(request)
-        logprobs, prompt_logprobs = result.logprobs.get(i, ()), result.prompt_logprobs.get(i, ())
-        if prompt_logprobs:
-            prompt_logprobs = request.take_prompt_logprobs(prompt_logprobs, row.start)
-        if not token_ids and not prompt_logprobs:
+        prompt_results = result.prompt_results.get(i, NO_RESULTS)
+        if prompt_results:
+            prompt_results = request.take_prompt_results(prompt_results, row.start)
+        if not token_ids and not prompt_results:
             return
-        deltas.append(request.delta(token_ids, finish_reason, logprobs, prompt_logprobs))
+        deltas.append(request.delta(token_ids, finish_reason, result.results.get(i, NO_RESULTS), prompt_results))
         if finish_reason is not None:
             self._release(request)
 
@@ -296,9 +287,9 @@ class Scheduler:
             self._queue.remove(request)
         request.status = RequestStatus.FINISHED
 
-    def _leave_slot(self, request: Request, *, comes_back: bool = False) -> None:
+    def _leave_slot(self, request: Request) -> None:
         del self._running[bisect_left(self._running, request.order, key=_by_order)]
-        self._kv.free(request, comes_back=comes_back)
+        self._kv.free(request)
         heappush(self._free_slots, request.slot)
         request.slot = -1
 

@@ -1,4 +1,4 @@
-"""What a step must at least read and compute, by its rows: over the time it takes, how well the device is used.
+"""The least that a step must read and compute, from its rows. Divided by its time: how well the device is used.
 
 Decides how rows are counted. Does not decide what a model weighs or what the device can do (the model's to say).
 """
@@ -6,7 +6,7 @@ Decides how rows are counted. Does not decide what a model weighs or what the de
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from serve_app.core.output import ScheduledRequest
+from serve_app.core.step_plan import ScheduledRequest
 
 
 @dataclass(frozen=True, slots=True)

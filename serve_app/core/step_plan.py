@@ -1,10 +1,81 @@
-"""The plan of one step while `Scheduler.schedule` draws it up. Decides nothing: it counts tokens and writes rows."""
+"""What one step is to compute: its rows, the slots and blocks they use, and the plan while it is drawn up.
+
+`SchedulerOutput` is what crosses to the model runner: plain data, small and picklable. `StepPlan` decides nothing: it
+counts tokens and writes rows.
+"""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
-from serve_app.core.output import BlockCopy, ScheduledRequest, SchedulerOutput, SlotStart
 from serve_app.core.request import Request
+from serve_app.core.sampling_params import SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class BlockCopy:
+    """Copy one whole KV block before the step runs (a fork's copy-on-write)."""
+
+    source: int
+    target: int
+
+
+@dataclass(frozen=True, slots=True)
+class SlotStart:
+    """A request takes a slot (admitted, resumed or forked): everything the runner must know about it from now on.
+
+    `token_ids` are all tokens known so far (prompt, then output); `block_ids` is the whole block table as of this step.
+    """
+
+    slot: int
+    request_id: str
+    choice: int
+    token_ids: tuple[int, ...]
+    num_prompt_tokens: int
+    params: SamplingParams
+    block_ids: tuple[int, ...]
+
+
+class ScheduledRequest(NamedTuple):
+    """One row of the packed step: tokens [start, start + num_tokens) of the request in `slot`.
+
+    `new_block_ids` are appended to the slot's block table before the step (empty for a row with a `SlotStart`, which
+    carries its whole table). `samples`: the row reaches the last known token, so its last position yields a new one.
+
+    `draft_token_ids`: guesses of what follows the last known token, the last of the row's `num_tokens`. After each of
+    them the row yields one more token if the guess is what was sampled before it; only rows that sample have any.
+    `token_in_flight`: the row's token is what the step before it, not yet committed, samples in the same slot.
+    """
+
+    slot: int
+    request_id: str
+    choice: int
+    start: int
+    num_tokens: int
+    new_block_ids: tuple[int, ...]
+    samples: bool
+    is_prefill: bool
+    """True while prompt (or, after preemption or failover, already known) tokens are being computed."""
+    draft_token_ids: tuple[int, ...] = ()
+    token_in_flight: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerOutput:
+    """One step's plan. The runner applies: slot starts, new blocks, block copies, then runs the rows in order."""
+
+    step: int
+    rows: tuple[ScheduledRequest, ...]
+    slot_starts: tuple[SlotStart, ...]
+    block_copies: tuple[BlockCopy, ...]
+    num_tokens: int
+    preempted: tuple[tuple[str, int], ...] = ()
+    """(request id, choice) of the requests that lost their slot and blocks in this step."""
+    admitted: tuple[tuple[str, int], ...] = ()
+    gate_open: bool = True
+    prefix_hit_tokens: int = 0
+    prefix_queried_tokens: int = 0
+    """Tokens of the requests admitted in this step: found in the prefix cache, and looked for."""
 
 
 @dataclass(slots=True)

@@ -1,10 +1,11 @@
 """An engine for a server: the step loop in a thread of its own, an async generator per request on the event loop.
 
-Decides: how requests and news cross between the two threads, which news wait for more, and what clients see when the
-engine ends. Two crossings exist: an inbox (event loop to engine), emptied before each step, and the news (engine to
-event loop), which the event loop fetches some times a second. It is woken only for news that cannot wait for that, and
-when the next step's model is about to run: until then the two threads would only take the interpreter from each other.
-Serves one event loop: the one it was started on.
+Decides: how requests and outputs cross between the two threads, which outputs wait for more, and what clients see when
+the engine ends. Two crossings exist: an inbox of commands (event loop to engine), emptied before each step, and the
+outputs (engine to event loop), which the event loop flushes several times a second. It is woken only for outputs that
+cannot wait for that, and when the next step's model is about to run: before that the two threads would only compete for
+the GIL. Grammars are built in other threads before their requests enter the inbox (`EngineCore.prepare`). Serves one
+event loop: the one it was started on.
 """
 
 import asyncio
@@ -16,10 +17,11 @@ from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, field
 from functools import partial
 
-from serve_app.core.output import FinishReason, SchedulerStats, TokenDelta, join_deltas
-from serve_app.core.policy import SchedulerKnobs
+from serve_app.core.config import SchedulerKnobs
 from serve_app.core.request import EngineRequest
-from serve_app.engine.core import EngineConfig, EngineCore, ModelInfo, OnProgress, OnStep
+from serve_app.core.results import TokenDelta, join_deltas
+from serve_app.core.step_record import SchedulerStats
+from serve_app.engine.core import BATCH_POLL_S, EngineConfig, EngineCore, ModelInfo, OnProgress, OnStep
 from serve_app.errors import (
     ENGINE_DIED,
     EngineError,
@@ -28,11 +30,12 @@ from serve_app.errors import (
     RequestError,
     UnavailableError,
 )
+from serve_app.grammars import Vocabulary
 
 logger = logging.getLogger(__name__)
 
-# The books are checked when the engine has been idle for so long: a check of a large pool takes tens of milliseconds,
-# which no request should meet.
+# Invariants are checked when the engine has been idle for this long: for a large pool that takes tens of milliseconds,
+# which no request should have to wait for.
 _IDLE_BEFORE_CHECK_S = 1.0
 
 # What clients read. The cause, which may hold paths, is in the log and in `EngineHealth.error`.
@@ -50,13 +53,13 @@ class EngineHealth:
 
 @dataclass(slots=True, eq=False)
 class _Stream:
-    """One request on its way through: made by the event loop, passed to the engine, filled by its hand-overs.
+    """One request on its way through: made by the event loop, passed to the engine, filled by flushes.
 
-    An exception in `news` ends it.
+    An exception in `outputs` ends it.
     """
 
     unfinished: set[int]
-    news: asyncio.Queue[list[TokenDelta] | RequestError] = field(default_factory=asyncio.Queue)
+    outputs: asyncio.Queue[list[TokenDelta] | RequestError] = field(default_factory=asyncio.Queue)
 
 
 class AsyncEngine:
@@ -64,24 +67,25 @@ class AsyncEngine:
 
     info: ModelInfo
 
-    def __init__(self, build: Callable[[], EngineCore], gather_s: float) -> None:
+    def __init__(self, build: Callable[[], EngineCore], stream_interval_s: float) -> None:
         """For `start` and `start_with`. `build` makes the core; it is called in the engine's thread."""
         self._build = build
-        self._gather_s = gather_s
+        self._stream_interval_s = stream_interval_s
         self._loop = asyncio.get_running_loop()
         self._ready: asyncio.Future[None] = self._loop.create_future()
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._streams: dict[str, _Stream] = {}
-        # Filled by the engine's thread, emptied by deliveries.
-        self._news: deque[tuple[_Stream, list[TokenDelta]]] = deque()
-        self._next_delivery: asyncio.TimerHandle | None = None
+        # Filled by the engine's thread, emptied by flushes.
+        self._outputs: deque[tuple[_Stream, list[TokenDelta]]] = deque()
+        self._next_flush: asyncio.TimerHandle | None = None
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._stopping = False
         self._error: str | None = None
         # Owned by the engine's thread; the event loop reads whole values only.
         self._core: EngineCore
         self._seated: dict[str, _Stream] = {}
-        self._step_news: list[tuple[_Stream, list[TokenDelta]]] = []
+        """The streams of all requests that the core has taken, waiting ones included."""
+        self._step_outputs: list[tuple[_Stream, list[TokenDelta]]] = []
         self._stats: SchedulerStats
         self._busy_since: float | None = None
         self._checked = True
@@ -93,20 +97,21 @@ class AsyncEngine:
         on_step: OnStep | None = None,
         on_progress: OnProgress | None = None,
         *,
-        gather_s: float = 0.0,
+        vocabulary: Callable[[], Vocabulary] | None = None,
+        stream_interval_s: float = 0.0,
     ) -> "AsyncEngine":
         """Load the model and start the loop. Raises `ConfigError`. Both callbacks are called in the engine's thread.
 
-        News that come sooner than `gather_s` seconds after the last delivery wait for those of later steps until then,
-        and become one delta per choice; all are delivered at once when a choice begins or ends.
+        Outputs are flushed at most every `stream_interval_s` seconds, those of several steps joined into one delta per
+        choice; but at once when a choice begins or ends.
         """
-        build = partial(EngineCore.load, config, on_step=on_step, on_progress=on_progress)
-        return await cls.start_with(build, gather_s=gather_s)
+        build = partial(EngineCore.load, config, on_step=on_step, on_progress=on_progress, vocabulary=vocabulary)
+        return await cls.start_with(build, stream_interval_s=stream_interval_s)
 
     @classmethod
-    async def start_with(cls, build: Callable[[], EngineCore], *, gather_s: float = 0.0) -> "AsyncEngine":
+    async def start_with(cls, build: Callable[[], EngineCore], *, stream_interval_s: float = 0.0) -> "AsyncEngine":
         """Start the loop on the core that `build` makes; whatever `build` raises is raised here."""
-        engine = cls(build, gather_s)
+        engine = cls(build, stream_interval_s)
         engine._thread.start()
         try:
             await engine._ready
@@ -116,8 +121,8 @@ class AsyncEngine:
         return engine
 
     async def generate(self, request: EngineRequest) -> AsyncGenerator[list[TokenDelta], None]:
-        """News of the request until all its choices are finished: one item per delivery that has any, in which each
-        choice has one delta at most.
+        """Outputs of the request until all its choices are finished: one item per flush that has any, with one delta
+        per choice at most.
 
         Closing or cancelling the generator aborts the request. Raises on the first step what the engine refuses
         (`InvalidRequestError`, `ContextLengthError`, `OverloadedError`, and `UnavailableError` of an engine that has
@@ -125,6 +130,8 @@ class AsyncEngine:
         """
         if self._error is not None or self._stopping:
             raise UnavailableError("the engine is shutting down" if self._error is None else _DIED)
+        if request.params.grammar is not None:
+            await asyncio.to_thread(self._core.prepare, request)
         request_id = request.request_id
         if request_id in self._streams:
             raise InvalidRequestError(f"request id {request_id!r} is in use", param="request_id")
@@ -132,22 +139,13 @@ class AsyncEngine:
         self._tell(lambda: self._add(request, stream))
         try:
             while stream.unfinished:
-                news = await stream.news.get()
-                if isinstance(news, RequestError):
-                    raise news
-                stream.unfinished.difference_update(d.choice for d in news if d.finish_reason is not None)
-                yield news
+                outputs = await stream.outputs.get()
+                if isinstance(outputs, RequestError):
+                    raise outputs
+                stream.unfinished.difference_update(d.choice for d in outputs if d.finish_reason is not None)
+                yield outputs
         finally:
             self._end(request_id, stream)
-
-    def abort(self, request_id: str) -> None:
-        """End a request; its generator yields a last item with `FinishReason.ABORT`. Unknown ids are no error."""
-        if (stream := self._streams.get(request_id)) is None:
-            return
-        self._deliver()
-        self._end(request_id, stream)
-        last = [TokenDelta(request_id, i, 0, (), finish_reason=FinishReason.ABORT) for i in sorted(stream.unfinished)]
-        stream.news.put_nowait(last)
 
     def reconfigure(self, knobs: SchedulerKnobs) -> None:
         """Change the scheduler's knobs before its next step. Raises `ConfigError` for what only a restart can do."""
@@ -155,7 +153,7 @@ class AsyncEngine:
         self._tell(lambda: self._core.reconfigure(knobs))
 
     def stats(self) -> SchedulerStats:
-        """The scheduler's state after the last step or the last news, whichever was later."""
+        """The scheduler's state after the last step or the last command, whichever was later."""
         return self._stats
 
     def health(self) -> EngineHealth:
@@ -174,7 +172,7 @@ class AsyncEngine:
     # In the event loop's thread.
 
     def _tell(self, command: Callable[[], None]) -> None:
-        """Have the engine's thread run `command` before its next step; should it be stuck asleep, that will show."""
+        """Run `command` in the engine's thread before its next step; a thread that never wakes counts as stalled."""
         self._busy_since = self._busy_since or self._core.clock()
         self._inbox.put(command)
 
@@ -185,23 +183,23 @@ class AsyncEngine:
             self._tell(lambda: self._remove(request_id))
 
     def _fail_all(self, error: RequestError) -> None:
-        self._deliver()
+        self._flush()
         for stream in self._streams.values():
-            stream.news.put_nowait(error)
+            stream.outputs.put_nowait(error)
 
-    def _deliver(self) -> None:
-        """Hand out all news that there are; those of the next `gather_s` seconds wait for each other."""
-        if self._next_delivery is not None:
-            self._next_delivery.cancel()
-            self._next_delivery = None
+    def _flush(self) -> None:
+        """Give every stream its outputs; those of the next `stream_interval_s` seconds wait for the next flush."""
+        if self._next_flush is not None:
+            self._next_flush.cancel()
+            self._next_flush = None
         gathered: dict[_Stream, list[TokenDelta]] = {}
-        while self._news:
-            stream, deltas = self._news.popleft()
+        while self._outputs:
+            stream, deltas = self._outputs.popleft()
             gathered.setdefault(stream, []).extend(deltas)
-        if gathered and self._gather_s:
-            self._next_delivery = self._loop.call_later(self._gather_s, self._deliver)
+        if gathered and self._stream_interval_s:
+            self._next_flush = self._loop.call_later(self._stream_interval_s, self._flush)
         for stream, deltas in gathered.items():
-            stream.news.put_nowait(join_deltas(deltas))
+            stream.outputs.put_nowait(join_deltas(deltas))
 
     def _started(self, error: BaseException | None) -> None:
         if self._ready.cancelled():
@@ -228,17 +226,17 @@ class AsyncEngine:
         except Exception as error:
             logger.exception("the engine died")
             self._error = f"the engine died: {type(error).__name__}: {error}"
-            self._hand_over_news()
+            self._hand_over_outputs()
             self._hand_over(self._fail_all, EngineError(_DIED, code=ENGINE_DIED))
 
     def _turn(self) -> None:
-        """Take in the news, then run one step, or sleep until news or time allow one."""
+        """Run the inbox's commands, then one step, or sleep until a command or time allows one."""
         core = self._core
         while not self._inbox.empty():
             self._inbox.get()()
         self._stats = core.stats()
         if not core.has_unfinished:
-            self._hand_over_news()
+            self._hand_over_outputs()
             if self._checked:
                 self._sleep(None)
             elif not self._sleep(core.clock() + _IDLE_BEFORE_CHECK_S):
@@ -247,17 +245,15 @@ class AsyncEngine:
             return
         self._checked = False
         self._busy_since = core.clock()
-        deltas = core.step(on_scheduled=self._hand_over_news)
+        deltas = core.step(on_scheduled=self._hand_over_outputs)
         self._stats = core.stats()
         if deltas is None:
-            if (wake_at := core.wake_at()) is None:
-                raise RuntimeError("requests wait but none can be scheduled")
-            self._sleep(wake_at)
+            self._sleep(core.clock() + BATCH_POLL_S)
         else:
-            self._note_news(deltas)
+            self._note_outputs(deltas)
 
     def _sleep(self, until: float | None) -> bool:
-        """Wait for news, no longer than `until`; whether there was any."""
+        """Wait for a command until `until` at most, and run it; whether there was one."""
         self._busy_since = None
         timeout = None if until is None else max(0.0, until - self._core.clock())
         try:
@@ -267,19 +263,19 @@ class AsyncEngine:
         command()
         return True
 
-    def _note_news(self, deltas: list[TokenDelta]) -> None:
-        news: dict[str, list[TokenDelta]] = {}
+    def _note_outputs(self, deltas: list[TokenDelta]) -> None:
+        groups: dict[str, list[TokenDelta]] = {}
         for delta in deltas:
-            news.setdefault(delta.request_id, []).append(delta)
-        self._step_news = [(self._seated[request_id], group) for request_id, group in news.items()]
+            groups.setdefault(delta.request_id, []).append(delta)
+        self._step_outputs = [(self._seated[request_id], group) for request_id, group in groups.items()]
 
-    def _hand_over_news(self) -> None:
-        """Have them delivered, unless a delivery is planned that is soon enough."""
-        # None is forgotten: they are put down before the plan is read; a delivery clears the plan before it takes them.
-        news, self._step_news = self._step_news, []
-        self._news.extend(news)
-        if news and (self._next_delivery is None or any(_cannot_wait(d) for _, deltas in news for d in deltas)):
-            self._hand_over(self._deliver)
+    def _hand_over_outputs(self) -> None:
+        """Flush the last step's outputs, unless a flush is planned that is soon enough."""
+        # None is lost: they are queued before the plan is read; a flush clears the plan before it takes them.
+        outputs, self._step_outputs = self._step_outputs, []
+        self._outputs.extend(outputs)
+        if outputs and (self._next_flush is None or any(_cannot_wait(d) for _, deltas in outputs for d in deltas)):
+            self._hand_over(self._flush)
 
     def _add(self, request: EngineRequest, stream: _Stream) -> None:
         stats, config = self._core.stats(), self._core.config
@@ -296,7 +292,7 @@ class AsyncEngine:
         else:
             self._seated[request.request_id] = stream
             return
-        self._hand_over(stream.news.put_nowait, error)
+        self._hand_over(stream.outputs.put_nowait, error)
 
     def _remove(self, request_id: str) -> None:
         self._seated.pop(request_id, None)
@@ -311,5 +307,5 @@ class AsyncEngine:
 
 
 def _cannot_wait(delta: TokenDelta) -> bool:
-    """Whether its choice begins, here at least, or ends with it."""
+    """Whether it is the first or last delta of its choice here."""
     return delta.offset == 0 or delta.num_cached_tokens is not None or delta.finish_reason is not None

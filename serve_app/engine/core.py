@@ -11,23 +11,25 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from serve_app.core.output import SchedulerOutput, SchedulerStats, StepRecord, TokenDelta
-from serve_app.core.policy import SchedulerConfig, SchedulerKnobs
+from serve_app.core.config import SchedulerConfig, SchedulerKnobs
 from serve_app.core.request import EngineRequest
+from serve_app.core.results import TokenDelta
 from serve_app.core.scheduler import Scheduler
 from serve_app.core.step_cost import DeviceLimits
-from serve_app.errors import ConfigError
-from serve_app.model.kv_cache import available_memory, fitting_blocks
+from serve_app.core.step_plan import SchedulerOutput
+from serve_app.core.step_record import SchedulerStats, StepRecord
+from serve_app.grammars import Grammars, Vocabulary
 from serve_app.model.limits import measure_limits
-from serve_app.model.loader import ModelOptions, load_model
+from serve_app.model.loader import load_model
+from serve_app.model.memory import size_kv_pool
+from serve_app.model.options import ModelOptions
 from serve_app.model.paged_model import PagedModel
 from serve_app.model.runner import ModelRunner, Pending, set_num_threads
 
 logger = logging.getLogger(__name__)
 
-GIB = 2**30
-# Host memory is shared with everything else on the machine, so the pool takes it all only when told to.
-_DEFAULT_CPU_KV_CACHE_GIB = 4.0
+BATCH_POLL_S = 0.01
+"""How long an idle engine waits, in seconds, before it looks again whether an incomplete static batch may start."""
 
 OnStep = Callable[[StepRecord], None]
 OnProgress = Callable[[str], None]
@@ -38,7 +40,7 @@ class EngineConfig(SchedulerKnobs):
     """One engine's settings: the scheduler's knobs, and what it is built with.
 
     kv_cache_gib caps the KV pool (None: no cap on a GPU, 4 GiB on a CPU); memory_fraction is the part of the memory
-    left after loading and warming up that the pool may take. max_num_waiting: requests beyond the seats that an
+    left after loading and warming up that the pool may take. max_num_waiting: requests beyond the slots that an
     `AsyncEngine` accepts. num_threads: CPU threads of the model (None: torch's choice). overlap: launch a step before
     the tokens of the one before are read, and so without drafts (auto: on a GPU; on a CPU the model takes the cores).
     """
@@ -79,7 +81,7 @@ class _Step:
 
 
 class EngineCore:
-    """A model and its scheduler. Not thread-safe: one thread builds it and calls it."""
+    """A model and its scheduler. Not thread-safe: one thread builds it and calls it, except for `prepare`."""
 
     def __init__(
         self,
@@ -89,9 +91,13 @@ class EngineCore:
         on_step: OnStep | None = None,
         on_progress: OnProgress | None = None,
         limits: DeviceLimits | None = None,
+        vocabulary: Callable[[], Vocabulary] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Warm up, size and allocate the KV pool of `model`; raises `ConfigError` when memory is too small for it."""
+        """Warm up, size and allocate the KV pool of `model`; raises `ConfigError` when memory is too small for it.
+
+        vocabulary: the tokenizer's, read when the first request with a grammar comes; None: such requests fail.
+        """
         progress = on_progress or (lambda _: None)
         self.clock = clock
         self.config = config
@@ -101,9 +107,16 @@ class EngineCore:
         self._overlap = config.overlap == "on" or (config.overlap == "auto" and model.device.type == "cuda")
         self._in_flight: _Step | None = None
         self._ended_at = 0.0
-        self._runner = ModelRunner(model, config.max_num_seqs)
+        self.grammars = None if vocabulary is None else Grammars(vocabulary, model.eos_token_ids, model.vocab_size)
+        self._runner = ModelRunner(model, config.max_num_seqs, self.grammars)
         progress("warming up")
-        num_blocks = self._size_pool(model)
+        num_blocks = size_kv_pool(
+            self._runner,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            max_num_seqs=config.max_num_seqs,
+            kv_cache_gib=config.kv_cache_gib,
+            memory_fraction=config.memory_fraction,
+        )
         progress(f"allocating {num_blocks} KV blocks of {model.block_size} tokens")
         self._runner.allocate_kv_cache(num_blocks)
         model.capture(config.max_num_seqs, lambda done, of: progress(f"capturing graphs: {done} of {of}"))
@@ -133,7 +146,12 @@ class EngineCore:
 
     @classmethod
     def load(
-        cls, config: EngineConfig, *, on_step: OnStep | None = None, on_progress: OnProgress | None = None
+        cls,
+        config: EngineConfig,
+        *,
+        on_step: OnStep | None = None,
+        on_progress: OnProgress | None = None,
+        vocabulary: Callable[[], Vocabulary] | None = None,
     ) -> "EngineCore":
         """Load the model that `config` names and build the engine. Raises `ConfigError`."""
         if config.num_threads is not None:
@@ -148,7 +166,15 @@ class EngineCore:
 
         model = load_model(config.model, on_load)
         limits = measure_limits(model.device, model.dtype)
-        return cls(model, config, on_step=on_step, on_progress=on_progress, limits=limits)
+        return cls(model, config, on_step=on_step, on_progress=on_progress, limits=limits, vocabulary=vocabulary)
+
+    def prepare(self, request: EngineRequest) -> None:
+        """Do beforehand, in any thread, what would hold up the engine's: build the request's grammar.
+
+        Raises `InvalidRequestError` for one that no text could match.
+        """
+        if request.params.grammar is not None and self.grammars is not None:
+            self.grammars.matcher(request.params.grammar)
 
     def add(self, request: EngineRequest) -> None:
         """Queue a request. Raises `InvalidRequestError`, `ContextLengthError`. A missing seed is drawn here."""
@@ -173,20 +199,16 @@ class EngineCore:
         """The state between steps."""
         return self._scheduler.stats()
 
-    def wake_at(self) -> float | None:
-        """When, on `clock`, a step that ran nothing is worth trying again; None: only news can help."""
-        return self._scheduler.wake_at()
-
     def check_invariants(self) -> None:
-        """Raise when the scheduler's books do not balance; meant for the moments when nothing runs."""
+        """Raise when the scheduler's invariants do not hold; meant for moments when nothing runs."""
         self._scheduler.check_invariants()
 
     def step(self, on_scheduled: Callable[[], None] | None = None) -> list[TokenDelta] | None:
-        """Run one step; with overlap, launch one and finish the one before. The news of the one that ended.
+        """Run one step; with overlap, launch one and finish the one before. Returns the outputs of the finished one.
 
-        None when nothing could be scheduled and nothing is in flight. `on_scheduled` is called when the model is next.
-        Raises only when the engine itself is broken, or somebody interrupts it; then the requests of the steps in
-        flight are gone.
+        None while requests only wait for a static batch to fill up: try again after `BATCH_POLL_S`. `on_scheduled` is
+        called when the model is next. Raises only when the engine itself is broken, or somebody interrupts it; then the
+        requests of the steps in flight are gone.
         """
         try:
             return self._step(on_scheduled)
@@ -210,7 +232,11 @@ class EngineCore:
             due, self._in_flight = self._in_flight, launched
         if due is not None:
             return self._finish(due)
-        return None if launched is None else []
+        if launched is not None:
+            return []
+        if self._scheduler.has_unfinished and self.config.policy != "static":
+            raise RuntimeError("requests wait but none can be scheduled")
+        return None
 
     def _finish(self, step: _Step) -> list[TokenDelta]:
         """Wait for a step, commit and report it."""
@@ -261,33 +287,10 @@ class EngineCore:
         )
 
     def _report(self, observer: OnStep, record: StepRecord) -> None:
-        """Tell the observer; whatever is wrong with it is its own affair, said once."""
+        """Tell the observer; its errors are logged once and ignored."""
         try:
             observer(record)
         except Exception:
             if not self._observer_failed:
                 self._observer_failed = True
                 logger.exception("the on_step observer failed; later failures are not logged")
-
-    def _size_pool(self, model: PagedModel) -> int:
-        """Run the largest step that can occur, then see how many blocks the memory left over holds."""
-        config = self.config
-        needed = -(-model.max_model_len // model.block_size) + 1  # and the null block
-        self._runner.allocate_kv_cache(1)
-        largest = min(config.max_num_batched_tokens, config.max_num_seqs * model.max_model_len)
-        self._runner.probe(largest, config.max_num_seqs)
-        budget = available_memory(model.device) * config.memory_fraction
-        cap = config.kv_cache_gib
-        if cap is None and model.device.type == "cpu":
-            cap = _DEFAULT_CPU_KV_CACHE_GIB
-        if cap is not None:
-            budget = min(budget, cap * GIB)
-        num_blocks = fitting_blocks(int(budget), model.kv_bytes_per_block()) - 1  # the runner keeps one for itself
-        if num_blocks < needed:
-            need_gib = needed * model.kv_bytes_per_block() / GIB
-            raise ConfigError(
-                f"kv_cache_gib: the KV pool may take {budget / GIB:.2f} GiB, but one request of max_model_len "
-                f"{model.max_model_len} needs {need_gib:.2f} GiB; lower max_model_len, raise kv_cache_gib "
-                f"or free memory on {model.device}"
-            )
-        return num_blocks

@@ -11,12 +11,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from serve_app.core.output import FinishReason, TokenDelta, TokenLogprob
 from serve_app.core.request import EngineRequest
+from serve_app.core.results import FinishReason, TokenDelta, TokenLogprob
 from serve_app.core.sampling_params import SamplingParams
-from serve_app.engine.core import EngineConfig, EngineCore
-from serve_app.errors import EngineError, InvalidRequestError
-from serve_app.model.loader import ModelOptions
+from serve_app.engine.core import BATCH_POLL_S, EngineConfig, EngineCore
+from serve_app.errors import InvalidRequestError
+from serve_app.model.options import ModelOptions
 from serve_app.text.stream import StopConfig, TextStream
 from serve_app.text.tokenizer import load_tokenizer
 
@@ -74,7 +74,7 @@ class LLM:
             quantization=quantization,
         )
         self.tokenizer = load_tokenizer(model)
-        self.core = EngineCore.load(EngineConfig(model=options, **knobs))
+        self.core = EngineCore.load(EngineConfig(model=options, **knobs), vocabulary=self.tokenizer.vocabulary)
         self.tokenizer.check_fits(self.core.info.vocab_size)
         self._ids = itertools.count()
 
@@ -131,10 +131,7 @@ class LLM:
         while self.core.has_unfinished:
             deltas = self.core.step()
             if deltas is None:
-                wake_at = self.core.wake_at()
-                if wake_at is None:
-                    raise EngineError("the engine has requests but cannot schedule any")
-                time.sleep(max(0.0, wake_at - self.core.clock()))
+                time.sleep(BATCH_POLL_S)
                 continue
             for delta in deltas:
                 _collect(delta, results[delta.request_id])

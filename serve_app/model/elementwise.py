@@ -1,7 +1,7 @@
 """Element-wise functions whose results do not depend on where in the batch an element stands.
 
-torch gives each thread one stretch of the flattened tensor and computes what is left over after whole vectors by
-scalar code, whose exp and tanh differ in the last bit. So every stretch must be a whole number of vectors.
+torch gives each thread one stretch of the flattened tensor and computes the remainder after whole vectors with scalar
+code, whose exp and tanh differ in the last bit. So every stretch must be a whole number of vectors.
 """
 
 from collections.abc import Iterator

@@ -5,7 +5,7 @@ Rewrites, each found by structure and each kept only if it reproduces the module
 - every linear layer (also transformers' `Conv1D`) becomes an `InvariantLinear` where the weight can be packed;
 - a module that computes an RMS norm becomes torch's own (on GPUs);
 - an activation on the CPU is called so that no element's bits depend on its place in the batch.
-What does not fit stays as it is, and the log says so.
+What does not reproduce its module stays as it was, and the log says so.
 """
 
 import logging
@@ -85,7 +85,7 @@ class _SharedProduct:
         assert out is not None
         self._left -= 1
         if self._left == 0:
-            # Nothing may outlive the step: neither the memory nor the identity of the tensor.
+            # Keep nothing beyond the step: not the memory, and not the tensor, whose identity is compared above.
             self._input = self._output = None
         return out
 

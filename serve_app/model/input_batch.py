@@ -1,31 +1,35 @@
-"""What the runner remembers between steps, per slot, and the packed row that it builds from a step's plan.
+"""What the runner remembers between steps, per sequence slot, and the packed batch that it builds from a step's plan.
 
-Decides: how token ids, block tables and parameters are kept (numpy on the host, one line per slot, written when a slot
-changes hands) and how a `SchedulerOutput` becomes arrays. Does not decide who runs (the scheduler) or what is done with
-the arrays (the runner).
+Decides: how token ids, block tables and parameters are kept (numpy arrays on the host, indexed by slot, written when a
+sequence starts in it) and how a `SchedulerOutput` becomes arrays. Does not decide who runs (the scheduler) or what is
+done with the arrays (the runner).
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from serve_app.core.output import ScheduledRequest, SchedulerOutput, SlotStart
 from serve_app.core.sampling_params import SamplingParams
+from serve_app.core.step_plan import ScheduledRequest, SchedulerOutput, SlotStart
+from serve_app.grammars import Bits
 from serve_app.model import noise
+from serve_app.model.grammar_masks import Follower
 from serve_app.model.noise import Float64Array, Int64Array
+from serve_app.model.sampling_columns import Column, request_columns
 
-MIN_TEMPERATURE = 1e-6
-"""Below this a temperature is greedy up to rounding, and dividing by it could overflow."""
 _NEVER = 2**62
 
 
 @dataclass(slots=True, eq=False)
 class Slot:
-    """One running choice. `token_ids` is the slot's line of the batch's table; the first `num_tokens` are there,
-    but for those that a step in flight samples. While a step with draft tokens runs, these stand behind them."""
+    """One running sequence (a choice of a request) in its slot.
+
+    token_ids: the slot's part of the batch's table. Its first `num_tokens` are known, except those that a step in
+    flight samples; while a step with draft tokens runs, the drafts follow them.
+    """
 
     request_id: str
     choice: int
@@ -34,6 +38,13 @@ class Slot:
     num_tokens: int
     token_ids: Int64Array
     num_blocks: int
+    follower: Follower | None = None
+    """Where its output stands in its grammar, if it has one."""
+
+    def output_from(self, start: int) -> list[int]:
+        """Its output tokens from number `start` on."""
+        token_ids: list[int] = self.token_ids[self.num_prompt_tokens + start : self.num_tokens].tolist()
+        return token_ids
 
     @property
     def num_output_tokens(self) -> int:
@@ -43,31 +54,35 @@ class Slot:
 
 @dataclass(frozen=True, slots=True)
 class SamplingRows:
-    """The places of a step where a token is sampled, R of them, in the order of its rows: after a row's last known
-    token, and after each of its drafts, as if the drafts before it were right.
+    """The R positions of a step at which a token is sampled, in the order of its rows: after a row's last known token,
+    and after each of its drafts, as if the drafts before it were right.
 
-    tokens: int64 [R], the packed tokens whose hidden states they follow; seats: int64 [R], slot indices; tenancies:
-    int64 [R], which owners of those slots; num_tokens: int64 [R], how many tokens come before the new one; slots: R,
-    as they are at that place.
-    parameters: float64 [R, 5], temperature (0: greedy), top_k (0: all), top_p, min_p and noise in [0, 1).
-    is_plain: nothing changes the logits before a token is chosen, and nobody wants to see them.
+    tokens: int64 [R], indices of the packed tokens that come just before.
+    seq_slots: int64 [R], slot indices.
+    generations: int64 [R], how many sequences had started in those slots by then.
+    num_tokens: int64 [R], how many tokens of the sequence come before the new one.
+    slots: the R slots, each as it is at that position.
+    parameters: float64 [R, len(Column)].
+    is_plain: nothing changes the logits before a token is chosen, and no log-probabilities are asked for.
+    masks: the ids that a grammar allows, bool [vocab] by row; written after the forward pass.
     """
 
     tokens: Int64Array
-    seats: Int64Array
-    tenancies: Int64Array
+    seq_slots: Int64Array
+    generations: Int64Array
     num_tokens: Int64Array
     slots: Sequence[Slot]
     parameters: Float64Array
     is_plain: bool
+    masks: dict[int, Bits] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
-class PackedRow:
-    """One step's tokens, all requests behind one another: T tokens of R rows, no padding.
+class PackedBatch:
+    """One step's tokens, one request after another: T tokens of R rows, no padding.
 
-    `host`: int64 [4, T], the lines being input ids, positions, slot mapping and slot indices (one array, so that it
-    reaches the device in one copy). Row i owns tokens [query_starts[i], query_starts[i + 1]). An id that a step in
+    `host`: int64 [4, T]: input ids, positions, KV slots and sequence slots (one array, so that it reaches the device in
+    one copy). Row i owns tokens [query_starts[i], query_starts[i + 1]). An id that a step in
     flight samples is -1; `has_unknown_ids` says whether there are any. block_tables: int32 [R, most blocks of a row].
     """
 
@@ -88,59 +103,59 @@ class InputBatch:
     def __init__(self, max_num_seqs: int, max_model_len: int, block_size: int) -> None:
         self.block_size = block_size
         # One more than the context: the last token that a request may be given is never an input. numpy asks the
-        # system for zeroed pages, so lines cost memory only as far as they are written.
+        # system for zeroed pages, so the table costs memory only as far as it is written.
         self._token_ids = np.zeros((max_num_seqs, max_model_len + 1), dtype=np.int64)
         self._block_tables = np.zeros((max_num_seqs, -(-max_model_len // block_size)), dtype=np.int32)
         self._slots: list[Slot | None] = [None] * max_num_seqs
-        self._tenancies = np.zeros(max_num_seqs, dtype=np.int64)
-        self._parameters = np.zeros((max_num_seqs, 4))
+        self._generations = np.zeros(max_num_seqs, dtype=np.int64)
+        self._parameters = np.zeros((max_num_seqs, Column.NOISE))
         self._noise_keys = np.zeros(max_num_seqs, dtype=np.uint64)
         # From how many tokens on a slot's logits are chosen from as they are, unseen.
         self._plain_from = np.zeros(max_num_seqs, dtype=np.int64)
 
     def apply(self, output: SchedulerOutput) -> None:
-        """Seat the slot starts of the step, append the new blocks of its rows and write down their drafts."""
+        """Start the sequences that get a slot in this step, then record its rows' new blocks and drafts."""
         for start in output.slot_starts:
             self._start(start)
         for row in output.rows:
             if row.new_block_ids:
-                slot = self._slot(row.slot)
+                slot = self.slot(row.slot)
                 known = slot.num_blocks
                 self._block_tables[row.slot, known : known + len(row.new_block_ids)] = row.new_block_ids
                 slot.num_blocks += len(row.new_block_ids)
             if row.draft_token_ids:
-                slot = self._slot(row.slot)
+                slot = self.slot(row.slot)
                 slot.token_ids[slot.num_tokens : slot.num_tokens + len(row.draft_token_ids)] = row.draft_token_ids
 
-    def pack(self, rows: Sequence[ScheduledRequest]) -> PackedRow:
-        """The packed row of `rows` (all of a step's, or a part of them after a failure)."""
+    def pack(self, rows: Sequence[ScheduledRequest]) -> PackedBatch:
+        """The packed batch of `rows` (all of a step's, or a part of them after a failure)."""
         columns: Any = ScheduledRequest._make(zip(*rows, strict=True))  # of each field, the values of all rows
-        slots = tuple(map(self._slot, columns.slot))
-        seats, counts, starts = (
+        slots = tuple(map(self.slot, columns.slot))
+        seq_slots, counts, starts = (
             np.array(column, dtype=np.int64) for column in (columns.slot, columns.num_tokens, columns.start)
         )
         ends, kv_lens = np.cumsum(counts), starts + counts
         host = np.empty((4, int(ends[-1])), dtype=np.int64)
-        input_ids, positions, slot_mapping, seat_of_token = host
-        seat_of_token[:] = np.repeat(seats, counts)
+        input_ids, positions, kv_slots, token_seq_slots = host
+        token_seq_slots[:] = np.repeat(seq_slots, counts)
         positions[:] = np.arange(host.shape[1]) + np.repeat(kv_lens - ends, counts)
-        input_ids[:] = self._token_ids[seat_of_token, positions]
+        input_ids[:] = self._token_ids[token_seq_slots, positions]
         has_unknown_ids = any(columns.token_in_flight)
         if has_unknown_ids:
             input_ids[ends[np.array(columns.token_in_flight)] - 1] = -1
         block, offset = np.divmod(positions, self.block_size)
-        slot_mapping[:] = self._block_tables[seat_of_token, block]
-        slot_mapping *= self.block_size
-        slot_mapping += offset
+        kv_slots[:] = self._block_tables[token_seq_slots, block]
+        kv_slots *= self.block_size
+        kv_slots += offset
         num_drafts = [len(drafts) for drafts in columns.draft_token_ids]
         num_samples = np.array(columns.samples, dtype=np.int64) * (1 + np.array(num_drafts))
-        return PackedRow(
+        return PackedBatch(
             rows=tuple(rows),
             slots=slots,
             host=host,
             query_starts=[0, *ends.tolist()],
             kv_lens=kv_lens.tolist(),
-            block_tables=self._block_tables[seats, : -(-int(kv_lens.max()) // self.block_size)],
+            block_tables=self._block_tables[seq_slots, : -(-int(kv_lens.max()) // self.block_size)],
             has_unknown_ids=has_unknown_ids,
             has_drafts=any(num_drafts),
             sampling=self._sampling_rows(slots, host, ends, num_samples),
@@ -151,31 +166,30 @@ class InputBatch:
     ) -> SamplingRows:
         row = np.repeat(np.arange(len(slots)), num_samples)
         tokens = (ends - np.cumsum(num_samples))[row] + np.arange(len(row))
-        num_tokens, seats = host[1, tokens] + 1, host[3, tokens]
-        parameters = np.empty((len(row), 5))
-        parameters[:, :4] = self._parameters[seats]
-        parameters[:, 4] = noise.at(self._noise_keys[seats], num_tokens)
-        seated = [slots[i] for i in row.tolist()]
+        num_tokens, seq_slots = host[1, tokens] + 1, host[3, tokens]
+        parameters = np.empty((len(row), len(Column)))
+        parameters[:, : Column.NOISE] = self._parameters[seq_slots]
+        parameters[:, Column.NOISE] = noise.at(self._noise_keys[seq_slots], num_tokens)
+        states = [slots[i] for i in row.tolist()]
         if num_samples.max() > 1:
-            seated = [replace(slot, num_tokens=count) for slot, count in zip(seated, num_tokens.tolist(), strict=True)]
-        is_plain = bool((num_tokens >= self._plain_from[seats]).all())
-        return SamplingRows(tokens, seats, self._tenancies[seats], num_tokens, seated, parameters, is_plain)
+            states = [replace(slot, num_tokens=count) for slot, count in zip(states, num_tokens.tolist(), strict=True)]
+        is_plain = bool((num_tokens >= self._plain_from[seq_slots]).all())
+        return SamplingRows(tokens, seq_slots, self._generations[seq_slots], num_tokens, states, parameters, is_plain)
 
     def remember(self, rows: SamplingRows, token_ids: Sequence[int]) -> None:
-        """Write down what was sampled, an id for each row, except in slots given to somebody else meanwhile."""
-        same = rows.tenancies == self._tenancies[rows.seats]
-        self._token_ids[rows.seats[same], rows.num_tokens[same]] = np.array(token_ids, dtype=np.int64)[same]
+        """Record what was sampled, an id for each row, except in slots where another sequence has started meanwhile."""
+        same = rows.generations == self._generations[rows.seq_slots]
+        self._token_ids[rows.seq_slots[same], rows.num_tokens[same]] = np.array(token_ids, dtype=np.int64)[same]
 
     def _start(self, start: SlotStart) -> None:
         line, params = self._token_ids[start.slot], start.params
         line[: len(start.token_ids)] = start.token_ids
         self._block_tables[start.slot, : len(start.block_ids)] = start.block_ids
-        temperature = 0.0 if params.greedy else max(params.temperature, MIN_TEMPERATURE)
-        self._parameters[start.slot] = temperature, max(params.top_k, 0), params.top_p, params.min_p
+        self._parameters[start.slot] = request_columns(params)
         self._noise_keys[start.slot] = noise.keys([params.seed or 0], [start.choice])[0]
-        plain = not params.has_penalties and not params.logit_bias and params.logprobs is None
+        plain = not (params.has_penalties or params.logit_bias or params.grammar) and params.logprobs is None
         self._plain_from[start.slot] = start.num_prompt_tokens + params.min_tokens if plain else _NEVER
-        self._tenancies[start.slot] += 1
+        self._generations[start.slot] += 1
         self._slots[start.slot] = Slot(
             request_id=start.request_id,
             choice=start.choice,
@@ -186,7 +200,8 @@ class InputBatch:
             num_blocks=len(start.block_ids),
         )
 
-    def _slot(self, index: int) -> Slot:
+    def slot(self, index: int) -> Slot:
+        """The choice that has this slot."""
         slot = self._slots[index]
         if slot is None:
             raise RuntimeError(f"slot {index} was scheduled before it was started")
@@ -194,7 +209,7 @@ class InputBatch:
 
 
 def sampling_rows(starts: Sequence[SlotStart]) -> SamplingRows:
-    """The rows of a step that samples one token after each of `starts`, which sit in slots 0, 1, ... without blocks."""
+    """The rows of a step that samples one token after each of `starts`, which have slots 0, 1, ... and no blocks."""
     batch = InputBatch(len(starts), max(len(start.token_ids) for start in starts), 1)
     batch.apply(SchedulerOutput(0, (), tuple(starts), (), 0))
     rows = [

@@ -1,6 +1,6 @@
 """What the device can do, measured: the rates of a large copy and of a large product.
 
-The best of a few runs, because whatever else the machine does only takes away.
+The best of a few runs: other work on the machine can only make one slower.
 """
 
 import time
@@ -15,7 +15,7 @@ _REPEATS = 5
 
 @torch.inference_mode()
 def measure_limits(device: torch.device, dtype: torch.dtype) -> DeviceLimits | None:
-    """A tenth of a second, and on a GPU half a GiB of its memory, which is given back; None where that is not free."""
+    """Takes a tenth of a second and, on a GPU, half a GiB that is freed again; None where that much is not free."""
     try:
         return DeviceLimits(bytes_per_s=_copy_rate(device), flops_per_s=_product_rate(device, dtype))
     except torch.OutOfMemoryError:
@@ -26,15 +26,22 @@ def measure_limits(device: torch.device, dtype: torch.dtype) -> DeviceLimits | N
 
 
 def _copy_rate(device: torch.device) -> float:
-    source = torch.ones((256 if device.type == "cuda" else 32) * 2**20, dtype=torch.uint8, device=device)
+    size = (256 if device.type == "cuda" else 32) * 2**20
+    source = torch.randint(256, (size,), dtype=torch.uint8, device=device, generator=_generator(device))
     target = torch.empty_like(source)
     return 2 * source.nbytes / _best(lambda: target.copy_(source), device)
 
 
 def _product_rate(device: torch.device, dtype: torch.dtype) -> float:
     size = 8192 if device.type == "cuda" else 512
-    a, b = (torch.ones(size, size, dtype=dtype, device=device) for _ in range(2))
+    generator = _generator(device)
+    a, b = (torch.randn(size, size, dtype=dtype, device=device, generator=generator) for _ in range(2))
     return 2 * size**3 / _best(lambda: a @ b, device)
+
+
+def _generator(device: torch.device) -> torch.Generator:
+    """For data like a model's: constant bits toggle less, so a GPU on them uses less power and keeps a higher clock."""
+    return torch.Generator(device).manual_seed(0)
 
 
 def _best(run: Callable[[], object], device: torch.device) -> float:
@@ -42,7 +49,7 @@ def _best(run: Callable[[], object], device: torch.device) -> float:
 
 
 def call_times(run: Callable[[], object], device: torch.device, repeats: int, uncounted: int) -> list[float]:
-    """Seconds of each of `repeats` calls with all that they launch, after `uncounted` ones before them."""
+    """Seconds of each of `repeats` calls including all that they launch, after `uncounted` warm-up calls."""
     times = []
     for _ in range(uncounted + repeats):
         _synchronize(device)

@@ -1,9 +1,9 @@
-"""Linear layers whose rows do not feel each other: row i of the output has the same bits whatever the other rows are.
+"""Linear layers whose rows are independent: row i of the output has the same bits whatever the other rows are.
 
 CPU matrix libraries choose their blocking along K by the number of rows M, which moves the last bits. oneDNN's packed
-float32 product keeps one order per K for most shapes and is faster at small M besides; where it does not, K is cut
-into equal segments summed in a fixed order. Whether that is needed is found out at load by trying, since it depends
-on the machine. M is never below `MIN_ROWS`: smaller products take other kernels (matrix times vector). The model pads.
+float32 product keeps one order per K for most shapes, and is also faster at small M; where it does not, K is cut into
+equal segments summed in a fixed order. Whether that is needed depends on the machine and is tested at load. M is never
+below `MIN_ROWS`: smaller products take other kernels (matrix times vector). The model pads.
 """
 
 import logging
@@ -76,7 +76,7 @@ class InvariantLinear(nn.Module):
 
 
 _known_segments: dict[tuple[int, int, int], int] = {}
-"""What was found for (in_features, out_features, threads): a model repeats few shapes many times."""
+"""Segments found for (in_features, out_features, threads): a model repeats few shapes many times."""
 
 
 def _segments_to_try(key: tuple[int, int, int]) -> list[int]:

@@ -1,6 +1,6 @@
-"""The random numbers of sampling: a hash of (seed, choice, position), so there is no generator and no state.
+"""The random numbers of sampling: a hash of (seed, choice, position), so there is neither a generator nor a state.
 
-Chained SplitMix64 finalizers (Steele et al., 2014). What is done with the numbers is the sampler's to decide.
+Chained SplitMix64 finalizers (Steele et al., 2014). How they are used, the sampler decides.
 """
 
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
 def keys(seeds: Sequence[int], choices: Sequence[int]) -> UInt64Array:
-    """What is hashed of each (seed, choice), for `at`."""
+    """The hash of each (seed, choice), which `at` continues."""
     state = np.zeros(len(seeds), dtype=np.uint64)
     for part in (seeds, choices):
         state = _chain(state, np.array(part, dtype=np.int64))
@@ -27,11 +27,6 @@ def at(keys: UInt64Array, positions: Int64Array) -> Float64Array:
     """One number in [0, 1) for each key and position."""
     state = _chain(keys, positions)
     return (state >> np.uint64(11)).astype(np.float64) * 2.0**-53
-
-
-def uniform(seeds: Sequence[int], choices: Sequence[int], positions: Sequence[int]) -> Float64Array:
-    """One number in [0, 1) for each (seed, choice, position)."""
-    return at(keys(seeds, choices), np.array(positions, dtype=np.int64))
 
 
 def _chain(state: UInt64Array, part: Int64Array) -> UInt64Array:

@@ -1,8 +1,8 @@
 """Runs one step's plan on the model: apply it, one packed forward pass, logits for sampled rows only, sample.
 
-Decides: how host arrays reach the device, in which slices prompt log-probabilities are computed, and whose fault a
-failing step is. Does not decide what runs (the scheduler) or how attention works (the backend).
-Order of side effects in a step: slots and block tables, block copies, keys and values of the row, sampled tokens.
+Decides: how host arrays reach the device, in which slices prompt log-probabilities are computed, and which request
+made a step fail. Does not decide what runs (the scheduler) or how attention works (the backend).
+Order of side effects in a step: slots and block tables, block copies, keys and values of the batch, sampled tokens.
 
 A step may be executed before the one before it is resolved: the ids that this one samples are on the device, where the
 next one's rows and penalties find them by slot and position.
@@ -10,7 +10,7 @@ next one's rows and penalties find them by slot and position.
 
 import itertools
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -18,9 +18,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from serve_app.core.output import ModelRunnerOutput, ScheduledRequest, SchedulerOutput, TokenLogprob
+from serve_app.core.results import LOGPROBS, ModelRunnerOutput, Results, TokenLogprob
+from serve_app.core.step_plan import ScheduledRequest, SchedulerOutput
+from serve_app.grammars import Grammars
 from serve_app.model.attention.base import AttentionBatch, block_matrix
-from serve_app.model.input_batch import InputBatch, PackedRow
+from serve_app.model.grammar_masks import GrammarMasks
+from serve_app.model.input_batch import InputBatch, PackedBatch
 from serve_app.model.paged_model import PagedModel
 from serve_app.model.sampler import PendingSample, Sampled, one_thread, rank
 from serve_app.model.transfer import to_device
@@ -33,15 +36,15 @@ _LOGITS_PER_SLICE = 2**23
 
 @dataclass(frozen=True, slots=True)
 class Forwarded:
-    """A forward pass on its way: the packed row and its hidden states [T, hidden]."""
+    """A launched forward pass: the packed batch and its hidden states [T, hidden]."""
 
-    packed: PackedRow
+    packed: PackedBatch
     hidden: Tensor
 
 
 @dataclass(frozen=True, slots=True)
 class Pending:
-    """A step on its way."""
+    """A launched step."""
 
     resolve: Callable[[], ModelRunnerOutput]
     """Waits for the step. Steps are resolved in the order in which they were executed, each once."""
@@ -51,11 +54,12 @@ class ModelRunner:
     """One rank's model with its slots.
 
     `execute` runs a step; an exception in it ends only the requests that cause it. It raises only when the model
-    cannot even run a harmless token any more.
+    can no longer run even a harmless token.
     """
 
-    def __init__(self, model: PagedModel, max_num_seqs: int) -> None:
+    def __init__(self, model: PagedModel, max_num_seqs: int, grammars: Grammars | None = None) -> None:
         self.model = model
+        self._masks = GrammarMasks(grammars)
         self._batch = InputBatch(max_num_seqs, model.max_model_len, model.block_size)
         self._scratch_block = 0
         # By slot and position: the ids that steps sample, which the host does not know yet, and of slots with penalties
@@ -64,14 +68,15 @@ class ModelRunner:
         self._history = torch.from_numpy(history).to(model.device)
 
     def allocate_kv_cache(self, num_blocks: int) -> None:
-        """A pool for a scheduler of `num_blocks` blocks, and one block more that only `probe` writes."""
+        """A pool for a scheduler of `num_blocks` blocks, and one block more that only `profile_step` writes."""
         self.model.allocate_kv_cache(num_blocks + 1)
         self._scratch_block = num_blocks
 
     def execute(self, output: SchedulerOutput) -> Pending:
-        """Launch one step. One may be unresolved before it, unless that has drafts."""
+        """Launch one step. The one before it may still be unresolved, unless that has drafts."""
         self._batch.apply(output)
         for start in output.slot_starts:
+            self._batch.slot(start.slot).follower = self._masks.follower(start.params)
             if start.params.has_penalties:
                 ids = np.array(start.token_ids, dtype=np.int32)
                 self._history[start.slot, : len(ids)] = to_device(ids, self.model.device)
@@ -87,38 +92,41 @@ class ModelRunner:
     def forward(self, rows: Sequence[ScheduledRequest]) -> Forwarded:
         """Launch the forward pass of `rows`, whose slots and blocks are in place. Writes their keys and values."""
         packed = self._batch.pack(rows)
-        input_ids, positions, slot_mapping, seats = to_device(packed.host, self.model.device)
+        self._masks.begin(packed.rows, packed.slots)
+        input_ids, positions, kv_slots, seq_slots = to_device(packed.host, self.model.device)
         batch = AttentionBatch(
             query_starts=packed.query_starts,
             kv_lens=packed.kv_lens,
             block_tables=packed.block_tables,
-            slot_mapping=slot_mapping,
+            kv_slots=kv_slots,
         )
         if packed.has_unknown_ids:
-            input_ids = torch.where(input_ids < 0, self._history[seats, positions].long(), input_ids)
+            input_ids = torch.where(input_ids < 0, self._history[seq_slots, positions].long(), input_ids)
         if packed.has_drafts:
             # What follows a draft is sampled as if it had been.
-            self._history[seats, positions] = input_ids.int()
+            self._history[seq_slots, positions] = input_ids.int()
         return Forwarded(packed, self.model.forward(input_ids, positions, batch))
 
     @torch.inference_mode()
     def sample(self, forwarded: Forwarded) -> Pending:
         """Launch the rest of a step: tokens for each row that samples, and the log-probabilities asked for."""
         packed = forwarded.packed
+        held = self._masks.finish(packed.rows, packed.slots, packed.sampling.masks)
         sampled = self._sample_rows(forwarded)
-        prompt_logprobs = {
-            i: entries
+        prompt_results: dict[int, Results] = {
+            i: {LOGPROBS: entries}
             for i, slot in enumerate(packed.slots)
             if slot.params.prompt_logprobs is not None and (entries := self._prompt_logprobs(forwarded, i))
         }
         # Last, so that a row that has to be run again after an exception finds its history unchanged.
-        for row, slot in zip(packed.rows, packed.slots, strict=True):
-            slot.num_tokens += row.samples
+        for i, (row, slot) in enumerate(zip(packed.rows, packed.slots, strict=True)):
+            slot.num_tokens += row.samples and i not in held
+        resolve = partial(self._resolve, packed, sampled, held, prompt_results)
         if isinstance(sampled, Sampled):
             # The next step's penalties, if they are the host's to compute, count these.
-            result = self._resolve(packed, sampled, prompt_logprobs)
+            result = resolve()
             return Pending(lambda: result)
-        return Pending(partial(self._resolve, packed, sampled, prompt_logprobs))
+        return Pending(resolve)
 
     def _sample_rows(self, forwarded: Forwarded) -> PendingSample:
         """A token for each of the step's sampling rows. Up to the first that differs from its draft, a row's tokens are
@@ -126,40 +134,56 @@ class ModelRunner:
         rows, hidden = forwarded.packed.sampling, forwarded.hidden
         if not len(rows.tokens):
             return Sampled([])
-        tokens, seats, num_tokens = to_device(np.stack([rows.tokens, rows.seats, rows.num_tokens]), hidden.device)
+        tokens, seq_slots, num_tokens = to_device(
+            np.stack([rows.tokens, rows.seq_slots, rows.num_tokens]), hidden.device
+        )
         if len(tokens) < len(hidden):
             with one_thread():
                 hidden = hidden[tokens]
         sampled = self.model.sample(hidden, rows, self._history)
         token_ids = torch.as_tensor(sampled.token_ids, device=hidden.device)
-        self._history[seats, num_tokens] = token_ids.clamp_min(0).int()
+        self._history[seq_slots, num_tokens] = token_ids.clamp_min(0).int()
         return sampled
 
     def _resolve(
-        self, packed: PackedRow, pending: PendingSample, prompt_logprobs: dict[int, tuple[TokenLogprob, ...]]
+        self,
+        packed: PackedBatch,
+        pending: PendingSample,
+        held: Mapping[int, str | None],
+        prompt_results: dict[int, Results],
     ) -> ModelRunnerOutput:
-        """Wait for the tokens, write them down, and give each row its own."""
+        """Wait for the tokens, write them down, and give each row its own.
+
+        `held`: the rows that cannot sample in this step; see `GrammarMasks.finish`.
+        """
         sampled = pending.resolve()
         self._batch.remember(packed.sampling, sampled.token_ids)
         token_ids: list[tuple[int, ...]] = [()] * len(packed.rows)
-        logprobs: dict[int, tuple[TokenLogprob, ...]] = {}
-        failed: dict[int, str] = {}
+        results: dict[int, Results] = {}
+        failed = {i: reason for i, reason in held.items() if reason is not None}
+        forced: dict[int, tuple[int, ...]] = {}
         first = 0
         for i, row in enumerate(packed.rows):
             if not row.samples:
                 continue
-            drafts = row.draft_token_ids
-            if not drafts and not sampled.failed:
+            drafts, slot = row.draft_token_ids, packed.slots[i]
+            if i in held:
+                pass
+            elif not drafts and not sampled.failed:
                 token_ids[i] = (sampled.token_ids[first],)
             elif kept := sampled.accept(first, drafts):
                 token_ids[i] = tuple(sampled.token_ids[j] for j in kept)
-                packed.slots[i].num_tokens += len(kept) - 1
+                slot.num_tokens += len(kept) - 1
             else:
                 failed[i] = sampled.failed[first]
             if token_ids[i] and first in sampled.logprobs:
-                logprobs[i] = tuple(sampled.logprobs[first + j] for j in range(len(token_ids[i])))
+                results[i] = {LOGPROBS: tuple(sampled.logprobs[first + j] for j in range(len(token_ids[i])))}
+            if token_ids[i] and slot.follower is not None:
+                slot.follower.consume(token_ids[i])
+                forced[i] = slot.follower.forced()
             first += len(drafts) + 1
-        return ModelRunnerOutput(tuple(token_ids), logprobs, prompt_logprobs, failed)
+        sat_out = frozenset(held) - failed.keys()
+        return ModelRunnerOutput(tuple(token_ids), results, prompt_results, failed, sat_out, forced)
 
     def _prompt_logprobs(self, forwarded: Forwarded, index: int) -> tuple[TokenLogprob, ...]:
         """Log-probabilities of the prompt tokens that row `index`'s positions predict."""
@@ -179,40 +203,34 @@ class ModelRunner:
 
     def _run_one_by_one(self, rows: Sequence[ScheduledRequest], error: Exception) -> ModelRunnerOutput:
         """Find whose row broke the step. Running a row twice is harmless: it writes the same keys and values."""
-        token_ids: list[tuple[int, ...]] = [()] * len(rows)
-        logprobs: dict[int, tuple[TokenLogprob, ...]] = {}
-        prompt_logprobs: dict[int, tuple[TokenLogprob, ...]] = {}
-        failed: dict[int, str] = {}
-        for i, row in enumerate(rows):
+        outputs: list[ModelRunnerOutput] = []
+        for row in rows:
             try:
-                result = self.sample(self.forward([row])).resolve()
+                outputs.append(self.sample(self.forward([row])).resolve())
             except Exception:
                 # The client reads `failed`, the operator the log: an exception's text may hold paths.
                 logger.exception("the model failed on request %r", row.request_id)
-                failed[i] = "the model failed on this request"
-                continue
-            token_ids[i] = result.token_ids[0]
-            for target, source in (
-                (logprobs, result.logprobs),
-                (prompt_logprobs, result.prompt_logprobs),
-            ):
-                if 0 in source:
-                    target[i] = source[0]
-            if 0 in result.failed:
-                failed[i] = result.failed[0]
-        if len(failed) == len(rows):
+                outputs.append(ModelRunnerOutput(((),), failed={0: "the model failed on this request"}))
+        if all(output.failed for output in outputs):
             self._check_alive(error)
-        return ModelRunnerOutput(tuple(token_ids), logprobs, prompt_logprobs, failed)
+        return ModelRunnerOutput(
+            tuple(output.token_ids[0] for output in outputs),
+            {i: output.results[0] for i, output in enumerate(outputs) if output.results},
+            {i: output.prompt_results[0] for i, output in enumerate(outputs) if output.prompt_results},
+            {i: output.failed[0] for i, output in enumerate(outputs) if output.failed},
+            frozenset(i for i, output in enumerate(outputs) if output.sat_out),
+            {i: output.forced[0] for i, output in enumerate(outputs) if output.forced},
+        )
 
     def _check_alive(self, error: Exception) -> None:
         """Raise the step's `error` when the model cannot run a single harmless token either."""
         try:
-            self.probe(1, 1)
+            self.profile_step(1, 1)
         except Exception:
             raise error from None
 
     @torch.inference_mode()
-    def probe(self, num_tokens: int, num_rows: int) -> None:
+    def profile_step(self, num_tokens: int, num_rows: int) -> None:
         """Run `num_tokens` zeros, split over `num_rows` rows, without a trace: their keys go to the scratch block.
 
         Takes the time and the working memory of such a step.
@@ -225,7 +243,7 @@ class ModelRunner:
             query_starts=[0, *itertools.accumulate(counts)],
             kv_lens=counts,
             block_tables=block_matrix([[self._scratch_block] * -(-count // block_size) for count in counts]),
-            slot_mapping=(positions % block_size + self._scratch_block * block_size).to(device),
+            kv_slots=(positions % block_size + self._scratch_block * block_size).to(device),
         )
         hidden = self.model.forward(torch.zeros_like(positions, device=device), positions.to(device), batch)
         last = torch.tensor(batch.query_starts[1:], device=device) - 1

@@ -1,14 +1,14 @@
 """From logits to one token per row, each row by its own parameters.
 
-Semantics, in this order: repetition, presence and frequency penalties; logit bias; `min_tokens` mask; temperature;
-top-k; top-p; min-p. Then one uniform number u in [0, 1) decides: the token is the first, in token-id order, at which
-the cumulated weight of the tokens left exceeds u times their sum.
+Semantics, in this order: repetition, presence and frequency penalties; logit bias; the mask of the grammar or of
+`min_tokens`; temperature; top-k; top-p; min-p. Then one uniform number u in [0, 1) decides: the token is the first, in
+token-id order, at which the cumulative weight of the remaining tokens exceeds u times their sum.
 
 - Repetition penalty counts prompt and output tokens and divides positive, multiplies negative logits (Keskar et al.,
   CTRL, 2019); presence and frequency penalties count output tokens and are subtracted (OpenAI's definition).
 - top-k keeps every token at least as likely as the k-th; top-p then keeps the most likely ones up to and including the
-  one at which their sum, relative to what top-k left, reaches p (Holtzman et al., 2020); min-p keeps what is at least
-  min_p times as likely as the best. Each is a threshold on the probability, so tokens tied at it all stay.
+  one at which their sum, relative to what top-k kept, reaches p (Holtzman et al., 2020); min-p keeps what is at least
+  min_p times as likely as the best. Each is a threshold on the probability, so all tokens tied at it stay.
 - Greedy rows take the largest logit; of equal ones the lowest token id.
 - Log-probabilities are the model's own: taken before any of the above. Equal ones are ranked by token id.
 
@@ -18,7 +18,7 @@ Noise is a function of (seed, choice, position); see `noise`. Not decided here: 
 token means.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -28,11 +28,13 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from serve_app.core.output import TokenLogprob
-from serve_app.core.sampling_params import SamplingParams
-from serve_app.model.input_batch import MIN_TEMPERATURE, Slot
-from serve_app.model.noise import Float64Array, Int64Array, uniform
+from serve_app.core.results import TokenLogprob
+from serve_app.grammars import Bits
+from serve_app.model.input_batch import Slot
+from serve_app.model.noise import Float64Array, Int64Array
+from serve_app.model.sampling_columns import Column
 
+NO_MASKS: Mapping[int, Bits] = {}
 NOT_FINITE = "the model's logits for the next token are not finite numbers"
 NO_TOKEN = "the sampling parameters leave no token to choose"
 # A row is cut into this many parts when a floor for its k-th value is looked for.
@@ -40,15 +42,15 @@ _NUM_PARTS = 512
 
 
 class PendingSample(Protocol):
-    """Tokens that the device may still be choosing."""
+    """Sampled tokens, perhaps still being computed on the device."""
 
     @property
     def token_ids(self) -> Sequence[int] | Tensor:
-        """One for each row: int64 [R] on the device where they are still being chosen, negative where a row failed."""
+        """One for each row; int64 [R] on the device while they are computed there. Negative where a row failed."""
         ...
 
     def resolve(self) -> "Sampled":
-        """The results, once they are there."""
+        """Wait for the results."""
         ...
 
 
@@ -61,13 +63,13 @@ class Sampled:
     failed: dict[int, str] = field(default_factory=dict)
 
     def resolve(self) -> "Sampled":
-        """Itself: nothing is on its way any more."""
+        """Itself: the results are known."""
         return self
 
     def accept(self, first: int, drafts: Sequence[int]) -> range:
-        """Which tokens of a row with `drafts` count, whose first is `first`: those that come after right drafts only.
+        """Which sampled tokens of a row with `drafts` count, its first being `first`: those that follow correct drafts.
 
-        Empty where that one failed. A later failure is no failure yet: the next step begins there.
+        Empty where the first one failed. A later failure does not count yet: the next step starts there.
         """
         for index, draft in enumerate(drafts, first):
             if index in self.failed:
@@ -80,8 +82,8 @@ class Sampled:
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Torch without helper threads: its parallel loops wait for all of them, and on a busy machine one that the system
-    has put aside costs more than the whole of sampling. Those that wait for more work take a core from the kernels."""
+    """Torch without helper threads: its parallel loops wait for all of them, and on a busy machine waiting for one that
+    is not scheduled costs more than all of sampling. Idle ones that spin take a core from the kernels."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -91,11 +93,18 @@ def one_thread() -> Iterator[None]:
 
 
 @one_thread()
-def sample(logits: Tensor, slots: Sequence[Slot], eos_token_ids: Sequence[int]) -> Sampled:
+def sample(
+    logits: Tensor,
+    slots: Sequence[Slot],
+    parameters: Float64Array,
+    eos_token_ids: Sequence[int],
+    masks: Mapping[int, Bits] = NO_MASKS,
+) -> Sampled:
     """Choose one token for each row.
 
-    logits: [R, vocab] float32 or float64, changed in place; slots: R, of which row i continues slots[i].
-    A row whose logits are not numbers, or that has no token left to choose, is reported in `failed`.
+    logits: [R, vocab] float32 or float64, changed in place; slots: R, of which row i continues slots[i];
+    parameters: float64 [R, len(Column)], of the same rows; masks: the ids that a grammar allows, bool [vocab] by row.
+    A row whose logits are not finite, or that has no token left to choose, is reported in `failed`.
     """
     failed: dict[int, str] = {}
     masked: dict[int, Tensor | None] = {}
@@ -103,18 +112,18 @@ def sample(logits: Tensor, slots: Sequence[Slot], eos_token_ids: Sequence[int]) 
     raw = _take(logits, wanted).log_softmax(-1) if wanted else None
     for i, slot in enumerate(slots):
         try:
-            masked[i] = _edit(logits[i], slot, eos_token_ids)
+            masked[i] = _edit(logits[i], slot, eos_token_ids, masks.get(i))
         except (RuntimeError, IndexError, ValueError) as error:
             failed[i] = f"sampling failed: {error}"
     best, token_ids = _most_likely(logits)
     for i in (~best.isfinite()).nonzero()[:, 0].tolist():
-        # The mask alone can empty a row: the model left a token if it took one away.
+        # The mask emptied the row if it took away a token that the model had allowed.
         taken = masked.get(i)
-        emptied = taken is not None and bool(best[i] == -torch.inf) and bool(taken.isfinite().any())
+        emptied = bool(best[i] == -torch.inf) and (i in masks or (taken is not None and bool(taken.isfinite().any())))
         failed.setdefault(i, NO_TOKEN if emptied else NOT_FINITE)
-    drawn = [i for i, slot in enumerate(slots) if not slot.params.greedy and i not in failed]
+    drawn = [i for i in parameters[:, Column.TEMPERATURE].nonzero()[0].tolist() if i not in failed]
     if drawn:
-        for i, token_id in zip(drawn, _draw(logits, drawn, slots), strict=True):
+        for i, token_id in zip(drawn, _draw(_take(logits, drawn), parameters[drawn]), strict=True):
             token_ids[i] = token_id
     wanted_ok = [(j, i) for j, i in enumerate(wanted) if i not in failed]
     logprobs: dict[int, TokenLogprob] = {}
@@ -150,7 +159,7 @@ def _top(slot: Slot) -> int:
     return slot.params.logprobs or 0
 
 
-def edited(slot: Slot) -> bool:
+def _is_edited(slot: Slot) -> bool:
     """Whether the slot's next logits are changed before a token is chosen."""
     params = slot.params
     return bool(
@@ -160,13 +169,6 @@ def edited(slot: Slot) -> bool:
         or params.logit_bias
         or slot.num_output_tokens < params.min_tokens
     )
-
-
-def repeated(slot: Slot) -> tuple[Int64Array, Float64Array]:
-    """Ids, some more than once, whose logits the repetition penalty changes, and the penalty of each."""
-    penalty = slot.params.repetition_penalty
-    ids = slot.token_ids[: slot.num_tokens if penalty != 1.0 else 0]
-    return ids, np.full(len(ids), penalty)
 
 
 def costs(slot: Slot) -> tuple[Int64Array, Float64Array]:
@@ -195,19 +197,27 @@ def barred(slot: Slot, eos_token_ids: Sequence[int]) -> tuple[Int64Array, Float6
     return ids, np.full(len(ids), -np.inf)
 
 
-def _edit(row: Tensor, slot: Slot, eos_token_ids: Sequence[int]) -> Tensor | None:
-    """Penalties, bias and the `min_tokens` mask, in place on one row of logits; returns what the mask took away."""
-    if not edited(slot):
+def mask_out(row: Tensor, allowed: Bits | None) -> None:
+    """Leave only what a grammar allows, in place on one row of logits."""
+    if allowed is not None:
+        row.masked_fill_(torch.from_numpy(~allowed).to(row.device), -torch.inf)
+
+
+def _edit(row: Tensor, slot: Slot, eos_token_ids: Sequence[int], allowed: Bits | None) -> Tensor | None:
+    """Penalties, bias and masks, in place on one row of logits; returns what the `min_tokens` mask took away."""
+    if not _is_edited(slot):
+        mask_out(row, allowed)
         return None
-    ids, penalty = repeated(slot)
-    if ids.size:
+    penalty = slot.params.repetition_penalty
+    if penalty != 1.0:
         # Ids that occur twice are written twice, with the same value.
-        seen = torch.from_numpy(ids).to(row.device)
+        seen = torch.from_numpy(slot.token_ids[: slot.num_tokens]).to(row.device)
         old = row[seen]
-        row[seen] = torch.where(old > 0, old / penalty[0], old * penalty[0])
+        row[seen] = torch.where(old > 0, old / penalty, old * penalty)
     for ids, numbers in (costs(slot), biases(slot)):
         if ids.size:
             row[torch.from_numpy(ids).to(row.device)] += torch.from_numpy(numbers).to(row.device, row.dtype)
+    mask_out(row, allowed)
     if slot.num_output_tokens >= slot.params.min_tokens:
         return None
     index = torch.from_numpy(barred(slot, eos_token_ids)[0]).to(row.device)
@@ -229,34 +239,36 @@ def _most_likely(logits: Tensor) -> tuple[Tensor, list[int]]:
     return best, ids
 
 
-def _draw(logits: Tensor, rows: list[int], slots: Sequence[Slot]) -> list[int]:
-    """A token for each of `rows` by its own noise."""
-    params = [slots[i].params for i in rows]
-    scaled = _take(logits, rows)
-    if any(p.temperature != 1.0 for p in params):
-        temperature = [max(p.temperature, MIN_TEMPERATURE) for p in params]
-        scaled = scaled / torch.tensor(temperature, dtype=logits.dtype, device=logits.device)[:, None]
-    parts = _in_parts(scaled)
+def _draw(logits: Tensor, parameters: Float64Array) -> list[int]:
+    """A token for each row by its own noise. logits: [R, vocab]; parameters: [R, len(Column)]."""
+    temperature = parameters[:, Column.TEMPERATURE]
+    if (temperature != 1.0).any():
+        logits = logits / torch.from_numpy(temperature).to(logits.device, logits.dtype)[:, None]
+    parts = _in_parts(logits)
     probs = parts.flatten(1).softmax(-1).view_as(parts)
-    noise = uniform([p.seed or 0 for p in params], [slots[i].choice for i in rows], [slots[i].num_tokens for i in rows])
-    drawn = [0] * len(rows)
-    whole = [j for j, p in enumerate(params) if not _truncates(p)]
+    noise = parameters[:, Column.NOISE]
+    truncates = _truncates(parameters)
+    drawn = [0] * len(parameters)
+    whole: list[int] = (~truncates).nonzero()[0].tolist()
     if whole:
         for j, token_id in zip(whole, _invert(_take(probs, whole), noise[whole]), strict=True):
             drawn[j] = token_id
-    cut = [j for j, p in enumerate(params) if _truncates(p)]
+    cut: list[int] = truncates.nonzero()[0].tolist()
     if cut:
         parts = _take(probs, cut)
         maxima = parts.amax(-1)
-        floor = _survivor_floor(maxima, [params[j] for j in cut], logits.shape[1])
+        floor = _survivor_floor(maxima, parameters[cut], logits.shape[1])
         for j, (ids, weights) in zip(cut, _at_least(parts, maxima, floor), strict=True):
-            keep = _truncate(weights, params[j])
+            keep = _truncate(weights, parameters[j])
             drawn[j] = int(ids[keep][_first_above(np.cumsum(weights[keep]), float(noise[j]))])
     return drawn
 
 
-def _truncates(params: SamplingParams) -> bool:
-    return params.top_k > 0 or params.top_p < 1.0 or params.min_p > 0.0
+def _truncates(parameters: Float64Array) -> npt.NDArray[np.bool_]:
+    """Which rows keep a part of the tokens only."""
+    top_k, top_p, min_p = parameters[:, Column.TOP_K], parameters[:, Column.TOP_P], parameters[:, Column.MIN_P]
+    found: npt.NDArray[np.bool_] = (top_k > 0) | (top_p < 1.0) | (min_p > 0.0)
+    return found
 
 
 def _take(values: Tensor, rows: list[int]) -> Tensor:
@@ -302,30 +314,34 @@ def _first_above(cdf: Float64Array, noise: float) -> int:
     return min(index, int(np.searchsorted(cdf, cdf[-1])))
 
 
-def _survivor_floor(maxima: Tensor, params: Sequence[SamplingParams], vocab: int) -> Tensor:
+def _survivor_floor(maxima: Tensor, parameters: Float64Array, vocab: int) -> Tensor:
     """Per row a probability below which nothing survives truncation, so that few tokens need a closer look. [R]."""
-    floor = _kth_floor(maxima, [p.top_k if p.top_k > 0 else vocab + 1 for p in params])
+    top_k, top_p, min_p = parameters[:, Column.TOP_K], parameters[:, Column.TOP_P], parameters[:, Column.MIN_P]
+    unlimited = top_k == 0
+    floor = _kth_floor(maxima, np.where(unlimited, vocab + 1, top_k).astype(int).tolist())
     # Tokens below (1 - top_p) / vocab together weigh less than what top-p cuts off. After top-k, neither this nor min-p
     # may thin out what top-p looks at: it needs the sum of all that top-k left. Halves leave room for rounding.
-    top_p = [(1.0 - p.top_p) / (2.0 * vocab) if p.top_k <= 0 else 0.0 for p in params]
-    min_p = [p.min_p / 2.0 if p.top_k <= 0 or p.top_p == 1.0 else 0.0 for p in params]
-    host = torch.tensor([top_p, min_p], dtype=floor.dtype).to(floor.device)
+    by_top_p = np.where(unlimited, (1.0 - top_p) / (2.0 * vocab), 0.0)
+    by_min_p = np.where(unlimited | (top_p == 1.0), min_p / 2.0, 0.0)
+    host = torch.from_numpy(np.stack([by_top_p, by_min_p])).to(floor.device, floor.dtype)
     return torch.maximum(floor, torch.maximum(host[0], host[1] * maxima.amax(-1)))
 
 
-def _truncate(weights: Float64Array, params: SamplingParams) -> npt.NDArray[np.bool_]:
-    """Which of a row's surviving tokens are left after top-k, top-p and min-p. weights: probabilities, token order."""
-    threshold = params.min_p * weights.max()
+def _truncate(weights: Float64Array, line: Float64Array) -> npt.NDArray[np.bool_]:
+    """Which of a row's surviving tokens are left after top-k, top-p and min-p. weights: probabilities, token order;
+    line: the row's parameters, [len(Column)]."""
+    top_k, top_p = int(line[Column.TOP_K]), line[Column.TOP_P]
+    threshold = line[Column.MIN_P] * weights.max()
     mass = 1.0
-    if params.top_k > 0:
-        if params.top_k < len(weights):
-            kth = np.partition(weights, -params.top_k)[-params.top_k]
+    if top_k > 0:
+        if top_k < len(weights):
+            kth = np.partition(weights, -top_k)[-top_k]
             threshold = max(threshold, kth)
             weights = np.where(weights >= kth, weights, 0.0)
         mass = weights.sum()
-    if params.top_p < 1.0:
+    if top_p < 1.0:
         ordered = np.sort(weights)[::-1]
-        reached = int(np.searchsorted(np.cumsum(ordered), params.top_p * mass))
+        reached = int(np.searchsorted(np.cumsum(ordered), top_p * mass))
         threshold = max(threshold, ordered[min(reached, len(ordered) - 1)])
     keep: npt.NDArray[np.bool_] = weights >= threshold
     return keep

@@ -1,7 +1,7 @@
-"""Copies between host and device that nobody waits for.
+"""Copies between host and device that the host does not wait for.
 
-torch's plain `.to(device)` from ordinary host memory waits until the GPU has done all that was launched before, so one
-such copy in a step is enough to have host and GPU work in turns. Page-locked memory is copied behind the host's back.
+torch's plain `.to(device)` from ordinary host memory waits until the GPU has finished everything launched before, so a
+single such copy in a step makes host and GPU work in turns. Page-locked memory is copied asynchronously.
 """
 
 from typing import Any
@@ -14,12 +14,12 @@ from torch import Tensor
 def to_device(array: npt.NDArray[Any], device: torch.device) -> Tensor:
     """The array on the device, in order with what is launched next. On a CPU it shares the array's memory."""
     host = torch.from_numpy(array)
-    # torch keeps page-locked memory from being used again before the copy is through.
+    # torch does not reuse page-locked memory before the copy has finished.
     return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
 
 
 class ToHost:
-    """Copies of device tensors on their way to the host."""
+    """Asynchronous copies of device tensors to the host."""
 
     def __init__(self, *tensors: Tensor) -> None:
         self._arrived: torch.cuda.Event | None = None
@@ -33,7 +33,7 @@ class ToHost:
             self._arrived.record()
 
     def wait(self) -> list[Tensor]:
-        """The tensors on the host, once they are there."""
+        """Wait for the tensors on the host."""
         if self._arrived is not None:
             self._arrived.synchronize()
         return self._tensors

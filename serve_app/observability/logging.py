@@ -3,16 +3,22 @@
 Ray carries that to the terminal of the driver, with the worker's name in front. Serve would keep it: it points
 `sys.stdout`, `sys.stderr` and `print` of a replica at the replica's log file.
 
-Generation requests are logged as JSON, one object a line, without any text of theirs.
+Generation requests are logged as JSON, one object a line, without prompts and answers. Of errors that repeat, the first
+few of each period are logged and the others counted.
 """
 
 import logging
 import sys
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from typing import Any
 
 import orjson
+
+_SUM_PERIOD_S = 10.0
+_EACH_ERROR = 20
+"""Lines of requests that end with the same error, in one period."""
 
 _requests = logging.getLogger("serve_app.requests")
 
@@ -21,6 +27,35 @@ def log_to_terminal(level: int = logging.INFO) -> None:
     """Send records of the loggers below `serve_app` to the terminal of whoever started the server."""
     _send(logging.getLogger("serve_app"), "%(levelname)s %(name)s: %(message)s", level)
     _send(_requests, "%(message)s", level)
+
+
+class RequestLines:
+    """One line per request; of requests with the same error, `_EACH_ERROR` lines a period, then a count of the rest."""
+
+    def __init__(self, later: Callable[[float, Callable[[], None]], object]) -> None:
+        """`later` calls a function after so many seconds (an event loop's `call_later`)."""
+        self._later = later
+        self._counts: Counter[str] = Counter()
+
+    def __call__(self, summary: Mapping[str, Any]) -> None:
+        """Log the summary of a request that has ended (see `log_request`), now or in a sum."""
+        error = summary["error"]
+        if error is None:
+            log_request(summary)
+            return
+        if not self._counts:
+            self._later(_SUM_PERIOD_S, self._log_sums)
+        self._counts[error] += 1
+        if self._counts[error] <= _EACH_ERROR:
+            log_request(summary)
+
+    def _log_sums(self) -> None:
+        counts, self._counts = self._counts, Counter()
+        time = datetime.now(UTC).isoformat(timespec="milliseconds")
+        for error, count in counts.items():
+            if count > _EACH_ERROR:
+                line = {"time": time, "error": error, "more": count - _EACH_ERROR, "seconds": _SUM_PERIOD_S}
+                _requests.info("%s", orjson.dumps(line).decode())
 
 
 def log_request(summary: Mapping[str, Any]) -> None:

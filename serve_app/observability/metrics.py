@@ -25,8 +25,8 @@ from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
-from serve_app.core.output import SchedulerStats, StepRecord
 from serve_app.core.step_cost import DeviceLimits
+from serve_app.core.step_record import SchedulerStats, StepRecord
 from serve_app.observability.gpu_state import GpuState
 
 if TYPE_CHECKING:

@@ -13,7 +13,9 @@ from typing import Any, Self
 
 import orjson
 
-from serve_app.core.output import FinishReason, ScheduledRequest, SchedulerStats, StepRecord
+from serve_app.core.results import FinishReason
+from serve_app.core.step_plan import ScheduledRequest
+from serve_app.core.step_record import SchedulerStats, StepRecord
 
 MAX_STEPS, MAX_ROWS = 4096, 65_536
 """What a ring keeps: about 15 MB when it is full of rows."""

@@ -11,7 +11,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from serve_app.core.output import StepRecord
+from serve_app.core.step_record import StepRecord
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -91,7 +91,7 @@ def _same_work(a: Span, b: Span) -> bool:
 def draw_terminal(timeline: Timeline, groups: Mapping[str, int], steps_per_column: float = 1.0) -> "Text":
     """One line per slot, one character per `steps_per_column` steps, coloured by the request's group.
 
-    A character stands for whatever filled most of its steps; its height says whether they were filled to the half.
+    A character stands for whatever filled most of its steps; its height says whether at least half of them were filled.
     """
     from rich.text import Text
 

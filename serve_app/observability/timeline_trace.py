@@ -8,7 +8,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from serve_app.core.output import ScheduledRequest, StepRecord
+from serve_app.core.step_plan import ScheduledRequest
+from serve_app.core.step_record import StepRecord
 from serve_app.observability.step_ring import Recording, ended_at
 
 STEPS, GATE, FIRST_SLOT = 1, 2, 3

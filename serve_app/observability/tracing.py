@@ -14,7 +14,8 @@ from serve_app.errors import ConfigError
 
 _TRACEPARENT = re.compile(r"00-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})")
 """W3C Trace Context, version 00: trace id, parent's span id, flags."""
-_OPERATIONS = {"chat": "chat", "completions": "text_completion"}
+_OPERATIONS = {"completions": "text_completion"}
+"""OpenTelemetry's names for endpoints whose own name it does not use."""
 
 
 class RequestSpans:
@@ -49,7 +50,7 @@ class RequestSpans:
         def at(seconds: float) -> int:
             return started_at + round(seconds * 1e9)
 
-        operation = _OPERATIONS[summary["endpoint"]]
+        operation = _OPERATIONS.get(summary["endpoint"], summary["endpoint"])
         parent = _parent(summary["traceparent"])
         span = self._tracer.start_span(
             f"{operation} {self._model}",
@@ -65,10 +66,6 @@ class RequestSpans:
         if summary["error"] is not None:
             span.set_status(Status(StatusCode.ERROR, summary["error"]))
         span.end(at(summary["seconds"]))
-
-    def shutdown(self) -> None:
-        """Send what is left."""
-        self._provider.shutdown()
 
 
 def _attributes(summary: Mapping[str, Any], operation: str, model: str) -> dict[str, Any]:

@@ -1,1 +1,1 @@
-"""Joins the HTTP layer and the engine through Ray Serve. Ray is known here and in `app`, nowhere else."""
+"""Ray Serve's deployments: they join the HTTP layer, the fleet and the engine."""

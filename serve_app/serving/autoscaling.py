@@ -4,8 +4,8 @@ Decides the number alone. Limits and delays are Serve's (`AutoscalingConfig`); i
 an answer that has stayed on the same side of the present number for the whole delay.
 
 The long queue stands at the ingress, and Serve shows a policy its own deployment's figures only. So the ingress, of
-which there is one, has a policy too, which scales nothing: it leaves the queue's length on a board in the process where
-both policies run. Serve copies this module by value; the board is a module of its own for that reason.
+which there is one, has a policy too, which scales nothing: it notes the queue's length in the process where both
+policies run. Serve copies this module by value, which is why `ingress_queues` is a module of its own.
 """
 
 import math
@@ -17,7 +17,7 @@ from serve_app.serving import ingress_queues
 if TYPE_CHECKING:
     from ray.serve.config import AutoscalingContext
 
-# A replica is worth adding when, for every four sequences that run, one waits; below that, seats free themselves soon.
+# A replica is worth adding when, for every four sequences that run, one waits; below that, slots become free soon.
 _MAX_WAITING_SERVED_RATIO = 0.25
 # A pool beyond this is about to preempt.
 _MAX_KV_USAGE = 0.9
@@ -43,7 +43,7 @@ class FleetLoad:
 
 
 def desired_replicas(load: FleetLoad, replicas: int, max_num_seqs: int) -> int:
-    """How many replicas of `max_num_seqs` seats `load` needs, when there are `replicas` (or soon will be); at least 1.
+    """How many replicas of `max_num_seqs` slots `load` needs, when there are `replicas` (or soon will be); at least 1.
 
     More if too many wait, and then so many that nobody has to; fewer if the rest would be comfortable. Between the two
     it stays as it is. Waiting sequences are taken to need as many KV blocks as the running ones do.
@@ -79,7 +79,7 @@ class EnginePolicy:
 
 
 class IngressPolicy:
-    """The ingress deployment's policy: pass on the `queued` that it reports, and leave its number as it is."""
+    """The ingress deployment's policy: pass on the `queued` that the ingress reports; the number of replicas stays."""
 
     def __call__(self, context: "AutoscalingContext") -> tuple[int, dict[str, Any]]:
         """The number there is, and no state."""

@@ -3,8 +3,7 @@
 import os
 
 from serve_app.engine.core import EngineConfig
-from serve_app.model.loader import ModelOptions
-from serve_app.model.paged_model import GpuForm
+from serve_app.model.options import KernelOptions, ModelOptions
 from serve_app.serving.knobs import scheduler_knobs
 from serve_app.settings import Settings
 
@@ -22,10 +21,11 @@ def engine_config(settings: Settings, *, use_gpu: bool) -> EngineConfig:
             device="cuda" if use_gpu else "cpu",
             max_model_len=engine.max_model_len,
             quantization=settings.quantization,
-            gpu_form=GpuForm(deterministic=engine.deterministic, fp8_cache=engine.kv_cache_dtype == "fp8"),
+            kernel_options=KernelOptions(deterministic=engine.deterministic, fp8_cache=engine.kv_cache_dtype == "fp8"),
         ),
         **scheduler_knobs(engine).knobs(),
         kv_cache_gib=engine.kv_cache_gib,
+        memory_fraction=engine.memory_fraction,
         # The ingress does the counting. The engine's own limit lies beyond, since a request that left the ingress stays
         # in the engine until the step in flight is over.
         max_num_waiting=settings.max_num_waiting + settings.max_ongoing_per_replica,

@@ -10,10 +10,9 @@ import gc
 import hashlib
 import logging
 import time
-import urllib.request
 import uuid
-from collections.abc import AsyncGenerator
-from dataclasses import asdict, replace
+from collections.abc import AsyncGenerator, Mapping
+from dataclasses import asdict
 from typing import Any, get_args
 
 from prometheus_client import CONTENT_TYPE_LATEST, Gauge
@@ -22,44 +21,45 @@ from ray.serve.handle import DeploymentHandle
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 import serve_app
-from serve_app.api.admission import AdmissionQueue
+from serve_app.api.admission import AsyncAdmissionQueue
 from serve_app.api.app import create_app
 from serve_app.api.drain import Drain
-from serve_app.api.service import (
-    ApiLimits,
-    Endpoint,
-    MetricsPage,
-    ModelCard,
-    Outcome,
-    RequestContext,
-    RequestSummary,
-)
+from serve_app.api.limits import ApiLimits
+from serve_app.api.request_events import Endpoint, Outcome, RequestSummary
+from serve_app.api.service import MetricsPage, ModelCard, RequestContext
 from serve_app.console.routes import Sources, add_console
-from serve_app.core.output import TokenDelta
 from serve_app.core.request import EngineRequest
+from serve_app.core.results import TokenDelta
 from serve_app.core.sampling_params import SamplingParams
 from serve_app.errors import UnavailableError
-from serve_app.observability.logging import log_request, log_to_terminal
+from serve_app.fleet.attempt import Condition, Replica, Transport
+from serve_app.fleet.failover import RETRY_AFTER_S, Failover
+from serve_app.fleet.loss import LossReason
+from serve_app.fleet.prefix_routing import PrefixRouting
+from serve_app.fleet.replica_set import ReplicaSet
+from serve_app.fleet.transport import LinkTransport
+from serve_app.fleet.watchdog import Watchdog
+from serve_app.http_client import fetch
+from serve_app.observability.logging import RequestLines, log_to_terminal
 from serve_app.observability.metrics import IngressMetrics, merge_expositions
 from serve_app.observability.tracing import RequestSpans
-from serve_app.serving import routing
-from serve_app.serving.attempt import LossReason, Transport
-from serve_app.serving.binding import bind_replica_port_to_node
-from serve_app.serving.failover import RETRY_AFTER_S, Failover
+from serve_app.serving import membership
+from serve_app.serving.front import Front
+from serve_app.serving.ray_patches import bind_replica_port_to_node
 from serve_app.serving.replica import STEPS_PATH
-from serve_app.serving.replica_set import Condition, Replica, process_set
 from serve_app.serving.scraping import METRICS_ADDRESS, metrics_targets, open_metrics_port
-from serve_app.serving.transport import LinkTransport
-from serve_app.serving.watchdog import Watchdog
 from serve_app.settings import FAST_PATH_ENVIRONMENT, Settings, fast_path_enabled
 from serve_app.text.tokenizer import Tokenizer, load_tokenizer
 
 logger = logging.getLogger(__name__)
 
 _SCRAPE_TIMEOUT_S = 2.0
+# An engine replica that loads a large model takes minutes; one that has not come by then has failed elsewhere.
+_ENGINES_TIMEOUT_S = 1800.0
 _ABSENCE_S = 2.0
 _NO_FAST_PATH = (
-    "this server runs on Ray's default path, on which it was measured to decode a fifth fewer tokens per second; "
+    "this server runs on Ray's default path, on which it was measured to decode a fifth fewer tokens per second, "
+    "and connections that send nothing hold places for `ingress.body_timeout_s`; "
     f"{' and '.join(f'{name}={value}' for name, value in FAST_PATH_ENVIRONMENT.items())}, "
     "which `make serve` sets unless they are set already, put it on the fast path"
 )
@@ -71,6 +71,7 @@ class ReplicaService:
     def __init__(
         self,
         transport: Transport,
+        replicas: ReplicaSet,
         model: ModelCard,
         tokenizer: Tokenizer,
         metrics: IngressMetrics,
@@ -78,22 +79,19 @@ class ReplicaService:
     ) -> None:
         self._timeout_s = settings.ingress.request_timeout_s
         self._metrics = metrics
+        self._replicas = replicas
         self.model = model
         self.tokenizer = tokenizer
         self._failover = Failover(
-            transport,
-            process_set,
-            wait_s=settings.ingress.failover_wait_s,
-            observer=routing.policy,
-            on_failover=metrics.failed_over,
+            transport, replicas, wait_s=settings.ingress.failover_wait_s, on_failover=metrics.failed_over
         )
-        watchdog = Watchdog(transport, process_set, self._failover, stall_timeout_s=settings.engine.stall_timeout_s)
+        watchdog = Watchdog(transport, replicas, stall_timeout_s=settings.engine.stall_timeout_s)
         self._watching = asyncio.create_task(watchdog.run(), name="watchdog")
 
     def generate(
         self, request: EngineRequest, context: RequestContext | None = None
     ) -> AsyncGenerator[list[TokenDelta], None]:
-        """News of the request until it ends, over as many replicas as it takes; see `Failover.generate`."""
+        """Outputs of the request until it ends, over as many replicas as it takes; see `Failover.generate`."""
         context = context or RequestContext()
         deadline = time.monotonic() + self._timeout_s if context.deadline is None else context.deadline
         return self._failover.generate(
@@ -114,7 +112,7 @@ class ReplicaService:
 
     def replicas(self) -> list[dict[str, Any]]:
         """What this process knows of the replicas, for operators."""
-        return [_describe(replica) for replica in process_set.replicas()]
+        return [_describe(replica) for replica in self._replicas.replicas()]
 
     async def metrics(self) -> MetricsPage:
         """The ingress's own metrics and every replica's, for `curl`.
@@ -122,15 +120,15 @@ class ReplicaService:
         Prometheus asks each process itself (see `scraping`). Scraping this page as well would count everything twice,
         and scraping it instead would lose the time at which each process answered, and the other ingress replicas.
         """
-        replicas = {name: str(metadata[METRICS_ADDRESS]) for name, metadata in sorted(process_set.current().items())}
+        replicas = {name: str(metadata[METRICS_ADDRESS]) for name, metadata in sorted(self._replicas.current().items())}
         pages = await asyncio.gather(*(asyncio.to_thread(_read, at, "/metrics") for at in replicas.values()))
         texts = [None if page is None else page.decode() for page in pages]
         body = merge_expositions(self._metrics.registry, dict(zip(replicas, texts, strict=True)))
         return MetricsPage(body, CONTENT_TYPE_LATEST)
 
     async def recordings(self, seconds: float) -> list[bytes]:
-        """What the replicas that are well recorded in the last `seconds` seconds, as JSON."""
-        addresses = [r.metadata[METRICS_ADDRESS] for r in process_set.replicas() if r.condition is Condition.OK]
+        """The healthy replicas' recordings of the last `seconds` seconds, as JSON."""
+        addresses = [r.metadata[METRICS_ADDRESS] for r in self._replicas.replicas() if r.condition is Condition.OK]
         path = f"{STEPS_PATH}?seconds={seconds}"
         pages = await asyncio.gather(*(asyncio.to_thread(_read, address, path) for address in addresses))
         return [page for page in pages if page is not None]
@@ -140,42 +138,51 @@ class Ingress:
     """The deployment's class (`app` wraps it with `serve.ingress()`)."""
 
     async def __init__(self, engines: DeploymentHandle[Any], settings: Settings) -> None:  # type: ignore[misc]
-        """Load the tokenizer and wait for the first engine replica. Raises `ConfigError`."""
-        gc.disable()  # as in the engine replica, until all is there
+        """Load the tokenizer and wait for the first engine replica of this revision.
+
+        Raises `ConfigError`; `TimeoutError` if no such replica starts in time.
+        """
+        gc.disable()  # as in the engine replica, until everything is loaded
         log_to_terminal()
         bind_replica_port_to_node()
-        process_set.require(settings.revision)
+        loop = asyncio.get_running_loop()
+        self._request_lines = RequestLines(loop.call_later)
+        self._replicas = ReplicaSet(settings.model, settings.revision)
+        membership.engines.subscribe(lambda known: loop.call_soon_threadsafe(self._replicas.publish, known))
         self._engines = engines  # whose router tells us which replicas there are
         tokenizer, _ = await asyncio.gather(
-            asyncio.to_thread(load_tokenizer, settings.model), engines.options(method_name="ping").remote()
+            asyncio.to_thread(_load_tokenizer, settings.model), engines.options(method_name="ping").remote()
         )
-        card = _model_card(settings, tokenizer.name)
+        # During an update the ping may have been answered by a replica of the old revision, which we may not use.
+        info = (await wait_for_replica(self._replicas, _ENGINES_TIMEOUT_S))["info"]
+        card = _model_card(settings, tokenizer.name, info)
         tokenizer.check_fits(card.vocab_size)
         self._settings = settings
-        self._queue = AdmissionQueue(
+        self._queue = AsyncAdmissionQueue(
             settings.max_ongoing_requests,
             settings.ingress.max_queued_requests,
             by_priority=settings.engine.policy == "priority",
         )
         self._drain = Drain()
-        self._metrics = IngressMetrics(lambda: self._queue.queued, lambda: self._queue.ongoing, _engines_load)
-        loop = asyncio.get_running_loop()
+        self._metrics = IngressMetrics(lambda: self._queue.queued, lambda: self._queue.ongoing, self._engines_load)
         tasks = Gauge("serve_app_ingress_tasks", "Tasks of the ingress's event loop", registry=self._metrics.registry)
         tasks.set_function(lambda: len(asyncio.all_tasks(loop)))
         self._metrics.expect(get_args(Endpoint), tuple(Outcome), tuple(LossReason))
         self._metrics_address = open_metrics_port(self._metrics.registry, settings.metrics_host)
         otlp_endpoint = settings.ingress.otlp_endpoint
         self._spans = None if otlp_endpoint is None else RequestSpans(otlp_endpoint, card.name)
-        self._service = ReplicaService(self._open_transport(engines), card, tokenizer, self._metrics, settings)
+        self._service = ReplicaService(
+            self._open_transport(engines), self._replicas, card, tokenizer, self._metrics, settings
+        )
         await _first_token(self._service)
         if not fast_path_enabled():
             logger.warning(_NO_FAST_PATH)
-        process_set.add_listener(lambda: loop.call_soon_threadsafe(self._follow_replicas))
+        self._replicas.add_listener(self._follow_replicas)
         self._follow_replicas()
         gc.enable()
 
     async def drain(self) -> None:
-        """Take no new requests; return once the running ones have ended, or were ended because their time was over."""
+        """Take no new requests; return once the running ones have ended or were cut off at the drain timeout."""
         await self._drain.run(self._settings.ingress.drain_timeout_s)
 
     def record_replica_metadata(self) -> dict[str, Any]:
@@ -187,27 +194,32 @@ class Ingress:
         return {"queued": float(self._queue.queued)}
 
     def _open_transport(self, engines: DeploymentHandle[Any]) -> Transport:
-        return LinkTransport(process_set, routing.policy)
+        return LinkTransport(self._replicas, PrefixRouting())
 
     async def _metrics_targets(self) -> list[dict[str, Any]]:
         return await metrics_targets(serve.get_replica_context().app_name)
 
     def _follow_replicas(self) -> None:
-        """Let through what the replicas can take. For one replica even if there is none: these find out, and say so."""
-        self._queue.set_capacity(max(1, len(process_set.alive())) * self._settings.max_ongoing_per_replica)
+        """Admit what the replicas can hold; without any, what one could: these requests wait, or fail with an error."""
+        self._queue.set_capacity(max(1, len(self._replicas.alive())) * self._settings.max_ongoing_per_replica)
+
+    def _engines_load(self) -> tuple[int, int]:
+        """(waiting, running) sequences in all engines, as they last said. In a thread of the metrics port."""
+        loads = [replica.load for replica in self._replicas.alive() if replica.load is not None]
+        return sum(load.waiting for load in loads), sum(load.running for load in loads)
 
     def _log_request(self, summary: RequestSummary) -> None:
         fields = asdict(summary)
-        log_request(fields)
+        self._request_lines(fields)
         if self._spans is not None:
             self._spans(fields)
 
     def __serve_build_asgi_app__(self) -> Any:
         """The ASGI application; Ray calls this once, after the constructor."""
         ingress = self._settings.ingress
-        limits = replace(
-            ApiLimits(),
+        limits = ApiLimits(
             max_body_bytes=int(ingress.max_body_mib * 2**20),
+            max_uploads=self._settings.num_places,
             body_timeout_s=ingress.body_timeout_s,
             request_timeout_s=ingress.request_timeout_s,
         )
@@ -224,11 +236,12 @@ class Ingress:
         queue = self._queue
         add_console(app, Sources(self._service.recordings, lambda: {"waiting": queue.queued, "ongoing": queue.ongoing}))
         app.add_middleware(OneRequestId)
+        Front.application, Front.loop = app, asyncio.get_running_loop()
         return app
 
 
 class OneRequestId:
-    """Leaves out the response's request id where Ray, which is the next outer layer, will write the same once more."""
+    """Drops the response's request id where Ray, the next outer layer, adds the same one."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -246,9 +259,31 @@ class OneRequestId:
         await self._app(scope, receive, send_once)
 
 
-def _model_card(settings: Settings, name: str) -> ModelCard:
-    """What the replicas serve, as the first one's metadata has it. One has just answered, so the router knows it."""
-    info = process_set.current()[process_set.alive()[0]]["info"]
+async def wait_for_replica(replicas: ReplicaSet, timeout_s: float) -> dict[str, Any]:
+    """The metadata of a replica of our own revision, once there is one. Raises `TimeoutError` after `timeout_s`."""
+    changed = asyncio.Event()
+    remove_listener = replicas.add_listener(changed.set)
+    try:
+        async with asyncio.timeout(timeout_s):
+            while not (alive := replicas.alive(replicas.revision)):
+                logger.info("waiting for an engine replica of revision %s", replicas.revision)
+                changed.clear()
+                await changed.wait()
+    except TimeoutError:
+        raise TimeoutError(f"no engine replica of revision {replicas.revision} within {timeout_s:g} s") from None
+    finally:
+        remove_listener()
+    return alive[0].metadata
+
+
+def _load_tokenizer(model: str) -> Tokenizer:
+    tokenizer = load_tokenizer(model)
+    tokenizer.check_chat_template()
+    return tokenizer
+
+
+def _model_card(settings: Settings, name: str, info: Mapping[str, Any]) -> ModelCard:
+    """What the replicas serve; `info` is from the metadata of one of them."""
     identity = f"{name}|{info['dtype']}|{info['backend']}|{info['vocab_size']}|{serve_app.__version__}"
     return ModelCard(
         name=settings.served_model_name or name,
@@ -259,15 +294,8 @@ def _model_card(settings: Settings, name: str) -> ModelCard:
     )
 
 
-def _engines_load() -> tuple[int, int]:
-    """(waiting, running) sequences in all engines, as they last told."""
-    loads = process_set.loads()
-    alive = [loads[name] for name in process_set.alive() if name in loads]
-    return sum(load.waiting for load in alive), sum(load.running for load in alive)
-
-
 async def _first_token(service: ReplicaService) -> None:
-    """Have one token generated, so that ready means ready and the first client does not pay for first times."""
+    """Generate one token, so that ready means ready and the first client does not pay for warm-up."""
     params = SamplingParams(max_tokens=1, temperature=0.0)
     async for _ in service.generate(EngineRequest(f"warm-up-{uuid.uuid4().hex}", (0,), params)):
         pass
@@ -290,9 +318,7 @@ def _describe(replica: Replica) -> dict[str, Any]:
 
 def _read(address: str, path: str) -> bytes | None:
     """A page of one replica's metrics port (`host:port`), or None when it does not answer."""
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
-        with opener.open(f"http://{address}{path}", timeout=_SCRAPE_TIMEOUT_S) as answer:
-            return bytes(answer.read())
+        return fetch(f"http://{address}{path}", timeout_s=_SCRAPE_TIMEOUT_S)
     except OSError:
         return None

@@ -1,4 +1,4 @@
-"""How many sequences wait at the ingress of each application: what the ingress's autoscaling policy tells the engine's.
+"""How many sequences wait at the ingress of each application, from the ingress's autoscaling policy for the engine's.
 
 Lives in Ray Serve's controller, where both policies run, one after the other.
 """

@@ -6,7 +6,7 @@ Decides how a `user_config` is read and refused. What may change in a running en
 from collections.abc import Mapping
 from dataclasses import fields
 
-from serve_app.core.policy import LIVE_KNOBS, SchedulerKnobs
+from serve_app.core.config import LIVE_KNOBS, SchedulerKnobs
 from serve_app.errors import ConfigError
 from serve_app.settings import EngineSettings, Settings, suggest
 

@@ -17,30 +17,31 @@ from typing import Any
 import ray
 from ray import serve
 
-from serve_app.core.output import StepRecord
+from serve_app.core.step_record import StepRecord
 from serve_app.errors import ConfigError
+from serve_app.fleet.link import LINK, LinkServer
+from serve_app.fleet.wire import WireDelta, WireLoad, WireRequest, pack_deltas, pack_load, unpack_request
 from serve_app.observability.logging import log_to_terminal
 from serve_app.observability.metrics import EngineMetrics
 from serve_app.observability.step_ring import Recorder, StepRing
-from serve_app.serving.binding import bind_replica_port_to_node, node_address
 from serve_app.serving.knobs import live_knobs
-from serve_app.serving.link import LINK, LinkServer
+from serve_app.serving.ray_patches import bind_replica_port_to_node, node_address
 from serve_app.serving.scraping import METRICS_ADDRESS, open_metrics_port
-from serve_app.serving.wire import WireDelta, WireLoad, WireRequest, pack_deltas, pack_load, unpack_request
 from serve_app.settings import ENGINE_ENVIRONMENT, Settings, export
+from serve_app.text.tokenizer import load_tokenizer
 
 logger = logging.getLogger(__name__)
 
 STEPS_PATH = "/steps"
 """On the metrics port: the recording of the last `seconds` seconds."""
 
-# How long the event loop may keep the interpreter from the engine's thread, which asks for it many times a step. With
-# Python's 5 ms a step of 16 rows takes a twentieth longer.
+# How long the event loop may hold the GIL while the engine's thread waits for it, which happens many times a step. With
+# Python's default of 5 ms a step of 16 rows takes 5 % longer.
 _SWITCH_INTERVAL_S = 0.0001
 
-# Text that grows 20 times a second grows smoothly to a reader, and each time costs an event and its way to the client,
-# through three processes that the engine's threads have to make room for.
-_GATHER_S = 0.05
+# Text that grows 20 times a second reads smoothly. Every flush costs an event on its way to the client, through three
+# processes that compete with the engine's threads for cores.
+_STREAM_INTERVAL_S = 0.05
 
 
 class EngineReplica:
@@ -48,7 +49,7 @@ class EngineReplica:
 
     async def __init__(self, settings: Settings, *, use_gpu: bool) -> None:  # type: ignore[misc]
         """Load the model. Raises `ConfigError`, which fails the deployment."""
-        # Until all is there: the collector would walk eight times over half a million objects that stay, for 0.9 s.
+        # Until everything is loaded: the collector would visit half a million lasting objects eight times, for 0.9 s.
         gc.disable()
         export(ENGINE_ENVIRONMENT)
         sys.setswitchinterval(_SWITCH_INTERVAL_S)
@@ -69,7 +70,8 @@ class EngineReplica:
             engine_config(settings, use_gpu=use_gpu),
             on_step=self._on_step,
             on_progress=logger.info,
-            gather_s=_GATHER_S,
+            vocabulary=lambda: load_tokenizer(settings.model).vocabulary(),
+            stream_interval_s=_STREAM_INTERVAL_S,
         )
         self._metrics.read_stats_from(self._engine.stats)
         if (limits := self._engine.info.limits) is not None:
@@ -80,16 +82,16 @@ class EngineReplica:
         gc.enable()
 
     async def __del__(self) -> None:
-        """Ray has this replica end, and waits for it: what cannot go on elsewhere is done first."""
+        """Ray stops this replica and waits for it: streams that cannot continue elsewhere finish first."""
         await self._links.drained()
         self._links.close()
 
     async def generate(self, data: WireRequest) -> AsyncGenerator[list[WireDelta], None]:
-        """One item per delivery that has news of the request. Raises `RequestError`."""
+        """One item per flush that has outputs of the request. Raises `RequestError`."""
         arrived = time.monotonic()
         waiting = True
-        async with aclosing(self._engine.generate(unpack_request(data))) as news:
-            async for deltas in news:
+        async with aclosing(self._engine.generate(unpack_request(data))) as outputs:
+            async for deltas in outputs:
                 if waiting and any(delta.token_ids for delta in deltas):
                     waiting = False
                     self._metrics.first_token(time.monotonic() - arrived)
@@ -102,6 +104,7 @@ class EngineReplica:
         """What every router learns of this replica once: what it serves, how much, and where it is."""
         return {
             "info": asdict(self._engine.info),
+            "model": self._settings.model,
             "revision": self._settings.revision,
             "max_num_seqs": self._settings.engine.max_num_seqs,
             "prefix_cache": self._settings.engine.enable_prefix_cache,
@@ -110,11 +113,6 @@ class EngineReplica:
             "node": node_address(),
             "pid": os.getpid(),
         }
-
-    def record_routing_stats(self) -> dict[str, Any]:
-        """The load for routers that hear no heartbeats of this replica; `time` is Unix time."""
-        names = ("running", "waiting", "free_blocks", "total_blocks", "step", "step_age_s")
-        return {**dict(zip(names, self._load(), strict=True)), "time": time.time()}
 
     def record_autoscaling_stats(self) -> dict[str, float]:
         """What `EnginePolicy` reads."""

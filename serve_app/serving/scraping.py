@@ -1,7 +1,7 @@
 """Where Prometheus finds the metrics: every process of the application serves its own, and any ingress lists them all.
 
 Decides who is listed (the running replicas of both deployments, as Serve's controller knows them) and the labels that
-tell their series apart. What is measured is the metrics' own affair.
+tell their series apart. What is measured is decided in `observability.metrics`.
 """
 
 import asyncio
@@ -10,11 +10,10 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry, ProcessCollector
 from ray.exceptions import RayError
-from ray.serve.context import _get_global_client
 
 from serve_app.errors import UnavailableError
 from serve_app.observability.metrics import Page, serve_registry
-from serve_app.serving.binding import node_address
+from serve_app.serving.ray_patches import node_address, running_replicas
 
 METRICS_ADDRESS = "metrics"
 """In a replica's metadata: `host:port` of its metrics port."""
@@ -40,7 +39,7 @@ async def metrics_targets(application: str) -> list[dict[str, Any]]:
     try:
         async with asyncio.timeout(_TIMEOUT_S):
             # Not from this ingress's own picture: it knows the engines, but not the other ingress replicas.
-            running = await _get_global_client()._controller._all_running_replicas.remote()
+            running = await running_replicas()
     except (RayError, TimeoutError):
         raise UnavailableError("Serve's controller does not answer", retry_after_s=_TIMEOUT_S) from None
     return [

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 import tokenizers
 from tokenizers.decoders import DecodeStream
 
-_REPLACEMENT = "\ufffd"
+REPLACEMENT = "\ufffd"
+"""What stands in a text for bytes that are no character."""
 _MAX_HELD = 32
 """No character needs this many tokens: a longer run without text is garbage and is shown as it decodes."""
 
@@ -27,7 +28,7 @@ class Detokenizer:
         self._skip = skip_special_tokens
         context = list(prompt_token_ids[-1:])
         # A half character as context would come out again as part of the answer.
-        self._context = [] if _REPLACEMENT in self._decode(context) else context
+        self._context = [] if REPLACEMENT in self._decode(context) else context
         self._held: list[int] = []
         self._stream = self._new_stream()
 

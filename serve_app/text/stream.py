@@ -1,14 +1,15 @@
 """Token deltas to text pieces of one choice. Decides what is shown, when a stop string ends it, and why it ended.
 
-Lives at the ingress, so it survives the replica that feeds it: deltas are placed by their offset, repeated ones are
-ignored.
+Lives at the ingress, so it outlives the replica that feeds it. Deltas are placed by their offset: tokens seen before
+are ignored, missing ones are an error. (Failover hands on neither; see `fleet.resume_state`.)
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from serve_app.core.output import FinishReason, TokenDelta, TokenLogprob
+from serve_app.core.results import FinishReason, TokenDelta, TokenLogprob
 from serve_app.errors import EngineError
+from serve_app.text.detokenizer import REPLACEMENT
 from serve_app.text.stop import StopMatcher
 from serve_app.text.tokenizer import Tokenizer
 
@@ -77,23 +78,29 @@ class TextStream:
         known = self.num_tokens - delta.offset
         text = self._read(delta, known)
         if self.finish_reason is None and delta.finish_reason is not None:
-            text += self._show(self._detokenizer.flush())
+            text += self._show(self._last_text(cut=delta.finish_reason is FinishReason.LENGTH))
             if not self._matcher.stopped:
                 text += self._matcher.flush()
             self.finish_reason = FinishReason.STOP if self._matcher.stopped else delta.finish_reason
         self._shown += len(text)
         return TextPiece(text, self._release(), self.finish_reason)
 
+    def _last_text(self, *, cut: bool) -> str:
+        """What was held back as part of a character. An answer that was cut ends before one, not inside."""
+        text = self._detokenizer.flush()
+        return text.rstrip(REPLACEMENT) if cut else text
+
     def _read(self, delta: TokenDelta, known: int) -> str:
         """Decode the delta's tokens after the first `known` ones."""
         last = len(delta.token_ids) - 1
+        logprobs = delta.logprobs
         text = ""
         for i in range(known, len(delta.token_ids)):
             self.num_tokens += 1
             if i == last and delta.finish_reason is FinishReason.STOP and not self._stop.include:
                 break  # the end-of-sequence or stop token says "end"; it is not text
-            if delta.logprobs:
-                self._pending.append(token_text(self._tokenizer, delta.logprobs[i], self._decoded))
+            if logprobs:
+                self._pending.append(token_text(self._tokenizer, logprobs[i], self._decoded))
             text += self._show(self._detokenizer.step(delta.token_ids[i]))
             if self._matcher.stopped:
                 self.finish_reason = FinishReason.STOP

@@ -6,7 +6,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Sequence
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +15,11 @@ import transformers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from serve_app.errors import ConfigError
+from serve_app.grammars import Grammars, Vocabulary
 from serve_app.model_files import ModelFiles, locate_model
 from serve_app.text.chat_template import encode_chat
 from serve_app.text.detokenizer import Detokenizer
+from serve_app.text.template_check import check_chat_template
 from serve_app.text.token_bytes import TokenBytes
 
 DEFAULT_CACHE_DIR = Path("~/.cache/serve_app")
@@ -50,6 +52,12 @@ class Tokenizer:
         if self.vocab_size > vocab_size:
             raise ConfigError(f"model: the tokenizer knows {self.vocab_size} ids, but the logits are {vocab_size} wide")
 
+    def check_chat_template(self) -> None:
+        """Raise `ConfigError` when the chat template is broken; takes seconds, most of them in another process."""
+        special = {name: str(token) for name, token in self._tokenizer.special_tokens_map.items()}
+        template = self._tokenizer.chat_template
+        check_chat_template(template if isinstance(template, str) else None, special)
+
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids; special tokens written in the text count as such. Releases the GIL while it works."""
         ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
@@ -65,8 +73,21 @@ class Tokenizer:
         encode = partial(self.encode, add_special_tokens=False)
         return encode_chat(self._tokenizer, encode, self._control_tokens, messages)
 
+    def vocabulary(self) -> Vocabulary:
+        """What grammars must know of it."""
+        return Vocabulary(
+            tokens=[self.token_bytes(token_id) for token_id in range(self.vocab_size)],
+            special_ids=frozenset(i for i, t in self._backend.get_added_tokens_decoder().items() if t.special),
+            encode=partial(self.encode, add_special_tokens=False),
+        )
+
+    @cached_property
+    def grammars(self) -> Grammars:
+        """Grammars over this vocabulary alone; an engine has its own, with the model's ids that end a text."""
+        return Grammars(self.vocabulary, [self._tokenizer.eos_token_id or 0], self.vocab_size)
+
     def min_tokens(self, text: str) -> int:
-        """At least so many tokens `encode` will make of `text`, told in no time; 0 where nothing can be promised.
+        """A quick lower bound on the tokens that `encode` makes of `text`; 0 where there is none.
 
         Bytes that the vocabulary lacks (and that `encode` drops) count as if it had them.
         """

@@ -12,14 +12,16 @@ import torch
 import uvicorn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from serve_app.api.admission import AdmissionQueue
+from serve_app.api.admission import AsyncAdmissionQueue
 from serve_app.api.app import create_app
-from serve_app.api.service import ApiLimits, Endpoint, Outcome
+from serve_app.api.limits import ApiLimits
+from serve_app.api.request_events import Endpoint, Outcome
 from serve_app.engine.async_engine import AsyncEngine
 from serve_app.engine.core import EngineConfig, EngineCore
 from serve_app.model.loader import from_module
 from serve_app.model.paged_model import PagedModel
 from serve_app.text.tokenizer import Tokenizer, load_tokenizer
+from tests.api.limits import make_limits
 from tests.api.services import EngineService, ScriptedService
 
 
@@ -62,16 +64,16 @@ class Api:
     """An application under test, its parts, and clients that call it in this process."""
 
     service: Any
-    admission: AdmissionQueue
+    admission: AsyncAdmissionQueue
     observer: Recorder
     app: Any
     http: httpx.AsyncClient
     openai: openai.AsyncOpenAI
 
 
-def build_api(service: Any, admission: AdmissionQueue, limits: ApiLimits | None = None) -> Api:
+def build_api(service: Any, admission: AsyncAdmissionQueue, limits: ApiLimits | None = None) -> Api:
     observer = Recorder()
-    app = create_app(service, admission, limits, observer)
+    app = create_app(service, admission, limits or make_limits(), observer)
     http = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test", timeout=30)
     client = openai.AsyncOpenAI(api_key="none", base_url="http://test/v1", http_client=http, max_retries=0)
     return Api(service, admission, observer, app, http, client)
@@ -87,8 +89,8 @@ async def api(tokenizer: Tokenizer) -> AsyncIterator[Api]:
     """Over a scripted service; small limits, so that tests can reach them."""
     built = build_api(
         ScriptedService(tokenizer),
-        AdmissionQueue(4, 2),
-        ApiLimits(max_body_bytes=1_000_000, max_buffered_bytes=2_000_000, body_timeout_s=0.2),
+        AsyncAdmissionQueue(4, 2),
+        make_limits(max_body_bytes=1_000_000, max_buffered_bytes=2_000_000, body_timeout_s=0.2),
     )
     async with built.http:
         yield built
@@ -118,8 +120,8 @@ def babbler() -> PagedModel:
 async def live(babbler: PagedModel, tokenizer: Tokenizer) -> AsyncIterator[Api]:
     """Over a real engine and a real HTTP server on a loopback port. Afterwards the engine must be empty."""
     config = EngineConfig(max_num_seqs=4, max_num_batched_tokens=64, kv_cache_gib=0.05)
-    engine = await AsyncEngine.start_with(lambda: EngineCore(babbler, config))
-    built = build_api(EngineService(engine, tokenizer), AdmissionQueue(8, 4))
+    engine = await AsyncEngine.start_with(lambda: EngineCore(babbler, config, vocabulary=tokenizer.vocabulary))
+    built = build_api(EngineService(engine, tokenizer), AsyncAdmissionQueue(8, 4))
     server = uvicorn.Server(uvicorn.Config(built.app, host="127.0.0.1", port=0, log_level="error", lifespan="off"))
     serving = asyncio.create_task(server.serve())
     while not server.started:  # noqa: ASYNC110 (uvicorn has no event for it)

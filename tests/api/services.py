@@ -5,8 +5,8 @@ from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
 
 from serve_app.api.service import NO_CONTEXT, MetricsPage, ModelCard, RequestContext
-from serve_app.core.output import FinishReason, TokenDelta, TokenLogprob
 from serve_app.core.request import EngineRequest
+from serve_app.core.results import LOGPROBS, FinishReason, TokenDelta, TokenLogprob
 from serve_app.engine.async_engine import AsyncEngine
 from serve_app.errors import RequestError
 from serve_app.text.tokenizer import Tokenizer
@@ -73,16 +73,17 @@ class ScriptedService:
             reason = FinishReason.STOP if token_id == EOS else FinishReason.LENGTH
         params = request.params
         first = i == 0
-        prompt_logprobs = ()
+        prompt_results = {}
         if first and choice == 0 and params.prompt_logprobs is not None:
-            prompt_logprobs = tuple(_logprob(t, params.prompt_logprobs) for t in request.prompt_token_ids[1:])
+            following = request.prompt_token_ids[1:]
+            prompt_results[LOGPROBS] = tuple(_logprob(t, params.prompt_logprobs) for t in following)
         return TokenDelta(
             request.request_id,
             choice,
             offset=i,
             token_ids=(token_id,),
-            logprobs=() if params.logprobs is None else (_logprob(token_id, params.logprobs),),
-            prompt_logprobs=prompt_logprobs,
+            results={} if params.logprobs is None else {LOGPROBS: (_logprob(token_id, params.logprobs),)},
+            prompt_results=prompt_results,
             finish_reason=reason,
             num_cached_tokens=1 if first else None,
         )

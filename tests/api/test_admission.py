@@ -1,4 +1,4 @@
-"""The queue's bounds, turns, deadlines and refusals; the order of its lines is `test_fair_queue`'s."""
+"""Tickets in an event loop: turns, cancellation, deadlines. Bounds and refusals are `tests/core`'s."""
 
 import asyncio
 import contextlib
@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serve_app.api.admission import AdmissionQueue, Caller, Ticket
+from serve_app.api.admission import AsyncAdmissionQueue, Caller, Ticket
 from serve_app.errors import InvalidRequestError, OverloadedError, RequestTimeoutError
 
 
@@ -19,12 +19,12 @@ class Clock:
         return self.now
 
 
-def caller(name: str, number: int = 0, priority: int = 0) -> Caller:
-    return Caller((name, ""), f"{name} {number}".encode(), priority)
+def caller(name: str, priority: int = 0) -> Caller:
+    return Caller((name, ""), priority)
 
 
 async def test_turns_come_in_order_of_arrival() -> None:
-    queue = AdmissionQueue(max_ongoing=1, max_queued=3)
+    queue = AsyncAdmissionQueue(max_ongoing=1, max_queued=3)
     order: list[int] = []
 
     async def request(i: int) -> None:
@@ -39,7 +39,7 @@ async def test_turns_come_in_order_of_arrival() -> None:
 
 
 async def test_beyond_the_bound_requests_are_refused_and_nothing_is_taken() -> None:
-    queue = AdmissionQueue(max_ongoing=1, max_queued=2)
+    queue = AsyncAdmissionQueue(max_ongoing=1, max_queued=2)
     taken = [queue.reserve()[0] for _ in range(2)]
     with pytest.raises(OverloadedError):
         queue.reserve(2)
@@ -49,36 +49,8 @@ async def test_beyond_the_bound_requests_are_refused_and_nothing_is_taken() -> N
     assert (queue.ongoing, queue.queued) == (0, 0)
 
 
-async def test_what_never_fits_is_not_told_to_retry() -> None:
-    queue = AdmissionQueue(max_ongoing=1, max_queued=2)
-    queue.set_capacity(0)  # the replica is being replaced
-    with pytest.raises(InvalidRequestError, match="at most 3"):
-        queue.reserve(4)
-    assert len(queue.reserve(2)) == 2
-
-
-async def test_choices_count_and_a_request_of_more_than_there_is_starts_all_the_same() -> None:
-    clock = Clock()
-    queue = AdmissionQueue(max_ongoing=4, max_queued=4, clock=clock)
-    [large] = queue.reserve(1, cost=6)
-    assert (queue.ongoing, large.turn.done()) == (6, True)
-    [small], [huge] = queue.reserve(), queue.reserve(1, cost=3)
-    with pytest.raises(OverloadedError):
-        queue.reserve()
-    large.release()
-    assert (small.turn.done(), huge.turn.done(), queue.ongoing) == (True, True, 4)
-    small.release()
-    huge.release()
-    clock.now += 1000  # the promise lapses
-    [all_of_it] = queue.reserve(1, cost=100)
-    with pytest.raises(OverloadedError):
-        queue.reserve(1, cost=5)
-    all_of_it.release()
-    assert (queue.ongoing, queue.queued) == (0, 0)
-
-
 async def test_leaving_while_queued_frees_the_place_and_keeps_the_order() -> None:
-    queue = AdmissionQueue(max_ongoing=1, max_queued=2)
+    queue = AsyncAdmissionQueue(max_ongoing=1, max_queued=2)
     [first], [second], [third] = queue.reserve(), queue.reserve(), queue.reserve()
     waiting = asyncio.create_task(second.__aenter__())
     await asyncio.sleep(0)
@@ -93,7 +65,7 @@ async def test_leaving_while_queued_frees_the_place_and_keeps_the_order() -> Non
 
 
 async def test_a_turn_that_comes_to_a_cancelled_waiter_is_passed_on() -> None:
-    queue = AdmissionQueue(max_ongoing=1, max_queued=2)
+    queue = AsyncAdmissionQueue(max_ongoing=1, max_queued=2)
     [first], [second], [third] = queue.reserve(), queue.reserve(), queue.reserve()
 
     async def use() -> None:
@@ -114,7 +86,7 @@ async def test_a_turn_that_comes_to_a_cancelled_waiter_is_passed_on() -> None:
 
 
 async def test_a_waiter_is_told_at_its_deadline_and_leaves() -> None:
-    queue = AdmissionQueue(max_ongoing=1, max_queued=2)
+    queue = AsyncAdmissionQueue(max_ongoing=1, max_queued=2)
     queue.reserve()
     [late] = queue.reserve(caller=Caller(deadline=queue.clock() + 0.01))
     with pytest.raises(RequestTimeoutError, match="in the queue"):
@@ -126,30 +98,15 @@ async def test_a_waiter_is_told_at_its_deadline_and_leaves() -> None:
 
 async def test_a_turn_before_the_deadline_is_kept() -> None:
     clock = Clock()
-    queue = AdmissionQueue(max_ongoing=1, max_queued=2, clock=clock)
+    queue = AsyncAdmissionQueue(max_ongoing=1, max_queued=2, clock=clock)
     [ticket] = queue.reserve(caller=Caller(deadline=1.0))
     clock.now = 2.0
     async with ticket:  # running requests are ended by whoever runs them
         assert ticket.waited_s == 0
 
 
-async def test_what_cannot_be_in_time_is_refused_at_once() -> None:
-    clock = Clock()
-    queue = AdmissionQueue(max_ongoing=2, max_queued=100, clock=clock)
-    await serve(queue, clock, seconds_each=4.0)  # two places: one turn every two seconds
-    for i in range(2 + 10):
-        queue.reserve(caller=caller("greedy", i))
-    with pytest.raises(OverloadedError, match="would wait about 20 seconds, and has 19") as refused:
-        queue.reserve(caller=Caller(("greedy", ""), deadline=clock.now + 19))
-    assert refused.value.code == "wait_exceeds_timeout"
-    assert refused.value.retry_after_s == pytest.approx(1, abs=0.3)
-    assert queue.queued == 10
-    queue.reserve(caller=Caller(("greedy", ""), deadline=clock.now + 21))
-    queue.reserve(caller=Caller(("modest", ""), deadline=clock.now + 3))  # its turn is the next but one
-
-
 async def test_capacity_follows_the_replicas() -> None:
-    queue = AdmissionQueue(max_ongoing=2, max_queued=10)
+    queue = AsyncAdmissionQueue(max_ongoing=2, max_queued=10)
     tickets = [queue.reserve()[0] for _ in range(6)]
 
     def turns() -> list[bool]:
@@ -166,12 +123,12 @@ async def test_capacity_follows_the_replicas() -> None:
 
 
 async def test_a_full_queue_takes_those_who_have_less_of_it() -> None:
-    queue = AdmissionQueue(max_ongoing=1, max_queued=4)
-    greedy = [queue.reserve(caller=caller("greedy", i))[0] for i in range(5)]
-    modest = [queue.reserve(caller=caller("modest", i))[0] for i in range(2)]
+    queue = AsyncAdmissionQueue(max_ongoing=1, max_queued=4)
+    greedy = [queue.reserve(caller=caller("greedy"))[0] for _ in range(5)]
+    modest = [queue.reserve(caller=caller("modest"))[0] for _ in range(2)]
     for client in ("greedy", "modest"):
         with pytest.raises(OverloadedError):
-            queue.reserve(caller=caller(client, 9))
+            queue.reserve(caller=caller(client))
     assert queue.queued == 4
     for newest in greedy[3:]:
         with pytest.raises(OverloadedError) as refused:
@@ -180,7 +137,6 @@ async def test_a_full_queue_takes_those_who_have_less_of_it() -> None:
         newest.release()
         assert refused.value.code == "queue_share"
         assert refused.value.retry_after_s is not None
-    assert queue.promises.outstanding == 4
     order: list[Ticket] = []
     waiting = [*greedy[:3], *modest]
     while waiting:
@@ -194,57 +150,11 @@ async def test_a_full_queue_takes_those_who_have_less_of_it() -> None:
 
 async def test_priority_counts_only_where_the_operator_says_so() -> None:
     for by_priority in (False, True):
-        queue = AdmissionQueue(max_ongoing=1, max_queued=2, by_priority=by_priority)
-        [running], [low] = queue.reserve(), queue.reserve(caller=caller("a", 0, priority=5))
-        [high] = queue.reserve(caller=caller("a", 1, priority=-5))
+        queue = AsyncAdmissionQueue(max_ongoing=1, max_queued=2, by_priority=by_priority)
+        [running], [low] = queue.reserve(), queue.reserve(caller=caller("a", priority=5))
+        [high] = queue.reserve(caller=caller("a", priority=-5))
         running.release()
         assert (high.turn.done(), low.turn.done()) == (by_priority, not by_priority)
-
-
-async def test_a_refused_client_that_comes_back_in_time_is_taken() -> None:
-    clock = Clock()
-    queue = AdmissionQueue(max_ongoing=1, max_queued=8, clock=clock)
-    await serve(queue, clock, seconds_each=1.0)
-    tickets = [queue.reserve(caller=caller("a", i))[0] for i in range(9)]
-    wait = refusal(queue, caller("a", 9)).retry_after_s
-    assert wait is not None
-    assert wait == int(wait) >= 1
-    assert refusal(queue, caller("a", 9)).retry_after_s != wait  # too early: one more promise
-    for _ in range(int(wait)):
-        clock.now += 1.0
-        next(ticket for ticket in tickets if ticket.turn.done()).release()
-        tickets = [ticket for ticket in tickets if ticket.waiting or ticket in queue._granted]
-    newcomers = 0
-    while fits(queue, caller("a", 10 + newcomers)):
-        newcomers += 1
-    assert newcomers < 8 - len(tickets) + 1
-    assert fits(queue, caller("a", 9))
-
-
-async def test_a_promise_that_cannot_be_kept_is_called_so_and_renewed() -> None:
-    clock = Clock()
-    queue = AdmissionQueue(max_ongoing=1, max_queued=8, clock=clock)
-    for i in range(9):
-        queue.reserve(caller=caller("a", i))
-    for _ in range(3):  # nothing ends
-        refused = refusal(queue, caller("a", 9))
-        assert refused.code == ("queue_full" if clock.now == 0 else "promise_broken")
-        assert refused.retry_after_s is not None
-        clock.now += refused.retry_after_s
-
-
-def refusal(queue: AdmissionQueue, caller: Caller) -> OverloadedError:
-    with pytest.raises(OverloadedError) as refused:
-        queue.reserve(caller=caller)
-    return refused.value
-
-
-def fits(queue: AdmissionQueue, caller: Caller) -> bool:
-    try:
-        queue.reserve(caller=caller)
-    except OverloadedError:
-        return False
-    return True
 
 
 class Plan:
@@ -252,12 +162,18 @@ class Plan:
 
     def __init__(self, max_ongoing: int, max_queued: int) -> None:
         self.clock = Clock()
-        self.queue = AdmissionQueue(max_ongoing, max_queued, by_priority=True, clock=self.clock)
+        self.queue = AsyncAdmissionQueue(max_ongoing, max_queued, by_priority=True, clock=self.clock)
+        self.max_ongoing = self.most_ongoing = max_ongoing
         self.held: list[Ticket] = []
 
     def arrive(self, client: int, count: int, cost: int, priority: int) -> None:
         with contextlib.suppress(OverloadedError, InvalidRequestError):
-            self.held += self.queue.reserve(count, cost, caller(str(client), len(self.held), priority))
+            self.held += self.queue.reserve(count, cost, caller(str(client), priority))
+
+    def set_capacity(self, max_ongoing: int) -> None:
+        self.queue.set_capacity(max_ongoing)
+        self.max_ongoing = max_ongoing
+        self.most_ongoing = max(self.most_ongoing, max_ongoing)
 
     def leave(self, which: int) -> None:
         if self.held:
@@ -266,13 +182,14 @@ class Plan:
     def check(self) -> None:
         queue = self.queue
         ongoing = [ticket for ticket in self.held if ticket.granted_at is not None]
-        waiting = [ticket for ticket in self.held if ticket.waiting is not None]
-        assert queue.ongoing == sum(ticket.cost for ticket in ongoing)
-        assert queue.queued == sum(ticket.cost for ticket in waiting)
-        assert all(ticket.turn.done() != (ticket.waiting is not None) for ticket in self.held)
-        assert not waiting or queue.ongoing >= queue.max_ongoing
-        last = max((ticket.cost for ticket in ongoing), default=0)
-        assert queue.ongoing < queue._most_ongoing + max(last, 1)
+        waiting = [ticket for ticket in self.held if not ticket.turn.done()]
+        evicted = [ticket for ticket in self.held if ticket.refusal is not None]
+        assert len(ongoing) + len(waiting) + len(evicted) == len(self.held)
+        assert queue.ongoing == sum(ticket.entry.cost for ticket in ongoing)
+        assert queue.queued == sum(ticket.entry.cost for ticket in waiting)
+        assert not waiting or queue.ongoing >= self.max_ongoing
+        last = max((ticket.entry.cost for ticket in ongoing), default=0)
+        assert queue.ongoing < self.most_ongoing + max(last, 1)
 
 
 STEP = st.one_of(
@@ -296,7 +213,7 @@ def test_no_place_is_lost_or_idle_whoever_leaves_when(
                 case "leave":
                     plan.leave(*arguments)
                 case "capacity":
-                    plan.queue.set_capacity(*arguments)
+                    plan.set_capacity(*arguments)
                 case _:
                     plan.clock.now += arguments[0]
             plan.check()
@@ -309,16 +226,3 @@ def test_no_place_is_lost_or_idle_whoever_leaves_when(
         assert ticket.turn.done()
 
     asyncio.run(live())
-
-
-async def serve(queue: AdmissionQueue, clock: Clock, seconds_each: float) -> None:
-    """Keep all places taken, and somebody waiting, for so long that the queue knows its rate."""
-    tickets = queue.reserve(queue.max_ongoing)
-    for _ in range(300):
-        tickets += queue.reserve(queue.max_ongoing)
-        clock.now += seconds_each
-        for ticket in tickets[: queue.max_ongoing]:
-            ticket.release()
-        del tickets[: queue.max_ongoing]
-    for ticket in tickets:
-        ticket.release()

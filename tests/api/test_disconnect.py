@@ -6,7 +6,7 @@ from typing import Any
 import httpx
 import pytest
 
-from serve_app.api.service import Outcome
+from serve_app.api.request_events import Outcome
 from tests.api.conftest import Api
 
 BODY = b'{"prompt": "x", "stream": %b}'

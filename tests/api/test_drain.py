@@ -10,11 +10,13 @@ from typing import Any
 import httpx
 import pytest
 
-from serve_app.api.admission import AdmissionQueue
+from serve_app.api.admission import AsyncAdmissionQueue
 from serve_app.api.app import create_app
 from serve_app.api.drain import Drain
 from serve_app.errors import UnavailableError
 from serve_app.text.tokenizer import Tokenizer
+from tests.api.conftest import Recorder
+from tests.api.limits import make_limits
 from tests.api.services import ScriptedService
 
 FAR = 60.0
@@ -25,9 +27,9 @@ class Server:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.service = ScriptedService(tokenizer, hold=asyncio.Event())
-        self.admission = AdmissionQueue(1, 1)
+        self.admission = AsyncAdmissionQueue(1, 1)
         self.drain = Drain()
-        app = create_app(self.service, self.admission, drain=self.drain)
+        app = create_app(self.service, self.admission, make_limits(), Recorder(), drain=self.drain)
         self.http = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test", timeout=30)
 
     def ask(self, stream: bool) -> asyncio.Task[httpx.Response]:

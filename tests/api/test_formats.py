@@ -9,7 +9,7 @@ import pytest
 from openai.types.chat import ChatCompletionChunk
 from tokenizers.processors import TemplateProcessing
 
-from serve_app.api.service import Outcome
+from serve_app.api.request_events import Outcome
 from serve_app.errors import EngineError, UnavailableError
 from serve_app.text.tokenizer import Tokenizer
 from tests.api.conftest import Api
@@ -276,6 +276,25 @@ async def test_an_error_before_the_first_token_has_its_status(api: Api) -> None:
 
 
 @pytest.mark.parametrize(
+    ("error", "attempts"),
+    [
+        (EngineError("3 engine replicas were lost", code="request_killed_replicas"), 1),
+        (EngineError("the engine failed the request"), 1),
+        (UnavailableError("no engine replica is running", retry_after_s=0), 2),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+async def test_clients_do_not_send_again_what_the_engine_failed_on(
+    api: Api, error: Exception, attempts: int, stream: bool
+) -> None:
+    api.service.error, api.service.error_at = error, 0
+    client = api.openai.with_options(max_retries=1)
+    with pytest.raises(openai.InternalServerError):
+        await client.chat.completions.create(model="scripted", messages=ASK, stream=stream)
+    assert len(api.service.requests) == attempts
+
+
+@pytest.mark.parametrize(
     ("error", "message"),
     [(EngineError("the engine failed"), "the engine failed"), (RuntimeError("secret /path"), "internal error")],
 )
@@ -321,3 +340,17 @@ async def test_the_observer_hears_of_everything_once(api: Api) -> None:
     assert api.observer.ended == [("completions", Outcome.COMPLETED, 1, 6), ("completions", Outcome.INVALID, 0, 0)]
     assert (api.observer.first_tokens, api.observer.num_tokens) == (1, 6)
     assert [gap is None for gap in api.observer.gaps] == [True, True, False, False, False, False]
+
+
+@pytest.mark.parametrize("path", ["chat/completions", "completions"])
+async def test_the_log_probabilities_of_one_answer_are_bounded(api: Api, path: str) -> None:
+    asked: dict[str, Any] = {"messages": ASK, "logprobs": True, "top_logprobs": 20}
+    if path == "completions":
+        asked = {"prompt": "a", "logprobs": 20}
+    answer = await api.http.post(f"/v1/{path}", json={**asked, "n": 64, "max_tokens": 512})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "max_tokens")
+    assert "leaves `max_tokens` 195" in answer.json()["error"]["message"]
+    answer = await api.http.post(f"/v1/{path}", json={**asked, "n": 64, "max_tokens": 195})
+    assert answer.status_code == 200
+    await api.http.post(f"/v1/{path}", json={**asked, "n": 128})
+    assert api.service.requests[-1].params.max_tokens == (97 if path != "completions" else 16)

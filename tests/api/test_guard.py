@@ -7,7 +7,11 @@ from typing import Any
 
 import pytest
 
-from tests.api.conftest import Api
+from serve_app.api.admission import AsyncAdmissionQueue
+from serve_app.text.tokenizer import Tokenizer
+from tests.api.conftest import Api, build_api
+from tests.api.limits import make_limits
+from tests.api.services import ScriptedService
 
 BODY = b'{"prompt": "x"}'
 
@@ -17,6 +21,7 @@ async def send(
     messages: Sequence[dict[str, Any]],
     headers: Sequence[tuple[bytes, bytes]] = (),
     path: str = "/v1/completions",
+    source: str = "test",
 ) -> tuple[int | None, dict[bytes, bytes], dict[str, Any], int]:
     """(status, headers, JSON body, how many of `messages` were read); after the last message nothing more comes."""
     sent: list[dict[str, Any]] = []
@@ -35,7 +40,7 @@ async def send(
         "type": "http", "method": "POST", "path": path, "raw_path": path.encode(), "query_string": b"",
         "headers": [(b"content-type", b"application/json"), *headers], "http_version": "1.1", "root_path": "",
         "scheme": "http",
-        "server": ("test", 80), "client": ("test", 1),
+        "server": ("test", 80), "client": (source, 1),
     }  # fmt: skip
     await api.app(scope, receive, take)
     status = sent[0]["status"] if sent else None
@@ -69,6 +74,36 @@ async def test_large_bodies_of_many_clients_are_bounded_together(api: Api) -> No
     assert api.observer.refusals == ["bodies_full"]
     assert [result[0] for result in await asyncio.gather(*slow)] == [408, 408]
     assert (await send(api, [part(large)]))[0] == 400  # read again: `user` is too long
+
+
+async def test_many_bodies_under_way_give_way_to_others(tokenizer: Tokenizer) -> None:
+    """The oldest of whoever has the most ends, once it has had a second; younger ones keep newcomers out."""
+    limits = make_limits(max_uploads=3, body_timeout_s=30.0)
+    api = build_api(ScriptedService(tokenizer), AsyncAdmissionQueue(4, 2), limits)
+    loop = asyncio.get_running_loop()
+
+    def upload(source: str) -> asyncio.Task[Any]:
+        return asyncio.create_task(send(api, [part(b'{"prompt": ', more=True)], source=source))
+
+    single = upload("single")
+    await asyncio.sleep(0)
+    first, second = upload("many"), upload("many")
+    begun = loop.time()
+    await asyncio.sleep(0)
+    status, _, answer, _ = await upload("other")
+    assert (status, answer["error"]["code"]) == (429, "bodies_full")
+    while loop.time() - begun < 1.0:  # noqa: ASYNC110 (the limit's own clock)
+        await asyncio.sleep(0.05)
+    parts = [part(b'{"prompt": ', more=True), part(b'"x"}')]
+    assert (await send(api, parts, source="other"))[0] == 200
+    status, _, answer, _ = await first
+    assert (status, answer["error"]["code"]) == (408, "request_timeout")
+    assert "too slowly" in answer["error"]["message"]
+    assert not second.done()
+    assert not single.done()
+    for task in (single, second):
+        task.cancel()
+    await asyncio.gather(single, second, return_exceptions=True)
 
 
 @pytest.mark.parametrize("length", [b"-1", b"abc", b"1_000", "²".encode("latin-1")])

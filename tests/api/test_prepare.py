@@ -1,5 +1,6 @@
 """Text work that takes long leaves the event loop."""
 
+import asyncio
 import threading
 from typing import Any
 
@@ -24,3 +25,63 @@ async def test_many_empty_messages_are_rendered_beside_the_event_loop(
         messages = [{"role": "user", "content": ""}] * count
         assert (await api.http.post("/v1/chat/completions", json={"messages": messages})).status_code == 200
     assert on_the_loop == [True, False]
+
+
+async def test_a_text_far_too_long_is_refused_after_its_first_part(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though its bytes alone do not tell: a vocabulary may have a token for many of them."""
+    tokenizer = api.service.tokenizer
+    encode, lengths = tokenizer.encode, []
+
+    def watched(text: str, **options: Any) -> Any:
+        lengths.append(len(text))
+        return encode(text, **options)
+
+    monkeypatch.setattr(tokenizer, "encode", watched)
+    monkeypatch.setattr(tokenizer, "min_tokens", lambda text: 0)
+    long = "q" * 640_000
+    for path, body in (
+        ("/v1/completions", {"prompt": long}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": long}]}),
+        ("/tokenize", {"prompt": long}),
+    ):
+        answer = await api.http.post(path, json=body)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (400, "context_length_exceeded")
+    assert sum(lengths) <= 3 * 65_536
+
+
+async def test_a_long_text_of_few_tokens_is_served(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = " " * 30_000
+    assert len(api.service.tokenizer.encode(text)) < 2000
+    assert (await api.http.post("/v1/completions", json={"prompt": text})).status_code == 200
+
+
+async def test_more_ids_than_the_context_holds_are_not_decoded(api: Api) -> None:
+    answer = await api.http.post("/detokenize", json={"tokens": [5] * 100_000})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "tokens")
+    assert "2048" in answer.json()["error"]["message"]
+
+
+async def test_parts_are_bounded_over_all_messages(api: Api) -> None:
+    parts = [{"type": "text", "text": "a"}] * 1000
+    answer = await api.http.post("/v1/chat/completions", json={"messages": [{"role": "user", "content": parts}] * 5})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "messages")
+    assert "4096 parts" in answer.json()["error"]["message"]
+
+
+async def test_only_so_many_long_texts_wait(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = api.service.tokenizer
+    encode, go = tokenizer.encode, threading.Event()
+
+    def held(text: str, **options: Any) -> Any:
+        go.wait(20)
+        return encode(text, **options)
+
+    monkeypatch.setattr(tokenizer, "encode", held)
+    body = {"prompt": "a b " * 2_500}
+    texts = [asyncio.create_task(api.http.post("/tokenize", json=body)) for _ in range(140)]
+    await asyncio.wait(texts, return_when=asyncio.FIRST_COMPLETED)
+    go.set()
+    answers = await asyncio.gather(*texts)
+    refused = [answer for answer in answers if answer.status_code != 200]
+    assert 0 < len(refused) <= 12
+    assert {(answer.status_code, answer.headers["retry-after"]) for answer in refused} == {(429, "1")}

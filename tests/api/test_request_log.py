@@ -8,11 +8,13 @@ from typing import Any
 import httpx
 import pytest
 
-from serve_app.api.admission import AdmissionQueue
+from serve_app.api.admission import AsyncAdmissionQueue
 from serve_app.api.app import create_app
-from serve_app.api.service import Outcome, RequestSummary
+from serve_app.api.request_events import Outcome, RequestSummary
 from serve_app.errors import EngineError
 from serve_app.text.tokenizer import Tokenizer
+from tests.api.conftest import Recorder
+from tests.api.limits import make_limits
 from tests.api.services import ScriptedService
 
 PROMPT = "a secret that no log may hold"
@@ -22,7 +24,7 @@ PROMPT = "a secret that no log may hold"
 class Logged:
     http: httpx.AsyncClient
     service: ScriptedService
-    queue: AdmissionQueue
+    queue: AsyncAdmissionQueue
     lines: list[RequestSummary] = field(default_factory=list)
 
     async def ask(self, headers: dict[str, str] | None = None, **body: Any) -> httpx.Response:
@@ -36,8 +38,8 @@ class Logged:
 @pytest.fixture
 async def logged(tokenizer: Tokenizer) -> AsyncIterator[Logged]:
     lines: list[RequestSummary] = []
-    service, queue = ScriptedService(tokenizer), AdmissionQueue(2, 1)
-    app = create_app(service, queue, log=lines.append)
+    service, queue = ScriptedService(tokenizer), AsyncAdmissionQueue(2, 1)
+    app = create_app(service, queue, make_limits(), Recorder(), log=lines.append)
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as http:
         yield Logged(http, service, queue, lines)
 

@@ -18,23 +18,23 @@ PORT = ["process_request_thread (socketserver.py:692)", "handle (wsgiref/simple_
     ("frames", "owner"),
     [
         (
-            ["generate (serve_app/serving/failover.py:80)", "accept (serve_app/serving/journal.py:60)"],
-            ("failover", "journal.accept"),
+            ["generate (serve_app/fleet/failover.py:80)", "accept (serve_app/fleet/resume_state.py:60)"],
+            ("failover", "resume_state.accept"),
         ),
         (
-            ["_next_item (serve_app/serving/attempt.py:150)", "__aenter__ (asyncio/timeouts.py:70)"],
+            ["_next_item (serve_app/fleet/attempt.py:150)", "__aenter__ (asyncio/timeouts.py:70)"],
             ("failover", "attempt._next_item"),
         ),
         (["_heartbeat (/site-packages/serve_app/serving/replica.py:90)"], ("failover", "replica._heartbeat")),
-        (["_next_item (serve_app/serving/attempt.py:150)", RAY], None),
-        (["generate (serve_app/serving/failover.py:80)", "unpack_item (serve_app/serving/wire.py:60)"], None),
+        (["_next_item (serve_app/fleet/attempt.py:150)", RAY], None),
+        (["generate (serve_app/fleet/failover.py:80)", "unpack_item (serve_app/fleet/wire.py:60)"], None),
         (["generate (serve_app/serving/replica.py:80)"], None),
         (
-            ["ReplicaEnd._send (serve_app/serving/link.py:180)", "_head (serve_app/serving/link.py:190)"],
+            ["ReplicaEnd._send (serve_app/fleet/link.py:180)", "_head (serve_app/fleet/link.py:190)"],
             ("failover", "link._head"),
         ),
-        (["data_received (serve_app/serving/link.py:80)"], ("failover", "link.data_received")),
-        (["ReplicaEnd._send (serve_app/serving/link.py:180)", "_write (serve_app/serving/link.py:185)"], None),
+        (["data_received (serve_app/fleet/link.py:80)"], ("failover", "link.data_received")),
+        (["ReplicaEnd._send (serve_app/fleet/link.py:180)", "_write (serve_app/fleet/link.py:185)"], None),
         (
             [*STEP, "on_step (serve_app/observability/metrics.py:90)", "observe (prometheus_client/metrics.py:400)"],
             ("observation", "metrics.on_step"),

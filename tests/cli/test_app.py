@@ -19,7 +19,8 @@ def test_help_names_every_command() -> None:
 
 
 def test_help_loads_nothing_heavy() -> None:
-    heavy = ("torch", "ray", "transformers", "matplotlib")
+    """Nor what only the extra `load` installs."""
+    heavy = ("torch", "ray", "transformers", "matplotlib", "aiohttp", "psutil")
     code = f"import sys, serve_app.cli; print([name for name in {heavy} if name in sys.modules])"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "[]"

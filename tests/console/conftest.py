@@ -17,17 +17,20 @@ import torch
 import uvicorn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from serve_app.api.admission import AdmissionQueue
+from serve_app.api.admission import AsyncAdmissionQueue
 from serve_app.api.app import create_app
 from serve_app.api.service import NO_CONTEXT, MetricsPage, ModelCard, RequestContext
 from serve_app.console.routes import Sources, add_console
-from serve_app.core.output import StepRecord, TokenDelta
 from serve_app.core.request import EngineRequest
+from serve_app.core.results import TokenDelta
+from serve_app.core.step_record import StepRecord
 from serve_app.engine.async_engine import AsyncEngine
 from serve_app.engine.core import EngineConfig, EngineCore
 from serve_app.model.loader import from_module
 from serve_app.observability.step_ring import Recorder, StepRing
 from serve_app.text.tokenizer import Tokenizer, load_tokenizer
+from tests.api.conftest import Recorder as RequestRecorder
+from tests.api.limits import make_limits
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, ConsoleMessage, Page
@@ -135,8 +138,8 @@ async def serve(started: "threading.Event", box: dict[str, Any]) -> None:
         )
         for name, engine, (_, ring) in zip(REPLICAS, engines, cores, strict=True)
     ]
-    service, queue = Engines(engines, load_tokenizer("default"), pace=pace), AdmissionQueue(16, 8)
-    app = create_app(service, queue)
+    service, queue = Engines(engines, load_tokenizer("default"), pace=pace), AsyncAdmissionQueue(16, 8)
+    app = create_app(service, queue, make_limits(), RequestRecorder())
 
     async def recordings(seconds: float) -> list[bytes]:
         told = [recorder for recorder in recorders if recorder.replica not in service.silent]

@@ -4,8 +4,8 @@ from collections.abc import Callable
 
 import pytest
 
+from serve_app.core.config import SchedulerConfig
 from serve_app.core.kv_cache_manager import KVCacheManager
-from serve_app.core.policy import SchedulerConfig
 from serve_app.core.request import EngineRequest, Request, make_choices
 from serve_app.core.sampling_params import SamplingParams
 from serve_app.core.scheduler import Scheduler

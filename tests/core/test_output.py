@@ -1,12 +1,12 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serve_app.core.output import FinishReason, TokenDelta, TokenLogprob, join_deltas
+from serve_app.core.results import LOGPROBS, NO_RESULTS, FinishReason, TokenDelta, TokenLogprob, join_deltas
 
 
 @st.composite
 def steps_of_a_choice(draw: st.DrawFn, choice: int) -> list[TokenDelta]:
-    """Its news step by step: first what was cached and the prompt's log-probabilities, last why it ended."""
+    """Its deltas step by step: first what was cached and the prompt's log-probabilities, last why it ended."""
     sizes = draw(st.lists(st.integers(0, 3), min_size=1, max_size=6))
     deltas, offset = [], draw(st.integers(0, 5))
     for i, size in enumerate(sizes):
@@ -17,8 +17,8 @@ def steps_of_a_choice(draw: st.DrawFn, choice: int) -> list[TokenDelta]:
                 choice,
                 offset,
                 ids,
-                logprobs=tuple(TokenLogprob(token_id, -float(offset + k)) for k, token_id in enumerate(ids)),
-                prompt_logprobs=(TokenLogprob(i, -1.0),) if not choice and i < 2 else (),
+                results={LOGPROBS: tuple(TokenLogprob(id_, -float(offset + k)) for k, id_ in enumerate(ids))},
+                prompt_results={LOGPROBS: (TokenLogprob(i, -1.0),)} if not choice and i < 2 else NO_RESULTS,
                 num_cached_tokens=7 if i == 0 else None,
             )
         )
@@ -30,7 +30,7 @@ def steps_of_a_choice(draw: st.DrawFn, choice: int) -> list[TokenDelta]:
 
 
 @given(steps_of_a_choice(0), steps_of_a_choice(1))
-def test_joined_news_are_the_same_news(first: list[TokenDelta], second: list[TokenDelta]) -> None:
+def test_joined_deltas_say_the_same(first: list[TokenDelta], second: list[TokenDelta]) -> None:
     mixed = sorted(
         [(i / len(part), delta) for part in (first, second) for i, delta in enumerate(part)], key=lambda pair: pair[0]
     )

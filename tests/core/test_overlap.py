@@ -2,9 +2,10 @@
 
 import pytest
 
-from serve_app.core.output import FinishReason, SchedulerOutput
 from serve_app.core.request import EngineRequest
+from serve_app.core.results import FinishReason
 from serve_app.core.scheduler import Scheduler
+from serve_app.core.step_plan import SchedulerOutput
 from tests.core.fake_model import Driver, expected_output
 from tests.core.test_scheduler import make_config, make_request, rows
 

@@ -3,8 +3,9 @@ from typing import Any
 
 import pytest
 
-from serve_app.core.policy import RequestQueue, SchedulerConfig
+from serve_app.core.config import SchedulerConfig
 from serve_app.core.request import EngineRequest, Request, make_choices
+from serve_app.core.request_queue import RequestQueue
 from serve_app.core.sampling_params import SamplingParams
 from serve_app.errors import ConfigError
 
@@ -81,15 +82,3 @@ def test_the_oldest_newcomer_need_not_be_the_head() -> None:
     assert queue.oldest_arrival == 3.0
     queue.remove(patient)
     assert queue.oldest_arrival == 5.0
-
-
-def test_removed_requests_do_not_pile_up() -> None:
-    queue = RequestQueue()
-    first = make_request(0)
-    queue.push(first, resuming=False)
-    for arrival in range(1, 1000):
-        request = make_request(arrival)
-        queue.push(request, resuming=False)
-        queue.remove(request)
-    assert len(queue._new._heap) < 50
-    assert drain(queue) == [first]

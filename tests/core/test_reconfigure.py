@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from serve_app.core.policy import SchedulerKnobs
+from serve_app.core.config import SchedulerKnobs
 from serve_app.errors import ConfigError
 from tests.core.fake_model import Driver
 from tests.core.test_scheduler import make_config, make_request, rows

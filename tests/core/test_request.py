@@ -4,9 +4,9 @@ from typing import Any
 
 import pytest
 
-from serve_app.core.output import TokenLogprob
-from serve_app.core.policy import SchedulerConfig
+from serve_app.core.config import SchedulerConfig
 from serve_app.core.request import EngineRequest, RequestStatus, make_choices
+from serve_app.core.results import LOGPROBS, TokenLogprob
 from serve_app.core.sampling_params import SamplingParams
 from serve_app.errors import ContextLengthError, InvalidRequestError
 
@@ -89,9 +89,9 @@ def test_a_prompt_that_is_computed_again_repeats_no_logprobs() -> None:
     request = EngineRequest("a", (1, 2, 3, 4), SamplingParams(prompt_logprobs=0))
     choice = make_choices(request, make_config(), 0, 0.0)[0]
     entries = tuple(TokenLogprob(token_id, -1.0) for token_id in (2, 3, 4))
-    assert choice.take_prompt_logprobs(entries[:2], 0) == entries[:2]
-    assert choice.take_prompt_logprobs(entries, 0) == entries[2:]
-    assert choice.take_prompt_logprobs(entries, 0) == ()
+    assert choice.take_prompt_results({LOGPROBS: entries[:2]}, 0) == {LOGPROBS: entries[:2]}
+    assert choice.take_prompt_results({LOGPROBS: entries}, 0) == {LOGPROBS: entries[2:]}
+    assert choice.take_prompt_results({LOGPROBS: entries}, 0) == {}
 
 
 def test_the_first_unfinished_choice_leads() -> None:

@@ -6,8 +6,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from serve_app.core.sampling_params import MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS, SamplingParams
+from serve_app.core.sampling_params import MAX_GRAMMAR_CHARS, MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS, SamplingParams
 from serve_app.errors import InvalidRequestError
+
+
+@pytest.mark.parametrize(("field", "value"), [("min_tokens", 1), ("ignore_eos", True)])
+def test_what_a_grammar_decides_is_not_asked_for_beside_it(field: str, value: object) -> None:
+    with pytest.raises(InvalidRequestError, match=field) as refused:
+        SamplingParams(grammar="start: /a+/", **{field: value})  # type: ignore[arg-type]
+    assert refused.value.param == field
 
 
 @pytest.mark.parametrize(
@@ -39,6 +46,8 @@ from serve_app.errors import InvalidRequestError
         ("logit_bias", tuple((i, 1.0) for i in range(MAX_LOGIT_BIAS + 1)), f"at most {MAX_LOGIT_BIAS}"),
         ("stop_token_ids", (-1,), "from 0"),
         ("stop_token_ids", tuple(range(MAX_STOP_TOKEN_IDS + 1)), f"at most {MAX_STOP_TOKEN_IDS}"),
+        ("grammar", "", "a text of 1 to"),
+        ("grammar", "a" * (MAX_GRAMMAR_CHARS + 1), "a text of 1 to"),
         ("logprobs", 21, "from 0 to 20"),
         ("prompt_logprobs", -1, "from 0 to 20"),
     ],
@@ -111,3 +120,9 @@ def test_the_wire_keeps_everything_even_as_json(params: SamplingParams) -> None:
 def test_the_wire_is_validated_too() -> None:
     with pytest.raises(InvalidRequestError):
         SamplingParams.from_wire({"n": 0})
+
+
+def test_what_the_endpoint_derives_is_no_field_of_the_client() -> None:
+    names = SamplingParams.client_fields()
+    assert names.keys() >= {"temperature", "top_p", "stop_token_ids"}
+    assert not names.keys() & {"max_tokens", "seed", "logprobs", "prompt_logprobs", "grammar"}

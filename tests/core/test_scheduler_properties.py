@@ -8,10 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from serve_app.core.output import FinishReason, SchedulerOutput
-from serve_app.core.policy import SchedulerConfig, SchedulerKnobs
+from serve_app.core.config import SchedulerConfig, SchedulerKnobs
 from serve_app.core.request import EngineRequest
+from serve_app.core.results import FinishReason
 from serve_app.core.sampling_params import SamplingParams
+from serve_app.core.step_plan import SchedulerOutput
 from tests.core.fake_model import Driver
 
 VOCAB = 11
@@ -68,14 +69,16 @@ def requests(draw: st.DrawFn) -> EngineRequest:
     stem = draw(st.sampled_from([(1,), (1, 2, 1, 2, 1, 2, 1, 2)]))
     prompt = stem + tuple(draw(st.lists(st.integers(0, 2), max_size=6)))
     max_tokens = draw(st.one_of(st.none(), st.integers(1, MAX_MODEL_LEN - len(prompt))))
+    grammar = draw(st.sampled_from([None, None, "any"]))
     return EngineRequest(
         request_id="",
         prompt_token_ids=prompt,
         params=SamplingParams(
             n=draw(st.sampled_from([1, 1, 1, 2, 4])),
             max_tokens=max_tokens,
-            min_tokens=draw(st.integers(0, min(3, max_tokens or 3))),
-            ignore_eos=draw(st.booleans()),
+            min_tokens=0 if grammar else draw(st.integers(0, min(3, max_tokens or 3))),
+            ignore_eos=False if grammar else draw(st.booleans()),
+            grammar=grammar,
             stop_token_ids=draw(st.sampled_from([(), (5,)])),
             prompt_logprobs=draw(st.sampled_from([None, None, 0])),
         ),

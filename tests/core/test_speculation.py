@@ -4,10 +4,11 @@ from typing import Any
 
 import pytest
 
-from serve_app.core.output import FinishReason, SchedulerOutput
-from serve_app.core.policy import SchedulerConfig
+from serve_app.core.config import SchedulerConfig
 from serve_app.core.request import EngineRequest
+from serve_app.core.results import FinishReason
 from serve_app.core.sampling_params import SamplingParams
+from serve_app.core.step_plan import SchedulerOutput
 from tests.core.fake_model import Driver, expected_output
 
 ROUND = (4, 5, 6)

@@ -1,7 +1,7 @@
 import pytest
 
-from serve_app.core.output import ScheduledRequest
 from serve_app.core.step_cost import ModelCost
+from serve_app.core.step_plan import ScheduledRequest
 
 
 def row(start: int, count: int, samples: bool, drafts: tuple[int, ...] = ()) -> ScheduledRequest:

@@ -4,9 +4,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from serve_app.core.output import FinishReason, StepRecord, TokenLogprob
 from serve_app.core.request import EngineRequest
-from serve_app.engine.core import GIB, EngineConfig, EngineCore
+from serve_app.core.results import FinishReason, TokenLogprob
+from serve_app.core.step_record import StepRecord
+from serve_app.engine.core import EngineConfig, EngineCore
+from serve_app.grammars import Vocabulary
+from serve_app.model.memory import GIB
 from serve_app.model.paged_model import PagedModel
 
 
@@ -41,12 +44,19 @@ class Run:
 class Harness:
     """An engine with its recorded steps. `num_blocks` (None: plenty) is the size of the KV pool."""
 
-    def __init__(self, model: PagedModel, num_blocks: int | None = None, **config: Any) -> None:
+    def __init__(
+        self, model: PagedModel, num_blocks: int | None = None, vocabulary: Vocabulary | None = None, **config: Any
+    ) -> None:
         blocks = 512 if num_blocks is None else num_blocks
         # The runner keeps a block; half a block more, so that rounding cannot cost one.
         kv_cache_gib = (blocks + 1.5) * model.kv_bytes_per_block() / GIB
         self.records: list[StepRecord] = []
-        self.core = EngineCore(model, EngineConfig(kv_cache_gib=kv_cache_gib, **config), on_step=self.records.append)
+        self.core = EngineCore(
+            model,
+            EngineConfig(kv_cache_gib=kv_cache_gib, **config),
+            on_step=self.records.append,
+            vocabulary=None if vocabulary is None else lambda: vocabulary,
+        )
         assert self.core.info.num_blocks == blocks
 
     def run(self, requests: Sequence[EngineRequest]) -> Run:

@@ -8,10 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from serve_app.core.output import FinishReason, SchedulerStats, StepRecord, TokenDelta, TokenLogprob
-from serve_app.core.policy import SchedulerKnobs
+from serve_app.core.config import SchedulerKnobs
 from serve_app.core.request import EngineRequest
+from serve_app.core.results import FinishReason, TokenDelta, TokenLogprob
 from serve_app.core.sampling_params import SamplingParams
+from serve_app.core.step_record import SchedulerStats, StepRecord
 from serve_app.engine import async_engine
 from serve_app.engine.async_engine import AsyncEngine, EngineHealth
 from serve_app.engine.core import EngineConfig, EngineCore
@@ -105,8 +106,10 @@ async def test_a_thread_that_is_stuck_while_idle_is_seen_once_a_request_waits_fo
     await settled(tiny_engine)
 
 
-async def test_news_between_first_and_last_become_one_delta(tiny_llama: PagedModel, tiny_engine: AsyncEngine) -> None:
-    engine = await AsyncEngine.start_with(lambda: EngineCore(tiny_llama, SMALL), gather_s=60.0)
+async def test_outputs_between_first_and_last_become_one_delta(
+    tiny_llama: PagedModel, tiny_engine: AsyncEngine
+) -> None:
+    engine = await AsyncEngine.start_with(lambda: EngineCore(tiny_llama, SMALL), stream_interval_s=60.0)
     request = make_request("r", max_tokens=6, n=2, logprobs=1)
     items = [news async for news in engine.generate(request)]
     # At the latest when the first has begun, the second has (which it does a step later), and each has ended.
@@ -121,7 +124,7 @@ async def test_news_between_first_and_last_become_one_delta(tiny_llama: PagedMod
     await engine.shutdown()
 
 
-async def test_gathered_news_wait_no_longer_than_they_may(tiny_llama: PagedModel) -> None:
+async def test_outputs_wait_no_longer_than_they_may(tiny_llama: PagedModel) -> None:
     has_second = threading.Event()
 
     def hold_the_third_step(record: StepRecord) -> None:
@@ -129,7 +132,7 @@ async def test_gathered_news_wait_no_longer_than_they_may(tiny_llama: PagedModel
             has_second.wait(20)
 
     core = EngineCore(tiny_llama, SMALL, on_step=hold_the_third_step)
-    engine = await AsyncEngine.start_with(lambda: core, gather_s=0.05)
+    engine = await AsyncEngine.start_with(lambda: core, stream_interval_s=0.05)
     news = engine.generate(make_request("r", max_tokens=3))
     told: list[TokenDelta] = []
     async with asyncio.timeout(10):
@@ -137,26 +140,6 @@ async def test_gathered_news_wait_no_longer_than_they_may(tiny_llama: PagedModel
             told += await anext(news)
     has_second.set()
     assert [[delta.offset for delta in item] async for item in news] == [[2]]
-    await engine.shutdown()
-
-
-async def test_what_was_gathered_comes_before_an_abort(tiny_llama: PagedModel) -> None:
-    stepped = asyncio.Event()
-    loop = asyncio.get_running_loop()
-
-    def tell(record: StepRecord) -> None:
-        if record.step == 3:
-            loop.call_soon_threadsafe(stepped.set)
-
-    core = EngineCore(tiny_llama, SMALL, on_step=tell)
-    engine = await AsyncEngine.start_with(lambda: core, gather_s=60.0)
-    news = engine.generate(make_request("r", max_tokens=100))
-    first = await anext(news)
-    await stepped.wait()
-    engine.abort("r")
-    deltas = [*first, *[delta async for item in news for delta in item]]
-    assert len(tokens(deltas)) >= 3
-    assert [delta.finish_reason for delta in deltas] == [None] * (len(deltas) - 1) + [FinishReason.ABORT]
     await engine.shutdown()
 
 
@@ -189,16 +172,6 @@ async def test_cancelled_before_the_engine_has_seen_it(tiny_engine: AsyncEngine)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
-    await settled(tiny_engine)
-
-
-async def test_abort_ends_the_stream(tiny_engine: AsyncEngine) -> None:
-    stream = tiny_engine.generate(make_request("r", max_tokens=200, n=2))
-    await anext(stream)
-    tiny_engine.abort("r")
-    tiny_engine.abort("nobody")
-    rest = [delta async for news in stream for delta in news]
-    assert [(d.choice, d.finish_reason) for d in rest[-2:]] == [(0, FinishReason.ABORT), (1, FinishReason.ABORT)]
     await settled(tiny_engine)
 
 

@@ -1,16 +1,20 @@
 import itertools
+from collections.abc import Callable
 
 import pytest
 import torch
+from torch import Tensor
 
-from serve_app.core.output import FinishReason, StepRecord
 from serve_app.core.request import EngineRequest
+from serve_app.core.results import FinishReason
 from serve_app.core.sampling_params import SamplingParams
-from serve_app.engine import core as core_module
-from serve_app.engine.core import GIB, EngineConfig, EngineCore
+from serve_app.core.step_record import StepRecord
+from serve_app.engine.core import EngineConfig, EngineCore
 from serve_app.errors import ConfigError, InvalidRequestError
+from serve_app.model import memory
 from serve_app.model.limits import measure_limits
 from serve_app.model.loader import from_module
+from serve_app.model.memory import GIB
 from serve_app.model.paged_model import PagedModel
 from tests.engine.harness import Harness
 from tests.models import needs_compiler, tiny_model
@@ -32,7 +36,7 @@ def test_the_pool_takes_a_part_of_the_memory_that_is_left(
     tiny_llama: PagedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     block = tiny_llama.kv_bytes_per_block()
-    monkeypatch.setattr(core_module, "available_memory", lambda device: 100 * block)
+    monkeypatch.setattr(memory, "available_memory", lambda device: 100 * block)
     core = EngineCore(tiny_llama, EngineConfig(memory_fraction=0.5, kv_cache_gib=1.0))
     assert core.info.num_blocks == 49
 
@@ -126,6 +130,19 @@ def test_limits_are_measured() -> None:
     limits = measure_limits(torch.device("cpu"), torch.float32)
     assert limits.bytes_per_s > 1e8
     assert limits.flops_per_s > 1e8
+
+
+def test_limits_are_measured_on_data_that_differs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU constants are multiplied faster than a model's numbers can be."""
+    results: list[Tensor] = []
+
+    def once(run: Callable[[], Tensor], *_: object, **__: object) -> list[float]:
+        results.append(run())
+        return [1.0]
+
+    monkeypatch.setattr("serve_app.model.limits.call_times", once)
+    measure_limits(torch.device("cpu"), torch.float32)
+    assert [bool((result == result.view(-1)[0]).all()) for result in results] == [False, False]
 
 
 def test_an_observer_that_fails_ends_nothing(tiny_llama: PagedModel, caplog: pytest.LogCaptureFixture) -> None:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 import serve_app
-from serve_app.core.output import FinishReason
+from serve_app.core.results import FinishReason
 from serve_app.core.sampling_params import SamplingParams
 from serve_app.engine.core import EngineCore
 from serve_app.engine.llm import LLM

@@ -11,11 +11,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from serve_app.core.output import FinishReason
 from serve_app.core.request import EngineRequest
+from serve_app.core.results import FinishReason
 from serve_app.core.sampling_params import SamplingParams
 from serve_app.model.loader import from_module
 from serve_app.model.paged_model import PagedModel
+from serve_app.model.token_samplers import DeviceSampler
 from tests.engine.harness import Harness, Run
 from tests.engine.test_speculation import subjects
 from tests.models import tiny_model
@@ -169,7 +170,7 @@ def test_not_a_number_is_said_of_a_row_whose_next_one_is_in_flight(
     bad = replace(subjects()[1], request_id="bad")
     expected = Harness(tiny_llama, speculation="off").run([good]).outcomes
     harness = Harness(tiny_llama, overlap="on")
-    compute_logits, calls = tiny_llama.compute_logits, 0
+    compute_logits, calls = tiny_llama.executor.compute_logits, 0
 
     def spoil(hidden: Tensor) -> Tensor:
         nonlocal calls
@@ -179,7 +180,7 @@ def test_not_a_number_is_said_of_a_row_whose_next_one_is_in_flight(
             logits[1] = torch.nan
         return logits
 
-    monkeypatch.setattr(tiny_llama, "compute_logits", spoil)
+    monkeypatch.setattr(tiny_llama.executor, "compute_logits", spoil)
     outcomes = harness.run([good, bad]).outcomes
     assert "finite" in (outcomes.pop(("bad", 0)).error or "")
     assert outcomes == expected
@@ -198,7 +199,13 @@ def test_penalties_are_counted_where_tokens_are_sampled(monkeypatch: pytest.Monk
     ]
     model = from_module(tiny_model("llama", torch.float32), max_model_len=64, attention_backend="reference")
     expected = Harness(model, speculation="off").run(workload).outcomes
-    monkeypatch.setattr(model, "_samples_on_device", True)
+    from serve_app.model.gpu.sampling import choose
+
+    def choose_from(hidden: Tensor, parameters: Tensor) -> Tensor:
+        return choose(model.compute_logits(hidden), parameters)
+
+    on_device = DeviceSampler(model.executor, model.eos_token_ids, choose_from)
+    monkeypatch.setattr(model, "_sampler", on_device)
     ahead = Harness(model, overlap="on", max_num_seqs=3).run(workload)
     drafted = Harness(model, overlap="off", max_num_seqs=3).run(workload)
     for key, outcome in expected.items():

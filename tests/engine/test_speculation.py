@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from serve_app.core.output import FinishReason
 from serve_app.core.request import EngineRequest
+from serve_app.core.results import FinishReason
 from serve_app.core.sampling_params import SamplingParams
 from serve_app.model.loader import from_module
 from serve_app.model.paged_model import PagedModel
@@ -168,7 +168,7 @@ def test_what_fails_behind_a_draft_is_none_of_its_concern(
     request = subjects()[0]
     expected = Harness(tiny_llama, speculation="off").run([request]).outcomes
     harness = Harness(tiny_llama)
-    compute_logits, spoilt = tiny_llama.compute_logits, 0
+    compute_logits, spoilt = tiny_llama.executor.compute_logits, 0
 
     def spoil_all_but_the_first(hidden: Tensor) -> Tensor:
         nonlocal spoilt
@@ -177,7 +177,7 @@ def test_what_fails_behind_a_draft_is_none_of_its_concern(
         spoilt += len(logits) - 1
         return logits
 
-    monkeypatch.setattr(tiny_llama, "compute_logits", spoil_all_but_the_first)
+    monkeypatch.setattr(tiny_llama.executor, "compute_logits", spoil_all_but_the_first)
     run = harness.run([request])
     assert spoilt > 0
     assert counts(run)[1] == 0

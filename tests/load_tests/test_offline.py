@@ -1,6 +1,7 @@
 """The engine alone and batched `generate` on a tiny model: the tokens that were asked for, and their times."""
 
 import json
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,9 @@ from typer.testing import CliRunner
 
 from load_tests.offline import app
 from load_tests.peer_setup import write_safetensors
+from load_tests.step_runner import StepOutput, step_runner
+from serve_app.workloads.mixes import WorkItem, Workload
+from tests.workloads.fake_server import WRITER
 
 
 @pytest.fixture(scope="module")
@@ -55,3 +59,37 @@ def test_every_request_gets_its_tokens(baseline: str, config: Path, tmp_path: Pa
         assert all(0 < kind["p50"] <= kind["p99"] < 1000 * runs["single"]["seconds"] for kind in latencies)
     else:
         assert all(kind["p50"] is None for kind in latencies)
+
+
+class Counter:
+    """An engine that computes a token of every request in each step, and notes who was in it."""
+
+    def __init__(self) -> None:
+        self.left: dict[int, int] = {}
+        self.steps: list[set[int]] = []
+
+    def add(self, number: int, prompt: Sequence[int], max_tokens: int) -> None:
+        self.left[number] = max_tokens
+
+    def step(self) -> Iterable[StepOutput]:
+        self.steps.append(set(self.left))
+        for number in list(self.left):
+            self.left[number] -= 1
+            ended = not self.left[number]
+            if ended:
+                del self.left[number]
+            yield StepOutput(number, 1, ended)
+
+
+@pytest.mark.parametrize(
+    ("in_turns", "steps"),
+    [(False, [{0, 1}, {0, 2}, {0, 3}]), (True, [{0, 1}, {0, 3}, {0}, {2}])],
+    ids=["any place", "in turns"],
+)
+def test_the_next_request_goes_out_when_its_place_is_free(in_turns: bool, steps: list[set[int]]) -> None:
+    engine = Counter()
+    items = tuple(WorkItem("one two", 2, tokens) for tokens in (3, 1, 1, 1))
+    run = step_runner(engine, WRITER)(Workload("w", items, 2, in_turns), lambda _: None)
+    assert engine.steps == steps
+    assert [result.output_tokens for result in run.results] == [3, 1, 1, 1]
+    assert all(result.error is None and result.ttft_s is not None for result in run.results)

@@ -11,7 +11,7 @@ from click.testing import Result
 from typer.testing import CliRunner
 
 from load_tests.open_loop import main
-from tests.load_tests.fake_server import FakeServer, answer, serving
+from tests.workloads.fake_server import FakeServer, answer, serving
 
 app = typer.Typer()
 app.command()(main)

@@ -1,6 +1,8 @@
 """A run over contestants that are real processes, and what its figures say."""
 
+import io
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -8,15 +10,16 @@ from typing import Any
 import pytest
 import typer
 import yaml
+from rich.console import Console
 from typer.testing import CliRunner
 
 from load_tests import peer_setup, peers
 from load_tests.contestants import CONTESTANTS, Contestant, OfflineCommand
 from load_tests.peer_setup import INSTALLATIONS, PeerFolder, set_up
-from load_tests.peers_report import Entry, far_behind, path_costs, standings
+from load_tests.peers_report import Entry, draw, far_behind, path_costs, print_tables, ratios, standings
 from load_tests.servers import ServerCommand, free_port
-from load_tests.workloads import WorkItem
 from serve_app.settings import Settings
+from serve_app.workloads.mixes import WorkItem
 
 CONFIG = Path(__file__).parents[2] / "deploy" / "config.yaml"
 WORD_SERVER = Path(__file__).with_name("word_server.py")
@@ -97,9 +100,7 @@ def test_unknown_names_are_refused_before_anything_runs(option: str) -> None:
     assert result.exit_code == 2
 
 
-def entry(
-    rate: float, ttft: float = 50.0, itl: float | None = 10.0, wrong: int = 0, seconds: float = 1.0, **kind: Any
-) -> Entry:
+def entry(rate: float, ttft: float = 50.0, itl: float | None = 10.0, wrong: int = 0, **kind: Any) -> Entry:
     figures = {
         "output_tok_s": rate,
         "prompt_tok_s": 10 * rate,
@@ -108,7 +109,8 @@ def entry(
         "failures": 0,
         "wrong_length": wrong,
         "prompt_mismatch": 0,
-        "seconds": seconds,
+        "foreign_cores": 0.0,
+        "server_pss_mib": 1.0,
     }
     done = Entry(Contestant("", ends_early, **kind))
     for workload in ("decode", "prefill", "first_token"):
@@ -119,7 +121,8 @@ def entry(
 ENTRIES = {
     "serve_app": entry(200.0, 40.0, 5.0, ours=True),
     "serve_app_exact": entry(120.0, 60.0, None, ours=True, exact=True),
-    "engine": entry(250.0, 35.0, 4.0, ours=True),
+    "engine": entry(250.0, 35.0, 4.0, ours=True, engine=True),
+    "other_engine": entry(100.0, 35.0, 4.0, engine=True),
     "small": entry(100.0, 80.0, 20.0),
     "exact": entry(60.0, 50.0, 40.0, exact=True),
     "wrong": entry(1000.0, 1.0, 1.0, wrong=1),
@@ -134,26 +137,44 @@ def test_ours_are_held_against_the_best_peer_of_their_kind() -> None:
     assert found["prefill", "serve_app", "tok/s"] == ("small", 2.0)
     assert found["decode", "serve_app_exact", "tok/s"] == ("exact", 2.0)
     assert ("decode", "serve_app_exact", "ITL p99 ms") not in found
-    assert not any(contestant == "engine" for _, contestant, _ in found)
+    assert found["decode", "engine", "tok/s"] == ("other_engine", 2.5)
+
+
+def test_every_peer_has_its_ratio() -> None:
+    assert ratios(ENTRIES, "decode") == {
+        "serve_app": {"small": 2.0, "exact": 3.333},
+        "serve_app_exact": {"exact": 2.0},
+        "engine": {"other_engine": 2.5},
+    }
+
+
+def test_table_and_picture_name_the_opponent_of_each_ratio(tmp_path: Path) -> None:
+    console = Console(width=300, record=True, file=io.StringIO())
+    print_tables(console, ENTRIES, ["decode"])
+    text = console.export_text()
+    assert "2.00x small (200 / 100)" in text
+    assert "2.50x other_engine (250 / 100)" in text
+    draw(tmp_path / "a.svg", ENTRIES, ["decode", "first_token"])
+    picture = (tmp_path / "a.svg").read_text()
+    assert "serve_app: 2.00x small" in picture
+    assert "serve_app: 0.80x exact" in picture
 
 
 def test_only_peers_that_decide_nothing_are_not_asked_again() -> None:
     entries = {
-        "ours": entry(200.0, seconds=1.0, ours=True),
-        "slow_ours": entry(10.0, seconds=90.0, ours=True),
-        "small": entry(100.0, 80.0, 20.0, seconds=10.0),
-        "exact": entry(60.0, 50.0, 40.0, seconds=25.0, exact=True),
-        "slow": entry(49.0, 90.0, 45.0, seconds=21.0),
-        "as_slow": entry(51.0, 90.0, 45.0, seconds=19.0),
-        "slow_but_first_token": entry(10.0, 1.0, 45.0, seconds=90.0),
-        "slow_exact": entry(20.0, 90.0, 45.0, seconds=51.0, exact=True),
-        "as_slow_exact": entry(20.0, 90.0, 45.0, seconds=49.0, exact=True),
-        "slow_and_wrong": entry(1.0, wrong=1, seconds=90.0),
-        "quick_and_wrong": entry(1000.0, 1.0, 1.0, wrong=1, seconds=0.1),
-        "unfinished": entry(1.0, seconds=90.0),
+        "ours": entry(10.0, ours=True),
+        "best": entry(100.0, 80.0, 20.0),
+        "close": entry(80.0, 90.0, 45.0),
+        "behind": entry(79.0, 90.0, 45.0),
+        "behind_but_first_token": entry(10.0, 1.0, 45.0),
+        "best_exact": entry(60.0, 50.0, 40.0, exact=True),
+        "behind_exact": entry(47.0, 90.0, 45.0, exact=True),
+        "lone_engine": entry(1.0, engine=True),
+        "best_and_wrong": entry(1000.0, 1.0, 1.0, wrong=1),
+        "not_started": Entry(Contestant("", ends_early)),
     }
-    del entries["unfinished"].runs["first_token"]
-    assert far_behind(entries, ["decode", "prefill", "first_token"]) == {"slow", "slow_exact", "slow_and_wrong"}
+    behind = {"behind", "behind_exact", "best_and_wrong"}
+    assert far_behind(entries, ["decode", "prefill", "first_token"]) == behind
 
 
 def test_the_path_costs_what_the_engine_alone_does_not_need() -> None:
@@ -193,6 +214,16 @@ def test_ours_start_with_configs_that_the_server_takes(tmp_path: Path) -> None:
         modes[name] = Settings.model_validate(document["applications"][0]["args"]).quantization
     assert modes == {"serve_app": Settings().quantization, "serve_app_exact": "none", "serve_run": modes["serve_app"]}
     assert isinstance(CONTESTANTS["engine"].make(PeerFolder(tmp_path), CONFIG), OfflineCommand)
+
+
+def test_peers_run_as_many_sequences_as_ours_and_beside_that_their_default(tmp_path: Path) -> None:
+    told = {}
+    for name in ("llama_q4_0", "vllm_bfloat16", "openvino_q4_0", "ray_serve_llm"):
+        for suffix in ("", "_defaults"):
+            text = " ".join(CONTESTANTS[name + suffix].make(PeerFolder(tmp_path), CONFIG).command)
+            told[name + suffix] = re.search(r"(?:--parallel|--max-num-seqs|\"max_num_seqs\":) (\d+)", text)
+    assert all((match is None) == name.endswith("_defaults") for name, match in told.items())
+    assert {match[1] for match in told.values() if match} == {str(Settings().engine.max_num_seqs)}
 
 
 def test_transformers_serve_gets_the_number_of_tokens_in_its_own_way(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from load_tests.routing import build_prefix_groups, parse_counters, prefix_figures, verdict
-from load_tests.workloads import open_writer
+from serve_app.workloads.prompts import open_writer
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # of Ray's own modules

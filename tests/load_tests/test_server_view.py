@@ -3,10 +3,10 @@
 import pytest
 from prometheus_client import generate_latest
 
-from load_tests.client import RequestResult
 from load_tests.server_view import Comparison, Histogram, ServerView, compare_views
-from load_tests.workloads import WorkItem
 from serve_app.observability.metrics import EngineMetrics, IngressMetrics, merge_expositions
+from serve_app.workloads.client import RequestResult
+from serve_app.workloads.mixes import WorkItem
 
 HISTOGRAM = Histogram((0.1, 0.2, 0.4, float("inf")), (10.0, 30.0, 40.0, 41.0))
 

@@ -8,7 +8,7 @@ import yaml
 from load_tests.sweep import PREFILLS, VALUES, Setting, arrivals_at, server_of, settings_to_try
 from load_tests.sweep_report import KNOBS, draw_sweep, medians, sweep_page
 from serve_app.settings import Settings
-from tests.load_tests.fake_server import WRITER
+from tests.workloads.fake_server import WRITER
 
 CONFIG = Path(__file__).parents[2] / "deploy" / "config.yaml"
 

@@ -33,7 +33,7 @@ class Sequences:
             query_starts=starts,
             kv_lens=[self.done[index] for index in counts],
             block_tables=block_matrix([self.tables[index] for index in counts]),
-            slot_mapping=torch.tensor(slots, device=device),
+            kv_slots=torch.tensor(slots, device=device),
         )
         packed = torch.cat(ids).to(device), torch.tensor(positions, device=device)
         logits = self.model.compute_logits(self.model.forward(*packed, batch))

@@ -1,10 +1,11 @@
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 
-from serve_app.core.output import ScheduledRequest, SchedulerOutput, SlotStart
 from serve_app.core.sampling_params import SamplingParams
+from serve_app.core.step_plan import ScheduledRequest, SchedulerOutput, SlotStart
 from serve_app.model import noise
 from serve_app.model.input_batch import InputBatch, sampling_rows
 
@@ -32,11 +33,11 @@ def test_packs_rows_behind_one_another() -> None:
     )
     batch.apply(output)
     packed = batch.pack(output.rows)
-    input_ids, positions, slot_mapping, seats = packed.host.tolist()
+    input_ids, positions, kv_slots, seq_slots = packed.host.tolist()
     assert input_ids == [103, 104, 105, 106, 107, 205]
     assert positions == [3, 4, 5, 6, 7, 5]
-    assert slot_mapping == [9 * 4 + 3, 4 * 4, 4 * 4 + 1, 4 * 4 + 2, 4 * 4 + 3, 8 * 4 + 1]
-    assert seats == [2, 2, 2, 2, 2, 0]
+    assert kv_slots == [9 * 4 + 3, 4 * 4, 4 * 4 + 1, 4 * 4 + 2, 4 * 4 + 3, 8 * 4 + 1]
+    assert seq_slots == [2, 2, 2, 2, 2, 0]
     assert packed.query_starts == [0, 5, 6]
     assert packed.kv_lens == [8, 6]
     assert packed.block_tables.tolist() == [[9, 4], [3, 8]]
@@ -130,10 +131,11 @@ def test_a_token_is_sampled_after_the_last_one_and_after_each_draft() -> None:
     assert packed.host[0, 2:5].tolist() == [33, 77, 78]
     sampling = packed.sampling
     assert sampling.tokens.tolist() == [2, 3, 4, 12]
-    assert sampling.seats.tolist() == [2, 2, 2, 3]
+    assert sampling.seq_slots.tolist() == [2, 2, 2, 3]
     assert sampling.num_tokens.tolist() == [slot.num_tokens for slot in sampling.slots] == [4, 5, 6, 8]
     assert sampling.parameters[:3, :4].tolist() == [[0.5, 0, 0.9, 0.1]] * 3
-    assert sampling.parameters[:3, 4].tolist() == noise.uniform([3] * 3, [0] * 3, [4, 5, 6]).tolist()
+    expected = noise.at(noise.keys([3] * 3, [0] * 3), np.array([4, 5, 6]))
+    assert sampling.parameters[:3, 4].tolist() == expected.tolist()
 
 
 @pytest.mark.parametrize(

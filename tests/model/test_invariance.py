@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from serve_app.model.loader import ModelOptions, from_module, load_model
+from serve_app.model.loader import from_module, load_model
+from serve_app.model.options import ModelOptions
 from serve_app.model.paged_model import PagedModel
 from tests.model.stepping import Sequences, random_tokens
 from tests.models import needs_compiler, tiny_model

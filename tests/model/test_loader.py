@@ -10,7 +10,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from serve_app.errors import ConfigError
-from serve_app.model.loader import ModelOptions, load_model
+from serve_app.model.loader import load_model
+from serve_app.model.options import ModelOptions
 from serve_app.model_files import locate_model
 from tests.model.stepping import Sequences, random_tokens
 from tests.models import tiny_model
@@ -77,7 +78,7 @@ def test_progress_is_reported_to_its_end(folder: Path) -> None:
     news: list[tuple[str, float]] = []
     load_model(ModelOptions(model=str(folder)), lambda stage, fraction: news.append((stage, fraction)))
     last = {stage: fraction for stage, fraction in news}
-    assert list(last) == ["loading weights", "optimizing", "probing"]
+    assert list(last) == ["loading weights", "optimizing", "verifying"]
     assert set(last.values()) == {1.0}
 
 

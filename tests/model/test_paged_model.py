@@ -1,16 +1,22 @@
 """Packed, paged and chunked against the untouched transformers module run alone."""
 
 from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
 
-from serve_app.core.output import BlockCopy
+from serve_app.core.step_plan import BlockCopy
 from serve_app.errors import ConfigError
+from serve_app.model import verification
+from serve_app.model.attention import transformers_hook
+from serve_app.model.attention.base import AttentionLayer
 from serve_app.model.loader import from_module
 from tests.model.stepping import Sequences, random_tokens
-from tests.models import ARCHITECTURES, needs_compiler, tiny_model
+from tests.models import ARCHITECTURES, MIXTURES_OF_EXPERTS, needs_compiler, tiny_model
 
 
 @pytest.fixture(autouse=True)
@@ -43,6 +49,28 @@ def test_packed_chunks_equal_the_module_run_alone(arch: str, backend: str) -> No
             torch.testing.assert_close(torch.cat(parts), expected, rtol=0, atol=1e-9 if sdpa else 1e-5)
 
 
+@pytest.mark.parametrize("arch", MIXTURES_OF_EXPERTS)
+def test_packed_mixtures_of_experts_equal_the_module_run_alone(arch: str) -> None:
+    module = tiny_model(arch, torch.float32)
+    model = from_module(module)
+    model.allocate_kv_cache(20)
+    tokens = [random_tokens(length, seed) for seed, length in enumerate((33, 7))]
+    sequences = Sequences(model, tokens, [range(1, 5), [9]])
+    got: list[list[Tensor]] = [[], []]
+    for counts in ({0: 20, 1: 6}, {1: 1, 0: 13}):
+        for index, logits in sequences.step(counts).items():
+            got[index].append(logits)
+    with torch.no_grad():
+        for row, parts in zip(tokens, got, strict=True):
+            torch.testing.assert_close(torch.cat(parts), module(input_ids=row[None]).logits[0], rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("arch", [*ARCHITECTURES, *MIXTURES_OF_EXPERTS])
+def test_every_architecture_is_served_with_the_default_settings(arch: str) -> None:
+    model = from_module(tiny_model(arch, torch.float32), quantization="auto")
+    assert model.attention_backend in ("kernels", "cpu")
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_a_copied_block_serves_like_the_original(dtype: torch.dtype) -> None:
     model = from_module(tiny_model("llama", dtype))
@@ -72,7 +100,7 @@ def test_stale_nan_of_a_former_owner_does_not_reach_the_next(backend: str, quant
     expected = [clean.step({0: 18})[0], clean.step({0: 2})[0]]
     for cache in model._cache.layers:  # type: ignore[union-attr]
         for pool in cache:
-            pool.narrow(model._stack.backend.block_dim, 3, 3).fill_(float("nan"))
+            pool.narrow(model.executor.backend.block_dim, 3, 3).fill_(float("nan"))
     reused = Sequences(model, [random_tokens(20, 0)], [[5, 3]])
     assert torch.equal(reused.step({0: 18})[0], expected[0])
     assert torch.equal(reused.step({0: 2})[0], expected[1])
@@ -86,7 +114,15 @@ def test_a_causal_model_of_another_interface_is_refused_by_name() -> None:
         from_module(module, max_model_len=64)
 
 
-def test_a_bidirectional_model_is_refused_by_its_probe() -> None:
+def test_a_model_that_fails_with_packed_attention_is_refused_by_name() -> None:
+    from transformers import FalconConfig, FalconForCausalLM
+
+    config = FalconConfig(vocab_size=100, hidden_size=64, num_hidden_layers=2, num_attention_heads=4)
+    with pytest.raises(ConfigError, match="FalconModel cannot be served"):
+        from_module(FalconForCausalLM(config).eval(), max_model_len=64)
+
+
+def test_a_bidirectional_model_is_refused_by_its_logits() -> None:
     from transformers import BertConfig, BertLMHeadModel
 
     config = BertConfig(
@@ -94,6 +130,45 @@ def test_a_bidirectional_model_is_refused_by_its_probe() -> None:
     )
     with pytest.raises(ConfigError, match="BertLMHeadModel"):
         from_module(BertLMHeadModel(config).eval())
+
+
+@pytest.mark.parametrize(
+    ("arch", "fields", "match"),
+    [
+        ("gpt_oss", {"num_local_experts": 2, "num_experts_per_tok": 1}, "GptOssAttention attends with s_aux"),
+        ("llama4_text", {"num_local_experts": 2, "layer_types": ["chunked_attention"] * 2}, "kind chunked_attention"),
+        (
+            "qwen2_moe",
+            {"layer_types": ["sliding_attention"] * 2, "sliding_window": 8, "num_experts": 4},
+            "Qwen2MoeAttention does not tell attention its sliding window",
+        ),
+    ],
+)
+def test_attention_that_no_backend_computes_is_refused(arch: str, fields: dict[str, Any], match: str) -> None:
+    """The short sequences of the check at load may not show it."""
+    config = AutoConfig.for_model(
+        arch, vocab_size=200, hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=16, pad_token_id=0, bos_token_id=0, eos_token_id=1, **fields
+    )  # fmt: skip
+    with pytest.raises(ConfigError, match=match):
+        from_module(AutoModelForCausalLM.from_config(config).eval(), max_model_len=64)
+
+
+def test_the_check_on_a_gpu_sees_what_only_long_sequences_show(monkeypatch: pytest.MonkeyPatch) -> None:
+    def without_window(*arguments: Any) -> AttentionLayer:
+        return replace(layer(*arguments), sliding_window=None)
+
+    layer = transformers_hook._layer
+    monkeypatch.setattr(transformers_hook, "_layer", without_window)
+    monkeypatch.setitem(verification._LENGTHS, "cpu", verification._LENGTHS["cuda"])
+    with pytest.raises(ConfigError, match="cannot be served"):
+        from_module(tiny_model("mistral", torch.float32), attention_backend="cpu")
+    assert verification.ReferenceLogits.compute(tiny_model("mistral"), "mistral", 100).ids[-1].shape == (100,)
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_every_architecture_loads_with_the_defaults(arch: str) -> None:
+    from_module(tiny_model(arch, torch.float32))
 
 
 def test_damaged_weights_are_refused() -> None:

@@ -2,8 +2,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from serve_app.core.output import FinishReason
 from serve_app.core.request import EngineRequest
+from serve_app.core.results import FinishReason
 from serve_app.core.sampling_params import SamplingParams
 from serve_app.model import runner as runner_module
 from serve_app.model.attention.base import AttentionBatch
@@ -50,7 +50,7 @@ def test_prompt_logprobs_of_choices_and_cached_prompts_are_complete(tiny_llama: 
 def test_not_a_number_fails_the_row_that_has_it(tiny_llama: PagedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     """The model breaks on one request's first token only, and it is the third row of that step."""
     expected = Harness(tiny_llama).run(make_requests(5)).outcomes
-    compute_logits = tiny_llama.compute_logits
+    compute_logits = tiny_llama.executor.compute_logits
     calls = 0
 
     def broken_once(hidden: Tensor) -> Tensor:
@@ -63,7 +63,7 @@ def test_not_a_number_fails_the_row_that_has_it(tiny_llama: PagedModel, monkeypa
         return logits
 
     harness = Harness(tiny_llama, max_num_seqs=8)
-    monkeypatch.setattr(tiny_llama, "compute_logits", broken_once)
+    monkeypatch.setattr(tiny_llama.executor, "compute_logits", broken_once)
     outcomes = harness.run(make_requests(5)).outcomes
     assert calls >= 1
     assert outcomes["r2", 0].finish_reason is FinishReason.ERROR

@@ -1,18 +1,25 @@
 """The sampler against a slow twin that follows the definitions in float64, one row at a time."""
 
 import math
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
 import torch
 
 from serve_app.core.sampling_params import SamplingParams
+from serve_app.model import noise as noise_module
+from serve_app.model import sampler
 from serve_app.model.input_batch import Slot
-from serve_app.model.noise import uniform
-from serve_app.model.sampler import rank, sample
+from serve_app.model.sampler import Sampled, rank
+from serve_app.model.sampling_columns import request_columns
 
 VOCAB = 1531  # a prime above the number of parts, so that the last part is filled up
 EOS = 7
+
+
+def uniform(seeds: list[int], choices: list[int], positions: Sequence[int]) -> np.ndarray:
+    return noise_module.at(noise_module.keys(seeds, choices), np.array(positions, dtype=np.int64))
 
 
 def make_slot(params: SamplingParams, tokens: list[int] | None = None, num_prompt: int = 4, choice: int = 0) -> Slot:
@@ -24,6 +31,14 @@ def make_slot(params: SamplingParams, tokens: list[int] | None = None, num_promp
 
 def make_logits(rows: int, seed: int = 0, vocab: int = VOCAB) -> torch.Tensor:
     return torch.randn(rows, vocab, generator=torch.Generator().manual_seed(seed)) * 3
+
+
+def sample(logits: torch.Tensor, slots: list[Slot], eos: tuple[int, ...]) -> Sampled:
+    """By their parameters as an `InputBatch` lays them out."""
+    params = [slot.params for slot in slots]
+    noise = uniform([p.seed or 0 for p in params], [s.choice for s in slots], [s.num_tokens for s in slots])
+    parameters = np.array([[*request_columns(p), u] for p, u in zip(params, noise, strict=True)])
+    return sampler.sample(logits, slots, parameters, eos)
 
 
 def run_one(logits: torch.Tensor, slot: Slot) -> int:

@@ -18,7 +18,7 @@ import httpx
 import pytest
 import yaml
 
-from serve_app.core.output import SchedulerStats
+from serve_app.core.step_record import SchedulerStats
 from serve_app.observability.metrics import EngineMetrics, IngressMetrics
 
 DEPLOY = Path(__file__).parents[2] / "deploy"

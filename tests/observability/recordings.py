@@ -3,11 +3,11 @@
 from collections.abc import Sequence
 from typing import Any
 
-from serve_app.core.output import StepRecord
-from serve_app.core.policy import SchedulerConfig
+from serve_app.core.config import SchedulerConfig
 from serve_app.core.request import EngineRequest
 from serve_app.core.sampling_params import SamplingParams
 from serve_app.core.scheduler import Scheduler
+from serve_app.core.step_record import StepRecord
 from serve_app.observability.step_ring import Recording
 from tests.core.fake_model import FakeRunner
 

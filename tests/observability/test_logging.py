@@ -4,12 +4,12 @@ import io
 import json
 import logging
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import datetime
 
 import pytest
 
-from serve_app.observability.logging import log_request, log_to_terminal
+from serve_app.observability.logging import RequestLines, log_request, log_to_terminal
 
 SUMMARY = {
     "request_id": "mine-1",
@@ -61,3 +61,22 @@ def test_no_field_can_begin_another_line(terminal: io.StringIO) -> None:
 def test_other_records_keep_their_form(terminal: io.StringIO) -> None:
     logging.getLogger("serve_app.serving.replica").info("warming up")
     assert terminal.getvalue() == "INFO serve_app.serving.replica: warming up\n"
+
+
+def test_a_storm_of_errors_is_logged_in_sums(terminal: io.StringIO) -> None:
+    """Per error; whatever succeeds meanwhile has its line; and the next period begins anew."""
+    timers: list[Callable[[], None]] = []
+    lines = RequestLines(lambda _seconds, call: timers.append(call))
+    for i in range(4000):
+        lines({**SUMMARY, "outcome": "invalid", "error": "invalid_request_error"})
+        if i % 1000 == 0:
+            lines(SUMMARY)
+            lines({**SUMMARY, "outcome": "overloaded", "error": "queue_full"})
+    assert len(terminal.getvalue().splitlines()) == 20 + 4 + 4
+    (end_of_period,) = timers
+    end_of_period()
+    total = json.loads(terminal.getvalue().splitlines()[-1])
+    assert (total["error"], total["more"], total["seconds"]) == ("invalid_request_error", 3980, 10.0)
+    assert len(terminal.getvalue().splitlines()) == 29
+    lines({**SUMMARY, "error": "invalid_request_error"})
+    assert (len(terminal.getvalue().splitlines()), len(timers)) == (30, 2)

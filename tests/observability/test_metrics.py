@@ -11,8 +11,8 @@ import pytest
 from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from serve_app.core.output import SchedulerStats, StepRecord
 from serve_app.core.step_cost import DeviceLimits
+from serve_app.core.step_record import SchedulerStats, StepRecord
 from serve_app.observability.metrics import EngineMetrics, IngressMetrics, merge_expositions, serve_registry
 
 

@@ -17,13 +17,14 @@ import psutil
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from load_tests import client
 from load_tests.chaos.fleet import Fleet
 from load_tests.chaos.traffic import MODEL
-from load_tests.client import RequestResult, percentile
 from load_tests.server_view import Comparison
-from load_tests.workloads import WorkItem
 from serve_app.observability.metrics import _LATENCY_BUCKETS
+from serve_app.workloads import client
+from serve_app.workloads.client import RequestResult
+from serve_app.workloads.figures import percentile
+from serve_app.workloads.mixes import WorkItem
 from tests.fleets import change
 from tests.observability.prometheus import (
     ONLY_ON_GPUS,

@@ -6,7 +6,8 @@ from dataclasses import replace
 import orjson
 import pytest
 
-from serve_app.core.output import ScheduledRequest, StepRecord
+from serve_app.core.step_plan import ScheduledRequest
+from serve_app.core.step_record import StepRecord
 from serve_app.observability.step_ring import Recorder, Recording, StepRing, ended_at
 from tests.observability.recordings import record_run
 

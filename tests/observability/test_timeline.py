@@ -4,11 +4,12 @@ from pathlib import Path
 
 import pytest
 
-from serve_app.core.output import ScheduledRequest, SchedulerStats, StepRecord
-from serve_app.core.policy import SchedulerConfig
+from serve_app.core.config import SchedulerConfig
 from serve_app.core.request import EngineRequest
 from serve_app.core.sampling_params import SamplingParams
 from serve_app.core.scheduler import Scheduler
+from serve_app.core.step_plan import ScheduledRequest
+from serve_app.core.step_record import SchedulerStats, StepRecord
 from serve_app.observability.timeline import PALETTE, Span, Timeline, Work, draw_png, draw_terminal, timeline_of
 from tests.core.fake_model import FakeRunner
 

@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -59,6 +60,15 @@ class Server:
     def descendants(self) -> list[psutil.Process]:
         return psutil.Process(self.process.pid).children(recursive=True)
 
+    def running(self, name: str) -> list[psutil.Process]:
+        """Those of its processes whose command line holds `name`; they come and go while one looks."""
+        found = []
+        for process in self.descendants():
+            with suppress(psutil.NoSuchProcess):
+                if name in " ".join(process.cmdline()):
+                    found.append(process)
+        return found
+
     def send(self, number: signal.Signals, *, group: bool = False) -> None:
         """To the launcher alone, or to all of its session's group as a terminal does."""
         self._family.update(self.descendants())
@@ -73,11 +83,13 @@ class Server:
         """Its exit status, and those of its processes that were there at the signal and outlive it."""
         try:
             status = self.process.wait(90)
+        except subprocess.TimeoutExpired:
+            pytest.fail("it did not end:\n" + "\n".join(self.lines))
         finally:
             self.process.kill()
-        self._reader.join(10)
-        assert self.process.stdout is not None
-        self.process.stdout.close()
+            self._reader.join(10)
+            assert self.process.stdout is not None
+            self.process.stdout.close()
         return status, psutil.wait_procs(self._family, timeout=60)[1]
 
     def metrics(self) -> dict[str, float]:
@@ -115,12 +127,17 @@ def write_config(folder: Path, args: dict[str, Any], port: int) -> Path:
 def launch(
     config: Path, environment: dict[str, str], command: tuple[str, str] = ("serve-app", "serve")
 ) -> subprocess.Popen[str]:
-    """`command` (a program of this environment and its verb) with `config`, in a session of its own."""
+    """`command` (a program of this environment and its verb) with `config`, in a session of its own.
+
+    It ends with this process, however that ends; Ray's processes end with it.
+    """
     program, verb = command
+    # A shell starts what runs in its background with SIGINT ignored, which children inherit: `serve run` would not end.
+    started = ["setpriv", "--pdeathsig", "KILL", "env", "--default-signal=INT", Path(sys.executable).with_name(program)]
     # The tests' own switches (warnings as errors, coverage) are not for the server.
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST_", "COV_"))}
     return subprocess.Popen(
-        [str(Path(sys.executable).with_name(program)), verb, str(config)],
+        [*map(str, started), verb, str(config)],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

@@ -114,10 +114,15 @@ def test_auto_gives_each_replica_a_gpu_of_its_own_where_ray_has_some() -> None:
 
 def test_the_engine_follows_the_place_and_the_settings() -> None:
     settings = Settings.model_validate(
-        {"model": "x", "num_replicas": 64, "engine": {"max_num_seqs": 4, "policy": "static", "max_model_len": 99}}
+        {
+            "model": "x",
+            "num_replicas": 64,
+            "engine": {"max_num_seqs": 4, "policy": "static", "max_model_len": 99, "memory_fraction": 0.5},
+        }
     )
     on_cpu, on_gpu = engine_config(settings, use_gpu=False), engine_config(settings, use_gpu=True)
     assert (on_cpu.model.device, on_gpu.model.device) == ("cpu", "cuda")
     assert (on_cpu.num_threads, on_gpu.num_threads) == (1, None)
     assert (on_cpu.model.max_model_len, on_cpu.policy, on_cpu.max_num_seqs) == (99, "static", 4)
+    assert on_gpu.memory_fraction == 0.5
     assert on_cpu.max_num_waiting >= settings.max_num_waiting

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import yaml
 
-from serve_app.core.policy import LIVE_KNOBS, SchedulerKnobs
+from serve_app.core.config import LIVE_KNOBS, SchedulerKnobs
 from serve_app.errors import ConfigError
 from serve_app.serving.knobs import live_knobs, scheduler_knobs
 from serve_app.settings import Settings

@@ -15,6 +15,7 @@ import httpx
 import pytest
 import yaml
 
+from tests.cli.conftest import CONTEXT
 from tests.serving.conftest import Server, free_port, launch, wait_for, write_config
 from tests.serving.traffic import WORKERS, ask, body, connect, replicas, traffic
 
@@ -98,6 +99,30 @@ def test_a_wrong_knob_is_named_and_changes_nothing(operated: Operated) -> None:
     said = operated.deploy(wrong)
     assert "`max_num_seq` cannot change in a running engine (did you mean `max_num_seqs`?)" in said
     assert httpx.post(f"{operated.server.url}/v1/completions", json=body(0), timeout=60).status_code == 200
+
+
+async def test_another_model_length_takes_over_under_load(operated: Operated) -> None:
+    """Replicas of another revision cannot continue the old one's streams: the new ingress waits for its own.
+
+    What waits at the old ingress when its last engine leaves is served by the new engines.
+    """
+    server, length = operated.server, CONTEXT - 1
+
+    def shorter(application: dict[str, Any]) -> None:
+        application["args"]["engine"]["max_model_len"] = length
+        application["deployments"] = []
+
+    before = replicas(server)
+    async with connect(server) as http, traffic(server) as seen:
+        stream = asyncio.create_task(ask(http, body(WORKERS, 1500)))
+        assert (await asyncio.to_thread(operated.deploy, shorter)).endswith("deployed")
+        _, events = await stream
+        assert events[-1] == "[DONE]"
+        done = seen.done
+        await asyncio.to_thread(wait_for, lambda: seen.done > done + WORKERS, "streams go on")
+        assert replicas(server).isdisjoint(before)
+        assert (await http.get("/v1/models")).json()["data"][0]["max_model_len"] == length
+    assert seen.wrong == []
 
 
 async def test_an_update_and_replicas_that_come_and_go_cost_no_request(operated: Operated) -> None:

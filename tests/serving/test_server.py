@@ -71,6 +71,19 @@ async def test_chat_and_completions_answer(server: Server) -> None:
         assert [model.id for model in (await client.models.list()).data] == ["tiny"]
 
 
+async def test_a_constraint_holds_on_the_replica(server: Server) -> None:
+    async with server.client() as client:
+        answer = await client.completions.create(
+            model="tiny",
+            prompt=["Once", "Twice"],
+            n=3,
+            max_tokens=20,
+            extra_body={"structured_outputs": {"choice": ["yes", "no"]}},
+        )
+    assert len(answer.choices) == 6
+    assert {choice.text for choice in answer.choices} <= {"yes", "no"}
+
+
 def test_ready_and_live(server: Server) -> None:
     assert [httpx.get(f"{server.url}/health/{which}").status_code for which in ("ready", "live")] == [200, 200]
 
@@ -79,7 +92,7 @@ def test_it_says_so_only_where_it_is_not_on_the_fast_path(server: Server) -> Non
     def told() -> list[str]:
         return [line for line in server.lines if "Ingress: WARNING: this server runs on Ray's default path" in line]
 
-    behind_haproxy = any(process.name() == "haproxy" for process in server.descendants())
+    behind_haproxy = bool(server.running("haproxy"))
     if not behind_haproxy:
         wait_for(lambda: bool(told()), "the line is there")
     assert len(told()) == (0 if behind_haproxy else 1)
@@ -231,17 +244,19 @@ def test_headers_that_are_too_large_are_refused_in_openais_shape(server: Server)
 
 def haproxy_configurations(server: Server) -> Iterator[list[str]]:
     """The lines of each HAProxy's, as its process has it; none on Ray's default path."""
-    for process in server.descendants():
-        if process.name() == "haproxy":
-            command = process.cmdline()
-            text = Path(command[command.index("-f") + 1]).read_text()
-            yield [line.strip() for line in text.splitlines()]
+    for process in server.running("haproxy"):
+        command = process.cmdline()
+        text = Path(command[command.index("-f") + 1]).read_text()
+        yield [line.strip() for line in text.splitlines()]
 
 
 def test_haproxy_does_not_wait_for_headers_for_long(server: Server) -> None:
     """Its configuration says so; a test that waits would take as long as it does."""
     for lines in haproxy_configurations(server):
-        assert "timeout http-request 10s" in lines[lines.index("defaults") : lines.index("frontend http_frontend")]
+        sections = [i for i, line in enumerate(lines) if line.startswith(("frontend ", "backend ", "listen "))]
+        start = lines.index("frontend http_frontend")
+        end = next((i for i in sections if i > start), len(lines))
+        assert "timeout http-request 10s" in lines[start:end]
 
 
 def test_what_ray_refuses_of_a_flood_is_told_in_openais_shape(server: Server) -> None:
@@ -272,7 +287,7 @@ def test_everything_listens_on_loopback_only(server: Server) -> None:
 
 
 def test_debug_replicas_says_who_is_there(server: Server) -> None:
-    [engine] = [process for process in server.descendants() if "EngineReplica" in " ".join(process.cmdline())]
+    [engine] = server.running("EngineReplica")
     [replica] = httpx.get(f"{server.url}/debug/replicas").json()
     assert (replica["pid"], replica["condition"], replica["leaving"]) == (engine.pid, "ok", False)
     wait_for(
@@ -300,7 +315,7 @@ def test_a_stream_outlives_its_only_replica(server: Server) -> None:
 
     undisturbed = joined(choices(kill=None))
     before = server.metrics().get("serve_app_failovers_total", 0.0)
-    [engine] = [process for process in server.descendants() if "EngineReplica" in " ".join(process.cmdline())]
+    [engine] = server.running("EngineReplica")
     assert joined(choices(kill=engine)) == undisturbed
     assert server.metrics()["serve_app_failovers_total"] == before + 1
     wait_idle(server)

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from serve_app.core.output import FinishReason, TokenDelta, TokenLogprob
+from serve_app.core.results import LOGPROBS, FinishReason, TokenDelta, TokenLogprob
 from serve_app.errors import EngineError
 from serve_app.text.stream import StopConfig, TextStream
 from serve_app.text.tokenizer import Tokenizer
@@ -17,7 +17,7 @@ def delta(
     ids: Sequence[int], offset: int = 0, reason: FinishReason | None = None, logprobs: bool = False
 ) -> TokenDelta:
     entries = tuple(TokenLogprob(i, -float(i % 7), ((i, -0.5),)) for i in ids) if logprobs else ()
-    return TokenDelta("r", 0, offset, tuple(ids), logprobs=entries, finish_reason=reason)
+    return TokenDelta("r", 0, offset, tuple(ids), finish_reason=reason, results={LOGPROBS: entries})
 
 
 def run(tokenizer: Tokenizer, deltas: Sequence[TokenDelta], stop: StopConfig | None = None) -> tuple[str, TextStream]:
@@ -106,6 +106,22 @@ def test_held_back_text_appears_when_the_end_comes(byte_level: Tokenizer) -> Non
     stream = TextStream(byte_level, (), StopConfig(("for it all",)))
     assert stream.feed(delta(ids)).text == "wait "
     assert stream.feed(delta([], len(ids), FinishReason.LENGTH)).text == "for it"
+
+
+@pytest.mark.parametrize("text", ["你好世界", "สวัสดี", "ok 🦄"])
+def test_an_answer_that_is_cut_ends_before_a_half_character(byte_level: Tokenizer, text: str) -> None:
+    """In pieces and whole alike; its token is among the log-probabilities all the same."""
+    ids = byte_level.encode(text, add_special_tokens=False)[:-1]
+    for sizes in ([1], [len(ids)]):
+        stream = TextStream(byte_level, (), StopConfig())
+        pieces = [stream.feed(d) for d in in_parts(ids, sizes, FinishReason.LENGTH, logprobs=True)]
+        assert "".join(piece.text for piece in pieces) == text[:-1]
+        assert sum(len(piece.logprobs) for piece in pieces) == len(ids)
+
+
+def test_a_model_that_ends_inside_a_character_is_shown_to_do_so(byte_level: Tokenizer) -> None:
+    ids = byte_level.encode("ok 🦄", add_special_tokens=False)[:-1]
+    assert run(byte_level, [delta([*ids, EOS], 0, FinishReason.STOP)])[0] == "ok \ufffd"
 
 
 def test_stop_strings_are_not_looked_for_before_min_tokens(byte_level: Tokenizer) -> None:

@@ -1,7 +1,7 @@
-"""What attention over a paged KV pool is asked, and what a backend must offer. Decides no layout and no kernel.
+"""The interface of attention over a paged KV pool: a step's batch, and what a backend offers. Decides no layout.
 
 The pool of one layer is a pair of tensors whose shape belongs to the backend; only `block_dim`, the dimension that
-counts blocks, is known outside. A *slot* is one token's place in the pool: `block_id * block_size + offset`.
+counts blocks, is known outside. A *KV slot* is one token's place in the pool: `block_id * block_size + offset`.
 """
 
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 BlockTable = npt.NDArray[np.int32]
-"""Ids of one row's blocks, in order, and whatever stands behind them."""
+"""Ids of one row's blocks, in order; what follows them has no meaning."""
 
 
 @dataclass(slots=True)
@@ -24,17 +24,17 @@ class AttentionBatch:
     query_starts: R + 1 offsets; row r owns packed tokens [query_starts[r], query_starts[r + 1]).
     kv_lens: R lengths; tokens of the row in the pool once this step's are written.
     block_tables: int32 [R, B]; the first ceil(kv_len / block_size) ids of a line are the row's blocks.
-    slot_mapping: int64 [T] on the model's device; where each packed token's key and value go.
+    kv_slots: int64 [T] on the model's device; where each packed token's key and value go.
     """
 
     query_starts: list[int]
     kv_lens: list[int]
     block_tables: npt.NDArray[np.int32]
-    slot_mapping: Tensor
+    kv_slots: Tensor
 
 
 def block_matrix(tables: Sequence[Sequence[int]]) -> npt.NDArray[np.int32]:
-    """Tables of different lengths as one matrix, filled up with zeros."""
+    """Tables of different lengths as one matrix, padded with zeros."""
     matrix = np.zeros((len(tables), max(map(len, tables))), dtype=np.int32)
     for line, table in zip(matrix, tables, strict=True):
         line[: len(table)] = table
@@ -70,6 +70,10 @@ class AttentionBackend(Protocol):
 
     def allocate(self, layer: AttentionLayer, num_blocks: int, dtype: torch.dtype, device: torch.device) -> LayerCache:
         """Zeroed pool of `num_blocks` blocks for one layer."""
+        ...
+
+    def warm_up(self, layer: AttentionLayer, dtype: torch.dtype, cache: LayerCache) -> None:
+        """Compile whatever steps with queries of this dtype may use, so that no request waits for that."""
         ...
 
     def build(self, batch: AttentionBatch) -> Any:

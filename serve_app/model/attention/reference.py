@@ -23,6 +23,9 @@ class ReferenceAttention:
             torch.zeros(*shape, layer.value_dim, dtype=dtype, device=device),
         )
 
+    def warm_up(self, layer: AttentionLayer, dtype: torch.dtype, cache: LayerCache) -> None:
+        """Nothing is compiled."""
+
     def build(self, batch: AttentionBatch) -> AttentionBatch:
         """The batch itself: nothing is prepared."""
         return batch
@@ -37,7 +40,7 @@ class ReferenceAttention:
         metadata: AttentionBatch,
     ) -> Tensor:
         """See `AttentionBackend.forward`."""
-        slots = metadata.slot_mapping
+        slots = metadata.kv_slots
         tokens = slots.shape[0]
         cache.key.flatten(0, 1)[slots] = key[:, :tokens].transpose(0, 1)
         cache.value.flatten(0, 1)[slots] = value[:, :tokens].transpose(0, 1)

@@ -32,7 +32,7 @@ _COMPILE_TIMEOUT_S = 120.0
 
 
 class KernelsUnavailableError(Exception):
-    """Says in one line why there are no kernels here."""
+    """Says in one line why the kernels cannot be used here."""
 
 
 def best_build(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
@@ -47,7 +47,7 @@ def best_build(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
 
 
 def find_compiler() -> str | None:
-    """Where this machine's C compiler is, if it has one."""
+    """Path of this machine's C compiler, if it has one."""
     return shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
 
 
@@ -71,7 +71,7 @@ def load_library(build: str, cache_dir: Path) -> ctypes.CDLL:
 
 def _fingerprint(compiler: str, flags: list[str]) -> str:
     digest = hashlib.sha256("\0".join(flags).encode())
-    # Its path, size and date stand for the compiler's version, which would cost a process to ask.
+    # Path, size and date stand for the compiler's version: asking for it would start a process.
     status = os.stat(compiler)
     digest.update(f"{os.path.realpath(compiler)} {status.st_size} {status.st_mtime_ns}".encode())
     for source in sorted(SOURCES.iterdir()):
@@ -82,7 +82,7 @@ def _fingerprint(compiler: str, flags: list[str]) -> str:
 def _compile(command: list[str], target: Path) -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent, prefix="tmp-") as scratch:
-        # Several processes may compile at once; the last rename wins, and all of them are the same file.
+        # Several processes may compile at once; the last rename wins, and all files are the same.
         output = Path(scratch) / target.name
         full = [*command, str(SOURCES / "kernels.c"), "-o", str(output), "-lm"]
         try:

@@ -1,7 +1,7 @@
 """Runs a Llama-like model with the C kernels: packs its weights, one call per step, one for the logits.
 
 Two modes. Exact: the file's weights (stored as small as they can be without loss) in float32 arithmetic or, where bytes
-are faster, in sums of 23-bit activations, which come as near to the truth; keys and values in float32. Int8: products
+are faster, in sums of 23-bit activations, which are as accurate; keys and values in float32. Int8: products
 with activations rounded to 8 bits in groups of 32, weights of 8 bits or, where the file has them, 4; keys and values in
 float16.
 """
@@ -13,22 +13,27 @@ import torch
 from torch import Tensor
 
 from serve_app.model.attention.base import AttentionBatch, LayerCache
-from serve_app.model.cpu.attention import KernelAttention
-from serve_app.model.cpu.llama import Linear, Llama
-from serve_app.model.cpu.ops import Batch, DecoderStruct, Format, Kernels, LayerStruct, PackedWeight
-from serve_app.model.stack import OnCapture
+from serve_app.model.attention.c_kernels import CKernelAttention, unsupported_by_kernels
+from serve_app.model.cpu.ops import GROUP, Batch, DecoderStruct, Format, Kernels, LayerStruct, PackedWeight
+from serve_app.model.executors.base import OnCapture, UnsupportedModelError
+from serve_app.model.llama import Linear, Llama
 
 
 class CpuDecoder:
-    """A `Stack`. Starts in exact mode; `quantize` changes to int8."""
+    """A `ModelExecutor`. Starts in exact mode; `quantize` changes to int8.
+
+    Raises UnsupportedModelError for shapes that the kernels cannot run.
+    """
+
+    choose = None
 
     def __init__(self, kernels: Kernels, model: Llama) -> None:
-        self.backend = KernelAttention(kernels)
+        _check(model)
+        self.backend = CKernelAttention(kernels)
         self.cache_dtype = torch.float32
         self._kernels = kernels
         self._model: Llama | None = model
         self._embedding = model.embedding.contiguous()
-        self._vocab_size = model.head.weight.shape[0]
         self._num_positions = model.cos.shape[0]
         self._weights = [
             {name: self._pack(getattr(layer, name)) for name in ("qkv", "out", "gate_up", "down")}
@@ -41,29 +46,25 @@ class CpuDecoder:
 
     @property
     def quantization(self) -> str:
-        """See `Stack`."""
+        """See `ModelExecutor`."""
         return "int8" if self._struct.int8 else "none"
 
     @property
-    def formats(self) -> str:
-        """How the weights are stored, for people."""
-        used = {weight.format.name for weights in self._weights for weight in weights.values()}
-        return "+".join(sorted(used | {self._head.format.name})).lower()
-
-    def capture(self, max_num_seqs: int, on_capture: OnCapture) -> None:
-        """There are no graphs on a CPU."""
-
-    @property
     def weight_bytes(self) -> int:
-        """Memory of the weights that a step reads."""
+        """See `ModelExecutor`."""
         packed = [self._head, *(weight for weights in self._weights for weight in weights.values())]
         return sum(weight.data.nbytes for weight in packed)
+
+    @property
+    def token_cost(self) -> float:
+        """See `ModelExecutor`."""
+        return 0.1 if self._struct.int8 else 0.25
 
     def quantize(self) -> None:
         """Change to int8 mode."""
         model = self._model
         if model is None:
-            raise RuntimeError("the weights were released")
+            raise RuntimeError("the original weights were released")
         for layer, weights in zip(model.layers, self._weights, strict=True):
             for name, weight in weights.items():
                 weights[name] = self._pack_8_bits(weight, getattr(layer, name))
@@ -73,25 +74,28 @@ class CpuDecoder:
         self._struct.int8 = True
 
     def release(self) -> None:
-        """Let the original weights go; after this the mode is fixed."""
+        """Drop the original weights; after this the mode is fixed."""
         self._model = None
 
     def attach(self, caches: Sequence[LayerCache] | None) -> None:
-        """See `Stack`."""
+        """See `ModelExecutor`."""
         for index, struct in enumerate(self._layers):
             cache = None if caches is None else caches[index]
             struct.keys = None if cache is None else cache.key.data_ptr()
             struct.values = None if cache is None else cache.value.data_ptr()
 
+    def capture(self, max_num_seqs: int, on_capture: OnCapture) -> None:
+        """There are no graphs on a CPU."""
+
     def forward(self, input_ids: Tensor, positions: Tensor, batch: AttentionBatch) -> Tensor:
-        """See `Stack`. Raises IndexError for a token id or a position that does not exist."""
+        """See `ModelExecutor`. Raises IndexError for a token id or a position that does not exist."""
         ids = input_ids.numpy()
         if ids.min() < 0 or ids.max() >= self._embedding.shape[0] or positions.numpy().max() >= self._num_positions:
             raise IndexError("token ids or positions out of range")
         return self._kernels.step(self._struct, input_ids, Batch(batch, positions))
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
-        """See `Stack`."""
+        """See `ModelExecutor`."""
         return self._kernels.linear(self._head, hidden, int8=bool(self._struct.int8))
 
     def _pack(self, linear: Linear) -> PackedWeight:
@@ -142,3 +146,16 @@ class CpuDecoder:
             sin=model.sin.data_ptr(),
             layers=ctypes.cast(self._layers, ctypes.POINTER(LayerStruct)),
         )
+
+
+def _check(model: Llama) -> None:
+    """Raise UnsupportedModelError for shapes that the kernels cannot run."""
+    if unsupported := unsupported_by_kernels(model.attention[0]):
+        raise UnsupportedModelError(unsupported)
+    if len({layer.down.weight.shape for layer in model.layers}) > 1:
+        raise UnsupportedModelError("MLPs of several widths")
+    layer = model.layers[0]
+    for name, linear in (("hidden states", layer.qkv), ("attention", layer.out), ("an MLP", layer.down)):
+        width = linear.weight.shape[1]
+        if width % GROUP:
+            raise UnsupportedModelError(f"{name} of width {width}, not a multiple of {GROUP}")

@@ -114,7 +114,7 @@ class Batch:
             np.array([0, *itertools.accumulate(lengths)], dtype=np.int32),
             np.concatenate(tables, dtype=np.int32, casting="unsafe"),
         ]
-        self._tensors = [positions.contiguous(), batch.slot_mapping.contiguous()]
+        self._tensors = [positions.contiguous(), batch.kv_slots.contiguous()]
         self.struct = _BatchStruct(
             self.num_tokens,
             self.num_sequences,
@@ -126,7 +126,7 @@ class Batch:
 class Kernels:
     """The compiled library of one build, and one pool of threads.
 
-    Not for several threads at a time: whoever calls owns the pool and the working memory until the call returns.
+    Not thread-safe: a call uses the pool and the working memory until it returns.
     """
 
     def __init__(self, build: str, cache_dir: Path) -> None:
@@ -237,7 +237,27 @@ class Kernels:
         return self._pool
 
 
+_STRUCTS: dict[str, type[ctypes.Structure]] = {
+    "weight": WeightStruct,
+    "layer": LayerStruct,
+    "decoder": DecoderStruct,
+    "attention": _AttentionStruct,
+    "batch": _BatchStruct,
+}
+"""What the library calls them."""
+
+
+def _check_sizes(library: ctypes.CDLL) -> None:
+    """Raise RuntimeError when a struct here and its twin in C differ in size: the kernels would read other memory."""
+    for name, struct in _STRUCTS.items():
+        size_of = getattr(library, f"sizeof_{name}")
+        size_of.restype, size_of.argtypes = c_int64, []
+        if size_of() != ctypes.sizeof(struct):
+            raise RuntimeError(f"struct {name} has {size_of()} bytes in C, {struct.__name__} {ctypes.sizeof(struct)}")
+
+
 def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
+    _check_sizes(library)
     signatures: dict[str, tuple[Any, list[Any]]] = {
         "weight_panel": (c_int64, []),
         "weight_panel_bytes": (c_int64, [c_int64, c_int64]),

@@ -88,15 +88,15 @@ class TritonAttention:
 
     def build(self, batch: AttentionBatch) -> TritonMetadata:
         """The step's metadata in one copy to the device."""
-        num_rows, device = len(batch.kv_lens), batch.slot_mapping.device
+        num_rows, device = len(batch.kv_lens), batch.kv_slots.device
         lengths = np.array([*batch.query_starts, *batch.kv_lens], dtype=np.int32)
         host = np.concatenate([lengths, batch.block_tables.ravel()])
         query_starts, kv_lens, tables = torch.tensor_split(to_device(host, device), [num_rows + 1, 2 * num_rows + 1])
         plan = partial(cut, batch, device, self.deterministic)
-        return TritonMetadata(query_starts, kv_lens, tables.view(num_rows, -1), batch.slot_mapping, plan)
+        return TritonMetadata(query_starts, kv_lens, tables.view(num_rows, -1), batch.kv_slots, plan)
 
     def warm_up(self, layer: AttentionLayer, dtype: torch.dtype, cache: LayerCache) -> None:
-        """Compile the kernels that any step may use, on one row without keys, so that no request waits for that."""
+        """See `AttentionBackend.warm_up`. Runs the kernels on one row without keys."""
         device = cache.key.device
         zero = torch.zeros(2, dtype=torch.int32, device=device)
         metadata = TritonMetadata(zero, zero[:1], zero[None, :1], zero.long()[:0], lambda layer, dtype: [])

@@ -6,13 +6,14 @@ decided here: the finished decoder is compared with them before it serves.
 
 import logging
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from serve_app.model.attention.base import AttentionBatch, LayerCache
-from serve_app.model.cpu.llama import GELU_TANH, Linear, Llama, LlamaLayer, NotLlamaError
+from serve_app.model.attention.base import AttentionBatch, AttentionLayer, LayerCache
+from serve_app.model.executors.base import MEMORY_BOUND_TOKEN_COST, OnCapture, UnsupportedModelError
 from serve_app.model.gpu import ops
 from serve_app.model.gpu.attention import TritonAttention, TritonMetadata
 from serve_app.model.gpu.graphs import (
@@ -26,17 +27,33 @@ from serve_app.model.gpu.graphs import (
 )
 from serve_app.model.gpu.linear import FP8, GpuLinear
 from serve_app.model.gpu.sampling import choose
-from serve_app.model.stack import OnCapture
+from serve_app.model.llama import Activation, Linear, Llama
 
 logger = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    """head_norms: weights [head_dim] of the query and key norm."""
+
+    attention: AttentionLayer
+    qkv: GpuLinear
+    out: GpuLinear
+    gate_up: GpuLinear
+    down: GpuLinear
+    input_norm: Tensor
+    post_norm: Tensor
+    head_norms: tuple[Tensor, Tensor] | None
+
+
 class GpuDecoder:
-    """A `Stack`. The residual stream is rounded to the model's dtype after every sum, as in transformers.
+    """A `ModelExecutor`. The residual stream is rounded to the model's dtype after every sum, as in transformers.
 
     fp8, fp8_cache: weights, keys and values in 8 bits. With a deterministic backend no row's bits depend on the others.
-    Raises NotLlamaError for what the kernels cannot do.
+    Raises UnsupportedModelError for what the kernels cannot do.
     """
+
+    token_cost = MEMORY_BOUND_TOKEN_COST
 
     def __init__(
         self, model: Llama, backend: TritonAttention, max_model_len: int, *, fp8: bool = False, fp8_cache: bool = False
@@ -45,17 +62,34 @@ class GpuDecoder:
         self.quantization = "fp8" if fp8 else "none"
         self.cache_dtype: torch.dtype = FP8 if fp8_cache else model.embedding.dtype
         device = model.embedding.device
-        if 2 * model.cos.shape[1] != model.attention[0].head_dim:
-            raise NotLlamaError("heads that are rotated in part")
-        self._model = model
+        shape = model.attention[0]
+        if 2 * model.cos.shape[1] != shape.head_dim:
+            raise UnsupportedModelError("heads that are rotated in part")
+        if shape.value_dim != shape.head_dim:
+            raise UnsupportedModelError(f"heads of {shape.head_dim} and values of {shape.value_dim} numbers")
 
         def product(linear: Linear) -> GpuLinear:
             return GpuLinear.of(linear, fp8=fp8, invariant=backend.deterministic)
 
-        self._head = product(model.head)
-        self._products = [
-            [product(linear) for linear in (layer.qkv, layer.out, layer.gate_up, layer.down)] for layer in model.layers
+        # Nothing else of the model is kept: its weights would stay beside those in 8 bits.
+        self._layers = [
+            _Layer(
+                attention=attention,
+                qkv=product(layer.qkv),
+                out=product(layer.out),
+                gate_up=product(layer.gate_up),
+                down=product(layer.down),
+                input_norm=layer.input_norm,
+                post_norm=layer.post_norm,
+                head_norms=None
+                if layer.query_norm is None or layer.key_norm is None
+                else (layer.query_norm, layer.key_norm),
+            )
+            for attention, layer in zip(model.attention, model.layers, strict=True)
         ]
+        self._head = product(model.head)
+        self._embedding, self._final_norm = model.embedding, model.final_norm
+        self._eps, self._gelu = model.eps, model.activation is Activation.GELU_TANH
         self._angles = (model.cos.float().to(device), model.sin.float().to(device))
         self._caches: Sequence[LayerCache] = ()
         self._max_model_len = max_model_len
@@ -63,24 +97,36 @@ class GpuDecoder:
         self._mixed: MixedGraphs | None = None
         self._sampling: SamplingGraphs | None = None
 
+    @property
+    def weight_bytes(self) -> int:
+        """See `ModelExecutor`."""
+        products, vectors = [self._head], [self._final_norm]
+        for layer in self._layers:
+            products += layer.qkv, layer.out, layer.gate_up, layer.down
+            vectors += layer.input_norm, layer.post_norm, *(layer.head_norms or ())
+        return sum(product.nbytes for product in products) + sum(vector.nbytes for vector in vectors)
+
     def attach(self, caches: Sequence[LayerCache] | None) -> None:
-        """See `Stack`."""
+        """See `ModelExecutor`."""
         # Graphs hold the addresses of the pool for which they were captured.
         self._decode = self._mixed = self._sampling = None
         self._caches = ()
         if caches is None:
             return
         self._caches = caches
-        embedding, layer = self._model.embedding, self._model.attention[0]
+        embedding, layer = self._embedding, self._layers[0].attention
         recorder = Recorder(embedding.device)
         self._decode = DecodeGraphs(self._run, recorder, self.backend, self._max_model_len, embedding.device)
-        self._mixed = MixedGraphs(self._layers, self._attend, recorder, layer, embedding.dtype, embedding.device)
+        self._mixed = MixedGraphs(self._run_layers, self._attend, recorder, layer, embedding.dtype, embedding.device)
         self._sampling = SamplingGraphs(self._choose, recorder, embedding)
 
     def capture(self, max_num_seqs: int, on_capture: OnCapture) -> None:
-        """See `Stack`. Largest first: smaller graphs use its memory again."""
-        for layer, cache in dict(zip(self._model.attention, self._caches, strict=True)).items():
-            self.backend.warm_up(layer, self._model.embedding.dtype, cache)
+        """See `ModelExecutor`. Largest first: smaller graphs use its memory again."""
+        shapes: dict[AttentionLayer, LayerCache] = {}
+        for layer, cache in zip(self._layers, self._caches, strict=True):
+            shapes[layer.attention] = cache
+        for shape, cache in shapes.items():
+            self.backend.warm_up(shape, self._embedding.dtype, cache)
         rows = [size for index, size in enumerate(BUCKETS) if index == 0 or BUCKETS[index - 1] < max_num_seqs]
         kinds = {"_mixed": TOKEN_BUCKETS, "_decode": rows, "_sampling": rows}
         done, of = 0, sum(map(len, kinds.values()))
@@ -97,7 +143,7 @@ class GpuDecoder:
                 setattr(self, name, None)
 
     def forward(self, input_ids: Tensor, positions: Tensor, batch: AttentionBatch) -> Tensor:
-        """See `Stack`. The next step overwrites the result, unless it is a large one."""
+        """See `ModelExecutor`. The next step overwrites the result, unless it is a large one."""
         metadata = self.backend.build(batch)
         if self._decode is not None and self._decode.takes(metadata):
             return self._decode(input_ids, positions, metadata)
@@ -106,7 +152,7 @@ class GpuDecoder:
         return self._run(input_ids, positions, metadata)
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
-        """See `Stack`."""
+        """See `ModelExecutor`."""
         return self._head(hidden)
 
     def choose(self, hidden: Tensor, params: Tensor) -> Tensor:
@@ -123,36 +169,26 @@ class GpuDecoder:
         def attend(index: int, query: Tensor, out: Tensor) -> None:
             self._attend(index, query, out, metadata)
 
-        layer = self._model.attention[0]
-        query = self._model.embedding.new_empty(input_ids.shape[0], layer.num_heads, layer.head_dim)
-        return self._layers(input_ids, positions, metadata.slots, attend, query, torch.empty_like(query))
+        layer = self._layers[0].attention
+        query = self._embedding.new_empty(input_ids.shape[0], layer.num_heads, layer.head_dim)
+        return self._run_layers(input_ids, positions, metadata.slots, attend, query, torch.empty_like(query))
 
-    def _layers(
+    def _run_layers(
         self, input_ids: Tensor, positions: Tensor, slots: Tensor, attend: Attend, query: Tensor, out: Tensor
     ) -> Tensor:
         """query, out [N, heads, head_dim]: room for what goes into attention and comes out of it."""
-        model, eps = self._model, self._model.eps
-        residual = F.embedding(input_ids, model.embedding)
-        x = None
-        for index, (layer, products) in enumerate(zip(model.layers, self._products, strict=True)):
-            to_qkv, to_out, to_gate_up, to_down = products
-            qkv = to_qkv(ops.add_rms_norm(residual, x, layer.input_norm, eps))
-            self._rotate(index, layer, qkv, positions, slots, query)
-            attend(index, query, out)
-            normed = ops.add_rms_norm(residual, to_out(out.flatten(1)), layer.post_norm, eps)
-            x = to_down(ops.gate_times_up(to_gate_up(normed), gelu=model.activation == GELU_TANH))
-        return ops.add_rms_norm(residual, x, model.final_norm, eps)
-
-    def _rotate(
-        self, index: int, layer: LlamaLayer, qkv: Tensor, positions: Tensor, slots: Tensor, query: Tensor
-    ) -> None:
-        norms = None
-        if layer.query_norm is not None and layer.key_norm is not None:
-            norms = (layer.query_norm, layer.key_norm)
-        cache = self._caches[index]
+        eps = self._eps
+        residual = F.embedding(input_ids, self._embedding)
         # How many tokens a program takes decides in which order it sums up squares.
-        few = positions.shape[0] <= 32 and not self.backend.deterministic
-        ops.rotate_and_store(qkv, norms, self._model.eps, self._angles, positions, slots, cache, query, few=few)
+        few = input_ids.shape[0] <= 32 and not self.backend.deterministic
+        x = None
+        for index, (layer, cache) in enumerate(zip(self._layers, self._caches, strict=True)):
+            qkv = layer.qkv(ops.add_rms_norm(residual, x, layer.input_norm, eps))
+            ops.rotate_and_store(qkv, layer.head_norms, eps, self._angles, positions, slots, cache, query, few=few)
+            attend(index, query, out)
+            normed = ops.add_rms_norm(residual, layer.out(out.flatten(1)), layer.post_norm, eps)
+            x = layer.down(ops.gate_times_up(layer.gate_up(normed), gelu=self._gelu))
+        return ops.add_rms_norm(residual, x, self._final_norm, eps)
 
     def _attend(self, index: int, query: Tensor, out: Tensor, metadata: TritonMetadata) -> None:
-        self.backend.attend(self._model.attention[index], query, self._caches[index], metadata, out)
+        self.backend.attend(self._layers[index].attention, query, self._caches[index], metadata, out)

@@ -13,6 +13,7 @@ all. Without a GPU the same buffers are computed without a graph.
 from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -20,6 +21,7 @@ from torch import Tensor
 
 from serve_app.model.attention.base import AttentionLayer
 from serve_app.model.gpu.attention import TritonAttention, TritonMetadata, decode_tiles
+from serve_app.model.sampling_columns import Column
 
 BUCKETS = (1, 2, 4, 8, *range(16, 64, 8), *range(64, 128, 16), *range(128, 257, 32))
 """Rows. Up to half the rows of a bucket are padding for few rows, a fifth for many."""
@@ -29,15 +31,33 @@ TOKEN_BUCKETS = (16, 32, 48, *range(64, 256, 32), *range(256, 1025, 64))
 Run = Callable[[Tensor, Tensor, TritonMetadata], Tensor]
 
 
+@dataclass(frozen=True, slots=True)
+class _Captured:
+    """Graphs and what is called between them, in order. call: what was captured, which owns the tensors that the graphs
+    read; they themselves know only addresses."""
+
+    pieces: list[Callable[[], None]]
+    out: Tensor
+    call: Callable[..., Tensor]
+
+    def __call__(self) -> Tensor:
+        for piece in self.pieces:
+            piece()
+        return self.out
+
+
 class Recorder:
     """Captures calls as graphs that share one pool of memory, so their results last until the next replay."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        if device.type == "cuda":
-            self._memory = torch.cuda.graph_pool_handle()
-            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._graph: torch.cuda.CUDAGraph | None = None
+        if device.type == "cuda":
+            self._renew()
+
+    def _renew(self) -> None:
+        self._memory = torch.cuda.graph_pool_handle()
+        self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
 
     def whole(self, call: Callable[[], Tensor]) -> Callable[[], Tensor]:
         """`call` as one graph; without a GPU `call` itself. Both give the same tensor every time."""
@@ -48,7 +68,7 @@ class Recorder:
             self._begin()
             out = call()
             self._end(pieces)
-        return partial(_replay, pieces, out)
+        return _Captured(pieces, out, call)
 
     def pieces(self, call: Callable[[Callable[[Callable[[], None]], None]], Tensor]) -> Callable[[], Tensor]:
         """`call` as graphs between the breaks that it makes: it hands what is not to be captured to its argument."""
@@ -70,25 +90,30 @@ class Recorder:
             self._begin()
             out = call(between)
             self._end(pieces)
-        return partial(_replay, pieces, out)
+        return _Captured(pieces, out, call)
 
     @contextmanager
     def _capturing(self, call: Callable[[], Tensor]) -> Iterator[None]:
         """On a stream of its own, after one run that compiles kernels and lets libraries allocate what they need."""
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        try:
-            with torch.cuda.stream(self._stream):
+        with torch.cuda.stream(self._stream):
+            try:
                 call()
                 torch.cuda.synchronize(self._device)
                 yield
-        except Exception:
-            if self._graph is not None:
-                # The stream must not stay in capture.
-                graph, self._graph = self._graph, None
-                with suppress(RuntimeError):
-                    graph.capture_end()
-            raise
+            except Exception:
+                self._give_up()
+                raise
         torch.cuda.current_stream(self._device).wait_stream(self._stream)
+
+    def _give_up(self) -> None:
+        """End the capture, if there is one, on the stream where it began: what else the thread does would be refused.
+        Pool and stream may not be fit for another one."""
+        graph, self._graph = self._graph, None
+        if graph is not None:
+            with suppress(RuntimeError):
+                graph.capture_end()
+        self._renew()
 
     def _begin(self) -> None:
         graph = torch.cuda.CUDAGraph()
@@ -101,12 +126,6 @@ class Recorder:
         assert graph is not None
         graph.capture_end()
         pieces.append(graph.replay)
-
-
-def _replay(pieces: list[Callable[[], None]], out: Tensor) -> Tensor:
-    for piece in pieces:
-        piece()
-    return out
 
 
 class DecodeGraphs:
@@ -163,7 +182,7 @@ class DecodeGraphs:
 
 
 class SamplingGraphs:
-    """Calls `run(hidden, params)` captured: hidden [R, width], params float64 [R, 5] -> int64 [R]."""
+    """Calls `run(hidden, params)` captured: hidden [R, width], params float64 [R, len(Column)] -> int64 [R]."""
 
     def __init__(self, run: Callable[[Tensor, Tensor], Tensor], recorder: Recorder, hidden: Tensor) -> None:
         """hidden: any tensor of the width, dtype and device of hidden states."""
@@ -171,7 +190,7 @@ class SamplingGraphs:
         self._run, self._recorder = run, recorder
         self._hidden = hidden.new_zeros(rows, hidden.shape[-1])
         # Padding is greedy: no parameters of an earlier step are left to be searched by.
-        self._params = torch.zeros(rows, 5, dtype=torch.float64, device=hidden.device)
+        self._params = torch.zeros(rows, len(Column), dtype=torch.float64, device=hidden.device)
         self._calls: dict[int, Callable[[], Tensor]] = {}
 
     def __call__(self, hidden: Tensor, params: Tensor) -> Tensor:

@@ -8,8 +8,8 @@ import torch.nn.functional as F
 import triton
 from torch import Tensor
 
-from serve_app.model.cpu.llama import Linear
 from serve_app.model.gpu.kernels import matmul as kernels
+from serve_app.model.llama import Linear
 
 FP8 = torch.float8_e4m3fn
 _FP8_MAX = 448.0
@@ -37,6 +37,11 @@ class GpuLinear:
             scales = weight.abs().amax(1).float().clamp_min(1e-12) / _FP8_MAX
             weight = (weight.float() / scales[:, None]).clamp(-_FP8_MAX, _FP8_MAX).to(FP8)
         return cls(weight, linear.bias, scales, invariant)
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of weights, bias and scales."""
+        return sum(part.nbytes for part in (self.weight, self.bias, self.scales) if part is not None)
 
     def __call__(self, x: Tensor) -> Tensor:
         """See the class."""

@@ -25,8 +25,7 @@ def gate_times_up(gate_up: Tensor, *, gelu: bool) -> Tensor:
     rows, width = gate_up.shape[0], gate_up.shape[1] // 2
     out = gate_up.new_empty(rows, width)
     block = 1024
-    grid = (triton.cdiv(out.numel(), block),)
-    kernels.gate_times_up[grid](gate_up, out, out.numel(), width, GELU=gelu, BLOCK=block, num_warps=4)
+    kernels.gate_times_up[rows, triton.cdiv(width, block)](gate_up, out, width, GELU=gelu, BLOCK=block, num_warps=4)
     return out
 
 

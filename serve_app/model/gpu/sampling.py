@@ -14,8 +14,9 @@ import torch
 import triton
 from torch import Tensor
 
-from serve_app.core.output import SlotStart, TokenLogprob
+from serve_app.core.results import TokenLogprob
 from serve_app.core.sampling_params import MAX_TOP_LOGPROBS, SamplingParams
+from serve_app.core.step_plan import SlotStart
 from serve_app.model import sampler
 from serve_app.model.gpu.kernels import sampling as kernels
 from serve_app.model.input_batch import SamplingRows, sampling_rows
@@ -80,18 +81,20 @@ def sample(logits: Tensor, rows: SamplingRows, history: Tensor, eos_token_ids: S
         raw = logits[shown].log_softmax(-1)
     penalize(logits, rows, history)
     add(logits, rows, [(i, sampler.biases(slot)) for i, slot in enumerate(slots) if slot.params.logit_bias])
+    for i, allowed in rows.masks.items():
+        sampler.mask_out(logits[i], allowed)
     add(logits, rows, [(i, sampler.barred(slots[i], eos_token_ids)) for i in masked])
     token_ids = choose(logits, to_device(rows.parameters, logits.device))
     if raw is None:
-        return Drawn(token_ids, num_top, masked, ToHost(token_ids))
+        return Drawn(token_ids, num_top, masked | rows.masks.keys(), ToHost(token_ids))
     chosen = raw.gather(1, token_ids[shown, None].clamp_min(0))[:, 0]
     top = raw.topk(min(MAX_TOP_LOGPROBS + _SPARE, raw.shape[1]))
-    return Drawn(token_ids, num_top, masked, ToHost(token_ids, chosen, top.values, top.indices))
+    return Drawn(token_ids, num_top, masked | rows.masks.keys(), ToHost(token_ids, chosen, top.values, top.indices))
 
 
 def choose(logits: Tensor, params: Tensor) -> Tensor:
-    """Token ids, int64 [R], of logits [R, vocab] by `parameters` [R, 5]; negative where there is none. Kernel launches
-    only, so that a CUDA graph can hold it."""
+    """Token ids, int64 [R], of logits [R, vocab] by parameters [R, len(Column)]; negative where there is none.
+    Kernel launches only, so that a CUDA graph can hold it."""
     rows, vocab = logits.shape
     parts = -(-vocab // PART)
     maxima = logits.new_empty(rows, parts, dtype=torch.float32)
@@ -117,14 +120,14 @@ def penalize(logits: Tensor, rows: SamplingRows, history: Tensor) -> None:
         return
     num_tokens = rows.num_tokens[found]
     slots = [rows.slots[i] for i in found]
-    host = np.stack([found, rows.seats[found], num_tokens, [slot.num_prompt_tokens for slot in slots]])
-    row, seat, end, prompt = to_device(host, logits.device)[..., None]
+    host = np.stack([found, rows.seq_slots[found], num_tokens, [slot.num_prompt_tokens for slot in slots]])
+    row, seq_slot, end, prompt = to_device(host, logits.device)[..., None]
     penalties = np.array(
         [(s.params.repetition_penalty, s.params.presence_penalty, s.params.frequency_penalty) for s in slots]
     )
     repetition, presence, frequency = to_device(penalties.T.copy(), logits.device)[..., None]
     place = torch.arange(int(num_tokens.max()), device=logits.device)
-    ids = history[seat[:, 0], : len(place)].long()
+    ids = history[seq_slot[:, 0], : len(place)].long()
     # Ids that occur more than once are written more than once, with the same value; so is the first, in place of none.
     ids = torch.where(place < end, ids, ids[:, :1])
     old = logits[row, ids]
@@ -173,5 +176,5 @@ def agrees(vocab: int, device: torch.device) -> bool:
     logits = 3 * torch.randn(len(starts), vocab, generator=torch.Generator().manual_seed(0))
     # Here penalties decide: of prompt 0 and output 1, 1 the likeliest is too dear, and then both are.
     logits[-2:, :3] = torch.tensor([[20.0, 21.5, 0.0], [21.0, 21.5, 15.0]])
-    expected = sampler.sample(logits.clone(), rows.slots, ())
+    expected = sampler.sample(logits.clone(), rows.slots, rows.parameters, ())
     return sample(logits.to(device), rows, history, ()).resolve().token_ids == expected.token_ids

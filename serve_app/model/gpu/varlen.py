@@ -1,7 +1,7 @@
 """The backend on torch's own kernels, `torch.nn.attention.varlen`: FlashAttention 2, or 3 where it is found.
 
 Decides: what a step looks like to them, and when they are refused. Whether their numbers are right is the probe's to
-find out: releases differ in what they can do, and in what they get wrong without a word. Needs no Triton.
+find out: releases differ in what they can do, and in what they silently compute wrong. Needs no Triton.
 """
 
 import inspect
@@ -62,19 +62,22 @@ class VarlenAttention:
         shape = (num_blocks, self.block_size, layer.num_kv_heads, layer.head_dim)
         return LayerCache(*(torch.zeros(shape, dtype=dtype, device=device) for _ in range(2)))
 
+    def warm_up(self, layer: AttentionLayer, dtype: torch.dtype, cache: LayerCache) -> None:
+        """Nothing is compiled."""
+
     def build(self, batch: AttentionBatch) -> VarlenMetadata:
         """The step's metadata in one copy to the device."""
         rows = len(batch.kv_lens)
         key_starts = [0, *np.cumsum(batch.kv_lens).tolist()]
         lengths = np.array([*batch.query_starts, *key_starts, *batch.kv_lens], dtype=np.int32)
         host = np.concatenate([lengths, batch.block_tables.ravel()])
-        parts = torch.tensor_split(to_device(host, batch.slot_mapping.device), [rows + 1, 2 * rows + 2, 3 * rows + 2])
+        parts = torch.tensor_split(to_device(host, batch.kv_slots.device), [rows + 1, 2 * rows + 2, 3 * rows + 2])
         return VarlenMetadata(
             query_starts=parts[0],
             key_starts=parts[1],
             kv_lens=parts[2],
             tables=parts[3].view(rows, -1),
-            slots=batch.slot_mapping,
+            slots=batch.kv_slots,
             max_queries=int(np.diff(batch.query_starts).max()),
             max_keys=max(batch.kv_lens),
         )

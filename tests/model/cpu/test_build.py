@@ -1,5 +1,6 @@
 """Which build is picked, how it is kept, and what happens without a compiler."""
 
+import ctypes
 import logging
 import shutil
 from pathlib import Path
@@ -8,7 +9,7 @@ import pytest
 import torch
 
 from serve_app.errors import ConfigError
-from serve_app.model.cpu import build
+from serve_app.model.cpu import build, ops
 from serve_app.model.loader import from_module
 from tests.models import needs_compiler, tiny_model
 
@@ -86,8 +87,20 @@ def test_without_a_compiler_torch_runs_the_model_and_one_line_says_so(
 
 @needs_compiler
 def test_without_avx2_torch_is_faster_and_runs_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("serve_app.model.paged_model.best_build", lambda: "portable")
+    monkeypatch.setattr("serve_app.model.executors.cpu.best_build", lambda: "portable")
     module = tiny_model("llama", torch.float32)
     assert from_module(module).attention_backend == "cpu"
     # Asked for by name, the portable build does it.
     assert from_module(module, quantization="int8").quantization == "int8"
+
+
+@needs_compiler
+def test_a_struct_that_differs_from_its_twin_in_c_is_an_error(
+    monkeypatch: pytest.MonkeyPatch, kernels_folder: Path
+) -> None:
+    class Longer(ctypes.Structure):
+        _fields_ = [*ops.LayerStruct._fields_, ("forgotten_in_c", ctypes.c_int64)]
+
+    monkeypatch.setitem(ops._STRUCTS, "layer", Longer)
+    with pytest.raises(RuntimeError, match="struct layer has"):
+        ops.Kernels("portable", kernels_folder)

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from serve_app.model import paged_model
 from serve_app.model.attention.base import AttentionBatch
 from serve_app.model.cpu.ops import Batch, Kernels
+from serve_app.model.executors import cpu
 from serve_app.model.loader import from_module
 from tests.model.stepping import Sequences, random_tokens
 from tests.models import VOCAB_SIZE
@@ -22,7 +22,7 @@ LENGTHS = [1, 5, 2, 9, 1, 1, 3, 17, 1, 4, 1, 1, 6]
 def test_a_half_that_is_given_away_goes_on_where_it_was(
     kernels: Kernels, shim: ctypes.CDLL, quantization: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(paged_model, "best_build", lambda: kernels.build)
+    monkeypatch.setattr(cpu, "best_build", lambda: kernels.build)
     config = AutoConfig.for_model(
         "llama",
         vocab_size=VOCAB_SIZE,
@@ -38,7 +38,7 @@ def test_a_half_that_is_given_away_goes_on_where_it_was(
         AutoModelForCausalLM.from_config(config).eval(), attention_backend="kernels", quantization=quantization
     )
     model.allocate_kv_cache(3 * len(LENGTHS) + 1)
-    stack: Any = model._stack
+    stack: Any = model.executor
     forward, steps = stack.forward, []
 
     def record(ids: Tensor, positions: Tensor, batch: AttentionBatch) -> Tensor:

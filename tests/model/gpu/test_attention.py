@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from serve_app.model.attention import registry
+from serve_app.model.attention import selection
 from serve_app.model.attention.base import AttentionBatch, AttentionLayer, LayerCache, block_matrix
 
 PAGE = 16
@@ -62,7 +62,7 @@ class Step:
 
     def run(self, name: str, padding: int = 0) -> tuple[Tensor, LayerCache]:
         """Output [tokens + padding, heads, dim] and the pool afterwards, as [slots, heads, dim]."""
-        backend = registry._BACKENDS[name]()
+        backend = selection._BACKENDS[name]()
         cache = backend.allocate(self.layer, self.num_blocks, self.dtype, self.device)
         by_slot = [pool if name == "reference" else pool.transpose(1, 2) for pool in cache]
         old = torch.tensor(self.old, dtype=torch.int64, device=self.device)
@@ -120,11 +120,11 @@ def test_a_prompt_gives_the_same_bits_however_it_is_cut(device: torch.device) ->
     whole = Step(layer, [(0, 150)], torch.float32, device)
     expected, pool = whole.run("triton")
     table = whole.batch.block_tables[0]
-    backend = registry._BACKENDS["triton"]()
+    backend = selection._BACKENDS["triton"]()
     cache = backend.allocate(layer, whole.num_blocks, torch.float32, device)
     got = []
     for low, high in ((0, 37), (37, 102), (102, 150)):
-        batch = AttentionBatch([0, high - low], [high], table[None], whole.batch.slot_mapping[low:high])
+        batch = AttentionBatch([0, high - low], [high], table[None], whole.batch.kv_slots[low:high])
         key, value = (x[:, low:high] for x in whole.new)
         got.append(backend.forward(layer, whole.query[:, low:high], key, value, cache, backend.build(batch)))
     assert torch.equal(torch.cat(got), expected)
@@ -142,4 +142,4 @@ def test_number_of_splits() -> None:
 
 def test_the_probe_takes_it(device: torch.device) -> None:
     layers = [LAYERS[name] for name in ("group of 3", "window", "softcap")]
-    assert registry.pick_backend("triton", layers, torch.float32, device).name == "triton"
+    assert selection.pick_backend("triton", layers, torch.float32, device).name == "triton"

@@ -1,16 +1,18 @@
 """The kernels compile for a GPU that is not there, which the interpreter cannot tell: types, shapes of products, and
-that what they keep fits into registers."""
+what they take of a processor's registers and shared memory, which decides how many programs it runs at once."""
 
 import json
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 COMPILE = """
-import json, subprocess, sys
+import json, re, subprocess, sys, tempfile
+from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
 from serve_app.model.gpu.kernels import attention, elementwise, matmul, sampling
@@ -19,14 +21,20 @@ name, types, constants, options = json.load(sys.stdin)
 kernel = next(found for module in (attention, elementwise, matmul, sampling) if (found := getattr(module, name, None)))
 names = kernel.arg_names
 signature = {name: types.get(name, "constexpr") for name in names}
-whole = [name for name, kind in types.items() if kind[0] == "*" or name == "inputs"]
+whole = [name for name, kind in types.items() if kind[0] == "*" or name in ("inputs", "width", "outputs")]
 aligned = {(names.index(name),): [["tt.divisibility", 16]] for name in whole}
 source = ASTSource(kernel, signature, {(names.index(name),): value for name, value in constants.items()}, aligned)
 compiled = compile(source, target=GPUTarget("cuda", 90, 32), options=options)
 ptx = compiled.asm["ptx"]
-# What does not fit into registers goes to local memory.
+with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
+    file.write(ptx)
+    file.flush()
+    command = [knobs.nvidia.ptxas.path, "-v", "--gpu-name=sm_90a", file.name, "-o", "/dev/null"]
+    said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
 print(json.dumps({"shared": compiled.metadata.shared, "wgmma": "wgmma.mma" in ptx, "mma": "mma.sync" in ptx,
-                  "async": "cp.async" in ptx, "stack": ".local" in ptx, "cubin": len(compiled.asm["cubin"])}))
+                  "async": "cp.async" in ptx, "vectors": "ld.global.v4.b32" in ptx,
+                  "registers": int(re.search(r"Used (\\d+) registers", said)[1]),
+                  "spilled": int(re.search(r"(\\d+) bytes spill stores", said)[1])}))
 """
 INDICES = dict.fromkeys(("tile_rows", "tile_firsts", "query_starts"), "*i32")
 ATTEND = {
@@ -50,7 +58,7 @@ ROTATE = {
 }
 NORM = {**dict.fromkeys(("residual", "x", "weight", "out"), "*bf16"), "width": "i32", "eps": "fp32"}
 MERGED = {"partial_sums": "*fp32", "partial_stats": "*fp32", "out": "*bf16", **INDICES}
-GATED = {"gate_up": "*bf16", "out": "*bf16", "total": "i32", "width": "i32"}
+GATED = {"gate_up": "*bf16", "out": "*bf16", "width": "i32"}
 PARTS = {
     "logits": "*fp32",
     "params": "*fp64",
@@ -66,23 +74,52 @@ PRODUCT = {
     **dict.fromkeys(("rows", "outputs", "inputs"), "i32"),
 }
 WHOLE = {"BLOCK_K": 64, "EVEN": True, "BIASED": False, "PRECISION": "tf32"}
-KERNELS: dict[str, tuple[str, dict[str, str], dict[str, Any], int]] = {
-    "decode": ("attend", ATTEND, {**TILE, "BLOCK_M": 16, "SPLITS": 4}, 4),
-    "prefill": ("attend", ATTEND, {**TILE, "BLOCK_M": 128, "SPLITS": 1}, 8),
-    "merge": ("merge", MERGED, {"HEADS": 32, "KV_HEADS": 8, **VALUES, "BLOCK_M": 16, "SPLITS": 16}, 4),
-    "norm": ("add_rms_norm", NORM, {"ADD": True, "BLOCK": 4096}, 8),
-    "gate": ("gate_times_up", GATED, {"GELU": False, "BLOCK": 1024}, 4),
-    "scan": ("scan_parts", PARTS, {"PART": 1024}, 4),
-    "draw": ("draw", {**PARTS, "token_ids": "*i64"}, {"PART": 1024, "PARTS": 256, "WAYS": 16}, 8),
-    "decode fp8": ("attend", {**ATTEND, **FP8_CACHE}, {**TILE, "BLOCK_M": 16, "SPLITS": 4}, 4),
-    "few rows": (
-        "product",
-        {**PRODUCT, "weight": "*bf16"},
-        {**WHOLE, "BLOCK_O": 64, "BLOCK_R": 16, "SCALED": False},
-        4,
-    ),
-    "fp8": ("product", {**PRODUCT, "weight": "*fp8e4nv"}, {**WHOLE, "BLOCK_O": 128, "BLOCK_R": 128, "SCALED": True}, 8),
-    "rotate": ("rotate_and_store", ROTATE, {**SHAPE, "HALF": 64, "NORMED": True, "BLOCK": 8}, 4),
+D256 = {**TILE, "HEAD_DIM": 256, "VALUE_DIM": 256, "VALUE_DIMS": 256, "DIMS": 256, "BLOCK_N": 32}
+SPLIT = {**TILE, "BLOCK_M": 16}
+LONG = {**TILE, "BLOCK_M": 128, "SPLITS": 1}
+MERGE = {"HEADS": 32, "KV_HEADS": 8, **VALUES, "BLOCK_M": 16}
+DRAW = {**PARTS, "token_ids": "*i64"}
+BF16, FP8 = {**PRODUCT, "weight": "*bf16"}, {**PRODUCT, "weight": "*fp8e4nv"}
+FEW, MANY = {**WHOLE, "BLOCK_O": 64, "BLOCK_R": 16}, {**WHOLE, "BLOCK_O": 128, "BLOCK_R": 128}
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """registers: of a thread, shared: KiB of a program, spilled: bytes of a thread, each the most there may be."""
+
+    name: str
+    types: dict[str, str]
+    constants: dict[str, Any]
+    warps: int
+    stages: int
+    registers: int
+    shared: int
+    spilled: int = 0
+
+
+KERNELS = {
+    "decode, whole": Kernel("attend", ATTEND, {**SPLIT, "SPLITS": 1}, 4, 3, 120, 40),
+    "decode, 4 splits": Kernel("attend", ATTEND, {**SPLIT, "SPLITS": 4}, 4, 3, 120, 40),
+    "decode, 16 splits": Kernel("attend", ATTEND, {**SPLIT, "SPLITS": 16}, 4, 3, 120, 40),
+    "decode, window": Kernel("attend", ATTEND, {**SPLIT, "SPLITS": 4, "WINDOW": 4096}, 4, 3, 136, 40),
+    "decode, fp8 cache": Kernel("attend", {**ATTEND, **FP8_CACHE}, {**SPLIT, "SPLITS": 4}, 4, 3, 184, 40),
+    "decode, 256 wide": Kernel("attend", ATTEND, {**D256, "BLOCK_M": 16, "SPLITS": 4}, 4, 2, 144, 56),
+    "prefill": Kernel("attend", ATTEND, LONG, 8, 3, 200, 100),
+    "prefill, fp8 cache": Kernel("attend", {**ATTEND, **FP8_CACHE}, LONG, 8, 3, 200, 100),
+    "prefill, 256 wide": Kernel("attend", ATTEND, {**D256, "BLOCK_M": 64, "SPLITS": 1}, 4, 2, 255, 110, 32),
+    "deterministic": Kernel("attend", ATTEND, {**TILE, "BLOCK_M": 64, "SPLITS": 1}, 4, 3, 208, 100),
+    "merge, 4": Kernel("merge", MERGED, {**MERGE, "SPLITS": 4}, 4, 3, 64, 1),
+    "merge, 16": Kernel("merge", MERGED, {**MERGE, "SPLITS": 16}, 4, 3, 64, 1),
+    "norm": Kernel("add_rms_norm", NORM, {"ADD": True, "BLOCK": 4096}, 8, 3, 48, 1),
+    "gate": Kernel("gate_times_up", GATED, {"GELU": False, "BLOCK": 1024}, 4, 3, 40, 0),
+    "rotate, few": Kernel("rotate_and_store", ROTATE, {**SHAPE, "HALF": 64, "NORMED": True, "BLOCK": 1}, 1, 3, 40, 1),
+    "rotate, many": Kernel("rotate_and_store", ROTATE, {**SHAPE, "HALF": 64, "NORMED": True, "BLOCK": 8}, 4, 3, 40, 1),
+    "scan": Kernel("scan_parts", PARTS, {"PART": 1024}, 4, 3, 40, 1),
+    "draw": Kernel("draw", DRAW, {"PART": 1024, "PARTS": 256, "WAYS": 16}, 8, 3, 96, 8, 64),
+    "product, few rows": Kernel("product", BF16, {**FEW, "SCALED": False}, 4, 4, 56, 40),
+    "product, many rows": Kernel("product", BF16, {**MANY, "SCALED": False}, 8, 4, 128, 128),
+    "product, fp8, few rows": Kernel("product", FP8, {**FEW, "SCALED": True}, 4, 4, 72, 24),
+    "product, fp8, many rows": Kernel("product", FP8, {**MANY, "SCALED": True}, 8, 4, 144, 96),
 }
 
 
@@ -90,20 +127,22 @@ KERNELS: dict[str, tuple[str, dict[str, str], dict[str, Any], int]] = {
 def test_compiles_for_hopper(kernel: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    *description, warps = KERNELS[kernel]
-    given = json.dumps([*description, {"num_warps": warps, "num_stages": 3}])
+    wanted = KERNELS[kernel]
+    options = {"num_warps": wanted.warps, "num_stages": wanted.stages}
+    given = json.dumps([wanted.name, wanted.types, wanted.constants, options])
     result = subprocess.run(
-        [sys.executable, "-c", COMPILE], input=given, capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, "-c", COMPILE], input=given, capture_output=True, text=True, timeout=240, check=False
     )
     assert result.returncode == 0, result.stderr
     facts = json.loads(result.stdout)
-    assert facts["cubin"] > 0
-    assert not facts["stack"]
-    if description[0] == "product":
+    assert facts["registers"] <= wanted.registers, facts
+    assert facts["spilled"] <= wanted.spilled, facts
+    assert facts["shared"] <= 1024 * wanted.shared, facts
+    if wanted.name == "product":
         # The same instruction for few rows and for many: another one rounds in another order.
         assert facts["wgmma"]
-        assert facts["shared"] <= 227 * 1024
-    if description[0] == "attend":
+    if wanted.name == "attend":
         assert facts["async"]
-        assert facts["wgmma" if kernel == "prefill" else "mma"]
-        assert facts["shared"] <= 227 * 1024 // (1 if kernel == "prefill" else 4)
+        assert facts["mma" if wanted.constants["BLOCK_M"] == 16 else "wgmma"]
+    if wanted.name in ("gate_times_up", "add_rms_norm"):
+        assert facts["vectors"]

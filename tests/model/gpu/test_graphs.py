@@ -1,6 +1,8 @@
 """Buckets and buffers of decode graphs; without a GPU the same buffers are computed without a graph."""
 
-from collections.abc import Sequence
+import gc
+import weakref
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ from serve_app.core.sampling_params import SamplingParams
 from serve_app.engine.core import EngineConfig, EngineCore
 from serve_app.model.attention.base import AttentionBatch, AttentionLayer, block_matrix
 from serve_app.model.loader import from_module
+from tests.model.gpu.fake_cuda import FakeCuda
 from tests.models import tiny_model
 
 PAGE = 16
@@ -80,6 +83,57 @@ def test_prefill_and_huge_batches_are_not_taken(step, device: torch.device) -> N
     assert not graphs.takes(step([(1, [1])] * (BUCKETS[-1] + 1))[2])
 
 
+@pytest.fixture
+def fake_cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
+    return FakeCuda(monkeypatch)
+
+
+def test_what_a_captured_step_reads_outlives_its_capture(fake_cuda: FakeCuda) -> None:
+    """Its tiles are made while it is captured, and the graph knows only their addresses."""
+    from serve_app.model.gpu.attention import TritonAttention, TritonMetadata
+    from serve_app.model.gpu.graphs import DecodeGraphs, Recorder
+
+    read = []
+
+    def run(input_ids: Tensor, positions: Tensor, metadata: TritonMetadata) -> Tensor:
+        for tiles in metadata.tiles(LAYER, torch.float32):
+            read.extend([weakref.ref(tiles.rows), weakref.ref(tiles.firsts)])
+        return input_ids + 1
+
+    graphs = DecodeGraphs(run, Recorder(torch.device("cuda")), TritonAttention(), 200, torch.device("cpu"))
+    for bucket in (4, 2):
+        graphs.captured(bucket)
+    gc.collect()
+    assert read
+    assert all(tensor() is not None for tensor in read)
+
+
+@pytest.mark.parametrize("in_pieces", [False, True])
+@pytest.mark.parametrize("broken", [False, True])
+def test_an_error_inside_a_capture_ends_it(fake_cuda: FakeCuda, in_pieces: bool, broken: bool) -> None:
+    """And the next capture has a pool and a stream of its own, should this end fail as well."""
+    from serve_app.model.gpu.graphs import Recorder
+
+    recorder, calls = Recorder(torch.device("cuda")), []
+
+    def call(*between: Callable[[Callable[[], None]], None]) -> Tensor:
+        calls.append(between)
+        for live in between:
+            live(lambda: None)
+        if len(calls) == 2:
+            fake_cuda.broken = broken
+            raise ValueError("not while capturing")
+        return torch.ones(1)
+
+    record = recorder.pieces if in_pieces else recorder.whole
+    with pytest.raises(ValueError, match="not while capturing"):
+        record(call)  # type: ignore[arg-type]
+    assert not fake_cuda.capturing
+    fake_cuda.broken = False
+    assert record(call)().tolist() == [1.0]  # type: ignore[arg-type]
+    assert len(calls) == 4
+
+
 def test_mixed_steps_call_attention_between_the_pieces(step, device: torch.device) -> None:  # type: ignore[no-untyped-def]
     from serve_app.model.gpu.graphs import MixedGraphs, Recorder
 
@@ -109,14 +163,16 @@ def test_mixed_steps_call_attention_between_the_pieces(step, device: torch.devic
 
 def test_an_engine_on_graphs_gives_the_models_tokens(device: torch.device) -> None:
     """All sizes that its seats need are run before the first request; then batches shrink from size to size."""
+    from serve_app.model.gpu.decoder import GpuDecoder
+
     module = tiny_model("qwen3", torch.float32).to(device)
     model = from_module(module, attention_backend="triton", max_model_len=64)
     stages: list[str] = []
     config = EngineConfig(max_num_batched_tokens=16, max_num_seqs=3, kv_cache_gib=0.01)
     core = EngineCore(model, config, on_progress=stages.append)
     assert stages[-1].startswith("capturing graphs: ")
-    decoder = model._gpu
-    assert decoder is not None
+    decoder = model.executor
+    assert isinstance(decoder, GpuDecoder)
     assert decoder._decode is not None
     assert decoder._sampling is not None
     captured = [dict(graphs._calls) for graphs in (decoder._decode, decoder._sampling)]

@@ -5,11 +5,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from serve_app.core.output import SlotStart
 from serve_app.core.sampling_params import SamplingParams
+from serve_app.core.step_plan import SlotStart
+from serve_app.model import sampler
 from serve_app.model.input_batch import SamplingRows, sampling_rows
 from serve_app.model.sampler import Sampled
-from serve_app.model.sampler import sample as on_the_host
 
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered in subtract")  # numpy's, in the interpreter
 
@@ -54,6 +54,11 @@ def seated(starts: list[SlotStart]) -> SamplingRows:
     return sampling_rows([replace(start, slot=slot) for slot, start in enumerate(starts)])
 
 
+def on_the_host(logits: torch.Tensor, starts: list[SlotStart]) -> Sampled:
+    rows = seated(starts)
+    return sampler.sample(logits.clone(), rows.slots, rows.parameters, EOS)
+
+
 def history_of(starts: list[SlotStart]) -> torch.Tensor:
     """Their tokens by slot, and behind them what the slots' earlier owners left."""
     history = torch.full((len(starts), 9), 20, dtype=torch.int32)
@@ -81,7 +86,7 @@ def test_mixed_rows_agree_with_the_host(sample) -> None:  # type: ignore[no-unty
     variants = [*DRAWN, *({"temperature": 0.0, **fields} for fields in EDITED), *EDITED]
     starts = [make_start(seed, {"logprobs": seed % 4, **fields}) for seed, fields in enumerate(variants)]
     logits = make_logits(len(starts))
-    got, expected = sample(logits, starts), on_the_host(logits.clone(), seated(starts).slots, EOS)
+    got, expected = sample(logits, starts), on_the_host(logits, starts)
     assert got.token_ids == expected.token_ids
     assert not got.failed
     for i, entry in expected.logprobs.items():
@@ -100,7 +105,7 @@ def test_penalties_change_the_same_logits_in_the_same_way(fields: dict[str, obje
     expected = make_logits(len(starts), 40)
     got = expected.clone().to(device)
     for row, slot in zip(expected, rows.slots, strict=True):
-        sampler._edit(row, slot, ())
+        sampler._edit(row, slot, (), None)
     sampling.penalize(got, rows, history_of(starts).to(device))
     assert torch.equal(got.cpu(), expected)
 
@@ -111,7 +116,7 @@ def test_penalties_change_the_same_logits_in_the_same_way(fields: dict[str, obje
 def test_draws_follow_the_noise(fields: dict[str, object], sample) -> None:  # type: ignore[no-untyped-def]
     starts = [make_start(seed, fields) for seed in range(5)]
     logits = make_logits(1, 700).repeat(5, 1)
-    assert sample(logits, starts).token_ids == on_the_host(logits.clone(), seated(starts).slots, EOS).token_ids
+    assert sample(logits, starts).token_ids == on_the_host(logits, starts).token_ids
 
 
 def test_a_row_does_not_depend_on_the_rows_beside_it(sample) -> None:  # type: ignore[no-untyped-def]
@@ -133,7 +138,7 @@ def test_equal_logits(sample) -> None:  # type: ignore[no-untyped-def]
     assert got.token_ids[0] == 130
     assert [token for token, _ in got.logprobs[0].top] == [130, 140, 290]
     assert set(got.token_ids[1:]) == {130, 140, 290}
-    assert got.token_ids == on_the_host(logits.clone(), seated(starts).slots, EOS).token_ids
+    assert got.token_ids == on_the_host(logits, starts).token_ids
 
 
 def test_what_is_no_number_fails_alone(sample) -> None:  # type: ignore[no-untyped-def]
@@ -145,7 +150,7 @@ def test_what_is_no_number_fails_alone(sample) -> None:  # type: ignore[no-untyp
     logits[3] = -torch.inf
     logits[5] = -torch.inf
     logits[5, 7] = 1.0
-    got, expected = sample(logits, starts), on_the_host(logits.clone(), seated(starts).slots, EOS)
+    got, expected = sample(logits, starts), on_the_host(logits, starts)
     assert got.failed == expected.failed
     assert sorted(got.failed) == [1, 2, 3, 5]
     assert sorted(got.logprobs) == [0, 4]

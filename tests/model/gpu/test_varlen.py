@@ -9,7 +9,7 @@ from torch.nn import attention
 from torch.nn.attention import varlen as torch_varlen
 
 from serve_app.errors import ConfigError
-from serve_app.model.attention import registry
+from serve_app.model.attention import selection
 from serve_app.model.attention.base import AttentionLayer
 from serve_app.model.gpu import varlen
 
@@ -77,7 +77,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> StandIn:
 @pytest.mark.parametrize("layer", LAYERS, ids=str)
 def test_a_step_reaches_it_as_documented(layer: AttentionLayer, stand_in: StandIn) -> None:
     """Rows of several pages, decodes beside a new prompt, a window; the probe compares with the reference."""
-    backend = registry.pick_backend("varlen", [layer], torch.bfloat16, CPU)
+    backend = selection.pick_backend("varlen", [layer], torch.bfloat16, CPU)
     assert backend.block_size == 256
     assert len(stand_in.calls) == 2
     for call in stand_in.calls:
@@ -88,7 +88,7 @@ def test_a_step_reaches_it_as_documented(layer: AttentionLayer, stand_in: StandI
 
 def test_version_3_is_taken_where_it_can_be_activated(stand_in: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention, "activate_flash_attention_impl", lambda name: None)
-    registry.pick_backend("varlen", LAYERS, torch.bfloat16, CPU)
+    selection.pick_backend("varlen", LAYERS, torch.bfloat16, CPU)
     assert all(call["num_splits"] is None and call["cu_seq_k"] is None for call in stand_in.calls)
 
 
@@ -100,13 +100,13 @@ def test_rows_left_unwritten_are_noticed(stand_in: StandIn, monkeypatch: pytest.
 
     monkeypatch.setattr(torch_varlen, "varlen_attn", broken)
     with pytest.raises(ConfigError, match="varlen does not work.*differs from the reference"):
-        registry.pick_backend("varlen", LAYERS[:1], torch.bfloat16, CPU)
+        selection.pick_backend("varlen", LAYERS[:1], torch.bfloat16, CPU)
 
 
 def test_refusals_are_one_clear_line(monkeypatch: pytest.MonkeyPatch) -> None:
     def refusal(layer: AttentionLayer = LAYERS[0], dtype: torch.dtype = torch.bfloat16) -> str:
         with pytest.raises(ConfigError) as error:
-            registry.pick_backend("varlen", [layer], dtype, CPU)
+            selection.pick_backend("varlen", [layer], dtype, CPU)
         assert "\n" not in str(error.value)
         return str(error.value)
 

@@ -1,3 +1,11 @@
 /* The whole library in one compilation unit. Read in this order: vec.h, threads.h, weights.h, matmul.h, elementwise.h,
  * attention.h, layer.h, decoder.h. */
 #include "decoder.h"
+
+/* For ops.py, which fills these structs in and compares their sizes with its own when it loads the library. */
+#define SIZE_OF(name) int64_t sizeof_##name(void) { return sizeof(struct name); }
+SIZE_OF(weight)
+SIZE_OF(layer)
+SIZE_OF(decoder)
+SIZE_OF(attention)
+SIZE_OF(batch)

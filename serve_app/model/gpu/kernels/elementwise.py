@@ -31,17 +31,18 @@ def add_rms_norm(
     tl.store(out + row + column, scaled.to(value.dtype), mask=inside)
 
 
-@triton.jit(do_not_specialize=["total"])
-def gate_times_up(gate_up, out, total, width, GELU: tl.constexpr, BLOCK: tl.constexpr):
-    """Grid (blocks of out). gate_up: [rows, 2 * width], out: [rows, width] = activation(gate) * up; total: out's size.
+@triton.jit
+def gate_times_up(gate_up, out, width, GELU: tl.constexpr, BLOCK: tl.constexpr):
+    """Grid (rows, blocks of columns). gate_up: [rows, 2 * width], out: [rows, width] = activation(gate) * up.
 
-    The activation is SiLU, or GELU's tanh form.
+    The activation is SiLU, or GELU's tanh form. A program stays inside a row, so that loads are as wide as can be.
     """
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = at < total
-    place = at // width * 2 * width + at % width
-    gate = tl.load(gate_up + place, mask=inside, other=0.0)
-    up = tl.load(gate_up + place + width, mask=inside, other=0.0)
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < width
+    source = gate_up + row * 2 * width + column
+    gate = tl.load(source, mask=inside, other=0.0)
+    up = tl.load(source + width, mask=inside, other=0.0)
     wide = gate.to(tl.float32)
     if GELU:
         # (1 + tanh(z)) / 2 = sigmoid(2 z)
@@ -49,7 +50,7 @@ def gate_times_up(gate_up, out, total, width, GELU: tl.constexpr, BLOCK: tl.cons
     else:
         wide = wide * tl.sigmoid(wide)
     result = wide.to(gate.dtype).to(tl.float32) * up.to(tl.float32)
-    tl.store(out + at, result.to(gate.dtype), mask=inside)
+    tl.store(out + row * width + column, result.to(gate.dtype), mask=inside)
 
 
 @triton.jit(do_not_specialize=["num_tokens"], do_not_specialize_on_alignment=["positions", "slots"])

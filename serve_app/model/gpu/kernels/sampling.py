@@ -13,6 +13,11 @@ in `serve_app.model.sampler`.
 import triton
 import triton.language as tl
 
+from serve_app.model.sampling_columns import Column
+
+COLUMNS = tl.constexpr(len(Column))
+TEMPERATURE, TOP_K, TOP_P = (tl.constexpr(int(column)) for column in (Column.TEMPERATURE, Column.TOP_K, Column.TOP_P))
+MIN_P, NOISE = tl.constexpr(int(Column.MIN_P)), tl.constexpr(int(Column.NOISE))
 # As a signed integer, one more than the bits of 1.0, the largest weight.
 ABOVE_ONE = tl.constexpr(0x3F800001)
 
@@ -21,7 +26,7 @@ ABOVE_ONE = tl.constexpr(0x3F800001)
 def scan_parts(logits, params, maxima, firsts, sums, vocab, parts, PART: tl.constexpr):
     """Grid (rows, parts): each part's largest logit, the first token that has it, and the sum of the weights in it.
 
-    logits: [rows, vocab]; params: float64 [rows, 5] (temperature, top_k, top_p, min_p, noise); maxima, sums: float32
+    logits: [rows, vocab]; params: float64 [rows, COLUMNS], by `Column`; maxima, sums: float32
     [rows, parts], of which sums is relative to the part's own maximum; firsts: int32 [rows, parts]. A part with NaN has
     a maximum of infinity.
     """
@@ -30,7 +35,7 @@ def scan_parts(logits, params, maxima, firsts, sums, vocab, parts, PART: tl.cons
     values = tl.load(logits + row.to(tl.int64) * vocab + token, mask=token < vocab, other=float("-inf")).to(tl.float32)
     broken = tl.max((values != values).to(tl.int32), 0) > 0
     largest = tl.max(values, 0)
-    temperature = tl.load(params + row * 5).to(tl.float32)
+    temperature = tl.load(params + row * COLUMNS + TEMPERATURE).to(tl.float32)
     level = tl.where(largest == float("-inf"), 0.0, largest)
     total = tl.sum(tl.exp((values - level) / tl.where(temperature > 0.0, temperature, 1.0)), 0)
     place = row * parts + part
@@ -116,11 +121,11 @@ def draw(
     token = tl.load(firsts + row * parts + tl.argmax(best, 0, tie_break_left=True))
     token = tl.where(largest < float("inf"), token, -1)
     token = tl.where(largest > float("-inf"), token, -2)
-    temperature = tl.load(params + row * 5).to(tl.float32)
+    temperature = tl.load(params + row * COLUMNS + TEMPERATURE).to(tl.float32)
     if (token >= 0) & (temperature > 0.0):
-        top_k = tl.load(params + row * 5 + 1).to(tl.float32)
-        top_p = tl.load(params + row * 5 + 2).to(tl.float32)
-        min_p = tl.load(params + row * 5 + 3).to(tl.float32)
+        top_k = tl.load(params + row * COLUMNS + TOP_K).to(tl.float32)
+        top_p = tl.load(params + row * COLUMNS + TOP_P).to(tl.float32)
+        min_p = tl.load(params + row * COLUMNS + MIN_P).to(tl.float32)
         threshold = tl.full([], 0, tl.int32)
         kept = tl.load(sums + row * parts + index, mask=index < parts, other=0.0)
         kept = (kept * tl.exp((best - largest) / temperature)).to(tl.float64)
@@ -137,7 +142,7 @@ def draw(
         threshold = tl.maximum(threshold, min_p.to(tl.int32, bitcast=True))
         if (top_p < 1.0) | (min_p > 0.0):
             kept = _sums_above(logits, maxima, parts, largest, temperature, vocab, threshold, PART, PARTS)
-        target = tl.load(params + row * 5 + 4) * tl.sum(kept, 0)
+        target = tl.load(params + row * COLUMNS + NOISE) * tl.sum(kept, 0)
         part = _first_above(kept, index, target)
         weights = _weights(logits, part, largest, temperature, vocab, PART)
         weights = tl.where(weights.to(tl.int32, bitcast=True) >= threshold, weights, 0.0).to(tl.float64)

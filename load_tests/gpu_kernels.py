@@ -1,0 +1,87 @@
+"""The Triton kernels, each alone, against torch on the same device. (Rotation and storing are judged by parity.)"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from serve_app.model.attention.base import AttentionLayer
+from serve_app.model.attention.verification import verify_backend
+from serve_app.model.gpu import ops, sampling
+from serve_app.model.gpu.attention import TritonAttention
+from serve_app.model.gpu.linear import GpuLinear
+from serve_app.model.llama import Linear
+
+Compare = Callable[[torch.device, torch.dtype], dict[str, Any]]
+
+TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2}
+"""Largest accepted difference, as a part of the expected value and the standard deviation together."""
+
+
+def comparisons(*, full: bool) -> dict[str, Compare]:
+    """By name; full: the widths and shapes that models have, else tiny ones."""
+    heads = ((32, 8, 128), (16, 8, 128), (32, 8, 64), (8, 4, 256)) if full else ((4, 2, 32),)
+    layers = {f"attention {h}/{k}x{d}": AttentionLayer(h, k, d, d, d**-0.5) for h, k, d in heads}
+    h, k, d = heads[0]
+    if full:
+        layers[f"attention {h}/{k}x{d}, window"] = AttentionLayer(h, k, d, d, d**-0.5, sliding_window=100)
+        layers[f"attention {h}/{k}x{d}, softcap"] = AttentionLayer(h, k, d, d, d**-0.5, softcap=50.0)
+    width, vocab = (4096, 151_936) if full else (64, 3000)
+    rows = (1, 16, 64, 300) if full else (1, 5)
+    return {
+        **{name: partial(_attention, layer, False) for name, layer in layers.items()},
+        "attention, deterministic": partial(_attention, next(iter(layers.values())), True),
+        "norm": partial(_norm, width),
+        "gate times up": partial(_gate, width),
+        "product, invariant": partial(_product, width, rows, False),
+        "product, fp8 weights": partial(_product, width, rows, True),
+        "sampling": partial(_sampling, vocab),
+    }
+
+
+def _attention(layer: AttentionLayer, deterministic: bool, device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
+    problem = verify_backend(TritonAttention(deterministic=deterministic), [layer], dtype, device)
+    return {"passed": problem is None, "problem": problem}
+
+
+def _norm(width: int, device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
+    residual, x, weight = (_random(*shape, device=device, dtype=dtype) for shape in ((9, width), (9, width), (width,)))
+    total = residual + x
+    got = ops.add_rms_norm(residual, x, weight, 1e-6)
+    return _agree((got, residual), (F.rms_norm(total.float(), (width,), weight.float(), 1e-6), total), dtype)
+
+
+def _gate(width: int, device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
+    both = _random(9, 2 * width, device=device, dtype=dtype)
+    gate, up = both.float().chunk(2, dim=1)
+    found = [ops.gate_times_up(both, gelu=gelu) for gelu in (False, True)]
+    return _agree(found, [F.silu(gate) * up, F.gelu(gate, approximate="tanh") * up], dtype)
+
+
+def _product(width: int, rows: tuple[int, ...], fp8: bool, device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
+    weight = _random(width + 64, width, device=device, dtype=dtype) / width**0.5
+    linear = GpuLinear.of(Linear(weight, None), fp8=fp8, invariant=not fp8)
+    rounded = linear.weight.float() if linear.scales is None else linear.weight.float() * linear.scales[:, None]
+    inputs = [_random(count, width, device=device, dtype=dtype) for count in rows]
+    expected = [(x.double() @ rounded.double().T) for x in inputs]
+    return _agree([linear(x) for x in inputs], expected, dtype)
+
+
+def _sampling(vocab: int, device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
+    return {"passed": sampling.agrees(vocab, device)}
+
+
+def _random(*shape: int, device: torch.device, dtype: torch.dtype) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape))).to(device, dtype)
+
+
+def _agree(got: Any, expected: Any, dtype: torch.dtype) -> dict[str, Any]:
+    differences = [
+        float(((a.double() - b.double()).abs() / (b.double().abs() + b.double().std())).max())
+        for a, b in zip(got, expected, strict=True)
+    ]
+    worst = float(torch.tensor(differences).max())
+    return {"passed": worst <= TOLERANCE[dtype], "ratio": worst / TOLERANCE[dtype], "difference": worst}

@@ -1,0 +1,93 @@
+"""A workload through an engine without a server: closed loop, step by step, each token timed when its step ends."""
+
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from serve_app.workloads.client import RequestResult, Run
+from serve_app.workloads.mixes import Workload
+from serve_app.workloads.prompts import PromptWriter
+from serve_app.workloads.runs import OnDone, Runner
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutput:
+    """One request's part of a step: its number, how many tokens it got, whether it ended, and why if it failed."""
+
+    number: int
+    tokens: int
+    ended: bool
+    error: str | None = None
+
+
+class Engine(Protocol):
+    """An engine that computes several requests at once, step by step."""
+
+    def add(self, number: int, prompt: Sequence[int], max_tokens: int) -> None:
+        """One more request: greedy, and of exactly `max_tokens` tokens."""
+
+    def step(self) -> Iterable[StepOutput]:
+        """Compute one step."""
+
+
+class _Places:
+    """Which requests of a workload may be in flight: see `Workload.lanes`."""
+
+    def __init__(self, workload: Workload) -> None:
+        self._free = list(workload.lanes)
+        lanes = len(self._free)
+        self._waiting = [deque(range(lane, len(workload.items), lanes)) for lane in range(lanes)]
+
+    def take(self) -> Iterator[int]:
+        """The requests that may start now."""
+        for lane, numbers in enumerate(self._waiting):
+            while numbers and self._free[lane]:
+                self._free[lane] -= 1
+                yield numbers.popleft()
+
+    def give_back(self, number: int) -> None:
+        """This request has been answered."""
+        self._free[number % len(self._free)] += 1
+
+
+def step_runner(engine: Engine, writer: PromptWriter) -> Runner:
+    """Feeds an engine in a closed loop; a request's clock starts when the engine gets it."""
+
+    def run(workload: Workload, on_done: OnDone) -> Run:
+        prompts = [writer.tokenizer.encode(item.prompt) for item in workload.items]
+        results = [RequestResult(item) for item in workload.items]
+        places = _Places(workload)
+        last: dict[int, float] = {}
+        """When each request in flight got its latest token or, before its first one, was sent."""
+        cpu, start = time.process_time(), time.perf_counter()
+        while True:
+            for number in places.take():
+                last[number] = time.perf_counter()
+                results[number].due_s = last[number] - start
+                engine.add(number, prompts[number], results[number].item.output_tokens)
+            if not last:
+                break
+            for output in engine.step():
+                now, result = time.perf_counter(), results[output.number]
+                if output.tokens:
+                    _note_tokens(result, now - last[output.number], output.tokens)
+                    last[output.number] = now
+                if output.ended:
+                    result.e2e_s = now - start - result.due_s
+                    result.error = output.error
+                    del last[output.number]
+                    places.give_back(output.number)
+                    on_done(result)
+        return Run(workload, tuple(results), time.perf_counter() - start, time.process_time() - cpu)
+
+    return run
+
+
+def _note_tokens(result: RequestResult, gap_s: float, count: int) -> None:
+    if result.ttft_s is None:
+        result.ttft_s = gap_s
+    else:
+        result.gaps_s.append(gap_s)
+    result.output_tokens += count

@@ -1,0 +1,62 @@
+"""From `response_format` and `structured_outputs` to the grammar of the answer.
+
+Decides which of a request's fields constrain it. What a grammar can enforce is for `grammars` to say.
+"""
+
+import asyncio
+from functools import partial
+
+from serve_app import grammars
+from serve_app.api.schemas import ChatBody, GenerationBody, ResponseFormat, StructuredOutputs
+from serve_app.errors import InvalidRequestError
+from serve_app.text.tokenizer import Tokenizer
+
+
+async def grammar_of(body: GenerationBody, tokenizer: Tokenizer) -> str | None:
+    """The grammar that the answer must follow; None if it may be anything.
+
+    Raises `InvalidRequestError` naming the field, the keyword and its path, for what cannot be enforced.
+    """
+    build = _builder(body)
+    if build is None:
+        return None
+    # Beside the event loop: it takes about a millisecond, and up to half a second for the worst of grammars.
+    return await asyncio.to_thread(_build, build, tokenizer)
+
+
+def _builder(body: GenerationBody) -> partial[str] | None:
+    response_format = body.response_format if isinstance(body, ChatBody) else None
+    if response_format is not None and response_format.type != "text":
+        if body.structured_outputs is not None:
+            raise InvalidRequestError(
+                "`structured_outputs` and `response_format` both constrain the answer: give one of them",
+                param="structured_outputs",
+            )
+        return partial(_response_format, response_format)
+    return None if body.structured_outputs is None else partial(_structured_outputs, body.structured_outputs)
+
+
+def _build(build: partial[str], tokenizer: Tokenizer) -> str:
+    text = build()
+    tokenizer.grammars.matcher(text)  # finds what only the first mask shows
+    return text
+
+
+def _response_format(wanted: ResponseFormat) -> str:
+    schema = wanted.json_schema.schema_ if wanted.json_schema is not None else None
+    if schema is None:
+        return grammars.json_object()
+    return grammars.json_schema(schema, param="response_format.json_schema.schema")
+
+
+def _structured_outputs(wanted: StructuredOutputs) -> str:
+    field = "structured_outputs"
+    if wanted.json_ is not None:
+        return grammars.json_schema(wanted.json_, param=f"{field}.json")
+    if wanted.regex is not None:
+        return grammars.regex(wanted.regex, param=f"{field}.regex")
+    if wanted.choice is not None:
+        return grammars.choice(wanted.choice, param=f"{field}.choice")
+    if wanted.grammar is not None:
+        return grammars.lark(wanted.grammar, param=f"{field}.grammar")
+    return grammars.json_object(param=f"{field}.json_object")

@@ -1,0 +1,268 @@
+"""Who is served next, and who gives way: requests wait in one line per client, and the clients take turns.
+
+Decides an order and nothing else: no clock, no bound. Fair between API keys, then between the users of one key, by
+hierarchical self-clocked fair queueing (Golestani, "A Self-Clocked Fair Queueing Scheme for Broadband Applications",
+INFOCOM 1994): a client's next request is tagged with the level's clock plus the request's cost; the lowest tag is
+served, and sets the clock. So a client that returns owes nothing and has saved nothing, and nobody's tag is overtaken
+more than once per other client and unit of cost. All operations are O(log clients).
+"""
+
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Generic, Protocol, TypeVar
+
+from serve_app.core.keyed_heap import KeyedHeap
+
+
+@dataclass(eq=False, slots=True)
+class Entry:
+    """One waiting request: `remaining` parts that are served one by one, each of `cost` sequences.
+
+    client: (API key, user). priority: lower is served first.
+    """
+
+    client: tuple[str, str]
+    cost: int = 1
+    remaining: int = 1
+    priority: int = 0
+    started: bool = field(default=False, init=False)
+
+    @property
+    def size(self) -> int:
+        """Sequences that wait."""
+        return self.cost * self.remaining
+
+
+E = TypeVar("E", bound=Entry)
+
+
+class _Queue(Protocol):
+    @property
+    def size(self) -> int: ...
+    @property
+    def next_cost(self) -> int: ...
+
+
+Q = TypeVar("Q", bound=_Queue)
+
+
+class FairQueue(Generic[E]):
+    """Entries of the lowest priority number first; within a priority the clients take turns."""
+
+    def __init__(self) -> None:
+        self.size = 0
+        self._classes: dict[int, _PriorityClass[E]] = {}
+        self._best: KeyedHeap[int, int] = KeyedHeap()
+        self._worst: KeyedHeap[int, int] = KeyedHeap()
+
+    def add(self, entry: E) -> None:
+        """To the end of its client's line."""
+        if entry.priority not in self._classes:
+            self._classes[entry.priority] = _PriorityClass()
+            self._best.put(entry.priority, entry.priority)
+            self._worst.put(entry.priority, -entry.priority)
+        self._classes[entry.priority].add(entry)
+        self.size += entry.size
+
+    def take(self) -> E:
+        """Serve one part of the entry whose turn it is. Raises `LookupError` if nobody waits."""
+        priority = self._best.first()
+        if priority is None:
+            raise LookupError("the queue is empty")
+        entry = self._classes[priority].take()
+        self._shrink(priority, entry.cost)
+        return entry
+
+    def drop(self, entry: E, parts: int) -> None:
+        """Forget `parts` parts of a waiting entry."""
+        self._classes[entry.priority].drop(entry, parts)
+        self._shrink(entry.priority, parts * entry.cost)
+
+    def ahead_of(self, entry: E) -> int:
+        """Sequences served before the last of `entry`, if it came now and nobody after it; at most a little more."""
+        ahead = sum(others.size for priority, others in self._classes.items() if priority < entry.priority)
+        same = self._classes.get(entry.priority)
+        return ahead if same is None else ahead + same.ahead_of(entry)
+
+    def giving_way(self, entry: E, needed: int) -> list[E]:
+        """Whom `entry`, not yet added, may push out to gain `needed` sequences; nobody if it is not entitled to.
+
+        The longest line of the lowest priority gives way, its newest first, as long as it stays at least as long as
+        the newcomer's; a line of better priority never does. Entries of which a part was served stay.
+        """
+        worst = self._worst.first()
+        if worst is None or worst < entry.priority:
+            return []
+        line = self._classes[worst].giving_way(entry if worst == entry.priority else None, needed)
+        return line.newest(needed) if line is not None else []
+
+    def _shrink(self, priority: int, sequences: int) -> None:
+        self.size -= sequences
+        if not self._classes[priority].size:
+            del self._classes[priority]
+            self._best.discard(priority)
+            self._worst.discard(priority)
+
+
+class _Line(Generic[E]):
+    """One client's entries, first come first served."""
+
+    def __init__(self) -> None:
+        self.size = 0
+        self._entries: OrderedDict[E, None] = OrderedDict()
+        self._untouched: OrderedDict[E, None] = OrderedDict()
+
+    @property
+    def next_cost(self) -> int:
+        return next(iter(self._entries)).cost
+
+    def add(self, entry: E) -> None:
+        self._entries[entry] = self._untouched[entry] = None
+        self.size += entry.size
+
+    def take(self) -> E:
+        entry = next(iter(self._entries))
+        entry.started = True
+        self._untouched.pop(entry, None)
+        self.drop(entry, 1)
+        return entry
+
+    def drop(self, entry: E, parts: int) -> None:
+        self.size -= parts * entry.cost
+        entry.remaining -= parts
+        if not entry.remaining:
+            del self._entries[entry]
+            self._untouched.pop(entry, None)
+
+    def newest(self, needed: int) -> list[E]:
+        """The newest entries, `needed` sequences or a little more; none if there are fewer."""
+        found: list[E] = []
+        for entry in reversed(self._untouched):
+            found.append(entry)
+            needed -= entry.size
+            if needed <= 0:
+                return found
+        return []
+
+
+class _Turns(Generic[Q]):
+    """Queues by name that take turns. Only those that hold something are here: `update` after every change of one."""
+
+    def __init__(self, make: Callable[[], Q]) -> None:
+        self.size = 0
+        self._make = make
+        self._clock = 0
+        self._queues: dict[str, Q] = {}
+        self._since: dict[str, int] = {}
+        self._tags: KeyedHeap[str, int] = KeyedHeap()
+        self._lengths: KeyedHeap[str, int] = KeyedHeap()
+
+    @property
+    def next_cost(self) -> int:
+        return self._queues[self._next_name()].next_cost
+
+    def open(self, name: str) -> Q:
+        """The queue `name`, which begins at the clock if it is new."""
+        if name not in self._queues:
+            self._queues[name] = self._make()
+            self._since[name] = self._clock
+        return self._queues[name]
+
+    def get(self, name: str) -> Q | None:
+        return self._queues.get(name)
+
+    def begin_turn(self) -> Q:
+        """The queue whose turn it is, and is over with this call: its tag becomes the clock."""
+        name = self._next_name()
+        self._clock = self._since[name] = self._since[name] + self._queues[name].next_cost
+        return self._queues[name]
+
+    def update(self, name: str, change: int) -> None:
+        """The queue `name` has grown by `change` sequences."""
+        self.size += change
+        queue = self._queues[name]
+        if queue.size:
+            self._tags.put(name, self._since[name] + queue.next_cost)
+            self._lengths.put(name, -queue.size)
+        else:
+            del self._queues[name], self._since[name]
+            self._tags.discard(name)
+            self._lengths.discard(name)
+
+    def ahead_of(self, name: str, ahead: int, size: int) -> int:
+        """Sequences served before the last of `size` that come to the queue `name` now, behind `ahead` of its own."""
+        own = self._queues.get(name)
+        others = len(self._queues) - (own is not None)
+        # While these are served, each other queue is served as much, or all it has.
+        return ahead + min(self.size - (own.size if own is not None else 0), (ahead + size) * others)
+
+    def longest(self) -> Q:
+        """The longest queue. There must be one."""
+        name = self._lengths.first()
+        assert name is not None
+        return self._queues[name]
+
+    def giving_way(self, name: str, length: int) -> Q | None:
+        """The longest queue, if it is no shorter than the queue `name` and `length` sequences more; else that one."""
+        own, longest = self._queues.get(name), self.longest()
+        own_size = own.size if own is not None else 0
+        return longest if longest is not own and longest.size >= own_size + length else own
+
+    def _next_name(self) -> str:
+        name = self._tags.first()
+        assert name is not None
+        return name
+
+
+class _PriorityClass(Generic[E]):
+    """The entries of one priority: keys take turns, and the users of a key take turns within its own."""
+
+    def __init__(self) -> None:
+        self._keys: _Turns[_Turns[_Line[E]]] = _Turns(lambda: _Turns(_Line))
+
+    @property
+    def size(self) -> int:
+        return self._keys.size
+
+    def add(self, entry: E) -> None:
+        key, user = entry.client
+        users = self._keys.open(key)
+        users.open(user).add(entry)
+        self._update(entry, entry.size)
+
+    def take(self) -> E:
+        entry = self._keys.begin_turn().begin_turn().take()
+        self._update(entry, -entry.cost)
+        return entry
+
+    def drop(self, entry: E, parts: int) -> None:
+        key, user = entry.client
+        self._keys.open(key).open(user).drop(entry, parts)
+        self._update(entry, -parts * entry.cost)
+
+    def ahead_of(self, entry: E) -> int:
+        key, user = entry.client
+        ahead = 0
+        if (users := self._keys.get(key)) is not None:
+            line = users.get(user)
+            ahead = users.ahead_of(user, line.size if line is not None else 0, entry.size)
+        return self._keys.ahead_of(key, ahead, entry.size)
+
+    def giving_way(self, newcomer: E | None, needed: int) -> _Line[E] | None:
+        """The line that is longest, None if the newcomer's would become longer than it; any yields to no newcomer."""
+        if newcomer is None:
+            return self._keys.longest().longest()
+        key, user = newcomer.client
+        users = self._keys.giving_way(key, newcomer.size + needed)
+        if users is None:
+            return None
+        if users is not self._keys.get(key):
+            return users.longest()
+        line = users.giving_way(user, newcomer.size + needed)
+        return line if line is not users.get(user) else None
+
+    def _update(self, entry: E, change: int) -> None:
+        key, user = entry.client
+        self._keys.open(key).update(user, change)
+        self._keys.update(key, change)

@@ -1,0 +1,110 @@
+"""Which requests wait for a slot, in order of service, and which running one is preempted.
+
+Decides nothing about when the next one may enter: that is the admission gate's.
+"""
+
+import math
+from collections import OrderedDict
+from itertools import islice
+
+from serve_app.core.keyed_heap import KeyedHeap
+from serve_app.core.request import Request
+
+
+class _OrderedQueue:
+    """Requests by `order`, and by the time they came; removal from anywhere is cheap."""
+
+    def __init__(self) -> None:
+        self._members: OrderedDict[Request, None] = OrderedDict()
+        self._by_order: KeyedHeap[Request, tuple[int, int, int]] = KeyedHeap()
+
+    def __len__(self) -> int:
+        return len(self._members)
+
+    def __contains__(self, request: Request) -> bool:
+        return request in self._members
+
+    def push(self, request: Request) -> None:
+        self._members[request] = None
+        self._by_order.put(request, request.order)
+
+    def remove(self, request: Request) -> None:
+        del self._members[request]
+        self._by_order.discard(request)
+
+    def head(self) -> Request | None:
+        return self._by_order.first()
+
+    def oldest(self) -> Request | None:
+        return next(iter(self._members), None)
+
+    def newest(self) -> Request | None:
+        return next(reversed(self._members), None)
+
+    def nth(self, n: int) -> Request:
+        """The `n`-th that came, counted from 1."""
+        return next(islice(self._members, n - 1, n))
+
+
+class RequestQueue:
+    """Who waits, in order of service. Two queues, because only newcomers need the admission gate.
+
+    Resuming requests (preempted ones, and further choices of a running request) have been let in before. By their
+    order they are ahead of any newcomer of their priority: preemption takes the youngest, so they arrived earlier.
+    """
+
+    def __init__(self) -> None:
+        self._new = _OrderedQueue()
+        self._resuming = _OrderedQueue()
+
+    def __len__(self) -> int:
+        return len(self._new) + len(self._resuming)
+
+    def __contains__(self, request: Request) -> bool:
+        return request in self._new or request in self._resuming
+
+    @property
+    def num_new(self) -> int:
+        """Newcomers."""
+        return len(self._new)
+
+    @property
+    def num_resuming(self) -> int:
+        """Those who have been let in before."""
+        return len(self._resuming)
+
+    @property
+    def new_head(self) -> Request | None:
+        """The newcomer who is next."""
+        return self._new.head()
+
+    @property
+    def oldest_arrival(self) -> float:
+        """When the newcomer who has waited longest came (infinity: nobody waits)."""
+        oldest = self._new.oldest()
+        return math.inf if oldest is None else oldest.arrived_at
+
+    def last_arrival(self, limit: int) -> int:
+        """The arrival number of the last newcomer to come, or of the `limit`-th where more wait (-1: nobody waits)."""
+        last = self._new.nth(limit) if limit < len(self._new) else self._new.newest()
+        return -1 if last is None else last.arrival
+
+    def push(self, request: Request, *, resuming: bool) -> None:
+        """Enqueue by `request.order`."""
+        (self._resuming if resuming else self._new).push(request)
+
+    def remove(self, request: Request) -> None:
+        """Take out a request, wherever it stands."""
+        (self._resuming if request in self._resuming else self._new).remove(request)
+
+    def head(self, *, gate_open: bool) -> Request | None:
+        """Who is next: nobody overtakes the head, but a closed gate hides the newcomers."""
+        resuming, new = self._resuming.head(), self.new_head if gate_open else None
+        if resuming is None or new is None:
+            return resuming or new
+        return min(resuming, new, key=lambda request: request.order)
+
+
+def pick_victim(running: list[Request]) -> Request:
+    """Who is preempted: the youngest of the lowest priority. `running` is kept sorted by `order`."""
+    return running[-1]

@@ -1,0 +1,117 @@
+"""What a step computed: tokens by row, as the runner returns them, and by request, as readers get them.
+
+Plain data, small and picklable. Types of which each row of each step makes an instance are named tuples, which take a
+third of the time of frozen dataclasses.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from itertools import chain
+from typing import Any, NamedTuple
+
+LOGPROBS = "logprobs"
+"""The kind of result that holds a `TokenLogprob` per token, be it of the output or of the prompt."""
+
+Results = Mapping[str, tuple[Any, ...]]
+"""What was computed beside the tokens: for each kind, one entry per token, of plain data that msgpack can pack.
+
+Whoever computes a kind names it here, and whoever reads it has a property of `TokenDelta`. Between the two, scheduler,
+wire and failover carry it unread. Do not change one.
+"""
+NO_RESULTS: Results = {}
+
+
+class FinishReason(StrEnum):
+    """Why a choice ended. STOP: end of sequence or a stop token id (stop *strings* are found at the ingress)."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ERROR = "error"
+
+
+class TokenLogprob(NamedTuple):
+    """Natural log-probability of one token under the model's own distribution (before penalties, bias, temperature)."""
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+    """The most likely alternatives as (token id, logprob), best first; as many as the request asked for."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelRunnerOutput:
+    """What the step produced, by row index of `SchedulerOutput.rows`.
+
+    `token_ids[i]` is empty for a row that did not sample; for one that did, the accepted drafts and one token more.
+    `failed[i]` is a message: that request, and no other, ends with an error. `results[i]` has an entry for each of its
+    tokens, `prompt_results[i]` for each *next* prompt token that the row's positions predict.
+    `sat_out` names rows that should have sampled and could not yet: their last token is to be computed again.
+    `forced[i]` are tokens that the grammar makes almost certain to follow `token_ids[i]`: drafts for the next step.
+    """
+
+    token_ids: tuple[tuple[int, ...], ...]
+    results: dict[int, Results] = field(default_factory=dict)
+    prompt_results: dict[int, Results] = field(default_factory=dict)
+    failed: dict[int, str] = field(default_factory=dict)
+    sat_out: frozenset[int] = frozenset()
+    forced: dict[int, tuple[int, ...]] = field(default_factory=dict)
+
+
+class TokenDelta(NamedTuple):
+    """What one choice of one request gained by a step.
+
+    `offset` counts the output tokens before these, prior ones (failover) included: so readers notice gaps and repeats.
+    `num_cached_tokens` (prompt tokens found computed: in the prefix cache, or by a sibling choice) is set on the first
+    delta of a choice. `results` has an entry for each of its tokens. `prompt_results`, an entry for each prompt token
+    after the first, come with choice 0, all of them before or with its first output token, each once; after a failover
+    from the start again, but only if no output token of choice 0 had come. `error` accompanies `FinishReason.ERROR`.
+    """
+
+    request_id: str
+    choice: int
+    offset: int
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason | None = None
+    num_cached_tokens: int | None = None
+    error: str | None = None
+    results: Results = NO_RESULTS
+    prompt_results: Results = NO_RESULTS
+
+    @property
+    def logprobs(self) -> tuple[TokenLogprob, ...]:
+        """Of the tokens; empty if nobody asked for them."""
+        return tuple(map(TokenLogprob._make, self.results.get(LOGPROBS, ())))
+
+    @property
+    def prompt_logprobs(self) -> tuple[TokenLogprob, ...]:
+        """Of prompt tokens; empty if nobody asked for them, or all were given before."""
+        return tuple(map(TokenLogprob._make, self.prompt_results.get(LOGPROBS, ())))
+
+
+def join_deltas(deltas: Sequence[TokenDelta]) -> list[TokenDelta]:
+    """Consecutive deltas of one request as one delta per choice."""
+    by_choice: dict[int, list[TokenDelta]] = {}
+    for delta in deltas:
+        by_choice.setdefault(delta.choice, []).append(delta)
+    return [_join(parts) if len(parts) > 1 else parts[0] for parts in by_choice.values()]
+
+
+def _join(parts: list[TokenDelta]) -> TokenDelta:
+    first, last = parts[0], parts[-1]
+    return TokenDelta(
+        first.request_id,
+        first.choice,
+        first.offset,
+        tuple(chain.from_iterable([part.token_ids for part in parts])),
+        last.finish_reason,
+        first.num_cached_tokens,
+        last.error,
+        _join_results([part.results for part in parts]),
+        _join_results([part.prompt_results for part in parts]),
+    )
+
+
+def _join_results(parts: list[Results]) -> Results:
+    kinds = dict.fromkeys(chain.from_iterable(parts))
+    return {kind: tuple(chain.from_iterable([part.get(kind, ()) for part in parts])) for kind in kinds}

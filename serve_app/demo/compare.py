@@ -1,0 +1,118 @@
+"""What continuous batching buys, on the same requests with the same slots.
+
+Decides which requests are compared and how the result is shown. The measuring is in `compare_runs`.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from serve_app.demo.compare_runs import CompareJob, Measurement, Mode, measure_in_process
+from serve_app.observability.timeline import draw_terminal
+
+if TYPE_CHECKING:
+    from serve_app.text.tokenizer import Tokenizer
+
+PROMPTS = (
+    "The capital of France is",
+    "Write a short note to a colleague who asks how a steam engine works. Begin with the boiler.",
+    "Once upon a time, in a village between two rivers, there lived a clockmaker who",
+    "List three things that a good library needs:",
+    "Explain to a child why the sky is blue during the day and red in the evening, step by step, with an example.",
+    "Dear Sir or Madam, I am writing to you because",
+)
+CAPS = (6, 50, 300, 30, 180, 45)
+"""Output tokens of each prompt: short and long side by side, which is what makes static batches wait."""
+
+Runner = Callable[[Mode, CompareJob, Callable[[int], None]], Measurement]
+
+
+def make_job(
+    tokenizer: "Tokenizer", prompts: Sequence[str], caps: Sequence[int], repeat: int, **fields: Any
+) -> CompareJob:
+    """The prompts in order, `repeat` times over, as token ids with their caps; `fields` are those of `CompareJob`."""
+    ids = tuple(tuple(tokenizer.encode(prompt)) for prompt in prompts)
+    return CompareJob(ids * repeat, tuple(caps) * repeat, **fields)
+
+
+def run_all(job: CompareJob, console: Console, runner: Runner = measure_in_process) -> dict[Mode, Measurement]:
+    """All three measurements, one after another, with a progress bar for each."""
+    columns = TextColumn("{task.description:<14}"), BarColumn(), TextColumn("{task.completed}/{task.total} tokens")
+    results = {}
+    with Progress(*columns, TimeElapsedColumn(), console=console) as progress:
+        for mode in Mode:
+            task = progress.add_task(mode.value, total=job.output_tokens)
+            results[mode] = runner(mode, job, lambda tokens, task=task: progress.advance(task, tokens))  # type: ignore[misc]
+    return results
+
+
+def report(results: dict[Mode, Measurement]) -> dict[str, Any]:
+    """The figures as plain data.
+
+    agreement_with_padded: the share of continuous batching's output tokens that come before the first difference from
+    the padded run's output of the same request.
+    """
+    figures: dict[str, Any] = {
+        mode.value: {
+            "steps": run.steps,
+            "seconds": round(run.seconds, 3),
+            "output_tokens": sum(len(output) for output in run.outputs),
+            "tokens_per_s": round(run.tokens_per_s, 2),
+        }
+        for mode, run in results.items()
+    }
+    padded, static, continuous = (results[mode] for mode in Mode)
+    return figures | {
+        "speedup_vs_padded": round(continuous.tokens_per_s / padded.tokens_per_s, 3),
+        "speedup_vs_packed": round(continuous.tokens_per_s / static.tokens_per_s, 3),
+        "outputs_equal": static.outputs == continuous.outputs,
+        "agreement_with_padded": round(_agreement(continuous.outputs, padded.outputs), 4),
+    }
+
+
+def _agreement(ours: Sequence[Sequence[int]], theirs: Sequence[Sequence[int]]) -> float:
+    same = 0
+    for mine, other in zip(ours, theirs, strict=True):
+        differs = (i for i, (a, b) in enumerate(zip(mine, other, strict=True)) if a != b)
+        same += next(differs, len(mine))
+    return same / max(1, sum(len(output) for output in ours))
+
+
+def show(console: Console, job: CompareJob, results: dict[Mode, Measurement], groups: dict[str, int]) -> None:
+    """Pictures, table and verdict in the terminal."""
+    figures = report(results)
+    columns = max(20, min(console.width, 140) - 10)
+    scale = max(run.steps for run in results.values()) / columns
+    console.print(f"\n{job.slots} slots; each character is {scale:.1f} steps; one colour per prompt")
+    console.print("[dim]▒ prefill   ▇ decode   ▃ decode, less than half of the time   × padding   · idle[/dim]")
+    for run in results.values():
+        console.print(f"\n[bold]{run.timeline.title}")
+        console.print(draw_terminal(run.timeline, groups, scale), end="")
+    table = Table("", "steps", "seconds", "output tokens", "tokens/s", "useful work in slots")
+    for column in table.columns[1:]:
+        column.justify = "right"
+    for mode, run in results.items():
+        figure = figures[mode.value]
+        table.add_row(
+            mode.value,
+            *(str(figure[key]) for key in ("steps", "seconds", "output_tokens", "tokens_per_s")),
+            f"{run.timeline.useful_share:.0%}",
+        )
+    console.print("\n", table, sep="")
+    padded, static, continuous = (results[mode] for mode in Mode)
+    console.print(
+        f"Continuous batching: {figures['speedup_vs_padded']:.2f}x the tokens per second of padded static batches, "
+        f"{figures['speedup_vs_packed']:.2f}x those of packed static batches, "
+        f"with {static.steps / continuous.steps:.2f}x fewer steps."
+    )
+    equal = sum(a == b for a, b in zip(static.outputs, continuous.outputs, strict=True))
+    console.print(f"Packed static and continuous outputs: {equal} of {len(job.caps)} requests equal, token for token.")
+    equal = sum(a == b for a, b in zip(padded.outputs, continuous.outputs, strict=True))
+    console.print(
+        f"Padded against continuous: {equal} of {len(job.caps)} requests equal; {figures['agreement_with_padded']:.1%} "
+        "of the tokens come before the first difference (padding changes the last bits, which can decide a near-tie)."
+    )
+    console.print(f"Prefix cache in both packed runs: {'on' if job.prefix_cache else 'off'}.")

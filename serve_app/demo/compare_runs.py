@@ -1,0 +1,207 @@
+"""The three measurements behind `serve-app compare`, each in a fresh process of its own.
+
+Decides what is measured and keeps it fair: every run loads the model anew, warms up with the same requests, has all
+requests at hand when its clock starts, and stops its clock at the last token. Draws nothing.
+"""
+
+import multiprocessing
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from enum import StrEnum
+from multiprocessing.connection import Connection
+from typing import TYPE_CHECKING, Literal
+
+from serve_app.core.request import EngineRequest
+from serve_app.core.sampling_params import SamplingParams
+from serve_app.core.step_record import StepRecord
+from serve_app.errors import ServeAppError
+from serve_app.observability.timeline import Timeline, timeline_of
+
+if TYPE_CHECKING:
+    from serve_app.engine.core import EngineCore
+
+_WARM_UP_TOKENS = 4
+
+OnTokens = Callable[[int], None]
+
+
+class Mode(StrEnum):
+    """The three ways to batch; the values are the keys of the JSON report."""
+
+    PADDED = "static_padded"
+    STATIC = "static_packed"
+    CONTINUOUS = "continuous"
+
+
+TITLES = {
+    Mode.PADDED: "Padded static: transformers' generate, batch by batch",
+    Mode.STATIC: "Packed static: no padding, but the next batch waits for the longest request",
+    Mode.CONTINUOUS: "Continuous: a freed slot takes the next request in the next step",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class CompareJob:
+    """The work of all three runs. prompts: token ids; caps: output tokens of each; slots: requests at once."""
+
+    prompts: tuple[tuple[int, ...], ...]
+    caps: tuple[int, ...]
+    slots: int
+    model: str = "default"
+    dtype: str = "float32"
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    prefix_cache: bool = False
+    num_threads: int | None = None
+    kv_cache_gib: float = 1.0
+
+    @property
+    def output_tokens(self) -> int:
+        """Output tokens of all requests."""
+        return sum(self.caps)
+
+    def requests(self, prefix: str, max_tokens: int | None = None) -> list[EngineRequest]:
+        """The job as engine requests, in order. `max_tokens` caps every output further (for warming up)."""
+        return [
+            EngineRequest(
+                f"{prefix}-{index}",
+                prompt,
+                SamplingParams(temperature=0.0, max_tokens=min(cap, max_tokens or cap), ignore_eos=True),
+            )
+            for index, (prompt, cap) in enumerate(zip(self.prompts, self.caps, strict=True))
+        ]
+
+
+@dataclass(frozen=True, slots=True)
+class Measurement:
+    """One run. `steps`: forward passes; `seconds`: of generating, without loading and warm-up."""
+
+    mode: Mode
+    outputs: tuple[tuple[int, ...], ...]
+    seconds: float
+    steps: int
+    timeline: Timeline
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Wanted output tokens per second."""
+        return sum(len(output) for output in self.outputs) / self.seconds
+
+
+def measure(mode: Mode, job: CompareJob, on_tokens: OnTokens = lambda _: None) -> Measurement:
+    """Run the job one way, in this process.
+
+    `on_tokens` is called after each step with the number of new wanted tokens.
+    """
+    return _measure_padded(job, on_tokens) if mode is Mode.PADDED else _measure_engine(mode, job, on_tokens)
+
+
+def _measure_padded(job: CompareJob, on_tokens: OnTokens) -> Measurement:
+    from serve_app.demo.padded import PaddedGenerator
+    from serve_app.model.runner import set_num_threads
+
+    if job.num_threads is not None:
+        set_num_threads(job.num_threads)
+    generator = PaddedGenerator(job.model, job.dtype, job.device)
+    warm_up_caps = [min(cap, _WARM_UP_TOKENS) for cap in job.caps[: job.slots]]
+    generator.run(job.prompts[: job.slots], warm_up_caps, job.slots)
+    run = generator.run(job.prompts, job.caps, job.slots, on_tokens)
+    timeline = Timeline(TITLES[Mode.PADDED], job.slots, run.steps, run.spans)
+    return Measurement(Mode.PADDED, run.outputs, run.seconds, run.steps, timeline)
+
+
+def _measure_engine(mode: Mode, job: CompareJob, on_tokens: OnTokens) -> Measurement:
+    from serve_app.engine.core import EngineConfig, EngineCore
+    from serve_app.model.options import ModelOptions
+
+    records: list[StepRecord] = []
+    config = EngineConfig(
+        model=ModelOptions(model=job.model, dtype=job.dtype, device=job.device),
+        max_num_seqs=job.slots,
+        max_num_batched_tokens=2048,  # all prompts of a batch in one step, as with padding
+        enable_prefix_cache=job.prefix_cache,
+        kv_cache_gib=job.kv_cache_gib,
+        num_threads=job.num_threads,
+        speculation="off",  # the comparison is about batching: one token per request and step
+    )
+    engine = EngineCore.load(config, on_step=records.append)
+    _generate(engine, job.requests("warm-up", _WARM_UP_TOKENS)[: job.slots], lambda _: None)
+    records.clear()
+    requests = job.requests("request")
+    outputs: list[tuple[int, ...]] = []
+    started = time.perf_counter()
+    # A static batch is closed: the next one is submitted when the last request of this one has finished.
+    size = job.slots if mode is Mode.STATIC else len(requests)
+    for first in range(0, len(requests), size):
+        outputs += _generate(engine, requests[first : first + size], on_tokens)
+    seconds = time.perf_counter() - started
+    return Measurement(mode, tuple(outputs), seconds, len(records), timeline_of(TITLES[mode], records, job.slots))
+
+
+def _generate(engine: "EngineCore", requests: Sequence[EngineRequest], on_tokens: OnTokens) -> list[tuple[int, ...]]:
+    """Submit the requests together and step until all have finished; their output tokens, in order."""
+    outputs: dict[str, list[int]] = {request.request_id: [] for request in requests}
+    for request in requests:
+        engine.add(request)
+    while engine.has_unfinished:
+        deltas = engine.step()
+        if deltas is None:
+            raise ServeAppError("the engine has requests but schedules none of them")
+        for delta in deltas:
+            outputs[delta.request_id].extend(delta.token_ids)
+        on_tokens(sum(len(delta.token_ids) for delta in deltas))
+    return [tuple(output) for output in outputs.values()]
+
+
+def measure_in_process(mode: Mode, job: CompareJob, on_tokens: OnTokens) -> Measurement:
+    """`measure` in a fresh process, so that no run inherits the memory, threads or warm caches of the one before.
+
+    Raises `ServeAppError` with the child's message when it fails.
+    """
+    context = multiprocessing.get_context("spawn")
+    receiver, sender = context.Pipe(duplex=False)
+    child = context.Process(target=_child, args=(mode, job, sender), daemon=True)
+    child.start()
+    sender.close()
+    try:
+        while True:
+            try:
+                message = receiver.recv()
+            except EOFError:
+                child.join()
+                raise ServeAppError(f"{mode} ended without a result (exit status {child.exitcode})") from None
+            if isinstance(message, int):
+                on_tokens(message)
+            elif isinstance(message, Measurement):
+                child.join()
+                return message
+            else:
+                raise ServeAppError(f"{mode}: {message}")
+    finally:
+        receiver.close()
+        child.terminate()
+        child.join()
+
+
+def _child(mode: Mode, job: CompareJob, sender: Connection) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches both; the parent ends this process
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    with suppress(BrokenPipeError):
+        try:
+            sender.send(measure(mode, job, sender.send))
+        except BrokenPipeError:
+            raise
+        except Exception as error:
+            sender.send(f"{type(error).__name__}: {error}")
+
+
+def _end_with_parent() -> None:
+    """A parent that is killed cannot end its children, so the child ends itself."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)

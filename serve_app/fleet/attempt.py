@@ -1,0 +1,151 @@
+"""One try of one request at one replica, and the replica: what this process knows of both.
+
+An `Attempt` holds its placement, its queue of outputs, its deadline, and the replica reserved for it, if any. Two
+containers refer to it: `Replica.attempts` (before it is placed, `ReplicaSet.waiting`), and, once it is sent, the link
+(`IngressEnd`), which passes its outputs to `receive`.
+"""
+
+import asyncio
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any, Protocol
+
+from serve_app.core.request import EngineRequest
+from serve_app.core.results import TokenDelta
+from serve_app.errors import ENGINE_DIED, EngineError, RequestTimeoutError, UnavailableError
+from serve_app.fleet.link import OnHeartbeat
+from serve_app.fleet.load import ReplicaLoad
+from serve_app.fleet.loss import LossReason, ReplicaLostError
+from serve_app.fleet.routing_policy import Placement, RoutingRequest
+from serve_app.fleet.wire import WireItem, unpack_item
+
+
+class Condition(StrEnum):
+    """SUSPECT: it failed a request or fell silent; a heartbeat makes it OK again."""
+
+    OK = "ok"
+    SUSPECT = "suspect"
+
+
+@dataclass(eq=False, slots=True)
+class Replica:
+    """One replica. Counters of ticks are the watchdog's."""
+
+    replica_id: str
+    metadata: dict[str, Any]
+    present: bool = True
+    """Whether Ray's controller lets requests go to it; a replica that is being stopped is not."""
+    condition: Condition = Condition.OK
+    reason: str = ""
+    """Why it is not OK."""
+    load: ReplicaLoad | None = None
+    attempts: "dict[str, Attempt]" = field(default_factory=dict)
+    """Those placed here that have not ended, by their ids."""
+    reserved: bool = False
+    """Whether only an attempt in quarantine may come here."""
+    has_beaten: bool = False
+    silent_ticks: int = 0
+    absent_ticks: int = 0
+
+    @property
+    def revision(self) -> str | None:
+        """Replicas of equal revisions give the same tokens for the same request; None where it does not say."""
+        return self.metadata.get("revision")
+
+
+class Attempt:
+    """Reads one attempt's outputs; the watchdog may interrupt it. For one event loop."""
+
+    def __init__(
+        self,
+        attempt_id: str,
+        request: EngineRequest,
+        *,
+        since: float,
+        deadline: float,
+        session: str | None = None,
+        revision: str | None = None,
+        reserved: Replica | None = None,
+    ) -> None:
+        """`since`: when its request came, earlier ones are placed first; `deadline`: in seconds of the same clock.
+
+        `revision`: of the replicas that can continue the request, None while no output is known. `reserved`: the
+        replica that is kept free for it, the only one it may go to.
+        """
+        self.attempt_id = attempt_id
+        self.request = request
+        self.since = since
+        self.revision = revision
+        self.reserved = reserved
+        self.routing = RoutingRequest.of(request, session)
+        self.replica: Replica | None = None
+        """Where it was placed."""
+        self.placement: Placement | None = None
+        """The routing policy's account of it, once it is placed."""
+        self.is_sent = False
+        self.unrouted_ticks = 0
+        """Counted by the watchdog."""
+        self._deadline = deadline
+        self._items: asyncio.Queue[WireItem | Exception] = asyncio.Queue()
+        self._has_started = False
+        self._loss: ReplicaLostError | None = None
+
+    async def next(self) -> list[TokenDelta]:
+        """The next outputs. Raises `ReplicaLostError` when there will be none, `RequestError` for the request's own."""
+        item = await self._next_item()
+        try:
+            deltas = unpack_item(self.request.request_id, item)
+        except UnavailableError as error:
+            raise ReplicaLostError(LossReason.REFUSED) from error
+        except EngineError as error:
+            if error.code != ENGINE_DIED:
+                raise
+            raise ReplicaLostError(LossReason.ENGINE_DIED) from error
+        if not self._has_started:
+            self._look_for_start(deltas)
+        return deltas
+
+    def receive(self, item: WireItem | Exception) -> None:
+        """Queue an item of its outputs; an exception ends the attempt, after all items that came before."""
+        self._items.put_nowait(item)
+
+    def interrupt(self, reason: LossReason) -> None:
+        """End it at once: its reader gets `ReplicaLostError` in place of the next outputs."""
+        if self._loss is None:
+            self._loss = ReplicaLostError(reason)
+            self.receive(self._loss)
+
+    async def _next_item(self) -> WireItem:
+        if self._loss is not None:
+            raise self._loss
+        try:
+            async with asyncio.timeout_at(self._deadline):
+                item = await self._items.get()
+        except TimeoutError:
+            raise RequestTimeoutError("the request was not done before its deadline") from None
+        if self._loss is not None:
+            raise self._loss
+        if isinstance(item, Exception):
+            raise item
+        return item
+
+    def _look_for_start(self, deltas: list[TokenDelta]) -> None:
+        for delta in deltas:
+            if delta.num_cached_tokens is not None:
+                self._has_started = True
+                if self.placement is not None:
+                    self.placement.started(delta.num_cached_tokens)
+                return
+
+
+class Transport(Protocol):
+    """The way to the replicas. `LinkTransport` is the real one."""
+
+    def start(self, attempt: Attempt) -> None:
+        """Place it on whichever replica is best, once one has room, and take it there. Does not wait."""
+
+    def stop(self, attempt: Attempt) -> None:
+        """Let go of it: its replica, if any, is told to abort. Idempotent, does not wait."""
+
+    async def listen(self, replica_id: str, on_heartbeat: OnHeartbeat) -> None:
+        """Listen to this replica: a heartbeat comes at least every `wire.HEARTBEAT_S`. Ends with `ReplicaLostError`."""

@@ -1,0 +1,109 @@
+"""What the reader of one request has been given so far: enough to let any replica go on exactly there.
+
+Decides which of an attempt's outputs are new: what an earlier attempt said of the prompt, and of choices that have
+finished, is left out, so that the reader sees one stream. Tokens are never left out: those that do not begin where the
+known ones end are an error of the attempt (`OutOfPlaceError`). Knows neither replicas nor time.
+"""
+
+from collections import Counter
+from collections.abc import Set
+from dataclasses import replace
+
+from serve_app.core.request import EngineRequest
+from serve_app.core.results import Results, TokenDelta
+
+
+class OutOfPlaceError(Exception):
+    """An attempt's tokens do not begin where the known ones end."""
+
+
+class ResumeState:
+    """What is known of `request`, whose seed is fixed. `ended`: choices that the reader no longer needs; may grow."""
+
+    def __init__(self, request: EngineRequest, ended: Set[int] = frozenset()) -> None:
+        self.request = request
+        self._ended = ended
+        self._outputs = [list(ids) for ids in request.prior_output_ids] or [[] for _ in range(request.params.n)]
+        self._finished: set[int] = set()
+        self._told_cached: set[int] = set()
+        self._told_prompt: Counter[str] = Counter()
+        self._seen_prompt: Counter[str] = Counter()
+        """Prompt results by kind: `_told_prompt`, given to the reader so far; `_seen_prompt`, sent by this attempt."""
+        self._attempts = 0
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Output tokens known, of all choices."""
+        return sum(map(len, self._outputs))
+
+    @property
+    def num_known_tokens(self) -> int:
+        """Prompt and output tokens known: what another replica computes again, unless its prefix cache has them."""
+        return len(self.request.prompt_token_ids) + self.num_output_tokens
+
+    @property
+    def complete(self) -> bool:
+        """Whether every choice has finished or is no longer needed."""
+        return len(self._finished) == len(self._outputs) or len(self._finished | self._ended) == len(self._outputs)
+
+    def next_attempt(self) -> EngineRequest:
+        """The request as the next replica gets it, with all that is known; `accept` then takes its outputs."""
+        self._attempts += 1
+        self._seen_prompt.clear()
+        if self._attempts == 1:
+            return self.request
+        return replace(
+            self.request,
+            prior_output_ids=tuple(tuple(ids) for ids in self._outputs),
+            finished_choices=tuple(sorted(self._finished | self._ended)),
+        )
+
+    def accept(self, deltas: list[TokenDelta]) -> list[TokenDelta]:
+        """Record an attempt's outputs; returns those that are new. Raises `OutOfPlaceError`."""
+        fresh = (
+            deltas if self._attempts == 1 else [new for delta in deltas if (new := self._new_part(delta)) is not None]
+        )
+        for count, delta in enumerate(fresh):
+            output = self._outputs[delta.choice]
+            if delta.offset != len(output):
+                self._take_back(fresh[:count])
+                raise OutOfPlaceError(f"{len(output)} tokens of choice {delta.choice}, then those from {delta.offset}")
+            output += delta.token_ids
+            self._told_prompt.update(_lengths(delta.prompt_results))
+            if delta.num_cached_tokens is not None:
+                self._told_cached.add(delta.choice)
+            if delta.finish_reason is not None:
+                self._finished.add(delta.choice)
+        return fresh
+
+    def _take_back(self, deltas: list[TokenDelta]) -> None:
+        """These were recorded but will not be delivered: the next attempt repeats them."""
+        for delta in reversed(deltas):
+            del self._outputs[delta.choice][delta.offset :]
+            self._told_prompt.subtract(_lengths(delta.prompt_results))
+            if delta.num_cached_tokens is not None:
+                self._told_cached.discard(delta.choice)
+            if delta.finish_reason is not None:
+                self._finished.discard(delta.choice)
+
+    def _new_part(self, delta: TokenDelta) -> TokenDelta | None:
+        """The part of `delta` that no earlier attempt gave. Its tokens are new: the attempt knew all before them."""
+        if delta.choice in self._finished:
+            return None
+        prompt_results = {}
+        for kind, entries in delta.prompt_results.items():
+            repeated = max(0, self._told_prompt[kind] - self._seen_prompt[kind])
+            if fresh := entries[repeated:]:
+                prompt_results[kind] = fresh
+        self._seen_prompt.update(_lengths(delta.prompt_results))
+        if not (delta.token_ids or prompt_results or delta.finish_reason is not None):
+            return None
+        told_cached = delta.choice in self._told_cached
+        return delta._replace(
+            prompt_results=prompt_results,
+            num_cached_tokens=None if told_cached else delta.num_cached_tokens,
+        )
+
+
+def _lengths(results: Results) -> dict[str, int]:
+    return {kind: len(entries) for kind, entries in results.items()}

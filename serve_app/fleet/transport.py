@@ -1,0 +1,123 @@
+"""The way to the engine replicas: places each attempt on one of them, and takes it there by the replica's link."""
+
+import asyncio
+import time
+
+from serve_app.fleet.attempt import Attempt, Replica
+from serve_app.fleet.link import LINK, IngressEnd, OnHeartbeat
+from serve_app.fleet.loss import LossReason, ReplicaLostError
+from serve_app.fleet.replica_set import ReplicaSet
+from serve_app.fleet.routing_policy import ReplicaInfo, RoutingPolicy
+from serve_app.fleet.wire import WireLoad, pack_request
+
+_OPENING_S = 2.0
+"""A replica without a heartbeat this long after the connection began counts as lost."""
+
+
+class LinkTransport:
+    """`Transport` over links. For one event loop, the one it is made on.
+
+    Decides when an attempt is placed: at once, on the replica that `policy` ranks first among those that may have it;
+    without one, or while all are full, as soon as there is one, the oldest request first. An attempt may be placed on a
+    replica whose link is not open yet; it is sent when the link opens. Otherwise all would go to the replica whose link
+    opens first.
+    """
+
+    def __init__(self, replicas: ReplicaSet, policy: RoutingPolicy) -> None:
+        self._replicas = replicas
+        self._policy = policy
+        self._links: dict[str, IngressEnd] = {}
+        self._loop = asyncio.get_running_loop()
+        self._replicas_changed()
+        replicas.add_listener(lambda: self._loop.call_soon(self._replicas_changed))
+
+    def start(self, attempt: Attempt) -> None:
+        """Place it, once a replica has room."""
+        self._replicas.begin(attempt)
+        self._place_all()
+
+    def stop(self, attempt: Attempt) -> None:
+        """Let go of it; its place is free for another one."""
+        if attempt.replica is not None and (link := self._links.get(attempt.replica.replica_id)) is not None:
+            link.cancel(attempt.attempt_id)
+        self._replicas.end(attempt)
+        if attempt.placement is not None:
+            attempt.placement.ended()
+        if self._replicas.waiting:
+            self._loop.call_soon(self._place_all)
+
+    async def listen(self, replica_id: str, on_heartbeat: OnHeartbeat) -> None:
+        """Keep a link to the replica until it is lost; then raises `ReplicaLostError`."""
+        if (replica := self._replicas.get(replica_id)) is None:
+            raise ReplicaLostError(LossReason.LEFT)
+        address, key = replica.metadata[LINK]
+        host, _, port = address.rpartition(":")
+
+        def heard(load: WireLoad) -> None:
+            if replica_id not in self._links and not opening.expired():
+                opening.reschedule(None)
+                self._links[replica_id] = link
+                for attempt in _unsent(replica):
+                    self._send(attempt, link)
+            on_heartbeat(load)
+            if self._replicas.waiting:
+                self._place_all()
+
+        link = IngressEnd(key, heard)
+        reason = LossReason.UNAVAILABLE
+        try:
+            async with asyncio.timeout(_OPENING_S) as opening:
+                await self._loop.create_connection(lambda: link, host, int(port))
+                reason = await link.lost
+        except OSError:
+            pass
+        finally:
+            self._links.pop(replica_id, None)
+            link.close()
+            for attempt in _unsent(replica):
+                self._fail(attempt, ReplicaLostError(LossReason.REFUSED))
+        raise ReplicaLostError(reason)
+
+    def _replicas_changed(self) -> None:
+        current = self._replicas.current()
+        self._policy.update({name: ReplicaInfo.from_metadata(metadata) for name, metadata in current.items()})
+        self._place_all()
+
+    def _place_all(self) -> None:
+        for attempt in sorted(self._replicas.waiting.values(), key=lambda a: (a.reserved is None, a.since)):
+            try:
+                placed = self._place(attempt)
+            except Exception as error:
+                self._fail(attempt, error)
+            else:
+                if not placed and attempt.reserved is None:
+                    return  # younger ones do not overtake it
+
+    def _place(self, attempt: Attempt) -> bool:
+        """Whether there is a replica for it."""
+        allowed = [replica.replica_id for replica in self._replicas.candidates(attempt)]
+        ranked = self._policy.rank(attempt.routing, allowed, self._replicas.loads(), time.monotonic())
+        if not ranked:
+            return False
+        chosen = ranked[0]
+        attempt.placement = self._policy.place(attempt.routing, chosen)
+        self._replicas.place(attempt, chosen)
+        if (link := self._links.get(chosen)) is not None:
+            self._send(attempt, link)
+        return True
+
+    def _send(self, attempt: Attempt, link: IngressEnd) -> None:
+        attempt.is_sent = True
+        try:
+            link.start(pack_request(attempt.request, attempt.attempt_id), attempt.receive)
+        except Exception as error:
+            attempt.receive(error)
+
+    def _fail(self, attempt: Attempt, error: Exception) -> None:
+        self._replicas.end(attempt)
+        attempt.receive(error)
+
+
+def _unsent(replica: Replica) -> list[Attempt]:
+    """What is placed there, and waits for a link."""
+    return [attempt for attempt in replica.attempts.values() if not attempt.is_sent]

@@ -1,0 +1,137 @@
+"""Notices what no attempt notices by itself: replicas that fall silent, steps that do not end, replicas being stopped.
+
+Decides when a replica is suspected and which attempts have to leave it. Each replica sends heartbeats to this process
+by its link, with the number and the age of its engine's step: a live event loop proves nothing about a
+stuck kernel.
+
+Time is counted in ticks of this process's own event loop, so that time in which this process itself was stopped, or
+too busy to read, is not held against the replicas. A false suspicion costs time only: the attempts go on elsewhere, and
+the next heartbeat lifts it.
+"""
+
+import asyncio
+import logging
+import time
+from functools import partial
+
+from serve_app.fleet.attempt import Attempt, Condition, Replica, Transport
+from serve_app.fleet.loss import LossReason, ReplicaLostError
+from serve_app.fleet.replica_set import ReplicaSet
+from serve_app.fleet.wire import WireLoad, unpack_load
+
+logger = logging.getLogger(__name__)
+
+TICK_S = 0.5
+SILENCE_S = 5.0
+"""A replica silent for this long is stalled; an attempt that no replica could take for this long is routed again."""
+_LEAVING_S = 1.0
+"""Ray takes a replica out of its set for a moment when its configuration changes."""
+
+
+class Watchdog:
+    """Watches `replicas` and their attempts. `run` it in a task of its own, on their event loop."""
+
+    def __init__(self, transport: Transport, replicas: ReplicaSet, *, stall_timeout_s: float) -> None:
+        self._transport = transport
+        self._replicas = replicas
+        self._stall_timeout_s = stall_timeout_s
+        self._listeners: dict[str, asyncio.Task[None]] = {}
+
+    async def run(self) -> None:
+        """Tick until cancelled."""
+        loop = asyncio.get_running_loop()
+        self._replicas.add_listener(lambda: loop.call_soon(self._listen_to_all))
+        self._listen_to_all()
+        try:
+            while True:
+                await asyncio.sleep(TICK_S)
+                try:
+                    self.tick()
+                except Exception:
+                    logger.exception("a tick of the watchdog failed")
+        finally:
+            for task in self._listeners.values():
+                task.cancel()
+            await asyncio.gather(*self._listeners.values(), return_exceptions=True)
+
+    def tick(self) -> None:
+        """Look at every replica and every attempt once."""
+        for replica in self._replicas.replicas():
+            self._judge(replica)
+        self._check_attempts()
+        self._listen_to_all()
+
+    def _listen_to_all(self) -> None:
+        replicas = self._replicas.replicas()
+        present = {replica.replica_id for replica in replicas if replica.present}
+        # One that has left is heard until its last attempt is over: outputs come the same way.
+        known = {replica.replica_id for replica in replicas}
+        for replica_id in present - self._listeners.keys():
+            name = f"heartbeats of {replica_id}"
+            self._listeners[replica_id] = asyncio.create_task(self._listen(replica_id), name=name)
+        for replica_id in self._listeners.keys() - known:
+            self._listeners.pop(replica_id).cancel()
+
+    def _judge(self, replica: Replica) -> None:
+        replica.silent_ticks += 1
+        replica.absent_ticks = 0 if replica.present else replica.absent_ticks + 1
+        # One that is being stopped is Ray's to end, if it hangs.
+        silent = replica.present and replica.has_beaten and replica.silent_ticks * TICK_S > SILENCE_S
+        if replica.condition is Condition.OK and (silent or self._is_stuck(replica)):
+            logger.warning(
+                "replica %s stalled (%s); its requests go on elsewhere",
+                replica.replica_id,
+                f"silent for {SILENCE_S:g} s" if silent else f"no step for {self._stall_timeout_s:g} s",
+            )
+            self._replicas.suspect(replica.replica_id, LossReason.STALLED)
+
+    def _is_stuck(self, replica: Replica) -> bool:
+        age = None if replica.load is None else replica.load.step_age_s
+        return age is not None and age > self._stall_timeout_s
+
+    def _check_attempts(self) -> None:
+        for attempt in self._replicas.attempts():
+            if (reason := self._reason_to_leave(attempt)) is not None:
+                attempt.interrupt(reason)
+
+    def _reason_to_leave(self, attempt: Attempt) -> LossReason | None:
+        """Why the attempt must not stay where it is."""
+        replica = attempt.replica
+        if replica is None:
+            # While there are some that are only full, it waits for room.
+            possible = self._replicas.candidates(attempt)
+            attempt.unrouted_ticks = 0 if possible else attempt.unrouted_ticks + 1
+            return LossReason.UNROUTED if attempt.unrouted_ticks * TICK_S > SILENCE_S else None
+        if replica.condition is not Condition.OK:
+            return LossReason(replica.reason)
+        if replica.absent_ticks * TICK_S >= _LEAVING_S:
+            return LossReason.LEFT if self._has_other(replica) else None
+        if replica.reserved and attempt.reserved is not replica:
+            return LossReason.QUARANTINE if self._has_other(replica) else None
+        return None
+
+    def _has_other(self, replica: Replica) -> bool:
+        """Whether there is a replica that can continue what runs on this one. One not heard yet may never be."""
+        return any(other.has_beaten for other in self._replicas.routable(replica.revision))
+
+    async def _listen(self, replica_id: str) -> None:
+        """Listen to the replica until cancelled, over one link after another."""
+        while True:
+            try:
+                await self._transport.listen(replica_id, partial(self._heard, replica_id))
+            except ReplicaLostError as loss:
+                if loss.reason.is_suspicious:
+                    self._replicas.suspect(replica_id, loss.reason)
+                    self._check_attempts()
+            except Exception:
+                logger.exception("listening to replica %s failed", replica_id)
+            await asyncio.sleep(TICK_S)
+
+    def _heard(self, replica_id: str, load: WireLoad) -> None:
+        self._replicas.note_load(replica_id, unpack_load(load, time.monotonic()))
+        replica = self._replicas.get(replica_id)
+        if replica is None:
+            return
+        replica.has_beaten, replica.silent_ticks = True, 0
+        if not self._is_stuck(replica):
+            self._replicas.trust(replica_id)

@@ -1,0 +1,96 @@
+"""What travels between ingress and replica: plain tuples and dicts, small, with nothing that needs our classes to load.
+
+An attempt's items are lists of deltas, one per flush that has outputs of it. One error dict (`RequestError.to_wire`)
+ends them instead. A heartbeat is a replica's load. How they travel is `link`'s matter.
+"""
+
+from typing import Any
+
+from serve_app.core.request import EngineRequest
+from serve_app.core.results import NO_RESULTS, FinishReason, Results, TokenDelta
+from serve_app.core.sampling_params import SamplingParams
+from serve_app.core.step_record import SchedulerStats
+from serve_app.errors import from_wire
+from serve_app.fleet.load import ReplicaLoad
+
+HEARTBEAT_S = 1.0
+"""Between two heartbeats of a replica."""
+
+WireRequest = dict[str, Any]
+WireDelta = tuple[Any, ...]
+WireLoad = tuple[int, int, int, int, int, float | None]
+WireItem = list[WireDelta] | dict[str, Any]
+
+
+def pack_request(request: EngineRequest, attempt_id: str) -> WireRequest:
+    """`request` as plain data. The replica's engine knows it by `attempt_id`."""
+    return {
+        "attempt_id": attempt_id,
+        "prompt_token_ids": list(request.prompt_token_ids),
+        "params": request.params.to_wire(),
+        "prior_output_ids": [list(ids) for ids in request.prior_output_ids],
+        "finished_choices": list(request.finished_choices),
+        "cache_salt": request.cache_salt,
+        "priority": request.priority,
+    }
+
+
+def unpack_request(data: WireRequest) -> EngineRequest:
+    """The request that `pack_request` described, under its attempt's id. Raises `InvalidRequestError`."""
+    return EngineRequest(
+        request_id=data["attempt_id"],
+        prompt_token_ids=tuple(data["prompt_token_ids"]),
+        params=SamplingParams.from_wire(data["params"]),
+        prior_output_ids=tuple(tuple(ids) for ids in data["prior_output_ids"]),
+        finished_choices=tuple(data["finished_choices"]),
+        cache_salt=data["cache_salt"],
+        priority=data["priority"],
+    )
+
+
+def pack_deltas(deltas: list[TokenDelta]) -> list[WireDelta]:
+    """A flush's outputs of one request. The usual delta is a short tuple: empty trailing fields are left out."""
+    return [_pack_delta(delta) for delta in deltas]
+
+
+def unpack_item(request_id: str, item: WireItem) -> list[TokenDelta]:
+    """The deltas; raises the `RequestError` that travels in place of them."""
+    if isinstance(item, dict):
+        raise from_wire(item)
+    return [_unpack_delta(request_id, *delta) for delta in item]
+
+
+def pack_load(stats: SchedulerStats, step: int, step_age_s: float | None) -> WireLoad:
+    """The engine's state, the number of its last step, and how long the current step has been going on."""
+    free = stats.blocks_total - stats.blocks_used
+    return stats.running, stats.waiting, free, stats.blocks_total, step, step_age_s
+
+
+def unpack_load(load: WireLoad, now: float) -> ReplicaLoad:
+    """The load that `pack_load` described, as of `now` (monotonic seconds)."""
+    return ReplicaLoad(*load, at=now)
+
+
+def _pack_delta(delta: TokenDelta) -> WireDelta:
+    head = (delta.choice, delta.offset, list(delta.token_ids))
+    results, prompt_results = delta.results, delta.prompt_results
+    if delta.finish_reason is None and delta.num_cached_tokens is None and not results and not prompt_results:
+        return head
+    reason = None if delta.finish_reason is None else delta.finish_reason.value
+    return (*head, reason, delta.num_cached_tokens, delta.error, results, prompt_results)
+
+
+def _unpack_delta(
+    request_id: str,
+    choice: int,
+    offset: int,
+    token_ids: list[int],
+    finish_reason: str | None = None,
+    num_cached_tokens: int | None = None,
+    error: str | None = None,
+    results: Results = NO_RESULTS,
+    prompt_results: Results = NO_RESULTS,
+) -> TokenDelta:
+    reason = None if finish_reason is None else FinishReason(finish_reason)
+    ids = tuple(token_ids)
+    return TokenDelta(request_id, choice, offset, ids, reason, num_cached_tokens, error, results, prompt_results)

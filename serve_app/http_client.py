@@ -1,0 +1,40 @@
+"""Blocking HTTP requests to servers of ours, never through a proxy.
+
+A proxy that the environment names must not see requests to this machine or cluster, and could not serve them. Standard
+library only, so that every room may import it.
+"""
+
+import http.client
+import urllib.error
+import urllib.request
+
+_OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+
+
+class HttpStatusError(OSError):
+    """The server answered with a status other than 2xx."""
+
+    def __init__(self, status: int, body: bytes) -> None:
+        super().__init__(f"the server answered {status}")
+        self.status = status
+        self.body = body
+
+
+def fetch(url: str, *, timeout_s: float, json_body: bytes | None = None) -> bytes:
+    """The body of the answer to a GET, or to a POST of `json_body` if given. Redirects are followed.
+
+    `timeout_s` limits each read from the socket, not the whole request. Raises `HttpStatusError` for a status other
+    than 2xx, another `OSError` when no complete answer comes, and `ValueError` when `url` is not one.
+    """
+    headers = {} if json_body is None else {"Content-Type": "application/json"}
+    request = urllib.request.Request(url, json_body, headers)
+    try:
+        with _OPENER.open(request, timeout=timeout_s) as answer:
+            return bytes(answer.read())
+    except urllib.error.HTTPError as error:
+        with error:
+            raise HttpStatusError(error.code, error.read()) from None
+    except http.client.InvalidURL as error:
+        raise ValueError(f"{url!r} is no URL") from error
+    except http.client.HTTPException as error:
+        raise ConnectionError(f"{type(error).__name__}: {error}") from error

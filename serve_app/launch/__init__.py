@@ -1,0 +1,1 @@
+"""`serve-app serve`: reads and checks the config file, starts Ray and the application, and reports progress."""

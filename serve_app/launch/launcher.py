@@ -1,0 +1,366 @@
+"""`serve-app serve`: `serve run CONFIG` on Ray's fast path, on loopback, with its progress on the terminal.
+
+Decides: the environment Ray starts with, when the server counts as ready (a token came out of it over HTTP), what
+signals do (SIGINT, SIGTERM: drain and end; SIGUSR1: read the file again), and how the process ends: 0 after a signal
+and a drain, 1 when the deployment failed, 2 when the configuration is refused, 130 at a second SIGINT, which ends all
+at once. Ray and everything below it are children of this process and end with it.
+"""
+
+import json
+import logging
+import os
+import re
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from serve_app.errors import ConfigError
+from serve_app.http_client import fetch
+from serve_app.launch import haproxy
+from serve_app.launch.config_file import INGRESS, ConfigFile, read_config
+from serve_app.launch.impatience import at_once_on_second_interrupt, kill_descendants
+from serve_app.launch.terminal import Terminal
+from serve_app.settings import FAST_PATH_ENVIRONMENT, LAUNCHER_ENVIRONMENT, export, memory_monitor_enabled
+
+_POLL_S = 0.25
+_FAILED = ("DEPLOY_FAILED", "UNHEALTHY")
+# How much longer than its own time limit a drain may take to answer.
+_DRAIN_ANSWER_S = 10.0
+# For the ends of streams that HAProxy has and the clients have not.
+_LAST_BYTES_S = 1.0
+_LOGS = "/tmp/ray/session_latest/logs"
+_OBJECT_STORE_BYTES = 100 * 2**20
+# As a shell tells that SIGINT ended a process.
+_INTERRUPTED = 130
+_MEMORY = (
+    "Ray's memory monitor is off, as it ends serving processes when anybody fills the machine; the kernel's own stays "
+    "(RAY_memory_monitor_refresh_ms=250 turns Ray's on)"
+)
+
+
+def launch(config_path: Path) -> int:
+    """Serve `config_path` until a signal; returns the exit status. To be called in the main thread."""
+    started = time.monotonic()
+    # In /tmp because HAProxy's socket goes there and a socket's path must be short.
+    with tempfile.TemporaryDirectory(prefix="serve-app-", dir="/tmp") as scratch:
+        export(_environment(Path(scratch)))
+        try:
+            target = read_config(config_path)
+            _check_port(target.host, target.port)
+        except ConfigError as error:
+            _complain(f"{config_path}: {error}")
+            return 2
+        _bound_requests(Path(scratch), target)
+        return _Launch(config_path, target, started, Path(scratch)).run()
+
+
+class _DeploymentError(Exception):
+    """Serve has given up on the application; the message is one line."""
+
+
+class _Launch:
+    """One run: `serve run` in the main thread, a watcher beside it."""
+
+    def __init__(self, config_path: Path, target: ConfigFile, started: float, scratch: Path) -> None:
+        self._config_path = config_path
+        self._scratch = scratch
+        self._target = target
+        self._started = started
+        self._failure: str | None = None
+        self._stopping = threading.Event()
+        self._reload = threading.Event()
+        self._watcher = threading.Thread(target=self._watch, daemon=True)
+        self._ending = False
+
+    def run(self) -> int:
+        import click
+
+        self._say("starting Ray")
+        with (
+            self._signals(),
+            at_once_on_second_interrupt(self._end_at_once),
+            self._terminal(),
+            suppress(KeyboardInterrupt, SystemExit, click.Abort),
+        ):
+            import ray  # here, so that its log handlers find our standard streams
+            from ray.serve import scripts
+
+            ray.init(
+                address="local",
+                namespace="serve",
+                include_dashboard=False,
+                object_store_memory=_OBJECT_STORE_BYTES,
+                logging_level="error",
+            )
+            signal.signal(signal.SIGTERM, self._stop)  # ray.init takes it for itself
+            if not memory_monitor_enabled():
+                self._say(_MEMORY)
+            self._say(f"Ray is up; deploying {self._config_path}")
+            logging.getLogger("ray.serve").setLevel(logging.WARNING)
+            self._watcher.start()
+            scripts.run.main([str(self._config_path)], standalone_mode=False)
+            self._stopping.set()
+            ray.shutdown()
+        if self._failure is not None:
+            _complain(self._failure)
+            return 1
+        return 0
+
+    @contextmanager
+    def _signals(self) -> Iterator[None]:
+        before = {number: signal.signal(number, self._stop) for number in (signal.SIGINT, signal.SIGTERM)}
+        before[signal.SIGUSR1] = signal.signal(signal.SIGUSR1, lambda _number, _frame: self._reload.set())
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    @contextmanager
+    def _terminal(self) -> Iterator[None]:
+        with redirect_stdout(Terminal(sys.stdout, self._say)), redirect_stderr(Terminal(sys.stderr, self._say)):
+            yield
+
+    def _end_at_once(self) -> None:
+        """Without drain and without Ray: every process below this one ends, and then this one."""
+        self._say("interrupted again: ending at once")
+        kill_descendants()
+        shutil.rmtree(self._scratch, ignore_errors=True)
+        os._exit(_INTERRUPTED)
+
+    def _stop(self, _number: int, _frame: FrameType | None) -> None:
+        """The first signal drains, or ends a start; a second SIGINT is `_end_at_once`'s."""
+        if self._ending:
+            raise KeyboardInterrupt
+        if self._stopping.is_set():
+            return
+        self._stopping.set()
+        if not self._watcher.is_alive():
+            raise KeyboardInterrupt
+
+    def _watch(self) -> None:
+        """Beside `serve run`: wait for the first token or a failure, then for signals; drain; end `serve run`."""
+        try:
+            from serve_app.launch.watch import Watch
+
+            is_ready = False
+            while not self._stopping.is_set() and not (is_ready := self._is_ready()):
+                self._stopping.wait(_POLL_S)
+            watch = Watch(self._target.url, self._say) if is_ready else None
+            deploying = False
+            while not self._stopping.wait(_POLL_S):
+                if self._reload.is_set():
+                    self._reload.clear()
+                    deploying = self._deploy_again()
+                deploying = deploying and not self._has_deployed()
+                if watch is not None:
+                    watch.look()
+            self._end(drain=is_ready)
+        except Exception as error:
+            # Our errors are one line; of Ray's, the first line says what happened.
+            kind = "" if isinstance(error, _DeploymentError) else f"{type(error).__name__}: "
+            self._failure = kind + str(error).strip().partition("\n")[0]
+        self._ending = True
+        main = threading.main_thread().ident
+        assert main is not None
+        signal.pthread_kill(main, signal.SIGTERM)
+
+    def _deploy_again(self) -> bool:
+        """Read the config file again and let Serve change what it must: knobs at once, replicas one after another.
+
+        False if the file is refused.
+        """
+        from serve_app.serving.ray_patches import deploy_again
+
+        try:
+            target = read_config(self._config_path)
+            if (target.host, target.port) != (self._target.host, self._target.port):
+                raise ConfigError("http_options: host and port cannot change while the server runs")
+        except ConfigError as error:
+            self._say(f"{self._config_path}: {error}; nothing has changed")
+            return False
+        self._target = target
+        _bound_requests(self._scratch, target)
+        deploy_again(target.schema)
+        self._say(f"deploying {self._config_path} again")
+        return True
+
+    def _has_deployed(self) -> bool:
+        """Whether the second or a later deployment is over, and say how. If it failed, the old replicas serve on."""
+        try:
+            if not self._is_running():
+                return False
+        except _DeploymentError as error:
+            self._say(str(error))
+        else:
+            self._say("deployed")
+        return True
+
+    def _end(self, *, drain: bool) -> None:
+        """Take no new requests, let the running ones finish or end them with an error.
+
+        Our applications stay, to refuse whoever comes, until `serve run` stops HAProxy, which would cut every stream.
+        Others have no drain of their own; deleting them is theirs.
+        """
+        from ray import serve
+
+        if drain:
+            self._say("stopping: no new requests, waiting for the running ones")
+            deadline = time.monotonic() + self._drain_limit_s
+            try:
+                self._drain()
+                while self._has_stopping_ingress() and time.monotonic() < deadline:
+                    time.sleep(_POLL_S)
+            except Exception as error:  # of Ray's, whatever it is: an ingress that does not live has nothing to drain
+                self._say(f"draining failed: {type(error).__name__}: {str(error).strip().partition(chr(10))[0]}")
+            time.sleep(_LAST_BYTES_S)
+        for name in set(self._target.applications) - self._target.ours.keys():
+            serve.delete(name)
+
+    def _drain(self) -> None:
+        """Every ingress replica of every application of ours, all at once."""
+        from ray import serve
+
+        from serve_app.serving.ray_patches import use_in_any_thread
+
+        def drain(application: str) -> list[Any]:
+            # By the deployment's name: an application that is being built has no ingress that Ray would tell.
+            handle: Any = serve.get_deployment_handle(INGRESS, application)
+            use_in_any_thread(handle)
+            limit_s = self._drain_limit_s + _DRAIN_ANSWER_S
+            return list(handle.broadcast("drain").results(timeout_s=limit_s, return_exceptions=True))
+
+        with ThreadPoolExecutor(max_workers=max(1, len(self._target.ours))) as pool:
+            answers = [answer for answers in pool.map(drain, self._target.ours) for answer in answers]
+        for answer in answers:
+            if isinstance(answer, Exception):
+                raise answer
+
+    @property
+    def _drain_limit_s(self) -> float:
+        return max((settings.ingress.drain_timeout_s for settings in self._target.ours.values()), default=0.0)
+
+    def _has_stopping_ingress(self) -> bool:
+        """Whether there is one that an update has just replaced; it drains by itself."""
+        from ray import serve
+
+        applications = serve.status().applications
+        ingresses = (applications[name].deployments.get(INGRESS) for name in self._target.ours if name in applications)
+        return any(ingress is not None and ingress.replica_states.get("STOPPING") for ingress in ingresses)
+
+    def _is_running(self) -> bool:
+        """Whether all applications run. Raises `_DeploymentError` if one never will.
+
+        One that only lacks a replica that died will: Ray replaces it.
+        """
+        from ray import serve
+
+        states = serve.status().applications
+        for name in self._target.applications:
+            if name in states and states[name].status in _FAILED:
+                deployments = states[name].deployments.values()
+                reasons = [deployment.status_trigger for deployment in deployments if deployment.status in _FAILED]
+                if reasons and all(reason == "HEALTH_CHECK_FAILED" for reason in reasons):
+                    return False
+                parts = [states[name].message, *(deployment.message for deployment in deployments)]
+                raise _DeploymentError(f"deployment failed: {find_cause(parts)} (logs: {_LOGS})")
+        return all(name in states and states[name].status == "RUNNING" for name in self._target.applications)
+
+    def _is_ready(self) -> bool:
+        if not self._is_running():
+            return False
+        model = _first_token(self._target.url)
+        if model is None:
+            return False
+        self._say(f"ready: {model} served its first token. Try:\n{_curl(self._target.url, model)}")
+        return True
+
+    def _say(self, text: str) -> None:
+        # In one piece: print() writes the line's end by itself, and another thread's line could come in between.
+        assert sys.__stdout__ is not None
+        sys.__stdout__.write(f"serve-app [{time.monotonic() - self._started:5.1f} s] {text}\n")
+        sys.__stdout__.flush()
+
+
+def _environment(scratch: Path) -> Mapping[str, str]:
+    """Everything that Ray must find in its environment. A variable that the user has set wins."""
+    return {
+        **FAST_PATH_ENVIRONMENT,
+        **LAUNCHER_ENVIRONMENT,
+        # Four by default: more wake-ups for the same answers, on cores that the model needs.
+        "RAY_SERVE_HAPROXY_NBTHREAD": str(min(4, max(1, (os.cpu_count() or 1) // 4))),
+        # Headers that do not fit are answered by a page of HAProxy's own: twice what the ingress takes, which says why.
+        "RAY_SERVE_HAPROXY_TUNE_BUFSIZE": str(32 * 2**10),
+        "RAY_SERVE_HAPROXY_BINARY_PATH": str(haproxy.write_wrapper(scratch)),
+        "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": str(scratch / "haproxy.cfg"),
+        "RAY_SERVE_HAPROXY_SOCKET_PATH": str(scratch / "admin.sock"),
+        "RAY_SERVE_HAPROXY_SERVER_STATE_BASE": str(scratch),
+        "RAY_SERVE_HAPROXY_SERVER_STATE_FILE": str(scratch / "server-state"),
+        "RAY_SERVE_HAPROXY_METRICS_PORT": str(_free_port()),
+        "RAY_SERVE_HAPROXY_STATS_PORT": str(_free_port()),
+        "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": str(_free_port()),
+    }
+
+
+def _bound_requests(scratch: Path, target: ConfigFile) -> None:
+    haproxy.write_frontend(scratch, (settings.ingress for settings in target.ours.values()))
+
+
+def _check_port(host: str, port: int) -> None:
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            raise ConfigError(f"http_options: cannot listen on {host}:{port}: {error.strerror}") from None
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _first_token(url: str) -> str | None:
+    """Have one token generated over HTTP; the model's name, or None if the server is not that far."""
+    try:
+        model = str(_call(f"{url}/v1/models", None)["data"][0]["id"])
+        _call(f"{url}/v1/completions", {"model": model, "prompt": "Hello", "max_tokens": 1})
+    except (OSError, ValueError):
+        return None
+    return model
+
+
+def _call(url: str, body: dict[str, Any] | None) -> dict[str, Any]:
+    answer = fetch(url, timeout_s=60, json_body=None if body is None else json.dumps(body).encode())
+    return dict(json.loads(answer))
+
+
+def _curl(url: str, model: str) -> str:
+    question = [{"role": "user", "content": "What is the capital of France?"}]
+    body = json.dumps({"model": model, "messages": question, "max_tokens": 32, "temperature": 0})
+    return f"  curl {url}/v1/chat/completions -H 'Content-Type: application/json' -d '{body}'"
+
+
+def find_cause(reports: Iterable[str]) -> str:
+    """The one line of Ray's reports that says what went wrong: a `ConfigError` if there is one, else any exception."""
+    lines = [line.strip() for report in reports for line in report.splitlines() if line.strip()]
+    for pattern in (r"(?:\w+\.)*ConfigError: (.+)", r"((?:\w+\.)*\w+(?:Error|Exception): .+)"):
+        for line in reversed(lines):
+            if (found := re.fullmatch(pattern, line)) is not None:
+                return found[1][:500]
+    return lines[-1][:500] if lines else "no reason given"
+
+
+def _complain(text: str) -> None:
+    print(f"serve-app: {' '.join(text.split())}", file=sys.stderr, flush=True)

@@ -1,0 +1,138 @@
+"""Binds transformers' attention to the paged pool.
+
+transformers calls one function for every attention layer (`AttentionInterface`). Ours reads everything it needs from
+the module that calls it: some models do not pass extra keywords down, so nothing of a step travels through them.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface
+
+from serve_app.errors import ConfigError
+from serve_app.model.attention.base import AttentionBackend, AttentionLayer, LayerCache
+
+IMPLEMENTATION = "serve_app_paged"
+"""The name under which transformers knows our function. It has no mask function, so no mask is ever built."""
+
+_ATTRIBUTE = "serve_app_binding"
+
+
+@dataclass(slots=True)
+class StepContext:
+    """What all layers of one model share while a step runs."""
+
+    backend: AttentionBackend
+    metadata: Any = None
+
+
+@dataclass(slots=True)
+class _Binding:
+    """An attribute of an attention module: how it attends, and where its keys and values are."""
+
+    layer: AttentionLayer
+    context: StepContext
+    cache: LayerCache | None = None
+
+
+@dataclass(slots=True)
+class _Recorder:
+    """An attribute of every module while `discover` runs: records which modules call, and with what."""
+
+    calls: list[tuple[nn.Module, AttentionLayer]] = field(default_factory=list)
+
+
+def _paged_attention(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
+) -> tuple[Tensor, None]:
+    """query [1, heads, N, dim], key and value [1, kv_heads, N, dim]; returns [1, N, heads, dim]."""
+    binding = getattr(module, _ATTRIBUTE)
+    if isinstance(binding, _Recorder):
+        binding.calls.append((module, _layer(module, query, key, value, kwargs)))
+        _refuse_unknown(module, attention_mask, kwargs)
+        return value.new_zeros(1, query.shape[2], query.shape[1], value.shape[3]), None
+    context = binding.context
+    out = context.backend.forward(binding.layer, query[0], key[0], value[0], binding.cache, context.metadata)
+    return out[None], None
+
+
+AttentionInterface.register(IMPLEMENTATION, _paged_attention)
+
+
+_UNDERSTOOD = frozenset({"scaling", "sliding_window", "softcap", "position_ids", "cache_position"})
+"""Arguments that are read, and those that say nothing which the step's metadata does not."""
+_MASKS = frozenset({"full_attention", "sliding_attention"})
+
+
+def _refuse_unknown(module: nn.Module, attention_mask: Tensor | None, kwargs: dict[str, Any]) -> None:
+    """Raise ConfigError for an argument that has to change the result, as attention sinks do."""
+    unknown = [name for name, value in kwargs.items() if name not in _UNDERSTOOD and _has_effect(name, value)]
+    if attention_mask is not None:
+        unknown.append("attention_mask")
+    if unknown:
+        raise ConfigError(f"model: {type(module).__name__} attends with {', '.join(unknown)}, which is not supported")
+
+
+def _has_effect(name: str, value: Any) -> bool:
+    if name == "is_causal":
+        return value is False
+    return isinstance(value, Tensor) or bool(value)
+
+
+def _refuse_other_masks(config: Any, calls: list[tuple[nn.Module, AttentionLayer]]) -> None:
+    """Raise ConfigError for layers whose mask the calls do not tell: it stands in the configuration alone."""
+    kinds = getattr(config, "layer_types", None) or ()
+    if unknown := sorted(set(kinds) - _MASKS):
+        raise ConfigError(f"model: layers of kind {', '.join(unknown)} are not supported")
+    if len(kinds) == len(calls):
+        for kind, (module, layer) in zip(kinds, calls, strict=True):
+            if kind == "sliding_attention" and layer.sliding_window is None:
+                raise ConfigError(f"model: {type(module).__name__} does not tell attention its sliding window")
+
+
+def _layer(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, kwargs: dict[str, Any]) -> AttentionLayer:
+    scale = kwargs.get("scaling")
+    return AttentionLayer(
+        num_heads=query.shape[1],
+        num_kv_heads=key.shape[1],
+        head_dim=query.shape[3],
+        value_dim=value.shape[3],
+        scale=float(scale) if scale is not None else query.shape[3] ** -0.5,
+        sliding_window=kwargs.get("sliding_window"),
+        softcap=kwargs.get("softcap"),
+    )
+
+
+def discover(base: nn.Module, input_ids: Tensor) -> list[tuple[nn.Module, AttentionLayer]]:
+    """The attention modules of a base model in the order it calls them, found by running `input_ids` [n] through it.
+
+    Raises ConfigError for attention that is more than `AttentionLayer` describes, and for a model that fails with it.
+    """
+    recorder = _Recorder()
+    for module in base.modules():
+        setattr(module, _ATTRIBUTE, recorder)
+    try:
+        positions = torch.arange(input_ids.shape[0], device=input_ids.device)
+        base(input_ids=input_ids[None], position_ids=positions[None], use_cache=False)
+    except (AttributeError, IndexError, RuntimeError, TypeError, ValueError) as error:
+        raise ConfigError(f"{type(base).__name__} cannot be served: it fails with packed attention: {error}") from error
+    finally:
+        for module in base.modules():
+            delattr(module, _ATTRIBUTE)
+    _refuse_other_masks(base.config.get_text_config(), recorder.calls)  # type: ignore[operator, union-attr]
+    return recorder.calls
+
+
+def bind(calls: list[tuple[nn.Module, AttentionLayer]], context: StepContext) -> None:
+    """Attach each module's binding; `attach_caches` gives it its pool."""
+    for module, layer in calls:
+        setattr(module, _ATTRIBUTE, _Binding(layer, context))
+
+
+def attach_caches(calls: list[tuple[nn.Module, AttentionLayer]], caches: Sequence[LayerCache | None]) -> None:
+    """Give every bound module its layer's pool, in the same order; None takes it away."""
+    for (module, _), cache in zip(calls, caches, strict=True):
+        getattr(module, _ATTRIBUTE).cache = cache

@@ -1,0 +1,168 @@
+"""Reads a model's weights into transformers' module, and refuses everything that is not exactly a causal LM.
+
+Decides in which dtype weights are read, and where those converted from GGUF are kept. Whether the model can be served
+is decided later.
+"""
+
+import contextlib
+import copy
+import hashlib
+import io
+import tempfile
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from safetensors.torch import save_file
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from serve_app.errors import ConfigError
+from serve_app.model.options import DTYPES, Progress
+from serve_app.model_files import ModelFiles
+
+
+def read_checkpoint(files: ModelFiles, dtype: str, device: torch.device, cache_dir: Path, report: Progress) -> Any:
+    """The module with its weights, on the CPU and in eval mode. dtype: as in `ModelOptions`; "auto" depends on the
+    device on which the model will run. Raises ConfigError."""
+    if files.kind == "folder":
+        _check_folder(Path(files.source))
+    if files.gguf_file is not None:
+        return _load_gguf(Path(files.source, files.gguf_file), cache_dir, dtype, device, report)
+    return _load_pretrained(files.source, dtype, device, report)
+
+
+def _check_folder(folder: Path) -> None:
+    if not any(folder.glob("*.safetensors")):
+        raise ConfigError(f"model: folder {folder} has no *.safetensors weights (other formats are not loaded)")
+
+
+def _resolve_dtype(name: str, saved: Any, device: torch.device) -> torch.dtype:
+    if name != "auto":
+        return DTYPES[name]
+    if device.type == "cpu":
+        return torch.float32
+    return saved if saved in (torch.float16, torch.bfloat16) else torch.bfloat16
+
+
+def _load_pretrained(source: str, dtype: str, device: torch.device, report: Progress) -> Any:
+    report("loading weights", 0.0)
+    try:
+        config = AutoConfig.from_pretrained(source, trust_remote_code=False)
+        if getattr(config, "is_encoder_decoder", False):
+            raise ConfigError(f"model: {source} is an encoder-decoder model ({config.model_type}), not a causal LM")
+        module, info = AutoModelForCausalLM.from_pretrained(
+            source,
+            config=config,
+            dtype=_resolve_dtype(dtype, config.dtype, device),
+            use_safetensors=True,
+            trust_remote_code=False,
+            attn_implementation="eager",
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # reported, and refused below by name
+        )
+    except ConfigError:
+        raise
+    except Exception as error:  # transformers raises whatever its validators and readers raise; here it all means this
+        raise ConfigError(f"model: cannot load {source}: {_one_line(error)}") from error
+    _check_weights(source, info)
+    report("loading weights", 1.0)
+    return module.eval()
+
+
+def _load_gguf(path: Path, cache_dir: Path, dtype: str, device: torch.device, report: Progress) -> Any:
+    """Weights of a GGUF file, dequantized once and then read from the cache.
+
+    The conversion takes ten seconds and more (the reader parses every token of the vocabulary twice), so its result is
+    kept: float32 safetensors, bit for bit what it gave, under the hash of the file's content.
+    """
+    report("reading gguf", 0.0)
+    with path.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    cached = cache_dir / f"gguf-{digest[:32]}-transformers-{transformers.__version__}"
+    if not (cached / "config.json").is_file():
+        report("converting gguf", 0.0)
+        _convert_gguf(path, cached)
+        report("converting gguf", 1.0)
+    return _load_pretrained(str(cached), dtype, device, report)
+
+
+def _convert_gguf(path: Path, target: Path) -> None:
+    """Write `target` whole or not at all; several processes may try at once, and all of them succeed."""
+    try:
+        # The converter draws its bar past every switch of transformers.
+        with contextlib.redirect_stderr(io.StringIO()):
+            module, info = AutoModelForCausalLM.from_pretrained(
+                str(path.parent),
+                gguf_file=path.name,
+                dtype=torch.float32,
+                attn_implementation="eager",
+                trust_remote_code=False,
+                output_loading_info=True,
+            )
+    except Exception as error:  # the reader raises whatever a damaged file provokes
+        raise ConfigError(f"model: cannot read {path}: {_one_line(error)}") from error
+    _check_weights(str(path), info)
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=target.parent, prefix="tmp-") as scratch:
+            folder = Path(scratch) / "model"
+            _save(module, folder)
+            try:
+                folder.rename(target)
+            except OSError:
+                if not (target / "config.json").is_file():
+                    raise
+    except OSError as error:
+        raise ConfigError(f"cache_dir: cannot write the converted weights to {target}: {error}") from error
+
+
+def _save(module: Any, folder: Path) -> None:
+    folder.mkdir()
+    unique: dict[int, tuple[str, torch.Tensor]] = {}
+    for name, tensor in module.state_dict().items():
+        unique.setdefault(tensor.data_ptr(), (name, tensor.contiguous()))
+    save_file(dict(unique.values()), folder / "model.safetensors", metadata={"format": "pt"})
+    config = copy.deepcopy(module.config)
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    config.architectures = [type(module).__name__]
+    config.save_pretrained(folder)
+    module.generation_config.save_pretrained(folder)
+
+
+def _check_weights(source: str, info: Any) -> None:
+    """transformers only warns about these, and leaves random weights in the model."""
+    for kind, text in (
+        ("missing_keys", "weights are missing"),
+        ("mismatched_keys", "weights have the wrong shape"),
+        ("unexpected_keys", "weights belong to no part of the model"),
+        ("error_msgs", "weights could not be read"),
+    ):
+        keys = sorted(str(key) for key in info.get(kind) or ())
+        if keys:
+            more = f" and {len(keys) - 3} more" if len(keys) > 3 else ""
+            raise ConfigError(f"model: {source}: {text}: {', '.join(keys[:3])}{more}")
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())[:300] or type(error).__name__
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Silence the progress bars and warnings of transformers: what matters is reported or refused here."""
+    log = transformers.utils.logging
+    verbosity, bars = log.get_verbosity(), log.is_progress_bar_enabled()
+    log.set_verbosity_error()
+    log.disable_progress_bar()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        log.set_verbosity(verbosity)
+        if bars:
+            log.enable_progress_bar()

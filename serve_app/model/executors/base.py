@@ -1,0 +1,84 @@
+"""What runs a model's layers: the protocol between `PagedModel` and the three ways to do it.
+
+`TransformersExecutor` runs transformers' own modules, any model and any device; `CpuDecoder` and `GpuDecoder` run
+Llama-like models with the C and the Triton kernels. A module of this package for each of the three says when it is
+wanted (`demand`), and builds it or says why not (`load`).
+"""
+
+from collections.abc import Callable, Sequence
+from enum import Enum
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from serve_app.model.attention.base import AttentionBackend, AttentionBatch, LayerCache
+
+OnCapture = Callable[[int, int], None]
+"""Called now and then with how many graphs have been captured, and how many there will be."""
+
+MEMORY_BOUND_TOKEN_COST = 0.05
+"""`token_cost` where reading the weights takes the time."""
+
+
+class Demand(Enum):
+    """Whether the options want an executor for a model: not at all, if it can run the model, or no other."""
+
+    NONE = 0
+    OPTIONAL = 1
+    REQUIRED = 2
+
+
+class UnsupportedModelError(Exception):
+    """Says in one line why an executor cannot run a model here."""
+
+
+class ModelExecutor(Protocol):
+    """The layers of one model and its head."""
+
+    @property
+    def backend(self) -> AttentionBackend:
+        """Owns the block size and the layout of the pool."""
+        ...
+
+    @property
+    def cache_dtype(self) -> torch.dtype:
+        """Number format of keys and values in the pool."""
+        ...
+
+    @property
+    def quantization(self) -> str:
+        """How products are computed: "none", "int8" or "fp8"."""
+        ...
+
+    @property
+    def weight_bytes(self) -> int:
+        """Memory of the weights that a step reads."""
+        ...
+
+    @property
+    def token_cost(self) -> float:
+        """The time that one more token adds to a step of few tokens, as a fraction of that step's."""
+        ...
+
+    @property
+    def choose(self) -> Callable[[Tensor, Tensor], Tensor] | None:
+        """Samples on the device: token ids int64 [R], negative where there is none, of hidden states [R, hidden] and
+        parameters [R, len(Column)]. None where sampling is the host's."""
+        ...
+
+    def attach(self, caches: Sequence[LayerCache] | None) -> None:
+        """Use this pool, one cache per layer; None takes it away."""
+        ...
+
+    def capture(self, max_num_seqs: int, on_capture: OnCapture) -> None:
+        """Capture all CUDA graphs that steps of up to `max_num_seqs` rows use, so that no request waits for that."""
+        ...
+
+    def forward(self, input_ids: Tensor, positions: Tensor, batch: AttentionBatch) -> Tensor:
+        """Hidden states [T, hidden] of T packed tokens; their keys and values are written into the pool."""
+        ...
+
+    def compute_logits(self, hidden: Tensor) -> Tensor:
+        """Logits [R, vocab_size] of hidden states [R, hidden], in the dtype in which they were computed."""
+        ...

@@ -1,0 +1,70 @@
+"""The Triton kernels: Llama-like models on a GPU. Imports Triton, which is not installed everywhere, only to load."""
+
+import torch
+
+from serve_app.model.attention.verification import verify_backend
+from serve_app.model.executors.base import Demand, ModelExecutor, UnsupportedModelError
+from serve_app.model.llama import recognise
+from serve_app.model.options import KernelOptions, ModelOptions, Progress
+from serve_app.model.source_model import ModelFacts, SourceModel
+from serve_app.model.verification import TOLERANCE, verify_model
+
+NAME = "the GPU kernels"
+
+_FP8_CAPABILITY = (8, 9)
+_FP8_TOLERANCE = 1.0
+"""Of `verify_model`, for weights or a KV cache in fp8, whose numbers have 4 significant bits."""
+
+
+def demand(facts: ModelFacts, options: ModelOptions) -> Demand:
+    """Required for what only they can do: fp8, and deterministic products on a GPU. Else wanted on every GPU."""
+    if options.uses_fp8:
+        return Demand.REQUIRED
+    if options.attention_backend != "triton" and (options.attention_backend != "auto" or facts.device.type != "cuda"):
+        return Demand.NONE
+    return Demand.OPTIONAL if options.kernel_options == KernelOptions() else Demand.REQUIRED
+
+
+def load(source: SourceModel, options: ModelOptions, report: Progress) -> ModelExecutor:
+    """The model on the Triton kernels. Raises UnsupportedModelError."""
+    _check_options(source.facts, options)
+    try:
+        decoder = _build(source, options)
+    except UnsupportedModelError:
+        raise
+    except Exception as error:  # a kernel may raise anything on hardware that it was not tried on
+        raise UnsupportedModelError(str(error)) from error
+    report("optimizing", 1.0)
+    report("verifying", 1.0)
+    return decoder
+
+
+def _build(source: SourceModel, options: ModelOptions) -> ModelExecutor:
+    from serve_app.model.gpu.attention import TritonAttention
+    from serve_app.model.gpu.decoder import GpuDecoder
+
+    facts, kernels = source.facts, options.kernel_options
+    backend = TritonAttention(deterministic=kernels.deterministic)
+    if problem := verify_backend(backend, facts.layers, facts.dtype, facts.device):
+        raise UnsupportedModelError(problem)
+    llama = recognise(source.head, source.base, facts.layers, facts.max_model_len)
+    fp8 = options.quantization == "fp8"
+    decoder = GpuDecoder(llama, backend, facts.max_model_len, fp8=fp8, fp8_cache=kernels.fp8_cache)
+    tolerance = _FP8_TOLERANCE if options.uses_fp8 else TOLERANCE[facts.dtype]
+    verify_model(decoder, source.reference, facts.layers, tolerance)
+    return decoder
+
+
+def _check_options(facts: ModelFacts, options: ModelOptions) -> None:
+    """Raise UnsupportedModelError where nothing computes with numbers of 8 bits, or another backend was asked for."""
+    if options.attention_backend not in ("auto", "triton"):
+        raise UnsupportedModelError(f"attention_backend is {options.attention_backend}")
+    if not options.uses_fp8:
+        return
+    if facts.device.type == "cuda":
+        capability = torch.cuda.get_device_capability(facts.device)
+        if capability < _FP8_CAPABILITY:
+            name = torch.cuda.get_device_name(facts.device)
+            raise UnsupportedModelError(f"fp8, for weights or the KV cache, needs a newer GPU than {name} {capability}")
+    elif options.attention_backend != "triton":
+        raise UnsupportedModelError(f"fp8, for weights or the KV cache, needs a GPU; the model runs on {facts.device}")

@@ -1,0 +1,176 @@
+"""Recognises Llama-like models by their structure, whatever their name.
+
+What counts: layers of two RMS norms, attention with separate q, k, v (and perhaps norms of q and k) and rotary
+positions, and a gated MLP. Names are transformers' usual ones; shapes and parameters must fit exactly, so a model with
+anything more is not taken for one. Which of these models its kernels can run is for each executor to say, and the
+finished executor's logits are compared with those of the modules.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from serve_app.model.attention.base import AttentionLayer
+from serve_app.model.executors.base import UnsupportedModelError
+
+_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+"""Kinds of rotary embedding whose angles depend on the position alone, not on the sequence's length."""
+
+
+class Activation(IntEnum):
+    """The activations that are recognised; `cpu/kernels/elementwise.h` uses the same numbers."""
+
+    SILU = 0
+    GELU_TANH = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Linear:
+    """weight [outputs, inputs], bias [outputs]."""
+
+    weight: Tensor
+    bias: Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class LlamaLayer:
+    """One layer's weights; query_norm and key_norm are [head_dim]."""
+
+    qkv: Linear
+    out: Linear
+    gate_up: Linear
+    down: Linear
+    input_norm: Tensor
+    post_norm: Tensor
+    query_norm: Tensor | None
+    key_norm: Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class Llama:
+    """A whole model. cos, sin: [positions, pairs of a head that are rotated]."""
+
+    layers: list[LlamaLayer]
+    attention: Sequence[AttentionLayer]
+    embedding: Tensor
+    final_norm: Tensor
+    head: Linear
+    activation: Activation
+    eps: float
+    cos: Tensor
+    sin: Tensor
+
+
+def recognise(head: Any, base: Any, attention: Sequence[AttentionLayer], max_model_len: int) -> Llama:
+    """The parts of a Llama-like model. Raises UnsupportedModelError."""
+    _expect(attention[0].num_kv_heads > 0 and len({_shape(layer) for layer in attention}) == 1, "layers of many shapes")
+    _children(base, {"embed_tokens", "layers", "norm", "rotary_emb"})
+    _expect(type(base.embed_tokens) is nn.Embedding, "another embedding")
+    output = getattr(head, "lm_head", None)
+    _expect(type(output) is nn.Linear, "another head")
+    layers = [_layer(layer) for layer in base.layers]
+    eps = {_eps(layer.input_layernorm) for layer in base.layers}
+    _expect(len(eps) == 1, "norms of many kinds")
+    cos, sin = _angles(base.rotary_emb, max_model_len, attention[0].head_dim)
+    return Llama(
+        layers=layers,
+        attention=attention,
+        embedding=base.embed_tokens.weight.detach(),
+        final_norm=_norm(base.norm),
+        head=_linear(output),
+        activation=_activation(base.layers[0].mlp.act_fn),
+        eps=eps.pop(),
+        cos=cos,
+        sin=sin,
+    )
+
+
+def _layer(layer: Any) -> LlamaLayer:
+    _children(layer, {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"})
+    attn, mlp = layer.self_attn, layer.mlp
+    _children(attn, {"q_proj", "k_proj", "v_proj", "o_proj"}, {"q_norm", "k_norm"})
+    _children(mlp, {"gate_proj", "up_proj", "down_proj"}, {"act_fn"})
+    return LlamaLayer(
+        qkv=_join(attn.q_proj, attn.k_proj, attn.v_proj),
+        out=_linear(attn.o_proj),
+        gate_up=_join(mlp.gate_proj, mlp.up_proj),
+        down=_linear(mlp.down_proj),
+        input_norm=_norm(layer.input_layernorm),
+        post_norm=_norm(layer.post_attention_layernorm),
+        query_norm=_head_norm(attn, "q_norm"),
+        key_norm=_head_norm(attn, "k_norm"),
+    )
+
+
+def _expect(condition: bool, otherwise: str) -> None:
+    if not condition:
+        raise UnsupportedModelError(otherwise)
+
+
+def _children(module: nn.Module, needed: set[str], allowed: set[str] = frozenset()) -> None:  # type: ignore[assignment]
+    names = {name for name, _ in module.named_children()}
+    missing, more = needed - names, names - needed - allowed
+    _expect(not missing, f"{type(module).__name__} without {', '.join(sorted(missing))}")
+    _expect(not more, f"{type(module).__name__} with {', '.join(sorted(more))}")
+    own = [name for name, _ in module.named_parameters(recurse=False)]
+    _expect(not own, f"{type(module).__name__} with {', '.join(own)}")
+
+
+def _shape(layer: AttentionLayer) -> tuple[object, ...]:
+    return layer.num_heads, layer.num_kv_heads, layer.head_dim, layer.value_dim, layer.scale, layer.softcap
+
+
+def _linear(module: Any) -> Linear:
+    _expect(type(module) is nn.Linear, f"{type(module).__name__} for a linear layer")
+    return Linear(module.weight.detach(), None if module.bias is None else module.bias.detach())
+
+
+def _join(*modules: Any) -> Linear:
+    parts = [_linear(module) for module in modules]
+    biases = [part.bias for part in parts if part.bias is not None]
+    _expect(len(biases) in (0, len(parts)), "biases in some of q, k and v")
+    return Linear(torch.cat([part.weight for part in parts]), torch.cat(biases) if biases else None)
+
+
+def _norm(module: nn.Module) -> Tensor:
+    parameters = dict(module.named_parameters())
+    _expect(set(parameters) == {"weight"} and parameters["weight"].dim() == 1, f"{type(module).__name__} for a norm")
+    return parameters["weight"].detach().contiguous()
+
+
+def _head_norm(attn: Any, name: str) -> Tensor | None:
+    module = getattr(attn, name, None)
+    if module is None:
+        return None
+    weight = _norm(module)
+    _expect(weight.shape[0] == attn.head_dim, "norms over all heads")
+    return weight
+
+
+def _eps(module: nn.Module) -> float:
+    found = [value for value in vars(module).values() if isinstance(value, float) and 0 < value < 1e-2]
+    _expect(len(found) == 1, f"{type(module).__name__} for a norm")
+    return found[0]
+
+
+def _activation(function: Any) -> Activation:
+    x = torch.linspace(-8, 8, 257)
+    y = function(x)
+    for activation, known in ((Activation.SILU, F.silu(x)), (Activation.GELU_TANH, F.gelu(x, approximate="tanh"))):
+        if torch.allclose(y, known, rtol=0, atol=1e-6):
+            return activation
+    raise UnsupportedModelError(f"the activation {type(function).__name__}")
+
+
+def _angles(rotary: Any, positions: int, head_dim: int) -> tuple[Tensor, Tensor]:
+    kind = getattr(rotary, "rope_type", None)
+    _expect(kind in _ROPE_TYPES, f"rotary positions of kind {kind}")
+    cos, sin = (part[0] for part in rotary(torch.zeros(1), torch.arange(positions)[None]))
+    half = cos.shape[-1] // 2
+    _expect(2 * half <= head_dim and torch.equal(cos[:, :half], cos[:, half:]), "another order of rotary angles")
+    return cos[:, :half].contiguous(), sin[:, :half].contiguous()

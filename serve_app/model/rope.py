@@ -1,0 +1,40 @@
+"""Rotary positions whose angles do not depend on what else is in the step.
+
+transformers derives the frequencies of some kinds of RoPE (`dynamic`, `longrope`) from the largest position that a call
+sees. In a packed step that is another request's.
+"""
+
+import logging
+from typing import Any
+
+import torch
+from torch import nn
+
+logger = logging.getLogger(__name__)
+
+
+def fix_frequencies(module: nn.Module, max_model_len: int) -> None:
+    """Fix the frequencies of every rotary embedding in `module` at those of a sequence of `max_model_len` tokens."""
+    for rotary in module.modules():
+        kinds: Any = getattr(rotary, "rope_type", None)
+        if isinstance(kinds, str) and _varies(kinds):
+            _see_last_position(rotary, max_model_len)
+            rotary.rope_type = "default"  # type: ignore[assignment]
+        elif isinstance(kinds, dict):
+            for layer_type in filter(lambda layer_type: _varies(kinds[layer_type]), kinds):
+                _see_last_position(rotary, max_model_len, layer_type=layer_type)
+                kinds[layer_type] = "default"
+
+
+def _varies(kind: str) -> bool:
+    """As transformers' `dynamic_rope_update` decides."""
+    return "dynamic" in kind or kind == "longrope"
+
+
+def _see_last_position(rotary: nn.Module, max_model_len: int, **arguments: str) -> None:
+    device = next(rotary.buffers()).device
+    rotary(torch.zeros(1, device=device), torch.tensor([[max_model_len - 1]], device=device), **arguments)
+    logger.info(
+        "%s: rotary positions are those of sequences of max_model_len %d, whatever a request's length",
+        type(rotary).__name__, max_model_len,
+    )  # fmt: skip

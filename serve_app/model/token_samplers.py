@@ -1,0 +1,75 @@
+"""How the rows of a step get their tokens: on the host, or by kernels on the device without waiting for it."""
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from serve_app.model.executors.base import ModelExecutor
+from serve_app.model.input_batch import SamplingRows
+from serve_app.model.sampler import PendingSample, sample
+from serve_app.model.source_model import ModelFacts
+
+logger = logging.getLogger(__name__)
+
+
+class TokenSampler(Protocol):
+    """Chooses one token for each row."""
+
+    def __call__(self, hidden: Tensor, rows: SamplingRows, history: Tensor) -> PendingSample:
+        """hidden: [R, hidden]; history: int32 [slots, positions] on the device, where slots with penalties have their
+        tokens."""
+        ...
+
+
+class HostSampler:
+    """Reads the logits on the host."""
+
+    def __init__(self, executor: ModelExecutor, eos_token_ids: Sequence[int]) -> None:
+        self._executor, self._eos_token_ids = executor, eos_token_ids
+
+    def __call__(self, hidden: Tensor, rows: SamplingRows, history: Tensor) -> PendingSample:
+        """See `TokenSampler`."""
+        return sample(wide_logits(self._executor, hidden), rows.slots, rows.parameters, self._eos_token_ids, rows.masks)
+
+
+class DeviceSampler:
+    """Launches kernels. choose: see `ModelExecutor.choose`; it serves rows whose logits nothing changes or shows."""
+
+    def __init__(
+        self, executor: ModelExecutor, eos_token_ids: Sequence[int], choose: Callable[[Tensor, Tensor], Tensor]
+    ) -> None:
+        self._executor, self._eos_token_ids, self._choose = executor, eos_token_ids, choose
+
+    def __call__(self, hidden: Tensor, rows: SamplingRows, history: Tensor) -> PendingSample:
+        """See `TokenSampler`."""
+        from serve_app.model.gpu import sampling
+
+        if rows.is_plain:
+            return sampling.sample_plain(hidden, rows.parameters, self._choose)
+        return sampling.sample(wide_logits(self._executor, hidden), rows, history, self._eos_token_ids)
+
+
+def wide_logits(executor: ModelExecutor, hidden: Tensor) -> Tensor:
+    """Logits [R, vocab_size] of hidden states [R, hidden]; float32, or float64 for a float64 model."""
+    logits = executor.compute_logits(hidden)
+    return logits if logits.dtype == torch.float64 else logits.float()
+
+
+def pick_sampler(executor: ModelExecutor, facts: ModelFacts) -> TokenSampler:
+    """The device's sampler where the executor has one and its kernels choose the right tokens, else the host's."""
+    on_host = HostSampler(executor, facts.eos_token_ids)
+    if executor.choose is None:
+        return on_host
+    try:
+        from serve_app.model.gpu import sampling
+
+        problem = "" if sampling.agrees(facts.vocab_size, facts.device) else "they choose other tokens"
+    except Exception as error:  # a kernel may raise anything on hardware that it was not tried on
+        problem = str(error)
+    if problem:
+        logger.warning("model %s: runs without the sampling kernels: %s", facts.name, problem)
+        return on_host
+    return DeviceSampler(executor, facts.eos_token_ids, executor.choose)

@@ -1,0 +1,92 @@
+"""Compares an executor with the model as transformers runs it, before any request is served.
+
+Random sequences run through the untouched module, each alone; later an executor runs them packed, paged, and cut in
+two.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from serve_app.errors import ConfigError
+from serve_app.model.attention.base import AttentionBatch, AttentionLayer, block_matrix
+from serve_app.model.executors.base import ModelExecutor, UnsupportedModelError
+from serve_app.model.kv_cache import KVCache
+
+TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-2, torch.float16: 0.2, torch.bfloat16: 0.5}
+"""Largest accepted difference of an executor's logits from the module's, as a part of their standard deviation.
+(transformers computes softmax and norms in float32 whatever the dtype.)"""
+
+_LENGTHS = {"cpu": (13, 21), "cuda": (13, 21, 600)}
+"""Tokens of the sequences by device. Kernels that cut keys into tiles and split them show it in a long one, which on a
+CPU would cost more of the start than it finds."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReferenceLogits:
+    """ids: int64 [n] for each sequence; logits: [n, vocab_size] of the untouched module, float32 or float64."""
+
+    ids: list[Tensor]
+    logits: list[Tensor]
+
+    @classmethod
+    def compute(cls, module: Any, name: str, max_model_len: int) -> "ReferenceLogits":
+        """Run the module, with transformers' own attention, on sequences of up to `max_model_len` tokens.
+
+        Raises ConfigError when its logits are not finite.
+        """
+        device = next(module.parameters()).device
+        module.config._attn_implementation = "eager"
+        width = module.get_input_embeddings().weight.shape[0]
+        generator = torch.Generator().manual_seed(0)
+        lengths = [max(2, min(length, max_model_len)) for length in _LENGTHS[device.type]]
+        ids = [torch.randint(0, width, (length,), generator=generator).to(device) for length in lengths]
+        logits = [module(input_ids=row[None], use_cache=False).logits[0] for row in ids]
+        if not all(bool(torch.isfinite(row).all()) for row in logits):
+            raise ConfigError(f"model {name}: its weights give logits that are not finite; the files are damaged")
+        return cls(ids, [row if row.dtype == torch.float64 else row.float() for row in logits])
+
+    def difference(self, executor: ModelExecutor, layers: Sequence[AttentionLayer]) -> float:
+        """Largest difference of the executor's logits from these, as a part of their standard deviation.
+
+        The sequences run packed together: prompts first, then one more token of each.
+        """
+        size, device = executor.backend.block_size, self.ids[0].device
+        blocks = [-(-row.shape[0] // size) for row in self.ids]
+        tables = [range(1 + sum(blocks[:index]), 1 + sum(blocks[: index + 1])) for index in range(len(blocks))]
+        cache = KVCache(executor.backend, layers, 1 + sum(blocks), executor.cache_dtype, device)
+        executor.attach(cache.layers)
+        got: list[list[Tensor]] = [[] for _ in self.ids]
+        for low, high in ((0, -1), (-1, None)):
+            parts = [torch.arange(row.shape[0])[low:high] for row in self.ids]
+            counts = [part.shape[0] for part in parts]
+            slots = [table[0] * size + part for table, part in zip(tables, parts, strict=True)]
+            batch = AttentionBatch(
+                query_starts=[sum(counts[:index]) for index in range(len(counts) + 1)],
+                kv_lens=[int(part[-1]) + 1 for part in parts],
+                block_tables=block_matrix(tables),
+                kv_slots=torch.cat(slots).to(device),
+            )
+            packed = torch.cat([row[low:high] for row in self.ids])
+            hidden = executor.forward(packed, torch.cat(parts).to(device), batch)
+            for row, logits in enumerate(torch.split(executor.compute_logits(hidden), counts)):
+                got[row].append(logits)
+        executor.attach(None)
+        differences = [
+            float((torch.cat(parts) - reference).abs().max() / reference.std())
+            for parts, reference in zip(got, self.logits, strict=True)
+        ]
+        # A difference that is no number must not lose against one that is.
+        return float(torch.tensor(differences).max())
+
+
+def verify_model(
+    executor: ModelExecutor, reference: ReferenceLogits, layers: Sequence[AttentionLayer], tolerance: float
+) -> None:
+    """Raise UnsupportedModelError when the executor's logits differ from the reference by more than `tolerance`."""
+    difference = reference.difference(executor, layers)
+    if not difference <= tolerance:
+        raise UnsupportedModelError(f"its logits would differ by {difference:.2g} standard deviations")

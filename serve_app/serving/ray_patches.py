@@ -1,0 +1,91 @@
+"""Every use of what Ray does not document, read from Ray 2.60.0. To be read again when the pin in pyproject.toml moves.
+
+What is used: `ray.serve._private.replica.add_port_to_grpc_server` (replaced), the controller's client
+(`ray.serve.context._get_global_client`) with its `deploy_apps` and the controller's `_all_running_replicas`, and
+`DeploymentHandle._init`; and Ray's table of actors (`ray._private.state.actors`).
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import ray._private.state
+import ray.util
+from ray.serve._private import replica as ray_replica
+from ray.serve.context import _get_global_client
+from ray.serve.handle import DeploymentHandle
+from ray.serve.schema import ServeDeploySchema
+
+
+def node_address() -> str:
+    """The address of the Ray node that this process runs on.
+
+    `serve-app serve` gives its node the address 127.0.0.1, so that nothing can be reached from elsewhere; in a cluster
+    of several nodes it is the address by which the others know the node.
+    """
+    return str(ray.util.get_node_ip_address())
+
+
+def bind_replica_port_to_node() -> None:
+    """Let this replica's port for calls from other deployments listen on its node's address only.
+
+    Ray opens it on all interfaces right after the constructor of the deployment's class has run, without an option to
+    change that, and what arrives there is unpickled. Call this in the constructor.
+    """
+    add_port = ray_replica.add_port_to_grpc_server
+
+    def add_node_port(server: Any, address: str) -> Any:
+        return add_port(server, address.replace("[::]", node_address()))
+
+    ray_replica.add_port_to_grpc_server = add_node_port
+
+
+async def running_replicas() -> dict[Any, list[Any]]:
+    """The running replicas of every deployment, as Serve's controller knows them. Raises `ray.exceptions.RayError`.
+
+    Keys have `name` and `app_name`, values `replica_id`, `replica_metadata` and `node_ip`. An ingress does not learn of
+    the other ingress replicas in any other way.
+    """
+    running = await _get_global_client()._controller._all_running_replicas.remote()
+    return dict(running)
+
+
+def deploy_again(schema: ServeDeploySchema) -> None:
+    """Have Serve change what `schema` changes, without waiting: `serve.run` takes no config file."""
+    _get_global_client().deploy_apps(schema, _blocking=False)
+
+
+def use_in_any_thread(handle: DeploymentHandle[Any]) -> None:
+    """Let `handle` be called in a thread without an event loop: on Ray's fast path it would want to live on one."""
+    handle._init(_run_router_in_separate_loop=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Actor:
+    """An actor as Ray's table has it. `crashed`: its process or node ended without being told to, the last time."""
+
+    actor_id: str
+    class_name: str
+    pid: int
+    dead: bool
+    restarts: int
+    crashed: bool
+    cause: str
+
+
+def actors() -> list[Actor]:
+    """Every actor of the cluster that this process is connected to, dead ones too."""
+    return [_actor(actor_id, row) for actor_id, row in ray._private.state.actors().items()]
+
+
+def _actor(actor_id: str, row: dict[str, Any]) -> Actor:
+    died = row["DeathCause"].actor_died_error_context
+    reason = died.DESCRIPTOR.enum_types_by_name["Reason"].values_by_number[died.reason].name
+    return Actor(
+        actor_id=actor_id,
+        class_name=row["ActorClassName"],
+        pid=row["Pid"],
+        dead=row["State"] == "DEAD",
+        restarts=row["NumRestarts"],
+        crashed=reason not in ("RAY_KILL", "OUT_OF_SCOPE", "REF_DELETED", "OWNER_DIED"),
+        cause=died.error_message or row["DeathCause"].oom_context.error_message,
+    )

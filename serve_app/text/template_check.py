@@ -1,0 +1,74 @@
+"""Renders a model's chat template once, in a process of its own that can be ended: a template is a program.
+
+`python -m serve_app.text.template_check` is that process. It reads {"template": str, "special_tokens": {...}} from its
+standard input, prints a line once it could begin, and then one with what is wrong, as JSON, or null.
+"""
+
+import json
+import resource
+import subprocess
+import sys
+from collections.abc import Mapping
+
+import jinja2
+
+from serve_app.errors import ConfigError
+
+RENDER_TIMEOUT_S = 10.0
+_MAX_BYTES = 2**31
+_MESSAGES = [{"role": "user", "content": "Hello"}]
+
+
+def check_chat_template(template: str | None, special_tokens: Mapping[str, str]) -> None:
+    """Raise `ConfigError` if `template` cannot render a plain message in 10 seconds and 2 GiB. None is no template.
+
+    A template that refuses the message in words of its own (`raise_exception`) is not broken.
+    """
+    if template is None:
+        return
+    request = json.dumps({"template": template, "special_tokens": dict(special_tokens)})
+    command = [sys.executable, "-m", "serve_app.text.template_check"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        try:
+            reason = _ask(process, request)
+        except subprocess.TimeoutExpired:
+            reason = f"did not render a plain message within {RENDER_TIMEOUT_S:g} seconds"
+        finally:
+            process.kill()
+    if reason is not None:
+        raise ConfigError(f"model: its chat template {reason}")
+
+
+def _ask(process: "subprocess.Popen[str]", request: str) -> str | None:
+    assert process.stdin is not None
+    assert process.stdout is not None
+    process.stdin.write(request + "\n")
+    process.stdin.flush()
+    process.stdout.readline()
+    output, _ = process.communicate(timeout=RENDER_TIMEOUT_S)
+    if not output:
+        return f"ended the process that rendered it (status {process.returncode})"
+    reason: str | None = json.loads(output)
+    return reason
+
+
+def _problem(template: str, special_tokens: Mapping[str, str]) -> str | None:
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    resource.setrlimit(resource.RLIMIT_DATA, (_MAX_BYTES, _MAX_BYTES))
+    print(flush=True)
+    try:
+        render_jinja_template([_MESSAGES], chat_template=template, add_generation_prompt=True, **special_tokens)
+    except MemoryError:
+        return f"takes more than {_MAX_BYTES >> 30} GiB for a plain message"
+    except Exception as error:  # whatever a template may do
+        if type(error) is jinja2.TemplateError:  # its own words
+            return None
+        return f"fails on a plain message: {type(error).__name__}: {str(error)[:300]}"
+    return None
+
+
+if __name__ == "__main__":
+    given = json.loads(sys.stdin.readline())
+    print(json.dumps(_problem(given["template"], given["special_tokens"])), flush=True)

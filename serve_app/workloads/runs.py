@@ -1,0 +1,124 @@
+"""The named workloads against one running server, run after run.
+
+Decides how runs are repeated: warm-up first, then every repeat with its own prompts; the median of each figure stands
+beside the single runs. It starts and stops no server. `serve-app bench run` is the command.
+"""
+
+import asyncio
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from random import Random
+from typing import Any
+
+import aiohttp
+import uvloop
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from serve_app.workloads.client import RequestResult, Run, Server, open_session, run_workload, send
+from serve_app.workloads.figures import median_of, summarize
+from serve_app.workloads.machine import Meter, wait_until_quiet
+from serve_app.workloads.mixes import WorkItem, Workload
+from serve_app.workloads.prompts import PromptWriter
+
+OnDone = Callable[[RequestResult], None]
+Runner = Callable[[Workload, OnDone], Run]
+"""Runs a workload to its end and calls back after each request."""
+
+_WARM_UP_TOKENS = 16
+console = Console(stderr=True)
+
+
+async def warm_up(server: Server, writer: PromptWriter, at_once: int = 16) -> None:
+    """One request alone, then several at once. Raises `RuntimeError` with the server's answer if one fails."""
+    rng = Random("warm-up")
+
+    def item(prompt_tokens: int) -> WorkItem:
+        return WorkItem(writer.write(rng, prompt_tokens), prompt_tokens, _WARM_UP_TOKENS)
+
+    async with open_session(server) as session:
+        first = await send(session, server, item(32), writer.count)
+        results = [
+            first,
+            *await asyncio.gather(*(send(session, server, item(48), writer.count) for _ in range(at_once))),
+        ]
+    for result in results:
+        if result.error is not None:
+            raise RuntimeError(f"warm-up failed: {result.error}")
+
+
+async def find_model(base_url: str) -> str:
+    """The name of the first model the server lists."""
+    url = f"{base_url.rstrip('/')}/v1/models"
+    async with open_session(Server(base_url, "", timeout_s=30)) as session, session.get(url) as response:
+        response.raise_for_status()
+        return str((await response.json())["data"][0]["id"])
+
+
+def reach(server: Server, writer: PromptWriter) -> Server:
+    """The server, warmed up, with its model's name if none was given. Raises `RuntimeError` when that fails."""
+    try:
+        server = replace(server, model=server.model or uvloop.run(find_model(server.base_url)))
+        uvloop.run(warm_up(server, writer))
+    except (aiohttp.ClientError, OSError, RuntimeError) as error:
+        raise RuntimeError(f"{server.base_url}: {error}") from error
+    return server
+
+
+def run_repeats(
+    server: Server,
+    writer: PromptWriter,
+    build: Callable[[int], Workload],
+    *,
+    repeats: int,
+    server_pid: int | None = None,
+    quiet_limit_s: float = 0.0,
+) -> dict[str, Any]:
+    """Median and single runs of one workload; `build(repeat)` gives the workload of a repeat. Shows progress."""
+    run = through_http(server, writer)
+    workloads = (build(repeat) for repeat in range(repeats))
+    runs = [
+        measure(run, workload, f"{workload.name} {number}/{repeats}", writer.num_special, server_pid, quiet_limit_s)
+        for number, workload in enumerate(workloads, start=1)
+    ]
+    return {"median": median_of(runs), "runs": runs}
+
+
+def through_http(server: Server, writer: PromptWriter) -> Runner:
+    """A runner that sends workloads to a server."""
+    return lambda workload, on_done: uvloop.run(run_workload(server, workload, writer, on_done))
+
+
+def measure(
+    run: Runner,
+    workload: Workload,
+    title: str,
+    extra_prompt_tokens: int = 0,
+    server_pid: int | None = None,
+    quiet_limit_s: float = 0.0,
+) -> dict[str, Any]:
+    """The figures of one run (see `summarize`), with the usage of the server's process tree if its pid is given.
+
+    Waits for a quiet machine first, at most `quiet_limit_s` seconds. Shows progress.
+    """
+    if quiet_limit_s:
+        wait_until_quiet(quiet_limit_s, server_pid)
+    with show_progress(workload, title) as on_done:
+        meter = Meter(server_pid)
+        done = run(workload, on_done)
+        usage = meter.read() if server_pid is not None else {}
+    return summarize(done, extra_prompt_tokens) | usage
+
+
+@contextmanager
+def show_progress(workload: Workload, title: str) -> Iterator[OnDone]:
+    """A progress bar on standard error; yields the function to call with every result."""
+    columns = TextColumn("{task.description:<20}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+    with Progress(*columns, TextColumn("{task.fields[tokens]} tokens"), console=console) as progress:
+        task = progress.add_task(title, total=len(workload.items), tokens=0)
+
+        def on_done(result: RequestResult) -> None:
+            progress.update(task, advance=1, tokens=progress.tasks[0].fields["tokens"] + result.output_tokens)
+
+        yield on_done

@@ -1,0 +1,122 @@
+"""`response_format` and `structured_outputs` over a real engine, and what cannot be enforced refused by name."""
+
+import json
+from typing import Any
+
+import jsonschema
+import openai
+import pytest
+from pydantic import BaseModel
+
+from tests.api.conftest import Api
+
+ASK: list[Any] = [{"role": "user", "content": "Order something."}]
+SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "properties": {"name": {"enum": ["apple", "pear"]}, "count": {"type": "integer", "minimum": 1, "maximum": 99}},
+    "required": ["name", "count"],
+    "additionalProperties": False,
+}
+
+
+class Order(BaseModel):
+    name: str
+    count: int
+    gift: bool
+
+
+async def test_a_json_schema_is_followed_streamed_and_whole(live: Api) -> None:
+    wanted: Any = {"type": "json_schema", "json_schema": {"name": "order", "schema": SCHEMA, "strict": True}}
+    body: dict[str, Any] = {"model": "babbler", "messages": ASK, "seed": 3, "response_format": wanted, "max_tokens": 60}
+    answer = await live.openai.chat.completions.create(**body)
+    [choice] = answer.choices
+    assert choice.finish_reason == "stop"
+    jsonschema.validate(json.loads(choice.message.content or ""), SCHEMA)
+    chunks = [chunk async for chunk in await live.openai.chat.completions.create(**body, stream=True)]
+    assert "".join(c.choices[0].delta.content or "" for c in chunks if c.choices) == choice.message.content
+
+
+async def test_openais_parse_gives_a_model(live: Api) -> None:
+    for seed in range(8):
+        try:
+            answer = await live.openai.chat.completions.parse(
+                model="babbler", messages=ASK, response_format=Order, seed=seed, max_tokens=300
+            )
+        except openai.LengthFinishReasonError:  # random weights like long names
+            continue
+        assert isinstance(answer.choices[0].message.parsed, Order)
+        return
+    pytest.fail("no answer ended within its 300 tokens")
+
+
+@pytest.mark.parametrize(
+    ("wanted", "fits"),
+    [
+        ({"choice": ["yes", "no"]}, lambda text: text in ("yes", "no")),
+        ({"regex": "[0-9]{3}-[a-f]{2}"}, lambda text: len(text) == 6 and text[3] == "-"),
+        ({"json": SCHEMA}, lambda text: json.loads(text)["name"] in ("apple", "pear")),
+        ({"json": json.dumps(SCHEMA)}, lambda text: json.loads(text)["name"] in ("apple", "pear")),
+        ({"grammar": 'start: "a" | "b" start'}, lambda text: text.endswith("a") and set(text) <= {"a", "b"}),
+    ],
+    ids=["choice", "regex", "json", "json text", "grammar"],
+)
+async def test_structured_outputs_on_both_endpoints(live: Api, wanted: dict[str, Any], fits: Any) -> None:
+    extra = {"structured_outputs": wanted}
+    plain = await live.openai.completions.create(
+        model="babbler", prompt=["One", "Two"], n=2, seed=1, max_tokens=60, extra_body=extra
+    )
+    chat = await live.openai.chat.completions.create(
+        model="babbler", messages=ASK, seed=1, max_tokens=60, extra_body=extra
+    )
+    texts = [choice.text for choice in plain.choices] + [chat.choices[0].message.content or ""]
+    assert len(texts) == 5
+    assert all(map(fits, texts)), texts
+
+
+async def test_json_object_begins_an_object(live: Api) -> None:
+    answer = await live.openai.chat.completions.create(
+        model="babbler", messages=ASK, seed=1, max_tokens=20, response_format={"type": "json_object"}
+    )
+    assert (answer.choices[0].message.content or "").startswith("{")
+
+
+@pytest.mark.parametrize(
+    ("extra", "param", "said"),
+    [
+        (
+            {
+                "response_format": {
+                    "type": "json_schema",
+                    "json_schema": {"name": "x", "schema": {"items": {"not": {}}}},
+                }
+            },
+            "response_format.json_schema.schema",
+            "not",
+        ),
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", "required"),
+        ({"response_format": {"type": "xml"}}, "response_format.type", "json_object"),
+        ({"structured_outputs": {"regex": "(?=a)b"}}, "structured_outputs.regex", "look-ahead"),
+        ({"structured_outputs": {"json": "[1"}}, "structured_outputs.json", "JSON object"),
+        ({"structured_outputs": {"choice": []}}, "structured_outputs.choice", "1 to"),
+        ({"structured_outputs": {}}, "structured_outputs", "exactly one"),
+        ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs", "exactly one"),
+        ({"structured_outputs": {"whitespace_pattern": "x"}}, "structured_outputs.whitespace_pattern", "not a field"),
+        ({"structured_outputs": {"regex": "a"}, "min_tokens": 3}, "min_tokens", "grammar"),
+        ({"structured_outputs": {"regex": "a"}, "ignore_eos": True}, "ignore_eos", "grammar"),
+        (
+            {"structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}},
+            "structured_outputs",
+            "one of them",
+        ),
+    ],
+)
+async def test_what_cannot_be_kept_is_refused_by_name(api: Api, extra: dict[str, Any], param: str, said: str) -> None:
+    with pytest.raises(openai.BadRequestError) as refused:
+        await api.openai.chat.completions.create(model="scripted", messages=ASK, extra_body=extra)
+    assert refused.value.param == param
+    assert said in refused.value.message
+
+
+async def test_plain_text_is_no_constraint(api: Api) -> None:
+    await api.openai.chat.completions.create(model="scripted", messages=ASK, response_format={"type": "text"})
+    assert api.service.requests[-1].params.grammar is None

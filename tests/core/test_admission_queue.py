@@ -1,0 +1,105 @@
+"""The queue's bounds, refusals and estimates; the order of its lines is `test_fair_queue`'s."""
+
+import math
+
+import pytest
+
+from serve_app.core.admission_queue import AdmissionQueue
+from serve_app.core.fair_queue import Entry
+from serve_app.errors import InvalidRequestError, OverloadedError
+
+Queue = AdmissionQueue[Entry]
+
+
+def add(queue: Queue, count: int = 1, cost: int = 1, client: str = "a", wait: float = math.inf) -> Entry:
+    """At time 0; everybody who can goes on."""
+    entry = Entry((client, ""), cost, count)
+    queue.add(entry, wait, 0.0)
+    queue.admit(0.0)
+    return entry
+
+
+def refusal(queue: Queue, count: int = 1, cost: int = 1, client: str = "a", wait: float = math.inf) -> OverloadedError:
+    before = queue.ongoing, queue.queued
+    with pytest.raises(OverloadedError) as refused:
+        add(queue, count, cost, client, wait)
+    assert (queue.ongoing, queue.queued) == before, "all or nothing"
+    return refused.value
+
+
+def busy_queue(max_ongoing: int, max_queued: int, seconds_each: float) -> Queue:
+    """With all places taken so far, up to time 0, for so long that the rate is known."""
+    queue: Queue = AdmissionQueue(max_ongoing, max_queued)
+    now = -300 * seconds_each
+    for _ in range(300):
+        entry = Entry(("a", ""), remaining=max_ongoing)
+        queue.add(entry, math.inf, now)
+        queue.admit(now)
+        now += seconds_each
+        for _ in range(max_ongoing):
+            queue.end(entry, now)
+    return queue
+
+
+def test_what_never_fits_is_not_told_to_retry() -> None:
+    queue: Queue = AdmissionQueue(max_ongoing=1, max_queued=2)
+    queue.set_capacity(0)  # the replica is being replaced
+    with pytest.raises(InvalidRequestError, match="at most 3"):
+        add(queue, 4)
+    add(queue, 2)
+
+
+def test_choices_count_and_a_request_of_more_than_there_is_starts_all_the_same() -> None:
+    queue: Queue = AdmissionQueue(max_ongoing=4, max_queued=4)
+    large = add(queue, cost=6)
+    assert queue.ongoing == 6
+    small, huge = add(queue), add(queue, cost=3)
+    refusal(queue)
+    queue.end(large, 0.0)
+    assert queue.admit(0.0) == [small, huge]
+    for entry in (small, huge):
+        queue.end(entry, 0.0)
+    add(queue, cost=100)
+    refusal(queue, cost=5)
+    assert (queue.ongoing, queue.queued) == (100, 0)
+
+
+def test_who_leaves_makes_room() -> None:
+    queue: Queue = AdmissionQueue(max_ongoing=1, max_queued=2)
+    add(queue)
+    waiting = add(queue, 2)
+    refusal(queue)
+    queue.withdraw(waiting)
+    add(queue)
+    assert (queue.ongoing, queue.queued) == (1, 2)
+
+
+def test_the_newest_of_the_longest_line_gives_way() -> None:
+    queue: Queue = AdmissionQueue(max_ongoing=1, max_queued=4)
+    greedy = [add(queue, client="greedy") for _ in range(5)]
+    for expected in greedy[:2:-1]:
+        [(evicted, why)] = queue.add(Entry(("modest", "")), math.inf, 0.0)
+        assert (evicted, why.code) == (expected, "queue_share")
+        assert why.retry_after_s
+    assert refusal(queue, client="modest").code == refusal(queue, client="greedy").code == "queue_full"
+    assert queue.queued == 4
+
+
+def test_what_cannot_be_in_time_is_refused_at_once() -> None:
+    queue = busy_queue(max_ongoing=2, max_queued=100, seconds_each=4.0)  # two places: one turn every two seconds
+    add(queue, 2 + 10)
+    refused = refusal(queue, wait=19)
+    assert (refused.message, refused.code) == (
+        "the request would wait about 20 seconds, and has 19",
+        "wait_exceeds_timeout",
+    )
+    assert refused.retry_after_s == 1
+    assert add(queue, wait=21)
+    assert add(queue, client="modest", wait=3)  # its turn is the next but one
+
+
+def test_retry_after_is_the_time_in_which_the_queue_is_served() -> None:
+    queue = busy_queue(max_ongoing=2, max_queued=10, seconds_each=4.0)
+    add(queue, 12)
+    told = [refusal(queue).retry_after_s or 0 for _ in range(100)]
+    assert 15 < min(told) < 17 < 23 < max(told) < 25

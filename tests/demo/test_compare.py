@@ -1,0 +1,187 @@
+"""`serve-app compare` on a tiny model in float64, where no near-tie can decide: counts, equality and figures."""
+
+import heapq
+import json
+import shutil
+from io import StringIO
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+from safetensors.torch import load_file
+from typer.testing import CliRunner
+
+from serve_app.cli import app
+from serve_app.demo.compare import CAPS, PROMPTS, make_job, report, run_all, show
+from serve_app.demo.compare_runs import CompareJob, Measurement, Mode, measure, measure_in_process
+from serve_app.demo.padded import PaddedGenerator
+from serve_app.errors import ServeAppError
+from serve_app.observability.timeline import Timeline, Work
+from serve_app.text.tokenizer import load_tokenizer
+from tests.cli.conftest import CONTEXT
+
+TINY_CAPS = (1, 2, 5, 3, 4, 2)
+SLOTS, REPEAT = 4, 2
+CAPS_IN_ORDER = TINY_CAPS * REPEAT
+
+
+def static_steps(caps: tuple[int, ...], slots: int) -> int:
+    """Every batch runs to its longest output."""
+    return sum(max(caps[first : first + slots]) for first in range(0, len(caps), slots))
+
+
+def continuous_steps(caps: tuple[int, ...], slots: int) -> int:
+    """Each request takes the slot that falls free first."""
+    free_at = [0] * slots
+    for cap in caps:
+        heapq.heapreplace(free_at, free_at[0] + cap)
+    return max(free_at)
+
+
+@pytest.fixture(scope="module")
+def job(tiny_folder: Path) -> CompareJob:
+    fields = {"slots": SLOTS, "model": str(tiny_folder), "dtype": "float64", "device": "cpu", "num_threads": 1}
+    fields |= {"kv_cache_gib": 0.02}
+    return make_job(load_tokenizer(str(tiny_folder)), PROMPTS, TINY_CAPS, REPEAT, **fields)
+
+
+@pytest.fixture(scope="module")
+def results(job: CompareJob) -> dict[Mode, Measurement]:
+    return run_all(job, Console(file=StringIO()), runner=measure)
+
+
+def test_steps_are_exactly_what_the_ways_of_batching_imply(results: dict[Mode, Measurement]) -> None:
+    static = static_steps(CAPS_IN_ORDER, SLOTS)
+    continuous = continuous_steps(CAPS_IN_ORDER, SLOTS)
+    assert (static, continuous) == (14, 9)
+    assert [results[mode].steps for mode in Mode] == [static, static, continuous]
+
+
+def test_the_default_caps_leave_static_batches_twice_the_steps() -> None:
+    caps = CAPS * 8
+    assert static_steps(caps, 8) == 1800
+    assert static_steps(caps, 8) >= 2 * continuous_steps(caps, 8)
+
+
+def test_all_three_give_the_same_tokens_of_the_wanted_lengths(results: dict[Mode, Measurement]) -> None:
+    for run in results.values():
+        assert [len(output) for output in run.outputs] == list(CAPS_IN_ORDER)
+    assert len({run.outputs for run in results.values()}) == 1
+    assert len(set(results[Mode.CONTINUOUS].outputs)) == len(PROMPTS), "the prompts must not all answer alike"
+
+
+def test_the_report_has_exactly_the_promised_keys(results: dict[Mode, Measurement]) -> None:
+    figures = report(results)
+    assert list(figures) == [
+        "static_padded",
+        "static_packed",
+        "continuous",
+        "speedup_vs_padded",
+        "speedup_vs_packed",
+        "outputs_equal",
+        "agreement_with_padded",
+    ]
+    for mode in Mode:
+        assert list(figures[mode]) == ["steps", "seconds", "output_tokens", "tokens_per_s"]
+        assert figures[mode]["output_tokens"] == sum(CAPS_IN_ORDER)
+        assert figures[mode]["tokens_per_s"] == pytest.approx(sum(CAPS_IN_ORDER) / results[mode].seconds, rel=1e-3)
+    assert figures["outputs_equal"] is True
+    assert figures["agreement_with_padded"] == 1.0
+
+
+def test_pictures_show_padding_only_where_there_is_some(results: dict[Mode, Measurement]) -> None:
+    wanted = sum(CAPS_IN_ORDER)
+    for mode, run in results.items():
+        cells = {work: 0 for work in Work}
+        for span in run.timeline.spans:
+            cells[span.work] += span.stop - span.start
+        assert cells[Work.PREFILL] == len(CAPS_IN_ORDER)
+        assert cells[Work.PREFILL] + cells[Work.DECODE] == wanted
+        assert cells[Work.WASTED] == (SLOTS * run.steps - wanted if mode is Mode.PADDED else 0)
+
+
+def fabricated(mode: Mode, outputs: tuple[tuple[int, ...], ...], seconds: float) -> Measurement:
+    return Measurement(mode, outputs, seconds, 4, Timeline("t", 2, 4, ()))
+
+
+def test_differences_are_reported_not_hidden() -> None:
+    ours = ((1, 2, 3, 4), (5, 6))
+    padded = ((1, 2, 9, 4), (5, 6))
+    results = {
+        Mode.PADDED: fabricated(Mode.PADDED, padded, 6.0),
+        Mode.STATIC: fabricated(Mode.STATIC, padded, 3.0),
+        Mode.CONTINUOUS: fabricated(Mode.CONTINUOUS, ours, 2.0),
+    }
+    figures = report(results)
+    assert figures["outputs_equal"] is False
+    assert figures["agreement_with_padded"] == pytest.approx(4 / 6, abs=1e-4)
+    assert (figures["speedup_vs_padded"], figures["speedup_vs_packed"]) == (3.0, 1.5)
+    output = StringIO()
+    show(Console(file=output, width=100), CompareJob(((1,), (1,)), (4, 2), 2), results, {})
+    assert "1 of 2 requests equal, token for token" in output.getvalue()
+    assert "Prefix cache in both packed runs: off" in output.getvalue()
+
+
+def test_the_command_end_to_end(tiny_folder: Path, tmp_path: Path) -> None:
+    """In fresh processes, as users run it."""
+    png, json_file = tmp_path / "out.png", tmp_path / "out.json"
+    options = ["--model", str(tiny_folder), "--slots", "4", "--repeat", "2", "--caps", "1,2,5,3,4,2"]
+    options += [
+        "--dtype",
+        "float64",
+        "--device",
+        "cpu",
+        "--threads",
+        "1",
+        "--kv-cache-gib",
+        "0.02",
+        "--png",
+        str(png),
+        "--json",
+        str(json_file),
+    ]
+    result = CliRunner().invoke(app, ["compare", *options])
+    assert result.exit_code == 0, result.output
+    figures = json.loads(json_file.read_text())
+    assert [figures[mode]["steps"] for mode in Mode] == [14, 14, 9]
+    assert figures["outputs_equal"] is True
+    assert "Continuous: a freed slot" in result.output
+    assert "12 of 12 requests equal, token for token" in result.output
+    assert png.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_childs_failure_is_told_in_one_line(job: CompareJob) -> None:
+    too_long = CompareJob(
+        ((5,) * (CONTEXT + 1),), (4,), 1, job.model, job.dtype, job.device, num_threads=1, kv_cache_gib=0.02
+    )
+    with pytest.raises(ServeAppError, match=f"continuous: ContextLengthError: .*{CONTEXT}"):
+        measure_in_process(Mode.CONTINUOUS, too_long, lambda _: None)
+
+
+def test_the_baseline_reads_no_pickled_weights(tiny_folder: Path, tmp_path: Path) -> None:
+    for name in ("config.json", "generation_config.json"):
+        shutil.copy(tiny_folder / name, tmp_path)
+    torch.save(load_file(tiny_folder / "model.safetensors"), tmp_path / "pytorch_model.bin")
+    with pytest.raises(OSError, match="safetensors"):
+        PaddedGenerator(str(tmp_path), "float32", "cpu")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--caps", "1,2"], "is not a list of 6 positive numbers"),
+        (["--caps", "1,2,3,4,5,x"], "is not a list of 6 positive numbers"),
+        (["--caps", "1,2,3,4,5,0"], "is not a list of 6 positive numbers"),
+        (["--device", "tpu"], "not one of auto, cpu, cuda"),
+        (["--dtype", "auto"], "'auto' is not one of float32, bfloat16, float16, float64"),
+        (["--slots", "0"], "--slots"),
+        (["--json", "/no/such/folder/file"], "cannot be written"),
+        (["--png", "/"], "is a folder"),
+        (["--model", "/no/such/folder"], "/no/such/folder"),
+    ],
+)
+def test_wrong_options_are_refused(options: list[str], message: str) -> None:
+    result = CliRunner().invoke(app, ["compare", *options], env={"COLUMNS": "200"})
+    assert result.exit_code != 0
+    assert message in result.output

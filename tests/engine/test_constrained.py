@@ -1,0 +1,230 @@
+"""Constrained requests: valid by construction, and bitwise the same whatever happens around them and to them, on a
+random model whose vocabulary spells JSON."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import jsonschema
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from serve_app import grammars
+from serve_app.core.request import EngineRequest
+from serve_app.core.results import FinishReason
+from serve_app.core.sampling_params import SamplingParams
+from serve_app.grammars import Vocabulary
+from serve_app.model.loader import from_module
+from serve_app.model.paged_model import PagedModel
+from tests.engine.harness import Harness, Outcome, Run
+from tests.models import VOCAB_SIZE, tiny_model
+
+EOS = 1
+_PIECES = [
+    '{"',
+    '": ',
+    ', "',
+    '"}',
+    '", "',
+    "true",
+    "false",
+    "null",
+    "name",
+    "count",
+    "tags",
+    "10",
+    "[",
+    "]]",
+    "}}",
+    " ",
+]
+
+
+def _tokens() -> list[bytes]:
+    """0 and 1 are control tokens, then every printable character, then pieces of several, then bytes of no text."""
+    texts = [chr(code) for code in range(0x20, 0x7F)] + _PIECES
+    tokens = [b"<pad>", b"<eos>", *(text.encode() for text in texts)]
+    return tokens + [bytes([0x80 + i]) for i in range(VOCAB_SIZE - len(tokens))]
+
+
+TOKENS = _tokens()
+VOCABULARY = Vocabulary(TOKENS, frozenset({0, EOS}), lambda text: [2 + ord(char) - 0x20 for char in text])
+ORDER: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 6},
+        "count": {"type": "integer", "minimum": 0, "maximum": 999},
+        "tags": {"type": "array", "items": {"enum": ["red", "green", "blue"]}, "maxItems": 3},
+    },
+    "required": ["name", "count", "tags"],
+    "additionalProperties": False,
+}
+PROMPT = (20, 30, 40, 50, 60, 70, 80)
+GRAMMARS = {
+    "order": grammars.json_schema(ORDER),
+    "choice": grammars.choice(["red apple", "red pear", "green"]),
+    "regex": grammars.regex("[0-9]{3}-[a-f]{2,8}"),
+}
+PARAMS = {
+    "greedy": SamplingParams(temperature=0.0, max_tokens=80, grammar=GRAMMARS["order"], logprobs=2),
+    "sampled": SamplingParams(seed=3, max_tokens=80, grammar=GRAMMARS["order"]),
+    "top-k": SamplingParams(seed=4, max_tokens=80, top_k=5, top_p=0.9, grammar=GRAMMARS["regex"], logprobs=0),
+    "penalties": SamplingParams(seed=5, max_tokens=80, repetition_penalty=1.3, grammar=GRAMMARS["regex"]),
+    "three choices": SamplingParams(seed=6, n=3, max_tokens=80, grammar=GRAMMARS["choice"]),
+}
+Signature = list[tuple[list[int], list[object], object]]
+
+
+@pytest.fixture(scope="module")
+def model() -> PagedModel:
+    return from_module(tiny_model("llama", torch.float32), max_model_len=128)
+
+
+def text_of(token_ids: Sequence[int]) -> str:
+    return b"".join(TOKENS[token_id] for token_id in token_ids if token_id != EOS).decode()
+
+
+def subjects() -> list[EngineRequest]:
+    return [EngineRequest(name, PROMPT, params) for name, params in PARAMS.items()]
+
+
+def crowd(count: int) -> list[EngineRequest]:
+    """Others, every second one free."""
+    requests = []
+    for i in range(count):
+        grammar = GRAMMARS["regex"] if i % 2 else None
+        params = SamplingParams(seed=i, max_tokens=6 + 3 * i, grammar=grammar)
+        requests.append(EngineRequest(f"crowd {i}", (*PROMPT[: i % 7], 90 + i), params))
+    return requests
+
+
+def signature(run: Run, name: str) -> Signature:
+    outcomes = sorted(run.outcomes.items())
+    return [(o.token_ids, list(o.logprobs), o.finish_reason) for (request_id, _), o in outcomes if request_id == name]
+
+
+@pytest.fixture(scope="module")
+def alone(model: PagedModel) -> dict[str, Signature]:
+    found = {}
+    for request in subjects():
+        harness = Harness(model, vocabulary=VOCABULARY, speculation="off", enable_prefix_cache=False)
+        found[request.request_id] = signature(harness.run([request]), request.request_id)
+    return found
+
+
+def check(run: Run, alone: dict[str, Signature]) -> None:
+    for name, expected in alone.items():
+        assert signature(run, name) == expected, name
+
+
+def check_valid(outcome: Outcome, schema: dict[str, Any]) -> None:
+    if outcome.finish_reason is FinishReason.STOP:
+        jsonschema.validate(json.loads(text_of(outcome.token_ids)), schema)
+
+
+def test_outputs_match_their_grammars(alone: dict[str, Signature]) -> None:
+    for name in ("greedy", "sampled"):
+        token_ids, _, reason = alone[name][0]
+        assert reason is FinishReason.STOP
+        jsonschema.validate(json.loads(text_of(token_ids)), ORDER)
+    assert {text_of(ids) for ids, _, _ in alone["three choices"]} <= {"red apple", "red pear", "green"}
+
+
+@pytest.mark.parametrize(
+    "knobs",
+    [
+        {"max_num_seqs": 24},
+        {"max_num_seqs": 24, "speculation": "off"},
+        {"max_num_seqs": 4, "max_num_batched_tokens": 5},
+        {"max_num_seqs": 24, "num_blocks": 12},
+        {"max_num_seqs": 24, "overlap": "on"},
+        {"prefill": "separate", "waiting_served_ratio": 1.2},
+    ],
+    ids=["crowd", "no speculation", "chunked", "preempted", "overlap", "separate prefill"],
+)
+def test_neighbours_and_scheduling_change_no_bit(
+    model: PagedModel, alone: dict[str, Signature], knobs: dict[str, Any]
+) -> None:
+    harness = Harness(model, vocabulary=VOCABULARY, **knobs)
+    run = harness.run([*crowd(15), *subjects()])
+    check(run, alone)
+    if "num_blocks" in knobs:
+        assert run.num_preemptions
+
+
+def test_forced_tokens_are_drafts_that_save_steps(model: PagedModel, alone: dict[str, Signature]) -> None:
+    request = EngineRequest("greedy", PROMPT, PARAMS["greedy"])
+    run = Harness(model, vocabulary=VOCABULARY).run([request])
+    assert signature(run, "greedy") == alone["greedy"]
+    assert len(run.records) < len(alone["greedy"][0][0])
+
+
+def test_a_request_continued_at_any_token_goes_on_the_same(model: PagedModel, alone: dict[str, Signature]) -> None:
+    for name in ("greedy", "top-k", "three choices"):
+        params = PARAMS[name]
+        longest = max(len(ids) for ids, _, _ in alone[name])
+        for cut in range(1, longest):
+            prior = tuple(tuple(ids[:cut]) for ids, _, _ in alone[name])
+            request = EngineRequest(name, PROMPT, params, prior_output_ids=prior)
+            run = Harness(model, vocabulary=VOCABULARY).run([request])
+            for (ids, _, reason), before, (_, outcome) in zip(
+                alone[name], prior, sorted(run.outcomes.items()), strict=True
+            ):
+                assert [*before, *outcome.token_ids] == ids
+                assert outcome.finish_reason is reason
+
+
+def test_an_earlier_output_that_the_grammar_refuses_ends_that_request_alone(model: PagedModel) -> None:
+    wrong = EngineRequest("wrong", PROMPT, PARAMS["greedy"], prior_output_ids=((60, 61),))
+    run = Harness(model, vocabulary=VOCABULARY).run([wrong, *crowd(3)])
+    assert run.outcomes["wrong", 0].finish_reason is FinishReason.ERROR
+    assert "grammar" in (run.outcomes["wrong", 0].error or "")
+    assert all(run.outcomes[f"crowd {i}", 0].finish_reason is not FinishReason.ERROR for i in range(3))
+
+
+def test_a_grammar_that_gets_too_much_work_ends_that_request_alone(model: PagedModel) -> None:
+    hostile = grammars.lark('start: a\na: a b | b\nb: a a | "x" a')
+    params = replace(PARAMS["sampled"], grammar=hostile)
+    run = Harness(model, vocabulary=VOCABULARY).run([EngineRequest("hostile", PROMPT, params), *crowd(3)])
+    assert run.outcomes["hostile", 0].finish_reason is FinishReason.ERROR
+    assert all(run.outcomes[f"crowd {i}", 0].finish_reason is not FinishReason.ERROR for i in range(3))
+
+
+def _schemas(depth: int = 2) -> st.SearchStrategy[dict[str, Any]]:
+    """Schemas bounded in depth, lengths and items: every output ends."""
+    leaves = st.one_of(
+        st.builds(lambda n: {"type": "string", "maxLength": n}, st.integers(0, 5)),
+        st.builds(
+            lambda low, size: {"type": "integer", "minimum": low, "maximum": low + size},
+            st.integers(-9, 9),
+            st.integers(0, 99),
+        ),
+        st.just({"type": "boolean"}),
+        st.just({"type": "null"}),
+        st.lists(st.sampled_from(["a", "bb", 'c"c', 7, True, None]), min_size=1, max_size=3, unique_by=repr).map(
+            lambda v: {"enum": v}
+        ),
+    )
+    if not depth:
+        return leaves
+    inner = _schemas(depth - 1)
+    objects = st.dictionaries(st.sampled_from(["a", "name", "x y"]), inner, max_size=3).map(
+        lambda p: {"type": "object", "properties": p, "required": list(p), "additionalProperties": False}
+    )
+    arrays = st.builds(lambda items, n: {"type": "array", "items": items, "maxItems": n}, inner, st.integers(0, 2))
+    unions = st.lists(leaves, min_size=2, max_size=3).map(lambda parts: {"anyOf": parts})
+    return st.one_of(leaves, objects, arrays, unions)
+
+
+@given(schema=_schemas(), seed=st.integers(0, 2**32), temperature=st.sampled_from([0.0, 1.0, 2.0]))
+@settings(max_examples=60, deadline=None)
+def test_random_schemas_and_logits_give_valid_output(
+    model: PagedModel, schema: dict[str, Any], seed: int, temperature: float
+) -> None:
+    params = SamplingParams(seed=seed, temperature=temperature, grammar=grammars.json_schema(schema))
+    outcome = Harness(model, vocabulary=VOCABULARY).run([EngineRequest("r", PROMPT, params)]).outcomes["r", 0]
+    assert outcome.finish_reason is FinishReason.STOP
+    check_valid(outcome, schema)

@@ -1,0 +1,103 @@
+"""Paged attention against the slow reference, in every build, on a pool of NaN."""
+
+import pytest
+import torch
+
+from serve_app.model.attention.base import AttentionBatch, AttentionLayer, block_matrix
+from serve_app.model.attention.c_kernels import CKernelAttention
+from serve_app.model.attention.reference import ReferenceAttention
+from serve_app.model.attention.verification import verify_backend
+from serve_app.model.cpu.ops import Kernels
+
+CPU = torch.device("cpu")
+LAYERS = {
+    "gqa": AttentionLayer(9, 3, 64, 64, 0.125),
+    "one kv head": AttentionLayer(8, 1, 32, 32, 0.1),
+    "no group": AttentionLayer(3, 3, 80, 80, 80**-0.5),
+    "narrow": AttentionLayer(5, 5, 16, 16, 0.3),
+    "more queries than a task's rows": AttentionLayer(71, 1, 64, 64, 0.125),
+    "wide": AttentionLayer(2, 1, 256, 256, 0.06),
+    "window": AttentionLayer(4, 2, 64, 64, 0.125, sliding_window=7),
+    "window of rounds": AttentionLayer(4, 2, 64, 64, 0.125, sliding_window=130),
+}
+HALF_TOLERANCE = 5e-3
+
+
+def run(
+    kernels: Kernels, layer: AttentionLayer, dtype: torch.dtype, steps: list[list[tuple[int, int]]], seed: int = 0
+) -> list[list[tuple[torch.Tensor, torch.Tensor]]]:
+    """Steps of (sequence, tokens) over scattered blocks of a poisoned pool; what the kernels and the reference give."""
+    generator = torch.Generator().manual_seed(seed)
+    num_blocks, done = 200, {}
+    order = torch.randperm(num_blocks - 1, generator=generator) + 1
+    backends = (CKernelAttention(kernels), ReferenceAttention())
+    dtypes = (dtype, torch.float32)
+    caches = [backend.allocate(layer, num_blocks, d, CPU) for backend, d in zip(backends, dtypes, strict=True)]
+    for cache in caches:
+        for pool in cache:
+            pool.fill_(float("nan"))
+    sequences = sorted({sequence for step in steps for sequence, _ in step})
+    tables = {sequence: order[index :: len(sequences)].tolist() for index, sequence in enumerate(sequences)}
+    results = []
+    for step in steps:
+        starts, lens, slots = [0], [], []
+        for sequence, count in step:
+            first = done.get(sequence, 0)
+            done[sequence] = first + count
+            starts.append(starts[-1] + count)
+            lens.append(first + count)
+            slots += [tables[sequence][p // 16] * 16 + p % 16 for p in range(first, first + count)]
+        batch = AttentionBatch(
+            starts, lens, block_matrix([tables[sequence] for sequence, _ in step]), torch.tensor(slots)
+        )
+        shapes = (layer.num_heads, layer.num_kv_heads, layer.num_kv_heads)
+        tensors = [torch.randn(heads, starts[-1], layer.head_dim, generator=generator) for heads in shapes]
+        got, expected = (
+            backend.forward(layer, *tensors, cache, backend.build(batch))
+            for backend, cache in zip(backends, caches, strict=True)
+        )
+        counts = [count for _, count in step]
+        results.append(list(zip(got.split(counts), expected.split(counts), strict=True)))
+    return results
+
+
+STEPS = [[(0, 70), (1, 5)], [(1, 1), (0, 1), (2, 150)], [(0, 200), (2, 1), (1, 10)], [(0, 1), (1, 1), (2, 1)]]
+
+
+@pytest.mark.parametrize("layer", LAYERS.values(), ids=LAYERS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_agrees_with_the_reference(kernels: Kernels, layer: AttentionLayer, dtype: torch.dtype, threads: None) -> None:
+    tolerance = 1e-5 if dtype == torch.float32 else HALF_TOLERANCE
+    for step in run(kernels, layer, dtype, STEPS):
+        for got, expected in step:
+            torch.testing.assert_close(got, expected, rtol=0, atol=tolerance)
+
+
+def test_the_probe_of_backends_accepts_it(kernels: Kernels) -> None:
+    assert verify_backend(CKernelAttention(kernels), list(LAYERS.values()), torch.float32, CPU) is None
+
+
+def test_large_scores_and_equal_scores(kernels: Kernels) -> None:
+    """Scores of thousands (which float32 tells apart to 1e-4) leave one key with all the weight; equal ones share."""
+    for scale, tolerance in ((100.0, 1e-3), (0.0, 1e-5)):
+        for step in run(kernels, AttentionLayer(4, 2, 32, 32, scale), torch.float32, STEPS):
+            for got, expected in step:
+                torch.testing.assert_close(got, expected, rtol=0, atol=tolerance)
+
+
+def test_keys_too_large_for_half_precision_stay_finite(kernels: Kernels) -> None:
+    layer, backend = AttentionLayer(2, 1, 16, 16, 1e-6), CKernelAttention(kernels)
+    cache = backend.allocate(layer, 2, torch.float16, CPU)
+    batch = AttentionBatch([0, 3], [3], block_matrix([[1]]), torch.tensor([16, 17, 18]))
+    huge = torch.full((1, 3, 16), 1e6)
+    out = backend.forward(layer, torch.ones(2, 3, 16), -huge, huge, cache, backend.build(batch))
+    torch.testing.assert_close(out, torch.full((3, 2, 16), 65504.0))
+
+
+def test_what_it_cannot_do_is_refused(kernels: Kernels) -> None:
+    backend = CKernelAttention(kernels)
+    for layer in (AttentionLayer(4, 2, 64, 64, 0.1, softcap=5.0), AttentionLayer(4, 2, 40, 40, 0.1)):
+        with pytest.raises(ValueError, match=r"softcap|heads of 40"):
+            backend.allocate(layer, 4, torch.float32, CPU)
+    with pytest.raises(ValueError, match="bfloat16"):
+        backend.allocate(LAYERS["gqa"], 4, torch.bfloat16, CPU)

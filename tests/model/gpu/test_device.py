@@ -1,0 +1,26 @@
+"""Which GPU kernels are launched on."""
+
+import threading
+
+import pytest
+import torch
+
+from serve_app.engine.async_engine import AsyncEngine
+from serve_app.engine.core import EngineConfig
+from serve_app.errors import ConfigError
+from serve_app.model.options import ModelOptions
+
+
+async def test_the_named_gpu_is_the_engines_threads_own_before_anything_is_loaded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each thread has a current device, on which Triton launches and events are recorded."""
+    current: dict[str, torch.device] = {}
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(
+        torch.cuda, "set_device", lambda device: current.update({threading.current_thread().name: device})
+    )
+    for device in ("cuda", "cuda:1"):
+        with pytest.raises(ConfigError, match="neither"):
+            await AsyncEngine.start(EngineConfig(model=ModelOptions(model="/no/such/folder", device=device)))
+    assert current == {"engine": torch.device("cuda:1")}

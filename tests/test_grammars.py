@@ -1,0 +1,223 @@
+"""Grammars: outputs match them, what cannot be enforced is refused by name, and no grammar costs much."""
+
+import json
+import random
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from functools import reduce
+from typing import Any
+
+import jsonschema
+import pytest
+
+from serve_app import grammars
+from serve_app.errors import InvalidRequestError
+from serve_app.grammars import Grammars, Matcher
+from serve_app.text.tokenizer import Tokenizer, load_tokenizer
+
+WIDTH = 49_160
+EOS = 2
+ORDER = {
+    "type": "object",
+    "properties": {
+        "id": {"type": "string", "format": "uuid"},
+        "note": {"type": "string", "maxLength": 20},
+        "kind": {"enum": ["food", "tools"]},
+        "items": {
+            "type": "array",
+            "maxItems": 2,
+            "items": {
+                "type": "object",
+                "properties": {
+                    "sku": {"type": "string", "pattern": "^[A-Z]{2}[0-9]{3}$"},
+                    "count": {"type": "integer"},
+                },
+                "required": ["sku", "count"],
+                "additionalProperties": False,
+            },
+        },
+    },
+    "required": ["id", "note", "kind", "items"],
+    "additionalProperties": False,
+}
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return load_tokenizer("default")
+
+
+@pytest.fixture(scope="module")
+def compiled(tokenizer: Tokenizer) -> Grammars:
+    return Grammars(tokenizer.vocabulary, [EOS], WIDTH)
+
+
+def walk(matcher: Matcher, rng: random.Random, most: int = 400) -> list[int] | None:
+    """A random output; None when it did not end, or the matcher gave up."""
+    output: list[int] = []
+    for _ in range(most):
+        allowed = matcher.allowed()
+        if allowed is None:
+            return None
+        chosen = rng.choice(allowed.nonzero()[0].tolist())
+        if chosen == EOS:
+            return output
+        if not matcher.consume([chosen]):
+            assert matcher.error
+            return None
+        output.append(chosen)
+    return None
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_any_output_that_ends_is_valid(compiled: Grammars, tokenizer: Tokenizer, seed: int) -> None:
+    output = walk(compiled.matcher(grammars.json_schema(ORDER)), random.Random(seed))
+    assert output is not None
+    jsonschema.validate(json.loads(tokenizer.decode(output)), ORDER)
+
+
+def test_choices_are_exactly_the_texts(compiled: Grammars, tokenizer: Tokenizer) -> None:
+    answers = ["yes", "no", 'may"be\n', "naïve 你好"]
+    outputs = {
+        tokenizer.decode(output)
+        for seed in range(60)
+        if (output := walk(compiled.matcher(grammars.choice(answers)), random.Random(seed))) is not None
+    }
+    assert outputs == set(answers)
+
+
+def test_a_matcher_made_again_from_the_output_is_in_the_same_state(compiled: Grammars) -> None:
+    text = grammars.json_schema(ORDER)
+    output = walk(compiled.matcher(text), random.Random(7))
+    assert output is not None
+    following = compiled.matcher(text)
+    for count, token_id in enumerate(output):
+        again = compiled.matcher(text)
+        assert again.consume(output[:count])
+        here, there = following.allowed(), again.allowed()
+        assert here is not None
+        assert there is not None
+        assert (here == there).all()
+        assert following.consume([token_id])
+    following.roll_back(len(output) - 3)
+    again = compiled.matcher(text)
+    again.consume(output[:3])
+    assert (following.allowed() == again.allowed()).all()  # type: ignore[attr-defined]
+
+
+def test_what_must_come_is_told(compiled: Grammars, tokenizer: Tokenizer) -> None:
+    matcher = compiled.matcher(grammars.json_schema(ORDER))
+    assert tokenizer.decode(matcher.forced()) == '{"id": "'
+
+
+def test_ids_beyond_the_vocabulary_never_match(compiled: Grammars, tokenizer: Tokenizer) -> None:
+    allowed = compiled.matcher(grammars.regex("(?s:.*)")).allowed()
+    assert allowed is not None
+    assert allowed.shape == (WIDTH,)
+    assert not allowed[tokenizer.vocab_size :].any()
+
+
+def test_only_so_many_grammars_are_kept(compiled: Grammars) -> None:
+    for number in range(300):
+        compiled.matcher(grammars.regex(f"a{{{number}}}b"))
+    assert len(compiled._kept) == 256
+    long = [grammars.choice([f"{number}-{i}" * 1000 for i in range(25)]) for number in range(30)]
+    for text in long:
+        compiled.matcher(text)
+    assert sum(map(len, compiled._kept)) <= 2**22
+    assert long[-1] in compiled._kept
+
+
+@pytest.mark.parametrize(
+    ("schema", "where", "what"),
+    [
+        ({"properties": {"a": {"items": {"not": {}}}}}, "/properties/a/items", "not"),
+        ({"anyOf": [{"type": "string"}, {"type": "array", "uniqueItems": True}]}, "/anyOf/1", "uniqueItems"),
+        ({"$defs": {"x": {"format": "moon"}}, "properties": {"b": {"$ref": "#/$defs/x"}}}, "/properties/b", "moon"),
+        ({"type": "integer", "minimum": 5, "maximum": 4}, "enforced:", "minimum"),
+        ({"type": "strin"}, "enforced:", "strin"),
+        ({"$ref": "http://elsewhere/x.json"}, "enforced:", "elsewhere"),
+        ({"oneOf": [{"type": "string"}, {"type": "string", "maxLength": 3}]}, "enforced:", "oneOf"),
+    ],
+)
+def test_what_cannot_be_enforced_is_refused_by_keyword_and_path(schema: dict[str, Any], where: str, what: str) -> None:
+    with pytest.raises(InvalidRequestError) as refused:
+        grammars.json_schema(schema)
+    assert where in refused.value.message
+    assert what in refused.value.message
+    assert refused.value.param == "response_format"
+
+
+def _nested(depth: int) -> dict[str, Any]:
+    inner: dict[str, Any] = {"type": "string"}
+    return reduce(lambda schema, _: {"type": "object", "properties": {"a": schema}}, range(depth), inner)
+
+
+def _one_of(depth: int) -> dict[str, Any]:
+    if not depth:
+        return {"type": "string"}
+    inner = _one_of(depth - 1)
+    return {
+        "oneOf": [{"type": "object", "properties": {"a": inner}, "required": ["a"]}, {"type": "array", "items": inner}]
+    }
+
+
+HOSTILE: dict[str, Callable[[], str]] = {
+    "nested 28": lambda: grammars.json_schema(_nested(28)),
+    "nested 200": lambda: grammars.json_schema(_nested(200)),
+    "nested 100,000 lists": lambda: grammars.json_schema(
+        {"enum": [reduce(lambda inner, _: [inner], range(100_000), [])]}  # type: ignore[arg-type, return-value]
+    ),
+    "oneOf 8 deep": lambda: grammars.json_schema(_one_of(8)),
+    "oneOf 14 deep": lambda: grammars.json_schema(_one_of(14)),
+    "200 anyOf with patterns": lambda: grammars.json_schema(
+        {
+            "anyOf": [
+                {
+                    "type": "object",
+                    "properties": {f"k{i}": {"type": "string", "pattern": f"^[a-z]{{{i + 1},{i + 50}}}$"}},
+                    "required": [f"k{i}"],
+                }
+                for i in range(200)
+            ]
+        }
+    ),
+    "refers to itself": lambda: grammars.json_schema({"$ref": "#"}),
+    "refers in a circle": lambda: grammars.json_schema(
+        {"$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"}
+    ),
+    "remote": lambda: grammars.json_schema({"$ref": "http://elsewhere/schema.json"}),
+    "a million items": lambda: grammars.json_schema(
+        {"type": "array", "items": {"type": "integer"}, "minItems": 1_000_000}
+    ),
+    "a million letters": lambda: grammars.json_schema({"type": "string", "minLength": 1_000_000}),
+    "20,000 values": lambda: grammars.json_schema({"enum": [f"value-{i}" for i in range(20_000)]}),
+    "20,000 choices": lambda: grammars.choice([str(i) for i in range(20_000)]),
+    "10,000 long choices": lambda: grammars.choice([f"{i}" * 100 for i in range(10_000)]),
+    "no choice": lambda: grammars.choice([]),
+    "16 patterns at once": lambda: grammars.json_schema(
+        {"allOf": [{"type": "string", "pattern": f"a{{{i}}}"} for i in range(1, 17)]}
+    ),
+    "unsatisfiable": lambda: grammars.json_schema({"type": "integer", "minimum": 5, "maximum": 4}),
+    "repetition of a repetition": lambda: grammars.regex("(a{1,1000}){1,1000}"),
+    "many automata": lambda: grammars.regex("(.{1,500}|[a-z]{1,500}){1,500}x"),
+    "stars": lambda: grammars.regex("((a*)*)*b"),
+    "exponential 20": lambda: grammars.regex("(a|b)*a(a|b){20}"),
+    "far back": lambda: grammars.regex(".*a.{200}b"),
+    "look-ahead": lambda: grammars.regex("(?=a)b"),
+    "unclosed": lambda: grammars.regex("("),
+    "left recursion": lambda: grammars.lark('start: a\na: a b | b\nb: a a | "x" a'),
+    "3,000 parentheses": lambda: grammars.lark("start: " + "(" * 3000 + '"a"' + ")" * 3000),
+    "nothing, many times": lambda: grammars.lark('start: x*\nx: ""'),
+    "30,000 alternatives": lambda: grammars.lark("start: " + " | ".join(f'"w{i}"' for i in range(30_000))),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_no_grammar_costs_more_than_two_seconds(compiled: Grammars, name: str) -> None:
+    """Of processor time, which depends on no other process: built, and followed for 200 tokens."""
+    began = time.process_time()
+    with suppress(InvalidRequestError):
+        walk(compiled.matcher(HOSTILE[name]()), random.Random(0), most=200)
+    assert time.process_time() - began < 2.0
