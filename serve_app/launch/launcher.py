@@ -134,8 +134,8 @@ class _Launch:
     def _end_at_once(self) -> None:
         """Without drain and without Ray: every process below this one ends, and then this one."""
         self._say("interrupted again: ending at once")
-        kill_descendants()
         shutil.rmtree(self._scratch, ignore_errors=True)
+        kill_descendants()
         os._exit(_INTERRUPTED)
 
     def _stop(self, _number: int, _frame: FrameType | None) -> None:
@@ -153,10 +153,13 @@ class _Launch:
         try:
             from serve_app.launch.watch import Watch
 
-            is_ready = False
-            while not self._stopping.is_set() and not (is_ready := self._is_ready()):
+            model = None
+            while not self._stopping.is_set() and (model := self._served_model()) is None:
                 self._stopping.wait(_POLL_S)
-            watch = Watch(self._target.url, self._say) if is_ready else None
+            # Before anybody is told that the server is ready, so that no death after that is taken for an old one.
+            watch = None if model is None else Watch(self._target.url, self._say)
+            if model is not None:
+                self._say(f"ready: {model} served its first token. Try:\n{_curl(self._target.url, model)}")
             deploying = False
             while not self._stopping.wait(_POLL_S):
                 if self._reload.is_set():
@@ -165,7 +168,7 @@ class _Launch:
                 deploying = deploying and not self._has_deployed()
                 if watch is not None:
                     watch.look()
-            self._end(drain=is_ready)
+            self._end(drain=model is not None)
         except Exception as error:
             # Our errors are one line; of Ray's, the first line says what happened.
             kind = "" if isinstance(error, _DeploymentError) else f"{type(error).__name__}: "
@@ -276,14 +279,9 @@ class _Launch:
                 raise _DeploymentError(f"deployment failed: {find_cause(parts)} (logs: {_LOGS})")
         return all(name in states and states[name].status == "RUNNING" for name in self._target.applications)
 
-    def _is_ready(self) -> bool:
-        if not self._is_running():
-            return False
-        model = _first_token(self._target.url)
-        if model is None:
-            return False
-        self._say(f"ready: {model} served its first token. Try:\n{_curl(self._target.url, model)}")
-        return True
+    def _served_model(self) -> str | None:
+        """The model's name once all applications run and a token has come out of it over HTTP."""
+        return _first_token(self._target.url) if self._is_running() else None
 
     def _say(self, text: str) -> None:
         # In one piece: print() writes the line's end by itself, and another thread's line could come in between.
