@@ -1,4 +1,4 @@
-.PHONY: serve help observe test check bench bench-peers chaos clean
+.PHONY: serve help observe test test-full check bench bench-peers chaos clean
 .DEFAULT_GOAL := serve
 
 VENV := .venv
@@ -27,7 +27,10 @@ observe: ## run Prometheus with our configuration and alerts beside a running se
 
 test: $(VENV)/.test ## run the test suite
 	$(BIN)/python -m pytest tests/core --cov
-	$(BIN)/python -m pytest --ignore=tests/core
+	$(BIN)/python -m pytest --ignore=tests/core -m "not slow"
+
+test-full: test ## run the test suite and its slow tests
+	$(BIN)/python -m pytest -m slow
 
 check: $(VENV)/.test ## lint, formatting, types and import contracts
 	$(BIN)/ruff check .

@@ -41,6 +41,7 @@ def test_the_hosts_part_is_written_as_json(tmp_path: Path, monkeypatch: pytest.M
     assert result["machine"]["cores"] >= 1
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_the_whole_sequence_runs_without_the_servers_packages(tmp_path: Path) -> None:
     """Every stage on the tiny shape, each in its process."""
