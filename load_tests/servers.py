@@ -16,6 +16,7 @@ from serve_app.workloads.client import Server
 
 _POLL_S = 0.2
 _STOP_LIMIT_S = 60.0
+_ENDS_WITH_US = ("setpriv", "--pdeathsig", "KILL", "--")
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +49,8 @@ class RunningServer:
 def running(server: ServerCommand, log: Path, limit_s: float = 300.0) -> Iterator[RunningServer]:
     """Start the server, wait until `ready_path` answers 200, and stop it at the end.
 
-    Its output goes to `log`. Raises `RuntimeError` when it ends early, is not ready within `limit_s` seconds, or when
-    another server already answers at its address.
+    Its output goes to `log`. It ends with the thread that this is called in, however that ends. Raises `RuntimeError`
+    when it ends early, is not ready within `limit_s` seconds, or when another server already answers at its address.
     """
     url = server.base_url + server.ready_path
     if _status(url) is not None:
@@ -57,7 +58,7 @@ def running(server: ServerCommand, log: Path, limit_s: float = 300.0) -> Iterato
     started = time.monotonic()
     with log.open("wb") as output:
         process = subprocess.Popen(
-            server.command,
+            (*_ENDS_WITH_US, *server.command),
             stdout=output,
             stderr=subprocess.STDOUT,
             env={**os.environ, **server.environment},

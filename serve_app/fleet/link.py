@@ -4,19 +4,23 @@ A call through a Ray handle takes 2 ms on its way beside a busy engine and more 
 processor time; each item that it streams back costs 0.6 ms more. Here a request is one message, and all that the engine
 flushes at once is another. Ray starts the replicas, watches them, and tells the ingress where their links are.
 
-The ingress first sends the replica's key, then, in msgpack, requests (dicts) and the ids of attempts that it no longer
-wants (strings). The replica sends frames of a heartbeat and the items of all attempts since the last frame; an item of
-None ends its attempt, and the reason why the replica hangs up takes the place of the last heartbeat. A link that ends
-takes its attempts with it: the replica aborts them, and failover makes the next ones.
+Each end begins with a greeting, a line with the version of this protocol that it speaks; the ingress's has the
+replica's key besides. Ends that speak different versions hang up, and say so once. Then the ingress sends, in msgpack,
+requests (dicts) and the ids of attempts that it no longer wants (strings). The replica sends frames of a heartbeat and
+the items of all attempts since the last frame; an item of None ends its attempt, and the reason why the replica hangs
+up takes the place of the last heartbeat. A link that ends takes its attempts with it: the replica aborts them, and
+failover makes the next ones.
 """
 
 import asyncio
 import hmac
 import logging
+import re
 import secrets
 import socket
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
+from dataclasses import dataclass
 from typing import Any, cast
 
 import msgpack
@@ -30,10 +34,19 @@ logger = logging.getLogger(__name__)
 LINK = "link"
 """In a replica's metadata: its link's `host:port`, and the key that opens it."""
 
+VERSION = 1
+"""Of what follows the greetings. To be raised with every change that an older end would not understand."""
+
 _KEY_BYTES = 16
+_NAME = b"serve-app-link/"
+_GREETING = re.compile(rb"serve-app-link/(\d{1,9})(?: (\w+))?\n")
+_MAX_GREETING_BYTES = 128
 _HELLO_S = 5.0
 _SILENCE_S = 60
 """A connection whose peer acknowledges nothing for this long is closed."""
+
+_MALFORMED = (ValueError, TypeError, KeyError, AttributeError, msgpack.UnpackException)
+"""What reading something raises that no end of this version sends."""
 
 Generate = Callable[[WireRequest], AsyncGenerator[list[WireDelta], None]]
 Heartbeat = Callable[[], WireLoad | None]
@@ -75,7 +88,7 @@ class LinkServer:
 
 
 class ReplicaEnd(asyncio.Protocol):
-    """At the replica: the link of one ingress. A connection that does not begin with the key is closed.
+    """At the replica: the link of one ingress. A connection that does not begin with a greeting and the key is closed.
 
     Heartbeats go with every frame, and alone when there has been none for `HEARTBEAT_S`.
     """
@@ -83,7 +96,7 @@ class ReplicaEnd(asyncio.Protocol):
     def __init__(self, server: LinkServer) -> None:
         self._server = server
         self._is_open = False
-        self._hello = b""
+        self._greeting = b""
         self._unpacker = msgpack.Unpacker(use_list=False)
         self._packer = msgpack.Packer()
         self.attempts: dict[str, asyncio.Task[None]] = {}
@@ -103,12 +116,13 @@ class ReplicaEnd(asyncio.Protocol):
         if self._transport.is_closing():
             return
         if not self._is_open:
-            data = self._take_key(data)
+            data = self._take_greeting(data)
         try:
             self._unpacker.feed(data)
             for message in self._unpacker:
                 self._receive(message)
-        except (ValueError, TypeError, KeyError, msgpack.UnpackException):
+        except _MALFORMED as error:
+            logger.error("an ingress sent what is no message of the link (%r): hung up", error)
             self._transport.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -127,18 +141,22 @@ class ReplicaEnd(asyncio.Protocol):
             self._write(reason)
         self._transport.close()
 
-    def _take_key(self, data: bytes) -> bytes:
-        """What comes after the key; nothing while the key is incomplete or wrong."""
-        self._hello += data
-        key = self._server.key.encode()
-        if len(self._hello) < len(key):
+    def _take_greeting(self, data: bytes) -> bytes:
+        """What comes after the greeting; nothing while it is incomplete or refused."""
+        self._greeting += data
+        if (found := _find_greeting(self._greeting)) is None:
             return b""
-        if not hmac.compare_digest(self._hello[: len(key)], key):
+        if found is _NO_GREETING or not hmac.compare_digest(found.key, self._server.key.encode()):
             self._transport.abort()
+            return b""
+        self._transport.write(_greet())
+        if found.version != VERSION:
+            logger.error("an ingress speaks version %d of the link, this replica %d: hung up", found.version, VERSION)
+            self._transport.close()
             return b""
         self._is_open = True
         self._send()
-        return self._hello[len(key) :]
+        return self._greeting[found.length :]
 
     def _receive(self, message: Any) -> None:
         """Raises `TypeError`, `KeyError` for a malformed message."""
@@ -194,12 +212,17 @@ class ReplicaEnd(asyncio.Protocol):
 
 
 class IngressEnd(asyncio.Protocol):
-    """At the ingress: the link to one replica. It is open once its first heartbeat has come."""
+    """At the ingress: the link to one replica. It is open once its first heartbeat has come.
+
+    A replica that speaks another version is lost as `INCOMPATIBLE`.
+    """
 
     def __init__(self, key: str, on_heartbeat: OnHeartbeat) -> None:
         self.lost: asyncio.Future[LossReason] = asyncio.get_running_loop().create_future()
         """Done when the link is."""
         self._key = key
+        self._greeting: bytes | None = b""
+        """As much as has come of it; None after it."""
         self._transport: asyncio.Transport | None = None
         self._on_heartbeat = on_heartbeat
         self._unpacker = msgpack.Unpacker(use_list=False)
@@ -209,18 +232,24 @@ class IngressEnd(asyncio.Protocol):
         """Part of `asyncio.Protocol`."""
         self._transport = cast(asyncio.Transport, transport)
         _notice_loss(transport.get_extra_info("socket"))
-        self._write(self._key.encode())
+        self._write(_greet(self._key))
 
     def data_received(self, data: bytes) -> None:
         """Part of `asyncio.Protocol`."""
-        self._unpacker.feed(data)
-        for load, outputs in self._unpacker:
-            for attempt_id, item in outputs:
-                self._take(attempt_id, item)
-            if isinstance(load, str):
-                self._end(LossReason(load))
-            else:
-                self._on_heartbeat(load)
+        if self._greeting is not None:
+            data = self._take_greeting(data)
+        try:
+            self._unpacker.feed(data)
+            for load, outputs in self._unpacker:
+                for attempt_id, item in outputs:
+                    self._take(attempt_id, item)
+                if isinstance(load, str):
+                    self._end(LossReason(load))
+                else:
+                    self._on_heartbeat(load)
+        except _MALFORMED as error:
+            logger.error("the replica at %s sent what is no frame of the link (%r): hung up", self._peer, error)
+            self._hang_up(LossReason.UNAVAILABLE)
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Part of `asyncio.Protocol`."""
@@ -245,6 +274,32 @@ class IngressEnd(asyncio.Protocol):
         if self._transport is not None:
             self._transport.abort()
 
+    @property
+    def _peer(self) -> str:
+        address = None if self._transport is None else self._transport.get_extra_info("peername")
+        return "an unknown address" if address is None else f"{address[0]}:{address[1]}"
+
+    def _take_greeting(self, data: bytes) -> bytes:
+        """What comes after the greeting; nothing while it is incomplete or refused."""
+        self._greeting = (self._greeting or b"") + data
+        if (found := _find_greeting(self._greeting)) is None:
+            return b""
+        if found.version != VERSION:
+            logger.error(
+                "the replica at %s speaks %s of the link, this ingress version %d: it gets no requests",
+                self._peer,
+                "no version" if found is _NO_GREETING else f"version {found.version}",
+                VERSION,
+            )
+            self._hang_up(LossReason.INCOMPATIBLE)
+            return b""
+        rest, self._greeting = self._greeting[found.length :], None
+        return rest
+
+    def _hang_up(self, reason: LossReason) -> None:
+        self._end(reason)
+        self.close()
+
     def _write(self, message: bytes) -> None:
         if self._transport is not None:
             self._transport.write(message)
@@ -263,6 +318,30 @@ class IngressEnd(asyncio.Protocol):
         attempts, self._attempts = self._attempts, {}
         for on_item in attempts.values():
             on_item(ReplicaLostError(reason))
+
+
+@dataclass(frozen=True, slots=True)
+class _Greeting:
+    """What a peer began with, `length` bytes of it."""
+
+    version: int
+    key: bytes
+    length: int
+
+
+_NO_GREETING = _Greeting(-1, b"", 0)
+
+
+def _greet(key: str = "") -> bytes:
+    return _NAME + f"{VERSION} {key}".rstrip().encode() + b"\n"
+
+
+def _find_greeting(data: bytes) -> _Greeting | None:
+    """The greeting that `data` begins with; None while there may be one, `_NO_GREETING` once there is none."""
+    if (found := _GREETING.match(data)) is not None:
+        return _Greeting(int(found[1]), found[2] or b"", found.end())
+    hopeless = not data.startswith(_NAME[: len(data)]) or b"\n" in data or len(data) > _MAX_GREETING_BYTES
+    return _NO_GREETING if hopeless else None
 
 
 def _notice_loss(connection: socket.socket) -> None:

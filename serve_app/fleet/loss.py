@@ -14,6 +14,8 @@ class LossReason(StrEnum):
     """The replica was silent, or its engine's step did not end."""
     REFUSED = "refused"
     """The replica took no request: it is ending, or there was no link to send it by. The request did not kill it."""
+    INCOMPATIBLE = "incompatible"
+    """The replica speaks another version of the link, or describes itself in words that this process does not know."""
     LEFT = "left"
     """The replica is being stopped: scale-down, update, or Ray found it unhealthy."""
     QUARANTINE = "quarantine"
@@ -36,7 +38,7 @@ class LossReason(StrEnum):
     @property
     def is_suspicious(self) -> bool:
         """Whether the replica should get no requests until it gives a sign of life."""
-        return self.is_death or self is LossReason.REFUSED
+        return self.is_death or self in (LossReason.REFUSED, LossReason.INCOMPATIBLE)
 
 
 class ReplicaLostError(Exception):

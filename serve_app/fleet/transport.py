@@ -1,7 +1,9 @@
 """The way to the engine replicas: places each attempt on one of them, and takes it there by the replica's link."""
 
 import asyncio
+import logging
 import time
+from contextlib import suppress
 
 from serve_app.fleet.attempt import Attempt, Replica
 from serve_app.fleet.link import LINK, IngressEnd, OnHeartbeat
@@ -9,6 +11,8 @@ from serve_app.fleet.loss import LossReason, ReplicaLostError
 from serve_app.fleet.replica_set import ReplicaSet
 from serve_app.fleet.routing_policy import ReplicaInfo, RoutingPolicy
 from serve_app.fleet.wire import WireLoad, pack_request
+
+logger = logging.getLogger(__name__)
 
 _OPENING_S = 2.0
 """A replica without a heartbeat this long after the connection began counts as lost."""
@@ -50,8 +54,13 @@ class LinkTransport:
         """Keep a link to the replica until it is lost; then raises `ReplicaLostError`."""
         if (replica := self._replicas.get(replica_id)) is None:
             raise ReplicaLostError(LossReason.LEFT)
-        address, key = replica.metadata[LINK]
-        host, _, port = address.rpartition(":")
+        try:
+            address, key = replica.metadata[LINK]
+            host, _, port = address.rpartition(":")
+            ReplicaInfo.from_metadata(replica.metadata)
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            logger.error("replica %s has malformed metadata (%r): it gets no requests", replica_id, error)
+            raise ReplicaLostError(LossReason.INCOMPATIBLE) from error
 
         def heard(load: WireLoad) -> None:
             if replica_id not in self._links and not opening.expired():
@@ -79,8 +88,12 @@ class LinkTransport:
         raise ReplicaLostError(reason)
 
     def _replicas_changed(self) -> None:
-        current = self._replicas.current()
-        self._policy.update({name: ReplicaInfo.from_metadata(metadata) for name, metadata in current.items()})
+        infos = {}
+        for name, metadata in self._replicas.current().items():
+            # Who is left out here is found out by `listen`.
+            with suppress(KeyError, TypeError):
+                infos[name] = ReplicaInfo.from_metadata(metadata)
+        self._policy.update(infos)
         self._place_all()
 
     def _place_all(self) -> None:

@@ -63,7 +63,8 @@ class Watchdog:
 
     def _listen_to_all(self) -> None:
         replicas = self._replicas.replicas()
-        present = {replica.replica_id for replica in replicas if replica.present}
+        # To ask one again that was not understood would get the same answer.
+        present = {r.replica_id for r in replicas if r.present and r.reason != LossReason.INCOMPATIBLE}
         # One that has left is heard until its last attempt is over: outputs come the same way.
         known = {replica.replica_id for replica in replicas}
         for replica_id in present - self._listeners.keys():
@@ -115,7 +116,7 @@ class Watchdog:
         return any(other.has_beaten for other in self._replicas.routable(replica.revision))
 
     async def _listen(self, replica_id: str) -> None:
-        """Listen to the replica until cancelled, over one link after another."""
+        """Listen to the replica over one link after another, until cancelled or it turns out to be incompatible."""
         while True:
             try:
                 await self._transport.listen(replica_id, partial(self._heard, replica_id))
@@ -123,6 +124,9 @@ class Watchdog:
                 if loss.reason.is_suspicious:
                     self._replicas.suspect(replica_id, loss.reason)
                     self._check_attempts()
+                if loss.reason is LossReason.INCOMPATIBLE:
+                    self._listeners.pop(replica_id, None)
+                    return
             except Exception:
                 logger.exception("listening to replica %s failed", replica_id)
             await asyncio.sleep(TICK_S)

@@ -250,10 +250,13 @@ async def test_a_dead_engine_ends_its_links_after_its_outputs(replica: Replica) 
     [
         b"a" * 65,
         b"0" * 32,
+        b"serve-app-link/1 " + b"0" * 32 + b"\n",
+        b"serve-app-link/1\n",
+        b"serve-app-link/" + b"1" * 200,
         msgpack.packb({"attempt_id": "a.1", "no": "key" * 9}),
         b"GET / HTTP/1.1\r\nHost: somebody\r\n\r\n",
     ],
-    ids=["long", "another key", "no key", "a browser"],
+    ids=["long", "no greeting", "another key", "no key", "endless", "a message", "a browser"],
 )
 async def test_strangers_are_hung_up_on_and_change_nothing(replica: Replica, sent: bytes) -> None:
     ingress = await Ingress.open(replica)
@@ -268,8 +271,12 @@ async def test_strangers_are_hung_up_on_and_change_nothing(replica: Replica, sen
     ingress.link.close()
 
 
-async def test_a_key_may_come_in_pieces_and_with_more(replica: Replica) -> None:
-    key = replica.server.key.encode()
+def greeting(replica: Replica, version: int = link_module.VERSION) -> bytes:
+    return f"serve-app-link/{version} {replica.server.key}\n".encode()
+
+
+async def test_a_greeting_may_come_in_pieces_and_with_more(replica: Replica) -> None:
+    key = greeting(replica)
     request = msgpack.packb(pack_request(EngineRequest("r", (5, 6), SamplingParams()), "a.1"))
     writer = await replica.connect()
     for piece in (key[:9], key[9:20], key[20:] + request[:7], request[7:]):
@@ -293,12 +300,83 @@ async def test_who_says_nothing_is_hung_up_on(replica: Replica, monkeypatch: pyt
 )
 async def test_who_says_what_no_ingress_says_is_hung_up_on(replica: Replica, sent: bytes) -> None:
     writer = await replica.connect()
-    writer.write(replica.server.key.encode())
-    await replica.reader.readexactly(1)
+    writer.write(greeting(replica))
+    assert await replica.reader.readline() == f"serve-app-link/{link_module.VERSION}\n".encode()
     writer.write(sent)
     with suppress(ConnectionResetError):
         await replica.reader.read()
     writer.close()
+
+
+async def test_an_ingress_of_another_version_is_told_ours_and_hung_up_on(
+    replica: Replica, caplog: pytest.LogCaptureFixture
+) -> None:
+    writer = await replica.connect()
+    writer.write(greeting(replica, version=7))
+    assert await replica.reader.read() == f"serve-app-link/{link_module.VERSION}\n".encode()
+    assert caplog.messages == ["an ingress speaks version 7 of the link, this replica 1: hung up"]
+    writer.close()
+
+
+@asynccontextmanager
+async def peer(*pieces: bytes) -> AsyncIterator[tuple[str, list[int]]]:
+    """A replica that says these bytes to whoever comes: its address, and an entry for each that came."""
+    came: list[int] = []
+    writers = []
+
+    async def say(_reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        came.append(1)
+        writers.append(writer)
+        for piece in pieces:
+            writer.write(piece)
+            await writer.drain()
+
+    server = await asyncio.start_server(say, "127.0.0.1", 0)
+    yield f"127.0.0.1:{server.sockets[0].getsockname()[1]}", came
+    for writer in writers:
+        writer.close()
+    server.close()
+
+
+async def lost(address: str) -> LossReason:
+    """Why the link to this address ends."""
+    ingress = Ingress("key")
+    host, _, port = address.rpartition(":")
+    await asyncio.get_running_loop().create_connection(lambda: ingress.link, host, int(port))
+    return await asyncio.wait_for(ingress.link.lost, 20)
+
+
+@pytest.mark.parametrize(
+    ("said", "speaks"),
+    [((b"serve-app-", b"link/2\n"), "version 2"), ((b"\x92\x96",), "no version")],
+    ids=["another version", "no greeting"],
+)
+async def test_a_replica_of_another_version_is_lost_in_one_line(
+    caplog: pytest.LogCaptureFixture, said: tuple[bytes, ...], speaks: str
+) -> None:
+    async with peer(*said) as (address, _):
+        assert await lost(address) is LossReason.INCOMPATIBLE
+    line = f"the replica at {address} speaks {speaks} of the link, this ingress version 1: it gets no requests"
+    assert caplog.messages == [line]
+
+
+@pytest.mark.parametrize(
+    "frame",
+    [b"\xc1", *map(msgpack.packb, (5, [LOAD], [LOAD, 5], [LOAD, [[]]], ["no reason", []], [None, []]))],
+    ids=["no msgpack", "a number", "no outputs", "outputs are a number", "an empty item", "no reason", "no load"],
+)
+async def test_a_malformed_frame_ends_the_link_in_one_line(caplog: pytest.LogCaptureFixture, frame: bytes) -> None:
+    errors: list[Any] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: errors.append(context))
+    async with peer(b"serve-app-link/1\n" + frame) as (address, _):
+        ingress = Ingress("key")
+        ingress.link = IngressEnd("key", lambda load: ingress.heard.append((*load,)))
+        host, _, port = address.rpartition(":")
+        await asyncio.get_running_loop().create_connection(lambda: ingress.link, host, int(port))
+        assert await asyncio.wait_for(ingress.link.lost, 20) is LossReason.UNAVAILABLE
+    (line,) = caplog.messages
+    assert line.startswith(f"the replica at {address} sent what is no frame of the link (")
+    assert errors == []
 
 
 async def test_a_replica_is_drained_when_its_attempts_have_ended(replica: Replica) -> None:

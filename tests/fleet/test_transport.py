@@ -231,6 +231,41 @@ async def test_a_replica_that_never_says_a_word_is_lost_with_what_waits_for_it(
     assert set(fleet.losses) == {LossReason.REFUSED}, "it was never sent, so nobody died of it"
 
 
+async def test_a_replica_that_cannot_be_understood_gets_nothing_and_is_named_once(
+    fleet: Fleet, caplog: pytest.LogCaptureFixture
+) -> None:
+    errors: list[Any] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: errors.append(context))
+    came = 0
+
+    async def greet(_reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal came
+        came += 1
+        writer.write(b"serve-app-link/2\n")
+        await writer.drain()
+        writer.close()
+
+    other = await asyncio.start_server(greet, "127.0.0.1", 0)
+    fleet.metadata["a"] = fleet.describe((f"127.0.0.1:{other.sockets[0].getsockname()[1]}", "0" * 32))
+    fleet.metadata |= {"b": {}, "c": fleet.describe(("127.0.0.1:1", "0" * 32)) | {LINK: "an address"}}
+    fleet.publish("a", "b", "c")
+    task = asyncio.create_task(tokens(fleet))
+    await until(lambda: not fleet.routable())
+    lines = sorted(caplog.messages)
+    assert [line.split()[1] for line in lines] == ["b", "c", "replica"]
+    for _ in range(5):
+        fleet.watchdog.tick()
+        await asyncio.sleep(0)
+    assert came == 1
+    assert sorted(caplog.messages) == lines
+    await fleet.add("d")
+    fleet.publish("a", "b", "c", "d")
+    assert await task == await expected(fleet.engine)
+    await until(lambda: fleet.routable() == ["d"])
+    assert errors == []
+    other.close()
+
+
 async def test_a_session_stays_with_unlike_prompts(fleet: Fleet) -> None:
     await fleet.add("a", "b")
     homes = set()

@@ -1,5 +1,6 @@
 """Servers are started, waited for and stopped; what cannot work is said."""
 
+import subprocess
 import sys
 from pathlib import Path
 
@@ -35,6 +36,19 @@ def test_a_server_is_stopped_when_the_block_fails(file_server: ServerCommand, tm
     with pytest.raises(KeyError), running(file_server, tmp_path / "log", limit_s=30) as server:
         raise KeyError
     assert not psutil.pid_exists(server.pid)
+
+
+def test_a_server_ends_with_a_run_that_is_killed(file_server: ServerCommand, tmp_path: Path) -> None:
+    run = (
+        "import sys, threading; from pathlib import Path; from load_tests.servers import ServerCommand, running\n"
+        f"with running({file_server!r}, Path({str(tmp_path / 'log')!r}), limit_s=30) as server:\n"
+        "    print(server.pid, flush=True); threading.Event().wait()"
+    )
+    with subprocess.Popen((sys.executable, "-c", run), stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        server = psutil.Process(int(process.stdout.readline()))
+        process.kill()
+    assert psutil.wait_procs([server], timeout=30)[1] == []
 
 
 def test_a_server_that_ends_early_is_told(tmp_path: Path) -> None:
