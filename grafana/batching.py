@@ -15,7 +15,7 @@ ADMISSION: Row = (
     [
         lines(
             "Running",
-            "Sequences that hold a seat",
+            "Running sequences",
             "none",
             (f"serve_app_requests_running{{{ENGINE}}}", "{{replica}}"),
             stacked=True,

@@ -7,7 +7,7 @@ LOAD: Row = (
     [
         lines(
             "Running",
-            "Sequences that hold a seat",
+            "Running sequences",
             "none",
             (f"serve_app_requests_running{{{ENGINE}}}", "{{replica}} on {{node}}"),
         ),

@@ -42,7 +42,8 @@ class EngineConfig(SchedulerKnobs):
     kv_cache_gib caps the KV pool (None: no cap on a GPU, 4 GiB on a CPU); memory_fraction is the part of the memory
     left after loading and warming up that the pool may take. max_num_waiting: requests beyond the slots that an
     `AsyncEngine` accepts. num_threads: CPU threads of the model (None: torch's choice). overlap: launch a step before
-    the tokens of the one before are read, and so without drafts (auto: on a GPU; on a CPU the model takes the cores).
+    the tokens of the one before are read, and so without prompt lookup (auto: on a GPU; on a CPU the model takes the
+    cores).
     """
 
     model: ModelOptions = field(default_factory=ModelOptions)

@@ -358,7 +358,7 @@ class _EngineState:
         stats = self.stats()
         for name, value, text in (
             ("requests_waiting", stats.waiting, "Requests waiting in the engine"),
-            ("requests_running", stats.running, "Sequences that hold a seat"),
+            ("requests_running", stats.running, "Sequences that are running"),
             ("waiting_served_ratio", stats.waiting_served_ratio, "Waiting requests per running one"),
             ("kv_blocks_used", stats.blocks_used, "KV blocks held by requests"),
             ("kv_blocks_cached", stats.blocks_cached, "Free KV blocks that still hold a prefix"),
