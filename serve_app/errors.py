@@ -5,6 +5,8 @@
     └── RequestError                one request is answered with an error; the server lives on
         ├── InvalidRequestError     400  the request itself is wrong
         │   └── ContextLengthError  400  it does not fit the model's context or the KV pool
+        ├── AuthenticationError     401  no API key, or none of this server's
+        ├── PermissionDeniedError   403  the key does not allow it
         ├── ModelNotFoundError      404  no such model
         ├── PayloadTooLargeError    413  body over the limit
         ├── UnsupportedMediaTypeError 415
@@ -74,6 +76,22 @@ class ContextLengthError(InvalidRequestError):
     default_code = "context_length_exceeded"
 
 
+class AuthenticationError(RequestError):
+    """The request brings no API key, or one that does not count (any more)."""
+
+    status = 401
+    type = "invalid_request_error"
+    default_code = "invalid_api_key"
+
+
+class PermissionDeniedError(RequestError):
+    """The API key is right, and does not allow this; or the request comes from where none may."""
+
+    status = 403
+    type = "permission_error"
+    default_code = "permission_denied"
+
+
 class ModelNotFoundError(RequestError):
     """The `model` named by the request is not served here."""
 
@@ -140,6 +158,8 @@ _WIRE_TYPES: dict[str, type[RequestError]] = {
     for cls in (
         InvalidRequestError,
         ContextLengthError,
+        AuthenticationError,
+        PermissionDeniedError,
         ModelNotFoundError,
         PayloadTooLargeError,
         UnsupportedMediaTypeError,

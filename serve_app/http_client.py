@@ -20,13 +20,15 @@ class HttpStatusError(OSError):
         self.body = body
 
 
-def fetch(url: str, *, timeout_s: float, json_body: bytes | None = None) -> bytes:
+def fetch(url: str, *, timeout_s: float, json_body: bytes | None = None, api_key: str | None = None) -> bytes:
     """The body of the answer to a GET, or to a POST of `json_body` if given. Redirects are followed.
 
     `timeout_s` limits each read from the socket, not the whole request. Raises `HttpStatusError` for a status other
     than 2xx, another `OSError` when no complete answer comes, and `ValueError` when `url` is not one.
     """
     headers = {} if json_body is None else {"Content-Type": "application/json"}
+    if api_key is not None:
+        headers["Authorization"] = f"Bearer {api_key}"
     request = urllib.request.Request(url, json_body, headers)
     try:
         with _OPENER.open(request, timeout=timeout_s) as answer:

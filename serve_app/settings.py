@@ -23,6 +23,9 @@ FAST_PATH_ENVIRONMENT: Mapping[str, str] = {
 """What `make serve` sets before Ray starts: HAProxy instead of Ray's Python proxy, and the ingress's application on the
 event loop of its Ray replica, which otherwise gives it a thread and a loop of its own."""
 
+INTERNAL_KEY_FILE = "SERVE_APP_INTERNAL_KEY_FILE"
+"""Names the file that holds the launcher's own API key, for the ingress that it starts."""
+
 _MEMORY_MONITOR = "RAY_memory_monitor_refresh_ms"
 
 LAUNCHER_ENVIRONMENT: Mapping[str, str] = {
@@ -101,8 +104,14 @@ class EngineSettings(_Frozen):
 
 
 class IngressSettings(_Frozen):
-    """The HTTP side: what is accepted, how much may wait."""
+    """The HTTP side: who may come, what is accepted, how much may wait."""
 
+    keys_file: str | None = Field(default=None, min_length=1)
+    """YAML file of API keys (`serve-app keys`), watched; null = everybody may do everything."""
+    allow_anonymous: bool = False
+    """Serve requests without a key: beside a keys file, or without one beyond this machine."""
+    share_prefixes: bool = False
+    """Let the prefix cache serve all keys together; each can then find out what others have sent."""
     max_queued_requests: int = Field(default=128, ge=0, le=1_000_000)
     """Sequences (prompts times `n`) that may wait at the ingress; beyond it requests are answered 429."""
     max_body_mib: float = Field(default=4.0, gt=0, le=1024)
@@ -235,6 +244,16 @@ def setting_rows(model: type[BaseModel] = Settings, prefix: str = "") -> Iterato
 def fast_path_enabled() -> bool:
     """Whether this process was started with the environment of the fast path."""
     return all(os.environ.get(name) == value for name, value in FAST_PATH_ENVIRONMENT.items())
+
+
+def internal_key_file() -> str | None:
+    """Where the launcher has put its own API key, if a launcher has started this process."""
+    return os.environ.get(INTERNAL_KEY_FILE)
+
+
+def client_api_key() -> str | None:
+    """The API key with which our own commands ask a server; not an option, as command lines are for all to see."""
+    return os.environ.get("SERVE_APP_API_KEY")
 
 
 def memory_monitor_enabled() -> bool:

@@ -31,7 +31,7 @@ def test_unknown_keys_are_named_with_the_likely_one() -> None:
     assert refusal({"modell": "x"}) == "unknown setting `modell` (did you mean `model`?)"
     text = refusal({"engine": {"max_num_seq": 4}})
     assert text == "unknown setting `engine.max_num_seq` (did you mean `max_num_seqs`?)"
-    assert "known: max_queued_requests" in refusal({"ingress": {"zzz": 1}})
+    assert "known: keys_file" in refusal({"ingress": {"zzz": 1}})
 
 
 @pytest.mark.parametrize(

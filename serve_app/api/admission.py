@@ -21,13 +21,14 @@ from serve_app.errors import OverloadedError, RequestTimeoutError
 class Caller:
     """Whose request it is, and how urgent.
 
-    client: (API key, user), either may be empty; those who name neither are one client.
-    priority: lower is served first. deadline: on the queue's clock, in seconds.
+    client: (tenant, user), either may be empty; those who name neither are one client.
+    priority: lower is served first. deadline: on the queue's clock, in seconds. weight: the tenant's share.
     """
 
     client: tuple[str, str] = ("", "")
     priority: int = 0
     deadline: float = math.inf
+    weight: int = 1
 
 
 class _Waiting(Entry):
@@ -35,8 +36,8 @@ class _Waiting(Entry):
 
     __slots__ = ("tickets",)
 
-    def __init__(self, client: tuple[str, str], cost: int, count: int, priority: int) -> None:
-        super().__init__(client, cost, count, priority)
+    def __init__(self, caller: Caller, cost: int, count: int, priority: int) -> None:
+        super().__init__(caller.client, cost, count, priority, caller.weight)
         self.tickets: deque[Ticket] = deque()
 
 
@@ -129,7 +130,7 @@ class AsyncAdmissionQueue:
         when they never fit.
         """
         caller = caller or Caller()
-        entry = _Waiting(caller.client, cost, count, caller.priority if self._by_priority else 0)
+        entry = _Waiting(caller, cost, count, caller.priority if self._by_priority else 0)
         for evicted, refusal in self._queue.add(entry, caller.deadline, self.clock()):
             while evicted.tickets:
                 ticket = evicted.tickets.popleft()

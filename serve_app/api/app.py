@@ -8,6 +8,7 @@ from pydantic.json_schema import models_json_schema
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
+from serve_app.api.access import Access
 from serve_app.api.admission import AsyncAdmissionQueue
 from serve_app.api.chat import ChatJob
 from serve_app.api.completions import CompletionJob
@@ -16,7 +17,7 @@ from serve_app.api.endpoint import ApiContext, GenerationResponse
 from serve_app.api.errors import http_exception_handler
 from serve_app.api.guard import RequestGuard
 from serve_app.api.limits import ApiLimits
-from serve_app.api.prepare import check_model, decode_ids, encode_messages, encode_prompt
+from serve_app.api.prepare import check_model, check_tenant, decode_ids, encode_messages, encode_prompt
 from serve_app.api.request_events import RequestLog, RequestObserver
 from serve_app.api.schemas import Body, ChatBody, CompletionBody, DetokenizeBody, TokenizeBody, parse_body
 from serve_app.api.service import Service
@@ -29,14 +30,18 @@ def create_app(
     observer: RequestObserver,
     drain: Drain | None = None,
     log: RequestLog = lambda _: None,
+    access: Access | None = None,
+    share_prefixes: bool = False,
 ) -> FastAPI:
     """The whole HTTP API over `service`, until `drain` runs; `log` is told of every generation request.
+
+    `access` says who may come in: without it, anybody. `share_prefixes`: tenants may find each other's prompts.
 
     No documentation pages: FastAPI's load their scripts from a CDN.
     """
     app = _Api(title="serve_app", version=version("serve_app"), docs_url=None, redoc_url=None)
-    context = ApiContext(service, admission, limits, observer, drain or Drain(), log)
-    app.add_middleware(RequestGuard, limits=context.limits, observer=context.observer)
+    context = ApiContext(service, admission, limits, observer, drain or Drain(), log, share_prefixes)
+    app.add_middleware(RequestGuard, limits=limits, observer=observer, access=access or Access())
     app.add_exception_handler(HTTPException, http_exception_handler)
     _add_generation(app, context)
     _add_models(app, context)
@@ -88,12 +93,14 @@ def _add_models(app: FastAPI, context: ApiContext) -> None:
         }
 
     @app.get("/v1/models")
-    async def list_models() -> dict[str, Any]:
-        return {"object": "list", "data": [describe()]}
+    async def list_models(request: Request) -> dict[str, Any]:
+        visible = request.state.tenant.may_use(context.service.model.name)
+        return {"object": "list", "data": [describe()] if visible else []}
 
     @app.get("/v1/models/{name:path}")
-    async def get_model(name: str) -> dict[str, Any]:
+    async def get_model(name: str, request: Request) -> dict[str, Any]:
         check_model(name, context.service.model)
+        check_tenant(request.state.tenant, name)
         return describe()
 
 
@@ -103,6 +110,7 @@ def _add_tokens(app: FastAPI, context: ApiContext) -> None:
         body = parse_body(TokenizeBody, await request.body())
         card, tokenizer = context.service.model, context.service.tokenizer
         check_model(body.model, card)
+        check_tenant(request.state.tenant, card.name)
         if body.messages is not None:
             ids = await encode_messages(tokenizer, body.messages, card)
         else:
@@ -115,6 +123,7 @@ def _add_tokens(app: FastAPI, context: ApiContext) -> None:
         body = parse_body(DetokenizeBody, await request.body())
         card, tokenizer = context.service.model, context.service.tokenizer
         check_model(body.model, card)
+        check_tenant(request.state.tenant, card.name)
         return {"prompt": await decode_ids(tokenizer, body.tokens, card)}
 
 

@@ -1,29 +1,32 @@
 """What a request's headers say beside its body: whose it is, how long it may take, which conversation it belongs to."""
 
 import re
-import secrets
-from hashlib import blake2b
 
 from starlette.datastructures import Headers
 
+from serve_app.api.admission import Caller
 from serve_app.api.schemas import GenerationBody
-from serve_app.errors import InvalidRequestError
+from serve_app.errors import InvalidRequestError, PermissionDeniedError
+from serve_app.tenants.tenant import Tenant
 
 MAX_SESSION_CHARS = 256
 
 _SECONDS = re.compile(r"\d{1,9}(\.\d{0,9})?", re.ASCII)
-_SALT = secrets.token_bytes(16)
 
 
-def client_of(headers: Headers, body: GenerationBody) -> tuple[str, str]:
-    """(API key, user) among whom the queue is fair; the key as a digest that tells nothing outside this process.
+def caller_of(tenant: Tenant, body: GenerationBody, deadline: float) -> Caller:
+    """Among whom the queue is fair: tenants, and within each its users. Raises `PermissionDeniedError`.
 
-    Users are shares of their key's share, so naming many gains nothing. Without a key, and without a user, requests
-    share one client: an address would name a proxy, or everybody behind one.
+    Users are shares of their tenant's share, so naming many gains nothing. Who has no key that the server knows, and
+    names no user, shares one line: a string that anybody can invent, or an address, would name nobody.
     """
-    scheme, _, key = headers.get("authorization", "").partition(" ")
-    key = key.strip() or scheme or headers.get("x-api-key", "")
-    return blake2b(key.encode(), digest_size=16, key=_SALT).hexdigest() if key else "", body.user or ""
+    priority = body.priority or 0
+    lowest, highest = tenant.priority
+    if tenant.name and not lowest <= priority <= highest:
+        raise PermissionDeniedError(
+            f"this API key may ask for a `priority` from {lowest} to {highest}, got {priority}", param="priority"
+        )
+    return Caller((tenant.name, body.user or ""), priority, deadline, tenant.weight)
 
 
 def timeout_of(headers: Headers, longest: float) -> float:

@@ -7,7 +7,7 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import orjson
@@ -16,18 +16,20 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from serve_app.api import sse
-from serve_app.api.admission import AsyncAdmissionQueue, Caller
-from serve_app.api.caller import client_of, session_of, timeout_of
+from serve_app.api.admission import AsyncAdmissionQueue
+from serve_app.api.caller import caller_of, session_of, timeout_of
 from serve_app.api.drain import Drain
 from serve_app.api.errors import error_json, internal_error
 from serve_app.api.generation import ChoicePiece, Generation
 from serve_app.api.limits import ApiLimits
+from serve_app.api.prepare import check_tenant
 from serve_app.api.request_events import Endpoint, RequestLog, RequestObserver
 from serve_app.api.schemas import GenerationBody
 from serve_app.api.service import RequestContext, Service
 from serve_app.api.tracking import RequestTracker
 from serve_app.core.request import EngineRequest
 from serve_app.errors import RequestError
+from serve_app.tenants.tenant import Tenant
 from serve_app.text.stream import StopConfig, TextPiece, TokenText
 
 logger = logging.getLogger(__name__)
@@ -43,6 +45,14 @@ class ApiContext:
     observer: RequestObserver
     drain: Drain
     log: RequestLog
+    share_prefixes: bool = False
+    """Whether tenants may find each other's prompts in the prefix cache."""
+
+    def separate(self, request: EngineRequest, tenant: Tenant) -> EngineRequest:
+        """The request, so that its prefixes are found by those alone who may share them with `tenant`."""
+        if self.share_prefixes:
+            return request
+        return replace(request, cache_salt=tenant.cache_salt(request.cache_salt))
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,10 +155,12 @@ class GenerationResponse(Response):
             deadline = self._context.admission.clock() + timeout_of(headers, self._context.limits.request_timeout_s)
             job = self._parse(body)
             self._context.service.check_ready()
-            caller = Caller(client_of(headers, job.body), job.body.priority or 0, deadline)
+            tenant: Tenant = self._request.state.tenant
+            check_tenant(tenant, self._context.service.model.name)
+            caller = caller_of(tenant, job.body, deadline)
             tickets = self._context.admission.reserve(job.num_prompts, job.body.n or 1, caller)
             try:
-                requests = await job.engine_requests()
+                requests = [self._context.separate(request, tenant) for request in await job.engine_requests()]
                 contexts = [RequestContext(deadline, session) for _ in requests]
                 tracker.generates(requests, contexts)
                 generation = Generation(self._context.service, requests, contexts, job.stop, tracker)

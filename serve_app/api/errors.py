@@ -25,11 +25,13 @@ def error_response(error: RequestError, request_id: str) -> Response:
     kills replicas with it.
     """
     headers = {}
+    if error.status == 401:
+        headers["www-authenticate"] = "Bearer"
     if error.status in (429, 503):
         headers["retry-after"] = str(math.ceil(max(error.retry_after_s or 1.0, 1.0)))
     if error.status >= 500 and not error.retryable:
         headers["x-should-retry"] = "false"
-    if error.status in (408, 413, 415):
+    if error.status in (401, 403, 408, 413, 415):
         headers["connection"] = "close"  # what is left of the body is not read
     return _response(error_json(error, request_id), error.status, headers)
 

@@ -1,4 +1,4 @@
-"""ASGI middleware around every request: its id, its size, its time to arrive, and its last resort for errors.
+"""ASGI middleware around every request: its id, whose it is, its size, its time to arrive, its last resort for errors.
 
 The body is read here, whole and bounded, before any handler runs.
 """
@@ -11,6 +11,7 @@ import uuid
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from serve_app.api.access import Access
 from serve_app.api.errors import error_response, internal_error, plain_error_response
 from serve_app.api.limits import ApiLimits
 from serve_app.api.request_events import RequestObserver
@@ -36,10 +37,11 @@ class _ClientGone(Exception):
 
 
 class RequestGuard:
-    """See the module's docstring. Sets `scope["state"]["request_id"]`."""
+    """See the module's docstring. Sets `request_id` and `tenant` in `scope["state"]`."""
 
-    def __init__(self, app: ASGIApp, limits: ApiLimits, observer: RequestObserver) -> None:
+    def __init__(self, app: ASGIApp, limits: ApiLimits, observer: RequestObserver, access: Access) -> None:
         self._app = app
+        self._access = access
         self._limits = limits
         self._observer = observer
         self._buffered = 0
@@ -79,6 +81,7 @@ class RequestGuard:
             response = plain_error_response(431, message, "headers_too_large", scope["state"]["request_id"])
             await response(scope, receive, send)
             return
+        scope["state"]["tenant"] = self._access.tenant_of(scope)
         if scope["method"] not in _WITH_BODY:
             await self._app(scope, receive, send)
             return

@@ -15,6 +15,7 @@ from serve_app.api.service import ModelCard
 from serve_app.core.request import EngineRequest
 from serve_app.core.sampling_params import SamplingParams
 from serve_app.errors import ContextLengthError, InvalidRequestError, ModelNotFoundError, OverloadedError
+from serve_app.tenants.tenant import Tenant
 from serve_app.text.stream import StopConfig
 from serve_app.text.tokenizer import Tokenizer
 
@@ -108,6 +109,12 @@ def check_model(name: str | None, card: ModelCard) -> None:
         raise ModelNotFoundError(
             f"the model {name[:100]!r} does not exist; GET /v1/models lists what is served", param="model"
         )
+
+
+def check_tenant(tenant: Tenant, model: str) -> None:
+    """Raise `ModelNotFoundError` if the served `model` is not for `tenant`."""
+    if not tenant.may_use(model):
+        raise ModelNotFoundError(f"the model {model!r} is not open to this API key", param="model")
 
 
 def check_sequences(num_prompts: int, body: GenerationBody, limits: ApiLimits) -> None:

@@ -10,6 +10,7 @@ import serve_app
 from serve_app.cli.bench import bench
 from serve_app.cli.compare import compare
 from serve_app.cli.explain import explain
+from serve_app.cli.keys import keys
 from serve_app.cli.serve import serve
 from serve_app.cli.timeline import timeline
 
@@ -38,3 +39,4 @@ app.command()(compare)
 app.command()(explain)
 app.add_typer(bench, name="bench")
 app.command()(timeline)
+app.add_typer(keys, name="keys")

@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from serve_app.cli.outputs import HtmlFile, JsonFile
+from serve_app.settings import client_api_key
 from serve_app.workloads.mixes import WORKLOADS, Workload, build_workload
 
 bench = typer.Typer(help="Measure a running server; compare two measurements.", no_args_is_help=True)
@@ -53,7 +54,10 @@ def run(
     json_file: JsonFile = None,
     html: HtmlFile = None,
 ) -> None:
-    """Run named workloads against a server; the exit status is 1 when a request fails or has the wrong length."""
+    """Run named workloads against a server; the exit status is 1 when a request fails or has the wrong length.
+
+    The API key, where the server wants one, is SERVE_APP_API_KEY in the environment.
+    """
     names = workload.split(",")
     for name in names:
         if name not in WORKLOADS:
@@ -65,7 +69,7 @@ def run(
 
     writer = open_writer(tokenizer)
     try:
-        server = reach(Server(base_url, model, json.loads(extra_body), extensions), writer)
+        server = reach(Server(base_url, model, json.loads(extra_body), extensions, api_key=client_api_key()), writer)
     except RuntimeError as error:
         Console(stderr=True).print(f"[red]{error}")
         raise typer.Exit(1) from error

@@ -18,6 +18,7 @@ from serve_app.errors import ServeAppError
 from serve_app.http_client import HttpStatusError, fetch
 from serve_app.observability.step_ring import Recording, ended_at
 from serve_app.observability.timeline import PALETTE, Timeline, draw_terminal, timeline_of
+from serve_app.settings import client_api_key
 
 _TIMEOUT_S = 30.0
 
@@ -35,7 +36,10 @@ def timeline(
     trace: TraceFile = None,
     json_file: JsonFile = None,
 ) -> None:
-    """Slots over steps of a running server: which requests were prefilled and decoded, where and when."""
+    """Slots over steps of a running server: which requests were prefilled and decoded, where and when.
+
+    The API key of an admin, where the server wants one, is SERVE_APP_API_KEY in the environment.
+    """
     console = Console()
     query = {"seconds": f"{seconds:g}"} | ({} if replica is None else {"replica": replica})
     try:
@@ -95,7 +99,7 @@ def _get(url: str, query: dict[str, str]) -> bytes:
     """The answer of `/debug/timeline`. Raises `ServeAppError` with the server's or the system's message."""
     address = f"{url.rstrip('/')}/debug/timeline?{urlencode(query)}"
     try:
-        return fetch(address, timeout_s=_TIMEOUT_S)
+        return fetch(address, timeout_s=_TIMEOUT_S, api_key=client_api_key())
     except HttpStatusError as error:
         raise ServeAppError(_refusal(error)) from None
     except (OSError, ValueError) as error:

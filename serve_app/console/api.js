@@ -7,9 +7,25 @@ export class ApiError extends Error {
   }
 }
 
+const KEY = "serve_app API key";
+let asked = false;
+
+/** `fetch` with the API key of this tab's session. A server that wants one has it asked for, once. */
+async function ask(path, options) {
+  const key = sessionStorage.getItem(KEY);
+  const headers = key ? { ...options.headers, authorization: `Bearer ${key}` } : options.headers;
+  const response = await fetch(path, { ...options, headers });
+  if (response.status !== 401 || asked) return response;
+  asked = true;
+  const given = prompt("This server wants an API key (an admin's, for the timeline):");
+  if (!given) return response;
+  sessionStorage.setItem(KEY, given.trim());
+  return ask(path, options);
+}
+
 /** The parsed answer of a GET. Throws ApiError with the server's own words. */
 export async function getJson(path) {
-  const response = await fetch(path, { headers: { accept: "application/json" } });
+  const response = await ask(path, { headers: { accept: "application/json" } });
   if (!response.ok) throw await refusal(response);
   return response.json();
 }
@@ -19,7 +35,7 @@ export async function getJson(path) {
  * Throws ApiError for a refusal, an error event, or a stream that ends early; AbortError when `signal` aborts it.
  */
 export async function streamJson(path, body, signal, onChunk) {
-  const response = await fetch(path, {
+  const response = await ask(path, {
     method: "POST",
     headers: { "content-type": "application/json" },
     body: JSON.stringify(body),

@@ -1,12 +1,14 @@
 """Who is served next, and who gives way: requests wait in one line per client, and the clients take turns.
 
-Decides an order and nothing else: no clock, no bound. Fair between API keys, then between the users of one key, by
-hierarchical self-clocked fair queueing (Golestani, "A Self-Clocked Fair Queueing Scheme for Broadband Applications",
-INFOCOM 1994): a client's next request is tagged with the level's clock plus the request's cost; the lowest tag is
-served, and sets the clock. So a client that returns owes nothing and has saved nothing, and nobody's tag is overtaken
-more than once per other client and unit of cost. All operations are O(log clients).
+Decides an order and nothing else: no clock, no bound. Fair between tenants by their weights, then between the users of
+one tenant, by hierarchical self-clocked fair queueing (Golestani, "A Self-Clocked Fair Queueing Scheme for Broadband
+Applications", INFOCOM 1994): a client's next request is tagged with the level's clock plus the request's cost over the
+client's weight; the lowest tag is served, and sets the clock. So a client that returns owes nothing and has saved
+nothing, and nobody's tag is overtaken more than once per other client and unit of cost. All operations are
+O(log clients).
 """
 
+import math
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -19,13 +21,14 @@ from serve_app.core.keyed_heap import KeyedHeap
 class Entry:
     """One waiting request: `remaining` parts that are served one by one, each of `cost` sequences.
 
-    client: (API key, user). priority: lower is served first.
+    client: (tenant, user). priority: lower is served first. weight: the tenant's share, relative to other tenants'.
     """
 
     client: tuple[str, str]
     cost: int = 1
     remaining: int = 1
     priority: int = 0
+    weight: int = 1
     started: bool = field(default=False, init=False)
 
     @property
@@ -88,8 +91,9 @@ class FairQueue(Generic[E]):
     def giving_way(self, entry: E, needed: int) -> list[E]:
         """Whom `entry`, not yet added, may push out to gain `needed` sequences; nobody if it is not entitled to.
 
-        The longest line of the lowest priority gives way, its newest first, as long as it stays at least as long as
-        the newcomer's; a line of better priority never does. Entries of which a part was served stay.
+        The longest line of the lowest priority gives way, its newest first, as long as it stays at least as long as the
+        newcomer's (of tenants, by their weights); a line of better priority never does. Entries of which a part was
+        served stay.
         """
         worst = self._worst.first()
         if worst is None or worst < entry.priority:
@@ -152,20 +156,24 @@ class _Turns(Generic[Q]):
     def __init__(self, make: Callable[[], Q]) -> None:
         self.size = 0
         self._make = make
-        self._clock = 0
+        self._clock = 0.0
+        self._weight = 0
         self._queues: dict[str, Q] = {}
-        self._since: dict[str, int] = {}
-        self._tags: KeyedHeap[str, int] = KeyedHeap()
-        self._lengths: KeyedHeap[str, int] = KeyedHeap()
+        self._weights: dict[str, int] = {}
+        self._since: dict[str, float] = {}
+        self._tags: KeyedHeap[str, float] = KeyedHeap()
+        self._lengths: KeyedHeap[str, float] = KeyedHeap()
 
     @property
     def next_cost(self) -> int:
         return self._queues[self._next_name()].next_cost
 
-    def open(self, name: str) -> Q:
-        """The queue `name`, which begins at the clock if it is new."""
+    def open(self, name: str, weight: int = 1) -> Q:
+        """The queue `name`, which begins at the clock if it is new, and then has this weight until it is empty."""
         if name not in self._queues:
             self._queues[name] = self._make()
+            self._weights[name] = weight
+            self._weight += weight
             self._since[name] = self._clock
         return self._queues[name]
 
@@ -175,7 +183,7 @@ class _Turns(Generic[Q]):
     def begin_turn(self) -> Q:
         """The queue whose turn it is, and is over with this call: its tag becomes the clock."""
         name = self._next_name()
-        self._clock = self._since[name] = self._since[name] + self._queues[name].next_cost
+        self._clock = self._since[name] = self._tag(name)
         return self._queues[name]
 
     def update(self, name: str, change: int) -> None:
@@ -183,19 +191,22 @@ class _Turns(Generic[Q]):
         self.size += change
         queue = self._queues[name]
         if queue.size:
-            self._tags.put(name, self._since[name] + queue.next_cost)
-            self._lengths.put(name, -queue.size)
+            self._tags.put(name, self._tag(name))
+            self._lengths.put(name, -queue.size / self._weights[name])
         else:
+            self._weight -= self._weights.pop(name)
             del self._queues[name], self._since[name]
             self._tags.discard(name)
             self._lengths.discard(name)
 
-    def ahead_of(self, name: str, ahead: int, size: int) -> int:
+    def ahead_of(self, name: str, ahead: int, size: int, weight: int = 1) -> int:
         """Sequences served before the last of `size` that come to the queue `name` now, behind `ahead` of its own."""
         own = self._queues.get(name)
-        others = len(self._queues) - (own is not None)
-        # While these are served, each other queue is served as much, or all it has.
-        return ahead + min(self.size - (own.size if own is not None else 0), (ahead + size) * others)
+        weight = self._weights.get(name, weight)
+        others = self._weight - (weight if own is not None else 0)
+        # While these are served, each other queue is served as much by its weight, or all it has.
+        most = math.ceil((ahead + size) * others / weight)
+        return ahead + min(self.size - (own.size if own is not None else 0), most)
 
     def longest(self) -> Q:
         """The longest queue. There must be one."""
@@ -203,11 +214,16 @@ class _Turns(Generic[Q]):
         assert name is not None
         return self._queues[name]
 
-    def giving_way(self, name: str, length: int) -> Q | None:
+    def giving_way(self, name: str, length: int, weight: int = 1) -> Q | None:
         """The longest queue, if it is no shorter than the queue `name` and `length` sequences more; else that one."""
-        own, longest = self._queues.get(name), self.longest()
-        own_size = own.size if own is not None else 0
-        return longest if longest is not own and longest.size >= own_size + length else own
+        own, longest = self._queues.get(name), self._lengths.first()
+        assert longest is not None
+        own_length = ((own.size if own is not None else 0) + length) / self._weights.get(name, weight)
+        gives = longest != name and self._queues[longest].size / self._weights[longest] >= own_length
+        return self._queues[longest] if gives else own
+
+    def _tag(self, name: str) -> float:
+        return self._since[name] + self._queues[name].next_cost / self._weights[name]
 
     def _next_name(self) -> str:
         name = self._tags.first()
@@ -216,53 +232,53 @@ class _Turns(Generic[Q]):
 
 
 class _PriorityClass(Generic[E]):
-    """The entries of one priority: keys take turns, and the users of a key take turns within its own."""
+    """The entries of one priority: tenants take turns, and the users of a tenant take turns within its own."""
 
     def __init__(self) -> None:
-        self._keys: _Turns[_Turns[_Line[E]]] = _Turns(lambda: _Turns(_Line))
+        self._tenants: _Turns[_Turns[_Line[E]]] = _Turns(lambda: _Turns(_Line))
 
     @property
     def size(self) -> int:
-        return self._keys.size
+        return self._tenants.size
 
     def add(self, entry: E) -> None:
-        key, user = entry.client
-        users = self._keys.open(key)
+        tenant, user = entry.client
+        users = self._tenants.open(tenant, entry.weight)
         users.open(user).add(entry)
         self._update(entry, entry.size)
 
     def take(self) -> E:
-        entry = self._keys.begin_turn().begin_turn().take()
+        entry = self._tenants.begin_turn().begin_turn().take()
         self._update(entry, -entry.cost)
         return entry
 
     def drop(self, entry: E, parts: int) -> None:
-        key, user = entry.client
-        self._keys.open(key).open(user).drop(entry, parts)
+        tenant, user = entry.client
+        self._tenants.open(tenant).open(user).drop(entry, parts)
         self._update(entry, -parts * entry.cost)
 
     def ahead_of(self, entry: E) -> int:
-        key, user = entry.client
+        tenant, user = entry.client
         ahead = 0
-        if (users := self._keys.get(key)) is not None:
+        if (users := self._tenants.get(tenant)) is not None:
             line = users.get(user)
             ahead = users.ahead_of(user, line.size if line is not None else 0, entry.size)
-        return self._keys.ahead_of(key, ahead, entry.size)
+        return self._tenants.ahead_of(tenant, ahead, entry.size, entry.weight)
 
     def giving_way(self, newcomer: E | None, needed: int) -> _Line[E] | None:
         """The line that is longest, None if the newcomer's would become longer than it; any yields to no newcomer."""
         if newcomer is None:
-            return self._keys.longest().longest()
-        key, user = newcomer.client
-        users = self._keys.giving_way(key, newcomer.size + needed)
+            return self._tenants.longest().longest()
+        tenant, user = newcomer.client
+        users = self._tenants.giving_way(tenant, newcomer.size + needed, newcomer.weight)
         if users is None:
             return None
-        if users is not self._keys.get(key):
+        if users is not self._tenants.get(tenant):
             return users.longest()
         line = users.giving_way(user, newcomer.size + needed)
         return line if line is not users.get(user) else None
 
     def _update(self, entry: E, change: int) -> None:
-        key, user = entry.client
-        self._keys.open(key).update(user, change)
-        self._keys.update(key, change)
+        tenant, user = entry.client
+        self._tenants.open(tenant).update(user, change)
+        self._tenants.update(tenant, change)

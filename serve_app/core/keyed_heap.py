@@ -5,7 +5,7 @@ from itertools import count
 from typing import Generic, TypeVar
 
 K = TypeVar("K")
-R = TypeVar("R", int, tuple[int, int, int])
+R = TypeVar("R", int, float, tuple[int, int, int])
 
 
 class KeyedHeap(Generic[K, R]):

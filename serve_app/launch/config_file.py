@@ -12,6 +12,7 @@ import yaml
 
 from serve_app.errors import ConfigError
 from serve_app.model_files import locate_model
+from serve_app.serving.doors import check_doors
 from serve_app.serving.knobs import live_knobs, scheduler_knobs
 from serve_app.settings import Settings, suggest
 
@@ -55,21 +56,22 @@ def read_config(path: Path) -> ConfigFile:
         raise ConfigError(f"`{'.'.join(map(str, first['loc']))}`: {first['msg']}") from None
     _check_keys("", data, ServeDeploySchema)
     _check_keys("http_options.", data.get("http_options") or {}, HTTPOptionsSchema)
-    applications = schema.applications
+    applications, host = schema.applications, schema.http_options.host
     return ConfigFile(
         schema,
-        schema.http_options.host,
+        host,
         schema.http_options.port,
         tuple(application.name for application in applications),
-        {item.name: _check_application(item) for item in applications if item.import_path == _IMPORT_PATH},
+        {item.name: _check_application(item, host) for item in applications if item.import_path == _IMPORT_PATH},
     )
 
 
-def _check_application(application: Any) -> Settings:
+def _check_application(application: Any, host: str) -> Settings:
     """The settings in a `ServeApplicationSchema`, whose engine's `user_config` is looked at too."""
     settings = Settings.model_validate(application.args)
     locate_model(settings.model)
     scheduler_knobs(settings.engine)
+    check_doors(settings.ingress, host)
     for deployment in application.deployments:
         if deployment.name == ENGINE and isinstance(deployment.user_config, Mapping):
             live_knobs(settings, deployment.user_config)

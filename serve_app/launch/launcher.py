@@ -6,7 +6,6 @@ and a drain, 1 when the deployment failed, 2 when the configuration is refused, 
 at once. Ray and everything below it are children of this process and end with it.
 """
 
-import json
 import logging
 import os
 import re
@@ -25,12 +24,18 @@ from types import FrameType
 from typing import Any
 
 from serve_app.errors import ConfigError
-from serve_app.http_client import fetch
 from serve_app.launch import haproxy
 from serve_app.launch.config_file import INGRESS, ConfigFile, read_config
 from serve_app.launch.impatience import at_once_on_second_interrupt, kill_descendants
+from serve_app.launch.readiness import example, first_token, write_internal_key
 from serve_app.launch.terminal import Terminal
-from serve_app.settings import FAST_PATH_ENVIRONMENT, LAUNCHER_ENVIRONMENT, export, memory_monitor_enabled
+from serve_app.settings import (
+    FAST_PATH_ENVIRONMENT,
+    INTERNAL_KEY_FILE,
+    LAUNCHER_ENVIRONMENT,
+    export,
+    memory_monitor_enabled,
+)
 
 _POLL_S = 0.25
 _FAILED = ("DEPLOY_FAILED", "UNHEALTHY")
@@ -39,6 +44,7 @@ _DRAIN_ANSWER_S = 10.0
 # For the ends of streams that HAProxy has and the clients have not.
 _LAST_BYTES_S = 1.0
 _LOGS = "/tmp/ray/session_latest/logs"
+_INTERNAL_KEY = "internal-key"
 _OBJECT_STORE_BYTES = 100 * 2**20
 # As a shell tells that SIGINT ended a process.
 _INTERRUPTED = 130
@@ -54,6 +60,7 @@ def launch(config_path: Path) -> int:
     # In /tmp because HAProxy's socket goes there and a socket's path must be short.
     with tempfile.TemporaryDirectory(prefix="serve-app-", dir="/tmp") as scratch:
         export(_environment(Path(scratch)))
+        internal_key = write_internal_key(Path(scratch) / _INTERNAL_KEY)
         try:
             target = read_config(config_path)
             _check_port(target.host, target.port)
@@ -61,7 +68,7 @@ def launch(config_path: Path) -> int:
             _complain(f"{config_path}: {error}")
             return 2
         _bound_requests(Path(scratch), target)
-        return _Launch(config_path, target, started, Path(scratch)).run()
+        return _Launch(config_path, target, started, Path(scratch), internal_key).run()
 
 
 class _DeploymentError(Exception):
@@ -71,9 +78,10 @@ class _DeploymentError(Exception):
 class _Launch:
     """One run: `serve run` in the main thread, a watcher beside it."""
 
-    def __init__(self, config_path: Path, target: ConfigFile, started: float, scratch: Path) -> None:
+    def __init__(self, config_path: Path, target: ConfigFile, started: float, scratch: Path, internal_key: str) -> None:
         self._config_path = config_path
         self._scratch = scratch
+        self._internal_key = internal_key
         self._target = target
         self._started = started
         self._failure: str | None = None
@@ -159,7 +167,9 @@ class _Launch:
             # Before anybody is told that the server is ready, so that no death after that is taken for an old one.
             watch = None if model is None else Watch(self._target.url, self._say)
             if model is not None:
-                self._say(f"ready: {model} served its first token. Try:\n{_curl(self._target.url, model)}")
+                wants_key = any(settings.ingress.keys_file is not None for settings in self._target.ours.values())
+                command = example(self._target.url, model, wants_key=wants_key)
+                self._say(f"ready: {model} served its first token. Try:\n{command}")
             deploying = False
             while not self._stopping.wait(_POLL_S):
                 if self._reload.is_set():
@@ -281,7 +291,7 @@ class _Launch:
 
     def _served_model(self) -> str | None:
         """The model's name once all applications run and a token has come out of it over HTTP."""
-        return _first_token(self._target.url) if self._is_running() else None
+        return first_token(self._target.url, self._internal_key) if self._is_running() else None
 
     def _say(self, text: str) -> None:
         # In one piece: print() writes the line's end by itself, and another thread's line could come in between.
@@ -300,6 +310,7 @@ def _environment(scratch: Path) -> Mapping[str, str]:
         # Headers that do not fit are answered by a page of HAProxy's own: twice what the ingress takes, which says why.
         "RAY_SERVE_HAPROXY_TUNE_BUFSIZE": str(32 * 2**10),
         "RAY_SERVE_HAPROXY_BINARY_PATH": str(haproxy.write_wrapper(scratch)),
+        INTERNAL_KEY_FILE: str(scratch / _INTERNAL_KEY),
         "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": str(scratch / "haproxy.cfg"),
         "RAY_SERVE_HAPROXY_SOCKET_PATH": str(scratch / "admin.sock"),
         "RAY_SERVE_HAPROXY_SERVER_STATE_BASE": str(scratch),
@@ -327,27 +338,6 @@ def _free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
-
-
-def _first_token(url: str) -> str | None:
-    """Have one token generated over HTTP; the model's name, or None if the server is not that far."""
-    try:
-        model = str(_call(f"{url}/v1/models", None)["data"][0]["id"])
-        _call(f"{url}/v1/completions", {"model": model, "prompt": "Hello", "max_tokens": 1})
-    except (OSError, ValueError):
-        return None
-    return model
-
-
-def _call(url: str, body: dict[str, Any] | None) -> dict[str, Any]:
-    answer = fetch(url, timeout_s=60, json_body=None if body is None else json.dumps(body).encode())
-    return dict(json.loads(answer))
-
-
-def _curl(url: str, model: str) -> str:
-    question = [{"role": "user", "content": "What is the capital of France?"}]
-    body = json.dumps({"model": model, "messages": question, "max_tokens": 32, "temperature": 0})
-    return f"  curl {url}/v1/chat/completions -H 'Content-Type: application/json' -d '{body}'"
 
 
 def find_cause(reports: Iterable[str]) -> str:

@@ -44,8 +44,9 @@ from serve_app.observability.logging import RequestLines, log_to_terminal
 from serve_app.observability.metrics import IngressMetrics, merge_expositions
 from serve_app.observability.tracing import RequestSpans
 from serve_app.serving import membership
+from serve_app.serving.doors import Doors
 from serve_app.serving.front import Front
-from serve_app.serving.ray_patches import bind_replica_port_to_node
+from serve_app.serving.ray_patches import bind_replica_port_to_node, http_host
 from serve_app.serving.replica import STEPS_PATH
 from serve_app.serving.scraping import METRICS_ADDRESS, metrics_targets, open_metrics_port
 from serve_app.settings import FAST_PATH_ENVIRONMENT, Settings, fast_path_enabled
@@ -147,6 +148,7 @@ class Ingress:
         bind_replica_port_to_node()
         loop = asyncio.get_running_loop()
         self._request_lines = RequestLines(loop.call_later)
+        self._doors = Doors(settings.ingress, await asyncio.to_thread(http_host))
         self._replicas = ReplicaSet(settings.model, settings.revision)
         membership.engines.subscribe(lambda known: loop.call_soon_threadsafe(self._replicas.publish, known))
         self._engines = engines  # whose router tells us which replicas there are
@@ -174,6 +176,7 @@ class Ingress:
         self._service = ReplicaService(
             self._open_transport(engines), self._replicas, card, tokenizer, self._metrics, settings
         )
+        self._watching_keys = asyncio.create_task(self._doors.watch(), name="keys")
         await _first_token(self._service)
         if not fast_path_enabled():
             logger.warning(_NO_FAST_PATH)
@@ -230,6 +233,8 @@ class Ingress:
             observer=self._metrics,
             drain=self._drain,
             log=self._log_request,
+            access=self._doors.access,
+            share_prefixes=ingress.share_prefixes,
         )
         app.add_api_route("/debug/replicas", self._service.replicas)
         app.add_api_route("/metrics/targets", self._metrics_targets)

@@ -1,8 +1,8 @@
 """Every use of what Ray does not document, read from Ray 2.60.0. To be read again when the pin in pyproject.toml moves.
 
 What is used: `ray.serve._private.replica.add_port_to_grpc_server` (replaced), the controller's client
-(`ray.serve.context._get_global_client`) with its `deploy_apps` and the controller's `_all_running_replicas`, and
-`DeploymentHandle._init`; and Ray's table of actors (`ray._private.state.actors`).
+(`ray.serve.context._get_global_client`) with its `deploy_apps`, its `http_config` and the controller's
+`_all_running_replicas`, and `DeploymentHandle._init`; and Ray's table of actors (`ray._private.state.actors`).
 """
 
 from dataclasses import dataclass
@@ -47,6 +47,11 @@ async def running_replicas() -> dict[Any, list[Any]]:
     """
     running = await _get_global_client()._controller._all_running_replicas.remote()
     return dict(running)
+
+
+def http_host() -> str:
+    """The address on which Serve listens for HTTP. Blocks."""
+    return str(_get_global_client().http_config.host)
 
 
 def deploy_again(schema: ServeDeploySchema) -> None:

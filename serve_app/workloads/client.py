@@ -42,6 +42,7 @@ class Server:
     extra_body: dict[str, Any] = field(default_factory=dict)
     extensions: bool = True
     timeout_s: float = 900.0
+    api_key: str | None = field(default=None, repr=False)
 
     def body(self, item: WorkItem) -> dict[str, Any]:
         """The JSON body of a greedy streaming completion of exactly `item.output_tokens` tokens."""
@@ -215,6 +216,7 @@ async def send_again(
 def open_session(server: Server) -> aiohttp.ClientSession:
     """A session without a limit on connections; each request opens its own, as separate users would."""
     return aiohttp.ClientSession(
+        headers={} if server.api_key is None else {"Authorization": f"Bearer {server.api_key}"},
         connector=aiohttp.TCPConnector(limit=0, force_close=True),
         timeout=aiohttp.ClientTimeout(total=server.timeout_s, sock_connect=30),
         read_bufsize=2**20,

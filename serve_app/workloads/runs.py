@@ -48,10 +48,10 @@ async def warm_up(server: Server, writer: PromptWriter, at_once: int = 16) -> No
             raise RuntimeError(f"warm-up failed: {result.error}")
 
 
-async def find_model(base_url: str) -> str:
+async def find_model(server: Server) -> str:
     """The name of the first model the server lists."""
-    url = f"{base_url.rstrip('/')}/v1/models"
-    async with open_session(Server(base_url, "", timeout_s=30)) as session, session.get(url) as response:
+    url = f"{server.base_url.rstrip('/')}/v1/models"
+    async with open_session(replace(server, timeout_s=30)) as session, session.get(url) as response:
         response.raise_for_status()
         return str((await response.json())["data"][0]["id"])
 
@@ -59,7 +59,7 @@ async def find_model(base_url: str) -> str:
 def reach(server: Server, writer: PromptWriter) -> Server:
     """The server, warmed up, with its model's name if none was given. Raises `RuntimeError` when that fails."""
     try:
-        server = replace(server, model=server.model or uvloop.run(find_model(server.base_url)))
+        server = replace(server, model=server.model or uvloop.run(find_model(server)))
         uvloop.run(warm_up(server, writer))
     except (aiohttp.ClientError, OSError, RuntimeError) as error:
         raise RuntimeError(f"{server.base_url}: {error}") from error

@@ -1,5 +1,6 @@
 """The order of service, held against what fairness promises rather than against another implementation."""
 
+import math
 from collections import defaultdict
 from itertools import combinations
 
@@ -7,7 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from serve_app.core.admission_queue import AdmissionQueue
 from serve_app.core.fair_queue import Entry, FairQueue
+from serve_app.errors import OverloadedError
 
 MAX_COST = 4
 KEYS = "abc"
@@ -189,3 +192,61 @@ def test_a_request_of_which_a_part_was_served_does_not_give_way() -> None:
 def test_nobody_is_served_from_an_empty_queue() -> None:
     with pytest.raises(LookupError):
         FairQueue[Entry]().take()
+
+
+def test_tenants_are_served_by_their_weights() -> None:
+    queue = FairQueue[Entry]()
+    for _ in range(300):
+        queue.add(Entry(("light", "")))
+        queue.add(Entry(("heavy", ""), weight=2))
+    served = [queue.take().client[0] for _ in range(300)]
+    assert served.count("heavy") == 200
+    assert max(served[i : i + 3].count("light") for i in range(297)) <= 2
+
+
+def test_a_tenant_of_twice_the_weight_may_have_twice_as_many_waiting() -> None:
+    queue = FairQueue[Entry]()
+    for _ in range(10):
+        queue.add(Entry(("heavy", ""), weight=2))
+    assert queue.giving_way(Entry(("light", "")), 4) != [], "5 by its weight, as many as the newcomer's would be"
+    assert queue.giving_way(Entry(("light", "")), 5) == []
+    for _ in range(8):
+        queue.add(Entry(("light", "")))
+    assert queue.giving_way(Entry(("heavy", ""), weight=2), 1)[0].client[0] == "light"
+
+
+def test_no_more_is_ahead_of_a_weighted_tenant_than_estimated() -> None:
+    queue = FairQueue[Entry]()
+    for client, weight, number in (("a", 1, 50), ("b", 3, 100), ("c", 2, 9)):
+        for _ in range(number):
+            queue.add(Entry((client, ""), weight=weight))
+    entry = Entry(("c", ""), weight=2)
+    ahead = queue.ahead_of(entry)
+    queue.add(entry)
+    served = 0
+    while queue.take() is not entry:
+        served += 1
+    assert served <= ahead == 9 + 20
+
+
+@pytest.mark.parametrize("num_users", [1, 400])
+def test_strangers_displace_no_tenant(num_users: int) -> None:
+    """400 requests of strangers, who may call themselves anything, beside 60 that a tenant has waiting."""
+    queue: AdmissionQueue[Entry] = AdmissionQueue(32, 128)
+    tenant = [Entry(("team", "")) for _ in range(60)]
+    for i in range(32):
+        queue.add(Entry(("", f"user {i}")), math.inf, 0.0)
+        queue.admit(0.0)
+    for entry in tenant:
+        assert queue.add(entry, math.inf, 0.0) == []
+    refused = 0
+    for i in range(400):
+        try:
+            evicted = [other for other, _ in queue.add(Entry(("", f"user {i % num_users}")), math.inf, 0.0)]
+        except OverloadedError:
+            refused += 1
+            continue
+        assert not set(evicted) & set(tenant)
+        refused += len(evicted)
+    assert refused == 400 - 68
+    assert sum(entry.remaining for entry in tenant) == 60

@@ -18,6 +18,7 @@ import yaml
 import tests.quiet_ray  # noqa: F401 (Ray Serve keeps the environment that it is first imported in)
 from load_tests.chaos.small_model import write_small_model
 from serve_app.launch import launcher
+from serve_app.launch.config_file import read_config
 from serve_app.launch.launcher import find_cause
 from tests.serving.conftest import REPOSITORY, Server, launch, wait_for, write_config
 
@@ -186,3 +187,21 @@ def test_a_server_ends_with_the_test_run_that_started_it(tmp_path: Path) -> None
         server = psutil.Process(int(run.stdout.readline()))
         run.kill()
     assert psutil.wait_procs([server], timeout=20)[1] == []
+
+
+def test_an_open_server_beyond_this_machine_is_refused_unless_it_is_meant(refuse: Refuse, tmp_path: Path) -> None:
+    def config(**ingress: Any) -> Path:
+        path = write_config(tmp_path, {"ingress": ingress}, 8000)
+        path.write_text(path.read_text().replace("127.0.0.1", "0.0.0.0"))
+        return path
+
+    line = refuse(config())
+    assert "`ingress.keys_file`: is needed where the server listens beyond this machine (0.0.0.0)" in line
+    assert "keys.yaml: No such file" in refuse(config(keys_file="/no/such/keys.yaml"))
+    assert list(read_config(config(allow_anonymous=True)).ours) == ["serve_app"]
+
+
+def test_a_broken_keys_file_is_refused(refuse: Refuse, tmp_path: Path) -> None:
+    (tmp_path / "keys.yaml").write_text("team: {sha256: abc}")
+    line = refuse(write_config(tmp_path, {"ingress": {"keys_file": str(tmp_path / "keys.yaml")}}, 8000))
+    assert "team: `sha256` must be 64 hexadecimal digits" in line

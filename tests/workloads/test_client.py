@@ -172,7 +172,7 @@ async def test_warm_up_says_what_is_wrong(fake: tuple[FakeServer, Server]) -> No
 
 
 async def test_repeats_send_different_texts_and_report_the_median(fake: tuple[FakeServer, Server]) -> None:
-    assert await find_model(fake[1].base_url) == "tiny"
+    assert await find_model(fake[1]) == "tiny"
 
     def build(repeat: int) -> Workload:
         return Workload("w", (WorkItem(f"text {repeat}", 2, 3),), 1)

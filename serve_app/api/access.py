@@ -1,0 +1,65 @@
+"""Whose a request is, and whether it may come in: decided from its path and headers, before its body is read."""
+
+import hmac
+from collections.abc import Callable
+from datetime import UTC, datetime
+
+from starlette.datastructures import Headers
+from starlette.types import Scope
+
+from serve_app.errors import AuthenticationError, PermissionDeniedError
+from serve_app.tenants.keys import KeyRing, hash_key
+from serve_app.tenants.tenant import ANONYMOUS, Tenant
+
+_PUBLIC = ("/", "/docs", "/health/live", "/health/ready")
+_PUBLIC_FILES = "/console/"
+_ADMIN = ("/metrics", "/debug")
+
+INTERNAL = Tenant(name="(internal)")
+"""The server's own launcher. No key in a file can have this name."""
+
+
+class Access:
+    """Knows the keys. Without any, everybody is `ANONYMOUS` and may do everything."""
+
+    def __init__(
+        self,
+        keys: Callable[[], KeyRing] | None = None,
+        *,
+        allow_anonymous: bool = False,
+        internal_key: str | None = None,
+    ) -> None:
+        """`keys` is asked at every request. `allow_anonymous`: who sends no key is served, as nobody in particular."""
+        self._keys = keys
+        self._allow_anonymous = allow_anonymous
+        self._internal = None if internal_key is None else hash_key(internal_key)
+
+    def tenant_of(self, scope: Scope) -> Tenant:
+        """Whose the request is. Raises `AuthenticationError` and `PermissionDeniedError`.
+
+        Whatever is not known to be public needs a key, routes that do not exist included.
+        """
+        path = scope["path"].removeprefix(scope.get("root_path", ""))
+        if self._keys is None or scope["method"] == "OPTIONS" or path in _PUBLIC or path.startswith(_PUBLIC_FILES):
+            return ANONYMOUS
+        key = key_of(Headers(scope=scope))
+        admin_only = any(path == root or path.startswith(root + "/") for root in _ADMIN)
+        if not key:
+            if self._allow_anonymous and not admin_only:
+                return ANONYMOUS
+            raise AuthenticationError("this needs an API key: send the header `Authorization: Bearer <key>`")
+        if self._internal is not None and hmac.compare_digest(hash_key(key), self._internal):
+            tenant = INTERNAL
+        else:
+            tenant = self._keys().find(key, datetime.now(UTC))
+        if admin_only and not tenant.admin:
+            raise PermissionDeniedError("this tells of everybody: it needs a key with `admin: true`")
+        return tenant
+
+
+def key_of(headers: Headers) -> str:
+    """The request's API key, as OpenAI's clients send it or as Anthropic's do; empty without one."""
+    scheme, _, key = headers.get("authorization", "").partition(" ")
+    if scheme.lower() == "bearer":
+        return key.strip()
+    return headers.get("x-api-key", "") if not scheme else scheme + key

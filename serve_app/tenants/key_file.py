@@ -1,0 +1,123 @@
+"""The keys file on disk: read, watched, changed. What stands in it is `keys`' business."""
+
+import logging
+import os
+import re
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from serve_app.errors import ConfigError
+from serve_app.tenants.keys import KeyRing, check_name, hash_key, new_key, parse_keys
+
+logger = logging.getLogger(__name__)
+
+_HEADER = "# API keys of serve_app: names with their fields. Of a key only its hash is here.\n"
+
+
+def read_key_file(path: Path) -> KeyRing:
+    """Raises `ConfigError` in one line, which names the file."""
+    return _parse(path, _read(path))
+
+
+class WatchedKeyFile:
+    """The newest key ring that a file has held and that could be read. `refresh` it every second or so."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises `ConfigError` if there is nothing to begin with."""
+        self._path = path
+        self._seen = _state(path)
+        self.ring = read_key_file(path)
+
+    def refresh(self) -> None:
+        """Read the file if it has changed; keep what is known, and log why, if it cannot be read. May block."""
+        state = _state(self._path)
+        if state == self._seen:
+            return
+        self._seen = state
+        try:
+            ring = read_key_file(self._path)
+        except ConfigError as error:
+            logger.error("%s; the keys known before stay in force", error)
+            return
+        before, after = ({tenant.name: tenant for tenant in keys.tenants} for keys in (self.ring, ring))
+        self.ring = ring
+        news = {
+            "added": after.keys() - before.keys(),
+            "removed": before.keys() - after.keys(),
+            "changed": {name for name in before.keys() & after.keys() if before[name] != after[name]},
+        }
+        told = "; ".join(f"{kind} {', '.join(sorted(names))}" for kind, names in news.items() if names)
+        logger.info("keys file %s was read again: %s", self._path, told or "the same names and limits")
+
+
+def add_key(path: Path, name: str, fields: dict[str, Any]) -> str:
+    """Add a new key for `name` to the file, which is made if need be; returns the key. Raises `ConfigError`."""
+    check_name(name)
+    text = _read(path) if path.exists() else _HEADER
+    if any(tenant.name == name for tenant in _parse(path, text).tenants):
+        raise ConfigError(f"{path}: there is a key named {name} already; revoke it, or take another name")
+    key = new_key()
+    entry = yaml.safe_dump({name: {"sha256": hash_key(key), **fields}}, sort_keys=False)
+    _write(path, re.sub(r"(?m)^\{\}\s*\Z", "", text).rstrip("\n") + "\n\n" + entry)
+    return key
+
+
+def remove_key(path: Path, name: str) -> None:
+    """Take the entry `name` out of the file, and leave the rest as it is. Raises `ConfigError`."""
+    text = _read(path)
+    names = [tenant.name for tenant in _parse(path, text).tenants]
+    if name not in names:
+        raise ConfigError(f"{path}: there is no key named {name[:100]!r}")
+    # From its line to the next one that is neither indented nor empty.
+    entry = re.compile(rf"""(?m)^['"]?{re.escape(name)}['"]?[ ]*:.*\n?(?:[ \t]+.*\n?|\n)*""")
+    rest = entry.sub("", text, count=1)
+    try:
+        as_meant = [tenant.name for tenant in parse_keys(rest).tenants] == [other for other in names if other != name]
+    except ConfigError:
+        as_meant = False
+    if not as_meant:
+        raise ConfigError(f"{path}: take {name} out by hand; the file's form is not `serve-app keys`' own")
+    _write(path, rest)
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError as error:
+        raise ConfigError(f"keys file {path}: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"keys file {path}: is not UTF-8 text") from None
+
+
+def _parse(path: Path, text: str) -> KeyRing:
+    try:
+        return parse_keys(text)
+    except ConfigError as error:
+        raise ConfigError(f"keys file {path}: {error}") from None
+
+
+def _state(path: Path) -> tuple[int, int, int] | None:
+    """Differs whenever the file has been written or replaced, also by a symbolic link's turning elsewhere."""
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_mtime_ns, found.st_size, found.st_ino
+
+
+def _write(path: Path, text: str) -> None:
+    """In one step, so that a server that watches it sees all or nothing; readable for its owner, if it is new."""
+    _parse(path, text)
+    mode = path.stat().st_mode & 0o777 if path.exists() else 0o600
+    try:
+        with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=f".{path.name}-", delete=False) as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.chmod(file.name, mode)
+        os.replace(file.name, path)
+    except OSError as error:
+        raise ConfigError(f"keys file {path}: {error.strerror}") from None

@@ -1,0 +1,113 @@
+"""API keys: how one is made, told apart, and found. Only hashes are kept; 256 random bits need no slow one."""
+
+import re
+import secrets
+from collections.abc import Mapping
+from datetime import datetime
+from hashlib import sha256
+from typing import Any
+
+import yaml
+from pydantic import ValidationError
+
+from serve_app.errors import AuthenticationError, ConfigError
+from serve_app.tenants.tenant import NAME, Tenant
+
+_PREFIX = "sk-serve-"
+_HASH = re.compile(r"[0-9a-f]{64}")
+
+
+def new_key() -> str:
+    """A key that nobody can guess."""
+    return _PREFIX + secrets.token_urlsafe(32)
+
+
+def hash_key(key: str) -> str:
+    """What is kept of a key: its SHA-256, in hexadecimal digits."""
+    return sha256(key.encode("utf-8", "surrogateescape")).hexdigest()
+
+
+def check_name(name: str) -> None:
+    """Raise `ConfigError` unless `name` can be a key's."""
+    if "\n" in name or not re.match(NAME, name):
+        raise ConfigError(f"{name[:100]!r} is no name: letters, digits, '.', '_' and '-', at most 64, no sign first")
+
+
+class KeyRing:
+    """The tenants of one keys file, by the hashes of their keys."""
+
+    def __init__(self, tenants: Mapping[str, Tenant]) -> None:
+        self._tenants = dict(tenants)
+
+    @property
+    def tenants(self) -> list[Tenant]:
+        """In the order of the file."""
+        return list(self._tenants.values())
+
+    def find(self, key: str, now: datetime) -> Tenant:
+        """Whose key it is at `now`. Raises `AuthenticationError`.
+
+        Looked up by its hash: how long that takes tells nothing of keys that begin alike.
+        """
+        tenant = self._tenants.get(hash_key(key))
+        if tenant is None:
+            raise AuthenticationError("the API key is not one of this server's")
+        if tenant.expires is not None and tenant.expires <= now:
+            raise AuthenticationError(f"the API key has expired at {tenant.expires:%Y-%m-%d %H:%M} UTC")
+        return tenant
+
+
+def parse_keys(text: str) -> KeyRing:
+    """The key ring that a keys file describes: names with their fields. Raises `ConfigError` in one line.
+
+    No message holds a value: it could be a key that stands where its hash should.
+    """
+    try:
+        data = yaml.load(text, _UniqueKeys)
+    except yaml.MarkedYAMLError as error:
+        line = "" if error.problem_mark is None else f", line {error.problem_mark.line + 1}"
+        raise ConfigError(f"is not YAML: {error.problem}{line}") from None
+    except yaml.YAMLError:
+        raise ConfigError("is not YAML") from None
+    if not text.strip():
+        raise ConfigError("is empty; a file without keys holds {}")
+    if not isinstance(data or {}, dict):
+        raise ConfigError("must map names of keys to their fields")
+    ring: dict[str, Tenant] = {}
+    for name, fields in (data or {}).items():
+        digest, tenant = _parse_entry(str(name), fields)
+        if digest in ring:
+            raise ConfigError(f"{name}: the same key as {ring[digest].name}")
+        ring[digest] = tenant
+    return KeyRing(ring)
+
+
+def _parse_entry(name: str, fields: Any) -> tuple[str, Tenant]:
+    check_name(name)
+    if not isinstance(fields, dict):
+        raise ConfigError(f"{name}: must hold fields, `sha256` first")
+    rest = {key: value for key, value in fields.items() if key != "sha256"}
+    digest = fields.get("sha256")
+    if not (isinstance(digest, str) and _HASH.fullmatch(digest)):
+        raise ConfigError(f"{name}: `sha256` must be 64 hexadecimal digits, in quotes if there are no letters in it")
+    if "name" in rest:
+        raise ConfigError(f"{name}: unknown field `name`")
+    try:
+        return digest, Tenant(name=name, **{str(key): value for key, value in rest.items()})
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(map(str, first["loc"]))
+        if first["type"] == "extra_forbidden":
+            known = ", ".join(["sha256", *(field for field in Tenant.model_fields if field != "name")])
+            raise ConfigError(f"{name}: unknown field `{place}` (known: {known})") from None
+        raise ConfigError(f"{name}: `{place}`: {first['msg']}" if place else f"{name}: {first['msg']}") from None
+
+
+class _UniqueKeys(yaml.SafeLoader):
+    """Refuses a mapping that names a key twice, of which plain YAML would take the last."""
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+        names = [self.construct_object(key, deep=True) for key, _ in node.value]
+        if len({str(name) for name in names}) < len(names):
+            raise yaml.constructor.ConstructorError(None, None, "a name stands there twice", node.start_mark)
+        return super().construct_mapping(node, deep)

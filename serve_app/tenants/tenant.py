@@ -1,0 +1,61 @@
+"""What one tenant may do: the fields of an entry of the keys file."""
+
+from datetime import UTC, date, datetime
+from typing import Annotated, Any
+
+from pydantic import AwareDatetime, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+
+NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$"
+"""What names of keys and groups look like, which logs, labels and file formats can hold."""
+LOWEST_PRIORITY = 2**31 - 1
+
+
+def _utc(value: Any) -> Any:
+    """A YAML date is its first moment, and a time without a zone is UTC."""
+    if isinstance(value, date) and not isinstance(value, datetime):
+        value = datetime(value.year, value.month, value.day)
+    return value.replace(tzinfo=UTC) if isinstance(value, datetime) and value.tzinfo is None else value
+
+
+class Tenant(BaseModel):
+    """A client of the server that it knows by a key, or everybody whom it does not know (`ANONYMOUS`).
+
+    Compared as a whole; `name` is unique. Limits that are None do not exist.
+    """
+
+    model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
+
+    name: str
+    expires: Annotated[AwareDatetime | None, BeforeValidator(_utc)] = None
+    """From when on the key is refused."""
+    models: list[str] | None = Field(default=None, min_length=1)
+    """The served models that it sees and may use; None is all."""
+    weight: int = Field(default=1, ge=1, le=1000)
+    """Its share of the queue, relative to others'."""
+    priority: list[int] = Field(default=[0, LOWEST_PRIORITY], min_length=2, max_length=2)
+    """The lowest and the highest number that its requests may give as `priority`; lower is served first."""
+    prefix_group: str | None = Field(default=None, pattern=NAME)
+    """Tenants of one group share cached prefixes; None shares with nobody."""
+    admin: bool = False
+    """Whether it may see metrics and `/debug`, which tell of everybody."""
+
+    @model_validator(mode="after")
+    def _check_priority(self) -> "Tenant":
+        if self.priority[0] > self.priority[1]:
+            raise ValueError("priority: the lowest number comes first")
+        return self
+
+    def may_use(self, model: str) -> bool:
+        """Whether it sees the served model of this name."""
+        return self.models is None or model in self.models
+
+    def cache_salt(self, given: str) -> str:
+        """The salt of the prefix cache for a request that brings `given`; nobody else can have the same."""
+        if not self.name:
+            return f"\0anonymous\0{given}" if given.startswith("\0") else given
+        kind, group = ("key", self.name) if self.prefix_group is None else ("group", self.prefix_group)
+        return f"\0{kind} {group}\0{given}"
+
+
+ANONYMOUS = Tenant(name="")
+"""Everybody without a key. They share one line of the queue."""

@@ -1,0 +1,108 @@
+"""The keys file on disk: changed in one step, watched, and kept when it is broken."""
+
+import logging
+import os
+from datetime import UTC, datetime
+from pathlib import Path
+
+import pytest
+
+from serve_app.errors import AuthenticationError, ConfigError
+from serve_app.tenants.key_file import WatchedKeyFile, add_key, read_key_file, remove_key
+
+NOW = datetime(2026, 11, 23, tzinfo=UTC)
+
+
+def names(path: Path) -> list[str]:
+    return [tenant.name for tenant in read_key_file(path).tenants]
+
+
+def test_keys_are_added_and_removed_and_the_rest_of_the_file_stays(tmp_path: Path) -> None:
+    path = tmp_path / "keys.yaml"
+    keys = {name: add_key(path, name, {"weight": weight}) for weight, name in enumerate(("a", "ab", "c"), 1)}
+    text = path.read_text()
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert not any(key in text for key in keys.values())
+    ring = read_key_file(path)
+    assert {name: ring.find(key, NOW).weight for name, key in keys.items()} == {"a": 1, "ab": 2, "c": 3}
+    path.write_text(text.replace("ab:", "# of the other team\nab:  # now\n"))
+    path.chmod(0o640)
+    remove_key(path, "a")
+    assert (names(path), path.stat().st_mode & 0o777) == (["ab", "c"], 0o640)
+    assert "# of the other team" in path.read_text()
+    remove_key(path, "c")
+    remove_key(path, "ab")
+    assert names(path) == []
+    again = add_key(path, "a", {})
+    assert read_key_file(path).find(again, NOW).name == "a"
+    with pytest.raises(AuthenticationError):
+        read_key_file(path).find(keys["a"], NOW)
+    assert [entry.name for entry in tmp_path.iterdir()] == ["keys.yaml"], "no temporary files stay"
+
+
+def test_what_cannot_be_done_is_refused_and_changes_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "keys.yaml"
+    with pytest.raises(ConfigError, match=r"keys file .*keys.yaml: No such file"):
+        read_key_file(path)
+    with pytest.raises(ConfigError, match="No such file"):
+        remove_key(path, "a")
+    with pytest.raises(ConfigError, match="is no name"):
+        add_key(path, "a b", {})
+    with pytest.raises(ConfigError, match="`weight`: Input should be less"):
+        add_key(path, "a", {"weight": 10_000})
+    assert not path.exists()
+    add_key(path, "a", {})
+    before = path.read_text()
+    with pytest.raises(ConfigError, match="there is a key named a already"):
+        add_key(path, "a", {})
+    with pytest.raises(ConfigError, match="there is no key named 'b'"):
+        remove_key(path, "b")
+    path.write_text("{a: {sha256: " + before.split("sha256: ")[1].strip() + "}}")
+    with pytest.raises(ConfigError, match="by hand"):
+        remove_key(path, "a")
+    assert names(path) == ["a"]
+    path.write_bytes(b"\xff\xfe")
+    with pytest.raises(ConfigError, match="is not UTF-8"):
+        read_key_file(path)
+
+
+def test_a_watched_file_is_followed_and_a_broken_one_is_not(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "serve_app.tenants")
+    path = tmp_path / "keys.yaml"
+    first = add_key(path, "a", {})
+    watched = WatchedKeyFile(path)
+    ring = watched.ring
+    watched.refresh()
+    assert watched.ring is ring, "read once"
+    second = add_key(path, "b", {})
+    watched.refresh()
+    assert watched.ring.find(second, NOW).name == "b"
+    good = path.read_text()
+    for broken in ("a: {sha256: " + first + "}", "", "a: ["):
+        path.write_text(broken)
+        watched.refresh()
+        watched.refresh()
+        assert watched.ring.find(first, NOW).name == "a"
+    os.remove(path)
+    watched.refresh()
+    assert watched.ring.find(second, NOW).name == "b"
+    errors = [record.getMessage() for record in caplog.records if record.levelno == logging.ERROR]
+    assert len(errors) == 4, "each once"
+    assert all("the keys known before stay in force" in message for message in errors)
+    path.write_text(good + "  weight: 7\n")
+    watched.refresh()
+    assert watched.ring.find(second, NOW).weight == 7
+    remove_key(path, "a")
+    watched.refresh()
+    with pytest.raises(AuthenticationError):
+        watched.ring.find(first, NOW)
+    told = [record.getMessage().rpartition(": ")[2] for record in caplog.records if record.levelno == logging.INFO]
+    assert told == ["added b", "changed b", "removed a"]
+    assert not any(key in caplog.text for key in (first, second))
+
+
+def test_a_server_does_not_start_with_a_broken_file(tmp_path: Path) -> None:
+    path = tmp_path / "keys.yaml"
+    path.write_text("a: b")
+    with pytest.raises(ConfigError, match="a: must hold fields"):
+        WatchedKeyFile(path)
