@@ -152,6 +152,9 @@ class EngineError(RequestError):
 ENGINE_DIED = "engine_died"
 """The code of the `EngineError` that ends the requests of an engine that has ended itself."""
 
+KILLED_REPLICAS = "request_killed_replicas"
+"""The code of the `EngineError` of a request during which replicas died so often that it may be why."""
+
 
 _WIRE_TYPES: dict[str, type[RequestError]] = {
     cls.__name__: cls

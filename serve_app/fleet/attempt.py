@@ -66,18 +66,20 @@ class Attempt:
         session: str | None = None,
         revision: str | None = None,
         reserved: Replica | None = None,
+        needs_slot: bool = False,
     ) -> None:
         """`since`: when its request came, earlier ones are placed first; `deadline`: in seconds of the same clock.
 
         `revision`: of the replicas that can continue the request, None while no output is known. `reserved`: the
-        replica that is kept free for it, the only one it may go to.
+        replica that is kept free for it, the only one it may go to. `needs_slot`: it waits here for a free slot rather
+        than in an engine, as others may have their streams interrupted no longer than need be.
         """
         self.attempt_id = attempt_id
         self.request = request
         self.since = since
         self.revision = revision
         self.reserved = reserved
-        self.routing = RoutingRequest.of(request, session)
+        self.routing = RoutingRequest.of(request, session, needs_slot=needs_slot and reserved is None)
         self.replica: Replica | None = None
         """Where it was placed."""
         self.placement: Placement | None = None
@@ -149,3 +151,6 @@ class Transport(Protocol):
 
     async def listen(self, replica_id: str, on_heartbeat: OnHeartbeat) -> None:
         """Listen to this replica: a heartbeat comes at least every `wire.HEARTBEAT_S`. Ends with `ReplicaLostError`."""
+
+    def account(self, replica_id: str) -> dict[str, float | None]:
+        """The routing policy's account of this replica, for operators."""

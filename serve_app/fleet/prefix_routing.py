@@ -101,6 +101,17 @@ class _Replica:
         """
         return self.sequences >= self.limit + int((now - self.refused_at) ** 2)
 
+    def num_sequences(self, load: ReplicaLoad | None) -> int:
+        """Those of this process, or, where `load` tells of more, all that run or wait there."""
+        return max(self.sequences, load.running + load.waiting if load is not None else 0)
+
+    def takes(self, request: RoutingRequest, load: ReplicaLoad | None, now: float) -> bool:
+        """Whether `request` may come now. One of more choices than there are slots takes them all."""
+        if self.is_full(now):
+            return False
+        needed = min(request.num_sequences, self.info.max_num_seqs)
+        return not request.needs_slot or self.num_sequences(load) + needed <= self.info.max_num_seqs
+
 
 @dataclass(slots=True)
 class PrefixPlacement:
@@ -164,14 +175,17 @@ class PrefixRouting:
     def rank(
         self, request: RoutingRequest, candidates: Iterable[str], loads: Mapping[str, ReplicaLoad], now: float
     ) -> list[str]:
-        """A replica without room for the prompt comes after all that have it.
+        """Full ones are left out; a replica without room for the prompt comes after all that have it.
 
         Then the session's own replica is first, if it has a free slot. Then comes the lowest cost: prompt tokens to
         compute, plus the replica's load in the same unit. Of equals, the one that was chosen least recently.
         """
-        known = [(n, r) for n in candidates if (r := self._replicas.get(n)) is not None and not r.is_full(now)]
         home = self._sessions.get(request.session) if request.session is not None else None
-        keys = {name: self._key(request, name, r, home, _fresh(loads.get(name), now)) for name, r in known}
+        keys = {}
+        for name in candidates:
+            replica, load = self._replicas.get(name), _fresh(loads.get(name), now)
+            if replica is not None and replica.takes(request, load, now):
+                keys[name] = self._key(request, name, replica, home, load)
         return sorted(keys, key=keys.__getitem__)
 
     def place(self, request: RoutingRequest, replica_id: str) -> PrefixPlacement:
@@ -191,10 +205,21 @@ class PrefixRouting:
                 self._sessions.popitem(last=False)
         return PrefixPlacement(request, expected, waiting_tokens, replica, self._clock)
 
+    def account(self, replica_id: str) -> dict[str, float | None]:
+        """Sequences and prompt tokens on the account, blocks taken for cached, and how many sequences were too many."""
+        if (replica := self._replicas.get(replica_id)) is None:
+            return {}
+        return {
+            "sequences": replica.sequences,
+            "waiting_tokens": replica.waiting_tokens,
+            "known_blocks": len(replica.index),
+            "refused_beyond": None if math.isinf(replica.limit) else replica.limit,
+        }
+
     def _key(
         self, request: RoutingRequest, name: str, replica: _Replica, home: str | None, load: ReplicaLoad | None
     ) -> tuple[bool, bool, float, int]:
-        sequences = max(replica.sequences, load.running + load.waiting if load is not None else 0)
+        sequences = replica.num_sequences(load)
         too_many = max(0, sequences + request.num_sequences - replica.info.max_num_seqs)
         missing = len(request.token_ids) - _cached_tokens(request, replica)
         no_room = load is not None and missing > load.free_blocks * replica.info.block_size

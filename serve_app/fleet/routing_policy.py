@@ -34,7 +34,8 @@ class RoutingRequest:
     """A request, as far as its place matters.
 
     token_ids: all that are known, prompt first, then the output of earlier attempts (of the first choice: the others
-    share its prompt). reads_cache: False where every token must be computed (logprobs of the prompt).
+    share its prompt). reads_cache: False where every token must be computed (logprobs of the prompt). needs_slot: a
+    replica without a free slot for it counts as full.
     """
 
     token_ids: Sequence[int]
@@ -43,10 +44,11 @@ class RoutingRequest:
     cache_salt: str = ""
     session: str | None = None
     reads_cache: bool = True
+    needs_slot: bool = False
     _hashes: dict[int, list[bytes]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @classmethod
-    def of(cls, request: EngineRequest, session: str | None = None) -> "RoutingRequest":
+    def of(cls, request: EngineRequest, session: str | None = None, *, needs_slot: bool = False) -> "RoutingRequest":
         """What a policy reads of `request`."""
         prior = max(request.prior_output_ids, key=len, default=())
         return cls(
@@ -56,6 +58,7 @@ class RoutingRequest:
             cache_salt=request.cache_salt,
             session=session,
             reads_cache=not request.params.wants_prompt_results,
+            needs_slot=needs_slot,
         )
 
     def block_hashes(self, block_size: int) -> list[bytes]:
@@ -96,3 +99,6 @@ class RoutingPolicy(Protocol):
 
     def place(self, request: RoutingRequest, replica_id: str) -> Placement:
         """The request goes to this replica, which `rank` has just named."""
+
+    def account(self, replica_id: str) -> dict[str, float | None]:
+        """What it knows of the replica, for operators; empty if it does not know it."""

@@ -22,9 +22,9 @@ class LinkTransport:
     """`Transport` over links. For one event loop, the one it is made on.
 
     Decides when an attempt is placed: at once, on the replica that `policy` ranks first among those that may have it;
-    without one, or while all are full, as soon as there is one, the oldest request first. An attempt may be placed on a
-    replica whose link is not open yet; it is sent when the link opens. Otherwise all would go to the replica whose link
-    opens first.
+    without one, or while all are full, as soon as there is one, the oldest request first; one that waits holds up only
+    those that could go to the same replicas. An attempt may be placed on a replica whose link is not open yet; it is
+    sent when the link opens. Otherwise all would go to the replica whose link opens first.
     """
 
     def __init__(self, replicas: ReplicaSet, policy: RoutingPolicy) -> None:
@@ -87,6 +87,10 @@ class LinkTransport:
                 self._fail(attempt, ReplicaLostError(LossReason.REFUSED))
         raise ReplicaLostError(reason)
 
+    def account(self, replica_id: str) -> dict[str, float | None]:
+        """The routing policy's account of this replica, for operators."""
+        return self._policy.account(replica_id)
+
     def _replicas_changed(self) -> None:
         infos = {}
         for name, metadata in self._replicas.current().items():
@@ -97,18 +101,21 @@ class LinkTransport:
         self._place_all()
 
     def _place_all(self) -> None:
+        possible: dict[tuple[str | None, Replica | None], list[str]] = {}
+        wanted: set[str] = set()  # replicas for which an older one waits: younger ones do not overtake it there
         for attempt in sorted(self._replicas.waiting.values(), key=lambda a: (a.reserved is None, a.since)):
+            kind = attempt.revision, attempt.reserved
+            if kind not in possible:
+                possible[kind] = [replica.replica_id for replica in self._replicas.candidates(attempt)]
+            allowed = [name for name in possible[kind] if name not in wanted]
             try:
-                placed = self._place(attempt)
+                if allowed and not self._place(attempt, allowed):
+                    wanted.update(allowed)
             except Exception as error:
                 self._fail(attempt, error)
-            else:
-                if not placed and attempt.reserved is None:
-                    return  # younger ones do not overtake it
 
-    def _place(self, attempt: Attempt) -> bool:
-        """Whether there is a replica for it."""
-        allowed = [replica.replica_id for replica in self._replicas.candidates(attempt)]
+    def _place(self, attempt: Attempt, allowed: list[str]) -> bool:
+        """Whether one of the `allowed` replicas has room for it."""
         ranked = self._policy.rank(attempt.routing, allowed, self._replicas.loads(), time.monotonic())
         if not ranked:
             return False

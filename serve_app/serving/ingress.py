@@ -33,9 +33,10 @@ from serve_app.core.results import TokenDelta
 from serve_app.core.sampling_params import SamplingParams
 from serve_app.errors import UnavailableError
 from serve_app.fleet.attempt import Condition, Replica, Transport
-from serve_app.fleet.failover import RETRY_AFTER_S, Failover
+from serve_app.fleet.failover import Failover
 from serve_app.fleet.loss import LossReason
 from serve_app.fleet.prefix_routing import PrefixRouting
+from serve_app.fleet.presence import RETRY_AFTER_S
 from serve_app.fleet.replica_set import ReplicaSet
 from serve_app.fleet.transport import LinkTransport
 from serve_app.fleet.watchdog import Watchdog
@@ -79,6 +80,7 @@ class ReplicaService:
         settings: Settings,
     ) -> None:
         self._timeout_s = settings.ingress.request_timeout_s
+        self._transport = transport
         self._metrics = metrics
         self._replicas = replicas
         self.model = model
@@ -113,7 +115,8 @@ class ReplicaService:
 
     def replicas(self) -> list[dict[str, Any]]:
         """What this process knows of the replicas, for operators."""
-        return [_describe(replica) for replica in self._replicas.replicas()]
+        replicas = self._replicas.replicas()
+        return [_describe(replica) | {"routing": self._transport.account(replica.replica_id)} for replica in replicas]
 
     async def metrics(self) -> MetricsPage:
         """The ingress's own metrics and every replica's, for `curl`.

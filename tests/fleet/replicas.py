@@ -111,6 +111,9 @@ class Fleet:
                 raise ReplicaLostError(beat)
             on_heartbeat(beat)
 
+    def account(self, replica_id: str) -> dict[str, float | None]:
+        return {}
+
     def heart(self, replica_id: str) -> "asyncio.Queue[WireLoad | LossReason]":
         """What its links say: a load, or why they end."""
         return self._hearts.setdefault(replica_id, asyncio.Queue())

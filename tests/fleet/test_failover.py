@@ -17,6 +17,7 @@ from serve_app.engine.async_engine import AsyncEngine
 from serve_app.engine.core import EngineConfig, EngineCore
 from serve_app.errors import (
     ENGINE_DIED,
+    KILLED_REPLICAS,
     ContextLengthError,
     EngineError,
     OverloadedError,
@@ -31,6 +32,7 @@ from serve_app.model import loader
 from tests.fleet.replicas import FAR, Fault, Fleet, Told, told, until
 from tests.models import tiny_model
 
+LOST, SILENT = Fault(0, LossReason.UNAVAILABLE), Fault(0, None)
 PLANNED = [LossReason.LEFT, LossReason.CUT]
 
 
@@ -339,16 +341,21 @@ def test_replicas_that_are_heard_again_did_not_die(lab: Lab) -> None:
 
 
 def test_deaths_with_progress_between_them_do_not_end_a_request(lab: Lab) -> None:
-    """It runs alone from the third replica on, but a fleet that is struck at random loses nothing."""
+    """A fleet that is struck at random loses nothing, and nobody is suspected."""
 
     async def check() -> None:
         subject = request(max_tokens=20)
         expected = without_cache(await told(lab.fleet().failover, subject))
         names = [f"replica {i}" for i in range(7)]
         fleet = Fleet(dict.fromkeys(names, lab.engines["a"]))
+        reserved: list[str] = []
+        fleet.replicas.add_listener(
+            lambda: reserved.extend(r.replica_id for r in fleet.replicas.replicas() if r.reserved)
+        )
         fleet.faults = [Fault(1, LossReason.UNAVAILABLE)] * 5
         assert without_cache(await told(fleet.failover, subject)) == expected
         assert len(fleet.losses) == 5
+        assert not reserved
         fleet = Fleet(dict.fromkeys(names, lab.engines["a"]))
         fleet.faults = [Fault(1, LossReason.UNAVAILABLE)] * 6
         with pytest.raises(EngineError) as caught:
@@ -370,20 +377,20 @@ def test_planned_moves_do_not_count(lab: Lab) -> None:
 
 
 def test_a_request_that_replicas_die_of_runs_alone_and_is_refused(lab: Lab) -> None:
-    """Its third replica has no other stream, and gets none; the others' streams are whole."""
+    """It has no other streams beside it once two replicas died at once; the others' streams are whole."""
 
     async def check() -> None:
-        fleet = Fleet({f"replica {i}": lab.engines["ab"[i % 2]] for i in range(4)})
+        fleet = big_fleet(lab, 5)
         innocent = request(9, max_tokens=60)
         expected = without_cache(await told(lab.fleet().failover, innocent))
-        fleet.faults = [Fault(2, LossReason.UNAVAILABLE), Fault(0, LossReason.UNAVAILABLE), Fault(0, None), None]
+        fleet.faults = [Fault(2, LossReason.UNAVAILABLE), LOST, LOST, SILENT, None]
         poison = asyncio.create_task(told(fleet.failover, request()))
         await until(lambda: fleet.num_hanging == 1)
-        assert len({name for _, name in fleet.placed}) == 3
-        alone, its_replica = fleet.placed[2]
+        assert len({name for _, name in fleet.placed}) == 4
+        alone, its_replica = fleet.placed[3]
         others = [asyncio.create_task(told(fleet.failover, innocent)) for _ in range(4)]
         assert [without_cache(await other) for other in others] == [expected] * 4
-        assert its_replica not in {name for _, name in fleet.placed[3:]}
+        assert its_replica not in {name for _, name in fleet.placed[4:]}
         fleet.attempt(alone).interrupt(LossReason.UNAVAILABLE)
         with pytest.raises(EngineError) as caught:
             await poison
@@ -394,23 +401,30 @@ def test_a_request_that_replicas_die_of_runs_alone_and_is_refused(lab: Lab) -> N
     run(lab, check())
 
 
-def test_suspects_run_alone_side_by_side_and_leave_the_others_a_replica(lab: Lab) -> None:
+def big_fleet(lab: Lab, num_replicas: int) -> Fleet:
+    return Fleet({f"replica {i}": lab.engines["ab"[i % 2]] for i in range(num_replicas)})
+
+
+def numbered(number: int) -> EngineRequest:
+    return request(20 + number)
+
+
+def test_suspects_run_alone_side_by_side_on_a_quarter_of_the_fleet(lab: Lab) -> None:
     async def check() -> None:
-        fleet = Fleet({f"replica {i}": lab.engines["ab"[i % 2]] for i in range(9)})
-        lost = Fault(0, LossReason.UNAVAILABLE)
+        fleet = big_fleet(lab, 14)
         suspects = []
         for number in range(3):
-            fleet.faults = [lost, lost, Fault(0, None)]
-            suspects.append(asyncio.create_task(told(fleet.failover, request())))
+            fleet.faults = [LOST, LOST, SILENT]
+            suspects.append(asyncio.create_task(told(fleet.failover, numbered(number))))
             await until(lambda: len(fleet.losses) == 2 * number + 2)  # noqa: B023
             await until(lambda: fleet.num_hanging == min(number + 1, 2))  # noqa: B023
         (_, one), (_, other) = fleet.placed[2], fleet.placed[5]
         assert one != other
         assert [fleet.in_flight(name) for name in (one, other)] == [1, 1]
-        [remaining] = fleet.routable()
+        assert len(fleet.routable()) == 6
         fleet.faults = []
         await told(fleet.failover, request(9))
-        assert fleet.placed[-1][1] == remaining
+        assert fleet.placed[-1][1] not in (one, other)
         assert len(fleet.placed) == 9, "the third one waits"
         suspects[0].cancel()
         await suspects[2]
@@ -418,6 +432,81 @@ def test_suspects_run_alone_side_by_side_and_leave_the_others_a_replica(lab: Lab
         suspects[1].cancel()
         await asyncio.gather(*suspects, return_exceptions=True)
         assert not any(replica.reserved for replica in fleet.replicas.replicas())
+
+    run(lab, check())
+
+
+def test_a_suspect_is_none_any_more_once_it_has_tokens(lab: Lab) -> None:
+    async def check() -> None:
+        fleet = big_fleet(lab, 4)
+        fleet.faults = [LOST, LOST, Fault(1, None)]
+        suspect = asyncio.create_task(told(fleet.failover, request()))
+        await until(lambda: fleet.num_hanging == 1)
+        await until(lambda: len(fleet.routable()) == 2)
+        (_, its_replica) = fleet.placed[2]
+        await asyncio.gather(told(fleet.failover, request(9)), told(fleet.failover, request(10)))
+        assert its_replica in {name for _, name in fleet.placed[3:]}
+        suspect.cancel()
+        await asyncio.gather(suspect, return_exceptions=True)
+
+    run(lab, check())
+
+
+def test_the_last_replica_is_never_closed_and_suspects_take_turns_on_it(lab: Lab) -> None:
+    async def check() -> None:
+        fleet = big_fleet(lab, 5)
+        fleet.faults = [LOST, LOST, SILENT]
+        first = asyncio.create_task(told(fleet.failover, numbered(0)))
+        await until(lambda: fleet.num_hanging == 1)
+        fleet.faults = [LOST, LOST]
+        second = asyncio.create_task(told(fleet.failover, numbered(1)))
+        await until(lambda: len(fleet.losses) == 4)
+        await until(lambda: len(fleet.routable()) == 1)
+        await told(fleet.failover, numbered(2))
+        assert [name for _, name in fleet.placed[5:]] == [fleet.placed[2][1]], "beside the suspect; the other one waits"
+        first.cancel()
+        await second
+        await asyncio.gather(first, return_exceptions=True)
+
+    run(lab, check())
+
+
+def test_replicas_with_streams_are_emptied_one_at_a_time_and_handed_on(lab: Lab) -> None:
+    async def check() -> None:
+        fleet = big_fleet(lab, 14)
+        fleet.faults = [Fault(1, None)] * 14
+        others = [asyncio.create_task(told(fleet.failover, request(9))) for _ in range(14)]
+        await until(lambda: fleet.num_hanging == 14)
+        fleet.faults = [LOST, LOST, Fault(1, None), SILENT]
+        suspects = [asyncio.create_task(told(fleet.failover, numbered(0)))]
+        await until(lambda: fleet.num_hanging == 16)
+        fleet.faults = [LOST, LOST]
+        suspects.append(asyncio.create_task(told(fleet.failover, numbered(1))))
+        await until(lambda: len(fleet.losses) == 5)
+        await asyncio.sleep(0.01)
+        assert [reason for reason, _ in fleet.losses].count(LossReason.QUARANTINE) == 1
+        closed = {replica.replica_id for replica in fleet.replicas.replicas() if replica.reserved}
+        suspects[0].cancel()
+        await suspects[1]
+        assert {fleet.placed[-1][1]} == closed
+        assert [reason for reason, _ in fleet.losses].count(LossReason.QUARANTINE) == 1
+        for task in others:
+            task.cancel()
+        await asyncio.gather(*others, *suspects, return_exceptions=True)
+
+    run(lab, check())
+
+
+def test_a_request_that_replicas_died_of_is_refused_at_once_for_some_minutes(lab: Lab) -> None:
+    async def check() -> None:
+        fleet = big_fleet(lab, 6)
+        fleet.faults = [LOST] * 3
+        for seed in (1, 2):
+            with pytest.raises(EngineError) as caught:
+                await told(fleet.failover, request(seed=seed))
+            assert caught.value.code == KILLED_REPLICAS
+        assert len(fleet.placed) == 3
+        await told(fleet.failover, request(max_tokens=8))
 
     run(lab, check())
 

@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
 
 import pytest
@@ -299,6 +299,25 @@ def test_no_prefix_and_no_session_leads_to_a_full_replica(full: ReplicaLoad) -> 
     what = request("2", prefix(1) + prefix(2, 32), session="s")
     assert policy.rank(what, "ab", {"a": load()}, 0.0) == ["a", "b"]
     assert policy.rank(what, "ab", {"a": full}, 0.0) == ["b", "a"]
+
+
+def test_what_needs_a_slot_goes_only_where_one_is_free() -> None:
+    policy = fleet("a", "b")
+    moved = replace(request("moved", prefix(1)), needs_slot=True)
+    whole = replace(moved, num_sequences=SEATS + 1)
+    full, half = load(running=SEATS - 1, waiting=1), load(running=SEATS // 2)
+    assert policy.rank(moved, "ab", {"a": full, "b": half}, 0.0) == ["b"]
+    assert policy.rank(moved, "ab", {"a": full, "b": full}, 0.0) == []
+    assert policy.rank(whole, "ab", {"a": half, "b": load()}, 0.0) == ["b"], "it never has more than all"
+    policy.routed(request("1", prefix(2), num_sequences=SEATS), "b")
+    assert policy.rank(moved, "b", {}, 0.0) == []
+    assert policy.account("b") == {
+        "sequences": SEATS,
+        "waiting_tokens": 512,
+        "known_blocks": 512 // BLOCK,
+        "refused_beyond": None,
+    }
+    assert policy.account("unknown") == {}
 
 
 def test_an_old_report_of_load_keeps_nobody_away() -> None:

@@ -307,6 +307,38 @@ async def test_an_attempt_with_a_reservation_waits_for_its_replica_and_holds_up_
     assert fleet.in_flight() == {"a": 0, "b": 0}
 
 
+async def test_who_waits_for_a_revision_holds_up_no_other(fleet: Fleet) -> None:
+    await fleet.add("a")
+    fleet.metadata["a"]["revision"] = "new"
+    fleet.publish("a")
+    held = Attempt("old", REQUEST, since=0.0, deadline=1e9, revision="old")
+    fleet.transport.start(held)
+    assert await tokens(fleet) == await expected(fleet.engine)
+    assert held.replica is None
+    fleet.metadata["b"] = fleet.metadata["a"] | {"revision": "old"}
+    fleet.publish("a", "b")
+    assert await asyncio.wait_for(held.next(), 20)
+    fleet.transport.stop(held)
+
+
+async def test_who_waits_for_room_is_not_overtaken_by_who_could_use_it(fleet: Fleet) -> None:
+    fleet.frozen = True
+    await fleet.add("a")
+    running = [asyncio.create_task(tokens(fleet, number)) for number in range(8)]
+    await until(lambda: len(fleet.places()) == 8)
+    moved = Attempt("moved", REQUEST, since=0.0, deadline=1e9, needs_slot=True)
+    fleet.transport.start(moved)
+    late = asyncio.create_task(tokens(fleet, 9))
+    await until(lambda: len(fleet.replicas.waiting) == 2)
+    running[0].cancel()
+    await until(lambda: moved.replica is not None)
+    assert moved.replica is fleet.replicas.get("a")
+    fleet.transport.stop(moved)
+    for task in (*running, late):
+        task.cancel()
+    await asyncio.gather(*running, late, return_exceptions=True)
+
+
 async def test_an_attempt_that_is_let_go_before_it_was_placed_never_runs(fleet: Fleet) -> None:
     early = attempt()
     fleet.transport.start(early)

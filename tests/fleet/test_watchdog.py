@@ -193,25 +193,3 @@ async def test_a_reserved_replica_sends_its_streams_away(fleet: Fleet, watchdog:
     await task
     assert [reason for reason, _ in fleet.losses] == [LossReason.QUARANTINE]
     assert [name for _, name in fleet.placed] == ["a", "b"]
-
-
-async def test_the_last_replica_finishes_its_streams_before_one_runs_alone_there(
-    fleet: Fleet, watchdog: Watchdog
-) -> None:
-    fleet.engines |= {"c": fleet.engines["a"]}
-    innocent = await start(fleet)
-    fleet.replicas.publish({"a": {}, "b": {}, "c": {}})
-    fleet.faults = [Fault(1, LossReason.UNAVAILABLE), Fault(0, LossReason.UNAVAILABLE)]
-    poison = asyncio.create_task(told(fleet.failover, REQUEST))
-    await until(lambda: not fleet.routable())
-    assert [replica.replica_id for replica in fleet.replicas.alive()] == ["a"]
-    late = asyncio.create_task(told(fleet.failover, REQUEST))
-    watchdog.tick()
-    await asyncio.sleep(0.01)
-    assert len(fleet.placed) == 3, "one waits for the first to finish, the other for both"
-    assert not innocent.done()
-    poison_id = fleet.placed[1][0].removesuffix(".1")
-    fleet.attempt(fleet.placed[0][0]).interrupt(LossReason.CUT)
-    await asyncio.gather(innocent, poison, late)
-    assert len(fleet.losses) == 3
-    assert fleet.placed[3] == (f"{poison_id}.3", "a")
