@@ -124,9 +124,10 @@ FAILOVER: Row = (
         ),
         lines(
             "Failovers",
-            "Attempts that a replica lost; their requests went on elsewhere",
+            "Attempts that a replica lost, and replicas that were taken for stalled and answered later",
             "none",
             ("sum by (reason) (increase(serve_app_failovers_total[$__rate_interval]))", "{{reason}}"),
+            ("sum(increase(serve_app_false_alarms_total[$__rate_interval]))", "false alarms"),
             span=QUARTER,
             stacked=True,
         ),

@@ -104,7 +104,7 @@ class StubFleet:
         self._failover = Failover(
             transport, self.replicas, wait_s=30.0, on_failover=lambda reason, _: self.losses.update([reason])
         )
-        self.watchdog = Watchdog(transport, self.replicas, stall_timeout_s=10.0)
+        self.watchdog = Watchdog(transport, self.replicas)
 
     @property
     def running(self) -> int:

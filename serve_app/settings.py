@@ -97,8 +97,8 @@ class EngineSettings(_Frozen):
     """`fp8` = keys and values in 8 bits, on GPUs: twice the tokens in the KV pool; `auto` = the compute dtype."""
     max_num_waiting: int | None = Field(default=None, ge=0, le=1_000_000)
     """Sequences that may wait in a replica for its admission gate; null = `max_num_seqs`."""
-    stall_timeout_s: float = Field(default=10.0, gt=0, le=3600)
-    """A replica whose step takes longer than this many seconds counts as stuck: requests move, and it is replaced."""
+    stall_timeout_s: float | None = Field(default=None, gt=0, le=3600)
+    """A replica whose step takes longer (s) counts as stuck and is replaced; null = 5 largest steps, at least 10."""
     num_threads: int | None = Field(default=None, ge=1, le=1024)
     """CPU threads of each replica's model; null = the machine's cores divided by the number of replicas."""
 

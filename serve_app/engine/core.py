@@ -21,7 +21,7 @@ from serve_app.core.step_record import SchedulerStats, StepRecord
 from serve_app.grammars import Grammars, Vocabulary
 from serve_app.model.limits import measure_limits
 from serve_app.model.loader import load_model
-from serve_app.model.memory import size_kv_pool
+from serve_app.model.memory import run_largest_step, size_kv_pool
 from serve_app.model.options import ModelOptions
 from serve_app.model.paged_model import PagedModel
 from serve_app.model.runner import ModelRunner, Pending, set_num_threads
@@ -67,6 +67,8 @@ class ModelInfo:
     dtype: str
     device: str
     backend: str
+    largest_step_s: float
+    """How long a step of as many tokens as fit in one took at start."""
     limits: DeviceLimits | None = None
     """Measured by `EngineCore.load`."""
 
@@ -111,13 +113,8 @@ class EngineCore:
         self.grammars = None if vocabulary is None else Grammars(vocabulary, model.eos_token_ids, model.vocab_size)
         self._runner = ModelRunner(model, config.max_num_seqs, self.grammars)
         progress("warming up")
-        num_blocks = size_kv_pool(
-            self._runner,
-            max_num_batched_tokens=config.max_num_batched_tokens,
-            max_num_seqs=config.max_num_seqs,
-            kv_cache_gib=config.kv_cache_gib,
-            memory_fraction=config.memory_fraction,
-        )
+        largest_step_s = run_largest_step(self._runner, config.max_num_batched_tokens, config.max_num_seqs)
+        num_blocks = size_kv_pool(model, config.kv_cache_gib, config.memory_fraction)
         progress(f"allocating {num_blocks} KV blocks of {model.block_size} tokens")
         self._runner.allocate_kv_cache(num_blocks)
         model.capture(config.max_num_seqs, lambda done, of: progress(f"capturing graphs: {done} of {of}"))
@@ -142,6 +139,7 @@ class EngineCore:
             dtype=str(model.dtype).removeprefix("torch."),
             device=str(model.device),
             backend=model.attention_backend,
+            largest_step_s=largest_step_s,
             limits=limits,
         )
 

@@ -19,6 +19,11 @@ from serve_app.fleet.loss import LossReason, ReplicaLostError
 from serve_app.fleet.routing_policy import Placement, RoutingRequest
 from serve_app.fleet.wire import WireItem, unpack_item
 
+STALL_TIMEOUT_S = "stall_timeout_s"
+"""In a replica's metadata: how many seconds its engine's steps may take."""
+LEAST_STALL_TIMEOUT_S = 10.0
+"""What these are, unless set, where steps are fast or the replica does not say."""
+
 
 class Condition(StrEnum):
     """SUSPECT: it failed a request or fell silent; a heartbeat makes it OK again."""
@@ -51,6 +56,11 @@ class Replica:
     def revision(self) -> str | None:
         """Replicas of equal revisions give the same tokens for the same request; None where it does not say."""
         return self.metadata.get("revision")
+
+    @property
+    def stall_timeout_s(self) -> float:
+        """Its engine counts as stuck when a step takes longer; seconds."""
+        return float(self.metadata.get(STALL_TIMEOUT_S, LEAST_STALL_TIMEOUT_S))
 
 
 class Attempt:

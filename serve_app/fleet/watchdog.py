@@ -12,6 +12,7 @@ the next heartbeat lifts it.
 import asyncio
 import logging
 import time
+from collections.abc import Callable
 from functools import partial
 
 from serve_app.fleet.attempt import Attempt, Condition, Replica, Transport
@@ -31,10 +32,13 @@ _LEAVING_S = 1.0
 class Watchdog:
     """Watches `replicas` and their attempts. `run` it in a task of its own, on their event loop."""
 
-    def __init__(self, transport: Transport, replicas: ReplicaSet, *, stall_timeout_s: float) -> None:
+    def __init__(
+        self, transport: Transport, replicas: ReplicaSet, *, on_false_alarm: Callable[[], None] = lambda: None
+    ) -> None:
+        """`on_false_alarm`: a replica that was taken for stalled is well."""
         self._transport = transport
         self._replicas = replicas
-        self._stall_timeout_s = stall_timeout_s
+        self._on_false_alarm = on_false_alarm
         self._listeners: dict[str, asyncio.Task[None]] = {}
 
     async def run(self) -> None:
@@ -82,13 +86,13 @@ class Watchdog:
             logger.warning(
                 "replica %s stalled (%s); its requests go on elsewhere",
                 replica.replica_id,
-                f"silent for {SILENCE_S:g} s" if silent else f"no step for {self._stall_timeout_s:g} s",
+                f"silent for {SILENCE_S:g} s" if silent else f"no step for {replica.stall_timeout_s:g} s",
             )
             self._replicas.suspect(replica.replica_id, LossReason.STALLED)
 
     def _is_stuck(self, replica: Replica) -> bool:
         age = None if replica.load is None else replica.load.step_age_s
-        return age is not None and age > self._stall_timeout_s
+        return age is not None and age > replica.stall_timeout_s
 
     def _check_attempts(self) -> None:
         for attempt in self._replicas.attempts():
@@ -138,4 +142,6 @@ class Watchdog:
             return
         replica.has_beaten, replica.silent_ticks = True, 0
         if not self._is_stuck(replica):
+            if replica.reason == LossReason.STALLED:
+                self._on_false_alarm()
             self._replicas.trust(replica_id)

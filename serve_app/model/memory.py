@@ -3,35 +3,43 @@
 On Linux CPUs a control group's limit counts as well as the machine's memory.
 """
 
+import time
 from pathlib import Path
 
 import torch
 
 from serve_app.errors import ConfigError
+from serve_app.model.paged_model import PagedModel
 from serve_app.model.runner import ModelRunner
 
 GIB = 2**30
 # Host memory is shared with everything else on the machine, so the pool takes it all only when told to.
 _DEFAULT_CPU_KV_CACHE_GIB = 4.0
+_SLOW_STEP_S = 1.0
 
 
-def size_kv_pool(
-    runner: ModelRunner,
-    *,
-    max_num_batched_tokens: int,
-    max_num_seqs: int,
-    kv_cache_gib: float | None,
-    memory_fraction: float,
-) -> int:
-    """Run the largest step that can occur, then say how many blocks the memory left over holds for the scheduler.
+def run_largest_step(runner: ModelRunner, max_num_batched_tokens: int, max_num_seqs: int) -> float:
+    """Run a step as large as any that can occur, without keys of earlier ones; returns how many seconds it takes."""
+    runner.allocate_kv_cache(1)
+    num_tokens = min(max_num_batched_tokens, max_num_seqs * runner.model.max_model_len)
+    seconds = _time_step(runner, num_tokens, max_num_seqs)
+    # The first one may have compiled kernels, or read the weights from a disk.
+    return seconds if seconds < _SLOW_STEP_S else min(seconds, _time_step(runner, num_tokens, max_num_seqs))
+
+
+def _time_step(runner: ModelRunner, num_tokens: int, num_rows: int) -> float:
+    started_at = time.perf_counter()
+    runner.profile_step(num_tokens, num_rows)
+    return time.perf_counter() - started_at
+
+
+def size_kv_pool(model: PagedModel, kv_cache_gib: float | None, memory_fraction: float) -> int:
+    """How many blocks the memory that is left holds for the scheduler. The largest step has been run before.
 
     kv_cache_gib: a cap; None is no cap on a GPU, 4 GiB on a CPU. memory_fraction: the part of the free memory that the
     pool may take. Raises ConfigError when the pool could not hold one request of max_model_len tokens.
     """
-    model = runner.model
     needed = -(-model.max_model_len // model.block_size) + 1  # and the null block
-    runner.allocate_kv_cache(1)
-    runner.profile_step(min(max_num_batched_tokens, max_num_seqs * model.max_model_len), max_num_seqs)
     budget = available_memory(model.device) * memory_fraction
     if kv_cache_gib is None and model.device.type == "cpu":
         kv_cache_gib = _DEFAULT_CPU_KV_CACHE_GIB

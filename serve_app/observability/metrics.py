@@ -173,6 +173,9 @@ class IngressMetrics:
             "Known tokens of such requests, which the next replica computes again",
             registry=registry,
         )
+        self._false_alarms = Counter(
+            "serve_app_false_alarms", "Replicas that were taken for stalled and answered later", registry=registry
+        )
         self._duration = Histogram(
             "serve_app_request_seconds", "Duration of completed requests", ["endpoint"], **_histogram(registry)
         )
@@ -217,6 +220,10 @@ class IngressMetrics:
         """A replica lost an attempt; `num_tokens` of its request were known."""
         self._failovers.labels(reason).inc()
         self._replayed.inc(num_tokens)
+
+    def false_alarm(self) -> None:
+        """A replica that was taken for stalled answered after all."""
+        self._false_alarms.inc()
 
     def finished(self, endpoint: str, outcome: str, prompt_tokens: int, output_tokens: int, seconds: float) -> None:
         """The request ended after `seconds`."""

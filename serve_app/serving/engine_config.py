@@ -3,9 +3,12 @@
 import os
 
 from serve_app.engine.core import EngineConfig
+from serve_app.fleet.attempt import LEAST_STALL_TIMEOUT_S
 from serve_app.model.options import KernelOptions, ModelOptions
 from serve_app.serving.knobs import scheduler_knobs
 from serve_app.settings import Settings
+
+_STALLED_STEPS = 5
 
 
 def engine_config(settings: Settings, *, use_gpu: bool) -> EngineConfig:
@@ -31,3 +34,12 @@ def engine_config(settings: Settings, *, use_gpu: bool) -> EngineConfig:
         max_num_waiting=settings.max_num_waiting + settings.max_ongoing_per_replica,
         num_threads=threads,
     )
+
+
+def stall_timeout_s(settings: Settings, largest_step_s: float) -> float:
+    """How many seconds a step may take: as set, or several times what the largest one took at start.
+
+    Later ones also read the keys of long contexts, on a machine that may have become busier.
+    """
+    given = settings.engine.stall_timeout_s
+    return max(LEAST_STALL_TIMEOUT_S, _STALLED_STEPS * largest_step_s) if given is None else given

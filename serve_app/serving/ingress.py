@@ -88,7 +88,7 @@ class ReplicaService:
         self._failover = Failover(
             transport, replicas, wait_s=settings.ingress.failover_wait_s, on_failover=metrics.failed_over
         )
-        watchdog = Watchdog(transport, replicas, stall_timeout_s=settings.engine.stall_timeout_s)
+        watchdog = Watchdog(transport, replicas, on_false_alarm=metrics.false_alarm)
         self._watching = asyncio.create_task(watchdog.run(), name="watchdog")
 
     def generate(

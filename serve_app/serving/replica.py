@@ -19,6 +19,7 @@ from ray import serve
 
 from serve_app.core.step_record import StepRecord
 from serve_app.errors import ConfigError
+from serve_app.fleet.attempt import STALL_TIMEOUT_S
 from serve_app.fleet.link import LINK, LinkServer
 from serve_app.fleet.wire import WireDelta, WireLoad, WireRequest, pack_deltas, pack_load, unpack_request
 from serve_app.observability.logging import log_to_terminal
@@ -55,12 +56,11 @@ class EngineReplica:
         sys.setswitchinterval(_SWITCH_INTERVAL_S)
         # Imported here because it brings torch, which the processes that only pass this class on do without.
         from serve_app.engine.async_engine import AsyncEngine
-        from serve_app.serving.engine_config import engine_config
+        from serve_app.serving.engine_config import engine_config, stall_timeout_s
 
         self._links = LinkServer(self.generate, self._heartbeat)
         log_to_terminal()
         bind_replica_port_to_node()
-        self._stall_timeout_s = settings.engine.stall_timeout_s
         self._settings = settings
         self._replica_id = serve.get_replica_context().replica_id.unique_id
         self._last_step = 0
@@ -73,6 +73,7 @@ class EngineReplica:
             vocabulary=lambda: load_tokenizer(settings.model).vocabulary(),
             stream_interval_s=_STREAM_INTERVAL_S,
         )
+        self._stall_timeout_s = stall_timeout_s(settings, self._engine.info.largest_step_s)
         self._metrics.read_stats_from(self._engine.stats)
         if (limits := self._engine.info.limits) is not None:
             self._metrics.set_limits(limits)
@@ -109,6 +110,7 @@ class EngineReplica:
             "max_num_seqs": self._settings.engine.max_num_seqs,
             "prefix_cache": self._settings.engine.enable_prefix_cache,
             METRICS_ADDRESS: self._metrics_address,
+            STALL_TIMEOUT_S: self._stall_timeout_s,
             LINK: (self._link_address, self._links.key),
             "node": node_address(),
             "pid": os.getpid(),

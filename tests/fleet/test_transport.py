@@ -62,7 +62,7 @@ class Fleet:
             wait_s=20.0,
             on_failover=lambda reason, _: self.losses.append(reason),
         )
-        self.watchdog = Watchdog(self.transport, self.replicas, stall_timeout_s=60.0)
+        self.watchdog = Watchdog(self.transport, self.replicas)
 
     async def add(self, *names: str, engine: AsyncEngine | None = None) -> None:
         for name in names:

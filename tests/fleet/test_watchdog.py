@@ -31,7 +31,8 @@ async def fleet(tiny_engine: AsyncEngine) -> Fleet:
 @pytest.fixture
 async def watchdog(fleet: Fleet) -> AsyncIterator[Watchdog]:
     """Has heard one heartbeat of each replica; ticks only when told to."""
-    watchdog = Watchdog(fleet, fleet.replicas, stall_timeout_s=STALL_TIMEOUT_S)
+    fleet.replicas.publish({name: {"stall_timeout_s": STALL_TIMEOUT_S} for name in fleet.engines})
+    watchdog = Watchdog(fleet, fleet.replicas)
     watchdog.tick()
     for name in fleet.engines:
         fleet.heart(name).put_nowait(load())
@@ -84,6 +85,25 @@ async def test_a_step_that_does_not_end(fleet: Fleet, watchdog: Watchdog) -> Non
     assert "a" not in fleet.routable()
     fleet.heart("a").put_nowait(load(0.1))
     await until(lambda: "a" in fleet.routable())
+
+
+async def test_each_replica_says_how_long_its_steps_may_take_and_false_alarms_are_told(fleet: Fleet) -> None:
+    alarms: list[None] = []
+    watchdog = Watchdog(fleet, fleet.replicas, on_false_alarm=lambda: alarms.append(None))
+    fleet.replicas.publish({"a": {"stall_timeout_s": 60.0}, "b": {}})
+    listening = asyncio.create_task(watchdog.run())
+    for name in "ab":
+        fleet.heart(name).put_nowait(load(30.0))
+    await until(lambda: len(fleet.replicas.loads()) == 2)
+    watchdog.tick()
+    assert fleet.routable() == ["a"]
+    assert not alarms
+    for name in "ab":
+        fleet.heart(name).put_nowait(load())
+    await until(lambda: len(fleet.routable()) == 2)
+    assert len(alarms) == 1
+    listening.cancel()
+    await asyncio.gather(listening, return_exceptions=True)
 
 
 async def test_a_replica_that_is_being_stopped_hands_its_requests_over(fleet: Fleet, watchdog: Watchdog) -> None:

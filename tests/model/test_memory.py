@@ -3,7 +3,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from serve_app.model import memory
+from serve_app.model import loader, memory
+from serve_app.model.runner import ModelRunner
+from tests.models import tiny_model
 
 CPU = torch.device("cpu")
 
@@ -35,3 +37,17 @@ def test_a_container_that_sees_its_own_group_as_root(tmp_path: Path, monkeypatch
     monkeypatch.setattr(memory, "_own_cgroup", lambda: "docker/abc")
     write(tmp_path / "memory", memory__limit_in_bytes="900", memory__usage_in_bytes="1000")
     assert memory._cgroup_available(tmp_path) == 0
+
+
+def test_the_largest_step_has_as_many_tokens_as_fit_and_a_slow_one_is_timed_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = loader.from_module(tiny_model("llama", torch.float64), max_model_len=64)
+    runner = ModelRunner(model, 2, None)
+    steps = []
+    monkeypatch.setattr(runner, "profile_step", lambda tokens, rows: steps.append((tokens, rows)))
+    assert memory.run_largest_step(runner, 100, 2) >= 0.0
+    assert steps == [(100, 2)]
+    seconds = iter([30.0, 7.0])
+    monkeypatch.setattr(memory, "_time_step", lambda *_: next(seconds))
+    assert memory.run_largest_step(runner, 500, 2) == 7.0

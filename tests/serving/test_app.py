@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from serve_app.serving.engine_config import engine_config
+from serve_app.serving.engine_config import engine_config, stall_timeout_s
 from serve_app.settings import Settings
 from tests.serving.conftest import NO_MEMORY_MONITOR
 
@@ -126,3 +126,9 @@ def test_the_engine_follows_the_place_and_the_settings() -> None:
     assert (on_cpu.model.max_model_len, on_cpu.policy, on_cpu.max_num_seqs) == (99, "static", 4)
     assert on_gpu.memory_fraction == 0.5
     assert on_cpu.max_num_waiting >= settings.max_num_waiting
+
+
+def test_slow_steps_are_given_their_time_unless_told_otherwise() -> None:
+    assert stall_timeout_s(Settings(), 0.5) == 10.0
+    assert stall_timeout_s(Settings(), 12.0) == 60.0
+    assert stall_timeout_s(Settings.model_validate({"engine": {"stall_timeout_s": 3.0}}), 12.0) == 3.0
