@@ -66,9 +66,11 @@ HARDWARE: Row = (
         ),
         lines(
             "Memory",
-            "Resident memory of each process",
+            "Resident memory of each process, and how full its buffers are",
             "bytes",
             ('process_resident_memory_bytes{job="serve_app"}', "{{deployment}} {{replica}}"),
+            ("sum by (kind) (serve_app_held_bytes)", "{{kind}}"),
+            ("sum by (kind) (serve_app_held_bytes_limit)", "{{kind}}, at most"),
             span=QUARTER,
         ),
         lines(

@@ -91,7 +91,7 @@ class RequestGuard:
             await self._read(scope, receive, body)
             await self._app(scope, _replay(bytes(body), receive), send)
         finally:
-            self._buffered -= len(body)
+            self._hold(-len(body))
 
     def _check_headers(self, headers: Headers) -> None:
         if headers.get("content-encoding", "identity").lower() != "identity":
@@ -141,8 +141,12 @@ class RequestGuard:
                 "too many large requests at one time; retry later", code="bodies_full", retry_after_s=1.0
             )
         body += part
-        self._buffered += len(part)
+        self._hold(len(part))
         return bool(message.get("more_body", False))
+
+    def _hold(self, num_bytes: int) -> None:
+        self._buffered += num_bytes
+        self._observer.buffered(self._buffered)
 
     def _too_large(self) -> PayloadTooLargeError:
         return PayloadTooLargeError(f"the body is larger than {self._limits.max_body_bytes} bytes")

@@ -62,6 +62,9 @@ class RequestObserver(Protocol):
     def refused(self, reason: str) -> None:
         """A request was turned away for want of room or time; `reason` is the error's code."""
 
+    def buffered(self, num_bytes: int) -> None:
+        """The bodies of requests hold this many bytes now."""
+
     def first_token(self, seconds: float) -> None:
         """The first token of the request is on its way to the client, `seconds` after its arrival."""
 

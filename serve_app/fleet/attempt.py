@@ -17,6 +17,7 @@ from serve_app.fleet.link import OnHeartbeat
 from serve_app.fleet.load import ReplicaLoad
 from serve_app.fleet.loss import LossReason, ReplicaLostError
 from serve_app.fleet.routing_policy import Placement, RoutingRequest
+from serve_app.fleet.unread import UnreadBytes, UnreadItems
 from serve_app.fleet.wire import WireItem, unpack_item
 
 STALL_TIMEOUT_S = "stall_timeout_s"
@@ -77,12 +78,14 @@ class Attempt:
         revision: str | None = None,
         reserved: Replica | None = None,
         needs_slot: bool = False,
+        unread: UnreadBytes | None = None,
     ) -> None:
         """`since`: when its request came, earlier ones are placed first; `deadline`: in seconds of the same clock.
 
         `revision`: of the replicas that can continue the request, None while no output is known. `reserved`: the
         replica that is kept free for it, the only one it may go to. `needs_slot`: it waits here for a free slot rather
         than in an engine, as others may have their streams interrupted no longer than need be.
+        `unread`: what all attempts hold.
         """
         self.attempt_id = attempt_id
         self.request = request
@@ -98,7 +101,8 @@ class Attempt:
         self.unrouted_ticks = 0
         """Counted by the watchdog."""
         self._deadline = deadline
-        self._items: asyncio.Queue[WireItem | Exception] = asyncio.Queue()
+        self._items = UnreadItems(unread or UnreadBytes())
+        self._is_unread = False
         self._has_started = False
         self._loss: ReplicaLostError | None = None
 
@@ -117,15 +121,29 @@ class Attempt:
             self._look_for_start(deltas)
         return deltas
 
-    def receive(self, item: WireItem | Exception) -> None:
-        """Queue an item of its outputs; an exception ends the attempt, after all items that came before."""
-        self._items.put_nowait(item)
+    def receive(self, item: WireItem | Exception) -> bool:
+        """Queue an item of its outputs; an exception ends the attempt, after all items that came before.
+
+        Returns whether to go on: not when its reader is so far behind that there must be no more.
+        """
+        if self._is_unread:
+            return False
+        self._items.put(item)
+        if self._items.are_too_many:
+            self._is_unread = True
+            self._items.put(ReplicaLostError(LossReason.UNREAD))
+        return not self._is_unread
+
+    def close(self) -> None:
+        """Nobody reads it any more."""
+        self._items.clear()
 
     def interrupt(self, reason: LossReason) -> None:
         """End it at once: its reader gets `ReplicaLostError` in place of the next outputs."""
         if self._loss is None:
             self._loss = ReplicaLostError(reason)
-            self.receive(self._loss)
+            self._items.clear()
+            self._items.put(self._loss)
 
     async def _next_item(self) -> WireItem:
         if self._loss is not None:

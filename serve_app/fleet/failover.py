@@ -28,6 +28,7 @@ from serve_app.fleet.presence import RETRY_AFTER_S, Presence
 from serve_app.fleet.quarantine import Isolation, Quarantine
 from serve_app.fleet.replica_set import ReplicaSet
 from serve_app.fleet.resume_state import OutOfPlaceError, ResumeState
+from serve_app.fleet.unread import UnreadBytes
 
 OnFailover = Callable[[LossReason, int], None]
 
@@ -48,6 +49,7 @@ class Failover:
         self._presence = Presence(replicas, wait_s)
         self._quarantine = Quarantine(replicas, self._presence)
         self._killers = Killers()
+        self.unread = UnreadBytes()
 
     @property
     def without_replicas_s(self) -> float:
@@ -119,7 +121,9 @@ class Failover:
                 revision=revision,
                 reserved=None if isolation is None else isolation.replica,
                 needs_slot=retry.was_lost,
+                unread=self.unread,
             )
+            stack.callback(attempt.close)
             stack.callback(self._transport.stop, attempt)
             self._transport.start(attempt)
             try:

@@ -44,6 +44,8 @@ _MAX_GREETING_BYTES = 128
 _HELLO_S = 5.0
 _SILENCE_S = 60
 """A connection whose peer acknowledges nothing for this long is closed."""
+MAX_UNSENT_BYTES = 64 * 2**20
+"""A replica closes the link of an ingress that has so much to read: its requests go on over the next one."""
 
 _MALFORMED = (ValueError, TypeError, KeyError, AttributeError, msgpack.UnpackException)
 """What reading something raises that no end of this version sends."""
@@ -73,6 +75,10 @@ class LinkServer:
     def attempts(self) -> "list[asyncio.Task[None]]":
         """Those that are running, of all ingresses."""
         return [task for end in self.ends for task in end.attempts.values()]
+
+    def unsent_bytes(self) -> int:
+        """What the slowest ingress has yet to take."""
+        return max((end.unsent_bytes for end in list(self.ends)), default=0)
 
     async def drained(self) -> None:
         """Return once no attempt is running."""
@@ -200,6 +206,14 @@ class ReplicaEnd(asyncio.Protocol):
     def _write(self, heartbeat: WireLoad | LossReason) -> None:
         outputs, self._outputs = self._outputs, []
         self._transport.write(b"".join((self._head(heartbeat), self._packer.pack_array_header(len(outputs)), *outputs)))
+        if self.unsent_bytes > MAX_UNSENT_BYTES:
+            logger.warning("an ingress has not read for too long; its link is closed")
+            self._transport.abort()
+
+    @property
+    def unsent_bytes(self) -> int:
+        """What the ingress has not taken, nor its kernel."""
+        return self._transport.get_write_buffer_size()
 
     def _head(self, heartbeat: WireLoad | LossReason) -> bytes:
         """A method of its own, so that a profile shows what heartbeats cost apart from tokens."""

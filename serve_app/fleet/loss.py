@@ -20,6 +20,8 @@ class LossReason(StrEnum):
     """The replica is being stopped: scale-down, update, or Ray found it unhealthy."""
     QUARANTINE = "quarantine"
     """The replica was reserved for a request in quarantine."""
+    UNREAD = "unread"
+    """Its reader was so far behind that there was no more room for its outputs; it goes on from there."""
     CUT = "cut"
     """Part of the stream was missing."""
     UNROUTED = "unrouted"
@@ -33,7 +35,7 @@ class LossReason(StrEnum):
     @property
     def is_planned(self) -> bool:
         """Whether the attempt was moved on purpose."""
-        return self in (LossReason.LEFT, LossReason.QUARANTINE)
+        return self in (LossReason.LEFT, LossReason.QUARANTINE, LossReason.UNREAD)
 
     @property
     def is_suspicious(self) -> bool:

@@ -4,13 +4,14 @@ import asyncio
 import logging
 import time
 from contextlib import suppress
+from functools import partial
 
 from serve_app.fleet.attempt import Attempt, Replica
 from serve_app.fleet.link import LINK, IngressEnd, OnHeartbeat
 from serve_app.fleet.loss import LossReason, ReplicaLostError
 from serve_app.fleet.replica_set import ReplicaSet
 from serve_app.fleet.routing_policy import ReplicaInfo, RoutingPolicy
-from serve_app.fleet.wire import WireLoad, pack_request
+from serve_app.fleet.wire import WireItem, WireLoad, pack_request
 
 logger = logging.getLogger(__name__)
 
@@ -129,9 +130,13 @@ class LinkTransport:
     def _send(self, attempt: Attempt, link: IngressEnd) -> None:
         attempt.is_sent = True
         try:
-            link.start(pack_request(attempt.request, attempt.attempt_id), attempt.receive)
+            link.start(pack_request(attempt.request, attempt.attempt_id), partial(self._receive, attempt))
         except Exception as error:
             attempt.receive(error)
+
+    def _receive(self, attempt: Attempt, item: WireItem | ReplicaLostError) -> None:
+        if not attempt.receive(item):
+            self.stop(attempt)
 
     def _fail(self, attempt: Attempt, error: Exception) -> None:
         self._replicas.end(attempt)

@@ -141,6 +141,7 @@ class IngressMetrics:
         queued: wait at the ingress. ongoing: handed to engines. engines: (waiting, running) in all engines together.
         """
         self.registry = registry = CollectorRegistry()
+        self.body_bytes = 0
         _register_state(registry, queued, ongoing, engines)
         self._queue_wait = Histogram(
             "serve_app_queue_wait_seconds", "Time in the ingress's queue until the turn came", **_histogram(registry)
@@ -204,6 +205,10 @@ class IngressMetrics:
     def refused(self, reason: str) -> None:
         """A request was turned away for want of room or time."""
         self._refusals.labels(reason).inc()
+
+    def buffered(self, num_bytes: int) -> None:
+        """The bodies of requests hold this many bytes now."""
+        self.body_bytes = num_bytes
 
     def first_token(self, seconds: float) -> None:
         """The first token of a request is on its way to the client, `seconds` after its arrival."""

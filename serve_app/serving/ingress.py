@@ -41,6 +41,7 @@ from serve_app.fleet.replica_set import ReplicaSet
 from serve_app.fleet.transport import LinkTransport
 from serve_app.fleet.watchdog import Watchdog
 from serve_app.http_client import fetch
+from serve_app.observability.held_bytes import HeldBytes, register_held_bytes
 from serve_app.observability.logging import RequestLines, log_to_terminal
 from serve_app.observability.metrics import IngressMetrics, merge_expositions
 from serve_app.observability.tracing import RequestSpans
@@ -112,6 +113,11 @@ class ReplicaService:
         """
         if self._failover.without_replicas_s > _ABSENCE_S:
             raise UnavailableError("no engine replica is running", retry_after_s=RETRY_AFTER_S)
+
+    def unread_outputs(self) -> HeldBytes:
+        """What has come for clients that have not read it yet."""
+        unread = self._failover.unread
+        return HeldBytes(lambda: unread.held, unread.max_bytes)
 
     def replicas(self) -> list[dict[str, Any]]:
         """What this process knows of the replicas, for operators."""
@@ -239,6 +245,11 @@ class Ingress:
             access=self._doors.access,
             share_prefixes=ingress.share_prefixes,
         )
+        held = {
+            "unread_outputs": self._service.unread_outputs(),
+            "request_bodies": HeldBytes(lambda: self._metrics.body_bytes, limits.max_buffered_bytes),
+        }
+        register_held_bytes(self._metrics.registry, held)
         app.add_api_route("/debug/replicas", self._service.replicas)
         app.add_api_route("/metrics/targets", self._metrics_targets)
         queue = self._queue

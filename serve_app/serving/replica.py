@@ -20,8 +20,9 @@ from ray import serve
 from serve_app.core.step_record import StepRecord
 from serve_app.errors import ConfigError
 from serve_app.fleet.attempt import STALL_TIMEOUT_S
-from serve_app.fleet.link import LINK, LinkServer
+from serve_app.fleet.link import LINK, MAX_UNSENT_BYTES, LinkServer
 from serve_app.fleet.wire import WireDelta, WireLoad, WireRequest, pack_deltas, pack_load, unpack_request
+from serve_app.observability.held_bytes import HeldBytes, register_held_bytes
 from serve_app.observability.logging import log_to_terminal
 from serve_app.observability.metrics import EngineMetrics
 from serve_app.observability.step_ring import Recorder, StepRing
@@ -77,6 +78,8 @@ class EngineReplica:
         self._metrics.read_stats_from(self._engine.stats)
         if (limits := self._engine.info.limits) is not None:
             self._metrics.set_limits(limits)
+        to_ingress = HeldBytes(self._links.unsent_bytes, MAX_UNSENT_BYTES)
+        register_held_bytes(self._metrics.registry, {"outputs_of_a_link": to_ingress})
         pages = {STEPS_PATH: self._recorded_steps}
         self._metrics_address = open_metrics_port(self._metrics.registry, settings.metrics_host, pages)
         self._link_address = await self._links.listen(node_address())

@@ -36,12 +36,16 @@ class Recorder:
     gaps: list[float | None] = field(default_factory=list)
     waits: list[float] = field(default_factory=list)
     refusals: list[str] = field(default_factory=list)
+    body_bytes: list[int] = field(default_factory=list)
 
     def started(self, endpoint: Endpoint) -> None:
         self.begun += 1
 
     def queued(self, seconds: float) -> None:
         self.waits.append(seconds)
+
+    def buffered(self, num_bytes: int) -> None:
+        self.body_bytes.append(num_bytes)
 
     def refused(self, reason: str) -> None:
         self.refusals.append(reason)

@@ -72,7 +72,9 @@ async def test_large_bodies_of_many_clients_are_bounded_together(api: Api) -> No
     status, _, answer, _ = await send(api, [part(large)])
     assert (status, answer["error"]["code"]) == (429, "bodies_full")
     assert api.observer.refusals == ["bodies_full"]
+    assert max(api.observer.body_bytes) == 2 * len(large[:-1])
     assert [result[0] for result in await asyncio.gather(*slow)] == [408, 408]
+    assert api.observer.body_bytes[-1] == 0
     assert (await send(api, [part(large)]))[0] == 400  # read again: `user` is too long
 
 

@@ -165,6 +165,27 @@ async def test_requests_and_every_kind_of_delta_travel_unchanged(replica: Replic
     ingress.link.close()
 
 
+async def test_an_ingress_that_does_not_read_loses_its_link_and_nothing_piles_up(
+    replica: Replica, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(link_module, "MAX_UNSENT_BYTES", 2**20)
+    ingress, other = await Ingress.open(replica), await Ingress.open(replica)
+    says = await ingress.start(replica, "slow")
+    assert ingress.link._transport is not None
+    ingress.link._transport.pause_reading()
+    most = 0
+    while len(replica.server.ends) == 2:
+        says.put_nowait([(0, 0, (2**20,) * 10_000)])
+        await asyncio.sleep(0)
+        most = max(most, replica.server.unsent_bytes())
+    assert 0 < most <= 2**20 + 60_000
+    await until(lambda: not replica.server.attempts())
+    assert replica.server.unsent_bytes() == 0
+    await other.start(replica, "another")
+    other.link.close()
+    ingress.link.close()
+
+
 async def test_heartbeats_go_alone_when_there_are_no_outputs(replica: Replica, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(link_module, "HEARTBEAT_S", 0.01)
     ingress = await Ingress.open(replica)

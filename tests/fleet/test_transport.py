@@ -29,10 +29,11 @@ from serve_app.fleet.loss import LossReason, ReplicaLostError
 from serve_app.fleet.prefix_routing import PrefixRouting
 from serve_app.fleet.replica_set import ReplicaSet
 from serve_app.fleet.transport import LinkTransport
+from serve_app.fleet.unread import UnreadBytes
 from serve_app.fleet.watchdog import Watchdog
 from serve_app.fleet.wire import WireDelta, WireLoad, WireRequest, pack_deltas, pack_load, unpack_request
 from serve_app.model import loader
-from tests.fleet.replicas import told, until
+from tests.fleet.replicas import one_by_one, told, until
 from tests.models import tiny_model
 
 REQUEST = EngineRequest("r", tuple(range(5, 125)), SamplingParams(max_tokens=20, seed=1, ignore_eos=True))
@@ -442,4 +443,36 @@ async def test_what_is_let_go_while_its_link_opens_is_forgotten(fleet: Fleet) ->
     del early
     gc.collect()
     assert gone() is None
+    assert fleet.sequences() == {"a": 0}
+
+
+async def test_a_stream_that_is_not_read_is_computed_no_further_and_goes_on_with_its_reader(fleet: Fleet) -> None:
+    subject = replace(REQUEST, params=replace(REQUEST.params, max_tokens=130, logprobs=20, temperature=1.0))
+    num_items = 0
+
+    async def one_at_a_time(data: WireRequest) -> AsyncGenerator[list[WireDelta], None]:
+        nonlocal num_items
+        async for delta in one_by_one(fleet.engine, unpack_request(data)):
+            num_items += 1
+            yield pack_deltas([delta])
+            await asyncio.sleep(0.001)
+
+    server = fleet.servers["a"] = LinkServer(one_at_a_time, fleet.load)
+    fleet.metadata["a"] = fleet.describe((await server.listen("127.0.0.1"), server.key))
+    fleet.publish("a")
+    (whole,) = await told(fleet.failover, subject)
+    fleet.failover.unread = unread = UnreadBytes(max_stream_bytes=20_000)
+    num_items = 0
+    stream = fleet.failover.generate(subject, deadline=1e9)
+    deltas = await anext(stream)
+    await until(lambda: fleet.in_flight() == {"a": 0} and not server.attempts())
+    assert num_items < 65
+    assert 20_000 < unread.held < 40_000
+    async for more in stream:
+        deltas += more
+        await asyncio.sleep(0.01)
+    assert [i for delta in deltas for i in delta.token_ids] == whole.token_ids
+    assert [entry for delta in deltas for entry in delta.logprobs] == whole.logprobs
+    assert set(fleet.losses) == {LossReason.UNREAD}
+    assert unread.held == 0
     assert fleet.sequences() == {"a": 0}

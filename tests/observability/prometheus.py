@@ -19,6 +19,7 @@ import pytest
 import yaml
 
 from serve_app.core.step_record import SchedulerStats
+from serve_app.observability.held_bytes import HeldBytes, register_held_bytes
 from serve_app.observability.metrics import EngineMetrics, IngressMetrics
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
@@ -52,6 +53,7 @@ def defined_series() -> set[str]:
     """The names of all series of a scraped process of ours, as they are defined."""
     engine = EngineMetrics(gpu_ids=["0"])
     engine.read_stats_from(lambda: SchedulerStats(waiting=0, running=0, blocks_total=1, blocks_used=0, blocks_cached=0))
+    register_held_bytes(engine.registry, {"outputs": HeldBytes(lambda: 0, 1)})
     families = [*engine.registry.collect(), *IngressMetrics(lambda: 0, lambda: 0).registry.collect()]
     endings = {"counter": ("_total",), "gauge": ("",), "histogram": ("_bucket", "_sum", "_count")}
     names = {family.name + ending for family in families for ending in endings[family.type]}
