@@ -110,6 +110,8 @@ class IngressSettings(_Frozen):
     """YAML file of API keys (`serve-app keys`), watched; null = everybody may do everything."""
     allow_anonymous: bool = False
     """Serve requests without a key: beside a keys file, or without one beyond this machine."""
+    ledger_folder: str | None = Field(default=None, min_length=1)
+    """Folder for what each key has used, one JSON line per request; null = none is kept."""
     share_prefixes: bool = False
     """Let the prefix cache serve all keys together; each can then find out what others have sent."""
     max_queued_requests: int = Field(default=128, ge=0, le=1_000_000)

@@ -21,6 +21,7 @@ from serve_app.api.prepare import check_model, check_tenant, decode_ids, encode_
 from serve_app.api.request_events import RequestLog, RequestObserver
 from serve_app.api.schemas import Body, ChatBody, CompletionBody, DetokenizeBody, TokenizeBody, parse_body
 from serve_app.api.service import Service
+from serve_app.tenants.accounts import Accounts
 
 
 def create_app(
@@ -32,15 +33,18 @@ def create_app(
     log: RequestLog = lambda _: None,
     access: Access | None = None,
     share_prefixes: bool = False,
+    accounts: Accounts | None = None,
 ) -> FastAPI:
     """The whole HTTP API over `service`, until `drain` runs; `log` is told of every generation request.
 
     `access` says who may come in: without it, anybody. `share_prefixes`: tenants may find each other's prompts.
+    `accounts` hold what tenants may use and have used.
 
     No documentation pages: FastAPI's load their scripts from a CDN.
     """
     app = _Api(title="serve_app", version=version("serve_app"), docs_url=None, redoc_url=None)
-    context = ApiContext(service, admission, limits, observer, drain or Drain(), log, share_prefixes)
+    drain, accounts = drain or Drain(), accounts or Accounts()
+    context = ApiContext(service, admission, limits, observer, drain, log, accounts, share_prefixes)
     app.add_middleware(RequestGuard, limits=limits, observer=observer, access=access or Access())
     app.add_exception_handler(HTTPException, http_exception_handler)
     _add_generation(app, context)
@@ -91,6 +95,10 @@ def _add_models(app: FastAPI, context: ApiContext) -> None:
             "owned_by": "serve_app",
             "max_model_len": card.max_model_len,
         }
+
+    @app.get("/v1/usage")
+    async def usage(request: Request) -> dict[str, Any]:
+        return context.accounts.usage(request.state.tenant)
 
     @app.get("/v1/models")
     async def list_models(request: Request) -> dict[str, Any]:

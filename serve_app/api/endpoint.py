@@ -29,6 +29,7 @@ from serve_app.api.service import RequestContext, Service
 from serve_app.api.tracking import RequestTracker
 from serve_app.core.request import EngineRequest
 from serve_app.errors import RequestError
+from serve_app.tenants.accounts import Accounts, Charge
 from serve_app.tenants.tenant import Tenant
 from serve_app.text.stream import StopConfig, TextPiece, TokenText
 
@@ -45,6 +46,7 @@ class ApiContext:
     observer: RequestObserver
     drain: Drain
     log: RequestLog
+    accounts: Accounts
     share_prefixes: bool = False
     """Whether tenants may find each other's prompts in the prefix cache."""
 
@@ -149,18 +151,23 @@ class GenerationResponse(Response):
         await until_disconnect(receive, self._serve(body, send))
 
     async def _serve(self, body: bytes, send: Send) -> None:
-        with self._tracker() as tracker, self._context.drain.request():
+        tenant: Tenant = self._request.state.tenant
+        charge = self._context.accounts.open(tenant)
+        with self._tracker(charge) as tracker, self._context.drain.request():
             headers = self._request.headers
             session = session_of(headers)
             deadline = self._context.admission.clock() + timeout_of(headers, self._context.limits.request_timeout_s)
             job = self._parse(body)
             self._context.service.check_ready()
-            tenant: Tenant = self._request.state.tenant
             check_tenant(tenant, self._context.service.model.name)
             caller = caller_of(tenant, job.body, deadline)
-            tickets = self._context.admission.reserve(job.num_prompts, job.body.n or 1, caller)
+            n = job.body.n or 1
+            charge.begin(job.num_prompts * n)
+            tickets = self._context.admission.reserve(job.num_prompts, n, caller)
             try:
                 requests = [self._context.separate(request, tenant) for request in await job.engine_requests()]
+                charge.reserve(sum(_most_tokens(request) for request in requests))
+                self._request.state.response_headers.update(charge.headers())
                 contexts = [RequestContext(deadline, session) for _ in requests]
                 tracker.generates(requests, contexts)
                 generation = Generation(self._context.service, requests, contexts, job.stop, tracker)
@@ -168,21 +175,30 @@ class GenerationResponse(Response):
                     if job.stream:
                         await self._stream(job, generation, pieces, tracker, send, deadline)
                     else:
-                        await self._answer(job, generation, pieces, send, deadline)
+                        await self._answer(job, generation, pieces, tracker, send, deadline)
             finally:
                 for ticket in tickets:
                     ticket.release()
 
-    def _tracker(self) -> RequestTracker:
+    def _tracker(self, charge: Charge) -> RequestTracker:
         request, context = self._request, self._context
         traceparent = request.headers.get("traceparent")
-        return RequestTracker(context.observer, context.log, self._endpoint, request.state.request_id, traceparent)
+        return RequestTracker(
+            context.observer,
+            context.log,
+            self._endpoint,
+            request.state.request_id,
+            context.service.model,
+            charge,
+            traceparent,
+        )
 
     async def _answer(
         self,
         job: Job,
         generation: Generation,
         pieces: AsyncGenerator[list[ChoicePiece], None],
+        tracker: RequestTracker,
         send: Send,
         deadline: float,
     ) -> None:
@@ -192,6 +208,7 @@ class GenerationResponse(Response):
             async for step in pieces:
                 for index, piece in step:
                     gained[index].add(piece, (wire.token(index, token) for token in piece.logprobs))
+        tracker.settle()
         choices = [choice.finish(index) for index, choice in enumerate(gained)]
         body = orjson.dumps(wire.whole(choices, generation.usage.to_json()))
         headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
@@ -227,6 +244,7 @@ class GenerationResponse(Response):
                         started = True
                         await send({"type": "http.response.start", "status": 200, "headers": list(sse.HEADERS)})
                     await send({"type": "http.response.body", "body": bytes(data), "more_body": True})
+            tracker.settle()
             end = wire.usage(generation.usage.to_json()) + sse.DONE if job.body.wants_usage else sse.DONE
         except Exception as error:
             if not started:
@@ -242,6 +260,12 @@ class GenerationResponse(Response):
             return error_json(error, request_id)
         logger.error("request %s failed in its stream", request_id, exc_info=error)
         return error_json(internal_error(), request_id)
+
+
+def _most_tokens(request: EngineRequest) -> int:
+    """Of its prompt and its choices."""
+    assert request.params.max_tokens is not None, "the HTTP layer bounds every output"
+    return len(request.prompt_token_ids) + request.params.n * request.params.max_tokens
 
 
 async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, None]) -> None:

@@ -90,7 +90,7 @@ class Generation:
         first = index * self.n
         streams = self.streams[first : first + self.n]
         async with ticket, aclosing(self._service.generate(self._requests[index], self._contexts[index])) as steps:
-            self._tracker.queued(ticket.waited_s)
+            self._tracker.queued(ticket.waited_s, len(self._requests[index].prompt_token_ids))
             async for deltas in steps:
                 pieces = [(first + delta.choice, self._feed(index, delta)) for delta in deltas]
                 yield pieces
@@ -104,6 +104,7 @@ class Generation:
         if delta.choice == 0:
             if delta.num_cached_tokens is not None:
                 self._cached_tokens[index] = delta.num_cached_tokens
+                self._tracker.found_cached(index, delta.num_cached_tokens)
             if delta.prompt_results:
                 self.prompt_logprobs[index].extend(delta.prompt_logprobs)
         before = stream.num_tokens

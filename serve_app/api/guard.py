@@ -37,7 +37,8 @@ class _ClientGone(Exception):
 
 
 class RequestGuard:
-    """See the module's docstring. Sets `request_id` and `tenant` in `scope["state"]`."""
+    """See the module's docstring. Sets in `scope["state"]`: `request_id`, `tenant`, and
+    `response_headers`, which handlers fill."""
 
     def __init__(self, app: ASGIApp, limits: ApiLimits, observer: RequestObserver, access: Access) -> None:
         self._app = app
@@ -53,14 +54,15 @@ class RequestGuard:
             await self._app(scope, receive, send)
             return
         request_id = request_id_of(scope)
-        scope["state"] = {**scope.get("state", {}), "request_id": request_id}
+        told: dict[str, str] = {}
+        scope["state"] = {**scope.get("state", {}), "request_id": request_id, "response_headers": told}
         started = False
 
         async def send_with_id(message: Message) -> None:
             nonlocal started
             if message["type"] == "http.response.start":
                 started = True
-                MutableHeaders(scope=message)["x-request-id"] = request_id
+                MutableHeaders(scope=message).update({"x-request-id": request_id, **told})
             await send(message)
 
         try:
@@ -72,8 +74,8 @@ class RequestGuard:
                 logger.exception("request %s failed", request_id)
             if started:
                 raise
-            told = error if isinstance(error, RequestError) else internal_error()
-            await error_response(told, request_id)(scope, receive, send_with_id)
+            shown = error if isinstance(error, RequestError) else internal_error()
+            await error_response(shown, request_id)(scope, receive, send_with_id)
 
     async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
         if sum(len(name) + len(value) for name, value in scope["headers"]) > self._limits.max_header_bytes:

@@ -24,7 +24,8 @@ class RequestSummary:
 
     error: the error's code, or its type. queue_s: the longest wait of its prompts, None if none had its turn.
     first_token_s, seconds: since its arrival at started_at, a Unix time in seconds. replicas: in the order in which
-    they had it. engine_ids: the names of its prompts in recorded steps. traceparent: the client's, unchecked.
+    they had it. engine_ids: the names of its prompts in recorded steps. key: the name of its API key. traceparent: the
+    client's, unchecked.
     """
 
     request_id: str
@@ -39,6 +40,7 @@ class RequestSummary:
     started_at: float
     replicas: tuple[str, ...]
     engine_ids: tuple[str, ...]
+    key: str | None
     traceparent: str | None
 
 
@@ -70,6 +72,9 @@ class RequestObserver(Protocol):
 
     def tokens(self, count: int, gap: float | None) -> None:
         """`count` tokens of one choice arrived, `gap` after the choice's tokens before (None: its first)."""
+
+    def charged(self, key: str, outcome: Outcome, prompt_tokens: int, cached_tokens: int, output_tokens: int) -> None:
+        """The request's tenant, if it has a key of that name, was charged for what was computed, before `finished`."""
 
     def finished(
         self, endpoint: Endpoint, outcome: Outcome, prompt_tokens: int, output_tokens: int, seconds: float

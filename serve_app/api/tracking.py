@@ -1,4 +1,4 @@
-"""Tells observer and log about one HTTP request: when it started, its tokens, and exactly once how it ended."""
+"""Tells observer, log and its tenant's account about one HTTP request: its start, its tokens, once how it ended."""
 
 import asyncio
 import time
@@ -7,9 +7,11 @@ from types import TracebackType
 from typing import Self
 
 from serve_app.api.request_events import Endpoint, Outcome, RequestLog, RequestObserver, RequestSummary
-from serve_app.api.service import RequestContext
+from serve_app.api.service import ModelCard, RequestContext
 from serve_app.core.request import EngineRequest
 from serve_app.errors import OverloadedError, RequestError, RequestTimeoutError, UnavailableError
+from serve_app.tenants.accounts import Charge
+from serve_app.tenants.ledger import Spent
 
 _REFUSALS = (OverloadedError, RequestTimeoutError, UnavailableError)
 
@@ -23,14 +25,21 @@ class RequestTracker:
         log: RequestLog,
         endpoint: Endpoint,
         request_id: str,
+        card: ModelCard,
+        charge: Charge,
         traceparent: str | None = None,
     ) -> None:
         self._observer = observer
         self._log = log
         self._endpoint: Endpoint = endpoint
         self._request_id = request_id
+        self._card = card
+        self._charge = charge
+        self._settled = False
         self._traceparent = traceparent
         self._started_at = time.monotonic()
+        self._computed_prompt_tokens = 0
+        self._cached_tokens: dict[int, int] = {}
         self._output_tokens = 0
         self._queue_s: float | None = None
         self._first_token_s: float | None = None
@@ -43,10 +52,15 @@ class RequestTracker:
         """What the HTTP request turned out to be, before any of it is generated."""
         self._requests, self._contexts = requests, contexts
 
-    def queued(self, seconds: float) -> None:
-        """See `RequestObserver.queued`."""
+    def queued(self, seconds: float, prompt_tokens: int) -> None:
+        """The turn of a prompt of so many tokens has come; see `RequestObserver.queued`."""
+        self._computed_prompt_tokens += prompt_tokens
         self._queue_s = max(seconds, self._queue_s or 0.0)
         self._observer.queued(seconds)
+
+    def found_cached(self, prompt: int, tokens: int) -> None:
+        """So many tokens of the prompt of this number were found in the prefix cache."""
+        self._cached_tokens[prompt] = tokens
 
     def tokens(self, count: int, gap: float | None) -> None:
         """See `RequestObserver.tokens`."""
@@ -56,6 +70,33 @@ class RequestTracker:
         self._output_tokens += count
         self._observer.tokens(count, gap)
 
+    def settle(self, error: BaseException | None = None) -> None:
+        """Close the tenant's account of it, once; before its end is told, so that what the client knows is kept.
+
+        What failed without a token costs nothing; what was cancelled while its prompt was computed costs the prompt.
+        """
+        if self._settled:
+            return
+        self._settled = True
+        outcome = _outcome(error)
+        spent = None
+        if self._computed_prompt_tokens and (self._output_tokens or outcome is not Outcome.FAILED):
+            spent = Spent(
+                key=self._charge.key,
+                model=self._card.name,
+                revision=self._card.fingerprint,
+                request_id=self._request_id,
+                endpoint=self._endpoint,
+                outcome=outcome,
+                prompt_tokens=self._computed_prompt_tokens,
+                cached_tokens=sum(self._cached_tokens.values()),
+                output_tokens=self._output_tokens,
+                seconds=time.monotonic() - self._started_at,
+            )
+        self._charge.settle(spent)
+        tokens = (0, 0, 0) if spent is None else (spent.prompt_tokens, spent.cached_tokens, spent.output_tokens)
+        self._observer.charged(self._charge.key, outcome, *tokens)
+
     def __enter__(self) -> Self:
         self._observer.started(self._endpoint)
         return self
@@ -64,6 +105,7 @@ class RequestTracker:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         told = error or self.told_error
+        self.settle(told)
         if isinstance(told, _REFUSALS):
             self._observer.refused(told.code or "other")
         summary = self._summary(told)
@@ -89,6 +131,7 @@ class RequestTracker:
             started_at=time.time() - seconds,
             replicas=tuple(replicas),
             engine_ids=tuple(request.request_id for request in self._requests),
+            key=self._charge.key or None,
             traceparent=self._traceparent,
         )
 

@@ -13,6 +13,7 @@ from serve_app.cli.explain import explain
 from serve_app.cli.keys import keys
 from serve_app.cli.serve import serve
 from serve_app.cli.timeline import timeline
+from serve_app.cli.usage import usage
 
 app = typer.Typer(
     name="serve-app",
@@ -40,3 +41,4 @@ app.command()(explain)
 app.add_typer(bench, name="bench")
 app.command()(timeline)
 app.add_typer(keys, name="keys")
+app.command()(usage)

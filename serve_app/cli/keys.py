@@ -6,12 +6,9 @@ from pathlib import Path
 from typing import Annotated, TypeVar
 
 import typer
-from rich.console import Console
-from rich.table import Table
 
 from serve_app.errors import ConfigError
 from serve_app.tenants.key_file import add_key, read_key_file, remove_key
-from serve_app.tenants.tenant import Tenant
 
 keys = typer.Typer(help="API keys: make, list, revoke.", no_args_is_help=True)
 
@@ -27,6 +24,10 @@ def new(
         datetime | None, typer.Option(formats=["%Y-%m-%d"], help="The day (UTC) from which on it is refused.")
     ] = None,
     weight: Annotated[int | None, typer.Option(help="Share of the queue, relative to other keys' (1).")] = None,
+    requests_per_minute: Annotated[int | None, typer.Option(help="Generation requests within 60 seconds.")] = None,
+    tokens_per_minute: Annotated[int | None, typer.Option(help="Tokens of prompts and outputs, likewise.")] = None,
+    tokens_per_day: Annotated[int | None, typer.Option(help="Tokens within a day of UTC.")] = None,
+    max_sequences: Annotated[int | None, typer.Option(help="Prompts times `n` at once.")] = None,
     model: Annotated[list[str] | None, typer.Option(help="A model that it may use; by default all.")] = None,
     prefix_group: Annotated[str | None, typer.Option(help="Keys of one group share cached prefixes.")] = None,
     admin: Annotated[bool, typer.Option("--admin", help="May see metrics and /debug.")] = False,
@@ -35,6 +36,10 @@ def new(
     fields = {
         "expires": None if expires is None else expires.date(),
         "weight": weight,
+        "requests_per_minute": requests_per_minute,
+        "tokens_per_minute": tokens_per_minute,
+        "tokens_per_day": tokens_per_day,
+        "max_sequences": max_sequences,
         "models": model or None,
         "prefix_group": prefix_group,
         "admin": admin or None,
@@ -45,13 +50,12 @@ def new(
 
 @keys.command("list")
 def list_keys(file: KeysFile = _DEFAULT_FILE) -> None:
-    """What the file says of each key. The keys themselves are nowhere."""
-    table = Table()
-    for title in ("name", "expires", *_COLUMNS):
-        table.add_column(title)
+    """What the file says of each key, a line each. The keys themselves are nowhere."""
     for tenant in _or_exit(lambda: read_key_file(file)).tenants:
-        table.add_row(tenant.name, _expiry(tenant), *(_shown(getattr(tenant, field)) for field in _COLUMNS))
-    Console().print(table)
+        fields = tenant.model_dump(mode="json", exclude_defaults=True, exclude={"name"})
+        expired = tenant.expires is not None and tenant.expires <= datetime.now(UTC)
+        words = [tenant.name, *(f"{field}={_shown(value)}" for field, value in fields.items()), *["EXPIRED"] * expired]
+        typer.echo("  ".join(words))
 
 
 @keys.command()
@@ -61,9 +65,6 @@ def revoke(
 ) -> None:
     """Take a key out of the file. Streams that run end as they would; new requests are refused."""
     _or_exit(lambda: remove_key(file, name))
-
-
-_COLUMNS = [field for field in Tenant.model_fields if field not in ("name", "expires")]
 
 
 T = TypeVar("T")
@@ -77,14 +78,5 @@ def _or_exit(work: Callable[[], T]) -> T:
         raise typer.Exit(1) from None
 
 
-def _expiry(tenant: Tenant) -> str:
-    if tenant.expires is None:
-        return "never"
-    day = f"{tenant.expires:%Y-%m-%d %H:%M}"
-    return f"{day} (expired)" if tenant.expires <= datetime.now(UTC) else day
-
-
 def _shown(value: object) -> str:
-    if isinstance(value, list):
-        return ", ".join(map(str, value))
-    return "-" if value is None or value is False else "yes" if value is True else str(value)
+    return ",".join(map(str, value)) if isinstance(value, list) else str(value)

@@ -28,6 +28,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from serve_app.core.step_cost import DeviceLimits
 from serve_app.core.step_record import SchedulerStats, StepRecord
 from serve_app.observability.gpu_state import GpuState
+from serve_app.observability.key_metrics import KeyMetrics
 
 if TYPE_CHECKING:
     from wsgiref.types import StartResponse, WSGIApplication, WSGIEnvironment
@@ -177,6 +178,7 @@ class IngressMetrics:
         self._false_alarms = Counter(
             "serve_app_false_alarms", "Replicas that were taken for stalled and answered later", registry=registry
         )
+        self._keys = KeyMetrics(registry)
         self._duration = Histogram(
             "serve_app_request_seconds", "Duration of completed requests", ["endpoint"], **_histogram(registry)
         )
@@ -229,6 +231,10 @@ class IngressMetrics:
     def false_alarm(self) -> None:
         """A replica that was taken for stalled answered after all."""
         self._false_alarms.inc()
+
+    def charged(self, key: str, outcome: str, prompt_tokens: int, cached_tokens: int, output_tokens: int) -> None:
+        """A request of an API key of this name has ended; see `KeyMetrics`."""
+        self._keys.charged(key, outcome, prompt_tokens, cached_tokens, output_tokens)
 
     def finished(self, endpoint: str, outcome: str, prompt_tokens: int, output_tokens: int, seconds: float) -> None:
         """The request ended after `seconds`."""

@@ -1,18 +1,24 @@
-"""Who may come in: `Access` from the settings, its keys kept fresh, and no open server on a network by accident."""
+"""Who may come in and use how much, from the settings; keys kept fresh, no open server on a network by accident."""
 
 import asyncio
 import ipaddress
+import itertools
 import logging
 from pathlib import Path
 
 from serve_app.api.access import Access
 from serve_app.errors import ConfigError
 from serve_app.settings import IngressSettings, internal_key_file
-from serve_app.tenants.key_file import WatchedKeyFile, read_key_file
+from serve_app.tenants.accounts import Accounts
+from serve_app.tenants.key_file import WatchedKeyFile
+from serve_app.tenants.keys import KeyRing, check_limits
+from serve_app.tenants.ledger import Ledger
 
 logger = logging.getLogger(__name__)
 
 _REFRESH_S = 1.0
+_SYNC_EVERY = 20
+"""Looks at the keys file between two times that the ledger is put on the disk."""
 
 
 def check_doors(ingress: IngressSettings, host: str) -> None:
@@ -21,7 +27,7 @@ def check_doors(ingress: IngressSettings, host: str) -> None:
     `host` is the address on which the server listens.
     """
     if ingress.keys_file is not None:
-        read_key_file(Path(ingress.keys_file))
+        _watch_keys(ingress)
     elif not _is_loopback(host) and not ingress.allow_anonymous:
         raise ConfigError(
             f"setting `ingress.keys_file`: is needed where the server listens beyond this machine ({host}), "
@@ -30,30 +36,42 @@ def check_doors(ingress: IngressSettings, host: str) -> None:
 
 
 class Doors:
-    """The ingress's `access`, of which `watch` keeps the keys as new as their file."""
+    """The ingress's `access` and `accounts`, of which `watch` keeps the keys as new as their file."""
 
     def __init__(self, ingress: IngressSettings, host: str) -> None:
-        """Raises `ConfigError` as `check_doors` does."""
+        """Raises `ConfigError` as `check_doors` does, and where the ledger cannot be written."""
         check_doors(ingress, host)
-        self._file = None if ingress.keys_file is None else WatchedKeyFile(Path(ingress.keys_file))
-        if self._file is None:
-            self.access = Access()
-            if not _is_loopback(host):
-                logger.warning("everybody who reaches %s may use this server: there is no `ingress.keys_file`", host)
-            return
-        internal = internal_key_file()
-        file = self._file
-        self.access = Access(
-            lambda: file.ring,
-            allow_anonymous=ingress.allow_anonymous,
-            internal_key=None if internal is None else Path(internal).read_text(),
-        )
+        self._ledger = None if ingress.ledger_folder is None else Ledger(Path(ingress.ledger_folder))
+        self.accounts = Accounts(self._ledger)
+        self.access = Access()
+        self._file: WatchedKeyFile | None = None
+        if ingress.keys_file is not None:
+            self._file = file = _watch_keys(ingress)
+            internal = internal_key_file()
+            self.access = Access(
+                lambda: file.ring,
+                allow_anonymous=ingress.allow_anonymous,
+                internal_key=None if internal is None else Path(internal).read_text(),
+            )
+        elif not _is_loopback(host):
+            logger.warning("everybody who reaches %s may use this server: there is no `ingress.keys_file`", host)
 
     async def watch(self) -> None:
-        """Until cancelled. In a thread, as the file may lie on a file system that has gone away."""
-        while self._file is not None:
+        """Until cancelled. In a thread, as the files may lie on a file system that has gone away."""
+        for look in itertools.count(1):
             await asyncio.sleep(_REFRESH_S)
-            await asyncio.to_thread(self._file.refresh)
+            if self._file is not None:
+                await asyncio.to_thread(self._file.refresh)
+            if self._ledger is not None and look % _SYNC_EVERY == 0:
+                await asyncio.to_thread(self._ledger.sync)
+
+
+def _watch_keys(ingress: IngressSettings) -> WatchedKeyFile:
+    def check(ring: KeyRing) -> None:
+        check_limits(ring, has_ledger=ingress.ledger_folder is not None)
+
+    assert ingress.keys_file is not None
+    return WatchedKeyFile(Path(ingress.keys_file), check)
 
 
 def _is_loopback(host: str) -> bool:

@@ -244,6 +244,7 @@ class Ingress:
             log=self._log_request,
             access=self._doors.access,
             share_prefixes=ingress.share_prefixes,
+            accounts=self._doors.accounts,
         )
         held = {
             "unread_outputs": self._service.unread_outputs(),

@@ -4,6 +4,7 @@ import logging
 import os
 import re
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,19 +18,24 @@ logger = logging.getLogger(__name__)
 _HEADER = "# API keys of serve_app: names with their fields. Of a key only its hash is here.\n"
 
 
-def read_key_file(path: Path) -> KeyRing:
+Check = Callable[[KeyRing], None]
+"""Raises `ConfigError` if the server cannot do what the keys say."""
+
+
+def read_key_file(path: Path, check: Check = lambda _: None) -> KeyRing:
     """Raises `ConfigError` in one line, which names the file."""
-    return _parse(path, _read(path))
+    return _parse(path, _read(path), check)
 
 
 class WatchedKeyFile:
     """The newest key ring that a file has held and that could be read. `refresh` it every second or so."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, check: Check = lambda _: None) -> None:
         """Raises `ConfigError` if there is nothing to begin with."""
         self._path = path
+        self._check = check
         self._seen = _state(path)
-        self.ring = read_key_file(path)
+        self.ring = read_key_file(path, check)
 
     def refresh(self) -> None:
         """Read the file if it has changed; keep what is known, and log why, if it cannot be read. May block."""
@@ -38,7 +44,7 @@ class WatchedKeyFile:
             return
         self._seen = state
         try:
-            ring = read_key_file(self._path)
+            ring = read_key_file(self._path, self._check)
         except ConfigError as error:
             logger.error("%s; the keys known before stay in force", error)
             return
@@ -92,11 +98,13 @@ def _read(path: Path) -> str:
         raise ConfigError(f"keys file {path}: is not UTF-8 text") from None
 
 
-def _parse(path: Path, text: str) -> KeyRing:
+def _parse(path: Path, text: str, check: Check = lambda _: None) -> KeyRing:
     try:
-        return parse_keys(text)
+        ring = parse_keys(text)
+        check(ring)
     except ConfigError as error:
         raise ConfigError(f"keys file {path}: {error}") from None
+    return ring
 
 
 def _state(path: Path) -> tuple[int, int, int] | None:

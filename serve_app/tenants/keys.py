@@ -82,6 +82,13 @@ def parse_keys(text: str) -> KeyRing:
     return KeyRing(ring)
 
 
+def check_limits(ring: KeyRing, *, has_ledger: bool) -> None:
+    """Raise `ConfigError` if a key has a limit of a day, and no ledger would remember it over a restart."""
+    for tenant in ring.tenants:
+        if tenant.tokens_per_day is not None and not has_ledger:
+            raise ConfigError(f"{tenant.name}: `tokens_per_day` needs `ingress.ledger_folder`")
+
+
 def _parse_entry(name: str, fields: Any) -> tuple[str, Tenant]:
     check_name(name)
     if not isinstance(fields, dict):

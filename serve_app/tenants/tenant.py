@@ -34,6 +34,14 @@ class Tenant(BaseModel):
     """Its share of the queue, relative to others'."""
     priority: list[int] = Field(default=[0, LOWEST_PRIORITY], min_length=2, max_length=2)
     """The lowest and the highest number that its requests may give as `priority`; lower is served first."""
+    max_sequences: int | None = Field(default=None, ge=1)
+    """Most sequences (prompts times `n`) at once, waiting ones included."""
+    requests_per_minute: int | None = Field(default=None, ge=1)
+    """Most generation requests within any 60 seconds."""
+    tokens_per_minute: int | None = Field(default=None, ge=1)
+    """Most tokens, of prompts and outputs, of the requests that come within any 60 seconds."""
+    tokens_per_day: int | None = Field(default=None, ge=1)
+    """Most tokens, of prompts and outputs, within a day of UTC."""
     prefix_group: str | None = Field(default=None, pattern=NAME)
     """Tenants of one group share cached prefixes; None shares with nobody."""
     admin: bool = False

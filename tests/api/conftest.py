@@ -30,6 +30,7 @@ class Recorder:
     """A `RequestObserver` that remembers."""
 
     ended: list[tuple[Endpoint, Outcome, int, int]] = field(default_factory=list)
+    charges: list[tuple[str, Outcome, int, int, int]] = field(default_factory=list)
     begun: int = 0
     first_tokens: int = 0
     num_tokens: int = 0
@@ -56,6 +57,9 @@ class Recorder:
     def tokens(self, count: int, gap: float | None) -> None:
         self.num_tokens += count
         self.gaps.append(gap)
+
+    def charged(self, key: str, outcome: Outcome, prompt_tokens: int, cached_tokens: int, output_tokens: int) -> None:
+        self.charges.append((key, outcome, prompt_tokens, cached_tokens, output_tokens))
 
     def finished(
         self, endpoint: Endpoint, outcome: Outcome, prompt_tokens: int, output_tokens: int, seconds: float

@@ -29,6 +29,8 @@ ONLY_ON_GPUS = frozenset(
     {"serve_app_gpu_utilization_ratio", "serve_app_gpu_memory_used_bytes", "serve_app_gpu_memory_total_bytes"}
 )
 
+ONLY_WITH_KEYS = frozenset({"serve_app_key_requests_total", "serve_app_key_tokens_total"})
+
 
 def find(binary: str) -> str:
     """`prometheus` or `promtool`."""

@@ -28,6 +28,7 @@ from serve_app.workloads.mixes import WorkItem
 from tests.fleets import change
 from tests.observability.prometheus import (
     ONLY_ON_GPUS,
+    ONLY_WITH_KEYS,
     SCRAPE_INTERVAL_S,
     Prometheus,
     defined_series,
@@ -241,7 +242,7 @@ async def test_under_load_every_query_of_every_panel_has_data(watched: Watched) 
 
 
 def test_every_defined_series_is_there(watched: Watched) -> None:
-    assert defined_series() - watched.prometheus.names() == ONLY_ON_GPUS
+    assert defined_series() - watched.prometheus.names() == ONLY_ON_GPUS | ONLY_WITH_KEYS
 
 
 def test_every_rule_can_be_evaluated(watched: Watched) -> None:

@@ -2,8 +2,10 @@
 
 import re
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ import pytest
 
 from serve_app.settings import INTERNAL_KEY_FILE
 from serve_app.tenants.key_file import add_key, remove_key
+from serve_app.tenants.ledger import read_ledger
 from tests.serving.conftest import Server, free_port, launch, wait_for, write_config
 
 pytestmark = pytest.mark.cluster
@@ -28,6 +31,7 @@ class Keyed:
     server: Server
     file: Path
     keys: dict[str, str]
+    ledger: Path
 
     def get(self, path: str, name: str | None = None) -> httpx.Response:
         return httpx.get(f"{self.server.url}{path}", headers=self.headers(name), timeout=60)
@@ -54,11 +58,15 @@ def keyed(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
         "served_model_name": "tiny",
         "device": "cpu",
         "engine": {"max_num_seqs": 8, "max_num_batched_tokens": 64, "kv_cache_gib": 0.05, "num_threads": 1},
-        "ingress": {"keys_file": str(folder / "keys.yaml")},
+        "ingress": {
+            "keys_file": str(folder / "keys.yaml"),
+            "ledger_folder": str(folder / "ledger"),
+            "failover_wait_s": 120.0,
+        },
     }
     port = free_port()
     keys: dict[str, str] = {}
-    built = Keyed(None, folder / "keys.yaml", keys)  # type: ignore[arg-type]
+    built = Keyed(None, folder / "keys.yaml", keys, folder / "ledger")  # type: ignore[arg-type]
     for name, fields in (("a", {}), ("b", {}), ("c", {"prefix_group": "g"}), ("d", {"prefix_group": "g"})):
         built.add(name, **fields)
     built.add("admin", admin=True)
@@ -113,6 +121,44 @@ def test_keys_change_while_streams_run(keyed: Keyed) -> None:
     keyed.said("the keys known before stay in force")
     assert keyed.complete("a").status_code == 200
     keyed.file.write_text(good)
+
+
+def test_the_ledger_is_what_usage_said_whatever_is_killed(keyed: Keyed) -> None:
+    """Replicas die under streams, which go on elsewhere; the ingress dies, and the day's sums outlive it."""
+    keyed.add("billed", tokens_per_day=1_000_000)
+    wait_for(lambda: keyed.get("/v1/usage", "billed").status_code == 200, "the new key")
+    told: list[dict[str, Any]] = []
+
+    def ask(number: int) -> None:
+        fields = {"prompt": f"{number} {PROMPT}", "max_tokens": 100 + number}
+        answer = keyed.complete("billed", **fields)
+        assert answer.status_code == 200, answer.text
+        told.append(answer.json()["usage"])
+
+    with ThreadPoolExecutor(max_workers=4) as pool:
+        for first in (0, 4):
+            asked = [pool.submit(ask, number) for number in range(first, first + 4)]
+            wait_for(lambda: keyed.get("/v1/usage", "billed").json()["sequences"] > 0, "streams")
+            for replica in keyed.server.running("EngineReplica"):
+                replica.kill()
+            for one in asked:
+                one.result()
+    told_tokens = [sum(usage[name] for usage in told) for name in ("prompt_tokens", "completion_tokens")]
+    (old,) = keyed.server.running("ray::ServeReplica:serve_app:Ingress")
+    old.kill()
+    old.wait(60)
+
+    def is_back() -> bool:
+        with suppress(httpx.HTTPError):
+            return keyed.get("/v1/usage", "billed").status_code == 200
+        return False
+
+    wait_for(is_back, "another ingress", timeout_s=120)
+    today = keyed.get("/v1/usage", "billed").json()["today"]
+    assert (today["requests"], [today["prompt_tokens"], today["output_tokens"]]) == (8, told_tokens)
+    lines = [entry for _, entry in read_ledger(keyed.ledger, date.min, date.max) if entry["key"] == "billed"]
+    assert [sum(line[name] for line in lines) for name in ("prompt_tokens", "output_tokens")] == told_tokens
+    assert not any(secret in path.read_text() for path in keyed.ledger.iterdir() for secret in keyed.keys.values())
 
 
 def test_no_key_is_anywhere(keyed: Keyed) -> None:

@@ -1,0 +1,26 @@
+"""Prometheus counters by API key: as many series as the keys file has names, and none for anybody else."""
+
+from prometheus_client import CollectorRegistry, Counter
+
+
+class KeyMetrics:
+    """Fed by the HTTP layer, in the event loop."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._requests = Counter(
+            "serve_app_key_requests", "Requests of an API key by how they ended", ["key", "outcome"], registry=registry
+        )
+        self._tokens = Counter(
+            "serve_app_key_tokens",
+            "Tokens computed for an API key; `cached` ones are prompt tokens, too",
+            ["key", "kind"],
+            registry=registry,
+        )
+
+    def charged(self, key: str, outcome: str, prompt_tokens: int, cached_tokens: int, output_tokens: int) -> None:
+        """A request of `key` has ended. Strangers and the launcher have no name that a file could give."""
+        if not key[:1].isalnum():
+            return
+        self._requests.labels(key, outcome).inc()
+        for kind, count in (("prompt", prompt_tokens), ("cached", cached_tokens), ("output", output_tokens)):
+            self._tokens.labels(key, kind).inc(count)

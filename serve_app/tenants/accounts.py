@@ -1,0 +1,181 @@
+"""What tenants may use and have used: a request reserves the most that it may take, and gives back what it did not.
+
+One process's windows of a minute; the day's sums are the ledger's. A second ingress would need windows in common.
+"""
+
+import time
+from collections.abc import Callable, Mapping
+from datetime import UTC, datetime
+from typing import Any
+
+from serve_app.errors import InvalidRequestError, OverloadedError
+from serve_app.tenants.ledger import Ledger, Spent, Totals
+from serve_app.tenants.rate_window import RateWindow
+from serve_app.tenants.tenant import Tenant
+
+_DAY_S = 86_400
+_PLACE_S = 1.0
+"""When to come back for a place that a request of one's own holds."""
+
+
+class _Account:
+    """What one tenant holds now."""
+
+    def __init__(self) -> None:
+        self.requests = RateWindow()
+        self.tokens = RateWindow()
+        self.sequences = 0
+        self.reserved = 0
+
+
+class Accounts:
+    """Every tenant's account, by its name. For one event loop; nothing here waits."""
+
+    def __init__(
+        self,
+        ledger: Ledger | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        wall_clock: Callable[[], float] = time.time,
+    ) -> None:
+        """`clock` never goes back; `wall_clock` is the Unix time. Both in seconds."""
+        self.clock = clock
+        self.wall_clock = wall_clock
+        self.ledger = ledger
+        self._accounts: dict[str, _Account] = {}
+
+    def open(self, tenant: Tenant) -> "Charge":
+        """The charge for one request."""
+        return Charge(self, tenant, self._account(tenant))
+
+    def usage(self, tenant: Tenant) -> dict[str, Any]:
+        """What `tenant` has used and may use, as `GET /v1/usage` tells it."""
+        account, now = self._account(tenant), self.clock()
+        today = self.today(tenant)
+        return {
+            "object": "usage",
+            "key": tenant.name or None,
+            "today": None
+            if today is None
+            else {
+                "date": f"{datetime.fromtimestamp(self.wall_clock(), UTC):%Y-%m-%d}",
+                "requests": today.requests,
+                "prompt_tokens": today.prompt_tokens,
+                "cached_tokens": today.cached_tokens,
+                "output_tokens": today.output_tokens,
+                "reserved_tokens": account.reserved,
+            },
+            "last_minute": {"requests": account.requests.total(now), "tokens": account.tokens.total(now)},
+            "sequences": account.sequences,
+            "limits": {name: getattr(tenant, name) for name in LIMITS},
+        }
+
+    def today(self, tenant: Tenant) -> Totals | None:
+        """What the ledger tells of today; None without one."""
+        return None if self.ledger is None else self.ledger.today(tenant.name)
+
+    def _account(self, tenant: Tenant) -> _Account:
+        return self._accounts.setdefault(tenant.name, _Account())
+
+
+LIMITS = ("max_sequences", "requests_per_minute", "tokens_per_minute", "tokens_per_day")
+
+
+class Charge:
+    """One request on its tenant's account: `begin`, `reserve` once its prompt is known, and `settle` in any case."""
+
+    def __init__(self, accounts: Accounts, tenant: Tenant, account: _Account) -> None:
+        self._accounts = accounts
+        self._tenant = tenant
+        self._account = account
+        self._sequences = 0
+        self._reserved = 0
+        self._second = 0
+
+    @property
+    def key(self) -> str:
+        """The name of the tenant's key; empty for strangers."""
+        return self._tenant.name
+
+    def begin(self, sequences: int) -> None:
+        """Count the request, with so many sequences at once. Raises `OverloadedError`, or `InvalidRequestError`."""
+        tenant, account, now = self._tenant, self._account, self._accounts.clock()
+        if tenant.max_sequences is not None:
+            if sequences > tenant.max_sequences:
+                raise InvalidRequestError(
+                    f"prompts times `n` are {sequences}, but this API key may have {tenant.max_sequences} at once",
+                    param="n",
+                )
+            if account.sequences + sequences > tenant.max_sequences:
+                raise _exceeded(f"{tenant.max_sequences} sequences at once", _PLACE_S)
+        if tenant.requests_per_minute is not None:
+            wait = account.requests.wait_s(1, tenant.requests_per_minute, now)
+            if wait > 0:
+                raise _exceeded(f"{tenant.requests_per_minute} requests a minute", wait)
+        account.requests.charge(1, now)
+        account.sequences += sequences
+        self._sequences = sequences
+
+    def reserve(self, tokens: int) -> None:
+        """Reserve the most that it may take: prompts, and outputs at their longest. Raises as `begin` does."""
+        tenant, account, now = self._tenant, self._account, self._accounts.clock()
+        for limit, period in ((tenant.tokens_per_minute, "minute"), (tenant.tokens_per_day, "day")):
+            if limit is not None and tokens > limit:
+                raise InvalidRequestError(
+                    f"the request may take {tokens} tokens, prompt and `max_tokens` together, but this API key may "
+                    f"take {limit} a {period}",
+                    param="max_tokens",
+                    code="request_exceeds_limit",
+                )
+        if tenant.tokens_per_minute is not None:
+            wait = account.tokens.wait_s(tokens, tenant.tokens_per_minute, now)
+            if wait > 0:
+                raise _exceeded(f"{tenant.tokens_per_minute} tokens a minute", wait)
+        self._check_day(tokens)
+        self._second = account.tokens.charge(tokens, now)
+        account.reserved += tokens
+        self._reserved = tokens
+
+    def settle(self, spent: Spent | None) -> None:
+        """It has ended: give back what it has not used, and tell the ledger if anything was computed."""
+        account = self._account
+        used = 0 if spent is None else spent.prompt_tokens + spent.output_tokens
+        account.tokens.give_back(self._reserved - used, self._second)
+        account.reserved -= self._reserved
+        account.sequences -= self._sequences
+        self._reserved = self._sequences = 0
+        if spent is not None and self._accounts.ledger is not None:
+            self._accounts.ledger.write(spent)
+
+    def headers(self) -> Mapping[str, str]:
+        """The limits of a minute as OpenAI's headers tell them."""
+        now, told = self._accounts.clock(), {}
+        for kind, limit, window in (
+            ("requests", self._tenant.requests_per_minute, self._account.requests),
+            ("tokens", self._tenant.tokens_per_minute, self._account.tokens),
+        ):
+            if limit is not None:
+                told[f"x-ratelimit-limit-{kind}"] = str(limit)
+                told[f"x-ratelimit-remaining-{kind}"] = str(max(limit - window.total(now), 0))
+                told[f"x-ratelimit-reset-{kind}"] = f"{window.reset_s(now):.3g}s"
+        return told
+
+    def _check_day(self, tokens: int) -> None:
+        limit, today = self._tenant.tokens_per_day, self._accounts.today(self._tenant)
+        if limit is None or today is None:
+            return
+        left = limit - today.tokens - self._account.reserved
+        if tokens > left:
+            raise OverloadedError(
+                f"this API key may take {limit} tokens a day, of which {max(left, 0)} are left; the request may take "
+                f"{tokens}, prompt and `max_tokens` together",
+                code="insufficient_quota",
+                retry_after_s=_DAY_S - self._accounts.wall_clock() % _DAY_S,
+            )
+
+
+def _exceeded(limit: str, wait_s: float) -> OverloadedError:
+    return OverloadedError(
+        f"this API key may have {limit}; try again in {max(wait_s, 1.0):.0f} seconds",
+        code="rate_limit_exceeded",
+        retry_after_s=wait_s,
+    )

@@ -1,0 +1,56 @@
+"""`serve-app usage`: the ledger's sums."""
+
+import json
+from dataclasses import replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from serve_app.cli import app
+from serve_app.tenants.ledger import Ledger, Spent
+
+SPENT = Spent("a", "tiny", "fp", "id", "chat", "completed", 10, 4, 7, 0.5)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    days = [datetime(2026, 11, day, tzinfo=UTC).timestamp() for day in (22, 23)]
+    for now in days:
+        ledger = Ledger(tmp_path, lambda now=now: now)  # type: ignore[misc]
+        for spent in (SPENT, replace(SPENT, key="b", output_tokens=1_000), replace(SPENT, outcome="cancelled")):
+            ledger.write(spent)
+    return tmp_path
+
+
+def rows(folder: Path, *words: str) -> list[dict[str, Any]]:
+    result = CliRunner().invoke(app, ["usage", str(folder), "--json", *words])
+    assert result.exit_code == 0, result.output
+    return [json.loads(line) for line in result.output.splitlines()]
+
+
+def test_sums_by_key_and_day(folder: Path) -> None:
+    both = ["--since", "2026-11-22", "--until", "2026-11-23"]
+    assert rows(folder, *both) == [
+        {"key": "a", "requests": 4, "prompt_tokens": 40, "cached_tokens": 16, "output_tokens": 28},
+        {"key": "b", "requests": 2, "prompt_tokens": 20, "cached_tokens": 8, "output_tokens": 2_000},
+    ]
+    by_day = rows(folder, *both, "--by", "day,outcome")
+    assert [(row["day"], row["outcome"], row["requests"]) for row in by_day] == [
+        ("2026-11-22", "cancelled", 1),
+        ("2026-11-22", "completed", 2),
+        ("2026-11-23", "cancelled", 1),
+        ("2026-11-23", "completed", 2),
+    ]
+    assert rows(folder, "--since", "2026-11-23", "--until", "2026-11-23", "--by", "model")[0]["requests"] == 3
+    assert rows(folder, "--since", "2020-01-01", "--until", "2020-01-02") == []
+
+
+def test_the_table_and_what_is_refused(folder: Path) -> None:
+    shown = CliRunner().invoke(app, ["usage", str(folder), "--since", "2026-11-22", "--until", "2026-11-23"])
+    assert "2,000" in shown.output
+    refused = CliRunner().invoke(app, ["usage", str(folder), "--by", "colour"])
+    assert refused.exit_code == 2
+    assert "'colour' is not one of" in refused.output

@@ -1,0 +1,147 @@
+"""The ledger: nothing that was written is lost, whoever else writes, whatever a crash left behind."""
+
+import logging
+import multiprocessing
+import os
+import signal
+from dataclasses import replace
+from datetime import UTC, date, datetime
+from pathlib import Path
+from typing import Any
+
+import orjson
+import pytest
+
+from serve_app.errors import ConfigError
+from serve_app.tenants.ledger import Ledger, Spent, Totals, ledger_file, read_ledger
+
+NOON = datetime(2026, 11, 23, 12, tzinfo=UTC).timestamp()
+DAY = date(2026, 11, 23)
+SPENT = Spent("team", "tiny", "fp", "req-1", "chat", "completed", 10, 4, 7, 0.123456)
+
+
+class Clock:
+    now = NOON
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def lines(folder: Path, day: date = DAY) -> list[dict[str, Any]]:
+    return [orjson.loads(line) for line in ledger_file(folder, day).read_bytes().splitlines()]
+
+
+def test_a_request_is_one_line_and_counts_today(tmp_path: Path) -> None:
+    ledger = Ledger(tmp_path / "new" / "folder", Clock())
+    ledger.write(SPENT)
+    ledger.write(replace(SPENT, key="", output_tokens=1))
+    ledger.sync()
+    first, second = lines(tmp_path / "new" / "folder")
+    assert first == {
+        "time": "2026-11-23T12:00:00.000+00:00",
+        "key": "team",
+        "model": "tiny",
+        "revision": "fp",
+        "request_id": "req-1",
+        "endpoint": "chat",
+        "outcome": "completed",
+        "prompt_tokens": 10,
+        "cached_tokens": 4,
+        "output_tokens": 7,
+        "seconds": 0.1235,
+    }
+    assert (ledger.today("team"), ledger.today("team").tokens) == (Totals(1, 10, 4, 7), 17)
+    assert (ledger.today(""), ledger.today("nobody")) == (Totals(1, 10, 4, 1), Totals())
+    assert second["key"] == ""
+    assert ledger_file(tmp_path / "new" / "folder", DAY).stat().st_mode & 0o777 == 0o600
+
+
+def test_a_day_has_a_file_and_sums_of_its_own(tmp_path: Path) -> None:
+    clock = Clock()
+    ledger = Ledger(tmp_path, clock)
+    ledger.write(SPENT)
+    clock.now += 12 * 3600
+    assert ledger.today("team") == Totals()
+    ledger.write(SPENT)
+    clock.now += 86_400
+    ledger.write(replace(SPENT, key="other"))
+    assert [len(lines(tmp_path, date(2026, 11, day))) for day in (23, 24, 25)] == [1, 1, 1]
+    assert (ledger.today("team").requests, ledger.today("other").requests) == (0, 1)
+    found = [(day.day, entry["key"]) for day, entry in read_ledger(tmp_path, date(2026, 11, 24), date(2026, 12, 1))]
+    assert found == [(24, "team"), (25, "other")]
+
+
+def test_a_restart_and_another_process_go_on_with_the_days_sums(tmp_path: Path) -> None:
+    first = Ledger(tmp_path, Clock())
+    first.write(SPENT)
+    second = Ledger(tmp_path, Clock())
+    assert second.today("team").requests == 1
+    first.write(SPENT)
+    second.write(SPENT)
+    assert first.today("team") == second.today("team") == Totals(3, 30, 12, 21)
+
+
+def test_half_a_line_harms_no_other(tmp_path: Path) -> None:
+    Ledger(tmp_path, Clock()).write(SPENT)
+    with ledger_file(tmp_path, DAY).open("ab") as file:
+        file.write(b'{"key":"team","prompt_to')
+    (tmp_path / "usage-notes.jsonl").write_text("no day's")
+    ledger = Ledger(tmp_path, Clock())
+    ledger.write(SPENT)
+    assert ledger.today("team").requests == 2
+    assert len(list(read_ledger(tmp_path, DAY, DAY))) == 2
+
+
+def write_for_ever(folder: Path, connection: Any) -> None:
+    ledger = Ledger(folder)
+    number = 0
+    while True:
+        number += 1
+        ledger.write(replace(SPENT, request_id=str(number)))
+        connection.send(number)
+
+
+def test_no_line_is_lost_when_the_process_is_killed(tmp_path: Path) -> None:
+    context = multiprocessing.get_context("spawn")
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=write_for_ever, args=(tmp_path, sender))
+    process.start()
+    sender.close()
+    while receiver.recv() < 500:
+        pass
+    assert process.pid is not None
+    os.kill(process.pid, signal.SIGKILL)
+    process.join(60)
+    last = 500
+    try:
+        while True:
+            last = receiver.recv()
+    except (EOFError, OSError):
+        receiver.close()
+    found = [entry["request_id"] for _, entry in read_ledger(tmp_path, date(2026, 1, 1), date(9999, 1, 1))]
+    assert found == [str(number) for number in range(1, len(found) + 1)]
+    assert last <= len(found) <= last + 1
+
+
+def test_what_cannot_be_written_counts_and_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    ledger = Ledger(tmp_path, Clock())
+    ledger.write(SPENT)
+    assert ledger.today("team").requests == 1
+    writable, ledger._file = ledger._file, os.open(ledger_file(tmp_path, DAY), os.O_RDONLY)
+    ledger.write(SPENT)
+    ledger.write(SPENT)
+    assert ledger.today("team").requests == 3, "limits hold without the file"
+    os.close(ledger._file)
+    ledger._file = writable
+    ledger.write(SPENT)
+    assert [(record.levelno, "cannot be written" in record.message) for record in caplog.records] == [
+        (logging.ERROR, True)
+    ]
+    assert ledger.today("team").requests == 4
+    assert len(list(read_ledger(tmp_path, DAY, DAY))) == 2
+
+
+def test_a_folder_that_cannot_be_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match=r"`ingress.ledger_folder`: .*file: "):
+        Ledger(tmp_path / "file")
