@@ -110,6 +110,10 @@ class IngressSettings(_Frozen):
     """YAML file of API keys (`serve-app keys`), watched; null = everybody may do everything."""
     allow_anonymous: bool = False
     """Serve requests without a key: beside a keys file, or without one beyond this machine."""
+    allowed_hosts: list[str] | None = None
+    """Names by which the server is called, without ports; null = loopback's own where it listens there, else any."""
+    allowed_origins: list[str] = []
+    """Origins of web pages, besides the console's own, that may send requests (`https://chat.example.org`)."""
     ledger_folder: str | None = Field(default=None, min_length=1)
     """Folder for what each key has used, one JSON line per request; null = none is kept."""
     share_prefixes: bool = False

@@ -7,11 +7,13 @@ from datetime import UTC, datetime
 from starlette.datastructures import Headers
 from starlette.types import Scope
 
+from serve_app.api.origins import Origins
 from serve_app.errors import AuthenticationError, PermissionDeniedError
 from serve_app.tenants.keys import KeyRing, hash_key
 from serve_app.tenants.tenant import ANONYMOUS, Tenant
 
-_PUBLIC = ("/", "/docs", "/health/live", "/health/ready")
+_HEALTH = ("/health/live", "/health/ready")
+_PUBLIC = ("/", "/docs", *_HEALTH)
 _PUBLIC_FILES = "/console/"
 _ADMIN = ("/metrics", "/debug")
 
@@ -20,7 +22,7 @@ INTERNAL = Tenant(name="(internal)")
 
 
 class Access:
-    """Knows the keys. Without any, everybody is `ANONYMOUS` and may do everything."""
+    """Knows the keys, and whose pages may send. Without keys, everybody is `ANONYMOUS` and may do everything."""
 
     def __init__(
         self,
@@ -28,8 +30,10 @@ class Access:
         *,
         allow_anonymous: bool = False,
         internal_key: str | None = None,
+        origins: Origins | None = None,
     ) -> None:
         """`keys` is asked at every request. `allow_anonymous`: who sends no key is served, as nobody in particular."""
+        self._origins = origins or Origins()
         self._keys = keys
         self._allow_anonymous = allow_anonymous
         self._internal = None if internal_key is None else hash_key(internal_key)
@@ -39,10 +43,12 @@ class Access:
 
         Whatever is not known to be public needs a key, routes that do not exist included.
         """
-        path = scope["path"].removeprefix(scope.get("root_path", ""))
+        path, headers = scope["path"].removeprefix(scope.get("root_path", "")), Headers(scope=scope)
+        if path not in _HEALTH:
+            self._origins.check(headers)
         if self._keys is None or scope["method"] == "OPTIONS" or path in _PUBLIC or path.startswith(_PUBLIC_FILES):
             return ANONYMOUS
-        key = key_of(Headers(scope=scope))
+        key = key_of(headers)
         admin_only = any(path == root or path.startswith(root + "/") for root in _ADMIN)
         if not key:
             if self._allow_anonymous and not admin_only:

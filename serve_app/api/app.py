@@ -1,11 +1,13 @@
 """The FastAPI application: its routes, and what runs around them."""
 
+from collections.abc import Sequence
 from importlib.metadata import version
 from typing import Any
 
 from fastapi import FastAPI, Request
 from pydantic.json_schema import models_json_schema
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 
 from serve_app.api.access import Access
@@ -34,11 +36,12 @@ def create_app(
     access: Access | None = None,
     share_prefixes: bool = False,
     accounts: Accounts | None = None,
+    cors_origins: Sequence[str] = (),
 ) -> FastAPI:
     """The whole HTTP API over `service`, until `drain` runs; `log` is told of every generation request.
 
     `access` says who may come in: without it, anybody. `share_prefixes`: tenants may find each other's prompts.
-    `accounts` hold what tenants may use and have used.
+    `accounts` hold what tenants may use and have used. `cors_origins`: browsers may show answers to these pages.
 
     No documentation pages: FastAPI's load their scripts from a CDN.
     """
@@ -46,6 +49,14 @@ def create_app(
     drain, accounts = drain or Drain(), accounts or Accounts()
     context = ApiContext(service, admission, limits, observer, drain, log, accounts, share_prefixes)
     app.add_middleware(RequestGuard, limits=limits, observer=observer, access=access or Access())
+    if cors_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=list(cors_origins),
+            allow_methods=["GET", "POST"],
+            allow_headers=["*"],
+            expose_headers=["x-request-id", "retry-after"],
+        )
     app.add_exception_handler(HTTPException, http_exception_handler)
     _add_generation(app, context)
     _add_models(app, context)

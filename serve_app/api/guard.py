@@ -14,6 +14,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from serve_app.api.access import Access
 from serve_app.api.errors import error_response, internal_error, plain_error_response
 from serve_app.api.limits import ApiLimits
+from serve_app.api.origins import is_from_browser
 from serve_app.api.request_events import RequestObserver
 from serve_app.api.uploads import Uploads
 from serve_app.errors import (
@@ -98,7 +99,9 @@ class RequestGuard:
     def _check_headers(self, headers: Headers) -> None:
         if headers.get("content-encoding", "identity").lower() != "identity":
             raise UnsupportedMediaTypeError("compressed bodies are not read; send plain JSON")
-        kind = headers.get("content-type", "application/json").partition(";")[0].strip().lower()
+        # Without a type, a page may send it to any server without asking that server first.
+        assumed = "" if is_from_browser(headers) else "application/json"
+        kind = headers.get("content-type", assumed).partition(";")[0].strip().lower()
         if not _JSON_TYPE.fullmatch(kind):
             raise UnsupportedMediaTypeError("the body must be JSON: set the header Content-Type: application/json")
         length = headers.get("content-length")

@@ -4,9 +4,11 @@ import asyncio
 import ipaddress
 import itertools
 import logging
+from collections.abc import Sequence
 from pathlib import Path
 
 from serve_app.api.access import Access
+from serve_app.api.origins import Origins
 from serve_app.errors import ConfigError
 from serve_app.settings import IngressSettings, internal_key_file
 from serve_app.tenants.accounts import Accounts
@@ -16,6 +18,7 @@ from serve_app.tenants.ledger import Ledger
 
 logger = logging.getLogger(__name__)
 
+_LOOPBACK_NAMES = ("127.0.0.1", "localhost", "[::1]")
 _REFRESH_S = 1.0
 _SYNC_EVERY = 20
 """Looks at the keys file between two times that the ledger is put on the disk."""
@@ -43,7 +46,8 @@ class Doors:
         check_doors(ingress, host)
         self._ledger = None if ingress.ledger_folder is None else Ledger(Path(ingress.ledger_folder))
         self.accounts = Accounts(self._ledger)
-        self.access = Access()
+        origins = Origins(_hosts(ingress, host), ingress.allowed_origins)
+        self.access = Access(origins=origins)
         self._file: WatchedKeyFile | None = None
         if ingress.keys_file is not None:
             self._file = file = _watch_keys(ingress)
@@ -52,6 +56,7 @@ class Doors:
                 lambda: file.ring,
                 allow_anonymous=ingress.allow_anonymous,
                 internal_key=None if internal is None else Path(internal).read_text(),
+                origins=origins,
             )
         elif not _is_loopback(host):
             logger.warning("everybody who reaches %s may use this server: there is no `ingress.keys_file`", host)
@@ -72,6 +77,12 @@ def _watch_keys(ingress: IngressSettings) -> WatchedKeyFile:
 
     assert ingress.keys_file is not None
     return WatchedKeyFile(Path(ingress.keys_file), check)
+
+
+def _hosts(ingress: IngressSettings, host: str) -> Sequence[str] | None:
+    if ingress.allowed_hosts is not None or not _is_loopback(host):
+        return ingress.allowed_hosts
+    return (*_LOOPBACK_NAMES, host)
 
 
 def _is_loopback(host: str) -> bool:

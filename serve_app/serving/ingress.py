@@ -245,6 +245,7 @@ class Ingress:
             access=self._doors.access,
             share_prefixes=ingress.share_prefixes,
             accounts=self._doors.accounts,
+            cors_origins=ingress.allowed_origins,
         )
         held = {
             "unread_outputs": self._service.unread_outputs(),

@@ -98,6 +98,12 @@ def test_metrics_and_debug_want_an_admins_key(keyed: Keyed) -> None:
         assert [keyed.get(path, name).status_code for name in ("a", "admin")] == [403, 200]
 
 
+def test_a_name_that_was_made_to_lead_here_is_not_answered(keyed: Keyed) -> None:
+    for name, wanted in (("localhost", 200), ("evil.example", 403)):
+        headers = keyed.headers("a") | {"host": name}
+        assert httpx.get(f"{keyed.server.url}/v1/models", headers=headers).status_code == wanted
+
+
 def test_one_tenants_prompts_are_not_found_by_another(keyed: Keyed) -> None:
     def cached(name: str) -> int:
         return int(keyed.complete(name).json()["usage"]["prompt_tokens_details"]["cached_tokens"])
