@@ -1,6 +1,8 @@
 """A real server with a keys file: who comes in, what changes while it runs, and where no key may ever stand."""
 
+import json
 import re
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -134,17 +136,24 @@ def test_the_ledger_is_what_usage_said_whatever_is_killed(keyed: Keyed) -> None:
     keyed.add("billed", tokens_per_day=1_000_000)
     wait_for(lambda: keyed.get("/v1/usage", "billed").status_code == 200, "the new key")
     told: list[dict[str, Any]] = []
+    begun = threading.Semaphore(0)
 
     def ask(number: int) -> None:
-        fields = {"prompt": f"{number} {PROMPT}", "max_tokens": 100 + number}
-        answer = keyed.complete("billed", **fields)
-        assert answer.status_code == 200, answer.text
-        told.append(answer.json()["usage"])
+        body = {"prompt": str(number), "max_tokens": 400 + number, "ignore_eos": True, "stream": True}
+        body["stream_options"] = {"include_usage": True}
+        url, headers = f"{keyed.server.url}/v1/completions", keyed.headers("billed")
+        with httpx.stream("POST", url, json=body, headers=headers, timeout=150) as answer:
+            lines = (line for line in answer.iter_lines() if line)
+            first = next(lines)
+            begun.release()
+            *_, usage, done = [first, *lines]
+        assert done == "data: [DONE]"
+        told.append(json.loads(usage.removeprefix("data: "))["usage"])
 
     with ThreadPoolExecutor(max_workers=4) as pool:
         for first in (0, 4):
             asked = [pool.submit(ask, number) for number in range(first, first + 4)]
-            wait_for(lambda: keyed.get("/v1/usage", "billed").json()["sequences"] > 0, "streams")
+            assert all(begun.acquire(timeout=120) for _ in asked)
             for replica in keyed.server.running("EngineReplica"):
                 replica.kill()
             for one in asked:

@@ -18,7 +18,10 @@ pytestmark = pytest.mark.cluster
 # More than Ray's places and its line together, so that without bounds nobody else gets a turn.
 CONNECTIONS = 1800
 ELSEWHERE = "127.0.0.2"
-HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: 40000\r\n\r\n"
+HEAD = (
+    b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
+    b"Content-Type: application/json\r\nContent-Length: 40000\r\n\r\n"
+)
 OPENINGS = {
     "nothing": b"",
     "half a header": HEAD[:30],
