@@ -162,12 +162,14 @@ class GenerationResponse(Response):
             check_tenant(tenant, self._context.service.model.name)
             caller = caller_of(tenant, job.body, deadline)
             n = job.body.n or 1
+            told = self._request.state.response_headers
+            told.update(charge.headers())
             charge.begin(job.num_prompts * n)
             tickets = self._context.admission.reserve(job.num_prompts, n, caller)
             try:
                 requests = [self._context.separate(request, tenant) for request in await job.engine_requests()]
                 charge.reserve(sum(_most_tokens(request) for request in requests))
-                self._request.state.response_headers.update(charge.headers())
+                told.update(charge.headers())
                 contexts = [RequestContext(deadline, session) for _ in requests]
                 tracker.generates(requests, contexts)
                 generation = Generation(self._context.service, requests, contexts, job.stop, tracker)

@@ -131,6 +131,7 @@ async def test_headers_tell_what_is_left_and_a_refusal_when_to_come_back(server:
     assert (refused.status_code, refused.json()["error"]["code"]) == (429, "rate_limit_exceeded")
     assert refused.json()["error"]["type"] == "rate_limit_error"
     assert 1 <= int(refused.headers["retry-after"]) <= 61
+    assert int(refused.headers["x-ratelimit-remaining-tokens"]) < 93
     assert server.observer.refusals == ["rate_limit_exceeded"]
     assert (server.queue.ongoing, server.queue.queued) == (0, 0)
     never = await server.ask("minute", max_tokens=98)
