@@ -148,5 +148,24 @@ SATURATION: Row = (
         ),
     ],
 )
+KEYS: Row = (
+    "API keys",
+    [
+        lines(
+            "Tokens by key",
+            "Per second, prompts and outputs, as the ledger counts them",
+            "none",
+            (total_rate("serve_app_key_tokens_total", 'kind=~"prompt|output"', by="key"), "{{key}}"),
+            stacked=True,
+        ),
+        lines(
+            "Requests by key",
+            "By how they ended",
+            "reqps",
+            (total_rate("serve_app_key_requests_total", by="key, outcome"), "{{key}}, {{outcome}}"),
+            stacked=True,
+        ),
+    ],
+)
 
-ROWS = (NOW, USERS, LATENCY, ERRORS, SATURATION)
+ROWS = (NOW, USERS, LATENCY, ERRORS, SATURATION, KEYS)
