@@ -8,6 +8,7 @@ import json
 import resource
 import subprocess
 import sys
+import threading
 from collections.abc import Mapping
 
 import jinja2
@@ -32,8 +33,6 @@ def check_chat_template(template: str | None, special_tokens: Mapping[str, str])
         assert process.stdout is not None
         try:
             reason = _ask(process, request)
-        except subprocess.TimeoutExpired:
-            reason = f"did not render a plain message within {RENDER_TIMEOUT_S:g} seconds"
         finally:
             process.kill()
     if reason is not None:
@@ -46,7 +45,16 @@ def _ask(process: "subprocess.Popen[str]", request: str) -> str | None:
     process.stdin.write(request + "\n")
     process.stdin.flush()
     process.stdout.readline()
-    output, _ = process.communicate(timeout=RENDER_TIMEOUT_S)
+    # Not `communicate`: it does not see what `readline` has read beyond its line.
+    ending = threading.Timer(RENDER_TIMEOUT_S, process.kill)
+    ending.start()
+    try:
+        output = process.stdout.read()
+        process.wait()
+        if not ending.is_alive():
+            return f"did not render a plain message within {RENDER_TIMEOUT_S:g} seconds"
+    finally:
+        ending.cancel()
     if not output:
         return f"ended the process that rendered it (status {process.returncode})"
     reason: str | None = json.loads(output)
