@@ -94,6 +94,15 @@ def choice(answers: Sequence[str], *, param: str = "structured_outputs") -> str:
     return lark(f"start: {alternatives}", param=param)
 
 
+def compose(rules: str, parts: Mapping[str, str], *, param: str) -> str:
+    """One grammar from `rules` (Lark) that refer to other grammars of this module as `@name`."""
+    grammars: list[dict[str, Any]] = [{"name": "main", "lark_grammar": rules}]
+    for name, text in parts.items():
+        part = json.loads(text)["grammars"][0] if text.startswith("{") else {"lark_grammar": text}
+        grammars.append({**part, "name": name})
+    return _checked(json.dumps({"grammars": grammars}, ensure_ascii=False), param)
+
+
 class Matcher:
     """Follows one output through a grammar. Not thread-safe."""
 

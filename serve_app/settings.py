@@ -132,6 +132,8 @@ class IngressSettings(_Frozen):
     """Seconds that a request whose replica is gone waits while there is no other replica."""
     drain_timeout_s: float = Field(default=60.0, ge=0, le=86_400)
     """Seconds after a signal to stop until requests that still run are ended with an error."""
+    tools: Literal["auto", "hermes"] = "auto"
+    """Form of tool calls: `auto` = the chat template's; `hermes` = Hermes', which a system prompt tells the model."""
     otlp_endpoint: str | None = Field(default=None, pattern=r"https?://.+")
     """OpenTelemetry collector for a span of every request, OTLP over HTTP (`http://127.0.0.1:4318`)."""
 

@@ -89,6 +89,7 @@ def test_the_default_config_shows_the_defaults_and_stays_at_home() -> None:
     assert config["http_options"] == {"host": "127.0.0.1", "port": 8000}
     args = config["applications"][0]["args"]
     assert args["engine"].pop("kv_cache_gib") == 1.0
+    assert args["ingress"].pop("tools") == "hermes"
     assert Settings.model_validate(args) == Settings.model_validate({})
 
 

@@ -12,6 +12,7 @@ from starlette.responses import Response
 
 from serve_app.api.access import Access
 from serve_app.api.admission import AsyncAdmissionQueue
+from serve_app.api.body import Body
 from serve_app.api.chat import ChatJob
 from serve_app.api.completions import CompletionJob
 from serve_app.api.drain import Drain
@@ -21,7 +22,7 @@ from serve_app.api.guard import RequestGuard
 from serve_app.api.limits import ApiLimits
 from serve_app.api.prepare import check_model, check_tenant, decode_ids, encode_messages, encode_prompt
 from serve_app.api.request_events import RequestLog, RequestObserver
-from serve_app.api.schemas import Body, ChatBody, CompletionBody, DetokenizeBody, TokenizeBody, parse_body
+from serve_app.api.schemas import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody, parse_body
 from serve_app.api.service import Service
 from serve_app.tenants.accounts import Accounts
 

@@ -1,6 +1,9 @@
 """POST /v1/chat/completions: messages in, OpenAI's chat formats out."""
 
-from collections.abc import Sequence
+import hashlib
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import orjson
@@ -18,9 +21,13 @@ from serve_app.api.prepare import (
 )
 from serve_app.api.schemas import ChatBody, parse_body
 from serve_app.api.sse import ChunkTemplate, ChunkUsage
+from serve_app.api.template import CallableTools, template_variables
 from serve_app.core.request import EngineRequest
+from serve_app.text.message_parser import Kind, MessageParser, Part
 from serve_app.text.stream import TextPiece, TokenText
+from serve_app.text.tool_format import Thinking
 
+_FIELDS = {Kind.CONTENT: "content", Kind.REASONING: "reasoning_content"}
 LOWEST_LOGPROB = -9999.0
 """What OpenAI sends for a token that is all but impossible; JSON has no infinity."""
 
@@ -38,17 +45,25 @@ class ChatJob:
         check_model(self.body.model, self._card)
         check_sequences(1, self.body, context.limits)
         self.stream = bool(self.body.stream)
-        self.stop = stop_config(self.body)
+        self._tokenizer = context.service.tokenizer
+        self._called = CallableTools.of(self.body, self._tokenizer)
+        self._thinking: Thinking | None = None
+        self._request_id = ""
+        self.stop = replace(stop_config(self.body), markers=self._markers())
 
     async def engine_requests(self) -> list[EngineRequest]:
         """Render, tokenize, validate."""
         body = self.body
-        token_ids = await encode_messages(self._context.service.tokenizer, body.messages, self._card)
+        tools = body.tools or () if self._called is not None else ()
+        variables = template_variables(body, self._tokenizer)
+        token_ids = await encode_messages(self._tokenizer, body.messages, self._card, tools, variables)
+        self._thinking = self._tokenizer.thinking_after(token_ids)
         asked = ("max_tokens", body.max_tokens)
         if body.max_completion_tokens is not None:
             asked = ("max_completion_tokens", body.max_completion_tokens)
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
-        grammar = await grammar_of(body, self._context.service.tokenizer)
+        calls = None if self._called is None else self._called.calls
+        grammar = await grammar_of(body, self._tokenizer, calls, self._thinking)
         request = engine_request(
             body,
             token_ids,
@@ -59,16 +74,34 @@ class ChatJob:
             max_logprobs=self._context.limits.max_logprobs,
             grammar=grammar,
         )
+        self._request_id = request.request_id
         return [request]
 
     def wire(self, generation: Generation) -> "ChatWire":
         """The answer's formats."""
         head = answer_head("chatcmpl", "chat.completion.chunk" if self.stream else "chat.completion", self._card)
-        return ChatWire(head, with_logprobs=bool(self.body.logprobs), usage=chunk_usage(self.body, generation))
+        usage = chunk_usage(self.body, generation)
+        with_logprobs = bool(self.body.logprobs)
+        if self._called is None and self._thinking is None:
+            return ChatWire(head, with_logprobs=with_logprobs, usage=usage)
+        return MessageWire(head, self._parser, self._request_id, with_logprobs=with_logprobs, usage=usage)
+
+    def _parser(self) -> MessageParser:
+        if self._called is None:
+            return MessageParser(None, {}, self._thinking)
+        return MessageParser(self._called.calls.form, self._called.parameters, self._thinking)
+
+    def _markers(self) -> str:
+        """Texts that the parser looks for."""
+        reasoning = self._tokenizer.reasoning
+        markers = [] if reasoning is None else [reasoning.open, reasoning.close]
+        return "\n".join(markers if self._called is None else [*markers, self._called.calls.form.markers])
 
 
 class ChatWire:
-    """OpenAI's `chat.completion` and `chat.completion.chunk`."""
+    """OpenAI's `chat.completion` and `chat.completion.chunk`, of text alone."""
+
+    first_delta = b'"delta":{"role":"assistant","content":""}'
 
     def __init__(self, head: dict[str, Any], *, with_logprobs: bool, usage: ChunkUsage) -> None:
         self._head = head
@@ -77,15 +110,28 @@ class ChatWire:
 
     def start(self, index: int) -> bytes:
         """The chunk that says who speaks."""
-        return self._template.chunk(index, b'"delta":{"role":"assistant","content":""}', None, None)
+        return self._template.chunk(index, self.first_delta, None, None)
 
     def chunk(self, index: int, piece: TextPiece) -> bytes:
-        """A delta of content, the finish reason, or both."""
+        """What a choice gained, the finish reason, or both."""
         if not (piece.text or piece.logprobs or piece.finish_reason):
             return b""
-        delta = b'"delta":{"content":%b}' % orjson.dumps(piece.text) if piece.text else b'"delta":{}'
+        deltas = self.deltas(index, piece) or [b"{}"]
         logprobs = _content([_entry(t) for t in piece.logprobs]) if self._with_logprobs and piece.logprobs else None
-        return self._template.chunk(index, delta, logprobs, piece.finish_reason)
+        reason = self.finish_reason(index, piece.finish_reason)
+        if len(deltas) == 1:
+            return self._template.chunk(index, b'"delta":%b' % deltas[0], logprobs, reason)
+        chunks = [self._template.chunk(index, b'"delta":%b' % delta, None, None) for delta in deltas[1:-1]]
+        first = self._template.chunk(index, b'"delta":%b' % deltas[0], logprobs, None)
+        return b"".join([first, *chunks, self._template.chunk(index, b'"delta":%b' % deltas[-1], None, reason)])
+
+    def deltas(self, index: int, piece: TextPiece) -> list[bytes]:
+        """The piece's text as deltas of the message."""
+        return [b'{"content":%b}' % orjson.dumps(piece.text)] if piece.text else []
+
+    def finish_reason(self, index: int, reason: str | None) -> str | None:
+        """OpenAI's word for it."""
+        return reason
 
     def usage(self, usage: dict[str, Any]) -> bytes:
         """The usage event."""
@@ -95,21 +141,83 @@ class ChatWire:
         """One entry of `content`."""
         return orjson.Fragment(orjson.dumps(_entry(token)))
 
+    def message(self, choice: Choice) -> tuple[dict[str, Any], str]:
+        """(message, finish reason) of a whole choice."""
+        return {"role": "assistant", "content": choice.text, "refusal": None}, choice.finish_reason
+
     def whole(self, choices: Sequence[Choice], usage: dict[str, Any]) -> dict[str, Any]:
         """A `chat.completion`."""
+        return {**self._head, "choices": [self._whole_choice(choice) for choice in choices], "usage": usage}
+
+    def _whole_choice(self, choice: Choice) -> dict[str, Any]:
+        message, finish_reason = self.message(choice)
         return {
-            **self._head,
-            "choices": [
-                {
-                    "index": choice.index,
-                    "message": {"role": "assistant", "content": choice.text, "refusal": None},
-                    "logprobs": _content(choice.logprobs) if self._with_logprobs else None,
-                    "finish_reason": choice.finish_reason,
-                }
-                for choice in choices
-            ],
-            "usage": usage,
+            "index": choice.index,
+            "message": message,
+            "logprobs": _content(choice.logprobs) if self._with_logprobs else None,
+            "finish_reason": finish_reason,
         }
+
+
+class MessageWire(ChatWire):
+    """The same for messages that may hold reasoning and calls of tools."""
+
+    first_delta = b'"delta":{"role":"assistant","content":null}'
+
+    def __init__(
+        self,
+        head: dict[str, Any],
+        parser: Callable[[], MessageParser],
+        request_id: str,
+        *,
+        with_logprobs: bool,
+        usage: ChunkUsage,
+    ) -> None:
+        """parser: makes one for a choice. request_id: names the calls, so that they are named alike wherever told."""
+        super().__init__(head, with_logprobs=with_logprobs, usage=usage)
+        self._parsers = defaultdict[int, MessageParser](parser)
+        self._request_id = request_id
+
+    def deltas(self, index: int, piece: TextPiece) -> list[bytes]:
+        """The piece's text as deltas of the message, one per part of it."""
+        return [orjson.dumps(self._delta(index, part)) for part in self._parts(index, piece.text, piece.finish_reason)]
+
+    def finish_reason(self, index: int, reason: str | None) -> str | None:
+        """An answer that ended by itself with calls ended for them."""
+        return "tool_calls" if reason == "stop" and self._parsers[index].num_calls else reason
+
+    def message(self, choice: Choice) -> tuple[dict[str, Any], str]:
+        """(message, finish reason): what the deltas of a stream add up to."""
+        message: dict[str, Any] = {"role": "assistant", "content": None, "refusal": None}
+        calls: list[dict[str, Any]] = []
+        for part in self._parts(choice.index, choice.text, choice.finish_reason):
+            if part.kind is Kind.CALL:
+                calls.append(self._call(choice.index, part))
+            elif part.kind is Kind.ARGUMENTS:
+                calls[part.call]["function"]["arguments"] += part.text
+            else:
+                message[_FIELDS[part.kind]] = (message.get(_FIELDS[part.kind]) or "") + part.text
+        if calls:
+            message["tool_calls"] = calls
+        elif message["content"] is None:
+            message["content"] = ""
+        return message, self.finish_reason(choice.index, choice.finish_reason) or ""
+
+    def _parts(self, index: int, text: str, finish_reason: str | None) -> list[Part]:
+        parser = self._parsers[index]
+        parts = parser.feed(text)
+        return parts if finish_reason is None else parts + parser.finish()
+
+    def _delta(self, index: int, part: Part) -> dict[str, Any]:
+        if part.kind is Kind.CALL:
+            return {"tool_calls": [{"index": part.call, **self._call(index, part)}]}
+        if part.kind is Kind.ARGUMENTS:
+            return {"tool_calls": [{"index": part.call, "function": {"arguments": part.text}}]}
+        return {_FIELDS[part.kind]: part.text}
+
+    def _call(self, index: int, part: Part) -> dict[str, Any]:
+        digest = hashlib.sha256(f"{self._request_id} {index} {part.call}".encode()).hexdigest()
+        return {"id": f"call_{digest[:24]}", "type": "function", "function": {"name": part.text, "arguments": ""}}
 
 
 def _content(entries: Sequence[Any]) -> dict[str, Any]:

@@ -10,18 +10,23 @@ from serve_app import grammars
 from serve_app.api.schemas import ChatBody, GenerationBody, ResponseFormat, StructuredOutputs
 from serve_app.errors import InvalidRequestError
 from serve_app.text.tokenizer import Tokenizer
+from serve_app.text.tool_format import Thinking
+from serve_app.text.tool_grammar import Calls, message_grammar
 
 
-async def grammar_of(body: GenerationBody, tokenizer: Tokenizer) -> str | None:
+async def grammar_of(
+    body: GenerationBody, tokenizer: Tokenizer, calls: Calls | None = None, thinking: Thinking | None = None
+) -> str | None:
     """The grammar that the answer must follow; None if it may be anything.
 
-    Raises `InvalidRequestError` naming the field, the keyword and its path, for what cannot be enforced.
+    `calls` may stand in its place, `thinking` before it. Raises `InvalidRequestError` naming the field, the keyword and
+    its path, for what cannot be enforced.
     """
     build = _builder(body)
-    if build is None:
+    if build is None and calls is None:
         return None
     # Beside the event loop: it takes about a millisecond, and up to half a second for the worst of grammars.
-    return await asyncio.to_thread(_build, build, tokenizer)
+    return await asyncio.to_thread(_build, build, tokenizer, calls, thinking)
 
 
 def _builder(body: GenerationBody) -> partial[str] | None:
@@ -36,8 +41,12 @@ def _builder(body: GenerationBody) -> partial[str] | None:
     return None if body.structured_outputs is None else partial(_structured_outputs, body.structured_outputs)
 
 
-def _build(build: partial[str], tokenizer: Tokenizer) -> str:
-    text = build()
+def _build(build: partial[str] | None, tokenizer: Tokenizer, calls: Calls | None, thinking: Thinking | None) -> str:
+    answer = None if build is None else build()
+    if calls is None and thinking is None and answer is not None:
+        text = answer
+    else:
+        text = message_grammar(calls, answer, thinking, tokenizer.special_ids)
     tokenizer.grammars.matcher(text)  # finds what only the first mask shows
     return text
 

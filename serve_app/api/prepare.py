@@ -4,14 +4,18 @@ import asyncio
 import secrets
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, TypeVar
 
+import orjson
+
 from serve_app.api.limits import ApiLimits
-from serve_app.api.schemas import GenerationBody, Message
+from serve_app.api.messages import Message
+from serve_app.api.schemas import GenerationBody
 from serve_app.api.service import ModelCard
+from serve_app.api.tools import Tool
 from serve_app.core.request import EngineRequest
 from serve_app.core.sampling_params import SamplingParams
 from serve_app.errors import ContextLengthError, InvalidRequestError, ModelNotFoundError, OverloadedError
@@ -60,12 +64,23 @@ async def encode_prompt(
     return await off_loop(partial(tokenizer.encode, text, add_special_tokens=add_special_tokens), len(text))
 
 
-async def encode_messages(tokenizer: Tokenizer, messages: Sequence[Message], card: ModelCard) -> list[int]:
+async def encode_messages(
+    tokenizer: Tokenizer,
+    messages: Sequence[Message],
+    card: ModelCard,
+    tools: Sequence[Tool] = (),
+    variables: Mapping[str, Any] | None = None,
+) -> list[int]:
     """Ids of a chat; errors as `encode_prompt` and `Tokenizer.apply_chat_template`."""
     plain = [message.for_template() for message in messages]
-    text = "".join(message["content"] for message in plain)
+    given = [tool.for_template() for tool in tools]
+    # What is not content stands in the prompt as JSON or nearly so.
+    others = [orjson.dumps(given).decode()] if given else []
+    others += [orjson.dumps(message["tool_calls"]).decode() for message in plain if "tool_calls" in message]
+    text = "".join([message["content"] for message in plain] + others)
     await _check_size(tokenizer, text, card, "messages")
-    return await off_loop(partial(tokenizer.apply_chat_template, plain), len(text) + _MESSAGE * len(plain))
+    work = partial(tokenizer.apply_chat_template, plain, given, variables)
+    return await off_loop(work, len(text) + _MESSAGE * len(plain))
 
 
 async def decode_ids(tokenizer: Tokenizer, token_ids: list[int], card: ModelCard) -> str:

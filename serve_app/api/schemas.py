@@ -7,65 +7,46 @@ parameters are checked once, in `SamplingParams`.
 from collections.abc import Callable
 from typing import Annotated, Any, Literal, Self, TypeVar
 
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    ValidationError,
-    create_model,
-    model_validator,
-)
+from pydantic import AfterValidator, BeforeValidator, Field, ValidationError, create_model, model_validator
 from pydantic_core import PydanticCustomError, from_json
 
+from serve_app.api.body import SHOWN, Body, only, refusal
+from serve_app.api.messages import MAX_MESSAGES, Message, check_parts
+from serve_app.api.tools import Tool, check_tool_choice, check_tools
 from serve_app.core.sampling_params import MAX_LOGIT_BIAS, MAX_TOP_LOGPROBS, SamplingParams
 from serve_app.errors import InvalidRequestError
 
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARS = 256
-MAX_MESSAGES = 4096
-MAX_CONTENT_PARTS = 4096
 MAX_METADATA = 16
-
-_SHOWN = 64
-
-
-def _refusal(message: str) -> PydanticCustomError:
-    # Braces are the template syntax of pydantic's custom errors.
-    return PydanticCustomError("refused", "{message}", {"message": message})
-
-
-def _only(*allowed: object) -> AfterValidator:
-    """For a field the server does not implement: null and the values that change nothing pass."""
-
-    def check(value: object) -> object:
-        if value is None or any(type(value) is type(good) and value == good for good in allowed):
-            return value
-        raise _refusal("is not supported by this server; leave it out")
-
-    return AfterValidator(check)
 
 
 def _check_stop(value: object) -> tuple[str, ...]:
     stops = [value] if isinstance(value, str) else value
     if not isinstance(stops, list | tuple) or len(stops) > MAX_STOP_STRINGS:
-        raise _refusal(f"must be a string or a list of at most {MAX_STOP_STRINGS} strings")
+        raise refusal(f"must be a string or a list of at most {MAX_STOP_STRINGS} strings")
     for stop in stops:
         if not isinstance(stop, str) or not 0 < len(stop) <= MAX_STOP_CHARS:
-            raise _refusal(f"must hold strings of 1 to {MAX_STOP_CHARS} characters")
+            raise refusal(f"must hold strings of 1 to {MAX_STOP_CHARS} characters")
     return tuple(stops)
 
 
 def _check_logit_bias(value: object) -> tuple[tuple[int, float], ...]:
     if not isinstance(value, dict) or len(value) > MAX_LOGIT_BIAS:
-        raise _refusal(f"must be an object of at most {MAX_LOGIT_BIAS} token ids and their biases")
+        raise refusal(f"must be an object of at most {MAX_LOGIT_BIAS} token ids and their biases")
     for key, bias in value.items():
         if not (isinstance(key, str) and key.isascii() and key.isdigit() and len(key) < 10):
-            raise _refusal("must have token ids as its keys")
+            raise refusal("must have token ids as its keys")
         if isinstance(bias, bool) or not isinstance(bias, int | float):
-            raise _refusal("must have numbers as its values")
+            raise refusal("must have numbers as its values")
     return tuple((int(key), float(bias)) for key, bias in value.items())
+
+
+def _check_template_kwargs(value: dict[str, Any] | None) -> dict[str, Any] | None:
+    for given in (value or {}).values():
+        if not isinstance(given, bool | int) and not (isinstance(given, str) and len(given) <= MAX_STOP_CHARS):
+            raise refusal(f"must have truth values, integers or texts of at most {MAX_STOP_CHARS} characters in it")
+    return value
 
 
 def _is_ids(value: object) -> bool:
@@ -83,54 +64,7 @@ def _check_prompt(value: object) -> list[str] | list[list[int]]:
             return [value]
         if all(_is_ids(item) for item in value):
             return value
-    raise _refusal("must be a string, a list of strings, a list of token ids, or a list of such lists")
-
-
-def _check_parts(value: object) -> object:
-    """Bound the parts of all messages together before any of them is looked at."""
-    if isinstance(value, list) and len(value) <= MAX_MESSAGES:
-        contents = (message.get("content") for message in value if isinstance(message, dict))
-        if sum(len(content) for content in contents if isinstance(content, list)) > MAX_CONTENT_PARTS:
-            raise _refusal(f"may hold at most {MAX_CONTENT_PARTS} parts in all")
-    return value
-
-
-def _check_content(value: object) -> str:
-    """Text of a message; text parts are joined by newlines."""
-    if isinstance(value, str):
-        return value
-    if not isinstance(value, list) or not value:
-        raise _refusal("must be a string or a list of text parts")
-    texts = []
-    for i, part in enumerate(value):
-        kind = part.get("type") if isinstance(part, dict) else None
-        if isinstance(kind, str) and kind != "text":
-            raise _refusal(f"part {i}: the model reads text only, not {kind[:_SHOWN]!r}")
-        if not isinstance(part, dict) or kind is None or set(part) != {"type", "text"}:
-            raise _refusal(f'part {i} must be {{"type": "text", "text": ...}}')
-        if not isinstance(part["text"], str):
-            raise _refusal(f"part {i}: `text` must be a string")
-        texts.append(part["text"])
-    return "\n".join(texts)
-
-
-class Body(BaseModel):
-    """Base of all bodies and their parts."""
-
-    model_config = ConfigDict(strict=True, frozen=True, allow_inf_nan=False)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _refuse_unknown(cls, data: object) -> object:
-        # Done here and not with extra="forbid", which collects one error for each of a million fields.
-        if isinstance(data, dict):
-            known = {field.alias or name for name, field in cls.model_fields.items()}
-            for name in data:
-                if name not in known:
-                    raise PydanticCustomError(
-                        "unknown_field", "is not a field this server knows", {"name": str(name)[:_SHOWN]}
-                    )
-        return data
+    raise refusal("must be a string, a list of strings, a list of token ids, or a list of such lists")
 
 
 class StreamOptions(Body):
@@ -139,7 +73,7 @@ class StreamOptions(Body):
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
     """With `include_usage`: every chunk tells the tokens so far, as an event may bring several."""
-    include_obfuscation: Annotated[Any, _only(False)] = None
+    include_obfuscation: Annotated[Any, only(False)] = None
 
 
 class JsonSchemaFormat(Body):
@@ -179,7 +113,7 @@ class StructuredOutputs(Body):
         values = (self.json_, self.json_object, self.regex, self.choice, self.grammar)
         given = [value for value in values if value not in (None, False)]
         if len(given) != 1:
-            raise _refusal("must hold exactly one of json, json_object, regex, choice and grammar")
+            raise refusal("must hold exactly one of json, json_object, regex, choice and grammar")
         return self
 
 
@@ -231,30 +165,11 @@ class GenerationBody(SamplingFields):
         return options is not None and bool(options.include_usage and options.continuous_usage_stats)
 
 
-class Message(Body):
-    """One chat message. Fields of answers that clients send back (nulls, empty lists) are accepted."""
-
-    role: Literal["system", "developer", "user", "assistant"]
-    content: Annotated[Any, AfterValidator(_check_content)]
-    name: Annotated[str | None, Field(max_length=512)] = None
-    refusal: Annotated[Any, _only()] = None
-    annotations: Annotated[Any, _only([])] = None
-    audio: Annotated[Any, _only()] = None
-    function_call: Annotated[Any, _only()] = None
-    tool_calls: Annotated[Any, _only([])] = None
-    reasoning_content: Annotated[Any, _only()] = None
-
-    def for_template(self) -> dict[str, Any]:
-        """What chat templates expect; `developer` is the newer name of `system`."""
-        message = {"role": "system" if self.role == "developer" else self.role, "content": self.content}
-        return message if self.name is None else {**message, "name": self.name}
-
-
 class ChatBody(GenerationBody):
     """POST /v1/chat/completions."""
 
     messages: Annotated[
-        list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True), BeforeValidator(_check_parts)
+        list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True), BeforeValidator(check_parts)
     ]
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
@@ -265,23 +180,23 @@ class ChatBody(GenerationBody):
     parallel_tool_calls: bool | None = None
     prompt_cache_key: Annotated[str | None, Field(max_length=512)] = None
     safety_identifier: Annotated[str | None, Field(max_length=512)] = None
-    service_tier: Annotated[Any, _only("auto", "default")] = None
+    service_tier: Annotated[Any, only("auto", "default")] = None
     response_format: ResponseFormat | None = None
-    modalities: Annotated[Any, _only(["text"])] = None
-    reasoning_effort: Annotated[Any, _only("none")] = None
-    verbosity: Annotated[Any, _only("medium")] = None
-    tools: Annotated[Any, _only([])] = None
-    tool_choice: Annotated[Any, _only("none", "auto")] = None
-    functions: Annotated[Any, _only([])] = None
-    function_call: Annotated[Any, _only("none", "auto")] = None
-    audio: Annotated[Any, _only()] = None
-    moderation: Annotated[Any, _only()] = None
-    prediction: Annotated[Any, _only()] = None
-    prompt_cache_options: Annotated[Any, _only()] = None
-    prompt_cache_retention: Annotated[Any, _only("in_memory")] = None
-    web_search_options: Annotated[Any, _only()] = None
-    chat_template: Annotated[Any, _only()] = None
-    chat_template_kwargs: Annotated[Any, _only({})] = None
+    modalities: Annotated[Any, only(["text"])] = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+    verbosity: Annotated[Any, only("medium")] = None
+    tools: Annotated[list[Tool] | None, AfterValidator(check_tools)] = None
+    tool_choice: Annotated[Any, AfterValidator(check_tool_choice)] = None
+    functions: Annotated[Any, only([])] = None
+    function_call: Annotated[Any, only("none", "auto")] = None
+    audio: Annotated[Any, only()] = None
+    moderation: Annotated[Any, only()] = None
+    prediction: Annotated[Any, only()] = None
+    prompt_cache_options: Annotated[Any, only()] = None
+    prompt_cache_retention: Annotated[Any, only("in_memory")] = None
+    web_search_options: Annotated[Any, only()] = None
+    chat_template: Annotated[Any, only()] = None
+    chat_template_kwargs: Annotated[dict[str, Any] | None, AfterValidator(_check_template_kwargs)] = None
 
     @model_validator(mode="after")
     def _check_together(self) -> Self:
@@ -289,6 +204,8 @@ class ChatBody(GenerationBody):
             raise PydanticCustomError("unfit", "needs `logprobs` to be true", {"name": "top_logprobs"})
         if self.max_tokens is not None and self.max_completion_tokens not in (None, self.max_tokens):
             raise PydanticCustomError("unfit", "differs from `max_tokens`", {"name": "max_completion_tokens"})
+        if self.tool_choice not in (None, "none", "auto") and not self.tools:
+            raise PydanticCustomError("unfit", "needs `tools`", {"name": "tool_choice"})
         return self
 
 
@@ -299,7 +216,7 @@ class CompletionBody(GenerationBody):
     logprobs: Annotated[int | None, Field(ge=0, le=MAX_TOP_LOGPROBS)] = None
     echo: bool | None = None
     best_of: int | None = None
-    suffix: Annotated[Any, _only("")] = None
+    suffix: Annotated[Any, only("")] = None
 
     @model_validator(mode="after")
     def _check_best_of(self) -> Self:
@@ -316,7 +233,7 @@ class TokenizeBody(Body):
     messages: Annotated[
         list[Message] | None,
         Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True),
-        BeforeValidator(_check_parts),
+        BeforeValidator(check_parts),
     ] = None
     add_special_tokens: bool | None = None
 
@@ -357,7 +274,7 @@ def _explain(error: ValidationError) -> InvalidRequestError:
     context = first.get("ctx", {})
     if first["type"] in ("unknown_field", "unfit"):
         path.append(context["name"])
-    names = (f"[{part}]" if isinstance(part, int) else f".{part[:_SHOWN]}" for part in path)
+    names = (f"[{part}]" if isinstance(part, int) else f".{part[:SHOWN]}" for part in path)
     param = "".join(names).lstrip(".")
     message = _MESSAGES.get(first["type"], _plain)(first["msg"])
     code = "unknown_field" if first["type"] == "unknown_field" else None

@@ -162,7 +162,7 @@ class Ingress:
         membership.engines.subscribe(lambda known: loop.call_soon_threadsafe(self._replicas.publish, known))
         self._engines = engines  # whose router tells us which replicas there are
         tokenizer, _ = await asyncio.gather(
-            asyncio.to_thread(_load_tokenizer, settings.model), engines.options(method_name="ping").remote()
+            asyncio.to_thread(_load_tokenizer, settings), engines.options(method_name="ping").remote()
         )
         # During an update the ping may have been answered by a replica of the old revision, which we may not use.
         info = (await wait_for_replica(self._replicas, _ENGINES_TIMEOUT_S))["info"]
@@ -297,9 +297,10 @@ async def wait_for_replica(replicas: ReplicaSet, timeout_s: float) -> dict[str, 
     return alive[0].metadata
 
 
-def _load_tokenizer(model: str) -> Tokenizer:
-    tokenizer = load_tokenizer(model)
+def _load_tokenizer(settings: Settings) -> Tokenizer:
+    tokenizer = load_tokenizer(settings.model, tools=settings.ingress.tools)
     tokenizer.check_chat_template()
+    tokenizer.learn_formats()
     return tokenizer
 
 

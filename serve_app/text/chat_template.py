@@ -5,15 +5,51 @@ template's own words. Control tokens that a client writes into a message are tex
 message or begin a system message from inside one.
 """
 
-from collections.abc import Callable, Sequence
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jinja2
 from transformers import PreTrainedTokenizerBase
 
 from serve_app.errors import InvalidRequestError
+from serve_app.text.hermes import as_text
+from serve_app.text.tool_format import ToolFormat
 
 _MAX_MESSAGE = 500
+_VARIABLES = ("enable_thinking", "thinking", "reasoning_effort", "preserve_thinking", "date_string")
+
+
+def without_tools(param: str) -> InvalidRequestError:
+    """The error of a request whose `param` holds tools or calls for a model that knows none."""
+    return InvalidRequestError(
+        f"`{param}`: this model's chat template knows no tools, or none that this server can read "
+        "(the operator may set `ingress.tools`)",
+        param=param,
+    )
+
+
+def write_calls(
+    messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]], form: ToolFormat | None
+) -> list[dict[str, Any]]:
+    """`messages` with calls and results as the template takes them.
+
+    Raises `InvalidRequestError` where it takes none.
+    """
+    if form is None:
+        raise without_tools("tools" if tools else "messages")
+    if not form.in_template:
+        return as_text(messages, tools)
+    return [_with_text_arguments(message) for message in messages] if form.text_arguments else list(messages)
+
+
+def _with_text_arguments(message: dict[str, Any]) -> dict[str, Any]:
+    calls = [
+        {**call, "function": {**call["function"], "arguments": json.dumps(call["function"]["arguments"])}}
+        for call in message.get("tool_calls", ())
+    ]
+    return {**message, "tool_calls": calls} if calls else message
 
 
 def encode_chat(
@@ -21,22 +57,26 @@ def encode_chat(
     encode: Callable[[str], list[int]],
     control_tokens: Sequence[str],
     messages: Sequence[dict[str, Any]],
+    tools: Sequence[dict[str, Any]],
+    variables: Mapping[str, Any],
 ) -> list[int]:
     """Prompt ids up to where the assistant's answer begins. `encode` takes a text that may hold control tokens.
 
-    Each message is {"role": str, "content": str, ...}. Raises `InvalidRequestError` when the model has no chat template
-    or its template refuses the messages.
+    Each message is {"role": str, "content": str, ...}; `variables` are the template's own. Raises `InvalidRequestError`
+    when the model has no chat template or its template refuses the messages.
     """
     if not tokenizer.chat_template:
         raise InvalidRequestError("this model has no chat template; use /v1/completions", param="messages")
-    written = [value for message in messages for value in message.values()]
-    forged = any(token in value for value in written for token in control_tokens)
+    given: dict[str, Any] = {**variables, "tools": list(tools) or None, "add_generation_prompt": True}
+    keys, values = _texts([list(messages), given["tools"], dict(variables)])
+    if any(token in key for key in keys for token in control_tokens):
+        raise InvalidRequestError("a name in `tools` or in a call's arguments holds a control token", param="tools")
+    forged = any(token in value for value in values for token in control_tokens)
     try:
         if not forged:
-            text = tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
-            return encode(text)
+            return encode(tokenizer.apply_chat_template(list(messages), tokenize=False, **given))
         ids: list[int] = tokenizer.apply_chat_template(
-            list(messages), add_generation_prompt=True, return_dict=False, sanitize_control_tokens=True
+            list(messages), return_dict=False, sanitize_control_tokens=True, **given
         )
         return ids
     except jinja2.TemplateError as error:
@@ -44,5 +84,27 @@ def encode_chat(
         raise InvalidRequestError(
             f"the model's chat template refuses these messages: {said}", param="messages"
         ) from error
-    except (TypeError, ValueError, KeyError, AttributeError, OverflowError) as error:
+    except (TypeError, ValueError, KeyError, AttributeError, OverflowError, RecursionError) as error:
         raise InvalidRequestError("the model's chat template cannot render these messages", param="messages") from error
+
+
+def _texts(data: Any) -> tuple[list[str], list[str]]:
+    """(keys of objects, all other texts) at any depth."""
+    keys: list[str] = []
+    values: list[str] = []
+    waiting = [data]
+    while waiting:
+        item = waiting.pop()
+        if isinstance(item, str):
+            values.append(item)
+        elif isinstance(item, dict):
+            keys += item
+            waiting += item.values()
+        elif isinstance(item, list):
+            waiting += item
+    return keys, values
+
+
+def template_variables(template: str | None) -> frozenset[str]:
+    """Which variables that a request may set this chat template knows."""
+    return frozenset(name for name in _VARIABLES if re.search(rf"\b{name}\b", template or ""))

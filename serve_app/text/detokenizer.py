@@ -3,7 +3,7 @@
 `tokenizers.decoders.DecodeStream` does the work; this adds an end (`flush`) and a bound on what it may hold back.
 """
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 
 import tokenizers
 from tokenizers.decoders import DecodeStream
@@ -22,10 +22,17 @@ class Detokenizer:
     """
 
     def __init__(
-        self, backend: tokenizers.Tokenizer, prompt_token_ids: Sequence[int] = (), *, skip_special_tokens: bool = True
+        self,
+        backend: tokenizers.Tokenizer,
+        prompt_token_ids: Sequence[int] = (),
+        *,
+        skip_special_tokens: bool = True,
+        hidden_ids: Container[int] = (),
     ) -> None:
+        """hidden_ids: have no text, whatever `skip_special_tokens` says of them."""
         self._backend = backend
         self._skip = skip_special_tokens
+        self._hidden_ids = hidden_ids
         context = list(prompt_token_ids[-1:])
         # A half character as context would come out again as part of the answer.
         self._context = [] if REPLACEMENT in self._decode(context) else context
@@ -34,6 +41,8 @@ class Detokenizer:
 
     def step(self, token_id: int) -> str:
         """The text this id completes; empty while a character is unfinished."""
+        if token_id in self._hidden_ids:
+            return ""
         piece: str | None = self._stream.step(self._backend, token_id)
         self._held.append(token_id)
         if piece is None:

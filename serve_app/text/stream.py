@@ -16,11 +16,15 @@ from serve_app.text.tokenizer import Tokenizer
 
 @dataclass(frozen=True, slots=True)
 class StopConfig:
-    """When text ends, besides what the engine decides. Stop strings are not looked for in the first `min_tokens`."""
+    """When text ends, besides what the engine decides. Stop strings are not looked for in the first `min_tokens`.
+
+    markers: special tokens that occur in it are shown, for whoever reads the text; all others are not.
+    """
 
     strings: tuple[str, ...] = ()
     include: bool = False
     min_tokens: int = 0
+    markers: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +57,7 @@ class TextStream:
 
     def __init__(self, tokenizer: Tokenizer, prompt_token_ids: Sequence[int], stop: StopConfig) -> None:
         self._tokenizer = tokenizer
-        self._detokenizer = tokenizer.detokenizer(prompt_token_ids)
+        self._detokenizer = tokenizer.detokenizer(prompt_token_ids, markers=stop.markers)
         self._matcher = StopMatcher(stop.strings, include=stop.include)
         self._stop = stop
         self._decoded = 0

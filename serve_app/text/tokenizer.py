@@ -5,7 +5,7 @@ import math
 import os
 import shutil
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -17,19 +17,32 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from serve_app.errors import ConfigError
 from serve_app.grammars import Grammars, Vocabulary
 from serve_app.model_files import ModelFiles, locate_model
-from serve_app.text.chat_template import encode_chat
+from serve_app.text.chat_template import encode_chat, template_variables, write_calls
 from serve_app.text.detokenizer import Detokenizer
 from serve_app.text.template_check import check_chat_template
 from serve_app.text.token_bytes import TokenBytes
+from serve_app.text.tool_format import (
+    HERMES,
+    ReasoningFormat,
+    Thinking,
+    ToolFormat,
+    find_reasoning,
+    find_tool_format,
+)
 
+_TAIL = 32
+"""Tokens of a prompt's end that hold the mark of a reasoning, if it ends with one."""
 DEFAULT_CACHE_DIR = Path("~/.cache/serve_app")
 
 
 class Tokenizer:
     """Wraps a fast transformers tokenizer. All methods only read, so any thread may call them."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, name: str) -> None:
-        """Raises `ConfigError` for a tokenizer without the fast (Rust) backend."""
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, name: str, tools: str = "auto") -> None:
+        """tools: `auto`, or `hermes` where the chat template shall not decide how calls of tools are written.
+
+        Raises `ConfigError` for a tokenizer without the fast (Rust) backend.
+        """
         backend = getattr(tokenizer, "backend_tokenizer", None)
         if not isinstance(backend, tokenizers.Tokenizer):
             raise ConfigError(f"model: {name} has no fast tokenizer (tokenizer.json)")
@@ -42,7 +55,11 @@ class Tokenizer:
         self.vocab_size: int = max(vocab.values()) + 1
         """Highest id plus one."""
         self.token_bytes = TokenBytes(backend)
-        self._control_tokens = [token.content for token in backend.get_added_tokens_decoder().values()]
+        added = backend.get_added_tokens_decoder()
+        self._control_tokens = [token.content for token in added.values()]
+        self.special_ids = {token.content: token_id for token_id, token in added.items() if token.special}
+        """Ids of the special tokens, which are no text."""
+        self._tools = tools
         # Byte-level tokens write each byte as one character. Other kinds may drop or fold text: no bound.
         exact = self.token_bytes.byte_level and backend.normalizer is None
         self._longest_token: float = max(map(len, vocab)) if exact else math.inf
@@ -68,16 +85,59 @@ class Tokenizer:
         text: str = self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
         return text
 
-    def apply_chat_template(self, messages: Sequence[dict[str, Any]]) -> list[int]:
+    @cached_property
+    def reasoning(self) -> ReasoningFormat | None:
+        """How the model reasons; None if its chat template knows of no reasoning."""
+        return find_reasoning(self._render)
+
+    @cached_property
+    def tool_format(self) -> ToolFormat | None:
+        """How the model calls tools; None if nobody has said."""
+        if self._tools == "hermes":
+            return HERMES
+        return find_tool_format(self._render, self._control_tokens, self.reasoning)
+
+    def learn_formats(self) -> None:
+        """Find out now what else the first chat would wait for; takes some ten milliseconds."""
+        _ = self.reasoning, self.tool_format, self.template_variables
+
+    @cached_property
+    def template_variables(self) -> frozenset[str]:
+        """What a request may set in the chat template, by name."""
+        template = self._tokenizer.chat_template
+        return template_variables(template if isinstance(template, str) else None)
+
+    def apply_chat_template(
+        self,
+        messages: Sequence[dict[str, Any]],
+        tools: Sequence[dict[str, Any]] = (),
+        variables: Mapping[str, Any] | None = None,
+    ) -> list[int]:
         """Prompt ids for `messages`; see `chat_template.encode_chat`. Raises `InvalidRequestError`."""
         encode = partial(self.encode, add_special_tokens=False)
-        return encode_chat(self._tokenizer, encode, self._control_tokens, messages)
+        written = write_calls(messages, tools, self.tool_format) if tools or _has_calls(messages) else messages
+        in_template = self.tool_format is not None and self.tool_format.in_template
+        return encode_chat(
+            self._tokenizer, encode, self._control_tokens, written, tools if in_template else (), variables or {}
+        )
+
+    def thinking_after(self, prompt_token_ids: Sequence[int]) -> Thinking | None:
+        """The reasoning that may follow this prompt; None if the prompt has closed it, or the model does not reason."""
+        form = self.reasoning
+        if form is None:
+            return None
+        tail = self.decode(prompt_token_ids[-_TAIL:]).rstrip()
+        return None if tail.endswith(form.close.rstrip()) else Thinking(form, tail.endswith(form.open.rstrip()))
+
+    def _render(self, messages: Sequence[dict[str, Any]], **how: Any) -> str:
+        text: str = self._tokenizer.apply_chat_template(list(messages), tokenize=False, **how)
+        return text
 
     def vocabulary(self) -> Vocabulary:
         """What grammars must know of it."""
         return Vocabulary(
             tokens=[self.token_bytes(token_id) for token_id in range(self.vocab_size)],
-            special_ids=frozenset(i for i, t in self._backend.get_added_tokens_decoder().items() if t.special),
+            special_ids=frozenset(self.special_ids.values()),
             encode=partial(self.encode, add_special_tokens=False),
         )
 
@@ -93,20 +153,35 @@ class Tokenizer:
         """
         return int(len(text.encode()) // self._longest_token)
 
-    def detokenizer(self, prompt_token_ids: Sequence[int] = (), *, skip_special_tokens: bool = True) -> Detokenizer:
-        """An incremental decoder for a continuation of `prompt_token_ids`."""
-        return Detokenizer(self._backend, prompt_token_ids, skip_special_tokens=skip_special_tokens)
+    def detokenizer(
+        self, prompt_token_ids: Sequence[int] = (), *, skip_special_tokens: bool = True, markers: str = ""
+    ) -> Detokenizer:
+        """An incremental decoder for a continuation of `prompt_token_ids`.
+
+        Of the special tokens, those that occur in `markers` are shown, or all, or none.
+        """
+        hidden = {token_id for token, token_id in self.special_ids.items() if token not in markers}
+        if not skip_special_tokens or len(hidden) == len(self.special_ids):
+            return Detokenizer(self._backend, prompt_token_ids, skip_special_tokens=skip_special_tokens)
+        return Detokenizer(self._backend, prompt_token_ids, skip_special_tokens=False, hidden_ids=hidden)
 
 
-def load_tokenizer(model: str, cache_dir: Path | None = DEFAULT_CACHE_DIR) -> Tokenizer:
-    """Load the tokenizer of "default", a local folder, a .gguf file or a hub id. Raises `ConfigError`.
+def _has_calls(messages: Sequence[dict[str, Any]]) -> bool:
+    return any(message["role"] == "tool" or "tool_calls" in message for message in messages)
+
+
+def load_tokenizer(model: str, cache_dir: Path | None = DEFAULT_CACHE_DIR, *, tools: str = "auto") -> Tokenizer:
+    """Load the tokenizer of "default", a local folder, a .gguf file or a hub id; `tools` as for `Tokenizer`.
+
+    Raises `ConfigError`.
 
     Reading a GGUF file's vocabulary takes about 5 s and imports torch, so the result is kept under `cache_dir` (None:
     not kept), keyed by the file's identity; the next start reads it in 0.2 s.
     """
     files = locate_model(model)
     try:
-        return Tokenizer(_load_cached(files, cache_dir) if files.kind == "gguf" else _load(files), files.name)
+        loaded = _load_cached(files, cache_dir) if files.kind == "gguf" else _load(files)
+        return Tokenizer(loaded, files.name, tools)
     except ConfigError:
         raise
     except Exception as error:  # transformers raises whatever its parsers raise; at start-up all of it means this

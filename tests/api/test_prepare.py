@@ -16,9 +16,9 @@ async def test_many_empty_messages_are_rendered_beside_the_event_loop(
     tokenizer = api.service.tokenizer
     render, on_the_loop = tokenizer.apply_chat_template, []
 
-    def watched(messages: Any) -> Any:
+    def watched(*given: Any) -> Any:
         on_the_loop.append(threading.current_thread() is threading.main_thread())
-        return render(messages)
+        return render(*given)
 
     monkeypatch.setattr(tokenizer, "apply_chat_template", watched)
     for count in (1, 200):

@@ -1,0 +1,111 @@
+"""The messages of a chat request: text, calls of tools and their results, reasoning that clients send back."""
+
+import json
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import AfterValidator, Field, model_validator
+from pydantic_core import PydanticCustomError
+
+from serve_app.api.body import SHOWN, Body, only, refusal
+
+MAX_MESSAGES = 4096
+MAX_CONTENT_PARTS = 4096
+MAX_CALLS = 128
+MAX_NAME = 256
+
+
+def check_parts(value: object) -> object:
+    """Bound the parts of all messages together before any of them is looked at."""
+    if isinstance(value, list) and len(value) <= MAX_MESSAGES:
+        contents = (message.get("content") for message in value if isinstance(message, dict))
+        if sum(len(content) for content in contents if isinstance(content, list)) > MAX_CONTENT_PARTS:
+            raise refusal(f"may hold at most {MAX_CONTENT_PARTS} parts in all")
+    return value
+
+
+def _check_content(value: object) -> str | None:
+    """Text of a message; text parts are joined by newlines."""
+    if value is None or isinstance(value, str):
+        return value
+    if not isinstance(value, list) or not value:
+        raise refusal("must be a string or a list of text parts")
+    texts = []
+    for i, part in enumerate(value):
+        kind = part.get("type") if isinstance(part, dict) else None
+        if isinstance(kind, str) and kind != "text":
+            raise refusal(f"part {i}: the model reads text only, not {kind[:SHOWN]!r}")
+        if not isinstance(part, dict) or kind is None or set(part) != {"type", "text"}:
+            raise refusal(f'part {i} must be {{"type": "text", "text": ...}}')
+        if not isinstance(part["text"], str):
+            raise refusal(f"part {i}: `text` must be a string")
+        texts.append(part["text"])
+    return "\n".join(texts)
+
+
+def _check_arguments(value: object) -> dict[str, Any]:
+    """The object whose JSON text a client sends back."""
+    try:
+        arguments = json.loads(value) if isinstance(value, str) and value else value or {}
+    except (ValueError, RecursionError):
+        arguments = None
+    if not isinstance(arguments, dict):
+        raise refusal("must be the text of a JSON object")
+    return arguments
+
+
+class FunctionCall(Body):
+    """The `function` of a call."""
+
+    name: Annotated[str, Field(min_length=1, max_length=MAX_NAME)]
+    arguments: Annotated[Any, AfterValidator(_check_arguments)]
+
+
+class ToolCall(Body):
+    """One of an assistant message's `tool_calls`."""
+
+    id: Annotated[str | None, Field(max_length=MAX_NAME)] = None
+    type: Literal["function"] = "function"
+    index: int | None = None
+    function: FunctionCall
+
+
+class Message(Body):
+    """One chat message. Fields of answers that clients send back (nulls, empty lists) are accepted."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: Annotated[Any, AfterValidator(_check_content)] = None
+    name: Annotated[str | None, Field(max_length=512)] = None
+    tool_calls: Annotated[list[ToolCall] | None, Field(max_length=MAX_CALLS)] = None
+    tool_call_id: Annotated[str | None, Field(max_length=MAX_NAME)] = None
+    reasoning_content: str | None = None
+    refusal: Annotated[Any, only()] = None
+    annotations: Annotated[Any, only([])] = None
+    audio: Annotated[Any, only()] = None
+    function_call: Annotated[Any, only()] = None
+
+    @model_validator(mode="after")
+    def _check_role(self) -> Self:
+        for name in ("tool_calls", "reasoning_content"):
+            if getattr(self, name) and self.role != "assistant":
+                raise PydanticCustomError("unfit", "belongs to messages of the assistant", {"name": name})
+        if (self.tool_call_id is None) == (self.role == "tool"):
+            message = "is required by the role `tool`, and by no other"
+            raise PydanticCustomError("unfit", "{message}", {"name": "tool_call_id", "message": message})
+        if self.content is None and not self.tool_calls:
+            raise PydanticCustomError("unfit", "is required", {"name": "content"})
+        return self
+
+    def for_template(self) -> dict[str, Any]:
+        """What chat templates expect; `developer` is the newer name of `system`."""
+        message: dict[str, Any] = {
+            "role": "system" if self.role == "developer" else self.role,
+            "content": self.content or "",
+        }
+        if self.tool_calls:
+            message["tool_calls"] = [
+                {"id": call.id, "type": "function", "function": call.function.model_dump()} for call in self.tool_calls
+            ]
+        for name in ("name", "tool_call_id", "reasoning_content"):
+            if (value := getattr(self, name)) is not None:
+                message[name] = value
+        return message

@@ -1,0 +1,200 @@
+"""An answer's text to the parts of a chat message: reasoning, content, calls of tools. Knows no tokens and no HTTP.
+
+Reads text in any pieces: the parts told in all depend on the text alone, so a streamed answer adds up to the whole one.
+Holds back only what may become a marker. What looks like a call and is none is content; nothing raises.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+from serve_app.text.tool_arguments import ArgumentsReader, Until, arguments_begin, arguments_reader, overlap
+from serve_app.text.tool_format import Thinking, ToolFormat
+
+_MOST_SPACE = 64
+"""White space that may stand in front of a reasoning."""
+
+
+class Kind(StrEnum):
+    """What a part adds to."""
+
+    REASONING = "reasoning"
+    CONTENT = "content"
+    CALL = "call"
+    """A call begins; the text is the tool's name."""
+    ARGUMENTS = "arguments"
+    """More of the newest call's arguments, JSON."""
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """`call` counts the calls of the message."""
+
+    kind: Kind
+    text: str
+    call: int = 0
+
+
+class MessageParser:
+    """The parts of one answer. `feed` its text, then `finish`."""
+
+    def __init__(
+        self,
+        tools: ToolFormat | None,
+        parameters: Mapping[str, Mapping[str, Any]],
+        thinking: Thinking | None = None,
+    ) -> None:
+        """parameters: of the tools that may be called, their JSON schema by name."""
+        reasoning = None if thinking is None else thinking.form
+        self._tools = tools if parameters else None
+        self._parameters = parameters
+        self._reasoning = reasoning
+        self._close = Until(reasoning.close) if reasoning is not None else None
+        self._arguments: ArgumentsReader | None = None
+        self._held = ""
+        self._parts: list[Part] = []
+        self._space: list[str] = []
+        """White space at the end of the text so far, which is dropped in front of a call."""
+        self._fresh = False
+        """Whether white space is dropped now, because a reasoning or a call stands before it."""
+        self._begun = False
+        """Whether anything but white space has come since the reasoning."""
+        self.num_calls = 0
+        self._state: Callable[[str], str] = self._content if reasoning is None else self._start
+        if thinking is not None and thinking.begun:
+            self._enter_reasoning()
+
+    def feed(self, text: str) -> list[Part]:
+        """What more text adds."""
+        rest, self._held = self._held + text, ""
+        while rest:
+            rest = self._state(rest)
+        return self._take()
+
+    def finish(self) -> list[Part]:
+        """The text ended: what was held back is no marker after all. A call that was cut stays as far as it came."""
+        held, self._held = self._held, ""
+        if self._state == self._think:
+            assert self._close is not None
+            self._say(Kind.REASONING, self._close.flush())
+        elif self._state not in (self._call, self._end):
+            self._say(Kind.CONTENT, held)
+            if not self._fresh:
+                self._tell(Kind.CONTENT, "".join(self._space))
+        return self._take()
+
+    def _take(self) -> list[Part]:
+        """The parts so far, neighbours of one kind joined."""
+        joined: list[Part] = []
+        for part in self._parts:
+            if joined and part.kind is joined[-1].kind and part.kind is not Kind.CALL and part.call == joined[-1].call:
+                joined[-1] = Part(part.kind, joined[-1].text + part.text, part.call)
+            else:
+                joined.append(part)
+        self._parts = []
+        return joined
+
+    def _tell(self, kind: Kind, text: str) -> None:
+        if text:
+            self._parts.append(Part(kind, text, max(0, self.num_calls - 1)))
+
+    def _say(self, kind: Kind, text: str) -> None:
+        """Tell text, but for white space at its beginning (after a reasoning or a call) and at its end so far."""
+        solid = text.rstrip()
+        if solid:
+            self._tell(kind, (solid.lstrip() if self._fresh else "".join(self._space) + solid))
+            self._fresh, self._begun, self._space = False, True, []
+        if not self._fresh and len(solid) < len(text):
+            self._space.append(text[len(solid) :])
+
+    def _start(self, text: str) -> str:
+        assert self._reasoning is not None
+        solid = text.lstrip()
+        if len(text) - len(solid) <= _MOST_SPACE:
+            if solid.startswith(self._reasoning.open):
+                self._enter_reasoning()
+                return solid.removeprefix(self._reasoning.open)
+            if self._reasoning.open.startswith(solid):
+                self._held = text
+                return ""
+        self._state = self._content
+        return text
+
+    def _enter_reasoning(self) -> None:
+        self._state, self._fresh = self._think, True
+
+    def _think(self, text: str) -> str:
+        assert self._close is not None
+        piece, rest = self._close.feed(text)
+        self._say(Kind.REASONING, piece)
+        if rest is None:
+            return ""
+        self._state = self._content
+        self._space, self._fresh, self._begun = [], True, False
+        return rest
+
+    def _content(self, text: str) -> str:
+        at = self._begin_at(text)
+        if at is None:
+            self._say(Kind.CONTENT, text)
+            return ""
+        self._say(Kind.CONTENT, text[:at])
+        assert self._tools is not None
+        found = self._head(text[at:])
+        if found is None:
+            self._held = text[at:]
+            return ""
+        name, length = found
+        if not length:
+            self._say(Kind.CONTENT, text[at])
+            return text[at + 1 :]
+        self._space = []
+        self.num_calls += 1
+        self._tell(Kind.CALL, name)
+        self._arguments = arguments_reader(self._tools, self._parameters[name])
+        self._state = self._call
+        return text[at + length :]
+
+    def _begin_at(self, text: str) -> int | None:
+        """Where a call may begin in `text`; None: nowhere."""
+        if self._tools is None:
+            return None
+        begin = self._tools.begin
+        if self._tools.anchor:
+            at = text.find(begin)
+            keep = overlap(text, begin)
+            return at if at >= 0 else len(text) - keep if keep else None
+        solid = text.lstrip()
+        begins = solid.startswith(begin) or begin.startswith(solid)
+        return len(text) - len(solid) if solid and begins and not self._begun else None
+
+    def _head(self, text: str) -> tuple[str, int] | None:
+        """(name, length) of the head of a call that `text` begins with; length 0: it is none; None: it is too short."""
+        assert self._tools is not None
+        waiting = False
+        for name in self._parameters:
+            head = f"{self._tools.begin}{name}{self._tools.middle}"
+            for following in arguments_begin(self._tools):
+                if text.startswith(head + following):
+                    return name, len(head)
+                waiting = waiting or (head + following).startswith(text)
+        return None if waiting else ("", 0)
+
+    def _call(self, text: str) -> str:
+        assert self._arguments is not None
+        told, rest = self._arguments.feed(text)
+        self._tell(Kind.ARGUMENTS, told)
+        if rest is None:
+            return ""
+        self._state = self._end
+        return rest
+
+    def _end(self, text: str) -> str:
+        assert self._tools is not None
+        end = self._tools.end
+        if end.startswith(text) and text != end:
+            self._held = text
+            return ""
+        self._state, self._fresh, self._begun = self._content, True, True
+        return text.removeprefix(end)

@@ -1,0 +1,218 @@
+"""A call's arguments as a model writes them, to JSON as clients read it, piece by piece.
+
+Each reader takes text in any pieces; what it has told in all depends on the text alone. Work is linear in the text.
+Nothing raises: what no model should write gives JSON that the client will refuse.
+"""
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+from serve_app.text.tool_format import QUOTE, Dialect, ToolFormat
+
+_STRUCTURE = re.compile(r'["\\{}\[\]]')
+_PARAMETER, _NAMED, _CLOSED = "<parameter=", ">\n", "\n</parameter>\n"
+
+
+class ArgumentsReader(Protocol):
+    """Reads the arguments of one call."""
+
+    def feed(self, text: str) -> tuple[str, str | None]:
+        """(more of the JSON, what follows the arguments; None while they go on)."""
+
+
+def arguments_reader(form: ToolFormat, parameters: Mapping[str, Any]) -> ArgumentsReader:
+    """For a call of a tool with these `parameters` (a JSON schema)."""
+    if form.dialect is Dialect.TAGS:
+        return _Tags(parameters)
+    return _Json() if form.dialect is Dialect.JSON else _BareKeys()
+
+
+def arguments_begin(form: ToolFormat) -> tuple[str, ...]:
+    """What arguments may begin with."""
+    return (_PARAMETER, form.end) if form.dialect is Dialect.TAGS else ("{",)
+
+
+class Until:
+    """Passes a text on up to a marker, and holds back only what could become one."""
+
+    def __init__(self, marker: str) -> None:
+        self._marker = marker
+        self._held = ""
+
+    def feed(self, text: str) -> tuple[str, str | None]:
+        """(text before the marker, what follows it; None while it has not come)."""
+        seen = self._held + text
+        before, found, after = seen.partition(self._marker)
+        if found:
+            self._held = ""
+            return before, after
+        keep = overlap(seen, self._marker)
+        self._held = seen[len(seen) - keep :]
+        return seen[: len(seen) - keep], None
+
+    def flush(self) -> str:
+        """The text ended: what was held back."""
+        held, self._held = self._held, ""
+        return held
+
+
+def overlap(text: str, marker: str) -> int:
+    """Characters at the end of `text` that `marker` begins with; fewer than all of it."""
+    longest = min(len(text), len(marker) - 1)
+    return next((count for count in range(longest, 0, -1) if text.endswith(marker[:count])), 0)
+
+
+class _Json:
+    """Already JSON: looks only for its end."""
+
+    def __init__(self) -> None:
+        self._depth = 0
+        self._in_string = False
+        self._escaped = False
+
+    def feed(self, text: str) -> tuple[str, str | None]:
+        at = int(self._escaped and bool(text))
+        self._escaped = self._escaped and not text
+        while found := _STRUCTURE.search(text, at):
+            at = found.end()
+            char = found[0]
+            if char == "\\":
+                self._escaped = at == len(text)
+                at += 1
+            elif char == '"':
+                self._in_string = not self._in_string
+            elif not self._in_string:
+                self._depth += 1 if char in "{[" else -1
+                if self._depth <= 0:
+                    return text[:at], text[at:]
+        return text, None
+
+
+class _Tags:
+    """Parameters between tags; the schema says which values are text, all others are JSON."""
+
+    def __init__(self, parameters: Mapping[str, Any]) -> None:
+        properties = parameters.get("properties")
+        self._properties = properties if isinstance(properties, dict) else {}
+        self._held = ""
+        self._key = ""
+        self._told = ""
+        self._pieces: list[str] = []
+        self._until: Until | None = None
+        """Of the part that is being read: a key, then its value; None between two parameters."""
+
+    def feed(self, text: str) -> tuple[str, str | None]:
+        told = ""
+        rest: str | None = self._held + text
+        self._held = ""
+        while rest is not None:
+            if self._until is not None:
+                piece, rest = self._until.feed(rest)
+                self._pieces.append(piece)
+                if rest is not None:
+                    told += self._part("".join(self._pieces))
+            elif rest.startswith(_PARAMETER):
+                rest = rest.removeprefix(_PARAMETER)
+                self._begin(_NAMED)
+            elif _PARAMETER.startswith(rest):
+                self._held, rest = rest, None
+            else:
+                return told + ("}" if self._told else "{}"), rest
+        return told, None
+
+    def _begin(self, marker: str) -> None:
+        self._until, self._pieces = Until(marker), []
+
+    def _part(self, text: str) -> str:
+        """A whole key or a whole value has come."""
+        if not self._key:
+            self._key = text or " "
+            self._begin(_CLOSED)
+            return ""
+        written = f"{', ' if self._told else '{'}{_quoted(self._key)}: {self._value(text)}"
+        self._told, self._key, self._until = written, "", None
+        return written
+
+    def _value(self, text: str) -> str:
+        schema = self._properties.get(self._key)
+        if not is_text(schema):
+            try:
+                json.loads(text, parse_constant=_refuse_constant)
+            except (ValueError, RecursionError):
+                pass  # a text after all
+            else:
+                return text.strip()
+        return _quoted(text)
+
+
+class _BareKeys:
+    """Keys without quotes, strings between marks of their own."""
+
+    def __init__(self) -> None:
+        self._open: list[str] = []
+        self._held = ""
+        self._key: list[str] | None = None
+        """The part of a key that has come; None where a value stands."""
+        self._in_string = False
+
+    def feed(self, text: str) -> tuple[str, str | None]:
+        seen, at = self._held + text, 0
+        self._held = ""
+        told: list[str] = []
+        while at < len(seen):
+            if self._in_string:
+                end = seen.find(QUOTE, at)
+                stop = end if end >= 0 else len(seen) - overlap(seen[at:], QUOTE)
+                told.append(_quoted(seen[at:stop])[1:-1])
+                if end < 0:
+                    self._held = seen[stop:]
+                    break
+                told.append('"')
+                self._in_string = False
+                at = end + len(QUOTE)
+            elif seen.startswith(QUOTE, at):
+                self._in_string = True
+                told.append('"')
+                at += len(QUOTE)
+            elif QUOTE.startswith(seen[at : at + len(QUOTE)]):
+                self._held = seen[at:]
+                break
+            else:
+                told.append(self._sign(seen[at]))
+                at += 1
+                if not self._open:
+                    return "".join(told), seen[at:]
+        return "".join(told), None
+
+    def _sign(self, char: str) -> str:
+        """JSON for a character outside strings."""
+        if char in "{[":
+            self._open.append(char)
+        elif char in "}]":
+            del self._open[-1:]
+        elif char == "," or self._key is None:
+            self._key = [] if char == "," and self._open[-1:] == ["{"] else None
+            return ", " if char == "," else char
+        elif char == ":":
+            key, self._key = "".join(self._key), None
+            return f"{_quoted(key)}: "
+        else:
+            self._key.append(char)
+            return ""
+        self._key = [] if char == "{" else None
+        return char
+
+
+def is_text(schema: Any) -> bool:
+    """Whether a parameter's value is text, which `Dialect.TAGS` writes as it is."""
+    return isinstance(schema, dict) and schema.get("type") == "string"
+
+
+def _quoted(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(name)

@@ -1,0 +1,185 @@
+"""How a model writes calls of tools and its reasoning: found once per model, by rendering its own chat template.
+
+A template that knows tools is rendered with a conversation that holds calls; what stands around the name and the
+arguments are the model's markers. From this one object come the grammar (`tool_grammar`) and the parser
+(`message_parser`), so that both always agree.
+"""
+
+import json
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from os.path import commonprefix
+from typing import Any
+
+
+class Dialect(StrEnum):
+    """How arguments are written."""
+
+    JSON = "json"
+    """`{"city": "Rome"}`"""
+    TAGS = "tags"
+    """`<parameter=city>\\nRome\\n</parameter>\\n`, values that are no text as JSON."""
+    BARE_KEYS = "bare_keys"
+    """`{city:<|"|>Rome<|"|>}`: keys without quotes, strings between a mark of their own."""
+
+
+QUOTE = '<|"|>'
+"""Begins and ends a string in `Dialect.BARE_KEYS`."""
+
+
+@dataclass(frozen=True, slots=True)
+class ToolFormat:
+    """A call is `begin`, name, `middle`, arguments, `end`; `separator` stands between two (None: there is only one).
+
+    anchor: the part of `begin` that occurs in no other text; without one, a call is a whole answer.
+    text_arguments: the template takes the arguments of earlier calls as JSON text, not as an object.
+    in_template: the chat template writes tools, calls and results; otherwise `hermes` does.
+    """
+
+    begin: str
+    middle: str
+    end: str
+    separator: str | None
+    dialect: Dialect = Dialect.JSON
+    text_arguments: bool = False
+    in_template: bool = True
+
+    @property
+    def anchor(self) -> str:
+        """Empty where there is none."""
+        found = re.match(r"<[^<>\s]+>|\[[A-Z_]+\]", self.begin)
+        return found[0] if found else ""
+
+    @property
+    def markers(self) -> str:
+        """A text that holds every marker."""
+        return "\n".join((self.begin, self.middle, self.end, QUOTE if self.dialect is Dialect.BARE_KEYS else ""))
+
+
+HERMES = ToolFormat(
+    begin='<tool_call>\n{"name": "',
+    middle='", "arguments": ',
+    end="}\n</tool_call>",
+    separator="\n",
+    in_template=False,
+)
+"""What most open models were trained on, and what others are told by a system prompt (see `hermes`)."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReasoningFormat:
+    """What stands before and after a model's reasoning."""
+
+    open: str
+    close: str
+
+
+@dataclass(frozen=True, slots=True)
+class Thinking:
+    """The reasoning that an answer may begin with. begun: its opening mark is the end of the prompt."""
+
+    form: ReasoningFormat
+    begun: bool
+
+
+Render = Callable[..., str]
+"""(messages, tools=..., add_generation_prompt=...) -> text. Raises what templates raise."""
+
+_PAIRS = (("<think>", "</think>"), ("<|channel>thought\n", "<channel|>"), ("[THINK]", "[/THINK]"))
+_NAME, _KEY, _VALUE, _THOUGHT = "probe_name", "probe_key", "probe value", "probe thought"
+_USER = {"role": "user", "content": "probe"}
+_TOOL = {
+    "type": "function",
+    "function": {
+        "name": _NAME,
+        "description": "probe",
+        "parameters": {
+            "type": "object",
+            "properties": {_KEY: {"type": "string", "description": "probe"}},
+            "required": [_KEY],
+        },
+    },
+}
+_WRITTEN = {
+    Dialect.JSON: json.dumps({_KEY: _VALUE}),
+    Dialect.TAGS: f"<parameter={_KEY}>\n{_VALUE}\n</parameter>\n",
+    Dialect.BARE_KEYS: f"{{{_KEY}:{QUOTE}{_VALUE}{QUOTE}}}",
+}
+
+
+def find_reasoning(render: Render) -> ReasoningFormat | None:
+    """What the template writes around an assistant's `reasoning_content`; None if it knows of none."""
+    call = _message(1, text_arguments=False)
+    thought = {"reasoning_content": _THOUGHT, "reasoning": _THOUGHT}
+    told = _try(render, [_USER, {**call, **thought}], tools=[_TOOL])
+    plain = _try(render, [_USER, {"role": "assistant", "content": "probe", **thought}])
+    for text in (told, plain):
+        before, found, after = (text or "").partition(_THOUGHT)
+        for pair in _PAIRS:
+            if found and pair[0] in before and pair[1] in after:
+                return ReasoningFormat(*pair)
+    return None
+
+
+def find_tool_format(
+    render: Render, control_tokens: Sequence[str], reasoning: ReasoningFormat | None
+) -> ToolFormat | None:
+    """How the template writes calls; None if it knows no tools, or writes them in a way this server does not know.
+
+    control_tokens: where a text that holds no second call may end.
+    """
+    if _NAME not in (_try(render, [_USER], tools=[_TOOL]) or ""):
+        return None
+    for text_arguments in (False, True):
+        turn = _turn(render, 1, text_arguments, reasoning)
+        for dialect, written in _WRITTEN.items():
+            before, _, after = turn.partition(_NAME)
+            middle, found, rest = after.partition(written)
+            if not found or len(middle) > 64:
+                continue
+            begin = before.lstrip()
+            if not begin.startswith(("<", "[", "{")):
+                continue
+            two = _turn(render, 2, text_arguments, reasoning).split(written)
+            end, separator = _ends(two, begin + _NAME + middle, rest, control_tokens)
+            if end:
+                return ToolFormat(begin, middle, end, separator, dialect, text_arguments)
+    return None
+
+
+def _ends(two: list[str], head: str, rest: str, control_tokens: Sequence[str]) -> tuple[str, str | None]:
+    """(end, separator) from a turn of two calls cut at their arguments; else from what follows one call."""
+    if len(two) == 3 and two[1].endswith(head):
+        between = two[1].removesuffix(head)
+        end = commonprefix([between, two[2]]).rstrip()
+        if end:
+            return end, between[len(end) :]
+    stops = [at for token in control_tokens if (at := rest.find(token)) >= 0]
+    return rest[: min(stops, default=len(rest))].rstrip(), None
+
+
+def _turn(render: Render, num_calls: int, text_arguments: bool, reasoning: ReasoningFormat | None) -> str:
+    """What the assistant's turn with calls adds to the prompt, without a reasoning in front of it."""
+    prompt = _try(render, [_USER], tools=[_TOOL], add_generation_prompt=True) or ""
+    whole = _try(render, [_USER, _message(num_calls, text_arguments)], tools=[_TOOL]) or ""
+    turn = whole[len(commonprefix([prompt, whole])) :]
+    head, name, rest = turn.partition(_NAME)
+    if reasoning is not None:
+        head = head.rpartition(reasoning.close)[2]
+    return head + name + rest
+
+
+def _message(num_calls: int, text_arguments: bool) -> dict[str, Any]:
+    arguments = {_KEY: _VALUE}
+    function = {"name": _NAME, "arguments": json.dumps(arguments) if text_arguments else arguments}
+    calls = [{"id": f"probe000{i}", "type": "function", "function": function} for i in range(num_calls)]
+    return {"role": "assistant", "content": "", "tool_calls": calls}
+
+
+def _try(render: Render, messages: Sequence[dict[str, Any]], **how: Any) -> str | None:
+    try:
+        return render(messages, **how)
+    except Exception:  # a template may raise whatever a program may: it does not know this, that is all
+        return None

@@ -1,0 +1,242 @@
+"""Tools and reasoning over the API, with OpenAI's client: a real engine of random weights, and scripted answers."""
+
+import json
+from collections.abc import AsyncIterator
+from typing import Any, Literal
+
+import jsonschema
+import openai
+import pytest
+from pydantic import BaseModel, Field
+
+from serve_app.api.admission import AsyncAdmissionQueue
+from serve_app.text.tokenizer import Tokenizer
+from tests.api.conftest import Api, build_api
+from tests.api.services import ScriptedService
+from tests.text.formats import tokenizer_of
+
+ASK: list[Any] = [{"role": "user", "content": "How is it in Rome?"}]
+PARAMETERS: dict[str, Any] = {
+    "type": "object",
+    "properties": {"city": {"enum": ["Rome", "Oslo"]}, "days": {"type": "integer", "minimum": 1, "maximum": 99}},
+    "required": ["city", "days"],
+    "additionalProperties": False,
+}
+TOOLS: list[Any] = [
+    {"type": "function", "function": {"name": "weather", "description": "Tells it", "parameters": PARAMETERS}},
+    {"type": "function", "function": {"name": "stop"}},
+]
+CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome", "days": 3}}\n</tool_call>'
+
+
+@pytest.fixture(autouse=True)
+def hermes(live: Api, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The live server's operator has named a format."""
+    monkeypatch.setattr(live.service, "tokenizer", tokenizer_of("hermes"))
+
+
+@pytest.fixture
+async def scripted() -> AsyncIterator[Api]:
+    """Answers what the test writes into `service.reply`."""
+    built = build_api(ScriptedService(tokenizer_of("hermes")), AsyncAdmissionQueue(4, 2))
+    async with built.http:
+        yield built
+
+
+def script(api: Api, reply: str, tokenizer: Tokenizer | None = None) -> None:
+    api.service.reply = reply
+    if tokenizer is not None:
+        api.service.tokenizer = tokenizer
+
+
+async def gather(api: Api, body: dict[str, Any]) -> dict[int, dict[str, Any]]:
+    """The messages that a stream adds up to, with their finish reasons."""
+    messages: dict[int, dict[str, Any]] = {}
+    async for chunk in await api.openai.chat.completions.create(**body, stream=True):
+        for choice in chunk.choices:
+            message = messages.setdefault(choice.index, {"content": None, "calls": [], "reasoning": None})
+            delta = choice.delta
+            if delta.content is not None:
+                message["content"] = (message["content"] or "") + delta.content
+            if thought := getattr(delta, "reasoning_content", None):
+                message["reasoning"] = (message["reasoning"] or "") + thought
+            for call in delta.tool_calls or ():
+                assert call.function is not None
+                if call.id is not None:
+                    assert call.index == len(message["calls"])
+                    assert call.type == "function"
+                    message["calls"].append([call.id, call.function.name, ""])
+                message["calls"][call.index][2] += call.function.arguments or ""
+            if choice.finish_reason is not None:
+                message["finish_reason"] = choice.finish_reason
+    return messages
+
+
+def plain(choice: Any) -> dict[str, Any]:
+    calls = choice.message.tool_calls or ()
+    return {
+        "content": choice.message.content,
+        "calls": [[call.id, call.function.name, call.function.arguments] for call in calls],
+        "reasoning": getattr(choice.message, "reasoning_content", None),
+        "finish_reason": choice.finish_reason,
+    }
+
+
+def without_ids(message: dict[str, Any]) -> dict[str, Any]:
+    """Ids of calls are the request's own; and a message that says nothing says it as null or as an empty text."""
+    return {**message, "calls": [call[1:] for call in message["calls"]], "content": message["content"] or ""}
+
+
+@pytest.mark.parametrize(
+    ("choice", "names"),
+    [
+        ("required", {"weather", "stop"}),
+        ({"type": "function", "function": {"name": "weather"}}, {"weather"}),
+        (
+            {
+                "type": "allowed_tools",
+                "allowed_tools": {
+                    "mode": "required",
+                    "tools": [{"type": "function", "function": {"name": "stop"}}],
+                },
+            },
+            {"stop"},
+        ),
+    ],
+    ids=["required", "named", "allowed"],
+)
+async def test_a_required_call_comes_and_validates(live: Api, choice: Any, names: set[str]) -> None:
+    body: dict[str, Any] = {
+        "model": "babbler", "messages": ASK, "tools": TOOLS, "tool_choice": choice, "n": 3, "seed": 1,
+        "parallel_tool_calls": False,
+    }  # fmt: skip
+    answer = await live.openai.chat.completions.create(**body)
+    streamed = await gather(live, body)
+    for told in answer.choices:
+        assert told.finish_reason == "tool_calls"
+        assert told.message.content is None
+        [call] = told.message.tool_calls or ()
+        assert call.type == "function"
+        assert call.function.name in names
+        assert call.id.startswith("call_")
+        assert len(call.id) == 29
+        schema = PARAMETERS if call.function.name == "weather" else {"type": "object", "maxProperties": 0}
+        jsonschema.validate(json.loads(call.function.arguments), schema)
+        assert without_ids(plain(told)) == without_ids(streamed[told.index])
+    ids = [call.id for told in answer.choices for call in told.message.tool_calls or ()]
+    assert len(set(ids)) == 3
+    assert answer.usage is not None
+    assert answer.usage.completion_tokens > 30
+
+
+class Weather(BaseModel):
+    """Tells the weather."""
+
+    city: Literal["Rome", "Oslo"]
+    days: int = Field(ge=1, le=99)
+
+
+async def test_openais_parse_gives_the_arguments_as_a_model(live: Api) -> None:
+    answer = await live.openai.chat.completions.parse(
+        model="babbler", messages=ASK, tools=[openai.pydantic_function_tool(Weather)], tool_choice="required", seed=2,
+        parallel_tool_calls=False,
+    )  # fmt: skip
+    [call] = answer.choices[0].message.tool_calls or ()
+    assert isinstance(call.function.parsed_arguments, Weather)
+    async with live.openai.chat.completions.stream(
+        model="babbler", messages=ASK, tools=[openai.pydantic_function_tool(Weather)], tool_choice="required", seed=2,
+        parallel_tool_calls=False,
+    ) as stream:  # fmt: skip
+        final = await stream.get_final_completion()
+    [again] = final.choices[0].message.tool_calls or ()
+    assert again.function.parsed_arguments == call.function.parsed_arguments
+
+
+async def test_calls_and_results_go_back_into_the_conversation(live: Api) -> None:
+    body: dict[str, Any] = {"model": "babbler", "messages": ASK, "tools": TOOLS, "tool_choice": "required", "seed": 1}
+    answer = (await live.openai.chat.completions.create(**body, parallel_tool_calls=False)).choices[0].message
+    [call] = answer.tool_calls or ()
+    history = [*ASK, answer, {"role": "tool", "tool_call_id": call.id, "content": "sunny"}]
+    after = await live.openai.chat.completions.create(
+        model="babbler", messages=history, tools=TOOLS, tool_choice="none", seed=1, max_tokens=5
+    )
+    assert after.choices[0].message.tool_calls is None
+    assert after.choices[0].finish_reason == "length"
+
+
+@pytest.mark.parametrize(
+    ("reply", "content", "calls", "reason"),
+    [
+        ("It is sunny.", "It is sunny.", [], "stop"),
+        (f"Let me see.\n{CALL}", "Let me see.", ["weather"], "tool_calls"),
+        (f"{CALL}\n{CALL}", None, ["weather", "weather"], "tool_calls"),
+        ('<tool_call>\n{"name": "unknown"', '<tool_call>\n{"name": "unknown"', [], "stop"),
+        (f" {CALL[:-20]}", None, ["weather"], "tool_calls"),
+        ("", "", [], "stop"),
+    ],
+    ids=["text", "text and call", "two calls", "no call", "half a call", "nothing"],
+)
+async def test_streamed_and_whole_messages_agree(
+    scripted: Api, reply: str, content: str | None, calls: list[str], reason: str
+) -> None:
+    script(scripted, reply)
+    body: dict[str, Any] = {"model": "scripted", "messages": ASK, "tools": TOOLS}
+    whole = plain((await scripted.openai.chat.completions.create(**body)).choices[0])
+    assert (whole["content"], [call[1] for call in whole["calls"]]) == (content, calls)
+    assert whole["finish_reason"] == reason
+    streamed = await gather(scripted, body)
+    assert without_ids(streamed[0]) == without_ids(whole)
+
+
+async def test_a_call_that_is_cut_ends_for_its_length(scripted: Api) -> None:
+    script(scripted, CALL)
+    body: dict[str, Any] = {"model": "scripted", "messages": ASK, "tools": TOOLS, "max_tokens": 20}
+    whole = plain((await scripted.openai.chat.completions.create(**body)).choices[0])
+    assert whole["finish_reason"] == "length"
+    assert json.dumps({"city": "Rome", "days": 3}).startswith(whole["calls"][0][2])
+    assert without_ids((await gather(scripted, body))[0]) == without_ids(whole)
+
+
+async def test_without_a_choice_a_call_is_text(scripted: Api) -> None:
+    script(scripted, CALL)
+    for extra in ({}, {"tools": TOOLS, "tool_choice": "none"}, {"tools": []}):
+        answer = await scripted.openai.chat.completions.create(model="scripted", messages=ASK, **extra)  # type: ignore[call-overload]
+        assert answer.choices[0].message.content == CALL
+        assert scripted.service.requests[-1].params.grammar is None
+
+
+async def test_reasoning_comes_apart_and_goes_back(scripted: Api) -> None:
+    script(scripted, "<think>\nRome.\nHm.\n</think>\n\nSunny.", tokenizer_of("qwen3"))
+    body: dict[str, Any] = {"model": "scripted", "messages": ASK}
+    whole = plain((await scripted.openai.chat.completions.create(**body)).choices[0])
+    assert whole == {"content": "Sunny.", "calls": [], "reasoning": "Rome.\nHm.", "finish_reason": "stop"}
+    assert (await gather(scripted, body))[0] == whole
+    history = [*ASK, {"role": "assistant", "content": "Sunny.", "reasoning_content": "Rome."}, *ASK]
+    await scripted.openai.chat.completions.create(model="scripted", messages=history)
+
+
+@pytest.mark.parametrize(
+    ("extra", "closed"),
+    [
+        ({}, False),
+        ({"reasoning_effort": "none"}, True),
+        ({"reasoning_effort": "high"}, False),
+        ({"extra_body": {"chat_template_kwargs": {"enable_thinking": False}}}, True),
+    ],
+)
+async def test_reasoning_is_switched_by_the_request(scripted: Api, extra: dict[str, Any], closed: bool) -> None:
+    script(scripted, "Sunny.", tokenizer_of("qwen3"))
+    answer = await scripted.openai.chat.completions.create(model="scripted", messages=ASK, **extra)
+    prompt = scripted.service.tokenizer.decode(scripted.service.requests[-1].prompt_token_ids)
+    assert prompt.endswith("</think>\n\n") is closed
+    assert answer.choices[0].message.content == "Sunny."
+
+
+async def test_a_schema_that_cannot_be_enforced_is_refused_only_where_it_would_be(scripted: Api) -> None:
+    odd = [{"type": "function", "function": {"name": "odd", "parameters": {"properties": {"a": {"not": {}}}}}}]
+    body: dict[str, Any] = {"model": "scripted", "messages": ASK}
+    await scripted.openai.chat.completions.create(**body, tools=odd)
+    with pytest.raises(openai.BadRequestError) as refused:
+        await scripted.openai.chat.completions.create(**body, tools=odd, tool_choice="required")
+    assert refused.value.param == "tools[0].function.parameters"
+    assert "not" in refused.value.message
