@@ -58,6 +58,7 @@ class ChatJob:
         variables = template_variables(body, self._tokenizer)
         token_ids = await encode_messages(self._tokenizer, body.messages, self._card, tools, variables)
         self._thinking = self._tokenizer.thinking_after(token_ids)
+        self.stop = replace(self.stop, thinking=self._thinking)
         asked = ("max_tokens", body.max_tokens)
         if body.max_completion_tokens is not None:
             asked = ("max_completion_tokens", body.max_completion_tokens)

@@ -30,15 +30,19 @@ class Usage:
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int
+    reasoning_tokens: int | None = None
 
     def to_json(self) -> dict[str, Any]:
         """OpenAI's `usage` object."""
-        return {
+        usage: dict[str, Any] = {
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": self.completion_tokens,
             "total_tokens": self.prompt_tokens + self.completion_tokens,
             "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
         }
+        if self.reasoning_tokens is not None:
+            usage["completion_tokens_details"] = {"reasoning_tokens": self.reasoning_tokens}
+        return usage
 
 
 class Generation:
@@ -70,10 +74,12 @@ class Generation:
     @property
     def usage(self) -> Usage:
         """Tokens so far; each prompt counts once, however many choices it has."""
+        reasoning = [count for stream in self.streams if (count := stream.num_reasoning_tokens) is not None]
         return Usage(
             sum(len(request.prompt_token_ids) for request in self._requests),
             sum(stream.num_tokens for stream in self.streams),
             sum(self._cached_tokens),
+            sum(reasoning) if reasoning else None,
         )
 
     async def pieces(self, tickets: Sequence[Ticket]) -> AsyncGenerator[list[ChoicePiece], None]:

@@ -12,7 +12,7 @@ from typing import Any
 from serve_app.text.tool_arguments import ArgumentsReader, Until, arguments_begin, arguments_reader, overlap
 from serve_app.text.tool_format import Thinking, ToolFormat
 
-_MOST_SPACE = 64
+MOST_SPACE = 64
 """White space that may stand in front of a reasoning."""
 
 
@@ -111,7 +111,7 @@ class MessageParser:
     def _start(self, text: str) -> str:
         assert self._reasoning is not None
         solid = text.lstrip()
-        if len(text) - len(solid) <= _MOST_SPACE:
+        if len(text) - len(solid) <= MOST_SPACE:
             if solid.startswith(self._reasoning.open):
                 self._enter_reasoning()
                 return solid.removeprefix(self._reasoning.open)

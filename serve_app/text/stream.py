@@ -10,8 +10,10 @@ from dataclasses import dataclass
 from serve_app.core.results import FinishReason, TokenDelta, TokenLogprob
 from serve_app.errors import EngineError
 from serve_app.text.detokenizer import REPLACEMENT
+from serve_app.text.reasoning_tokens import ReasoningTokens
 from serve_app.text.stop import StopMatcher
 from serve_app.text.tokenizer import Tokenizer
+from serve_app.text.tool_format import Thinking
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,12 +21,14 @@ class StopConfig:
     """When text ends, besides what the engine decides. Stop strings are not looked for in the first `min_tokens`.
 
     markers: special tokens that occur in it are shown, for whoever reads the text; all others are not.
+    thinking: the reasoning whose tokens are counted.
     """
 
     strings: tuple[str, ...] = ()
     include: bool = False
     min_tokens: int = 0
     markers: str = ""
+    thinking: Thinking | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,12 +64,18 @@ class TextStream:
         self._detokenizer = tokenizer.detokenizer(prompt_token_ids, markers=stop.markers)
         self._matcher = StopMatcher(stop.strings, include=stop.include)
         self._stop = stop
+        self._reasoning = None if stop.thinking is None else ReasoningTokens(stop.thinking)
         self._decoded = 0
         self._shown = 0
         self._pending: list[TokenText] = []
         self.num_tokens = 0
         """Output tokens so far, the one that ended the text included."""
         self.finish_reason: FinishReason | None = None
+
+    @property
+    def num_reasoning_tokens(self) -> int | None:
+        """Of the output tokens; None where there can be no reasoning."""
+        return None if self._reasoning is None else self._reasoning.count
 
     def feed(self, delta: TokenDelta) -> TextPiece:
         """The new text; may be empty.
@@ -105,7 +115,10 @@ class TextStream:
                 break  # the end-of-sequence or stop token says "end"; it is not text
             if logprobs:
                 self._pending.append(token_text(self._tokenizer, logprobs[i], self._decoded))
-            text += self._show(self._detokenizer.step(delta.token_ids[i]))
+            piece = self._detokenizer.step(delta.token_ids[i])
+            if self._reasoning is not None:
+                self._reasoning.read(piece)
+            text += self._show(piece)
             if self._matcher.stopped:
                 self.finish_reason = FinishReason.STOP
                 break

@@ -208,7 +208,12 @@ async def test_without_a_choice_a_call_is_text(scripted: Api) -> None:
 async def test_reasoning_comes_apart_and_goes_back(scripted: Api) -> None:
     script(scripted, "<think>\nRome.\nHm.\n</think>\n\nSunny.", tokenizer_of("qwen3"))
     body: dict[str, Any] = {"model": "scripted", "messages": ASK}
-    whole = plain((await scripted.openai.chat.completions.create(**body)).choices[0])
+    answer = await scripted.openai.chat.completions.create(**body)
+    assert answer.usage is not None
+    assert answer.usage.completion_tokens_details is not None
+    thought = tokenizer_of("qwen3").encode("<think>\nRome.\nHm.\n</think>", add_special_tokens=False)
+    assert answer.usage.completion_tokens_details.reasoning_tokens == len(thought)
+    whole = plain(answer.choices[0])
     assert whole == {"content": "Sunny.", "calls": [], "reasoning": "Rome.\nHm.", "finish_reason": "stop"}
     assert (await gather(scripted, body))[0] == whole
     history = [*ASK, {"role": "assistant", "content": "Sunny.", "reasoning_content": "Rome."}, *ASK]
