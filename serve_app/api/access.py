@@ -31,8 +31,13 @@ class Access:
         allow_anonymous: bool = False,
         internal_key: str | None = None,
         origins: Origins | None = None,
+        on_admin: Callable[[str, str], None] = lambda _key, _path: None,
     ) -> None:
-        """`keys` is asked at every request. `allow_anonymous`: who sends no key is served, as nobody in particular."""
+        """`keys` is asked at every request. `allow_anonymous`: who sends no key is served, as nobody in particular.
+
+        `on_admin` is told the key's name and the path when a route is used that is for admins.
+        """
+        self._on_admin = on_admin
         self._origins = origins or Origins()
         self._keys = keys
         self._allow_anonymous = allow_anonymous
@@ -58,8 +63,10 @@ class Access:
             tenant = INTERNAL
         else:
             tenant = self._keys().find(key, datetime.now(UTC))
-        if admin_only and not tenant.admin:
-            raise PermissionDeniedError("this tells of everybody: it needs a key with `admin: true`")
+        if admin_only:
+            if not tenant.admin:
+                raise PermissionDeniedError("this tells of everybody: it needs a key with `admin: true`")
+            self._on_admin(tenant.name, path)
         return tenant
 
 

@@ -4,7 +4,7 @@ import asyncio
 import ipaddress
 import itertools
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from serve_app.api.access import Access
@@ -12,6 +12,7 @@ from serve_app.api.origins import Origins
 from serve_app.errors import ConfigError
 from serve_app.settings import IngressSettings, internal_key_file
 from serve_app.tenants.accounts import Accounts
+from serve_app.tenants.audit import AuditLog
 from serve_app.tenants.key_file import WatchedKeyFile
 from serve_app.tenants.keys import KeyRing, check_limits
 from serve_app.tenants.ledger import Ledger
@@ -30,7 +31,7 @@ def check_doors(ingress: IngressSettings, host: str) -> None:
     `host` is the address on which the server listens.
     """
     if ingress.keys_file is not None:
-        _watch_keys(ingress)
+        _watch_keys(ingress, _ignore)
     elif not _is_loopback(host) and not ingress.allow_anonymous:
         raise ConfigError(
             f"setting `ingress.keys_file`: is needed where the server listens beyond this machine ({host}), "
@@ -44,19 +45,22 @@ class Doors:
     def __init__(self, ingress: IngressSettings, host: str) -> None:
         """Raises `ConfigError` as `check_doors` does, and where the ledger cannot be written."""
         check_doors(ingress, host)
-        self._ledger = None if ingress.ledger_folder is None else Ledger(Path(ingress.ledger_folder))
+        folder = None if ingress.ledger_folder is None else Path(ingress.ledger_folder)
+        self._ledger = None if folder is None else Ledger(folder)
+        audit = None if folder is None else AuditLog(folder)
         self.accounts = Accounts(self._ledger)
         origins = Origins(_hosts(ingress, host), ingress.allowed_origins)
         self.access = Access(origins=origins)
         self._file: WatchedKeyFile | None = None
         if ingress.keys_file is not None:
-            self._file = file = _watch_keys(ingress)
+            self._file = file = _watch_keys(ingress, _ignore if audit is None else audit.keys_changed)
             internal = internal_key_file()
             self.access = Access(
                 lambda: file.ring,
                 allow_anonymous=ingress.allow_anonymous,
                 internal_key=None if internal is None else Path(internal).read_text(),
                 origins=origins,
+                on_admin=_ignore if audit is None else audit.accessed,
             )
         elif not _is_loopback(host):
             logger.warning("everybody who reaches %s may use this server: there is no `ingress.keys_file`", host)
@@ -71,12 +75,16 @@ class Doors:
                 await asyncio.to_thread(self._ledger.sync)
 
 
-def _watch_keys(ingress: IngressSettings) -> WatchedKeyFile:
+def _watch_keys(ingress: IngressSettings, on_change: Callable[[str], None]) -> WatchedKeyFile:
     def check(ring: KeyRing) -> None:
         check_limits(ring, has_ledger=ingress.ledger_folder is not None)
 
     assert ingress.keys_file is not None
-    return WatchedKeyFile(Path(ingress.keys_file), check)
+    return WatchedKeyFile(Path(ingress.keys_file), check, on_change)
+
+
+def _ignore(*_: str) -> None:
+    """Where no audit log is kept."""
 
 
 def _hosts(ingress: IngressSettings, host: str) -> Sequence[str] | None:

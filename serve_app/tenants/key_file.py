@@ -30,8 +30,11 @@ def read_key_file(path: Path, check: Check = lambda _: None) -> KeyRing:
 class WatchedKeyFile:
     """The newest key ring that a file has held and that could be read. `refresh` it every second or so."""
 
-    def __init__(self, path: Path, check: Check = lambda _: None) -> None:
-        """Raises `ConfigError` if there is nothing to begin with."""
+    def __init__(
+        self, path: Path, check: Check = lambda _: None, on_change: Callable[[str], None] = lambda _: None
+    ) -> None:
+        """`on_change` is told in words what is new. Raises `ConfigError` if there is nothing to begin with."""
+        self._on_change = on_change
         self._path = path
         self._check = check
         self._seen = _state(path)
@@ -56,7 +59,9 @@ class WatchedKeyFile:
             "changed": {name for name in before.keys() & after.keys() if before[name] != after[name]},
         }
         told = "; ".join(f"{kind} {', '.join(sorted(names))}" for kind, names in news.items() if names)
-        logger.info("keys file %s was read again: %s", self._path, told or "the same names and limits")
+        told = told or "the same names and limits"
+        logger.info("keys file %s was read again: %s", self._path, told)
+        self._on_change(told)
 
 
 def add_key(path: Path, name: str, fields: dict[str, Any]) -> str:

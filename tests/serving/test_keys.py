@@ -98,6 +98,10 @@ def test_every_route_wants_a_key(keyed: Keyed) -> None:
 def test_metrics_and_debug_want_an_admins_key(keyed: Keyed) -> None:
     for path in ("/metrics", "/metrics/targets", "/debug/replicas", "/debug/timeline"):
         assert [keyed.get(path, name).status_code for name in ("a", "admin")] == [403, 200]
+    (audit,) = keyed.ledger.glob("audit-*.jsonl")
+    used = [json.loads(line) for line in audit.read_text().splitlines()]
+    assert ("admin", "/debug/replicas") in [(line.get("key"), line.get("accessed")) for line in used]
+    assert "a" not in [line.get("key") for line in used]
 
 
 def test_a_name_that_was_made_to_lead_here_is_not_answered(keyed: Keyed) -> None:

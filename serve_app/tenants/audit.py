@@ -1,0 +1,51 @@
+"""Who has looked at what tells of everybody, and how the keys have changed: JSON lines, a file per month of UTC."""
+
+import logging
+import os
+import time
+from collections.abc import Callable
+from datetime import UTC, datetime
+from pathlib import Path
+
+import orjson
+
+logger = logging.getLogger(__name__)
+
+_PERIOD_S = 3600
+_MAX_REMEMBERED = 10_000
+
+
+class AuditLog:
+    """The audit log in one folder. For several threads; a line that cannot be written is logged as an error."""
+
+    def __init__(self, folder: Path, clock: Callable[[], float] = time.time) -> None:
+        """`clock`: Unix time in seconds."""
+        self._folder = folder
+        self._clock = clock
+        self._seen: dict[tuple[str, str], float] = {}
+
+    def accessed(self, key: str, path: str) -> None:
+        """An admin's key was used for `path`. Pages ask every second: an hour has one line for each."""
+        now = self._clock()
+        if now - self._seen.get((key, path), -_PERIOD_S) < _PERIOD_S:
+            return
+        if len(self._seen) >= _MAX_REMEMBERED:
+            self._seen.clear()
+        self._seen[key, path] = now
+        self._write(now, {"key": key, "accessed": path})
+
+    def keys_changed(self, news: str) -> None:
+        """The keys file was read again."""
+        self._write(self._clock(), {"keys": news})
+
+    def _write(self, now: float, fields: dict[str, str]) -> None:
+        when = datetime.fromtimestamp(now, UTC)
+        line = orjson.dumps({"time": when.isoformat(timespec="milliseconds"), **fields}) + b"\n"
+        try:
+            file = os.open(self._folder / f"audit-{when:%Y-%m}.jsonl", os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+            try:
+                os.write(file, line)
+            finally:
+                os.close(file)
+        except OSError as error:
+            logger.error("the audit log cannot be written: %s", error)
