@@ -10,6 +10,7 @@ import ray
 from ray import serve
 from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, BackpressureConfig, RequestRouterConfig
 
+from serve_app.model_files import pin_model
 from serve_app.serving.autoscaling import EnginePolicy, IngressPolicy
 from serve_app.serving.ingress import Ingress
 from serve_app.serving.ray_router import EngineRouter
@@ -22,8 +23,9 @@ _SPARE_REQUESTS = 256
 # which takes time. Ray refuses what exceeds this number: an ingress that falls behind by seconds fails its health
 # checks, and its streams would end with it.
 _MAX_QUEUED_AT_RAY = 1024
-# A replica that is stopped hands its streams to another one at once. If there is none, it has this long (s).
-_ENGINE_SHUTDOWN_S = 60.0
+# Longer than any request may take: an ingress that is replaced serves its streams to their end, and so does an engine
+# whose streams no other can continue, until the last such ingress has ended (s).
+_SHUTDOWN_MARGIN_S = 10.0
 # How many more replicas there may be during an update; one at least.
 _SURGE_PERCENT = 25
 # Serve takes figures each fifth of this, and answers by their mean over it (s). It warns below 10.
@@ -40,7 +42,8 @@ _COMMON_OPTIONS: dict[str, Any] = {
 
 
 def build(args: Settings) -> serve.Application:
-    """The application: one ingress in front of the engine replicas."""
+    """The application: one ingress in front of the engine replicas, all of one commit of a model on the hub."""
+    args = args.model_copy(update={"model": pin_model(args.model)})
     engine = serve.deployment(EngineReplica).options(**engine_options(args))
     engines = engine.bind(args, use_gpu=use_gpu(args))
     ingress = serve.deployment(serve.ingress()(Ingress)).options(**ingress_options(args))
@@ -52,7 +55,7 @@ def engine_options(settings: Settings) -> dict[str, Any]:
     options = _COMMON_OPTIONS | {
         "name": "EngineReplica",
         "ray_actor_options": {"num_cpus": 0, "num_gpus": int(use_gpu(settings))},
-        "graceful_shutdown_timeout_s": _ENGINE_SHUTDOWN_S,
+        "graceful_shutdown_timeout_s": settings.ingress.request_timeout_s + 2 * _SHUTDOWN_MARGIN_S,
         # In an update a new replica comes before an old one goes. Not on GPUs: without a spare one it would never come.
         "max_surge_percent": 0 if use_gpu(settings) else _SURGE_PERCENT,
         "request_router_config": RequestRouterConfig(request_router_class=EngineRouter),
@@ -84,8 +87,7 @@ def ingress_options(settings: Settings) -> dict[str, Any]:
         "max_ongoing_requests": 2 * settings.num_places + _SPARE_REQUESTS,
         "max_queued_requests": _MAX_QUEUED_AT_RAY,
         "backpressure_config": BackpressureConfig(status_code=429),
-        # Longer than any request may take: an ingress that is replaced serves its streams to their end.
-        "graceful_shutdown_timeout_s": settings.ingress.request_timeout_s + 10.0,
+        "graceful_shutdown_timeout_s": settings.ingress.request_timeout_s + _SHUTDOWN_MARGIN_S,
         "max_surge_percent": _SURGE_PERCENT,
     }
     if settings.autoscaling is None:

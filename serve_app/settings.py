@@ -5,10 +5,8 @@ plain dataclasses down; nothing below `api` sees pydantic. `setting_rows` is wha
 """
 
 import difflib
-import hashlib
 import os
 from collections.abc import Iterator, Mapping
-from importlib.metadata import version
 from typing import Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ModelWrapValidatorHandler, ValidationError, model_validator
@@ -155,7 +153,7 @@ class Settings(_Frozen):
     """`args` of the application in `deploy/*.yaml`. Anything unknown or impossible is refused with its name."""
 
     model: str = Field(default="default", min_length=1)
-    """`default` (SmolLM2-135M-Instruct), a local folder, a `.gguf` file or a hub id."""
+    """`default` (SmolLM2-135M-Instruct), a local folder, a `.gguf` file or a hub id (main at start, or `@commit`)."""
     served_model_name: str | None = Field(default=None, min_length=1)
     """The model name in the API; null = the model's own."""
     dtype: Literal["auto", "float32", "bfloat16", "float16", "float64"] = "auto"
@@ -198,21 +196,6 @@ class Settings(_Frozen):
     def num_places(self) -> int:
         """Requests that may be in engines, or wait at the ingress for one."""
         return self.max_ongoing_requests + self.ingress.max_queued_requests
-
-    @property
-    def revision(self) -> str:
-        """Equal for replicas that give the same tokens for the same request, so that one may continue the other's."""
-        parts = (
-            version("serve_app"),
-            self.model,
-            self.dtype,
-            self.quantization,
-            self.device,
-            self.engine.max_model_len,
-            self.engine.deterministic,
-            self.engine.kv_cache_dtype,
-        )
-        return hashlib.sha256(repr(parts).encode()).hexdigest()[:12]
 
     @model_validator(mode="after")
     def _check_replicas(self) -> "Settings":

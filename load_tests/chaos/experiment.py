@@ -141,6 +141,8 @@ class Experiment:
         self.answers: list[Answer] = []
         self.session: aiohttp.ClientSession = open_session()
         self._references = references
+        self._later = References()
+        """Answers of a fleet that an update has made another one."""
         self.tasks: list[asyncio.Task[None]] = []
         self._first_event = asyncio.Event()
         self._struck_at: float | None = None
@@ -183,6 +185,10 @@ class Experiment:
         """Requests with every feature that a continued stream could get wrong, with known answers."""
         asks = mixed(rng, count, max_tokens)
         return await self._references.learn_mixed(self.session, self.fleet.url, asks)
+
+    async def learn_again(self, asks: Sequence[Ask]) -> None:
+        """The fleet is another one now: answers to these requests may also be like those that it gives."""
+        await self._later.learn(self.session, self.fleet.url, asks)
 
     def start(self, a: Ask, on_event: Callable[[Answer], None] = lambda _: None) -> Answer:
         """Send a request; its answer is filled in as it arrives."""
@@ -295,9 +301,10 @@ class Experiment:
         for answer in self.answers:
             if answer.outcome is not Outcome.COMPLETE and answer.outcome not in self.fault.allowed:
                 row.problems.append(f"{answer.ask.name}: {answer.outcome.value} {answer.detail}")
-            undisturbed = self._references.of(answer.ask)
-            if undisturbed is None:
+            known = [said for of in (self._references.of, self._later.of) if (said := of(answer.ask)) is not None]
+            if not known:
                 continue
+            undisturbed = next((said for said in known if compare(answer, said).equal), known[0])
             difference = compare(answer, undisturbed)
             row.lost_tokens += difference.lost
             row.doubled_tokens += difference.doubled

@@ -15,16 +15,15 @@ from pathlib import Path
 from random import Random
 
 import psutil  # type: ignore[import-untyped]
-import yaml
 
 from load_tests.chaos.client_faults import exhaust_kv, overfill_queue, read_slowly, vanish
-from load_tests.chaos.experiment import STREAMS, Experiment, Fault
+from load_tests.chaos.experiment import Experiment, Fault
 from load_tests.chaos.fleet import NotInTimeError, Shape
 from load_tests.chaos.traffic import Outcome, ask, send, text
+from load_tests.chaos.updates import refused_update, set_arg, set_damaged_model, set_knobs, set_other_model, update
 
 _AT_TOKEN = 200
 _RANDOM_WITHIN_S = 1.5
-_UPDATE_LIMIT_S = 180.0
 _NEWCOMERS = 8
 _LONG_PROMPT, _ONLY_THE_LONG = 3900, 700
 """The longest prompt; no other sequence reaches this position."""
@@ -209,23 +208,6 @@ async def _terminate(experiment: Experiment) -> None:
         experiment.row.problems.append(f"the launcher ended with status {status}; {len(left)} processes outlive it")
 
 
-async def _update(experiment: Experiment) -> None:
-    """A rolling update to other engine settings while requests keep arriving."""
-    asks = await experiment.mixed(Random(8), STREAMS, 120)
-    await _under_way(experiment)
-    old = {process.pid for process in experiment.fleet.replicas()}
-    experiment.struck()
-    _change_config(experiment.fleet.config)
-    os.kill(experiment.fleet.pid, signal.SIGUSR1)
-    deadline = asyncio.get_running_loop().time() + _UPDATE_LIMIT_S
-    while asyncio.get_running_loop().time() < deadline:
-        await experiment.trickle(asks)
-        now = {process.pid for process in experiment.fleet.replicas()}
-        if not now & old and len(now) == experiment.fleet.shape.replicas:
-            return
-    raise NotInTimeError("not in time: all replicas replaced by the update")
-
-
 async def _lose_node(experiment: Experiment) -> None:
     """All processes of a node at once: killed at the known point; frozen, and so not reported, at the random one."""
     if experiment.moment == "known":
@@ -257,13 +239,20 @@ def _node_of(experiment: Experiment, replica: int) -> list[int]:
     raise NotInTimeError(f"no node has the replica {replica}")
 
 
-def _change_config(path: Path) -> None:
-    """Another `engine.max_wait_s` under `args`, which restarts every process."""
-    config = yaml.safe_load(path.read_text())
-    engine = config["applications"][0]["args"]["engine"]
-    engine["max_wait_s"] = engine.get("max_wait_s", 1.0) + 0.5
-    path.write_text(yaml.safe_dump(config))
-
+UPDATES = tuple(
+    Fault(f"update: {what}", strike, recovery_limit_s=60, stall_limit_s=60)
+    for what, strike in (
+        ("knobs", update(set_knobs, restarts=False)),
+        ("scheduler", update(set_arg("engine.max_wait_s", 1.5))),
+        ("max_model_len", update(set_arg("engine.max_model_len", 4000))),
+        ("quantization", update(set_arg("quantization", "none"))),
+        ("model", update(set_other_model)),
+        ("num_replicas", update(set_arg("num_replicas", 2), replicas=2)),
+        ("ingress", update(set_arg("ingress.max_queued_requests", 80))),
+        ("what cannot be loaded", refused_update(set_damaged_model)),
+    )
+)
+"""A key of each kind, changed and changed back."""
 
 FAULTS = (
     Fault("replica SIGKILL in decode", _strike_replica(signal.SIGKILL), stall_limit_s=10),
@@ -280,7 +269,7 @@ FAULTS = (
     Fault("queue overfilled 10x", overfill_queue, allowed=_MAY_FAIL, recovery_limit_s=60),
     Fault("500 clients vanish", vanish),
     Fault("readers of a byte a second", read_slowly, stall_limit_s=10),
-    Fault("rolling update", _update, recovery_limit_s=60),
+    *UPDATES,
     Fault("no replica left", _leave_none, allowed=_MAY_FAIL, shape=_NO_PATIENCE, recovery_limit_s=60),
     Fault("node lost", _lose_node, on_nodes=True, stall_limit_s=30),
     Fault("SIGTERM", _terminate, allowed=_MAY_BE_CUT, last=True),

@@ -11,13 +11,15 @@ from tokenizers import decoders, models
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 CONTEXT = 4096
-_VOCABULARY = {"<s>": 0, "</s>": 1} | {chr(code): code - 30 for code in range(32, 127)}
+_CHARACTERS = [chr(code) for code in range(32, 127)]
 
 
-def write_small_model(folder: Path, seed: int = 0) -> None:
-    """Write weights, config and tokenizer to `folder`, as users have models."""
+def write_small_model(folder: Path, seed: int = 0, *, reverse: bool = False) -> None:
+    """Write weights, config and tokenizer to `folder`, as users have models. reverse: the characters' ids."""
+    characters = _CHARACTERS[::-1] if reverse else _CHARACTERS
+    vocabulary = {token: number for number, token in enumerate(["<s>", "</s>", *characters])}
     config = LlamaConfig(
-        vocab_size=len(_VOCABULARY),
+        vocab_size=len(vocabulary),
         hidden_size=128,
         intermediate_size=256,
         num_hidden_layers=4,
@@ -36,6 +38,6 @@ def write_small_model(folder: Path, seed: int = 0) -> None:
             if parameter.dim() > 1:
                 parameter.normal_(std=0.1)
     model.save_pretrained(folder)
-    backend = tokenizers.Tokenizer(models.BPE(_VOCABULARY, []))
+    backend = tokenizers.Tokenizer(models.BPE(vocabulary, []))
     backend.decoder = decoders.Fuse()
     PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>").save_pretrained(folder)

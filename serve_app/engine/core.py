@@ -69,6 +69,10 @@ class ModelInfo:
     backend: str
     largest_step_s: float
     """How long a step of as many tokens as fit in one took at start."""
+    quantization: str
+    kv_cache_dtype: str
+    build: str
+    """What computes, down to the compiler: equal for builds that give the same numbers."""
     limits: DeviceLimits | None = None
     """Measured by `EngineCore.load`."""
 
@@ -129,19 +133,7 @@ class EngineCore:
                 **config.knobs(),
             )
         )
-        self.info = ModelInfo(
-            name=model.name,
-            vocab_size=model.vocab_size,
-            max_model_len=model.max_model_len,
-            eos_token_ids=tuple(model.eos_token_ids),
-            block_size=model.block_size,
-            num_blocks=num_blocks,
-            dtype=str(model.dtype).removeprefix("torch."),
-            device=str(model.device),
-            backend=model.attention_backend,
-            largest_step_s=largest_step_s,
-            limits=limits,
-        )
+        self.info = _describe(model, num_blocks, largest_step_s, limits)
 
     @classmethod
     def load(
@@ -293,3 +285,22 @@ class EngineCore:
             if not self._observer_failed:
                 self._observer_failed = True
                 logger.exception("the on_step observer failed; later failures are not logged")
+
+
+def _describe(model: PagedModel, num_blocks: int, largest_step_s: float, limits: DeviceLimits | None) -> ModelInfo:
+    return ModelInfo(
+        name=model.name,
+        vocab_size=model.vocab_size,
+        max_model_len=model.max_model_len,
+        eos_token_ids=tuple(model.eos_token_ids),
+        block_size=model.block_size,
+        num_blocks=num_blocks,
+        dtype=str(model.dtype).removeprefix("torch."),
+        device=str(model.device),
+        backend=model.attention_backend,
+        quantization=model.quantization,
+        kv_cache_dtype=str(model.cache_dtype).removeprefix("torch."),
+        build=model.build,
+        largest_step_s=largest_step_s,
+        limits=limits,
+    )

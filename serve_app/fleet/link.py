@@ -65,6 +65,8 @@ class LinkServer:
         self.heartbeat = heartbeat
         self.key = secrets.token_hex(_KEY_BYTES)
         self.ends: set[ReplicaEnd] = set()
+        self.ended = asyncio.Event()
+        """Set whenever a link has ended."""
         self._server: asyncio.Server | None = None
 
     async def listen(self, host: str) -> str:
@@ -81,9 +83,10 @@ class LinkServer:
         return max((end.unsent_bytes for end in list(self.ends)), default=0)
 
     async def drained(self) -> None:
-        """Return once no attempt is running."""
-        while attempts := self.attempts():
-            await asyncio.wait(attempts)
+        """Return once every ingress has hung up: it does when this replica is leaving and has nothing of it to do."""
+        while self.ends:
+            self.ended.clear()
+            await self.ended.wait()
 
     def close(self) -> None:
         """Close all links: this replica is leaving."""
@@ -136,6 +139,7 @@ class ReplicaEnd(asyncio.Protocol):
         self._is_open = False
         self._next.cancel()
         self._server.ends.discard(self)
+        self._server.ended.set()
         for task in self.attempts.values():
             task.cancel()
 

@@ -11,20 +11,20 @@ from typing import Any
 from serve_app.fleet.attempt import Attempt, Condition, Replica
 from serve_app.fleet.load import ReplicaLoad
 
+REVISION = "revision"
+"""In a replica's metadata: equal where one may continue the other's streams."""
+TOKENIZER = "tokenizer"
+"""In a replica's metadata: equal where the same text is the same tokens to both."""
+
 
 class ReplicaSet:
     """For one event loop; other threads may read. Replica ids are Ray's unique ids."""
 
-    def __init__(self, model: str | None = None, revision: str | None = None) -> None:
-        """Replicas of another `model` are left out; None = any will do.
-
-        Those of another `revision` take requests of which no output is known, while there is none of this one: so an
-        update of the engines does not strand what waits at the old ingress.
-        """
-        self.revision = revision
+    def __init__(self, tokenizer: str | None = None) -> None:
+        """Replicas of another `tokenizer` are left out: our token ids mean something else there. None = any will do."""
         self.waiting: dict[str, Attempt] = {}
         """Attempts that no replica has yet, by their ids."""
-        self._model = model
+        self._tokenizer = tokenizer
         self._replicas: dict[str, Replica] = {}
         self._current: dict[str, dict[str, Any]] = {}
         self._listeners: list[Callable[[], object]] = []
@@ -36,8 +36,9 @@ class ReplicaSet:
         for replica_id, metadata in replicas.items():
             replica = self._replicas.setdefault(replica_id, Replica(replica_id, metadata))
             replica.metadata, replica.present, replica.absent_ticks = metadata, True, 0
-        for replica in list(self._replicas.values()):
+        for replica in self._replicas.values():
             replica.present = replica.replica_id in replicas
+        for replica in list(self._replicas.values()):
             self._forget_if_gone(replica)
         self._notify()
 
@@ -46,7 +47,7 @@ class ReplicaSet:
         return self._current
 
     def replicas(self) -> list[Replica]:
-        """Those, and the ones that left but still have attempts or a reservation."""
+        """Those, and the ones that left but still have attempts or a reservation, or are all that we can use."""
         return list(self._replicas.values())
 
     def get(self, replica_id: str) -> Replica | None:
@@ -103,6 +104,7 @@ class ReplicaSet:
         replica = self._replicas.get(replica_id)
         if replica is not None and replica.condition is Condition.OK:
             replica.condition, replica.reason = Condition.SUSPECT, reason
+            self._forget_if_gone(replica)
             self._notify()
 
     def trust(self, replica_id: str) -> None:
@@ -121,19 +123,21 @@ class ReplicaSet:
         self._set_reserved(replica_id, reserved=False)
 
     def is_alive(self, replica: Replica) -> bool:
-        """Whether the replica could serve: there, not suspected, of our model; it may be reserved."""
-        of_our_model = replica.metadata.get("model", self._model) == self._model
-        return replica.present and replica.condition is Condition.OK and of_our_model
+        """Whether the replica is one of those that could serve what began on it; it may be reserved."""
+        return replica in self.alive(replica.revision)
 
     def alive(self, revision: str | None = None) -> list[Replica]:
         """The replicas that could serve a request: of `revision`, if that is given.
 
-        Without one, of our own revision; if there is none, of any.
+        Where there is none, those that are being stopped: for a request that no others can continue, or if those that
+        came in their place have another tokenizer. Otherwise new requests would keep a replica from ever stopping, and
+        the one that waits for its GPU from starting.
         """
-        alive = [replica for replica in self.replicas() if self.is_alive(replica)]
-        wanted = revision or self.revision
-        ours = [replica for replica in alive if wanted is None or replica.revision in (None, wanted)]
-        return ours if ours or revision is not None else alive
+        usable = [replica for replica in self._replicas.values() if self._is_usable(replica)]
+        if revision is not None:
+            usable = [replica for replica in usable if replica.revision in (None, revision)]
+        present = [replica for replica in usable if replica.present]
+        return present or (usable if revision is not None or self._current else [])
 
     def routable(self, revision: str | None = None) -> list[Replica]:
         """Those of `alive` that are not reserved."""
@@ -143,7 +147,7 @@ class ReplicaSet:
         """The replicas that the attempt may go to; only its own if it has one reserved."""
         if attempt.reserved is None:
             return self.routable(attempt.revision)
-        return [attempt.reserved] if attempt.reserved.present else []
+        return [attempt.reserved] if attempt.reserved.present or self.is_alive(attempt.reserved) else []
 
     # ----------------------------------------------------------------------------------------------
     def _set_reserved(self, replica_id: str, *, reserved: bool) -> None:
@@ -152,8 +156,12 @@ class ReplicaSet:
             self._forget_if_gone(replica)
         self._notify()
 
+    def _is_usable(self, replica: Replica) -> bool:
+        """Not suspected, with our tokenizer."""
+        return replica.condition is Condition.OK and self._tokenizer in (None, replica.metadata.get(TOKENIZER))
+
     def _forget_if_gone(self, replica: Replica) -> None:
-        if not replica.present and not replica.attempts and not replica.reserved:
+        if not replica.present and not replica.attempts and not replica.reserved and replica not in self.alive():
             self._replicas.pop(replica.replica_id, None)
 
     def _notify(self) -> None:

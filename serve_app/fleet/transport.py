@@ -94,10 +94,10 @@ class LinkTransport:
 
     def _replicas_changed(self) -> None:
         infos = {}
-        for name, metadata in self._replicas.current().items():
+        for replica in self._replicas.replicas():
             # Who is left out here is found out by `listen`.
             with suppress(KeyError, TypeError):
-                infos[name] = ReplicaInfo.from_metadata(metadata)
+                infos[replica.replica_id] = ReplicaInfo.from_metadata(replica.metadata)
         self._policy.update(infos)
         self._place_all()
 

@@ -117,7 +117,7 @@ class Watchdog:
 
     def _has_other(self, replica: Replica) -> bool:
         """Whether there is a replica that can continue what runs on this one. One not heard yet may never be."""
-        return any(other.has_beaten for other in self._replicas.routable(replica.revision))
+        return any(other.present and other.has_beaten for other in self._replicas.routable(replica.revision))
 
     async def _listen(self, replica_id: str) -> None:
         """Listen to the replica over one link after another, until cancelled or it turns out to be incompatible."""

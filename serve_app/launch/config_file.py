@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 
 from serve_app.errors import ConfigError
-from serve_app.model_files import locate_model
+from serve_app.model_files import check_model, locate_model
 from serve_app.serving.doors import check_doors
 from serve_app.serving.knobs import live_knobs, scheduler_knobs
 from serve_app.settings import Settings, suggest
@@ -69,13 +69,23 @@ def read_config(path: Path) -> ConfigFile:
 def _check_application(application: Any, host: str) -> Settings:
     """The settings in a `ServeApplicationSchema`, whose engine's `user_config` is looked at too."""
     settings = Settings.model_validate(application.args)
-    locate_model(settings.model)
+    check_model(locate_model(settings.model), settings.engine.max_model_len)
+    _check_device(settings)
     scheduler_knobs(settings.engine)
     check_doors(settings.ingress, host)
     for deployment in application.deployments:
         if deployment.name == ENGINE and isinstance(deployment.user_config, Mapping):
             live_knobs(settings, deployment.user_config)
     return settings
+
+
+def _check_device(settings: Settings) -> None:
+    """What no replica on such a device could load. An update that names it would end the old replicas first."""
+    if settings.device == "cpu" and "fp8" in (settings.quantization, settings.engine.kv_cache_dtype):
+        key = "quantization" if settings.quantization == "fp8" else "engine.kv_cache_dtype"
+        raise ConfigError(f"setting `{key}`: fp8 needs a GPU, and `device` is cpu")
+    if settings.device == "cuda" and settings.quantization == "int8":
+        raise ConfigError("setting `quantization`: int8 is for CPUs, and `device` is cuda")
 
 
 def _check_keys(prefix: str, data: Mapping[str, Any], schema: Any) -> None:

@@ -21,22 +21,17 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from serve_app.errors import ConfigError
 from serve_app.model.options import DTYPES, Progress
-from serve_app.model_files import ModelFiles
+from serve_app.model_files import ModelFiles, check_model
 
 
 def read_checkpoint(files: ModelFiles, dtype: str, device: torch.device, cache_dir: Path, report: Progress) -> Any:
     """The module with its weights, on the CPU and in eval mode. dtype: as in `ModelOptions`; "auto" depends on the
     device on which the model will run. Raises ConfigError."""
     if files.kind == "folder":
-        _check_folder(Path(files.source))
+        check_model(files, max_model_len=None)
     if files.gguf_file is not None:
         return _load_gguf(Path(files.source, files.gguf_file), cache_dir, dtype, device, report)
-    return _load_pretrained(files.source, dtype, device, report)
-
-
-def _check_folder(folder: Path) -> None:
-    if not any(folder.glob("*.safetensors")):
-        raise ConfigError(f"model: folder {folder} has no *.safetensors weights (other formats are not loaded)")
+    return _load_pretrained(files.source, dtype, device, report, files.commit)
 
 
 def _resolve_dtype(name: str, saved: Any, device: torch.device) -> torch.dtype:
@@ -47,14 +42,15 @@ def _resolve_dtype(name: str, saved: Any, device: torch.device) -> torch.dtype:
     return saved if saved in (torch.float16, torch.bfloat16) else torch.bfloat16
 
 
-def _load_pretrained(source: str, dtype: str, device: torch.device, report: Progress) -> Any:
+def _load_pretrained(source: str, dtype: str, device: torch.device, report: Progress, commit: str | None = None) -> Any:
     report("loading weights", 0.0)
     try:
-        config = AutoConfig.from_pretrained(source, trust_remote_code=False)
+        config = AutoConfig.from_pretrained(source, revision=commit or "main", trust_remote_code=False)
         if getattr(config, "is_encoder_decoder", False):
             raise ConfigError(f"model: {source} is an encoder-decoder model ({config.model_type}), not a causal LM")
         module, info = AutoModelForCausalLM.from_pretrained(
             source,
+            revision=commit or "main",
             config=config,
             dtype=_resolve_dtype(dtype, config.dtype, device),
             use_safetensors=True,

@@ -47,6 +47,16 @@ class PagedModel:
         return self.executor.quantization
 
     @property
+    def build(self) -> str:
+        """What computes; see `ModelExecutor`."""
+        return self.executor.build
+
+    @property
+    def cache_dtype(self) -> torch.dtype:
+        """Number format of keys and values in the pool."""
+        return self.executor.cache_dtype
+
+    @property
     def token_cost(self) -> float:
         """The time that one more token adds to a step of few tokens, as a fraction of that step's.
 

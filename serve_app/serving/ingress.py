@@ -7,12 +7,11 @@ request whose replica is lost is `failover`'s.
 
 import asyncio
 import gc
-import hashlib
 import logging
 import time
 import uuid
-from collections.abc import AsyncGenerator, Mapping
-from dataclasses import asdict
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from dataclasses import asdict, replace
 from typing import Any, get_args
 
 from prometheus_client import CONTENT_TYPE_LATEST, Gauge
@@ -20,7 +19,6 @@ from ray import serve
 from ray.serve.handle import DeploymentHandle
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-import serve_app
 from serve_app.api.admission import AsyncAdmissionQueue
 from serve_app.api.app import create_app
 from serve_app.api.drain import Drain
@@ -37,7 +35,7 @@ from serve_app.fleet.failover import Failover
 from serve_app.fleet.loss import LossReason
 from serve_app.fleet.prefix_routing import PrefixRouting
 from serve_app.fleet.presence import RETRY_AFTER_S
-from serve_app.fleet.replica_set import ReplicaSet
+from serve_app.fleet.replica_set import REVISION, ReplicaSet
 from serve_app.fleet.transport import LinkTransport
 from serve_app.fleet.watchdog import Watchdog
 from serve_app.http_client import fetch
@@ -75,17 +73,20 @@ class ReplicaService:
         self,
         transport: Transport,
         replicas: ReplicaSet,
-        model: ModelCard,
+        name: str,
         tokenizer: Tokenizer,
         metrics: IngressMetrics,
         settings: Settings,
     ) -> None:
+        """`name`: the model's, for clients. One of the replicas is there."""
         self._timeout_s = settings.ingress.request_timeout_s
         self._transport = transport
         self._metrics = metrics
         self._replicas = replicas
-        self.model = model
+        self.model = ModelCard(name, max_model_len=0, vocab_size=0, created=int(time.time()), fingerprint="")
         self.tokenizer = tokenizer
+        self._describe_model()
+        replicas.add_listener(self._describe_model)
         self._failover = Failover(
             transport, replicas, wait_s=settings.ingress.failover_wait_s, on_failover=metrics.failed_over
         )
@@ -105,6 +106,11 @@ class ReplicaService:
             ended=context.ended_choices,
             visited=context.replicas,
         )
+
+    def _describe_model(self) -> None:
+        """As the replicas that are there say; during an update, what all of them can do."""
+        if alive := self._replicas.alive():
+            self.model = describe_model(self.model, [replica.metadata for replica in alive])
 
     def check_ready(self) -> None:
         """Raise `UnavailableError` while no replica could serve.
@@ -148,7 +154,7 @@ class Ingress:
     """The deployment's class (`app` wraps it with `serve.ingress()`)."""
 
     async def __init__(self, engines: DeploymentHandle[Any], settings: Settings) -> None:  # type: ignore[misc]
-        """Load the tokenizer and wait for the first engine replica of this revision.
+        """Load the tokenizer and wait for the first engine replica that has the same.
 
         Raises `ConfigError`; `TimeoutError` if no such replica starts in time.
         """
@@ -158,16 +164,15 @@ class Ingress:
         loop = asyncio.get_running_loop()
         self._request_lines = RequestLines(loop.call_later)
         self._doors = Doors(settings.ingress, await asyncio.to_thread(http_host))
-        self._replicas = ReplicaSet(settings.model, settings.revision)
-        membership.engines.subscribe(lambda known: loop.call_soon_threadsafe(self._replicas.publish, known))
         self._engines = engines  # whose router tells us which replicas there are
         tokenizer, _ = await asyncio.gather(
             asyncio.to_thread(_load_tokenizer, settings), engines.options(method_name="ping").remote()
         )
-        # During an update the ping may have been answered by a replica of the old revision, which we may not use.
-        info = (await wait_for_replica(self._replicas, _ENGINES_TIMEOUT_S))["info"]
-        card = _model_card(settings, tokenizer.name, info)
-        tokenizer.check_fits(card.vocab_size)
+        self._replicas = ReplicaSet(tokenizer.digest)
+        membership.engines.subscribe(lambda known: loop.call_soon_threadsafe(self._replicas.publish, known))
+        # During an update the ping may have been answered by a replica of another model, which we may not use.
+        await wait_for_replica(self._replicas, _ENGINES_TIMEOUT_S)
+        name = settings.served_model_name or tokenizer.name
         self._settings = settings
         self._queue = AsyncAdmissionQueue(
             settings.max_ongoing_requests,
@@ -181,9 +186,9 @@ class Ingress:
         self._metrics.expect(get_args(Endpoint), tuple(Outcome), tuple(LossReason))
         self._metrics_address = open_metrics_port(self._metrics.registry, settings.metrics_host)
         otlp_endpoint = settings.ingress.otlp_endpoint
-        self._spans = None if otlp_endpoint is None else RequestSpans(otlp_endpoint, card.name)
+        self._spans = None if otlp_endpoint is None else RequestSpans(otlp_endpoint, name)
         self._service = ReplicaService(
-            self._open_transport(engines), self._replicas, card, tokenizer, self._metrics, settings
+            self._open_transport(engines), self._replicas, name, tokenizer, self._metrics, settings
         )
         self._watching_keys = asyncio.create_task(self._doors.watch(), name="keys")
         await _first_token(self._service)
@@ -280,21 +285,20 @@ class OneRequestId:
         await self._app(scope, receive, send_once)
 
 
-async def wait_for_replica(replicas: ReplicaSet, timeout_s: float) -> dict[str, Any]:
-    """The metadata of a replica of our own revision, once there is one. Raises `TimeoutError` after `timeout_s`."""
+async def wait_for_replica(replicas: ReplicaSet, timeout_s: float) -> None:
+    """Return once one is there that requests may go to. Raises `TimeoutError` after `timeout_s`."""
     changed = asyncio.Event()
     remove_listener = replicas.add_listener(changed.set)
     try:
         async with asyncio.timeout(timeout_s):
-            while not (alive := replicas.alive(replicas.revision)):
-                logger.info("waiting for an engine replica of revision %s", replicas.revision)
+            while not replicas.alive():
+                logger.info("waiting for an engine replica with the tokenizer of this model")
                 changed.clear()
                 await changed.wait()
     except TimeoutError:
-        raise TimeoutError(f"no engine replica of revision {replicas.revision} within {timeout_s:g} s") from None
+        raise TimeoutError(f"no engine replica with the tokenizer of this model within {timeout_s:g} s") from None
     finally:
         remove_listener()
-    return alive[0].metadata
 
 
 def _load_tokenizer(settings: Settings) -> Tokenizer:
@@ -304,15 +308,14 @@ def _load_tokenizer(settings: Settings) -> Tokenizer:
     return tokenizer
 
 
-def _model_card(settings: Settings, name: str, info: Mapping[str, Any]) -> ModelCard:
-    """What the replicas serve; `info` is from the metadata of one of them."""
-    identity = f"{name}|{info['dtype']}|{info['backend']}|{info['vocab_size']}|{serve_app.__version__}"
-    return ModelCard(
-        name=settings.served_model_name or name,
-        max_model_len=info["max_model_len"],
-        vocab_size=info["vocab_size"],
-        created=int(time.time()),
-        fingerprint="fp_" + hashlib.sha256(identity.encode()).hexdigest()[:12],
+def describe_model(card: ModelCard, replicas: Sequence[Mapping[str, Any]]) -> ModelCard:
+    """The card of a model that these replicas serve (their metadata): what each of them can do."""
+    revisions = sorted({str(metadata[REVISION]) for metadata in replicas})
+    return replace(
+        card,
+        max_model_len=min(metadata["info"]["max_model_len"] for metadata in replicas),
+        vocab_size=min(metadata["info"]["vocab_size"] for metadata in replicas),
+        fingerprint="fp_" + "_".join(revisions),
     )
 
 
@@ -328,7 +331,9 @@ def _describe(replica: Replica) -> dict[str, Any]:
         "id": replica.replica_id,
         "node": replica.metadata.get("node"),
         "pid": replica.metadata.get("pid"),
-        "revision": replica.metadata.get("revision"),
+        "model": replica.metadata.get("model"),
+        "revision": replica.revision,
+        "identity": replica.metadata.get("identity"),
         "condition": replica.condition,
         "reason": replica.reason,
         "leaving": not replica.present,

@@ -4,6 +4,7 @@ Decides what a replica tells the world (metadata, health, metrics) and how its s
 decides everything about tokens.
 """
 
+import asyncio
 import gc
 import logging
 import os
@@ -21,13 +22,16 @@ from serve_app.core.step_record import StepRecord
 from serve_app.errors import ConfigError
 from serve_app.fleet.attempt import STALL_TIMEOUT_S
 from serve_app.fleet.link import LINK, MAX_UNSENT_BYTES, LinkServer
+from serve_app.fleet.replica_set import REVISION, TOKENIZER
 from serve_app.fleet.wire import WireDelta, WireLoad, WireRequest, pack_deltas, pack_load, unpack_request
+from serve_app.model_files import digest_content, locate_model
 from serve_app.observability.held_bytes import HeldBytes, register_held_bytes
 from serve_app.observability.logging import log_to_terminal
 from serve_app.observability.metrics import EngineMetrics
 from serve_app.observability.step_ring import Recorder, StepRing
 from serve_app.serving.knobs import live_knobs
 from serve_app.serving.ray_patches import bind_replica_port_to_node, node_address
+from serve_app.serving.revision import identify, revision_of
 from serve_app.serving.scraping import METRICS_ADDRESS, open_metrics_port
 from serve_app.settings import ENGINE_ENVIRONMENT, Settings, export
 from serve_app.text.tokenizer import load_tokenizer
@@ -67,6 +71,8 @@ class EngineReplica:
         self._last_step = 0
         self._metrics = EngineMetrics(ray.get_gpu_ids())
         self._steps = StepRing()
+        # Beside the loading of the weights: both take their time, mostly with reading.
+        digesting = asyncio.create_task(asyncio.to_thread(digest_content, locate_model(settings.model)))
         self._engine = await AsyncEngine.start(
             engine_config(settings, use_gpu=use_gpu),
             on_step=self._on_step,
@@ -75,6 +81,16 @@ class EngineReplica:
             stream_interval_s=_STREAM_INTERVAL_S,
         )
         self._stall_timeout_s = stall_timeout_s(settings, self._engine.info.largest_step_s)
+        tokenizer = await asyncio.to_thread(load_tokenizer, settings.model)
+        tokenizer.check_fits(self._engine.info.vocab_size)
+        self._identity = identify(
+            asdict(self._engine.info),
+            weights=await digesting,
+            tokenizer=tokenizer.digest,
+            deterministic=settings.engine.deterministic,
+        )
+        self._revision = revision_of(self._identity)
+        logger.info("revision %s of %s", self._revision, settings.model)
         self._metrics.read_stats_from(self._engine.stats)
         if (limits := self._engine.info.limits) is not None:
             self._metrics.set_limits(limits)
@@ -86,8 +102,16 @@ class EngineReplica:
         gc.enable()
 
     async def __del__(self) -> None:
-        """Ray stops this replica and waits for it: streams that cannot continue elsewhere finish first."""
-        await self._links.drained()
+        """Ray stops this replica and waits for it: streams that cannot continue elsewhere finish first.
+
+        So do those that an ingress still sends here because it cannot use the replicas that came in its place.
+        """
+        try:
+            await self.check_health()
+        except RuntimeError as error:
+            logger.warning("stops at once: %s", error)
+        else:
+            await self._links.drained()
         self._links.close()
 
     async def generate(self, data: WireRequest) -> AsyncGenerator[list[WireDelta], None]:
@@ -109,7 +133,9 @@ class EngineReplica:
         return {
             "info": asdict(self._engine.info),
             "model": self._settings.model,
-            "revision": self._settings.revision,
+            REVISION: self._revision,
+            TOKENIZER: self._identity["tokenizer"],
+            "identity": self._identity,
             "max_num_seqs": self._settings.engine.max_num_seqs,
             "prefix_cache": self._settings.engine.enable_prefix_cache,
             METRICS_ADDRESS: self._metrics_address,

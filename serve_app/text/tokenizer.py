@@ -1,6 +1,7 @@
 """The model's tokenizer: loading it, text to ids, messages to ids, ids to text. Knows no requests."""
 
 import hashlib
+import json
 import math
 import os
 import shutil
@@ -63,6 +64,13 @@ class Tokenizer:
         # Byte-level tokens write each byte as one character. Other kinds may drop or fold text: no bound.
         exact = self.token_bytes.byte_level and backend.normalizer is None
         self._longest_token: float = max(map(len, vocab)) if exact else math.inf
+
+    @cached_property
+    def digest(self) -> str:
+        """Equal for tokenizers that make the same ids of every text and of every chat."""
+        special = {name: str(token) for name, token in sorted(self._tokenizer.special_tokens_map.items())}
+        parts = (self._backend.to_str(), self._tokenizer.chat_template, special)
+        return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
     def check_fits(self, vocab_size: int) -> None:
         """Raise `ConfigError` when this tokenizer makes ids that a model with so many logits does not know."""
@@ -192,7 +200,9 @@ def load_tokenizer(model: str, cache_dir: Path | None = DEFAULT_CACHE_DIR, *, to
 def _load(files: ModelFiles) -> PreTrainedTokenizerBase:
     from transformers import AutoTokenizer  # imports torch, which a start from the cache does without
 
-    return AutoTokenizer.from_pretrained(files.source, gguf_file=files.gguf_file, trust_remote_code=False)
+    return AutoTokenizer.from_pretrained(
+        files.source, gguf_file=files.gguf_file, revision=files.commit or "main", trust_remote_code=False
+    )
 
 
 def _load_cached(files: ModelFiles, cache_dir: Path | None) -> PreTrainedTokenizerBase:
@@ -202,11 +212,13 @@ def _load_cached(files: ModelFiles, cache_dir: Path | None) -> PreTrainedTokeniz
     stat = files.path.stat()
     identity = f"{files.path}|{stat.st_size}|{stat.st_mtime_ns}|{transformers.__version__}"
     folder = cache_dir / "tokenizers" / hashlib.sha256(identity.encode()).hexdigest()[:20]
-    if (folder / "tokenizer.json").is_file():
-        return PreTrainedTokenizerFast.from_pretrained(folder)
-    tokenizer = _load(files)
-    _keep(tokenizer, folder)
-    return tokenizer
+    if not (folder / "tokenizer.json").is_file():
+        tokenizer = _load(files)
+        _keep(tokenizer, folder)
+        if not (folder / "tokenizer.json").is_file():
+            return tokenizer
+    # Also where it has just been written: what comes out must not depend on who came first.
+    return PreTrainedTokenizerFast.from_pretrained(folder)
 
 
 def _keep(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:

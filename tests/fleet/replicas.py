@@ -61,9 +61,9 @@ class Account:
 class Fleet:
     """A transport to engines by name. `faults` are for the attempts to come, in order; None = none for that one."""
 
-    def __init__(self, engines: dict[str, AsyncEngine], *, wait_s: float = 5.0, revision: str | None = None) -> None:
+    def __init__(self, engines: dict[str, AsyncEngine], *, wait_s: float = 5.0) -> None:
         self.engines = engines
-        self.replicas = ReplicaSet(revision=revision)
+        self.replicas = ReplicaSet()
         self.replicas.publish({name: {} for name in engines})
         self.faults: list[Fault | None] = []
         self.placed: list[tuple[str, str]] = []

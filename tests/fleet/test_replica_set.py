@@ -92,23 +92,56 @@ def test_who_left_is_remembered_while_it_is_reserved(replicas: ReplicaSet) -> No
     assert replicas.replicas() == []
 
 
-def test_other_revisions_are_offered_while_there_is_none_of_ours() -> None:
-    replicas = ReplicaSet("model", "new")
-    of = {revision: {"model": "model", "revision": revision} for revision in ("old", "new")}
-    replicas.publish({"a": of["old"], "b": of["new"]})
-    assert ids(replicas.routable()) == ids(replicas.routable("new")) == ["b"]
+def test_what_no_other_revision_can_continue_is_offered_its_own() -> None:
+    replicas = ReplicaSet()
+    replicas.publish({"a": {"revision": "old"}, "b": {"revision": "new"}})
+    assert ids(replicas.candidates(attempt(replicas))) == ["a", "b"]
     assert ids(replicas.candidates(attempt(replicas, revision="old"))) == ["a"]
-    replicas.reserve("b")
-    assert ids(replicas.routable()) == [], "it will be free again"
-    replicas.suspect("b", "stalled")
-    assert ids(replicas.routable()) == ["a"]
-    assert ids(replicas.routable("new")) == []
+    replicas.suspect("a", "stalled")
+    assert ids(replicas.routable("old")) == []
 
 
-def test_other_models_are_never_offered() -> None:
-    replicas = ReplicaSet("model", "new")
-    replicas.publish({"a": {"model": "another", "revision": "old"}})
+def test_replicas_with_another_tokenizer_are_never_offered() -> None:
+    replicas = ReplicaSet("ours")
+    replicas.publish({"a": {"tokenizer": "another", "revision": "old"}, "b": {}})
     assert ids(replicas.alive()) == ids(replicas.routable()) == []
+
+
+OLD, NEW = {"tokenizer": "ours", "revision": "old"}, {"tokenizer": "theirs", "revision": "new"}
+
+
+def test_one_that_leaves_is_offered_and_kept_while_those_in_its_place_have_another_tokenizer() -> None:
+    replicas = ReplicaSet("ours")
+    replicas.publish({"a": OLD, "b": OLD})
+    replicas.publish({"b": OLD, "c": NEW})
+    assert ids(replicas.replicas()) == ["b", "c"], "b serves on"
+    replicas.publish({"c": NEW})
+    assert ids(replicas.routable()) == ids(replicas.candidates(attempt(replicas, revision="old"))) == ["b"]
+    leaving = replicas.get("b")
+    assert leaving is not None
+    assert replicas.is_alive(leaving)
+    replicas.reserve("b")
+    assert ids(replicas.candidates(attempt(replicas, reserved="b", revision="old"))) == ["b"], "a suspect may run there"
+    replicas.release("b")
+    replicas.publish({"c": NEW, "d": OLD})
+    assert not replicas.is_alive(leaving)
+    assert ids(replicas.replicas()) == ["c", "d"]
+    replicas.publish({"c": NEW})
+    replicas.suspect("d", "unavailable")
+    assert ids(replicas.replicas()) == ["c"], "its link has broken"
+
+
+def test_one_that_leaves_without_another_in_its_place_takes_no_new_requests() -> None:
+    """Else it would never end, and the replica that waits for its GPU never start."""
+    replicas = ReplicaSet("ours")
+    replicas.publish({"a": OLD})
+    one = attempt(replicas)
+    replicas.place(one, "a")
+    replicas.publish({})
+    assert ids(replicas.alive()) == []
+    assert ids(replicas.alive("old")) == ["a"], "what only it can continue adds nothing to its end"
+    replicas.end(one)
+    assert replicas.replicas() == []
 
 
 def test_loads_are_those_last_told(replicas: ReplicaSet) -> None:

@@ -72,6 +72,36 @@ def test_a_missing_model_is_named(refuse: Refuse, tmp_path: Path) -> None:
     assert "/no/such/model.gguf" in refuse(write_config(tmp_path, {"model": "/no/such/model.gguf"}, 8000))
 
 
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        ({"device": "cpu", "quantization": "fp8"}, "setting `quantization`: fp8 needs a GPU, and `device` is cpu"),
+        ({"device": "cpu", "engine": {"kv_cache_dtype": "fp8"}}, "setting `engine.kv_cache_dtype`: fp8 needs a GPU"),
+        ({"device": "cuda", "quantization": "int8"}, "setting `quantization`: int8 is for CPUs, and `device` is cuda"),
+        ({"engine": {"max_model_len": 65}}, "max_model_len: 65 is not between 1 and the model's context length of 64"),
+    ],
+)
+def test_what_no_replica_could_load_is_refused_before_anything_starts(
+    refuse: Refuse, tmp_path: Path, args: dict[str, Any], said: str
+) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text('{"max_position_embeddings": 64}')
+    (folder / "model.safetensors").touch()
+    assert said in refuse(write_config(tmp_path, {"model": str(folder), **args}, 8000))
+
+
+def test_a_model_without_all_its_weights_is_refused_before_anything_starts(refuse: Refuse, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    config = write_config(tmp_path, {"model": str(folder)}, 8000)
+    (folder / "config.json").write_text("{}")
+    assert "has no *.safetensors weights" in refuse(config)
+    (folder / "model.safetensors.index.json").write_text('{"weight_map": {"a": "1.safetensors", "b": "2.safetensors"}}')
+    (folder / "1.safetensors").touch()
+    assert f"model: folder {folder} lacks 2.safetensors" in refuse(config)
+
+
 def test_a_taken_port_is_named(refuse: Refuse, tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]

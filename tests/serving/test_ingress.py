@@ -1,33 +1,42 @@
-"""What an ingress waits for when it starts. No cluster."""
+"""What an ingress waits for when it starts, and what it says of its replicas. No cluster."""
 
 import asyncio
 import warnings
 
 import pytest
 
+from serve_app.api.service import ModelCard
 from serve_app.fleet.replica_set import ReplicaSet
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # of Ray's own modules
-    from serve_app.serving.ingress import wait_for_replica
+    from serve_app.serving.ingress import describe_model, wait_for_replica
 
-NEW, OLD = {"revision": "new"}, {"revision": "old"}
+OURS, THEIRS = {"tokenizer": "ours"}, {"tokenizer": "theirs"}
 
 
-async def test_an_ingress_waits_for_replicas_of_its_own_revision() -> None:
-    replicas = ReplicaSet(revision="new")
-    replicas.publish({"a": OLD})
+async def test_an_ingress_waits_for_replicas_that_have_its_tokenizer() -> None:
+    replicas = ReplicaSet("ours")
+    replicas.publish({"a": THEIRS})
     waiting = asyncio.create_task(wait_for_replica(replicas, 20))
     await asyncio.sleep(0)
-    replicas.publish({"a": OLD, "b": OLD})
+    replicas.publish({"a": THEIRS, "b": THEIRS})
     await asyncio.sleep(0)
     assert not waiting.done()
-    replicas.publish({"b": OLD, "c": NEW})
-    assert await waiting is NEW
+    replicas.publish({"b": THEIRS, "c": OURS})
+    await waiting
 
 
 async def test_an_ingress_says_what_it_waited_for_in_vain() -> None:
-    replicas = ReplicaSet(revision="new")
-    replicas.publish({"a": OLD})
-    with pytest.raises(TimeoutError, match="no engine replica of revision new within 0 s"):
+    replicas = ReplicaSet("ours")
+    replicas.publish({"a": THEIRS})
+    with pytest.raises(TimeoutError, match="no engine replica with the tokenizer of this model within 0 s"):
         await wait_for_replica(replicas, 0)
+
+
+def test_a_model_is_described_by_what_all_its_replicas_can_do() -> None:
+    card = ModelCard("m", max_model_len=0, vocab_size=0, created=7, fingerprint="")
+    old = {"revision": "a", "info": {"max_model_len": 4096, "vocab_size": 90}}
+    new = {"revision": "b", "info": {"max_model_len": 2048, "vocab_size": 96}}
+    assert describe_model(card, [old, old]) == ModelCard("m", 4096, 90, 7, "fp_a")
+    assert describe_model(card, [new, old]) == ModelCard("m", 2048, 90, 7, "fp_a_b")

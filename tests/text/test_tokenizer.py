@@ -33,6 +33,7 @@ def test_the_second_start_reads_the_cache_and_agrees(tmp_path: Path) -> None:
     assert second.encode(text) == first.encode(text)
     assert second.vocab_size == first.vocab_size == 49152
     assert second.apply_chat_template([USER]) == first.apply_chat_template([USER])
+    assert second.digest == first.digest
 
 
 def test_a_cache_that_cannot_be_written_is_no_error(tmp_path: Path, sentencepiece: Tokenizer) -> None:

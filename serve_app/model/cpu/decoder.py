@@ -50,6 +50,11 @@ class CpuDecoder:
         return "int8" if self._struct.int8 else "none"
 
     @property
+    def build(self) -> str:
+        """See `ModelExecutor`."""
+        return self._kernels.library
+
+    @property
     def weight_bytes(self) -> int:
         """See `ModelExecutor`."""
         packed = [self._head, *(weight for weights in self._weights for weight in weights.values())]

@@ -131,7 +131,10 @@ class Kernels:
 
     def __init__(self, build: str, cache_dir: Path) -> None:
         self.build = build
-        self._library = _declare(load_library(build, cache_dir))
+        library = load_library(build, cache_dir)
+        self.library = Path(library._name).stem
+        """Names the sources, the compiler and the flags."""
+        self._library = _declare(library)
         self.panel: int = self._library.weight_panel()
         self._pool: int | None = None
         self._pool_threads = 0

@@ -33,6 +33,13 @@ class UnsupportedModelError(Exception):
     """Says in one line why an executor cannot run a model here."""
 
 
+def torch_build(device: torch.device) -> str:
+    """What computes where torch, or Triton, does."""
+    if device.type == "cpu":
+        return f"torch {torch.__version__} {torch.backends.cpu.get_cpu_capability()}"
+    return f"torch {torch.__version__} {torch.cuda.get_device_name(device)} {torch.cuda.get_device_capability(device)}"
+
+
 class ModelExecutor(Protocol):
     """The layers of one model and its head."""
 
@@ -49,6 +56,11 @@ class ModelExecutor(Protocol):
     @property
     def quantization(self) -> str:
         """How products are computed: "none", "int8" or "fp8"."""
+        ...
+
+    @property
+    def build(self) -> str:
+        """What computes: equal for builds that give the same numbers."""
         ...
 
     @property

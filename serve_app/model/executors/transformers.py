@@ -13,7 +13,7 @@ from serve_app.errors import ConfigError
 from serve_app.model.attention import transformers_hook
 from serve_app.model.attention.base import AttentionBackend, AttentionBatch, LayerCache
 from serve_app.model.attention.selection import pick_backend
-from serve_app.model.executors.base import MEMORY_BOUND_TOKEN_COST, Demand, ModelExecutor, OnCapture
+from serve_app.model.executors.base import MEMORY_BOUND_TOKEN_COST, Demand, ModelExecutor, OnCapture, torch_build
 from serve_app.model.fusion import optimize
 from serve_app.model.linear import pad_rows
 from serve_app.model.options import ModelOptions, Progress
@@ -54,6 +54,7 @@ class TransformersExecutor:
         facts = source.facts
         self.backend = backend
         self.cache_dtype = facts.dtype
+        self.build = torch_build(facts.device)
         self.weight_bytes = (facts.layer_weights + facts.head_weights) * facts.dtype.itemsize
         # The kernels that sample compute in float32.
         on_device = facts.device.type == "cuda" and facts.dtype != torch.float64

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from serve_app.model.attention.base import AttentionBatch, AttentionLayer, LayerCache
-from serve_app.model.executors.base import MEMORY_BOUND_TOKEN_COST, OnCapture, UnsupportedModelError
+from serve_app.model.executors.base import MEMORY_BOUND_TOKEN_COST, OnCapture, UnsupportedModelError, torch_build
 from serve_app.model.gpu import ops
 from serve_app.model.gpu.attention import TritonAttention, TritonMetadata
 from serve_app.model.gpu.graphs import (
@@ -62,6 +62,7 @@ class GpuDecoder:
         self.quantization = "fp8" if fp8 else "none"
         self.cache_dtype: torch.dtype = FP8 if fp8_cache else model.embedding.dtype
         device = model.embedding.device
+        self.build = torch_build(device)
         shape = model.attention[0]
         if 2 * model.cos.shape[1] != shape.head_dim:
             raise UnsupportedModelError("heads that are rotated in part")

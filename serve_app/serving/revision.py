@@ -1,0 +1,53 @@
+"""What a replica is, as far as the tokens of its answers depend on it: told once it has loaded.
+
+Decides which replicas may continue each other's streams. Settings do not tell that: the files behind a name change, and
+"auto" is another thing on each machine.
+"""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import serve_app
+
+_CODE = (".py", ".c", ".h")
+_LIBRARIES = ("torch", "transformers", "triton", "llguidance")
+_OF_THE_ENGINE = ("dtype", "quantization", "kv_cache_dtype", "backend", "build", "max_model_len", "eos_token_ids")
+
+
+def identify(info: Mapping[str, Any], *, weights: str, tokenizer: str, deterministic: bool) -> dict[str, Any]:
+    """Everything that decides which tokens a request gets. `info`: the fields of a loaded engine's `ModelInfo`."""
+    return {
+        "weights": weights,
+        "tokenizer": tokenizer,
+        **{name: info[name] for name in _OF_THE_ENGINE},
+        "deterministic": deterministic,
+        "libraries": {name: _version(name) for name in _LIBRARIES},
+        "code": digest_code(),
+    }
+
+
+def revision_of(identity: Mapping[str, Any]) -> str:
+    """Equal for replicas that give the same tokens for the same request, so that one may continue the other's."""
+    return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:12]
+
+
+@cache
+def digest_code() -> str:
+    """Of this package's sources, as they lie on disk."""
+    folder = Path(serve_app.__file__).parent
+    digest = hashlib.sha256()
+    for path in sorted(path for path in folder.rglob("*") if path.suffix in _CODE):
+        digest.update(f"{path.relative_to(folder)}\0".encode() + path.read_bytes() + b"\0")
+    return digest.hexdigest()[:12]
+
+
+def _version(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
