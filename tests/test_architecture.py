@@ -94,6 +94,14 @@ def test_only_settings_reads_the_environment() -> None:
     assert readers == {"settings.py"}
 
 
+def test_nothing_is_decided_by_the_wall_clock() -> None:
+    """It jumps, and differs between machines. Elsewhere it is shown, and keys expire by it."""
+    wall_clock = re.compile(r"\btime\.time(_ns)?\(|import time_ns|datetime\.|CLOCK_REALTIME")
+    rooms = ("core", "model", "engine", "fleet")
+    reading = [path for room in rooms for path in (PACKAGE / room).rglob("*.py") if wall_clock.search(path.read_text())]
+    assert reading == []
+
+
 @pytest.mark.parametrize("path", SOURCES, ids=names(SOURCES))
 def test_public_names_are_documented(path: Path) -> None:
     """Each module says what it decides; each public class and function says what it does."""

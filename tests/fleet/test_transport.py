@@ -11,6 +11,7 @@ from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
+from itertools import cycle
 from typing import Any
 
 import pytest
@@ -265,6 +266,21 @@ async def test_a_replica_that_cannot_be_understood_gets_nothing_and_is_named_onc
     await until(lambda: fleet.routable() == ["d"])
     assert errors == []
     other.close()
+
+
+async def test_a_clock_that_jumps_by_an_hour_changes_nothing(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    jumps = cycle((3600.0, -3600.0, 0.0))
+    wall_clock = time.time
+    monkeypatch.setattr(time, "time", lambda: wall_clock() + next(jumps))
+    await fleet.add("a", "b")
+    answers = await asyncio.gather(*(tokens(fleet, number) for number in range(4)))
+    assert answers == [await expected(fleet.engine, number) for number in range(4)]
+    fleet.watchdog.tick()
+    ages = [time.monotonic() - load.at for load in fleet.replicas.loads().values()]
+    assert len(ages) == 2
+    assert all(0.0 <= age < 60.0 for age in ages)
+    assert fleet.routable() == ["a", "b"]
+    assert fleet.losses == []
 
 
 async def test_a_session_stays_with_unlike_prompts(fleet: Fleet) -> None:
