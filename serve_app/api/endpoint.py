@@ -283,6 +283,7 @@ async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, None]) ->
         if not task.done():
             task.cancel()
         await asyncio.gather(task, watcher, return_exceptions=True)
+        del task, watcher  # their errors hold this frame, and with it the request's body until garbage is collected
 
 
 async def _disconnected(receive: Receive) -> None:

@@ -75,8 +75,9 @@ class RequestGuard:
                 logger.exception("request %s failed", request_id)
             if started:
                 raise
-            shown = error if isinstance(error, RequestError) else internal_error()
-            await error_response(shown, request_id)(scope, receive, send_with_id)
+            # Nothing here names the error any longer than that: it holds this frame, and with it the body.
+            response = error_response(error if isinstance(error, RequestError) else internal_error(), request_id)
+            await response(scope, receive, send_with_id)
 
     async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
         if sum(len(name) + len(value) for name, value in scope["headers"]) > self._limits.max_header_bytes:
@@ -90,11 +91,17 @@ class RequestGuard:
             return
         self._check_headers(Headers(scope=scope))
         body = bytearray()
+        num_bytes = 0
         try:
-            await self._read(scope, receive, body)
-            await self._app(scope, _replay(bytes(body), receive), send)
+            try:
+                await self._read(scope, receive, body)
+            finally:
+                num_bytes = len(body)
+            replay = _replay(bytes(body), receive)
+            body.clear()
+            await self._app(scope, replay, send)
         finally:
-            self._hold(-len(body))
+            self._hold(-num_bytes)
 
     def _check_headers(self, headers: Headers) -> None:
         if headers.get("content-encoding", "identity").lower() != "identity":
@@ -162,11 +169,12 @@ def _replay(body: bytes, receive: Receive) -> Receive:
     replayed = False
 
     async def replay() -> Message:
-        nonlocal replayed
+        nonlocal replayed, body
         if replayed:
             return await receive()
         replayed = True
-        return {"type": "http.request", "body": body, "more_body": False}
+        whole, body = body, b""  # not held twice
+        return {"type": "http.request", "body": whole, "more_body": False}
 
     return replay
 

@@ -1,6 +1,7 @@
 """What surrounds every request, spoken to in ASGI messages: sizes, times, ids."""
 
 import asyncio
+import gc
 import json
 from collections.abc import Sequence
 from typing import Any
@@ -8,6 +9,7 @@ from typing import Any
 import pytest
 
 from serve_app.api.admission import AsyncAdmissionQueue
+from serve_app.errors import RequestError
 from serve_app.text.tokenizer import Tokenizer
 from tests.api.conftest import Api, build_api
 from tests.api.limits import make_limits
@@ -150,3 +152,18 @@ async def test_any_other_request_id_is_replaced(api: Api, given: bytes) -> None:
     _, headers, _, _ = await send(api, [part(BODY)], [(b"x-request-id", given)])
     assert headers[b"x-request-id"] != given
     assert headers[b"x-request-id"].startswith(b"req-")
+
+
+async def test_a_refused_body_is_gone_with_its_request(api: Api) -> None:
+    """Not only once garbage is collected: large bodies that are refused would fill the memory meanwhile."""
+    gc.collect()
+    before = sum(issubclass(type(one), RequestError) for one in gc.get_objects())
+    gc.disable()
+    try:
+        for body in (b'{"prompt": "x", "user": "%b"}' % (b" " * 900_000), b'{"prompt": "%b"}' % (b"x" * 900_000)):
+            for _ in range(5):
+                assert (await send(api, [part(body)]))[0] == 400
+        left = sum(issubclass(type(one), RequestError) for one in gc.get_objects()) - before
+        assert left <= 2, "the last ones, not all ten"
+    finally:
+        gc.enable()
