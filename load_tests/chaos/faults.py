@@ -240,7 +240,7 @@ def _node_of(experiment: Experiment, replica: int) -> list[int]:
 
 
 UPDATES = tuple(
-    Fault(f"update: {what}", strike, recovery_limit_s=60, stall_limit_s=60)
+    Fault(f"update: {what}", strike, moments=("known",), recovery_limit_s=60, stall_limit_s=60)
     for what, strike in (
         ("knobs", update(set_knobs, restarts=False)),
         ("scheduler", update(set_arg("engine.max_wait_s", 1.5))),

@@ -110,8 +110,6 @@ async def _load(experiment: Experiment) -> list[Ask]:
         for a in asks:
             experiment.start(replace(a, body=a.body | {"user": f"user {number}"}))
     await victim.tokens(1)
-    if experiment.moment == "random":
-        await experiment.random_moment(2.0)
     return asks
 
 
