@@ -5,8 +5,8 @@ Decides whether a lost attempt is followed by another one, when, and whether tha
 - A request's own errors are final. A replica that died, fell silent, is being stopped or is gone costs an attempt: the
   next one gets all tokens so far and goes on from there (`ResumeState`), on another replica, once that has a free slot.
 - A request may be poison, which kills replicas, if it got nothing out of two before they died: then it runs alone
-  (`Quarantine`) until its next tokens. It is refused when the third dies so, or the sixth in all, and for some minutes
-  every request like it (`Killers`). A replica that gives a sign of life did not die.
+  (`Quarantine`) until its next tokens. It is refused when the third dies so, or the sixth in all; of the first, every
+  request like it is refused for some minutes (`Killers`). A replica that gives a sign of life did not die.
 - While no replica is left, requests wait for `wait_s`, since Ray replaces what died.
 - A replica's "overloaded" never reaches the client: a request that came this far was admitted, and waits for room.
 
@@ -15,8 +15,8 @@ with a replica is found by an attempt or by the `Watchdog`.
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Set
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Iterator, Set
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 
 from serve_app.core.request import EngineRequest
 from serve_app.core.results import TokenDelta
@@ -81,20 +81,27 @@ class Failover:
                     while not resume.complete:
                         if outputs := resume.accept(await attempt.next()):
                             retry.got_outputs(attempt)
-                            if isolation is not None and not retry.is_suspect:
+                            if isolation is not None:
                                 attempt.reserved = None
                                 isolation.end()
                             yield outputs
             except OutOfPlaceError:
                 await retry.lost(LossReason.CUT, None)
             except ReplicaLostError as loss:
-                try:
+                with self._remembering(request, retry):
                     await retry.lost(loss.reason, retry.last_replica)
-                except EngineError:
-                    self._killers.add(request, self._loop.time())
-                    raise
             except OverloadedError:
                 pass  # the next attempt is sent when there is room
+
+    @contextmanager
+    def _remembering(self, request: EngineRequest, retry: "RetryState") -> Iterator[None]:
+        """Remember a request that is refused because replicas died of it; others were only there when some did."""
+        try:
+            yield
+        except EngineError:
+            if retry.is_suspect:
+                self._killers.add(request, self._loop.time())
+            raise
 
     @asynccontextmanager
     async def _attempt(

@@ -361,6 +361,8 @@ def test_deaths_with_progress_between_them_do_not_end_a_request(lab: Lab) -> Non
         with pytest.raises(EngineError) as caught:
             await told(fleet.failover, subject)
         assert caught.value.code == "request_killed_replicas"
+        fleet.faults = []
+        assert without_cache(await told(fleet.failover, subject)) == expected, "it has killed nothing"
 
     run(lab, check())
 
@@ -397,6 +399,10 @@ def test_a_request_that_replicas_die_of_runs_alone_and_is_refused(lab: Lab) -> N
         assert caught.value.code == "request_killed_replicas"
         assert its_replica not in fleet.routable()
         assert len(fleet.routable()) == 1
+        placed = len(fleet.placed)
+        with pytest.raises(EngineError, match="like this"):
+            await told(fleet.failover, request())
+        assert len(fleet.placed) == placed
 
     run(lab, check())
 
