@@ -55,7 +55,7 @@ async function show() {
   const base = `${location.origin}/v1`;
   find("base").textContent = base;
   const [model] = (await getJson("/v1/models")).data;
-  const question = { model: model.id, messages: [{ role: "user", content: "What is the capital of France?" }] };
+  const question = { model: model.id, messages: [{ role: "user", content: "Name the capital of France." }] };
   find("example").textContent = `curl ${base}/chat/completions -H 'Content-Type: application/json' \\\n  -d '${JSON.stringify(question)}'`;
   const { paths, components } = await getJson("/openapi.json");
   const routes = Object.entries(paths).flatMap(([path, methods]) =>

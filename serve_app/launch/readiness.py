@@ -30,7 +30,7 @@ def first_token(url: str, key: str) -> str | None:
 
 def example(url: str, model: str, *, wants_key: bool) -> str:
     """A command that asks the server something."""
-    question = [{"role": "user", "content": "What is the capital of France?"}]
+    question = [{"role": "user", "content": "Name the capital of France."}]
     body = json.dumps({"model": model, "messages": question, "max_tokens": 32, "temperature": 0})
     key = "-H 'Authorization: Bearer YOUR-KEY' " if wants_key else ""
     return f"  curl {url}/v1/chat/completions {key}-H 'Content-Type: application/json' -d '{body}'"

@@ -26,7 +26,7 @@ def test_it_answers_says_what_it_lacks_and_ends(start: Callable[..., Server]) ->
             return False
 
     wait_for(is_ready, "the server is ready", timeout_s=150)
-    body = {"messages": [{"role": "user", "content": "What is the capital of France?"}], "temperature": 0}
+    body = {"messages": [{"role": "user", "content": "Name the capital of France."}], "temperature": 0}
     answer = httpx.post(f"{server.url}/v1/chat/completions", json={**body, "max_tokens": 16}, timeout=60)
     assert "Paris" in answer.json()["choices"][0]["message"]["content"]
     wait_for(lambda: any("this server runs on Ray's default path" in line for line in server.lines), "it says so")
