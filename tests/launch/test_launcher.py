@@ -130,16 +130,16 @@ def test_the_cause_is_found_in_rays_reports(reports: list[str], cause: str) -> N
 
 @pytest.mark.cluster
 def test_a_deployment_that_fails_ends_it_with_the_cause(start: StartServer, tmp_path: Path) -> None:
-    write_small_model(tmp_path / "model")  # whole but for the weights, so that nothing else can fail before them
+    write_small_model(tmp_path / "model")  # whole but for the weights, whose inside only the replica looks at
     for weights in (tmp_path / "model").glob("*.safetensors"):
-        weights.unlink()
+        weights.write_bytes(weights.read_bytes()[:-1])
     server = start({"model": str(tmp_path / "model"), "device": "cpu"})
     wait_for(lambda: any("deploying" in line for line in server.lines), "Ray is up", timeout_s=60)
     family = server.descendants()
     assert server.process.wait(120) == 1
     server.wait_stopped()
     assert server.lines[-1].startswith("serve-app: deployment failed: model: ")
-    assert "safetensors" in server.lines[-1]
+    assert "incomplete metadata, file not fully covered" in server.lines[-1]
     assert [line for line in server.lines if "Traceback" in line or "File" in line] == []
     assert psutil.wait_procs(family, timeout=10)[1] == []
 
