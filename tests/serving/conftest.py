@@ -162,6 +162,8 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Server]]:
     for server in servers:
         if server.process.poll() is None:
             server.stop()
+        else:
+            server.wait_stopped()  # a test that failed has not closed its pipe, and the next one would be blamed
 
 
 SEATS, WAITING, QUEUED = 8, 8, 64
