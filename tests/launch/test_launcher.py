@@ -215,6 +215,8 @@ def test_a_server_ends_with_the_test_run_that_started_it(tmp_path: Path) -> None
     with run:
         assert run.stdout is not None
         server = psutil.Process(int(run.stdout.readline()))
+        # Before that nothing ties it to its starter yet.
+        wait_for(lambda: server.cmdline()[:1] == [str(Path(sys.executable).with_name("python"))], "it runs")
         run.kill()
     assert psutil.wait_procs([server], timeout=20)[1] == []
 
