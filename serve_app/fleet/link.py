@@ -4,28 +4,27 @@ A call through a Ray handle takes 2 ms on its way beside a busy engine and more 
 processor time; each item that it streams back costs 0.6 ms more. Here a request is one message, and all that the engine
 flushes at once is another. Ray starts the replicas, watches them, and tells the ingress where their links are.
 
-Each end begins with a greeting, a line with the version of this protocol that it speaks; the ingress's has the
-replica's key besides. Ends that speak different versions hang up, and say so once. Then the ingress sends, in msgpack,
-requests (dicts) and the ids of attempts that it no longer wants (strings). The replica sends frames of a heartbeat and
-the items of all attempts since the last frame; an item of None ends its attempt, and the reason why the replica hangs
-up takes the place of the last heartbeat. A link that ends takes its attempts with it: the replica aborts them, and
-failover makes the next ones.
+It begins with a `handshake`; ends that do not understand or believe each other hang up, and say so once. Then the
+ingress sends, in msgpack, requests (dicts) and the ids of attempts that it no longer wants (strings). The replica sends
+frames of a heartbeat and the items of all attempts since the last frame; an item of None ends its attempt, and the
+reason why the replica hangs up takes the place of the last heartbeat. A link that ends takes its attempts with it: the
+replica aborts them, and failover makes the next ones.
 """
 
 import asyncio
-import hmac
 import logging
-import re
+import math
 import secrets
 import socket
+import time
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
-from dataclasses import dataclass
 from typing import Any, cast
 
 import msgpack
 
 from serve_app.errors import EngineError, RequestError
+from serve_app.fleet.handshake import Handshake, HandshakeError
 from serve_app.fleet.loss import LossReason, ReplicaLostError
 from serve_app.fleet.wire import HEARTBEAT_S, WireDelta, WireItem, WireLoad, WireRequest
 
@@ -34,14 +33,11 @@ logger = logging.getLogger(__name__)
 LINK = "link"
 """In a replica's metadata: its link's `host:port`, and the key that opens it."""
 
-VERSION = 1
-"""Of what follows the greetings. To be raised with every change that an older end would not understand."""
-
 _KEY_BYTES = 16
-_NAME = b"serve-app-link/"
-_GREETING = re.compile(rb"serve-app-link/(\d{1,9})(?: (\w+))?\n")
-_MAX_GREETING_BYTES = 128
-_HELLO_S = 5.0
+_HANDSHAKE_S = 5.0
+MAX_STRANGERS = 64
+"""Connections whose handshake has not ended; one more ends the oldest."""
+_BETWEEN_COMPLAINTS_S = 5.0
 _SILENCE_S = 60
 """A connection whose peer acknowledges nothing for this long is closed."""
 MAX_UNSENT_BYTES = 64 * 2**20
@@ -65,8 +61,12 @@ class LinkServer:
         self.heartbeat = heartbeat
         self.key = secrets.token_hex(_KEY_BYTES)
         self.ends: set[ReplicaEnd] = set()
+        """Those that are open."""
         self.ended = asyncio.Event()
         """Set whenever a link has ended."""
+        self._strangers: dict[ReplicaEnd, None] = {}
+        """Those that have proven nothing yet, the oldest first."""
+        self._complained_at = -math.inf
         self._server: asyncio.Server | None = None
 
     async def listen(self, host: str) -> str:
@@ -92,12 +92,42 @@ class LinkServer:
         """Close all links: this replica is leaving."""
         if self._server is not None:
             self._server.close()
-        for end in self.ends:
+        for end in (*self.ends, *self._strangers):
             end.close(LossReason.LEFT)
+
+    def connected(self, end: "ReplicaEnd") -> None:
+        """Somebody has, who may be anybody.
+
+        Not the newest is turned away when there are too many: who hoards connections would keep the ingress out.
+        """
+        self._strangers[end] = None
+        if len(self._strangers) > MAX_STRANGERS:
+            oldest = next(iter(self._strangers))
+            del self._strangers[oldest]
+            oldest.abort()
+            self.complain(f"more than {MAX_STRANGERS} connections have not proven who they are: the oldest are closed")
+
+    def opened(self, end: "ReplicaEnd") -> None:
+        """It is an ingress."""
+        self._strangers.pop(end, None)
+        self.ends.add(end)
+
+    def lost(self, end: "ReplicaEnd") -> None:
+        """Its connection has ended."""
+        self._strangers.pop(end, None)
+        self.ends.discard(end)
+        self.ended.set()
+
+    def complain(self, text: str) -> None:
+        """Log what strangers do, but not as often as they do it."""
+        now = time.monotonic()
+        if now - self._complained_at >= _BETWEEN_COMPLAINTS_S:
+            self._complained_at = now
+            logger.error("%s", text)
 
 
 class ReplicaEnd(asyncio.Protocol):
-    """At the replica: the link of one ingress. A connection that does not begin with a greeting and the key is closed.
+    """At the replica: the link of one ingress. A connection without a handshake is closed.
 
     Heartbeats go with every frame, and alone when there has been none for `HEARTBEAT_S`.
     """
@@ -105,7 +135,7 @@ class ReplicaEnd(asyncio.Protocol):
     def __init__(self, server: LinkServer) -> None:
         self._server = server
         self._is_open = False
-        self._greeting = b""
+        self._handshake = Handshake.of_replica(server.key)
         self._unpacker = msgpack.Unpacker(use_list=False)
         self._packer = msgpack.Packer()
         self.attempts: dict[str, asyncio.Task[None]] = {}
@@ -116,16 +146,16 @@ class ReplicaEnd(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Part of `asyncio.Protocol`."""
         self._transport = cast(asyncio.Transport, transport)  # uvloop's are none by class
-        self._server.ends.add(self)
-        self._next: asyncio.Handle = self._loop.call_later(_HELLO_S, self._transport.abort)
+        self._next: asyncio.Handle = self._loop.call_later(_HANDSHAKE_S, self.abort)
         _notice_loss(transport.get_extra_info("socket"))
+        self._server.connected(self)
 
     def data_received(self, data: bytes) -> None:
         """Part of `asyncio.Protocol`."""
         if self._transport.is_closing():
             return
         if not self._is_open:
-            data = self._take_greeting(data)
+            data = self._shake_hands(data)
         try:
             self._unpacker.feed(data)
             for message in self._unpacker:
@@ -138,8 +168,7 @@ class ReplicaEnd(asyncio.Protocol):
         """Part of `asyncio.Protocol`. Nobody reads its attempts any more."""
         self._is_open = False
         self._next.cancel()
-        self._server.ends.discard(self)
-        self._server.ended.set()
+        self._server.lost(self)
         for task in self.attempts.values():
             task.cancel()
 
@@ -151,22 +180,24 @@ class ReplicaEnd(asyncio.Protocol):
             self._write(reason)
         self._transport.close()
 
-    def _take_greeting(self, data: bytes) -> bytes:
-        """What comes after the greeting; nothing while it is incomplete or refused."""
-        self._greeting += data
-        if (found := _find_greeting(self._greeting)) is None:
-            return b""
-        if found is _NO_GREETING or not hmac.compare_digest(found.key, self._server.key.encode()):
-            self._transport.abort()
-            return b""
-        self._transport.write(_greet())
-        if found.version != VERSION:
-            logger.error("an ingress speaks version %d of the link, this replica %d: hung up", found.version, VERSION)
+    def abort(self) -> None:
+        """Close at once, whatever is left to send."""
+        self._transport.abort()
+
+    def _shake_hands(self, data: bytes) -> bytes:
+        """What comes after the handshake; nothing before its end."""
+        try:
+            self._transport.write(self._handshake.receive(data))
+        except HandshakeError as error:
+            self._server.complain(f"what has connected from {_peer(self._transport)} {error}: hung up")
+            self._transport.write(error.answer)
             self._transport.close()
+        if (rest := self._handshake.rest) is None:
             return b""
         self._is_open = True
+        self._server.opened(self)
         self._send()
-        return self._greeting[found.length :]
+        return rest
 
     def _receive(self, message: Any) -> None:
         """Raises `TypeError`, `KeyError` for a malformed message."""
@@ -232,15 +263,13 @@ class ReplicaEnd(asyncio.Protocol):
 class IngressEnd(asyncio.Protocol):
     """At the ingress: the link to one replica. It is open once its first heartbeat has come.
 
-    A replica that speaks another version is lost as `INCOMPATIBLE`.
+    A replica that speaks another version, or does not know the key, is lost as `INCOMPATIBLE`.
     """
 
     def __init__(self, key: str, on_heartbeat: OnHeartbeat) -> None:
         self.lost: asyncio.Future[LossReason] = asyncio.get_running_loop().create_future()
         """Done when the link is."""
-        self._key = key
-        self._greeting: bytes | None = b""
-        """As much as has come of it; None after it."""
+        self._handshake = Handshake.of_ingress(key)
         self._transport: asyncio.Transport | None = None
         self._on_heartbeat = on_heartbeat
         self._unpacker = msgpack.Unpacker(use_list=False)
@@ -250,12 +279,12 @@ class IngressEnd(asyncio.Protocol):
         """Part of `asyncio.Protocol`."""
         self._transport = cast(asyncio.Transport, transport)
         _notice_loss(transport.get_extra_info("socket"))
-        self._write(_greet(self._key))
+        self._write(self._handshake.opening)
 
     def data_received(self, data: bytes) -> None:
         """Part of `asyncio.Protocol`."""
-        if self._greeting is not None:
-            data = self._take_greeting(data)
+        if self._handshake.rest is None:
+            data = self._shake_hands(data)
         try:
             self._unpacker.feed(data)
             for load, outputs in self._unpacker:
@@ -266,7 +295,9 @@ class IngressEnd(asyncio.Protocol):
                 else:
                     self._on_heartbeat(load)
         except _MALFORMED as error:
-            logger.error("the replica at %s sent what is no frame of the link (%r): hung up", self._peer, error)
+            logger.error(
+                "the replica at %s sent what is no frame of the link (%r): hung up", _peer(self._transport), error
+            )
             self._hang_up(LossReason.UNAVAILABLE)
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -274,7 +305,7 @@ class IngressEnd(asyncio.Protocol):
         self._end(LossReason.UNAVAILABLE)
 
     def start(self, request: WireRequest, on_item: OnItem) -> None:
-        """Run an attempt; `on_item` gets its items, and a `ReplicaLostError` last."""
+        """Run an attempt over the open link; `on_item` gets its items, and a `ReplicaLostError` last."""
         if self.lost.done():
             on_item(ReplicaLostError(LossReason.REFUSED))
             return
@@ -292,27 +323,14 @@ class IngressEnd(asyncio.Protocol):
         if self._transport is not None:
             self._transport.abort()
 
-    @property
-    def _peer(self) -> str:
-        address = None if self._transport is None else self._transport.get_extra_info("peername")
-        return "an unknown address" if address is None else f"{address[0]}:{address[1]}"
-
-    def _take_greeting(self, data: bytes) -> bytes:
-        """What comes after the greeting; nothing while it is incomplete or refused."""
-        self._greeting = (self._greeting or b"") + data
-        if (found := _find_greeting(self._greeting)) is None:
-            return b""
-        if found.version != VERSION:
-            logger.error(
-                "the replica at %s speaks %s of the link, this ingress version %d: it gets no requests",
-                self._peer,
-                "no version" if found is _NO_GREETING else f"version {found.version}",
-                VERSION,
-            )
+    def _shake_hands(self, data: bytes) -> bytes:
+        """What comes after the handshake; nothing before its end."""
+        try:
+            self._write(self._handshake.receive(data))
+        except HandshakeError as error:
+            logger.error("the replica at %s %s: it gets no requests", _peer(self._transport), error)
             self._hang_up(LossReason.INCOMPATIBLE)
-            return b""
-        rest, self._greeting = self._greeting[found.length :], None
-        return rest
+        return self._handshake.rest or b""
 
     def _hang_up(self, reason: LossReason) -> None:
         self._end(reason)
@@ -338,28 +356,9 @@ class IngressEnd(asyncio.Protocol):
             on_item(ReplicaLostError(reason))
 
 
-@dataclass(frozen=True, slots=True)
-class _Greeting:
-    """What a peer began with, `length` bytes of it."""
-
-    version: int
-    key: bytes
-    length: int
-
-
-_NO_GREETING = _Greeting(-1, b"", 0)
-
-
-def _greet(key: str = "") -> bytes:
-    return _NAME + f"{VERSION} {key}".rstrip().encode() + b"\n"
-
-
-def _find_greeting(data: bytes) -> _Greeting | None:
-    """The greeting that `data` begins with; None while there may be one, `_NO_GREETING` once there is none."""
-    if (found := _GREETING.match(data)) is not None:
-        return _Greeting(int(found[1]), found[2] or b"", found.end())
-    hopeless = not data.startswith(_NAME[: len(data)]) or b"\n" in data or len(data) > _MAX_GREETING_BYTES
-    return _NO_GREETING if hopeless else None
+def _peer(transport: asyncio.Transport | None) -> str:
+    address = None if transport is None else transport.get_extra_info("peername")
+    return "an unknown address" if address is None else f"{address[0]}:{address[1]}"
 
 
 def _notice_loss(connection: socket.socket) -> None:

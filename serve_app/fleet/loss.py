@@ -15,7 +15,7 @@ class LossReason(StrEnum):
     REFUSED = "refused"
     """The replica took no request: it is ending, or there was no link to send it by. The request did not kill it."""
     INCOMPATIBLE = "incompatible"
-    """The replica speaks another version of the link, or describes itself in words that this process does not know."""
+    """The replica speaks another version of the link, does not know its key, or describes itself in unknown words."""
     LEFT = "left"
     """The replica is being stopped: scale-down, update, or Ray found it unhealthy."""
     QUARANTINE = "quarantine"

@@ -2,8 +2,8 @@
 
 import asyncio
 import math
-from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncIterator
+from contextlib import suppress
 from typing import Any
 
 import msgpack
@@ -15,95 +15,12 @@ from serve_app.core.results import LOGPROBS, FinishReason, TokenDelta, TokenLogp
 from serve_app.core.sampling_params import SamplingParams
 from serve_app.errors import OverloadedError
 from serve_app.fleet import link as link_module
-from serve_app.fleet.link import IngressEnd, LinkServer
-from serve_app.fleet.loss import LossReason, ReplicaLostError
-from serve_app.fleet.wire import (
-    WireDelta,
-    WireItem,
-    WireLoad,
-    WireRequest,
-    pack_deltas,
-    pack_request,
-    unpack_item,
-    unpack_request,
-)
+from serve_app.fleet.handshake import Handshake
+from serve_app.fleet.link import IngressEnd
+from serve_app.fleet.loss import LossReason
+from serve_app.fleet.wire import pack_deltas, pack_request, unpack_item, unpack_request
+from tests.fleet.links import LOAD, Ingress, Replica, item, peer, running, shake_hands
 from tests.fleet.replicas import until
-
-LOAD: WireLoad = (1, 2, 3, 4, 5, 0.5)
-
-
-def item(offset: int) -> list[WireDelta]:
-    return [(0, offset, (offset + 5,))]
-
-
-class Replica:
-    """Its link server, with engine and heartbeats by hand."""
-
-    def __init__(self) -> None:
-        self.alive = True
-        self.server = LinkServer(self.generate, lambda: LOAD if self.alive else None)
-        self.address = ""
-        self.requests: dict[str, WireRequest] = {}
-        self.says: dict[str, asyncio.Queue[Any]] = {}
-        """What each attempt yields, or raises; None ends it."""
-
-    async def generate(self, data: WireRequest) -> AsyncGenerator[list[WireDelta], None]:
-        attempt_id = data["attempt_id"]
-        self.requests[attempt_id] = data
-        said = self.says[attempt_id] = asyncio.Queue()
-        try:
-            while (what := await said.get()) is not None:
-                if isinstance(what, Exception):
-                    raise what
-                yield what
-        finally:
-            del self.says[attempt_id]
-
-    async def connect(self) -> asyncio.StreamWriter:
-        host, _, port = self.address.rpartition(":")
-        self.reader, writer = await asyncio.open_connection(host, int(port))
-        return writer
-
-
-class Ingress:
-    """One link of an ingress to the replica, and what came by it."""
-
-    def __init__(self, key: str) -> None:
-        self.heard: list[WireLoad] = []
-        self.items: dict[str, list[WireItem | ReplicaLostError]] = {}
-        self.link = IngressEnd(key, self.heard.append)
-
-    @staticmethod
-    async def to(replica: Replica, key: str | None = None) -> "Ingress":
-        ingress = Ingress(replica.server.key if key is None else key)
-        host, _, port = replica.address.rpartition(":")
-        await asyncio.get_running_loop().create_connection(lambda: ingress.link, host, int(port))
-        return ingress
-
-    @staticmethod
-    async def open(replica: Replica) -> "Ingress":
-        ingress = await Ingress.to(replica)
-        await until(lambda: bool(ingress.heard))
-        return ingress
-
-    async def start(self, replica: Replica, attempt_id: str) -> "asyncio.Queue[Any]":
-        items = self.items[attempt_id] = []
-
-        def take(item: WireItem | ReplicaLostError) -> None:
-            items.append(list(item) if isinstance(item, tuple) else item)
-
-        self.link.start(pack_request(EngineRequest("r", (5, 6), SamplingParams()), attempt_id), take)
-        await until(lambda: attempt_id in replica.says)
-        return replica.says[attempt_id]
-
-
-@asynccontextmanager
-async def running() -> AsyncIterator[Replica]:
-    replica = Replica()
-    replica.address = await replica.server.listen("127.0.0.1")
-    yield replica
-    replica.server.close()
-    await until(lambda: not replica.server.ends and not replica.server.attempts())
 
 
 @pytest.fixture
@@ -267,118 +184,15 @@ async def test_a_dead_engine_ends_its_links_after_its_outputs(replica: Replica) 
 
 
 @pytest.mark.parametrize(
-    "sent",
-    [
-        b"a" * 65,
-        b"0" * 32,
-        b"serve-app-link/1 " + b"0" * 32 + b"\n",
-        b"serve-app-link/1\n",
-        b"serve-app-link/" + b"1" * 200,
-        msgpack.packb({"attempt_id": "a.1", "no": "key" * 9}),
-        b"GET / HTTP/1.1\r\nHost: somebody\r\n\r\n",
-    ],
-    ids=["long", "no greeting", "another key", "no key", "endless", "a message", "a browser"],
-)
-async def test_strangers_are_hung_up_on_and_change_nothing(replica: Replica, sent: bytes) -> None:
-    ingress = await Ingress.open(replica)
-    writer = await replica.connect()
-    writer.write(sent)
-    with suppress(ConnectionResetError):
-        assert await replica.reader.read() == b""
-    writer.close()
-    (await ingress.start(replica, "a.1")).put_nowait(item(0))
-    await until(lambda: ingress.items == {"a.1": [item(0)]})
-    assert set(replica.requests) == {"a.1"}
-    ingress.link.close()
-
-
-def greeting(replica: Replica, version: int = link_module.VERSION) -> bytes:
-    return f"serve-app-link/{version} {replica.server.key}\n".encode()
-
-
-async def test_a_greeting_may_come_in_pieces_and_with_more(replica: Replica) -> None:
-    key = greeting(replica)
-    request = msgpack.packb(pack_request(EngineRequest("r", (5, 6), SamplingParams()), "a.1"))
-    writer = await replica.connect()
-    for piece in (key[:9], key[9:20], key[20:] + request[:7], request[7:]):
-        writer.write(piece)
-        await writer.drain()
-        await asyncio.sleep(0.01)
-    await until(lambda: "a.1" in replica.says)
-    writer.close()
-
-
-async def test_who_says_nothing_is_hung_up_on(replica: Replica, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(link_module, "_HELLO_S", 0.01)
-    writer = await replica.connect()
-    with suppress(ConnectionResetError):
-        assert await replica.reader.read() == b""
-    writer.close()
-
-
-@pytest.mark.parametrize(
     "sent", [b"\xc1", msgpack.packb(5), msgpack.packb({})], ids=["no msgpack", "a number", "no id"]
 )
 async def test_who_says_what_no_ingress_says_is_hung_up_on(replica: Replica, sent: bytes) -> None:
-    writer = await replica.connect()
-    writer.write(greeting(replica))
-    assert await replica.reader.readline() == f"serve-app-link/{link_module.VERSION}\n".encode()
+    reader, writer = await replica.connect()
+    await shake_hands(Handshake.of_ingress(replica.server.key), reader, writer)
     writer.write(sent)
     with suppress(ConnectionResetError):
-        await replica.reader.read()
+        await reader.read()
     writer.close()
-
-
-async def test_an_ingress_of_another_version_is_told_ours_and_hung_up_on(
-    replica: Replica, caplog: pytest.LogCaptureFixture
-) -> None:
-    writer = await replica.connect()
-    writer.write(greeting(replica, version=7))
-    assert await replica.reader.read() == f"serve-app-link/{link_module.VERSION}\n".encode()
-    assert caplog.messages == ["an ingress speaks version 7 of the link, this replica 1: hung up"]
-    writer.close()
-
-
-@asynccontextmanager
-async def peer(*pieces: bytes) -> AsyncIterator[tuple[str, list[int]]]:
-    """A replica that says these bytes to whoever comes: its address, and an entry for each that came."""
-    came: list[int] = []
-    writers = []
-
-    async def say(_reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        came.append(1)
-        writers.append(writer)
-        for piece in pieces:
-            writer.write(piece)
-            await writer.drain()
-
-    server = await asyncio.start_server(say, "127.0.0.1", 0)
-    yield f"127.0.0.1:{server.sockets[0].getsockname()[1]}", came
-    for writer in writers:
-        writer.close()
-    server.close()
-
-
-async def lost(address: str) -> LossReason:
-    """Why the link to this address ends."""
-    ingress = Ingress("key")
-    host, _, port = address.rpartition(":")
-    await asyncio.get_running_loop().create_connection(lambda: ingress.link, host, int(port))
-    return await asyncio.wait_for(ingress.link.lost, 20)
-
-
-@pytest.mark.parametrize(
-    ("said", "speaks"),
-    [((b"serve-app-", b"link/2\n"), "version 2"), ((b"\x92\x96",), "no version")],
-    ids=["another version", "no greeting"],
-)
-async def test_a_replica_of_another_version_is_lost_in_one_line(
-    caplog: pytest.LogCaptureFixture, said: tuple[bytes, ...], speaks: str
-) -> None:
-    async with peer(*said) as (address, _):
-        assert await lost(address) is LossReason.INCOMPATIBLE
-    line = f"the replica at {address} speaks {speaks} of the link, this ingress version 1: it gets no requests"
-    assert caplog.messages == [line]
 
 
 @pytest.mark.parametrize(
@@ -389,11 +203,15 @@ async def test_a_replica_of_another_version_is_lost_in_one_line(
 async def test_a_malformed_frame_ends_the_link_in_one_line(caplog: pytest.LogCaptureFixture, frame: bytes) -> None:
     errors: list[Any] = []
     asyncio.get_running_loop().set_exception_handler(lambda _, context: errors.append(context))
-    async with peer(b"serve-app-link/1\n" + frame) as (address, _):
+
+    async def say(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await shake_hands(Handshake.of_replica("key"), reader, writer)
+        writer.write(frame)
+
+    async with peer(say) as address:
         ingress = Ingress("key")
         ingress.link = IngressEnd("key", lambda load: ingress.heard.append((*load,)))
-        host, _, port = address.rpartition(":")
-        await asyncio.get_running_loop().create_connection(lambda: ingress.link, host, int(port))
+        await ingress.connect(address)
         assert await asyncio.wait_for(ingress.link.lost, 20) is LossReason.UNAVAILABLE
     (line,) = caplog.messages
     assert line.startswith(f"the replica at {address} sent what is no frame of the link (")

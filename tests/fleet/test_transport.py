@@ -243,7 +243,7 @@ async def test_a_replica_that_cannot_be_understood_gets_nothing_and_is_named_onc
     async def greet(_reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         nonlocal came
         came += 1
-        writer.write(b"serve-app-link/2\n")
+        writer.write(b"serve-app-link/1\n")
         await writer.drain()
         writer.close()
 

@@ -1,0 +1,113 @@
+"""How a link begins: both ends tell the version that they speak, and prove that they know the replica's key.
+
+    ingress: serve-app-link/2 NONCE
+    replica: serve-app-link/2 NONCE PROOF
+    ingress: serve-app-link/2 PROOF
+
+A proof is an HMAC, by the key, of who proves it and of both nonces. So the key is never sent, and what somebody has
+overheard opens no other connection. Nothing after it is signed or encrypted: who can change what travels can still add
+to it. An end of another version is told ours, so that both can say what is wrong.
+
+Pure: bytes in, bytes out.
+"""
+
+import hmac
+import re
+import secrets
+from collections.abc import Generator
+
+VERSION = 2
+"""Of the whole link. To be raised with every change that an older end would not understand."""
+
+_NAME = b"serve-app-link/"
+_HELLO = re.compile(rb"serve-app-link/(\d{1,9})((?: \w+)*)")
+_NONCE_BYTES = 16
+_MAX_LINE_BYTES = 256
+
+_Steps = Generator[bytes, bytes, tuple[bytes, bytes]]
+"""Yields what to send, is sent what has come; returns what to send last, and what has come beyond the handshake."""
+
+
+class HandshakeError(Exception):
+    """The other end is none of ours: the message, a predicate, says why. `answer` tells it what we would understand."""
+
+    def __init__(self, message: str, answer: bytes = b"") -> None:
+        super().__init__(message)
+        self.answer = answer
+
+
+class Handshake:
+    """One end's: send `opening`, and then what `receive` returns, until there is a `rest`."""
+
+    def __init__(self, steps: _Steps) -> None:
+        self._steps = steps
+        self.opening = next(steps)
+        self.rest: bytes | None = None
+        """What has come beyond the handshake; None before its end."""
+
+    @classmethod
+    def of_ingress(cls, key: str) -> "Handshake":
+        """For the end that has connected."""
+        return cls(_meet_replica(key))
+
+    @classmethod
+    def of_replica(cls, key: str) -> "Handshake":
+        """For the end that was connected to."""
+        return cls(_meet_ingress(key))
+
+    def receive(self, data: bytes) -> bytes:
+        """What to answer. Raises `HandshakeError`."""
+        try:
+            return self._steps.send(data)
+        except StopIteration as end:
+            answer, self.rest = end.value
+            return bytes(answer)
+
+
+def _meet_replica(key: str) -> _Steps:
+    ours = _nonce()
+    (theirs, proof), rest = yield from _exchange(_hello(ours), b"", words=2)
+    _check(proof, key, b"replica", ours, theirs)
+    return _hello(_prove(key, b"ingress", ours, theirs)), rest
+
+
+def _meet_ingress(key: str) -> _Steps:
+    ours = _nonce()
+    (theirs,), rest = yield from _exchange(b"", b"", words=1)
+    (proof,), rest = yield from _exchange(_hello(ours, _prove(key, b"replica", theirs, ours)), rest, words=1)
+    _check(proof, key, b"ingress", theirs, ours)
+    return b"", rest
+
+
+def _exchange(said: bytes, heard: bytes, words: int) -> Generator[bytes, bytes, tuple[list[bytes], bytes]]:
+    """Say something, then hear a line of so many words: these, and what came after the line."""
+    while b"\n" not in heard:
+        if not heard.startswith(_NAME[: len(heard)]) or len(heard) > _MAX_LINE_BYTES:
+            break
+        heard += yield said
+        said = b""
+    line, _, rest = heard.partition(b"\n")
+    hello = _HELLO.fullmatch(line)
+    if hello is not None and (version := int(hello[1])) != VERSION:
+        raise HandshakeError(f"speaks version {version} of the link, this end version {VERSION}", _hello())
+    if hello is None or len(told := hello[2].split()) != words:
+        raise HandshakeError("does not speak the link's language")
+    return told, rest
+
+
+def _hello(*words: bytes) -> bytes:
+    return b" ".join((_NAME + str(VERSION).encode(), *words)) + b"\n"
+
+
+def _nonce() -> bytes:
+    return secrets.token_hex(_NONCE_BYTES).encode()
+
+
+def _prove(key: str, who: bytes, ingress_nonce: bytes, replica_nonce: bytes) -> bytes:
+    message = b" ".join((_NAME, who, ingress_nonce, replica_nonce))
+    return hmac.new(key.encode(), message, "sha256").hexdigest().encode()
+
+
+def _check(proof: bytes, key: str, who: bytes, ingress_nonce: bytes, replica_nonce: bytes) -> None:
+    if not hmac.compare_digest(proof, _prove(key, who, ingress_nonce, replica_nonce)):
+        raise HandshakeError("does not know the link's key")
