@@ -1,7 +1,12 @@
 """What all request bodies and their parts share: strictness, and refusals that name the field."""
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, model_validator
+from typing import Any, ClassVar
+
+import orjson
+from pydantic import BaseModel, ConfigDict, model_validator
 from pydantic_core import PydanticCustomError
+
+from serve_app.api.ignored import Ignored, changes_nothing
 
 SHOWN = 64
 """Characters of a client's text that an error repeats at most."""
@@ -13,15 +18,24 @@ def refusal(message: str) -> PydanticCustomError:
     return PydanticCustomError("refused", "{message}", {"message": message})
 
 
-def only(*allowed: object) -> AfterValidator:
-    """For a field the server does not implement: null and the values that change nothing pass."""
+def unfit(name: str, message: str) -> PydanticCustomError:
+    """The same for the field `name` of the object that is checked."""
+    return PydanticCustomError("unfit", "{message}", {"name": name, "message": message})
 
-    def check(value: object) -> object:
-        if value is None or any(type(value) is type(good) and value == good for good in allowed):
-            return value
-        raise refusal("is not supported by this server; leave it out")
 
-    return AfterValidator(check)
+def check_ignored(name: str, value: object, ignored: Ignored) -> None:
+    """Raise the refusal of a field that no model declares, unless it is null or changes nothing."""
+    if value is None:
+        return
+    if name not in ignored:
+        raise PydanticCustomError("unknown_field", "is not a field this server knows", {"name": name[:SHOWN]})
+    harmless = ignored[name]
+    if changes_nothing(value, harmless):
+        return
+    if not harmless:
+        raise unfit(name, "is not supported by this server; leave it out")
+    values = " or ".join(orjson.dumps(good).decode() for good in harmless)
+    raise unfit(name, f"is not supported by this server, other than {values}; leave it out")
 
 
 class Body(BaseModel):
@@ -29,15 +43,26 @@ class Body(BaseModel):
 
     model_config = ConfigDict(strict=True, frozen=True, allow_inf_nan=False)
 
+    ignores: ClassVar[Ignored] = {}
+    """Fields beside the declared ones that may be sent."""
+
     @model_validator(mode="before")
     @classmethod
-    def _refuse_unknown(cls, data: object) -> object:
+    def _check_names(cls, data: Any) -> Any:
         # Done here and not with extra="forbid", which collects one error for each of a million fields.
-        if isinstance(data, dict):
-            known = {field.alias or name for name, field in cls.model_fields.items()}
-            for name in data:
-                if name not in known:
-                    raise PydanticCustomError(
-                        "unknown_field", "is not a field this server knows", {"name": str(name)[:SHOWN]}
-                    )
-        return data
+        if not isinstance(data, dict):
+            return data
+        known = {field.alias or name for name, field in cls.model_fields.items()}
+        for name, value in data.items():
+            if name not in known:
+                check_ignored(name, value, cls.ignores)
+        return {name: _whole(data[name]) for name in known if name in data}
+
+
+def _whole(value: Any) -> Any:
+    """Numbers as JSON means them: 16.0 is an integer, alone or in a list of ids."""
+    if type(value) is float and value.is_integer():
+        return int(value)
+    if type(value) is list and value and type(value[0]) is float:
+        return [int(item) if type(item) is float and item.is_integer() else item for item in value]
+    return value

@@ -4,14 +4,15 @@ import json
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, Field, model_validator
-from pydantic_core import PydanticCustomError
 
-from serve_app.api.body import SHOWN, Body, only, refusal
+from serve_app.api import ignored
+from serve_app.api.body import SHOWN, Body, refusal, unfit
 
 MAX_MESSAGES = 4096
 MAX_CONTENT_PARTS = 4096
 MAX_CALLS = 128
 MAX_NAME = 256
+_PART_FIELDS = {"type", "text", *ignored.CONTENT_PART}
 
 
 def check_parts(value: object) -> object:
@@ -34,10 +35,11 @@ def _check_content(value: object) -> str | None:
         kind = part.get("type") if isinstance(part, dict) else None
         if isinstance(kind, str) and kind != "text":
             raise refusal(f"part {i}: the model reads text only, not {kind[:SHOWN]!r}")
-        if not isinstance(part, dict) or kind is None or set(part) != {"type", "text"}:
-            raise refusal(f'part {i} must be {{"type": "text", "text": ...}}')
-        if not isinstance(part["text"], str):
-            raise refusal(f"part {i}: `text` must be a string")
+        if not isinstance(part, dict) or kind is None or not isinstance(part.get("text"), str):
+            raise refusal(f'part {i} must be {{"type": "text", "text": "..."}}')
+        for name in part.keys() - _PART_FIELDS:
+            if part[name] is not None:
+                raise refusal(f"part {i}: {name[:SHOWN]!r} is not a field this server knows")
         texts.append(part["text"])
     return "\n".join(texts)
 
@@ -63,14 +65,17 @@ class FunctionCall(Body):
 class ToolCall(Body):
     """One of an assistant message's `tool_calls`."""
 
+    ignores = ignored.TOOL_CALL
+
     id: Annotated[str | None, Field(max_length=MAX_NAME)] = None
     type: Literal["function"] = "function"
-    index: int | None = None
     function: FunctionCall
 
 
 class Message(Body):
-    """One chat message. Fields of answers that clients send back (nulls, empty lists) are accepted."""
+    """One chat message."""
+
+    ignores = ignored.MESSAGE
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Annotated[Any, AfterValidator(_check_content)] = None
@@ -78,21 +83,18 @@ class Message(Body):
     tool_calls: Annotated[list[ToolCall] | None, Field(max_length=MAX_CALLS)] = None
     tool_call_id: Annotated[str | None, Field(max_length=MAX_NAME)] = None
     reasoning_content: str | None = None
-    refusal: Annotated[Any, only()] = None
-    annotations: Annotated[Any, only([])] = None
-    audio: Annotated[Any, only()] = None
-    function_call: Annotated[Any, only()] = None
+    reasoning: str | None = None
+    """Another name of it."""
 
     @model_validator(mode="after")
     def _check_role(self) -> Self:
-        for name in ("tool_calls", "reasoning_content"):
+        for name in ("tool_calls", "reasoning_content", "reasoning"):
             if getattr(self, name) and self.role != "assistant":
-                raise PydanticCustomError("unfit", "belongs to messages of the assistant", {"name": name})
+                raise unfit(name, "belongs to messages of the assistant")
         if (self.tool_call_id is None) == (self.role == "tool"):
-            message = "is required by the role `tool`, and by no other"
-            raise PydanticCustomError("unfit", "{message}", {"name": "tool_call_id", "message": message})
-        if self.content is None and not self.tool_calls:
-            raise PydanticCustomError("unfit", "is required", {"name": "content"})
+            raise unfit("tool_call_id", "is required by the role `tool`, and by no other")
+        if self.content is None and self.role != "assistant":
+            raise unfit("content", "is required")
         return self
 
     def for_template(self) -> dict[str, Any]:
@@ -105,7 +107,7 @@ class Message(Body):
             message["tool_calls"] = [
                 {"id": call.id, "type": "function", "function": call.function.model_dump()} for call in self.tool_calls
             ]
-        for name in ("name", "tool_call_id", "reasoning_content"):
-            if (value := getattr(self, name)) is not None:
-                message[name] = value
+        reasoning = self.reasoning if self.reasoning_content is None else self.reasoning_content
+        others = {"name": self.name, "tool_call_id": self.tool_call_id, "reasoning_content": reasoning}
+        message.update({name: value for name, value in others.items() if value is not None})
         return message

@@ -163,29 +163,20 @@ def engine_request(
 ) -> EngineRequest:
     """One prompt's request. `max_tokens` is (field name, asked value); `default_max_tokens` None is the whole rest.
 
+    -1 asks for the whole rest, as with llama.cpp and LM Studio.
     `max_logprobs` bounds what its choices may carry together: an output that nobody bounds ends there.
     Raises `InvalidRequestError` naming the field and its limit.
     """
-    room = _room(token_ids, card, prompt_field)
-    name, asked = max_tokens
-    if asked is not None and asked < 1:
-        raise InvalidRequestError(f"`{name}` must be at least 1, got {asked}", param=name)
-    if asked is not None and asked > room:
-        raise ContextLengthError(
-            f"`{name}` is {asked}, but this model's context of {card.max_model_len} tokens leaves {room} "
-            f"after the {len(token_ids)} tokens of `{prompt_field}`",
-            param=name,
-        )
-    limit = asked if asked is not None else min(room if default_max_tokens is None else default_max_tokens, room)
-    if logprobs is not None:
-        most = max_logprobs // ((logprobs + 1) * (body.n or 1))
-        if asked is not None and asked > most:
-            raise InvalidRequestError(
-                f"`{name}` {asked} with `n` {body.n or 1} and {logprobs} alternatives per token: at most "
-                f"{max_logprobs} log-probabilities per prompt, which leaves `{name}` {most}",
-                param=name,
-            )
-        limit = min(limit, most)
+    limit = _output_limit(
+        body,
+        token_ids,
+        card,
+        prompt_field=prompt_field,
+        max_tokens=max_tokens,
+        default=default_max_tokens,
+        logprobs=logprobs,
+        max_logprobs=max_logprobs,
+    )
     names = SamplingParams.client_fields()
     given: dict[str, Any] = {name: value for name in names if (value := getattr(body, name)) is not None}
     if "stop_token_ids" in given:
@@ -207,6 +198,43 @@ def engine_request(
         cache_salt=body.cache_salt or "",
         priority=body.priority or 0,
     )
+
+
+def _output_limit(
+    body: GenerationBody,
+    token_ids: list[int],
+    card: ModelCard,
+    *,
+    prompt_field: str,
+    max_tokens: tuple[str, int | None],
+    default: int | None,
+    logprobs: int | None,
+    max_logprobs: int,
+) -> int:
+    """The most tokens that each choice may have; see `engine_request`."""
+    room = _room(token_ids, card, prompt_field)
+    name, asked = max_tokens
+    if asked == -1:
+        asked, default = None, None
+    if asked is not None and asked < 1:
+        raise InvalidRequestError(f"`{name}` must be at least 1, got {asked}", param=name)
+    if asked is not None and asked > room:
+        raise ContextLengthError(
+            f"`{name}` is {asked}, but this model's context of {card.max_model_len} tokens leaves {room} "
+            f"after the {len(token_ids)} tokens of `{prompt_field}`",
+            param=name,
+        )
+    limit = asked if asked is not None else min(room if default is None else default, room)
+    if logprobs is not None:
+        most = max_logprobs // ((logprobs + 1) * (body.n or 1))
+        if asked is not None and asked > most:
+            raise InvalidRequestError(
+                f"`{name}` {asked} with `n` {body.n or 1} and {logprobs} alternatives per token: at most "
+                f"{max_logprobs} log-probabilities per prompt, which leaves `{name}` {most}",
+                param=name,
+            )
+        limit = min(limit, most)
+    return limit
 
 
 def _room(token_ids: list[int], card: ModelCard, field: str) -> int:

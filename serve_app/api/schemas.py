@@ -1,16 +1,17 @@
-"""Request bodies: every field the server knows, its type, and what a field that it cannot honour may still hold.
+"""Request bodies: every field that the server honours, and its type.
 
-Strict: no string becomes a number, an unknown field is refused by name, null means "not given". Ranges of sampling
-parameters are checked once, in `SamplingParams`.
+Strict: no string becomes a number, an unknown field is refused by name, null means "not given". What is accepted
+without effect stands in `ignored`. Ranges of sampling parameters are checked once, in `SamplingParams`.
 """
 
 from collections.abc import Callable
 from typing import Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import AfterValidator, BeforeValidator, Field, ValidationError, create_model, model_validator
-from pydantic_core import PydanticCustomError, from_json
+from pydantic_core import from_json
 
-from serve_app.api.body import SHOWN, Body, only, refusal
+from serve_app.api import ignored
+from serve_app.api.body import SHOWN, Body, refusal, unfit
 from serve_app.api.messages import MAX_MESSAGES, Message, check_parts
 from serve_app.api.tools import Tool, check_tool_choice, check_tools
 from serve_app.core.sampling_params import MAX_LOGIT_BIAS, MAX_TOP_LOGPROBS, SamplingParams
@@ -18,7 +19,6 @@ from serve_app.errors import InvalidRequestError
 
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARS = 256
-MAX_METADATA = 16
 
 
 def _check_stop(value: object) -> tuple[str, ...]:
@@ -36,9 +36,9 @@ def _check_logit_bias(value: object) -> tuple[tuple[int, float], ...]:
         raise refusal(f"must be an object of at most {MAX_LOGIT_BIAS} token ids and their biases")
     for key, bias in value.items():
         if not (isinstance(key, str) and key.isascii() and key.isdigit() and len(key) < 10):
-            raise refusal("must have token ids as its keys")
+            raise unfit(key[:SHOWN], "is not a token id: the keys are numbers in quotes")
         if isinstance(bias, bool) or not isinstance(bias, int | float):
-            raise refusal("must have numbers as its values")
+            raise unfit(key, "must be a number")
     return tuple((int(key), float(bias)) for key, bias in value.items())
 
 
@@ -70,10 +70,11 @@ def _check_prompt(value: object) -> list[str] | list[list[int]]:
 class StreamOptions(Body):
     """Options of a streamed answer."""
 
+    ignores = ignored.STREAM_OPTIONS
+
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
     """With `include_usage`: every chunk tells the tokens so far, as an event may bring several."""
-    include_obfuscation: Annotated[Any, only(False)] = None
 
 
 class JsonSchemaFormat(Body):
@@ -94,8 +95,7 @@ class ResponseFormat(Body):
     @model_validator(mode="after")
     def _check_schema(self) -> Self:
         if (self.json_schema is None) == (self.type == "json_schema"):
-            message = "is required by the type `json_schema`, and by no other"
-            raise PydanticCustomError("unfit", "{message}", {"name": "json_schema", "message": message})
+            raise unfit("json_schema", "is required by the type `json_schema`, and by no other")
         return self
 
 
@@ -115,9 +115,6 @@ class StructuredOutputs(Body):
         if len(given) != 1:
             raise refusal("must hold exactly one of json, json_object, regex, choice and grammar")
         return self
-
-
-Metadata = dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]]
 
 
 # Each field of `SamplingParams` that a client sets, optional; a body that takes it in another form says so below.
@@ -149,7 +146,7 @@ class GenerationBody(SamplingFields):
     @model_validator(mode="after")
     def _check_stream_options(self) -> Self:
         if self.stream_options is not None and not self.stream:
-            raise PydanticCustomError("unfit", "may only be set when `stream` is true", {"name": "stream_options"})
+            raise unfit("stream_options", "may only be set when `stream` is true")
         return self
 
     @property
@@ -168,6 +165,8 @@ class GenerationBody(SamplingFields):
 class ChatBody(GenerationBody):
     """POST /v1/chat/completions."""
 
+    ignores = ignored.CHAT
+
     messages: Annotated[
         list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True), BeforeValidator(check_parts)
     ]
@@ -175,53 +174,38 @@ class ChatBody(GenerationBody):
     logprobs: bool | None = None
     top_logprobs: Annotated[int | None, Field(ge=0, le=MAX_TOP_LOGPROBS)] = None
 
-    metadata: Annotated[Metadata | None, Field(max_length=MAX_METADATA)] = None
-    store: bool | None = None
     parallel_tool_calls: bool | None = None
-    prompt_cache_key: Annotated[str | None, Field(max_length=512)] = None
-    safety_identifier: Annotated[str | None, Field(max_length=512)] = None
-    service_tier: Annotated[Any, only("auto", "default")] = None
     response_format: ResponseFormat | None = None
-    modalities: Annotated[Any, only(["text"])] = None
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
-    verbosity: Annotated[Any, only("medium")] = None
     tools: Annotated[list[Tool] | None, AfterValidator(check_tools)] = None
     tool_choice: Annotated[Any, AfterValidator(check_tool_choice)] = None
-    functions: Annotated[Any, only([])] = None
-    function_call: Annotated[Any, only("none", "auto")] = None
-    audio: Annotated[Any, only()] = None
-    moderation: Annotated[Any, only()] = None
-    prediction: Annotated[Any, only()] = None
-    prompt_cache_options: Annotated[Any, only()] = None
-    prompt_cache_retention: Annotated[Any, only("in_memory")] = None
-    web_search_options: Annotated[Any, only()] = None
-    chat_template: Annotated[Any, only()] = None
     chat_template_kwargs: Annotated[dict[str, Any] | None, AfterValidator(_check_template_kwargs)] = None
 
     @model_validator(mode="after")
     def _check_together(self) -> Self:
         if self.top_logprobs is not None and not self.logprobs:
-            raise PydanticCustomError("unfit", "needs `logprobs` to be true", {"name": "top_logprobs"})
+            raise unfit("top_logprobs", "needs `logprobs` to be true")
         if self.max_tokens is not None and self.max_completion_tokens not in (None, self.max_tokens):
-            raise PydanticCustomError("unfit", "differs from `max_tokens`", {"name": "max_completion_tokens"})
+            raise unfit("max_completion_tokens", "differs from `max_tokens`")
         if self.tool_choice not in (None, "none", "auto") and not self.tools:
-            raise PydanticCustomError("unfit", "needs `tools`", {"name": "tool_choice"})
+            raise unfit("tool_choice", "needs `tools`")
         return self
 
 
 class CompletionBody(GenerationBody):
     """POST /v1/completions."""
 
+    ignores = ignored.COMPLETION
+
     prompt: Annotated[Any, BeforeValidator(_check_prompt)]
     logprobs: Annotated[int | None, Field(ge=0, le=MAX_TOP_LOGPROBS)] = None
     echo: bool | None = None
     best_of: int | None = None
-    suffix: Annotated[Any, only("")] = None
 
     @model_validator(mode="after")
     def _check_best_of(self) -> Self:
         if self.best_of is not None and self.best_of != (self.n or 1):
-            raise PydanticCustomError("unfit", "must equal `n`: other values are not supported", {"name": "best_of"})
+            raise unfit("best_of", "must equal `n`: other values are not supported")
         return self
 
 
@@ -240,7 +224,7 @@ class TokenizeBody(Body):
     @model_validator(mode="after")
     def _check_one(self) -> Self:
         if (self.prompt is None) == (self.messages is None):
-            raise PydanticCustomError("unfit", "or `messages` must be given, one of them", {"name": "prompt"})
+            raise unfit("prompt", "or `messages` must be given, one of them")
         return self
 
 

@@ -57,8 +57,12 @@ def template_variables(body: ChatBody, tokenizer: Tokenizer) -> dict[str, Any]:
     """
     known = tokenizer.template_variables
     variables = dict(body.chat_template_kwargs or {})
-    for name in variables:
-        if name not in known:
+    for name in [*variables]:
+        if name in known:
+            continue
+        if name in _THINKING_SWITCHES and variables[name] is False and known.isdisjoint(_THINKING_SWITCHES):
+            del variables[name]  # there is no thinking to switch off
+        else:
             raise InvalidRequestError(
                 f"`chat_template_kwargs.{name[:64]}` is nothing that a request may set in this model's chat template "
                 f"(known: {', '.join(sorted(known)) or 'nothing'})",

@@ -5,6 +5,7 @@ from typing import Annotated, Any, Literal, cast
 import orjson
 from pydantic import Field, ValidationError
 
+from serve_app.api import ignored
 from serve_app.api.body import Body, refusal
 from serve_app.errors import InvalidRequestError
 
@@ -23,6 +24,8 @@ class FunctionDefinition(Body):
 
 class Tool(Body):
     """One of `tools`."""
+
+    ignores = ignored.TOOL
 
     type: Literal["function"]
     function: FunctionDefinition

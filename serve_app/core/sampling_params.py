@@ -84,7 +84,7 @@ class SamplingParams:
             raise _refuse("logit_bias", len(self.logit_bias), f"at most {MAX_LOGIT_BIAS} entries")
         for token_id, bias in self.logit_bias:
             _check_int("logit_bias", token_id, 0, 2**31 - 1)
-            _check_number("logit_bias", bias, -100.0, 100.0)
+            _check_number(f"logit_bias.{token_id}", bias, -100.0, 100.0)
         if len(self.stop_token_ids) > MAX_STOP_TOKEN_IDS:
             raise _refuse("stop_token_ids", len(self.stop_token_ids), f"at most {MAX_STOP_TOKEN_IDS} ids")
         for token_id in self.stop_token_ids:

@@ -233,6 +233,44 @@ async def test_what_every_client_sends_is_accepted(api: Api) -> None:
     assert "<|im_start|>system\nBe\nbrief.<|im_end|>" in rendered
 
 
+LENIENT = [
+    {"skip_special_tokens": True, "length_penalty": 1.0, "echo": False, "verbosity": "medium", "unheard_of": None},
+    {"metadata": {"a": 1}, "service_tier": "priority", "client_metadata": {}, "prediction": {"type": "content"}},
+    {"max_tokens": 16.0, "top_k": 40.0, "seed": 7.0, "n": 1.0, "stop_token_ids": [3.0]},
+    {"chat_template_kwargs": {"enable_thinking": False}},
+    {"messages": [{**ASK[0], "id": "msg_1", "timestamp": 1.5, "annotations": [{"a": 1}], "cache_control": {}}]},
+    {"messages": [{"role": "user", "content": [{"type": "text", "text": "Capital of France?", "cache_control": {}}]}]},
+]
+
+
+@pytest.mark.parametrize("given", LENIENT, ids=lambda given: "-".join(given))
+async def test_what_changes_nothing_is_ignored(api: Api, given: dict[str, Any]) -> None:
+    answer = await api.http.post("/v1/chat/completions", json={"messages": ASK, **given})
+    assert answer.status_code == 200, answer.text
+    [request] = api.service.requests
+    assert list(request.prompt_token_ids) == api.service.tokenizer.apply_chat_template(ASK)
+    if "seed" in given:
+        asked = {"max_tokens": 16, "top_k": 40, "seed": 7, "stop_token_ids": (3,)}
+        assert request.params.to_wire() == asked
+        assert type(request.params.max_tokens) is int
+
+
+async def test_an_answer_without_text_may_stand_in_the_history(api: Api) -> None:
+    empty = [*ASK, {"role": "assistant", "content": None, "reasoning": "Hm."}, *ASK]
+    for history in (empty, [*ASK, {"role": "assistant", "content": "", "reasoning_content": "Hm."}, *ASK]):
+        assert (await api.http.post("/v1/chat/completions", json={"messages": history})).status_code == 200
+    first, second = api.service.requests
+    assert first.prompt_token_ids == second.prompt_token_ids
+
+
+@pytest.mark.parametrize("path", ["chat/completions", "completions"])
+async def test_minus_one_asks_for_the_rest_of_the_context(api: Api, path: str) -> None:
+    asked = {"messages": ASK} if path.startswith("chat") else {"prompt": "Hello there"}
+    assert (await api.http.post(f"/v1/{path}", json={**asked, "max_tokens": -1})).status_code == 200
+    [request] = api.service.requests
+    assert request.params.max_tokens == 2048 - len(request.prompt_token_ids)
+
+
 async def test_models_tokens_and_operations(api: Api) -> None:
     [model] = (await api.openai.models.list()).data
     assert (model.id, model.object, model.created) == ("scripted", "model", 1_700_000_000)

@@ -1,0 +1,124 @@
+"""Fields that are accepted and ignored, because they change no answer of this server: one table for each kind of body.
+
+A name stands with the values that change nothing, or with `ANYTHING`; with no values (`NOTHING`) it is a field that is
+known and refused. Null is "not given", under any name. What would change the answer must not be here.
+"""
+
+from collections.abc import Mapping
+from typing import Final, TypeAlias
+
+ANYTHING: Final = None
+NOTHING: Final = ()
+
+Ignored: TypeAlias = Mapping[str, tuple[object, ...] | None]
+
+
+def changes_nothing(value: object, harmless: tuple[object, ...] | None) -> bool:
+    """Whether a field with this entry may hold `value`."""
+    # True equals 1 in Python, and means something else to a client.
+    return harmless is ANYTHING or any(
+        (value is good) or (value == good and type(value) is not bool) for good in harmless
+    )
+
+
+GENERATION: Ignored = {
+    # Samplers that are not here, switched off.
+    "length_penalty": (1,),
+    "early_stopping": (False,),
+    "use_beam_search": (False,),
+    "num_beams": (1,),
+    "repeat_penalty": (1,),
+    "no_repeat_ngram_size": (0,),
+    "typical_p": (1,),
+    "top_a": (0,),
+    "tfs": (1,),
+    "tfs_z": (1,),
+    "epsilon_cutoff": (0,),
+    "eta_cutoff": (0,),
+    "mirostat": (0,),
+    "mirostat_mode": (0,),
+    "dynatemp_range": (0,),
+    "dry_multiplier": (0,),
+    "xtc_probability": (0,),
+    # What is done here in any case.
+    "skip_special_tokens": (True,),
+    "spaces_between_special_tokens": ANYTHING,
+    "detokenize": (True,),
+    "return_tokens_as_token_ids": (False,),
+    "cache_prompt": ANYTHING,
+    "logits_processors": ([],),
+    "n_probs": (0,),
+    "min_keep": ANYTHING,
+    # Names and notes of the client, and how a hosted service is to handle the request.
+    "request_id": ANYTHING,
+    "rid": ANYTHING,
+    "metadata": ANYTHING,
+    "client_metadata": ANYTHING,
+    "store": ANYTHING,
+    "prompt_cache_key": ANYTHING,
+    "prompt_cache_options": ANYTHING,
+    "prompt_cache_retention": ANYTHING,
+    "safety_identifier": ANYTHING,
+    "service_tier": ANYTHING,
+    "keep_alive": ANYTHING,
+    "extra_body": ({},),
+}
+
+CHAT: Ignored = {
+    **GENERATION,
+    "echo": (False,),
+    "add_special_tokens": (False,),
+    "best_of": (1,),
+    "suffix": ("",),
+    "modalities": (["text"],),
+    "verbosity": ("medium",),
+    "include_reasoning": (True,),
+    "separate_reasoning": (True,),
+    "stream_reasoning": (True,),
+    "prediction": ANYTHING,  # a guess that speeds up; the tokens stay the same
+    "functions": ([],),
+    "function_call": ("none", "auto"),
+    "documents": ([],),
+    "audio": NOTHING,
+    "moderation": NOTHING,
+    "web_search_options": NOTHING,
+    "chat_template": NOTHING,
+}
+
+COMPLETION: Ignored = {
+    **GENERATION,
+    "suffix": ("",),
+    "response_format": ({"type": "text"},),
+}
+
+STREAM_OPTIONS: Ignored = {"include_obfuscation": (False,)}
+
+MESSAGE: Ignored = {
+    "id": ANYTHING,
+    "object": ANYTHING,
+    "type": ("message",),
+    "status": ANYTHING,
+    "timestamp": ANYTHING,
+    "created": ANYTHING,
+    "created_at": ANYTHING,
+    "model": ANYTHING,
+    "finish_reason": ANYTHING,
+    "metadata": ANYTHING,
+    "annotations": ANYTHING,
+    "cache_control": ANYTHING,
+    "refusal": ("",),
+    "audio": NOTHING,
+    "function_call": NOTHING,
+}
+
+CONTENT_PART: Ignored = {
+    "id": ANYTHING,
+    "index": ANYTHING,
+    "annotations": ANYTHING,
+    "cache_control": ANYTHING,
+    "prompt_cache_breakpoint": ANYTHING,
+    "logprobs": ANYTHING,
+}
+
+TOOL: Ignored = {"cache_control": ANYTHING}
+TOOL_CALL: Ignored = {"index": ANYTHING, "cache_control": ANYTHING}
