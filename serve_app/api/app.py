@@ -90,7 +90,7 @@ def _accepts(body: type[Body]) -> dict[str, Any]:
 def _add_generation(app: FastAPI, context: ApiContext) -> None:
     @app.post("/v1/chat/completions", openapi_extra=_accepts(ChatBody))
     async def chat_completions(request: Request) -> Response:
-        return GenerationResponse(context, "chat", request, lambda raw: ChatJob(context, raw))
+        return GenerationResponse(context, "chat", request, lambda raw: ChatJob(context, parse_body(ChatBody, raw)))
 
     @app.post("/v1/completions", openapi_extra=_accepts(CompletionBody))
     async def completions(request: Request) -> Response:

@@ -9,8 +9,9 @@ from typing import Any
 import orjson
 
 from serve_app.api.constraints import grammar_of
-from serve_app.api.endpoint import ApiContext, Choice
-from serve_app.api.generation import Generation, chunk_usage
+from serve_app.api.endpoint import ApiContext, Choice, Wire
+from serve_app.api.errors import error_json
+from serve_app.api.generation import Generation, Usage, chunk_usage
 from serve_app.api.prepare import (
     answer_head,
     check_model,
@@ -19,10 +20,11 @@ from serve_app.api.prepare import (
     engine_request,
     stop_config,
 )
-from serve_app.api.schemas import ChatBody, parse_body
+from serve_app.api.schemas import ChatBody
 from serve_app.api.sse import ChunkTemplate, ChunkUsage
 from serve_app.api.template import CallableTools, template_variables
 from serve_app.core.request import EngineRequest
+from serve_app.errors import RequestError
 from serve_app.text.message_parser import Kind, MessageParser, Part
 from serve_app.text.stream import TextPiece, TokenText
 from serve_app.text.tool_format import Thinking
@@ -37,9 +39,9 @@ class ChatJob:
 
     num_prompts = 1
 
-    def __init__(self, context: ApiContext, raw: bytes) -> None:
+    def __init__(self, context: ApiContext, body: ChatBody) -> None:
         """Raises `InvalidRequestError`, `ModelNotFoundError`, `UnavailableError`."""
-        self.body = parse_body(ChatBody, raw)
+        self.body = body
         self._context = context
         self._card = context.service.model
         check_model(self.body.model, self._card)
@@ -51,12 +53,16 @@ class ChatJob:
         self._request_id = ""
         self.stop = replace(stop_config(self.body), markers=self._markers())
 
+    async def prompt(self) -> list[int]:
+        """Render and tokenize. Raises `InvalidRequestError`."""
+        tools = self.body.tools or () if self._called is not None else ()
+        variables = template_variables(self.body, self._tokenizer)
+        return await encode_messages(self._tokenizer, self.body.messages, self._card, tools, variables)
+
     async def engine_requests(self) -> list[EngineRequest]:
         """Render, tokenize, validate."""
         body = self.body
-        tools = body.tools or () if self._called is not None else ()
-        variables = template_variables(body, self._tokenizer)
-        token_ids = await encode_messages(self._tokenizer, body.messages, self._card, tools, variables)
+        token_ids = await self.prompt()
         self._thinking = self._tokenizer.thinking_after(token_ids)
         self.stop = replace(self.stop, thinking=self._thinking)
         asked = ("max_tokens", body.max_tokens)
@@ -78,16 +84,17 @@ class ChatJob:
         self._request_id = request.request_id
         return [request]
 
-    def wire(self, generation: Generation) -> "ChatWire":
+    def wire(self, generation: Generation) -> Wire:
         """The answer's formats."""
         head = answer_head("chatcmpl", "chat.completion.chunk" if self.stream else "chat.completion", self._card)
         usage = chunk_usage(self.body, generation)
         with_logprobs = bool(self.body.logprobs)
         if self._called is None and self._thinking is None:
             return ChatWire(head, with_logprobs=with_logprobs, usage=usage)
-        return MessageWire(head, self._parser, self._request_id, with_logprobs=with_logprobs, usage=usage)
+        return MessageWire(head, self.parser, self._request_id, with_logprobs=with_logprobs, usage=usage)
 
-    def _parser(self) -> MessageParser:
+    def parser(self) -> MessageParser:
+        """What reads a choice's text; called after `engine_requests`."""
         if self._called is None:
             return MessageParser(None, {}, self._thinking)
         return MessageParser(self._called.calls.form, self._called.parameters, self._thinking)
@@ -134,9 +141,13 @@ class ChatWire:
         """OpenAI's word for it."""
         return reason
 
-    def usage(self, usage: dict[str, Any]) -> bytes:
-        """The usage event."""
-        return self._template.usage(usage)
+    def end(self, usage: Usage) -> bytes:
+        """The usage, where it was asked for, and the mark of the end."""
+        return self._template.end(usage.to_json())
+
+    def error(self, error: RequestError, request_id: str) -> bytes:
+        """What a response's body would say of it."""
+        return self._template.error(error_json(error, request_id))
 
     def token(self, index: int, token: TokenText) -> orjson.Fragment:
         """One entry of `content`."""
@@ -146,9 +157,9 @@ class ChatWire:
         """(message, finish reason) of a whole choice."""
         return {"role": "assistant", "content": choice.text, "refusal": None}, choice.finish_reason
 
-    def whole(self, choices: Sequence[Choice], usage: dict[str, Any]) -> dict[str, Any]:
+    def whole(self, choices: Sequence[Choice], usage: Usage) -> dict[str, Any]:
         """A `chat.completion`."""
-        return {**self._head, "choices": [self._whole_choice(choice) for choice in choices], "usage": usage}
+        return {**self._head, "choices": [self._whole_choice(choice) for choice in choices], "usage": usage.to_json()}
 
     def _whole_choice(self, choice: Choice) -> dict[str, Any]:
         message, finish_reason = self.message(choice)
@@ -217,8 +228,13 @@ class MessageWire(ChatWire):
         return {_FIELDS[part.kind]: part.text}
 
     def _call(self, index: int, part: Part) -> dict[str, Any]:
-        digest = hashlib.sha256(f"{self._request_id} {index} {part.call}".encode()).hexdigest()
-        return {"id": f"call_{digest[:24]}", "type": "function", "function": {"name": part.text, "arguments": ""}}
+        name = call_name(self._request_id, index, part.call)
+        return {"id": f"call_{name}", "type": "function", "function": {"name": part.text, "arguments": ""}}
+
+
+def call_name(request_id: str, index: int, call: int) -> str:
+    """What is unique to this call of this choice of this request, and stays the same wherever it is told."""
+    return hashlib.sha256(f"{request_id} {index} {call}".encode()).hexdigest()[:24]
 
 
 def _content(entries: Sequence[Any]) -> dict[str, Any]:

@@ -9,13 +9,14 @@ import orjson
 from serve_app.api.chat import LOWEST_LOGPROB
 from serve_app.api.constraints import grammar_of
 from serve_app.api.endpoint import ApiContext, Choice
-from serve_app.api.generation import Generation, chunk_usage
+from serve_app.api.errors import error_json
+from serve_app.api.generation import Generation, Usage, chunk_usage
 from serve_app.api.limits import ApiLimits
 from serve_app.api.prepare import answer_head, check_model, check_sequences, encode_prompt, engine_request, stop_config
 from serve_app.api.schemas import CompletionBody, parse_body
 from serve_app.api.sse import ChunkTemplate, ChunkUsage
 from serve_app.core.request import EngineRequest
-from serve_app.errors import InvalidRequestError
+from serve_app.errors import InvalidRequestError, RequestError
 from serve_app.text.stream import TextPiece, TokenText, token_text
 from serve_app.text.tokenizer import Tokenizer
 
@@ -144,17 +145,21 @@ class CompletionWire:
         logprobs = None if self._top is None else self._logprobs([self.token(index, t) for t in piece.logprobs])
         return self._template.chunk(index, b'"text":' + orjson.dumps(piece.text), logprobs, piece.finish_reason)
 
-    def usage(self, usage: dict[str, Any]) -> bytes:
-        """The usage event."""
-        return self._template.usage(usage)
+    def end(self, usage: Usage) -> bytes:
+        """The usage, where it was asked for, and the mark of the end."""
+        return self._template.end(usage.to_json())
+
+    def error(self, error: RequestError, request_id: str) -> bytes:
+        """What a response's body would say of it."""
+        return self._template.error(error_json(error, request_id))
 
     def token(self, index: int, token: TokenText) -> "_Entry":
         """The token's part of each list; offsets count an echoed prompt."""
         return self._entry(token, 0 if self._echo is None else len(self._echo.text(index)))
 
-    def whole(self, choices: Sequence[Choice], usage: dict[str, Any]) -> dict[str, Any]:
+    def whole(self, choices: Sequence[Choice], usage: Usage) -> dict[str, Any]:
         """A `text_completion`."""
-        return {**self._head, "choices": [self._choice(choice) for choice in choices], "usage": usage}
+        return {**self._head, "choices": [self._choice(choice) for choice in choices], "usage": usage.to_json()}
 
     def _choice(self, choice: Choice) -> dict[str, Any]:
         logprobs = None

@@ -1,4 +1,4 @@
-"""The course of a generation request, the same for both endpoints: parse, queue, tokenize, generate, answer.
+"""The course of a generation request, the same for all endpoints: parse, queue, tokenize, generate, answer.
 
 A client that leaves cancels all of it at once, wherever it is.
 """
@@ -19,8 +19,8 @@ from serve_app.api import sse
 from serve_app.api.admission import AsyncAdmissionQueue
 from serve_app.api.caller import caller_of, session_of, timeout_of
 from serve_app.api.drain import Drain
-from serve_app.api.errors import error_json, internal_error
-from serve_app.api.generation import ChoicePiece, Generation
+from serve_app.api.errors import internal_error
+from serve_app.api.generation import ChoicePiece, Generation, Usage
 from serve_app.api.limits import ApiLimits
 from serve_app.api.prepare import check_tenant
 from serve_app.api.request_events import Endpoint, RequestLog, RequestObserver
@@ -66,6 +66,7 @@ class Choice:
     logprobs: Sequence[Any]
     """What `Wire.token` made of its tokens."""
     finish_reason: str
+    stop_string: str | None = None
 
 
 class _Gained:
@@ -75,14 +76,16 @@ class _Gained:
         self._texts: list[str] = []
         self._logprobs: list[Any] = []
         self._reason: str = ""
+        self._stop_string: str | None = None
 
     def add(self, piece: TextPiece, logprobs: Iterable[Any]) -> None:
         self._texts.append(piece.text)
         self._logprobs.extend(logprobs)
         self._reason = piece.finish_reason or self._reason
+        self._stop_string = piece.stop_string or self._stop_string
 
     def finish(self, index: int) -> Choice:
-        return Choice(index, "".join(self._texts), self._logprobs, self._reason)
+        return Choice(index, "".join(self._texts), self._logprobs, self._reason, self._stop_string)
 
 
 class Wire(Protocol):
@@ -94,8 +97,11 @@ class Wire(Protocol):
     def chunk(self, index: int, piece: TextPiece) -> bytes:
         """The event for what a choice gained; empty if that is nothing."""
 
-    def usage(self, usage: dict[str, Any]) -> bytes:
-        """The event after the last chunk when usage was asked for."""
+    def end(self, usage: Usage) -> bytes:
+        """The events after the last chunk."""
+
+    def error(self, error: RequestError, request_id: str) -> bytes:
+        """The events that end the stream in their place if it fails."""
 
     def token(self, index: int, token: TokenText) -> Any:
         """The log-probabilities of a choice's token as `whole` will want them.
@@ -103,7 +109,7 @@ class Wire(Protocol):
         Made when the token comes: at the end, those of a long answer would hold the event loop for seconds.
         """
 
-    def whole(self, choices: Sequence[Choice], usage: dict[str, Any]) -> dict[str, Any]:
+    def whole(self, choices: Sequence[Choice], usage: Usage) -> dict[str, Any]:
         """The answer that is not streamed."""
 
 
@@ -212,7 +218,7 @@ class GenerationResponse(Response):
                     gained[index].add(piece, (wire.token(index, token) for token in piece.logprobs))
         tracker.settle()
         choices = [choice.finish(index) for index, choice in enumerate(gained)]
-        body = orjson.dumps(wire.whole(choices, generation.usage.to_json()))
+        body = orjson.dumps(wire.whole(choices, generation.usage))
         headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         await send({"type": "http.response.body", "body": body})
@@ -247,21 +253,20 @@ class GenerationResponse(Response):
                         await send({"type": "http.response.start", "status": 200, "headers": list(sse.HEADERS)})
                     await send({"type": "http.response.body", "body": bytes(data), "more_body": True})
             tracker.settle()
-            end = wire.usage(generation.usage.to_json()) + sse.DONE if job.body.wants_usage else sse.DONE
+            end = wire.end(generation.usage)
         except Exception as error:
             if not started:
                 raise
             tracker.told_error = error
-            end = sse.error_event(self._told(error))
+            end = wire.error(self._told(error), self._request.state.request_id)
         await pieces.aclose()  # the client may not take what comes now; the engine need not wait for that
         await send({"type": "http.response.body", "body": end, "more_body": False})
 
-    def _told(self, error: Exception) -> bytes:
-        request_id = self._request.state.request_id
+    def _told(self, error: Exception) -> RequestError:
         if isinstance(error, RequestError):
-            return error_json(error, request_id)
-        logger.error("request %s failed in its stream", request_id, exc_info=error)
-        return error_json(internal_error(), request_id)
+            return error
+        logger.error("request %s failed in its stream", self._request.state.request_id, exc_info=error)
+        return internal_error()
 
 
 def _most_tokens(request: EngineRequest) -> int:

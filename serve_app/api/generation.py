@@ -130,9 +130,9 @@ class Generation:
 def chunk_usage(body: GenerationBody, generation: Generation) -> ChunkUsage:
     """What the chunks of the answer to `body` say as their usage: nothing, null, or the tokens so far."""
     if body.wants_running_usage:
-        return lambda: b',"usage":%b' % orjson.dumps(generation.usage.to_json())
+        return ChunkUsage(True, lambda: b',"usage":%b' % orjson.dumps(generation.usage.to_json()))
     field = b',"usage":null' if body.wants_usage else b""
-    return lambda: field
+    return ChunkUsage(body.wants_usage, lambda: field)
 
 
 async def _merge(

@@ -1,6 +1,7 @@
 """Server-sent events as bytes. The token path builds them from pieces made once per request, not from objects."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import orjson
@@ -18,13 +19,20 @@ def event(data: Any) -> bytes:
     return b"data: " + orjson.dumps(data) + b"\n\n"
 
 
-def error_event(error: bytes) -> bytes:
-    """The last event of a stream that failed; `error` is the JSON of an error response."""
-    return b"event: error\ndata: " + error + b"\n\n"
+def named_event(name: str, data: bytes) -> bytes:
+    """One event of JSON data, with its name."""
+    return b"event: %b\ndata: %b\n\n" % (name.encode(), data)
 
 
-ChunkUsage = Callable[[], bytes]
-"""The `usage` field at the end of a chunk, with its comma, or nothing."""
+@dataclass(frozen=True, slots=True)
+class ChunkUsage:
+    """Where a stream tells its usage.
+
+    at_end: in an event after the last chunk. so_far: makes the `usage` field of a chunk, with its comma, or nothing.
+    """
+
+    at_end: bool
+    so_far: Callable[[], bytes]
 
 
 class ChunkTemplate:
@@ -44,9 +52,13 @@ class ChunkTemplate:
             content,
             b"null" if logprobs is None else orjson.dumps(logprobs),
             b"null" if finish_reason is None else b'"%b"' % finish_reason.encode(),
-            self._usage(),
+            self._usage.so_far(),
         )
 
-    def usage(self, usage: dict[str, Any]) -> bytes:
-        """The event after the last chunk: no choices, the whole usage."""
-        return event({**self._head, "choices": [], "usage": usage})
+    def end(self, usage: dict[str, Any]) -> bytes:
+        """The events after the last chunk; one with no choices and the whole usage, if that was asked for."""
+        return event({**self._head, "choices": [], "usage": usage}) + DONE if self._usage.at_end else DONE
+
+    def error(self, error: bytes) -> bytes:
+        """The last event of a stream that failed; `error` is the JSON of an error response."""
+        return named_event("error", error)

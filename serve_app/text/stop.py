@@ -43,19 +43,24 @@ class StopMatcher:
         self._automata = [_Automaton(stop) for stop in stops]
         self._include = include
         self._held = ""
-        self.stopped = False
+        self.found: str | None = None
+        """The stop string that ended the text."""
+
+    @property
+    def stopped(self) -> bool:
+        """Whether the text has ended."""
+        return self.found is not None
 
     def feed(self, text: str) -> str:
         """The text that may be shown now. After `stopped` became True, feed nothing more."""
         if not self._automata:
             return text
         for i, char in enumerate(text):
-            found = max((len(a.pattern) for a in self._automata if a.read(char)), default=0)
-            if found:
-                self.stopped = True
+            self.found = max((a.pattern for a in self._automata if a.read(char)), key=len, default=None)
+            if self.found is not None:
                 seen = self._held + text[: i + 1]
                 self._held = ""
-                return seen if self._include else seen[:-found]
+                return seen if self._include else seen[: -len(self.found)]
         seen = self._held + text
         keep = len(seen) - max(a.matched for a in self._automata)
         self._held = seen[keep:]

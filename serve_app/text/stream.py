@@ -43,11 +43,15 @@ class TokenText:
 
 @dataclass(frozen=True, slots=True)
 class TextPiece:
-    """What one delta adds to the text. `finish_reason` is set on the last piece."""
+    """What one delta adds to the text.
+
+    `finish_reason` is set on the last piece, and `stop_string` if it was one that ended the text.
+    """
 
     text: str
     logprobs: tuple[TokenText, ...] = ()
     finish_reason: FinishReason | None = None
+    stop_string: str | None = None
 
 
 def token_text(tokenizer: Tokenizer, entry: TokenLogprob, offset: int) -> TokenText:
@@ -97,7 +101,7 @@ class TextStream:
                 text += self._matcher.flush()
             self.finish_reason = FinishReason.STOP if self._matcher.stopped else delta.finish_reason
         self._shown += len(text)
-        return TextPiece(text, self._release(), self.finish_reason)
+        return TextPiece(text, self._release(), self.finish_reason, self._matcher.found)
 
     def _last_text(self, *, cut: bool) -> str:
         """What was held back as part of a character. An answer that was cut ends before one, not inside."""

@@ -136,6 +136,7 @@ def test_after_a_stop_string_nothing_is_shown_or_counted(byte_level: Tokenizer) 
     stream = TextStream(byte_level, (), StopConfig(("two",)))
     piece = stream.feed(delta(ids, logprobs=True))
     assert (piece.text, piece.finish_reason, stream.num_tokens) == ("one ", FinishReason.STOP, 2)
+    assert piece.stop_string == "two"
     assert [entry.data for entry in piece.logprobs] == [b"one", b" two"]
     at_border = TextStream(byte_level, (), StopConfig((" two",))).feed(delta(ids, logprobs=True))
     assert [entry.data for entry in at_border.logprobs] == [b"one"]
