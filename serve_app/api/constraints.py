@@ -22,6 +22,11 @@ async def grammar_of(
     `calls` may stand in its place, `thinking` before it. Raises `InvalidRequestError` naming the field, the keyword and
     its path, for what cannot be enforced.
     """
+    if body.answers_with_odds and (calls is not None or thinking is not None):
+        raise InvalidRequestError(
+            "`structured_outputs.odds` are those of an answer alone, without tools or reasoning in front of it",
+            param="structured_outputs.odds",
+        )
     build = _builder(body)
     if build is None and calls is None:
         return None

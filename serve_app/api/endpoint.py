@@ -22,6 +22,7 @@ from serve_app.api.drain import Drain
 from serve_app.api.errors import internal_error
 from serve_app.api.generation import ChoicePiece, Generation, Usage
 from serve_app.api.limits import ApiLimits
+from serve_app.api.odds import OddsMeter
 from serve_app.api.prepare import check_tenant
 from serve_app.api.request_events import Endpoint, RequestLog, RequestObserver
 from serve_app.api.schemas import GenerationBody
@@ -167,18 +168,20 @@ class GenerationResponse(Response):
             self._context.service.check_ready()
             check_tenant(tenant, self._context.service.model.name)
             caller = caller_of(tenant, job.body, deadline)
-            n = job.body.n or 1
+            n = max(job.body.n or 1, len(job.body.answers_with_odds))
             told = self._request.state.response_headers
             told.update(charge.headers())
             charge.begin(job.num_prompts * n)
             tickets = self._context.admission.reserve(job.num_prompts, n, caller)
             try:
                 requests = [self._context.separate(request, tenant) for request in await job.engine_requests()]
-                charge.reserve(sum(_most_tokens(request) for request in requests))
+                meter = await OddsMeter.of(job.body, requests, self._context.service, self._context.limits)
+                scored = 0 if meter is None else meter.num_tokens
+                charge.reserve(sum(_most_tokens(request) + scored for request in requests))
                 told.update(charge.headers())
                 contexts = [RequestContext(deadline, session) for _ in requests]
                 tracker.generates(requests, contexts)
-                generation = Generation(self._context.service, requests, contexts, job.stop, tracker)
+                generation = Generation(self._context.service, requests, contexts, job.stop, tracker, meter)
                 async with aclosing(generation.pieces(tickets)) as pieces:
                     if job.stream:
                         await self._stream(job, generation, pieces, tracker, send, deadline)
@@ -218,7 +221,11 @@ class GenerationResponse(Response):
                     gained[index].add(piece, (wire.token(index, token) for token in piece.logprobs))
         tracker.settle()
         choices = [choice.finish(index) for index, choice in enumerate(gained)]
-        body = orjson.dumps(wire.whole(choices, generation.usage))
+        answer = wire.whole(choices, generation.usage)
+        if job.body.answers_with_odds:
+            for index, told in enumerate(answer["choices"]):
+                told["odds"] = generation.odds[index // generation.n]
+        body = orjson.dumps(answer)
         headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         await send({"type": "http.response.body", "body": body})

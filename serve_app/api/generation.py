@@ -1,6 +1,5 @@
 """One HTTP request's generation: its engine requests, merged into text pieces per choice. Knows no wire format."""
 
-import asyncio
 import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
@@ -10,6 +9,8 @@ from typing import Any
 import orjson
 
 from serve_app.api.admission import Ticket
+from serve_app.api.merging import merge
+from serve_app.api.odds import OddsMeter
 from serve_app.api.schemas import GenerationBody
 from serve_app.api.service import RequestContext, Service
 from serve_app.api.sse import ChunkUsage
@@ -17,6 +18,7 @@ from serve_app.api.tracking import RequestTracker
 from serve_app.core.request import EngineRequest
 from serve_app.core.results import LOGPROBS, TokenDelta, TokenLogprob
 from serve_app.errors import EngineError
+from serve_app.text.odds import Odds
 from serve_app.text.stream import StopConfig, TextPiece, TextStream
 
 ChoicePiece = tuple[int, TextPiece]
@@ -55,11 +57,14 @@ class Generation:
         contexts: Sequence[RequestContext],
         stop: StopConfig,
         tracker: RequestTracker,
+        meter: OddsMeter | None = None,
     ) -> None:
         self._service = service
         self._requests = requests
         self._contexts = contexts
         self._tracker = tracker
+        self._meter = meter
+        self._num_scored_tokens = 0 if meter is None else meter.num_tokens
         self.n = requests[0].params.n
         self.streams = [
             TextStream(service.tokenizer, request.prompt_token_ids, stop) for request in requests for _ in range(self.n)
@@ -70,13 +75,15 @@ class Generation:
         """Per prompt, for each prompt token after the first; complete when its first choice has text."""
         self.results: list[dict[str, list[Any]]] = [{} for _ in self.streams]
         """Per choice, an entry per token of each kind of result; of log-probabilities none: its pieces hold them."""
+        self.odds: list[list[Odds]] = [[] for _ in requests]
+        """Per prompt, of the answers that `meter` measures; complete when the prompt's choices have ended."""
 
     @property
     def usage(self) -> Usage:
-        """Tokens so far; each prompt counts once, however many choices it has."""
+        """Tokens so far; each prompt counts once, however many choices it has, and each answer whose odds are told."""
         reasoning = [count for stream in self.streams if (count := stream.num_reasoning_tokens) is not None]
         return Usage(
-            sum(len(request.prompt_token_ids) for request in self._requests),
+            sum(len(request.prompt_token_ids) + self._num_scored_tokens for request in self._requests),
             sum(stream.num_tokens for stream in self.streams),
             sum(self._cached_tokens),
             sum(reasoning) if reasoning else None,
@@ -88,21 +95,25 @@ class Generation:
         `tickets` are the requests' places in the queue; each request starts on its turn. Closing this closes all.
         """
         runs = [self._run(i, ticket) for i, ticket in enumerate(tickets)]
-        async with aclosing(runs[0] if len(runs) == 1 else _merge(runs)) as merged:
+        async with aclosing(runs[0] if len(runs) == 1 else merge(runs)) as merged:
             async for pieces in merged:
                 yield pieces
 
     async def _run(self, index: int, ticket: Ticket) -> AsyncGenerator[list[ChoicePiece], None]:
         first = index * self.n
         streams = self.streams[first : first + self.n]
-        async with ticket, aclosing(self._service.generate(self._requests[index], self._contexts[index])) as steps:
-            self._tracker.queued(ticket.waited_s, len(self._requests[index].prompt_token_ids))
-            async for deltas in steps:
-                pieces = [(first + delta.choice, self._feed(index, delta)) for delta in deltas]
-                yield pieces
-                if all(stream.finish_reason is not None for stream in streams):
-                    return
-        raise EngineError("the engine ended the stream before the answer was complete")
+        request, context = self._requests[index], self._contexts[index]
+        async with ticket:
+            async with aclosing(self._service.generate(request, context)) as steps:
+                self._tracker.queued(ticket.waited_s, len(request.prompt_token_ids) + self._num_scored_tokens)
+                async for deltas in steps:
+                    yield [(first + delta.choice, self._feed(index, delta)) for delta in deltas]
+                    if all(stream.finish_reason is not None for stream in streams):
+                        break
+                else:
+                    raise EngineError("the engine ended the stream before the answer was complete")
+            if self._meter is not None:
+                self.odds[index] = await self._meter.measure(request, context)
 
     def _feed(self, index: int, delta: TokenDelta) -> TextPiece:
         choice = index * self.n + delta.choice
@@ -133,36 +144,3 @@ def chunk_usage(body: GenerationBody, generation: Generation) -> ChunkUsage:
         return ChunkUsage(True, lambda: b',"usage":%b' % orjson.dumps(generation.usage.to_json()))
     field = b',"usage":null' if body.wants_usage else b""
     return ChunkUsage(body.wants_usage, lambda: field)
-
-
-async def _merge(
-    runs: Sequence[AsyncGenerator[list[ChoicePiece], None]],
-) -> AsyncGenerator[list[ChoicePiece], None]:
-    """Items of all runs as they come. The first error ends all of them."""
-    items: asyncio.Queue[list[ChoicePiece] | Exception | None] = asyncio.Queue(maxsize=len(runs))
-
-    async def pump(run: AsyncGenerator[list[ChoicePiece], None]) -> None:
-        end: Exception | None = None
-        try:
-            async with aclosing(run):
-                async for pieces in run:
-                    await items.put(pieces)
-        except Exception as error:
-            end = error
-        await items.put(end)
-
-    pumps = [asyncio.create_task(pump(run)) for run in runs]
-    running = len(pumps)
-    try:
-        while running:
-            item = await items.get()
-            if isinstance(item, Exception):
-                raise item
-            if item is None:
-                running -= 1
-            else:
-                yield item
-    finally:
-        for task in pumps:
-            task.cancel()
-        await asyncio.gather(*pumps, return_exceptions=True)

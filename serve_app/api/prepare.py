@@ -133,13 +133,19 @@ def check_tenant(tenant: Tenant, model: str) -> None:
 
 
 def check_sequences(num_prompts: int, body: GenerationBody, limits: ApiLimits) -> None:
-    """Bound prompts times choices before anything is computed for them."""
+    """Bound prompts times choices, and times answers whose odds are told, before anything is computed for them."""
     n = 1 if body.n is None else body.n
     SamplingParams(n=n)
     if num_prompts * n > limits.max_sequences:
         raise InvalidRequestError(
             f"`prompt` holds {num_prompts} prompts with `n` {n}: at most {limits.max_sequences} answers per request",
             param="prompt" if num_prompts > 1 else "n",
+        )
+    if num_prompts * len(body.answers_with_odds) > limits.max_sequences:
+        raise InvalidRequestError(
+            f"`structured_outputs.choice` holds {len(body.answers_with_odds)} answers, whose `odds` are asked for "
+            f"{num_prompts} prompts: at most {limits.max_sequences} per request",
+            param="structured_outputs.choice",
         )
 
 

@@ -107,9 +107,13 @@ class StructuredOutputs(Body):
     regex: str | None = None
     choice: list[str] | None = None
     grammar: str | None = None
+    odds: bool | None = None
+    """With `choice`: tell how likely each of the answers is. This server's own."""
 
     @model_validator(mode="after")
     def _check_one(self) -> Self:
+        if self.odds and self.choice is None:
+            raise unfit("odds", "needs `choice`")
         values = (self.json_, self.json_object, self.regex, self.choice, self.grammar)
         given = [value for value in values if value not in (None, False)]
         if len(given) != 1:
@@ -147,7 +151,15 @@ class GenerationBody(SamplingFields):
     def _check_stream_options(self) -> Self:
         if self.stream_options is not None and not self.stream:
             raise unfit("stream_options", "may only be set when `stream` is true")
+        if self.stream and self.answers_with_odds:
+            raise unfit("structured_outputs.odds", "does not go with `stream`")
         return self
+
+    @property
+    def answers_with_odds(self) -> tuple[str, ...]:
+        """The answers, each once, whose odds are asked for."""
+        asked = self.structured_outputs
+        return () if asked is None or not asked.odds else tuple(dict.fromkeys(asked.choice or ()))
 
     @property
     def wants_usage(self) -> bool:

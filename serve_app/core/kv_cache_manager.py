@@ -48,8 +48,8 @@ class KVCacheManager:
         return hashes
 
     def match(self, request: Request) -> Prefix:
-        """The longest published prefix, in whole blocks. One token at least is left to compute: it yields the next."""
-        limit = (request.num_tokens - 1) // self.block_size
+        """The longest published prefix, in whole blocks."""
+        limit = request.num_reusable_tokens // self.block_size
         shared: list[Block] = []
         for block_hash in self._hashes(request, limit)[:limit]:
             block = self.prefix_cache.get(block_hash)
@@ -75,7 +75,7 @@ class KVCacheManager:
         if leader is not None and leader.num_computed_tokens >= leader.num_prompt_tokens:
             forked = self.fork(request, leader)
         # A prompt's logprobs exist only where its tokens are computed.
-        if request.missing_prompt_results or not self._caches_prefixes:
+        if not self._caches_prefixes or (request.missing_prompt_results and not request.num_reusable_tokens):
             return forked
         published = self.match(request)
         return forked if forked.num_tokens > published.num_tokens else published

@@ -99,6 +99,14 @@ class Request:
         return len(self.token_ids) - self.num_prompt_tokens
 
     @property
+    def num_reusable_tokens(self) -> int:
+        """The most that need not be computed: one token at least yields the next, and those of the prompt whose
+        results are missing are predicted by the ones before them."""
+        if self.missing_prompt_results:
+            return self.num_prompt_tokens - 1 - self.missing_prompt_results
+        return self.num_tokens - 1
+
+    @property
     def is_prefilling(self) -> bool:
         """Whether tokens known at admission are still to be planned."""
         return self.num_computed_tokens + self.num_in_flight < self.num_prefill_tokens
@@ -139,7 +147,7 @@ class Request:
     def take_prompt_results(self, results: Results, start: int) -> Results:
         """Those of a row's prompt results that were not delivered yet; the row began at token `start`."""
         delivered = self.num_prompt_tokens - 1 - self.missing_prompt_results
-        first = max(0, delivered - start)
+        first = max(0, delivered - max(start, self.params.prompt_logprobs_from - 1))
         count = max(map(len, results.values())) - first
         if not self.missing_prompt_results or count <= 0:
             return NO_RESULTS
@@ -268,7 +276,7 @@ def make_choices(request: EngineRequest, config: SchedulerConfig, arrival: int, 
         )
         # Choice 0 speaks for the prompt. Output that an earlier replica delivered came after the prompt's logprobs.
         if i == 0 and params.wants_prompt_results and choice.num_output_tokens == 0:
-            choice.missing_prompt_results = len(prompt) - 1
+            choice.missing_prompt_results = max(0, len(prompt) - params.prompt_logprobs_from)
         if i in request.finished_choices or choice.finish_reason() is not None:
             choice.status = RequestStatus.FINISHED
         elif leader is None:

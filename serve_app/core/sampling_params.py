@@ -12,7 +12,7 @@ MAX_STOP_TOKEN_IDS = 256
 MAX_LOGIT_BIAS = 1024
 MAX_GRAMMAR_CHARS = 2**18
 
-_SET_BY_ENDPOINT = ("max_tokens", "seed", "logprobs", "prompt_logprobs", "grammar")
+_SET_BY_ENDPOINT = ("max_tokens", "seed", "logprobs", "prompt_logprobs", "prompt_logprobs_from", "grammar")
 """Fields whose meaning in a request depends on its endpoint, or whose default is not here."""
 
 
@@ -40,8 +40,9 @@ class SamplingParams:
     """Per-request sampling. Construction validates and raises `InvalidRequestError` naming the field and its limit.
 
     temperature 0 is greedy. `top_k` 0 (or -1) switches top-k off. `logprobs`: None = none, 0 = the sampled token's,
-    k = also the k most likely. `prompt_logprobs` likewise for each prompt token after the first. `seed` None means
-    "not chosen yet": whoever accepts the request fixes one, because noise is a function of (seed, choice, position).
+    k = also the k most likely. `prompt_logprobs` likewise for each prompt token from number `prompt_logprobs_from` on
+    (0 is the first, which has none). `seed` None means "not chosen yet": whoever accepts the request fixes one, because
+    noise is a function of (seed, choice, position).
     `max_tokens` None means "as many as the context allows". `logit_bias` is a tuple of (token id, bias) pairs.
     `grammar` (see `serve_app.grammars`) is what the output must follow; it then says when the output ends.
     """
@@ -62,6 +63,7 @@ class SamplingParams:
     ignore_eos: bool = False
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    prompt_logprobs_from: int = 1
     grammar: str | None = None
 
     def __post_init__(self) -> None:
@@ -93,6 +95,7 @@ class SamplingParams:
         for name in ("logprobs", "prompt_logprobs"):
             if getattr(self, name) is not None:
                 _check_int(name, getattr(self, name), 0, MAX_TOP_LOGPROBS)
+        _check_int("prompt_logprobs_from", self.prompt_logprobs_from, 1, 2**31 - 1)
 
     def _check_grammar(self) -> None:
         grammar: Any = self.grammar
@@ -120,8 +123,13 @@ class SamplingParams:
 
     @property
     def wants_prompt_results(self) -> bool:
-        """Whether something is computed for each prompt token, so that none may come out of the prefix cache."""
+        """Whether something is computed for prompt tokens, so that these may not come out of the prefix cache."""
         return self.prompt_logprobs is not None
+
+    @property
+    def wants_whole_prompt(self) -> bool:
+        """Whether that is so for every prompt token, so that nothing may come out of the prefix cache."""
+        return self.wants_prompt_results and self.prompt_logprobs_from == 1
 
     @classmethod
     def client_fields(cls) -> dict[str, type]:

@@ -17,6 +17,7 @@ from serve_app.core.sampling_params import SamplingParams
 from serve_app.engine.core import BATCH_POLL_S, EngineConfig, EngineCore
 from serve_app.errors import InvalidRequestError
 from serve_app.model.options import ModelOptions
+from serve_app.text.odds import Odds, answer_tokens, odds, scoring_params
 from serve_app.text.stream import StopConfig, TextStream
 from serve_app.text.tokenizer import load_tokenizer
 
@@ -107,6 +108,20 @@ class LLM:
             for output in result.outputs:
                 output.text = self._text(result.prompt_token_ids, output)
         return list(results.values())
+
+    def odds(self, prompt: str | Sequence[int], answers: Sequence[str]) -> list[Odds]:
+        """How likely each of `answers`, and no other, is to follow `prompt`, in the order given; see `text.odds`.
+
+        Raises as `generate` does.
+        """
+        if not answers:
+            raise InvalidRequestError("`answers` must hold one text at least", param="answers")
+        ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        prompts = [[*ids, *answer] for answer in answer_tokens(self.tokenizer, answers)]
+        params = scoring_params(len(ids))
+        # The first one alone: the others find the prompt in the prefix cache.
+        scored = self.generate(prompts[:1], params) + self.generate(prompts[1:], params)
+        return odds(answers, [[entry.logprob for entry in one.prompt_logprobs or ()] for one in scored])
 
     def _add(self, prompt: str | Sequence[int], params: SamplingParams, results: dict[str, RequestOutput]) -> None:
         text = prompt if isinstance(prompt, str) else None

@@ -57,7 +57,7 @@ class RoutingRequest:
             num_sequences=request.params.n,
             cache_salt=request.cache_salt,
             session=session,
-            reads_cache=not request.params.wants_prompt_results,
+            reads_cache=not request.params.wants_whole_prompt,
             needs_slot=needs_slot,
         )
 

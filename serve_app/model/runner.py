@@ -191,9 +191,10 @@ class ModelRunner:
         row, slot = packed.rows[index], packed.slots[index]
         end = min(row.start + row.num_tokens, slot.num_prompt_tokens - 1)
         offset = packed.query_starts[index] - row.start
+        first = max(row.start, slot.params.prompt_logprobs_from - 1)
         step = max(1, _LOGITS_PER_SLICE // self.model.vocab_size)
         entries: list[TokenLogprob] = []
-        for begin in range(row.start, end, step):
+        for begin in range(first, end, step):
             stop = min(begin + step, end)
             logits = self.model.compute_logits(forwarded.hidden[offset + begin : offset + stop])
             following: list[int] = slot.token_ids[begin + 1 : stop + 1].tolist()

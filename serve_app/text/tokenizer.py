@@ -149,10 +149,16 @@ class Tokenizer:
             encode=partial(self.encode, add_special_tokens=False),
         )
 
+    @property
+    def end_id(self) -> int:
+        """Ends a text."""
+        end_id: int | None = self._tokenizer.eos_token_id
+        return end_id or 0
+
     @cached_property
     def grammars(self) -> Grammars:
         """Grammars over this vocabulary alone; an engine has its own, with the model's ids that end a text."""
-        return Grammars(self.vocabulary, [self._tokenizer.eos_token_id or 0], self.vocab_size)
+        return Grammars(self.vocabulary, [self.end_id], self.vocab_size)
 
     def min_tokens(self, text: str) -> int:
         """A quick lower bound on the tokens that `encode` makes of `text`; 0 where there is none.

@@ -16,6 +16,7 @@ from serve_app.api.admission import AsyncAdmissionQueue
 from serve_app.api.app import create_app
 from serve_app.api.limits import ApiLimits
 from serve_app.api.request_events import Endpoint, Outcome
+from serve_app.core.step_record import StepRecord
 from serve_app.engine.async_engine import AsyncEngine
 from serve_app.engine.core import EngineConfig, EngineCore
 from serve_app.model.loader import from_module
@@ -108,6 +109,11 @@ async def api(tokenizer: Tokenizer) -> AsyncIterator[Api]:
 
 @pytest.fixture(scope="session")
 def babbler() -> PagedModel:
+    """`babbler_module` as the engine runs it."""
+    return from_module(babbler_module(), max_model_len=512)
+
+
+def babbler_module() -> LlamaForCausalLM:
     """Random weights over the default tokenizer's vocabulary: answers full of half characters, a step takes ms."""
     torch.manual_seed(0)
     config = LlamaConfig(
@@ -121,15 +127,18 @@ def babbler() -> PagedModel:
         eos_token_id=2,
         initializer_range=0.5,
     )
-    return from_module(LlamaForCausalLM(config).eval(), max_model_len=512)
+    return LlamaForCausalLM(config).eval()
 
 
 @pytest.fixture
 async def live(babbler: PagedModel, tokenizer: Tokenizer) -> AsyncIterator[Api]:
     """Over a real engine and a real HTTP server on a loopback port. Afterwards the engine must be empty."""
     config = EngineConfig(max_num_seqs=4, max_num_batched_tokens=64, kv_cache_gib=0.05)
-    engine = await AsyncEngine.start_with(lambda: EngineCore(babbler, config, vocabulary=tokenizer.vocabulary))
-    built = build_api(EngineService(engine, tokenizer), AsyncAdmissionQueue(8, 4))
+    records: list[StepRecord] = []
+    engine = await AsyncEngine.start_with(
+        lambda: EngineCore(babbler, config, on_step=records.append, vocabulary=tokenizer.vocabulary)
+    )
+    built = build_api(EngineService(engine, tokenizer, records), AsyncAdmissionQueue(8, 4))
     server = uvicorn.Server(uvicorn.Config(built.app, host="127.0.0.1", port=0, log_level="error", lifespan="off"))
     serving = asyncio.create_task(server.serve())
     while not server.started:  # noqa: ASYNC110 (uvicorn has no event for it)

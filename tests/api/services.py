@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from serve_app.api.service import NO_CONTEXT, MetricsPage, ModelCard, RequestContext
 from serve_app.core.request import EngineRequest
 from serve_app.core.results import LOGPROBS, FinishReason, TokenDelta, TokenLogprob
+from serve_app.core.step_record import StepRecord
 from serve_app.engine.async_engine import AsyncEngine
 from serve_app.errors import RequestError
 from serve_app.text.tokenizer import Tokenizer
@@ -99,6 +100,7 @@ class EngineService:
 
     engine: AsyncEngine
     tokenizer: Tokenizer
+    records: list[StepRecord]
 
     @property
     def model(self) -> ModelCard:

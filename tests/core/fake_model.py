@@ -185,7 +185,8 @@ class FakeRunner:
 
     def _predicted_prompt(self, row: ScheduledRequest) -> tuple[int, ...]:
         start = self.slots[row.slot].start
-        return start.token_ids[: start.num_prompt_tokens][row.start + 1 : row.start + row.num_tokens + 1]
+        first = max(row.start + 1, start.params.prompt_logprobs_from)
+        return start.token_ids[: start.num_prompt_tokens][first : row.start + row.num_tokens + 1]
 
 
 @dataclass
@@ -320,5 +321,6 @@ class Driver:
                 expected = expected_output(request, choice, self.config)
                 assert (stream.token_ids, stream.finish_reason) == expected, (request, choice)
                 asked = request.params.prompt_logprobs is not None and choice == 0
-                expected_prompt = [token_logprob(t) for t in request.prompt_token_ids[1:] if asked]
+                prompt = request.prompt_token_ids[request.params.prompt_logprobs_from :]
+                expected_prompt = [token_logprob(t) for t in prompt if asked]
                 assert stream.prompt_logprobs == expected_prompt, (request, choice)

@@ -50,6 +50,7 @@ def test_what_a_grammar_decides_is_not_asked_for_beside_it(field: str, value: ob
         ("grammar", "a" * (MAX_GRAMMAR_CHARS + 1), "a text of 1 to"),
         ("logprobs", 21, "from 0 to 20"),
         ("prompt_logprobs", -1, "from 0 to 20"),
+        ("prompt_logprobs_from", 0, "from 1 to 2147483647"),
     ],
 )
 def test_an_impossible_value_is_refused_with_field_and_limit(field: str, value: Any, limit: str) -> None:
@@ -126,4 +127,4 @@ def test_the_wire_is_validated_too() -> None:
 def test_what_the_endpoint_derives_is_no_field_of_the_client() -> None:
     names = SamplingParams.client_fields()
     assert names.keys() >= {"temperature", "top_p", "stop_token_ids"}
-    assert not names.keys() & {"max_tokens", "seed", "logprobs", "prompt_logprobs", "grammar"}
+    assert not names.keys() & {"max_tokens", "seed", "logprobs", "prompt_logprobs", "prompt_logprobs_from", "grammar"}

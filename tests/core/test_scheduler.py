@@ -182,6 +182,16 @@ def test_who_may_not_hit(changes: dict[str, Any]) -> None:
     assert driver.run(make_request("b", prompt, **changes))["b", 0].num_cached_tokens == 0
 
 
+@pytest.mark.parametrize(("first", "hit"), [(1, 0), (4, 0), (5, 4), (9, 8), (20, 8)])
+def test_only_tokens_in_front_of_the_logprobs_wanted_come_out_of_the_prefix_cache(first: int, hit: int) -> None:
+    driver = Driver(make_config())
+    prompt = tuple(range(12))
+    driver.run(make_request("a", prompt))
+    again = make_request("b", prompt, prompt_logprobs=0, prompt_logprobs_from=first)
+    assert driver.run(again)["b", 0].num_cached_tokens == hit
+    driver.check_outputs(again)
+
+
 def test_the_prefix_cache_can_be_switched_off() -> None:
     driver = Driver(make_config(enable_prefix_cache=False))
     prompt = tuple(range(8))

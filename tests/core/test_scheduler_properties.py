@@ -81,6 +81,7 @@ def requests(draw: st.DrawFn) -> EngineRequest:
             grammar=grammar,
             stop_token_ids=draw(st.sampled_from([(), (5,)])),
             prompt_logprobs=draw(st.sampled_from([None, None, 0])),
+            prompt_logprobs_from=draw(st.sampled_from([1, 1, 2, 9])),
         ),
         cache_salt=draw(st.sampled_from(["", "tenant"])),
         priority=draw(st.integers(0, 2)),

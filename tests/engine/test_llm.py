@@ -46,6 +46,21 @@ def test_text_in_text_out(llm: LLM) -> None:
     assert result.prompt_logprobs is None
 
 
+def test_odds_of_answers(llm: LLM) -> None:
+    answers = [" Paris", " London", " a city"]
+    told = llm.odds("The capital of France is", answers)
+    assert [one.answer for one in told] == answers
+    assert max(told, key=lambda one: one.probability).answer == " Paris"
+    assert math.fsum(one.probability for one in told) == pytest.approx(1)
+    prompt = llm.tokenizer.encode("The capital of France is")
+    whole = [*prompt, *llm.tokenizer.encode(" London", add_special_tokens=False), llm.tokenizer.end_id]
+    (scored,) = llm.generate([whole], SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0))
+    expected = math.fsum(entry.logprob for entry in (scored.prompt_logprobs or [])[len(prompt) - 1 :])
+    assert told[1].logprob == pytest.approx(expected, abs=1e-6)
+    with pytest.raises(InvalidRequestError, match="answers"):
+        llm.odds("x", [])
+
+
 def test_lists_keep_their_order_and_their_params(llm: LLM) -> None:
     params = [
         SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True),

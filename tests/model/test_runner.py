@@ -47,6 +47,20 @@ def test_prompt_logprobs_of_choices_and_cached_prompts_are_complete(tiny_llama: 
     assert first["r0", 0].prompt_logprobs == second["r0", 0].prompt_logprobs
 
 
+@pytest.mark.parametrize("cached", [False, True])
+def test_prompt_logprobs_from_a_token_on_are_the_last_ones_of_all(tiny_llama: PagedModel, cached: bool) -> None:
+    prompt = tuple(range(2, 60))
+    whole = EngineRequest("whole", prompt, SamplingParams(max_tokens=1, prompt_logprobs=1))
+    expected = Harness(tiny_llama).run([whole]).outcomes["whole", 0].prompt_logprobs
+    harness = Harness(tiny_llama, max_num_batched_tokens=16, enable_prefix_cache=cached)
+    harness.run([whole])
+    for first in (2, 16, 17, 40, 57, 58):
+        params = SamplingParams(max_tokens=1, prompt_logprobs=1, prompt_logprobs_from=first)
+        outcome = harness.run([EngineRequest("r", prompt, params)]).outcomes["r", 0]
+        assert outcome.prompt_logprobs == expected[first - 1 :]
+        assert outcome.num_cached_tokens == cached * min(48, (first - 1) // 16 * 16)
+
+
 def test_not_a_number_fails_the_row_that_has_it(tiny_llama: PagedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     """The model breaks on one request's first token only, and it is the third row of that step."""
     expected = Harness(tiny_llama).run(make_requests(5)).outcomes
