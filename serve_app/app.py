@@ -23,6 +23,10 @@ _SPARE_REQUESTS = 256
 # which takes time. Ray refuses what exceeds this number: an ingress that falls behind by seconds fails its health
 # checks, and its streams would end with it.
 _MAX_QUEUED_AT_RAY = 1024
+# On Ray's default path, requests that the ingress has no place for wait in the proxy's router. Once some were refused a
+# place, Ray 2.60 hands out places one by one and sleeps for its longest back-off after each, however many are free: by
+# default half a second, and a crowd's last request waited for two minutes (s).
+_ROUTER_BACKOFF = {"initial_backoff_s": 0.005, "max_backoff_s": 0.01}
 # Longer than any request may take: an ingress that is replaced serves its streams to their end, and so does an engine
 # whose streams no other can continue, until the last such ingress has ended (s).
 _SHUTDOWN_MARGIN_S = 10.0
@@ -87,6 +91,7 @@ def ingress_options(settings: Settings) -> dict[str, Any]:
         "max_ongoing_requests": 2 * settings.num_places + _SPARE_REQUESTS,
         "max_queued_requests": _MAX_QUEUED_AT_RAY,
         "backpressure_config": BackpressureConfig(status_code=429),
+        "request_router_config": RequestRouterConfig(**_ROUTER_BACKOFF),
         "graceful_shutdown_timeout_s": settings.ingress.request_timeout_s + _SHUTDOWN_MARGIN_S,
         "max_surge_percent": _SURGE_PERCENT,
     }

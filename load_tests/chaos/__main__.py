@@ -15,7 +15,7 @@ from typing import Annotated, Any, TypeVar
 
 import typer
 
-from load_tests.chaos import kill_loop, overload, profile_share
+from load_tests.chaos import kill_loop, memory, overload, profile_share
 from load_tests.chaos.experiment import Fault, Row
 from load_tests.chaos.faults import FAULTS
 from load_tests.chaos.fleet import PATHS, Fleet, Shape, serving
@@ -91,6 +91,14 @@ def profile_share_command(
     """The shares of the ingress's and the replicas' CPU time that failover costs, and metrics and step records."""
     work = partial(profile_share.profile_share, seconds=seconds, seed=seed)
     _measure(path, model, Shape(), json, work, profile_share.verdict)
+
+
+@app.command("memory")
+def memory_command(
+    seconds: float = 300.0, path: Path_ = "fast", model: Model = "small", seed: Seed = 0, json: Json = None
+) -> None:
+    """200 clients that read nothing and 100 that send 4 MiB at a time, beside ordinary streams."""
+    _measure(path, model, Shape(), json, partial(memory.memory, seconds=seconds, seed=seed), memory.verdict)
 
 
 async def _faults(chosen: list[Fault], paths: list[str], moments: list[str], seed: int) -> list[Row]:
