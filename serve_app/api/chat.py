@@ -9,16 +9,19 @@ from typing import Any
 import orjson
 
 from serve_app.api.constraints import grammar_of
+from serve_app.api.details import LOWEST_LOGPROB, Details
 from serve_app.api.endpoint import ApiContext, Choice, Wire
 from serve_app.api.errors import error_json
 from serve_app.api.generation import Generation, Usage, chunk_usage
 from serve_app.api.prepare import (
     answer_head,
     check_model,
+    check_prompt_logprobs,
     check_sequences,
     encode_messages,
     engine_request,
     stop_config,
+    truncated,
 )
 from serve_app.api.schemas import ChatBody
 from serve_app.api.sse import ChunkTemplate, ChunkUsage
@@ -30,8 +33,6 @@ from serve_app.text.stream import TextPiece, TokenText
 from serve_app.text.tool_format import Thinking
 
 _FIELDS = {Kind.CONTENT: "content", Kind.REASONING: "reasoning_content"}
-LOWEST_LOGPROB = -9999.0
-"""What OpenAI sends for a token that is all but impossible; JSON has no infinity."""
 
 
 class ChatJob:
@@ -57,7 +58,8 @@ class ChatJob:
         """Render and tokenize. Raises `InvalidRequestError`."""
         tools = self.body.tools or () if self._called is not None else ()
         variables = template_variables(self.body, self._tokenizer)
-        return await encode_messages(self._tokenizer, self.body.messages, self._card, tools, variables)
+        token_ids = await encode_messages(self._tokenizer, self.body.messages, self._card, tools, variables)
+        return truncated(token_ids, self.body, self._card)
 
     async def engine_requests(self) -> list[EngineRequest]:
         """Render, tokenize, validate."""
@@ -68,6 +70,10 @@ class ChatJob:
         asked = ("max_tokens", body.max_tokens)
         if body.max_completion_tokens is not None:
             asked = ("max_completion_tokens", body.max_completion_tokens)
+        if body.scores_only:
+            asked = (asked[0], 1)
+        if body.prompt_logprobs is not None:
+            check_prompt_logprobs("prompt_logprobs", len(token_ids), body.prompt_logprobs, self._context.limits)
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
         calls = None if self._called is None else self._called.calls
         grammar = await grammar_of(body, self._tokenizer, calls, self._thinking)
@@ -79,6 +85,7 @@ class ChatJob:
             max_tokens=asked,
             logprobs=logprobs,
             max_logprobs=self._context.limits.max_logprobs,
+            prompt_logprobs=body.prompt_logprobs,
             grammar=grammar,
         )
         self._request_id = request.request_id
@@ -88,10 +95,11 @@ class ChatJob:
         """The answer's formats."""
         head = answer_head("chatcmpl", "chat.completion.chunk" if self.stream else "chat.completion", self._card)
         usage = chunk_usage(self.body, generation)
+        details = Details(self.body, generation, self._tokenizer)
         with_logprobs = bool(self.body.logprobs)
         if self._called is None and self._thinking is None:
-            return ChatWire(head, with_logprobs=with_logprobs, usage=usage)
-        return MessageWire(head, self.parser, self._request_id, with_logprobs=with_logprobs, usage=usage)
+            return ChatWire(head, details, with_logprobs=with_logprobs, usage=usage)
+        return MessageWire(head, details, self.parser, self._request_id, with_logprobs=with_logprobs, usage=usage)
 
     def parser(self) -> MessageParser:
         """What reads a choice's text; called after `engine_requests`."""
@@ -111,27 +119,30 @@ class ChatWire:
 
     first_delta = b'"delta":{"role":"assistant","content":""}'
 
-    def __init__(self, head: dict[str, Any], *, with_logprobs: bool, usage: ChunkUsage) -> None:
+    def __init__(self, head: dict[str, Any], details: Details, *, with_logprobs: bool, usage: ChunkUsage) -> None:
         self._head = head
+        self._details = details
         self._with_logprobs = with_logprobs
         self._template = ChunkTemplate(head, usage)
 
     def start(self, index: int) -> bytes:
         """The chunk that says who speaks."""
-        return self._template.chunk(index, self.first_delta, None, None)
+        return self._template.chunk(index, self.first_delta, None, None, of_chunk=self._details.of_prompt_json(0))
 
     def chunk(self, index: int, piece: TextPiece) -> bytes:
         """What a choice gained, the finish reason, or both."""
-        if not (piece.text or piece.logprobs or piece.finish_reason):
+        if not (piece.text or piece.logprobs or piece.finish_reason or self._details.has_ids(piece)):
             return b""
+        details = self._details.of_piece(piece)
         deltas = self.deltas(index, piece) or [b"{}"]
         logprobs = _content([_entry(t) for t in piece.logprobs]) if self._with_logprobs and piece.logprobs else None
         reason = self.finish_reason(index, piece.finish_reason)
         if len(deltas) == 1:
-            return self._template.chunk(index, b'"delta":%b' % deltas[0], logprobs, reason)
+            return self._template.chunk(index, b'"delta":%b' % deltas[0], logprobs, reason, details)
         chunks = [self._template.chunk(index, b'"delta":%b' % delta, None, None) for delta in deltas[1:-1]]
         first = self._template.chunk(index, b'"delta":%b' % deltas[0], logprobs, None)
-        return b"".join([first, *chunks, self._template.chunk(index, b'"delta":%b' % deltas[-1], None, reason)])
+        last = self._template.chunk(index, b'"delta":%b' % deltas[-1], None, reason, details)
+        return b"".join([first, *chunks, last])
 
     def deltas(self, index: int, piece: TextPiece) -> list[bytes]:
         """The piece's text as deltas of the message."""
@@ -159,7 +170,8 @@ class ChatWire:
 
     def whole(self, choices: Sequence[Choice], usage: Usage) -> dict[str, Any]:
         """A `chat.completion`."""
-        return {**self._head, "choices": [self._whole_choice(choice) for choice in choices], "usage": usage.to_json()}
+        told = [self._whole_choice(choice) for choice in choices]
+        return {**self._head, "choices": told, "usage": usage.to_json(), **self._details.of_prompt(0)}
 
     def _whole_choice(self, choice: Choice) -> dict[str, Any]:
         message, finish_reason = self.message(choice)
@@ -168,6 +180,7 @@ class ChatWire:
             "message": message,
             "logprobs": _content(choice.logprobs) if self._with_logprobs else None,
             "finish_reason": finish_reason,
+            **self._details.of_choice(choice),
         }
 
 
@@ -179,6 +192,7 @@ class MessageWire(ChatWire):
     def __init__(
         self,
         head: dict[str, Any],
+        details: Details,
         parser: Callable[[], MessageParser],
         request_id: str,
         *,
@@ -186,7 +200,7 @@ class MessageWire(ChatWire):
         usage: ChunkUsage,
     ) -> None:
         """parser: makes one for a choice. request_id: names the calls, so that they are named alike wherever told."""
-        super().__init__(head, with_logprobs=with_logprobs, usage=usage)
+        super().__init__(head, details, with_logprobs=with_logprobs, usage=usage)
         self._parsers = defaultdict[int, MessageParser](parser)
         self._request_id = request_id
 

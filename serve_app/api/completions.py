@@ -6,17 +6,25 @@ from typing import Any
 
 import orjson
 
-from serve_app.api.chat import LOWEST_LOGPROB
 from serve_app.api.constraints import grammar_of
+from serve_app.api.details import LOWEST_LOGPROB, Details
 from serve_app.api.endpoint import ApiContext, Choice
 from serve_app.api.errors import error_json
 from serve_app.api.generation import Generation, Usage, chunk_usage
-from serve_app.api.limits import ApiLimits
-from serve_app.api.prepare import answer_head, check_model, check_sequences, encode_prompt, engine_request, stop_config
+from serve_app.api.prepare import (
+    answer_head,
+    check_model,
+    check_prompt_logprobs,
+    check_sequences,
+    encode_prompt,
+    engine_request,
+    stop_config,
+    truncated,
+)
 from serve_app.api.schemas import CompletionBody, parse_body
 from serve_app.api.sse import ChunkTemplate, ChunkUsage
 from serve_app.core.request import EngineRequest
-from serve_app.errors import InvalidRequestError, RequestError
+from serve_app.errors import RequestError
 from serve_app.text.stream import TextPiece, TokenText, token_text
 from serve_app.text.tokenizer import Tokenizer
 
@@ -32,7 +40,7 @@ class CompletionJob:
         self._context = context
         self._card = context.service.model
         check_model(self.body.model, self._card)
-        self._prompts: list[str] | list[list[int]] = self.body.prompt
+        self._prompts: list[str | list[int]] = self.body.prompt
         self.num_prompts = len(self._prompts)
         check_sequences(self.num_prompts, self.body, context.limits)
         self.stream = bool(self.body.stream)
@@ -43,14 +51,17 @@ class CompletionJob:
         """Tokenize, validate; one request per prompt."""
         body = self.body
         tokenizer = self._context.service.tokenizer
-        self._token_ids = [
-            await encode_prompt(tokenizer, prompt, self._card) if isinstance(prompt, str) else prompt
-            for prompt in self._prompts
-        ]
-        echoed = body.logprobs if body.echo else None
-        if echoed is not None:
-            num_tokens = sum(map(len, self._token_ids)) * (body.n or 1)
-            _check_prompt_logprobs(num_tokens, echoed, self._context.limits)
+        for i, prompt in enumerate(self._prompts):
+            whole = await self._encode(prompt)
+            token_ids = truncated(whole, body, self._card)
+            if len(token_ids) < len(whole):
+                self._prompts[i] = token_ids
+            self._token_ids.append(token_ids)
+        num_tokens = sum(map(len, self._token_ids)) * (body.n or 1)
+        tops = [("logprobs", body.logprobs if body.echo else None), ("prompt_logprobs", body.prompt_logprobs)]
+        asked = [(name, top) for name, top in tops if top is not None]
+        for name, top in asked:
+            check_prompt_logprobs(name, num_tokens, top, self._context.limits)
         most = self._context.limits.max_logprobs // self.num_prompts
         grammar = await grammar_of(body, tokenizer)
         return [
@@ -60,30 +71,31 @@ class CompletionJob:
                 self._card,
                 prompt_field="prompt",
                 max_logprobs=most,
-                max_tokens=("max_tokens", body.max_tokens),
+                max_tokens=("max_tokens", 1 if body.scores_only else body.max_tokens),
                 default_max_tokens=DEFAULT_MAX_TOKENS,
                 logprobs=body.logprobs,
-                prompt_logprobs=echoed,
+                prompt_logprobs=max((top for _, top in asked), default=None),
                 grammar=grammar,
             )
             for token_ids in self._token_ids
         ]
 
+    async def _encode(self, prompt: str | list[int]) -> list[int]:
+        if not isinstance(prompt, str):
+            return prompt
+        special = self.body.add_special_tokens is not False
+        return await encode_prompt(self._context.service.tokenizer, prompt, self._card, add_special_tokens=special)
+
     def wire(self, generation: Generation) -> "CompletionWire":
         """The answer's formats."""
         head = answer_head("cmpl", "text_completion", self._card)
-        echo = _Echo(self._context.service.tokenizer, generation, self._prompts, self._token_ids)
+        tokenizer, top = self._context.service.tokenizer, self.body.logprobs
+        details = Details(self.body, generation, tokenizer)
         usage = chunk_usage(self.body, generation)
-        return CompletionWire(head, echo if self.body.echo else None, top=self.body.logprobs, usage=usage)
-
-
-def _check_prompt_logprobs(num_tokens: int, top: int, limits: ApiLimits) -> None:
-    if num_tokens * (top + 1) > limits.max_prompt_logprobs:
-        raise InvalidRequestError(
-            f"`echo` with `logprobs` {top} over {num_tokens} echoed tokens: at most {limits.max_prompt_logprobs} "
-            "log-probabilities per request",
-            param="logprobs",
-        )
+        echo = None
+        if self.body.echo:
+            echo = _Echo(tokenizer, generation, self._prompts, self._token_ids, top or 0)
+        return CompletionWire(head, details, echo, num_choices=generation.n, top=top, usage=usage)
 
 
 class _Echo:
@@ -95,7 +107,10 @@ class _Echo:
         generation: Generation,
         prompts: Sequence[str | list[int]],
         token_ids: Sequence[list[int]],
+        top: int,
     ) -> None:
+        """top: the alternatives that are shown of each token."""
+        self._top = top
         self._tokenizer = tokenizer
         self._generation = generation
         self._texts = [p if isinstance(p, str) else tokenizer.decode(p) for p in prompts]
@@ -115,7 +130,8 @@ class _Echo:
         added = len(whole) - len(text) if whole.endswith(text) else 0
         offsets = [max(0, end - added) for end in accumulate(map(len, pieces))]
         entries = self._generation.prompt_logprobs[prompt]
-        return tuple(token_text(self._tokenizer, entry, offsets[i]) for i, entry in enumerate(entries))
+        shown = (entry._replace(top=entry.top[: self._top]) for entry in entries)
+        return tuple(token_text(self._tokenizer, entry, offsets[i]) for i, entry in enumerate(shown))
 
     def first(self, choice: int) -> bytes:
         """The first token of this choice's prompt."""
@@ -125,25 +141,40 @@ class _Echo:
 class CompletionWire:
     """OpenAI's `text_completion`, whole or as chunks."""
 
-    def __init__(self, head: dict[str, Any], echo: _Echo | None, *, top: int | None, usage: ChunkUsage) -> None:
+    def __init__(
+        self,
+        head: dict[str, Any],
+        details: Details,
+        echo: _Echo | None,
+        *,
+        num_choices: int,
+        top: int | None,
+        usage: ChunkUsage,
+    ) -> None:
+        """num_choices: of each prompt."""
         self._head = head
+        self._details = details
+        self._num_choices = num_choices
         self._echo = echo
         self._top = top
         self._template = ChunkTemplate(head, usage)
 
     def start(self, index: int) -> bytes:
         """The prompt, where it was asked for."""
-        if self._echo is None:
+        prompt = self._details.of_prompt_json(index // self._num_choices)
+        if self._echo is None and not prompt:
             return b""
-        logprobs = None if self._top is None else self._echoed(index)
-        return self._template.chunk(index, b'"text":' + orjson.dumps(self._echo.text(index)), logprobs, None)
+        logprobs = None if self._top is None or self._echo is None else self._echoed(index)
+        text = "" if self._echo is None else self._echo.text(index)
+        return self._template.chunk(index, b'"text":' + orjson.dumps(text), logprobs, None, prompt)
 
     def chunk(self, index: int, piece: TextPiece) -> bytes:
         """New text, the finish reason, or both."""
-        if not (piece.text or piece.logprobs or piece.finish_reason):
+        if not (piece.text or piece.logprobs or piece.finish_reason or self._details.has_ids(piece)):
             return b""
         logprobs = None if self._top is None else self._logprobs([self.token(index, t) for t in piece.logprobs])
-        return self._template.chunk(index, b'"text":' + orjson.dumps(piece.text), logprobs, piece.finish_reason)
+        text, details = b'"text":' + orjson.dumps(piece.text), self._details.of_piece(piece)
+        return self._template.chunk(index, text, logprobs, piece.finish_reason, details)
 
     def end(self, usage: Usage) -> bytes:
         """The usage, where it was asked for, and the mark of the end."""
@@ -167,20 +198,25 @@ class CompletionWire:
             logprobs = self._logprobs(choice.logprobs)
             if self._echo is not None:
                 echoed = self._echoed(choice.index)
-                logprobs = {key: value and echoed[key] + value for key, value in logprobs.items()}
+                logprobs = {key: echoed[key] + value for key, value in logprobs.items()}
         text = choice.text if self._echo is None else self._echo.text(choice.index) + choice.text
-        return {"index": choice.index, "text": text, "logprobs": logprobs, "finish_reason": choice.finish_reason}
+        return {
+            "index": choice.index,
+            "text": text,
+            "logprobs": logprobs,
+            "finish_reason": choice.finish_reason,
+            **self._details.of_choice(choice),
+            **self._details.of_prompt(choice.index // self._num_choices),
+        }
 
     def _echoed(self, index: int) -> dict[str, Any]:
         assert self._echo is not None
         logprobs = self._logprobs([self._entry(token, 0) for token in self._echo.logprobs(index)])
         first = {"tokens": _token(self._echo.first(index)), "token_logprobs": None, "top_logprobs": None}
-        return {
-            key: values and [0 if key == "text_offset" else first[key], *values] for key, values in logprobs.items()
-        }
+        return {key: [0 if key == "text_offset" else first[key], *values] for key, values in logprobs.items()}
 
     def _entry(self, token: TokenText, shift: int) -> "_Entry":
-        top = orjson.Fragment(orjson.dumps(_top(token))) if self._top else None
+        top = None if self._top is None else orjson.Fragment(orjson.dumps(_top(token)))
         return token.offset + shift, _token(token.data), max(token.logprob, LOWEST_LOGPROB), top
 
     def _logprobs(self, entries: Sequence["_Entry"]) -> dict[str, Any]:
@@ -188,7 +224,7 @@ class CompletionWire:
             "text_offset": [entry[0] for entry in entries],
             "tokens": [entry[1] for entry in entries],
             "token_logprobs": [entry[2] for entry in entries],
-            "top_logprobs": [entry[3] for entry in entries] if self._top else None,
+            "top_logprobs": [entry[3] for entry in entries],
         }
 
 

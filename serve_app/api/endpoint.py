@@ -68,6 +68,7 @@ class Choice:
     """What `Wire.token` made of its tokens."""
     finish_reason: str
     stop_string: str | None = None
+    token_ids: Sequence[int] = ()
 
 
 class _Gained:
@@ -78,15 +79,17 @@ class _Gained:
         self._logprobs: list[Any] = []
         self._reason: str = ""
         self._stop_string: str | None = None
+        self._token_ids: list[int] = []
 
     def add(self, piece: TextPiece, logprobs: Iterable[Any]) -> None:
         self._texts.append(piece.text)
         self._logprobs.extend(logprobs)
         self._reason = piece.finish_reason or self._reason
         self._stop_string = piece.stop_string or self._stop_string
+        self._token_ids.extend(piece.token_ids)
 
     def finish(self, index: int) -> Choice:
-        return Choice(index, "".join(self._texts), self._logprobs, self._reason, self._stop_string)
+        return Choice(index, "".join(self._texts), self._logprobs, self._reason, self._stop_string, self._token_ids)
 
 
 class Wire(Protocol):

@@ -89,6 +89,10 @@ class Generation:
             sum(reasoning) if reasoning else None,
         )
 
+    def prompt_token_ids(self, prompt: int) -> tuple[int, ...]:
+        """Of prompt number `prompt`."""
+        return self._requests[prompt].prompt_token_ids
+
     async def pieces(self, tickets: Sequence[Ticket]) -> AsyncGenerator[list[ChoicePiece], None]:
         """What each step of the engine adds, until all choices have ended. Raises `RequestError`.
 

@@ -151,7 +151,29 @@ def check_sequences(num_prompts: int, body: GenerationBody, limits: ApiLimits) -
 
 def stop_config(body: GenerationBody) -> StopConfig:
     """The part of `body` that the text layer decides."""
-    return StopConfig(body.stop or (), bool(body.include_stop_str_in_output), body.min_tokens or 0)
+    return StopConfig(
+        body.stop or (), bool(body.include_stop_str_in_output), body.min_tokens or 0, nothing=body.scores_only
+    )
+
+
+def truncated(token_ids: list[int], body: GenerationBody, card: ModelCard) -> list[int]:
+    """The end of the prompt that `truncate_prompt_tokens` asks for; -1 is what leaves room for `max_tokens`."""
+    most = body.truncate_prompt_tokens
+    if most is None:
+        return token_ids
+    if most == -1:
+        most = max(1, card.max_model_len - max(1, body.max_tokens or 1))
+    return token_ids[-most:]
+
+
+def check_prompt_logprobs(field: str, num_tokens: int, top: int, limits: ApiLimits) -> None:
+    """Bound what `field` asks for: `top` alternatives for each of `num_tokens` tokens of prompts."""
+    if num_tokens * (top + 1) > limits.max_prompt_logprobs:
+        raise InvalidRequestError(
+            f"`{field}` {top} over {num_tokens} tokens of prompts: at most {limits.max_prompt_logprobs} "
+            "log-probabilities of prompts per request",
+            param=field,
+        )
 
 
 def engine_request(

@@ -146,14 +146,26 @@ class GenerationBody(SamplingFields):
     priority: Annotated[int | None, Field(ge=-(2**31), lt=2**31)] = None
     cache_salt: Annotated[str | None, Field(max_length=256)] = None
     structured_outputs: StructuredOutputs | None = None
+    return_token_ids: bool | None = None
+    prompt_logprobs: Annotated[int | None, Field(ge=0, le=MAX_TOP_LOGPROBS)] = None
+    truncate_prompt_tokens: int | None = None
 
     @model_validator(mode="after")
     def _check_stream_options(self) -> Self:
         if self.stream_options is not None and not self.stream:
             raise unfit("stream_options", "may only be set when `stream` is true")
+        if self.stream and self.prompt_logprobs is not None:
+            raise unfit("prompt_logprobs", "does not go with `stream`")
+        if self.truncate_prompt_tokens is not None and not -1 <= self.truncate_prompt_tokens != 0:
+            raise unfit("truncate_prompt_tokens", "must be at least 1, or -1")
         if self.stream and self.answers_with_odds:
             raise unfit("structured_outputs.odds", "does not go with `stream`")
         return self
+
+    @property
+    def scores_only(self) -> bool:
+        """Whether the prompt's log-probabilities are wanted, and no output."""
+        return self.max_tokens == 0 and self.prompt_logprobs is not None
 
     @property
     def answers_with_odds(self) -> tuple[str, ...]:
@@ -212,6 +224,7 @@ class CompletionBody(GenerationBody):
     prompt: Annotated[Any, BeforeValidator(_check_prompt)]
     logprobs: Annotated[int | None, Field(ge=0, le=MAX_TOP_LOGPROBS)] = None
     echo: bool | None = None
+    add_special_tokens: bool | None = None
     best_of: int | None = None
 
     @model_validator(mode="after")
@@ -219,6 +232,11 @@ class CompletionBody(GenerationBody):
         if self.best_of is not None and self.best_of != (self.n or 1):
             raise unfit("best_of", "must equal `n`: other values are not supported")
         return self
+
+    @property
+    def scores_only(self) -> bool:
+        """Whether the prompt comes back, and no output."""
+        return self.max_tokens == 0 and bool(self.echo or self.prompt_logprobs is not None)
 
 
 class TokenizeBody(Body):

@@ -44,14 +44,27 @@ class ChunkTemplate:
         self._open = b"data: " + orjson.dumps(head)[:-1] + b',"choices":[{"index":'
         self._usage = usage
 
-    def chunk(self, index: int, content: bytes, logprobs: Any, finish_reason: str | None) -> bytes:
-        """One event. `content` is the choice's own field as JSON, such as b'"text":"..."'."""
-        return b'%b%d,%b,"logprobs":%b,"finish_reason":%b}]%b}\n\n' % (
+    def chunk(
+        self,
+        index: int,
+        content: bytes,
+        logprobs: Any,
+        finish_reason: str | None,
+        of_choice: bytes = b"",
+        of_chunk: bytes = b"",
+    ) -> bytes:
+        """One event. `content` is the choice's own field as JSON, such as b'"text":"..."'.
+
+        `of_choice` and `of_chunk` are more fields, each with a comma before it.
+        """
+        return b'%b%d,%b,"logprobs":%b,"finish_reason":%b%b}]%b%b}\n\n' % (
             self._open,
             index,
             content,
             b"null" if logprobs is None else orjson.dumps(logprobs),
             b"null" if finish_reason is None else b'"%b"' % finish_reason.encode(),
+            of_choice,
+            of_chunk,
             self._usage.so_far(),
         )
 

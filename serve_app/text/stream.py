@@ -22,6 +22,7 @@ class StopConfig:
 
     markers: special tokens that occur in it are shown, for whoever reads the text; all others are not.
     thinking: the reasoning whose tokens are counted.
+    nothing: the text is empty; the token that an engine generates at least is none of it.
     """
 
     strings: tuple[str, ...] = ()
@@ -29,6 +30,7 @@ class StopConfig:
     min_tokens: int = 0
     markers: str = ""
     thinking: Thinking | None = None
+    nothing: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +45,7 @@ class TokenText:
 
 @dataclass(frozen=True, slots=True)
 class TextPiece:
-    """What one delta adds to the text.
+    """What one delta adds to the text. `token_ids` are all new ones, also those that have no text (yet).
 
     `finish_reason` is set on the last piece, and `stop_string` if it was one that ended the text.
     """
@@ -52,6 +54,7 @@ class TextPiece:
     logprobs: tuple[TokenText, ...] = ()
     finish_reason: FinishReason | None = None
     stop_string: str | None = None
+    token_ids: tuple[int, ...] = ()
 
 
 def token_text(tokenizer: Tokenizer, entry: TokenLogprob, offset: int) -> TokenText:
@@ -93,6 +96,9 @@ class TextStream:
             raise EngineError(f"tokens {self.num_tokens} to {delta.offset} of the answer were lost")
         if delta.finish_reason is FinishReason.ERROR:
             raise EngineError(delta.error or "the engine failed this request")
+        if self._stop.nothing:
+            self.finish_reason = FinishReason.LENGTH if delta.token_ids else None
+            return TextPiece("", finish_reason=self.finish_reason)
         known = self.num_tokens - delta.offset
         text = self._read(delta, known)
         if self.finish_reason is None and delta.finish_reason is not None:
@@ -101,7 +107,8 @@ class TextStream:
                 text += self._matcher.flush()
             self.finish_reason = FinishReason.STOP if self._matcher.stopped else delta.finish_reason
         self._shown += len(text)
-        return TextPiece(text, self._release(), self.finish_reason, self._matcher.found)
+        token_ids = delta.token_ids[known : self.num_tokens - delta.offset]
+        return TextPiece(text, self._release(), self.finish_reason, self._matcher.found, token_ids)
 
     def _last_text(self, *, cut: bool) -> str:
         """What was held back as part of a character. An answer that was cut ends before one, not inside."""

@@ -78,6 +78,11 @@ PARAMETERS: list[tuple[dict[str, Any], str]] = [
     ({"best_of": 100}, "best_of"),
     ({"best_of": 1, "n": 2}, "best_of"),
     ({"max_tokens": 0}, "max_tokens"),
+    ({"prompt_logprobs": 21}, "prompt_logprobs"),
+    ({"prompt_logprobs": -1}, "prompt_logprobs"),
+    ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
+    ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
+    ({"truncate_prompt_tokens": -2}, "truncate_prompt_tokens"),
     ({"max_tokens": -2}, "max_tokens"),
     ({"max_tokens": 16.5}, "max_tokens"),
     ({"length_penalty": 1.5}, "length_penalty"),
@@ -174,6 +179,10 @@ async def test_echoed_logprobs_are_bounded(api: Api) -> None:
     for wide in ({"logprobs": 20}, {"logprobs": 1, "n": 20}):
         error = await refused(api, TEXT, 400, {"prompt": [5] * 4000, "echo": True, **wide})
         assert error["param"] == "logprobs"
+    error = await refused(api, TEXT, 400, {"prompt": [5] * 4000, "prompt_logprobs": 20})
+    assert error["param"] == "prompt_logprobs"
+    error = await refused(api, CHAT, 400, {"messages": [{**USER, "content": "a " * 4000}], "prompt_logprobs": 20})
+    assert error["param"] == "prompt_logprobs"
 
 
 CALLED = {"id": "a", "type": "function", "function": {"name": "f", "arguments": "{}"}}

@@ -130,7 +130,8 @@ async def test_completion_stream_with_echo_and_logprobs(api: Api) -> None:
         logprobs = whole[i].logprobs
         assert logprobs is not None
         assert (texts[i], tokens[i], offsets[i]) == (whole[i].text, logprobs.tokens, logprobs.text_offset)
-        assert logprobs.top_logprobs is None
+        assert logprobs.top_logprobs is not None
+        assert [len(top or {}) for top in logprobs.top_logprobs] == [0] + [1] * (len(logprobs.tokens or []) - 1)
 
 
 @pytest.mark.parametrize("as_ids", [False, True])
