@@ -54,7 +54,7 @@ PARTS = {
     ),
     # Metrics and step records. The scheduler's state is read for every record.
     "observation": Part(
-        modules=frozenset({"metrics", "step_ring", "tracking", "scraping"}),
+        modules=frozenset({"metrics", "metrics_port", "step_ring", "tracking", "scraping"}),
         functions=frozenset({"core._record", "core._report", "replica._on_step", "scheduler.stats"}),
     ),
 }

@@ -1,7 +1,6 @@
 """Prometheus metrics of one process: what is measured, under which names and buckets, and how it leaves the process.
 
-Every engine replica serves its registry on a side port of its own, which answers while the event loop is busy and dies
-with the process, so that no series outlives its source. `merge_expositions` joins what the processes say into one page.
+Each process serves its registry on its `metrics_port`; `merge_expositions` joins what they say into one page.
 Does not decide who is asked (serving does) and never touches the engine: it is fed `StepRecord`s and request events.
 """
 
@@ -9,8 +8,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
-from urllib.parse import parse_qsl
+from typing import Any
 
 from prometheus_client import (
     CollectorRegistry,
@@ -19,7 +17,6 @@ from prometheus_client import (
     Histogram,
     disable_created_metrics,
     generate_latest,
-    start_http_server,
 )
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
@@ -29,9 +26,6 @@ from serve_app.core.step_cost import DeviceLimits
 from serve_app.core.step_record import SchedulerStats, StepRecord
 from serve_app.observability.gpu_state import GpuState
 from serve_app.observability.key_metrics import KeyMetrics
-
-if TYPE_CHECKING:
-    from wsgiref.types import StartResponse, WSGIApplication, WSGIEnvironment
 
 # Without this every counter and histogram brings a second series with its time of birth.
 disable_created_metrics()  # type: ignore[no-untyped-call]
@@ -245,10 +239,6 @@ class IngressMetrics:
             self._duration.labels(endpoint).observe(seconds)
 
 
-Page = Callable[[Mapping[str, str]], bytes]
-"""Makes JSON from the parameters of a query. Called in a thread of its own."""
-
-
 def _register_state(
     registry: CollectorRegistry,
     queued: Callable[[], int],
@@ -274,25 +264,6 @@ def _register_state(
         ["scope"],
         registry=registry,
     ).labels("fleet").set_function(fleet_ratio)
-
-
-def serve_registry(registry: CollectorRegistry, host: str, pages: Mapping[str, Page] | None = None) -> int:
-    """Serve `registry`, and `pages` by their paths, on a free port of `host`, in a daemon thread; returns the port."""
-    server, _thread = start_http_server(0, addr=host, registry=registry)
-    server.set_app(_with_pages(pages or {}, server.get_app()))  # type: ignore[arg-type]
-    return int(server.server_port)
-
-
-def _with_pages(pages: Mapping[str, Page], otherwise: "WSGIApplication") -> "WSGIApplication":
-    def answer(environ: "WSGIEnvironment", start_response: "StartResponse") -> Iterable[bytes]:
-        page = pages.get(environ["PATH_INFO"])
-        if page is None:
-            return otherwise(environ, start_response)
-        body = page(dict(parse_qsl(environ["QUERY_STRING"])))
-        start_response("200 OK", [("Content-Type", "application/json"), ("Content-Length", str(len(body)))])
-        return [body]
-
-    return answer
 
 
 def merge_expositions(own: CollectorRegistry, others: Mapping[str, str | None]) -> bytes:

@@ -1,20 +1,23 @@
 """Who may come in and use how much, from the settings; keys kept fresh, no open server on a network by accident."""
 
 import asyncio
+import hmac
 import ipaddress
 import itertools
 import logging
 from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 
 from serve_app.api.access import Access
 from serve_app.api.origins import Origins
 from serve_app.errors import ConfigError
+from serve_app.observability.metrics_port import Admits
 from serve_app.settings import IngressSettings, internal_key_file
 from serve_app.tenants.accounts import Accounts
 from serve_app.tenants.audit import AuditLog
 from serve_app.tenants.key_file import WatchedKeyFile
-from serve_app.tenants.keys import KeyRing, check_limits
+from serve_app.tenants.keys import KeyRing, check_limits, hash_key
 from serve_app.tenants.ledger import Ledger
 
 logger = logging.getLogger(__name__)
@@ -65,6 +68,11 @@ class Doors:
         elif not _is_loopback(host):
             logger.warning("everybody who reaches %s may use this server: there is no `ingress.keys_file`", host)
 
+    def admits_to_metrics(self) -> Admits | None:
+        """Who may see this process's metrics port: admins, or everybody without a keys file."""
+        file = self._file
+        return None if file is None else lambda key: file.ring.is_admin(key, datetime.now(UTC))
+
     async def watch(self) -> None:
         """Until cancelled. In a thread, as the files may lie on a file system that has gone away."""
         for look in itertools.count(1):
@@ -73,6 +81,24 @@ class Doors:
                 await asyncio.to_thread(self._file.refresh)
             if self._ledger is not None and look % _SYNC_EVERY == 0:
                 await asyncio.to_thread(self._ledger.sync)
+
+
+def admits_to_replicas_metrics(ingress: IngressSettings, own_key: str) -> Admits | None:
+    """Who may see an engine replica's metrics port: admins, and who has its `own_key`; everybody without a keys file.
+
+    A replica without the file serves all the same, but its metrics to the ingress alone.
+    """
+    if ingress.keys_file is None:
+        return None
+    file, own = WatchedKeyFile(Path(ingress.keys_file), ring=KeyRing({})), hash_key(own_key)
+
+    def admits(key: str) -> bool:
+        if hmac.compare_digest(hash_key(key), own):
+            return True
+        file.refresh()
+        return file.ring.is_admin(key, datetime.now(UTC))
+
+    return admits
 
 
 def _watch_keys(ingress: IngressSettings, on_change: Callable[[str], None]) -> WatchedKeyFile:

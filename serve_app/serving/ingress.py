@@ -48,7 +48,7 @@ from serve_app.serving.doors import Doors
 from serve_app.serving.front import Front
 from serve_app.serving.ray_patches import bind_replica_port_to_node, http_host
 from serve_app.serving.replica import STEPS_PATH
-from serve_app.serving.scraping import METRICS_ADDRESS, metrics_targets, open_metrics_port
+from serve_app.serving.scraping import METRICS_ADDRESS, METRICS_KEY, metrics_targets, open_metrics_port
 from serve_app.settings import FAST_PATH_ENVIRONMENT, Settings, fast_path_enabled
 from serve_app.text.tokenizer import Tokenizer, load_tokenizer
 
@@ -136,17 +136,17 @@ class ReplicaService:
         Prometheus asks each process itself (see `scraping`). Scraping this page as well would count everything twice,
         and scraping it instead would lose the time at which each process answered, and the other ingress replicas.
         """
-        replicas = {name: str(metadata[METRICS_ADDRESS]) for name, metadata in sorted(self._replicas.current().items())}
-        pages = await asyncio.gather(*(asyncio.to_thread(_read, at, "/metrics") for at in replicas.values()))
+        replicas = dict(sorted(self._replicas.current().items()))
+        pages = await asyncio.gather(*(asyncio.to_thread(_read, one, "/metrics") for one in replicas.values()))
         texts = [None if page is None else page.decode() for page in pages]
         body = merge_expositions(self._metrics.registry, dict(zip(replicas, texts, strict=True)))
         return MetricsPage(body, CONTENT_TYPE_LATEST)
 
     async def recordings(self, seconds: float) -> list[bytes]:
         """The healthy replicas' recordings of the last `seconds` seconds, as JSON."""
-        addresses = [r.metadata[METRICS_ADDRESS] for r in self._replicas.replicas() if r.condition is Condition.OK]
+        replicas = [r.metadata for r in self._replicas.replicas() if r.condition is Condition.OK]
         path = f"{STEPS_PATH}?seconds={seconds}"
-        pages = await asyncio.gather(*(asyncio.to_thread(_read, address, path) for address in addresses))
+        pages = await asyncio.gather(*(asyncio.to_thread(_read, one, path) for one in replicas))
         return [page for page in pages if page is not None]
 
 
@@ -184,7 +184,9 @@ class Ingress:
         tasks = Gauge("serve_app_ingress_tasks", "Tasks of the ingress's event loop", registry=self._metrics.registry)
         tasks.set_function(lambda: len(asyncio.all_tasks(loop)))
         self._metrics.expect(get_args(Endpoint), tuple(Outcome), tuple(LossReason))
-        self._metrics_address = open_metrics_port(self._metrics.registry, settings.metrics_host)
+        self._metrics_address = open_metrics_port(
+            self._metrics.registry, settings.metrics_host, admits=self._doors.admits_to_metrics()
+        )
         otlp_endpoint = settings.ingress.otlp_endpoint
         self._spans = None if otlp_endpoint is None else RequestSpans(otlp_endpoint, name)
         self._service = ReplicaService(
@@ -343,9 +345,10 @@ def _describe(replica: Replica) -> dict[str, Any]:
     }
 
 
-def _read(address: str, path: str) -> bytes | None:
-    """A page of one replica's metrics port (`host:port`), or None when it does not answer."""
+def _read(replica: Mapping[str, Any], path: str) -> bytes | None:
+    """A page of the metrics port of the replica with this metadata, or None when it does not answer."""
+    url = f"http://{replica[METRICS_ADDRESS]}{path}"
     try:
-        return fetch(f"http://{address}{path}", timeout_s=_SCRAPE_TIMEOUT_S)
+        return fetch(url, timeout_s=_SCRAPE_TIMEOUT_S, api_key=replica[METRICS_KEY])
     except OSError:
         return None

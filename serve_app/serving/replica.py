@@ -8,6 +8,7 @@ import asyncio
 import gc
 import logging
 import os
+import secrets
 import sys
 import time
 from collections.abc import AsyncGenerator, Mapping
@@ -29,10 +30,11 @@ from serve_app.observability.held_bytes import HeldBytes, register_held_bytes
 from serve_app.observability.logging import log_to_terminal
 from serve_app.observability.metrics import EngineMetrics
 from serve_app.observability.step_ring import Recorder, StepRing
+from serve_app.serving.doors import admits_to_replicas_metrics
 from serve_app.serving.knobs import live_knobs
 from serve_app.serving.ray_patches import bind_replica_port_to_node, node_address
 from serve_app.serving.revision import identify, revision_of
-from serve_app.serving.scraping import METRICS_ADDRESS, open_metrics_port
+from serve_app.serving.scraping import METRICS_ADDRESS, METRICS_KEY, open_metrics_port
 from serve_app.settings import ENGINE_ENVIRONMENT, Settings, export
 from serve_app.text.tokenizer import load_tokenizer
 
@@ -97,7 +99,9 @@ class EngineReplica:
         to_ingress = HeldBytes(self._links.unsent_bytes, MAX_UNSENT_BYTES)
         register_held_bytes(self._metrics.registry, {"outputs_of_a_link": to_ingress})
         pages = {STEPS_PATH: self._recorded_steps}
-        self._metrics_address = open_metrics_port(self._metrics.registry, settings.metrics_host, pages)
+        self._metrics_key = secrets.token_hex(16)
+        admits = admits_to_replicas_metrics(settings.ingress, self._metrics_key)
+        self._metrics_address = open_metrics_port(self._metrics.registry, settings.metrics_host, pages, admits)
         self._link_address = await self._links.listen(node_address())
         gc.enable()
 
@@ -139,6 +143,7 @@ class EngineReplica:
             "max_num_seqs": self._settings.engine.max_num_seqs,
             "prefix_cache": self._settings.engine.enable_prefix_cache,
             METRICS_ADDRESS: self._metrics_address,
+            METRICS_KEY: self._metrics_key,
             STALL_TIMEOUT_S: self._stall_timeout_s,
             LINK: (self._link_address, self._links.key),
             "node": node_address(),

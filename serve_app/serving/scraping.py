@@ -12,23 +12,31 @@ from prometheus_client import CollectorRegistry, ProcessCollector
 from ray.exceptions import RayError
 
 from serve_app.errors import UnavailableError
-from serve_app.observability.metrics import Page, serve_registry
+from serve_app.observability.metrics_port import Admits, Page, serve_registry
 from serve_app.serving.ray_patches import node_address, running_replicas
 
 METRICS_ADDRESS = "metrics"
 """In a replica's metadata: `host:port` of its metrics port."""
+METRICS_KEY = "metrics_key"
+"""In an engine replica's metadata: with what the ingress is admitted to its metrics port."""
 
 _TIMEOUT_S = 2.0
 
 
-def open_metrics_port(registry: CollectorRegistry, metrics_host: str, pages: Mapping[str, Page] | None = None) -> str:
+def open_metrics_port(
+    registry: CollectorRegistry,
+    metrics_host: str,
+    pages: Mapping[str, Page] | None = None,
+    admits: Admits | None = None,
+) -> str:
     """Serve `registry`, and `pages` by their paths, on a free port of this process; returns its address.
 
     `metrics_host` "node" is the address of the Ray node. The process's own memory and processor time come with it.
+    `admits` as `doors` has it.
     """
     ProcessCollector(registry=registry)
     host = node_address() if metrics_host == "node" else metrics_host
-    return f"{host}:{serve_registry(registry, host, pages)}"
+    return f"{host}:{serve_registry(registry, host, pages, admits)}"
 
 
 async def metrics_targets(application: str) -> list[dict[str, Any]]:

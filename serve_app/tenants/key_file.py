@@ -31,14 +31,21 @@ class WatchedKeyFile:
     """The newest key ring that a file has held and that could be read. `refresh` it every second or so."""
 
     def __init__(
-        self, path: Path, check: Check = lambda _: None, on_change: Callable[[str], None] = lambda _: None
+        self,
+        path: Path,
+        check: Check = lambda _: None,
+        on_change: Callable[[str], None] = lambda _: None,
+        ring: KeyRing | None = None,
     ) -> None:
-        """`on_change` is told in words what is new. Raises `ConfigError` if there is nothing to begin with."""
+        """`on_change` is told in words what is new. `ring` is to hold until the file is read for the first time.
+
+        Raises `ConfigError` if there is nothing to begin with.
+        """
         self._on_change = on_change
         self._path = path
         self._check = check
-        self._seen = _state(path)
-        self.ring = read_key_file(path, check)
+        self._seen = _state(path) if ring is None else None
+        self.ring = read_key_file(path, check) if ring is None else ring
 
     def refresh(self) -> None:
         """Read the file if it has changed; keep what is known, and log why, if it cannot be read. May block."""

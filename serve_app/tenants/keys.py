@@ -56,6 +56,13 @@ class KeyRing:
             raise AuthenticationError(f"the API key has expired at {tenant.expires:%Y-%m-%d %H:%M} UTC")
         return tenant
 
+    def is_admin(self, key: str, now: datetime) -> bool:
+        """Whether it is an admin's at `now`."""
+        try:
+            return self.find(key, now).admin
+        except AuthenticationError:
+            return False
+
 
 def parse_keys(text: str) -> KeyRing:
     """The key ring that a keys file describes: names with their fields. Raises `ConfigError` in one line.

@@ -42,7 +42,7 @@ PORT = ["process_request_thread (socketserver.py:692)", "handle (wsgiref/simple_
         ([*STEP, "_record (serve_app/engine/core.py:170)"], ("observation", "core._record")),
         ([*STEP, "execute (serve_app/model/runner.py:90)"], None),
         ([*PORT, "readline (socket.py:700)"], ("observation", "the metrics port")),
-        ([*PORT, "answer (serve_app/observability/metrics.py:250)"], ("observation", "metrics.answer")),
+        ([*PORT, "answer (serve_app/observability/metrics_port.py:45)"], ("observation", "metrics_port.answer")),
         ([RAY], None),
         ([], None),
     ],

@@ -13,7 +13,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from serve_app.core.step_cost import DeviceLimits
 from serve_app.core.step_record import SchedulerStats, StepRecord
-from serve_app.observability.metrics import EngineMetrics, IngressMetrics, merge_expositions, serve_registry
+from serve_app.observability.metrics import EngineMetrics, IngressMetrics, merge_expositions
+from serve_app.observability.metrics_port import serve_registry
 
 
 def step(**fields: Any) -> StepRecord:

@@ -104,6 +104,18 @@ def test_metrics_and_debug_want_an_admins_key(keyed: Keyed) -> None:
     assert "a" not in [line.get("key") for line in used]
 
 
+def test_every_process_shows_its_metrics_to_admins_alone(keyed: Keyed) -> None:
+    targets = keyed.get("/metrics/targets", "admin").json()
+    assert sorted(one["labels"]["deployment"] for one in targets) == ["EngineReplica", "Ingress"]
+    for one in targets:
+        for path in ("/metrics", "/steps?seconds=9"):
+            url = f"http://{one['targets'][0]}{path}"
+            answers = [httpx.get(url, headers=keyed.headers(name)).status_code for name in (None, "a", "admin")]
+            assert answers == [401, 401, 200], url
+    assert re.search(r"serve_app_scrape_up\{.*\} 1\.0", keyed.get("/metrics", "admin").text)
+    assert keyed.get("/debug/timeline", "admin").json()["replicas"]
+
+
 def test_a_name_that_was_made_to_lead_here_is_not_answered(keyed: Keyed) -> None:
     for name, wanted in (("localhost", 200), ("evil.example", 403)):
         headers = keyed.headers("a") | {"host": name}

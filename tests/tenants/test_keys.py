@@ -42,6 +42,12 @@ def test_only_the_right_key_at_the_right_time_is_found() -> None:
             ring.find(wrong, NOW)
 
 
+def test_only_a_valid_key_of_an_admin_is_an_admins() -> None:
+    ring = parse_keys(f"a: {{sha256: {A}, admin: true, expires: 2026-11-23T12:00:00}}\nb: {{sha256: {B}}}")
+    assert [ring.is_admin(key, NOW.replace(hour=11)) for key in ("key a", "key b", "key c")] == [True, False, False]
+    assert not ring.is_admin("key a", NOW)
+
+
 def test_keys_differ_and_begin_alike() -> None:
     keys = {new_key() for _ in range(100)}
     assert len(keys) == 100
