@@ -92,6 +92,36 @@ STEP: Row = (
         spread("Steps by time", "Steps per second by duration", "s", "serve_app_step_seconds", ENGINE),
     ],
 )
+GRAMMARS: Row = (
+    "Constrained output",
+    [
+        lines(
+            "Constrained rows",
+            "Per second: rows of steps that sampled by a grammar; tokens that a grammar left no choice about",
+            "none",
+            (total_rate("serve_app_constrained_rows_total", ENGINE), "rows"),
+            (total_rate("serve_app_forced_tokens_total", ENGINE), "forced tokens"),
+        ),
+        lines(
+            "Grammar masks",
+            "Processor time per second, in a thread beside the model's",
+            "s",
+            (total_rate("serve_app_grammar_mask_seconds_total", ENGINE, by="replica"), "{{replica}}"),
+        ),
+        lines(
+            "Building grammars",
+            "At the ingress, before the request goes on",
+            "s",
+            *quantiles("serve_app_grammar_build_seconds"),
+        ),
+        lines(
+            "Constraints refused",
+            "Per second: too large, no grammar, not to be enforced, or without any text",
+            "none",
+            (total_rate("serve_app_grammar_refusals_total", by="reason"), "{{reason}}"),
+        ),
+    ],
+)
 MEMORY: Row = (
     "Memory",
     [
@@ -128,4 +158,4 @@ MEMORY: Row = (
     ],
 )
 
-ROWS = (ADMISSION, STEP, MEMORY)
+ROWS = (ADMISSION, STEP, GRAMMARS, MEMORY)

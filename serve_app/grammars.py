@@ -12,6 +12,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 from functools import cache
 from threading import Lock
 from typing import TYPE_CHECKING, Any
@@ -40,6 +41,19 @@ _ONE = ("items", "additionalProperties", "additionalItems", "not", "if", "then",
 _MANY = ("anyOf", "oneOf", "allOf", "prefixItems")
 _NAMED = ("properties", "patternProperties", "$defs", "definitions")
 
+
+class Refusal(StrEnum):
+    """Why a constraint is refused, as an error's code."""
+
+    TOO_LARGE = "grammar_too_large"
+    INVALID = "grammar_invalid"
+    """A regular expression or a grammar that is none."""
+    UNSUPPORTED = "grammar_unsupported"
+    """A JSON schema that cannot be enforced."""
+    UNMATCHABLE = "grammar_unmatchable"
+    """No text can match it, or finding one is too much work."""
+
+
 Bits = npt.NDArray[np.bool_]
 
 
@@ -67,8 +81,12 @@ def json_schema(schema: Mapping[str, Any] | str, *, param: str = "response_forma
     if (reason := _reason(text)) is not None:
         path, reason = _locate(schema, reason)
         where = f" at {path}" if path else ""
-        raise InvalidRequestError(f"`{param}`: this JSON schema cannot be enforced{where}: {reason}", param=param)
-    return _checked(text, param)
+        raise InvalidRequestError(
+            f"`{param}`: this JSON schema cannot be enforced{where}: {reason}",
+            param=param,
+            code=_code(text, Refusal.UNSUPPORTED),
+        )
+    return text
 
 
 def json_object(*, param: str = "response_format") -> str:
@@ -89,7 +107,11 @@ def lark(grammar: str, *, param: str = "structured_outputs") -> str:
 def choice(answers: Sequence[str], *, param: str = "structured_outputs") -> str:
     """The grammar of exactly these texts."""
     if not answers or len(answers) > MAX_CHOICES or not all(answers):
-        raise InvalidRequestError(f"`{param}` must hold 1 to {MAX_CHOICES} texts that are not empty", param=param)
+        raise InvalidRequestError(
+            f"`{param}` must hold 1 to {MAX_CHOICES} texts that are not empty",
+            param=param,
+            code=Refusal.TOO_LARGE if answers else Refusal.UNMATCHABLE,
+        )
     alternatives = " | ".join(json.dumps(answer, ensure_ascii=False) for answer in dict.fromkeys(answers))
     return lark(f"start: {alternatives}", param=param)
 
@@ -184,7 +206,7 @@ class Grammars:
             if allowed is not None and allowed.any():
                 return matcher
         reason = _first_line(matcher.get_error()) or "no text can match it"
-        raise InvalidRequestError(f"this grammar cannot be enforced: {reason}", param=param)
+        raise InvalidRequestError(f"this grammar cannot be enforced: {reason}", param=param, code=Refusal.UNMATCHABLE)
 
     def _keep(self, text: str, matcher: "llguidance.LLMatcher") -> None:
         with self._lock:
@@ -231,7 +253,9 @@ def _parse(text: str, param: str) -> dict[str, Any]:
     except (ValueError, RecursionError):
         schema = None
     if not isinstance(schema, dict):
-        raise InvalidRequestError(f"`{param}` must be a JSON object, or the text of one", param=param)
+        raise InvalidRequestError(
+            f"`{param}` must be a JSON object, or the text of one", param=param, code=Refusal.INVALID
+        )
     return schema
 
 
@@ -250,8 +274,14 @@ def _reason(text: str) -> str | None:
 
 def _checked(text: str, param: str) -> str:
     if (reason := _reason(text)) is not None:
-        raise InvalidRequestError(f"`{param}`: this grammar cannot be enforced: {reason}", param=param)
+        raise InvalidRequestError(
+            f"`{param}`: this grammar cannot be enforced: {reason}", param=param, code=_code(text, Refusal.INVALID)
+        )
     return text
+
+
+def _code(text: str, otherwise: Refusal) -> Refusal:
+    return Refusal.TOO_LARGE if len(text) > MAX_GRAMMAR_CHARS else otherwise
 
 
 def _check_depth(schema: Any, param: str) -> None:
@@ -265,7 +295,9 @@ def _check_depth(schema: Any, param: str) -> None:
         ]
         if not level:
             return
-    raise InvalidRequestError(f"`{param}`: the JSON schema is nested deeper than {MAX_DEPTH} levels", param=param)
+    raise InvalidRequestError(
+        f"`{param}`: the JSON schema is nested deeper than {MAX_DEPTH} levels", param=param, code=Refusal.TOO_LARGE
+    )
 
 
 def _locate(schema: Mapping[str, Any], reason: str) -> tuple[str, str]:

@@ -63,7 +63,7 @@ class CompletionJob:
         for name, top in asked:
             check_prompt_logprobs(name, num_tokens, top, self._context.limits)
         most = self._context.limits.max_logprobs // self.num_prompts
-        grammar = await grammar_of(body, tokenizer)
+        grammar = await grammar_of(body, tokenizer, self._context.observer)
         return [
             engine_request(
                 body,

@@ -4,9 +4,11 @@ Decides which of a request's fields constrain it. What a grammar can enforce is 
 """
 
 import asyncio
+import time
 from functools import partial
 
 from serve_app import grammars
+from serve_app.api.request_events import RequestObserver
 from serve_app.api.schemas import ChatBody, GenerationBody, ResponseFormat, StructuredOutputs
 from serve_app.errors import InvalidRequestError
 from serve_app.text.tokenizer import Tokenizer
@@ -15,7 +17,11 @@ from serve_app.text.tool_grammar import Calls, message_grammar
 
 
 async def grammar_of(
-    body: GenerationBody, tokenizer: Tokenizer, calls: Calls | None = None, thinking: Thinking | None = None
+    body: GenerationBody,
+    tokenizer: Tokenizer,
+    observer: RequestObserver,
+    calls: Calls | None = None,
+    thinking: Thinking | None = None,
 ) -> str | None:
     """The grammar that the answer must follow; None if it may be anything.
 
@@ -31,7 +37,14 @@ async def grammar_of(
     if build is None and calls is None:
         return None
     # Beside the event loop: it takes about a millisecond, and up to half a second for the worst of grammars.
-    return await asyncio.to_thread(_build, build, tokenizer, calls, thinking)
+    began = time.monotonic()
+    try:
+        text = await asyncio.to_thread(_build, build, tokenizer, calls, thinking)
+    except InvalidRequestError as error:
+        observer.grammar_refused(error.code or grammars.Refusal.UNSUPPORTED)
+        raise
+    observer.grammar_built(time.monotonic() - began)
+    return text
 
 
 def _builder(body: GenerationBody) -> partial[str] | None:

@@ -64,6 +64,12 @@ class RequestObserver(Protocol):
     def refused(self, reason: str) -> None:
         """A request was turned away for want of room or time; `reason` is the error's code."""
 
+    def grammar_built(self, seconds: float) -> None:
+        """The grammar of the request's constraint was built and checked in this time."""
+
+    def grammar_refused(self, reason: str) -> None:
+        """The request's constraint cannot be enforced; `reason` is the error's code."""
+
     def buffered(self, num_bytes: int) -> None:
         """The bodies of requests hold this many bytes now."""
 

@@ -41,8 +41,8 @@ export function prepare(record) {
   if (!record.prepared) {
     record.prepared = true;
     record.end = endOf(record);
-    record.rows = record.rows.map(([slot, request, choice, start, tokens, samples, prefill]) => ({
-      slot, request, choice, start, tokens, samples, prefill, end: start + tokens,
+    record.rows = record.rows.map(([slot, request, choice, start, tokens, samples, prefill, constrained]) => ({
+      slot, request, choice, start, tokens, samples, prefill, constrained, end: start + tokens,
     }));
   }
   return record;
@@ -140,8 +140,8 @@ function drawLanes({ context, width, columns, replica, lane, css }, running) {
   }
 }
 
-/** Prefill fills the lane and says how many tokens; decode is a band; a pale edge separates what follows. */
-function drawRows({ context, columns, lane }) {
+/** Prefill fills the lane and says how many tokens; decode is a band, with a line under it where a grammar is followed. */
+function drawRows({ context, columns, lane, css }) {
   const bands = new Map();
   const finish = (band) => {
     const decodes = !band.prefill;
@@ -151,6 +151,11 @@ function drawRows({ context, columns, lane }) {
     context.globalAlpha = decodes ? 0.75 : 1;
     context.fillRect(band.x, top, wide, lane - 1 - (decodes ? Math.round(lane * 0.3) : 0));
     context.globalAlpha = 1;
+    if (decodes && band.constrained) {
+      const line = Math.max(1, Math.round(lane * 0.15));
+      context.fillStyle = css("--ink");
+      context.fillRect(band.x, (band.slot + 1) * lane - 1 - line, wide, line);
+    }
     if (decodes || lane < 9) return;
     const label = String(band.tokens);
     if (wide > 7 * label.length + 9) {
@@ -302,6 +307,6 @@ function lookUp({ columns, lane, replica }, x, y) {
   ];
   const slot = Math.floor(y / lane);
   const row = slot < replica.num_slots && record.rows.find((candidate) => candidate.slot === slot);
-  if (row) lines.unshift(`slot ${slot}: ${row.request}${row.choice ? ` choice ${row.choice}` : ""}, ${row.prefill ? "prefill" : "decode"} of tokens ${row.start} to ${row.end - 1}`);
+  if (row) lines.unshift(`slot ${slot}: ${row.request}${row.choice ? ` choice ${row.choice}` : ""}, ${row.prefill ? "prefill" : "decode"} of tokens ${row.start} to ${row.end - 1}${row.constrained ? ", by a grammar" : ""}`);
   return lines.join("\n");
 }

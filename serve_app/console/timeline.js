@@ -154,6 +154,7 @@ function legend() {
   const entries = [
     ["prefill", "prefill chunk, with its tokens"],
     ["decode", "decode"],
+    ["constrained", "decode by a grammar"],
     ["admitted", "admitted"],
     ["preempted", "preempted"],
     ["moved", "moved here from another replica"],

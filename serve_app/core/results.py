@@ -48,6 +48,7 @@ class ModelRunnerOutput:
     tokens, `prompt_results[i]` for each *next* prompt token that the row's positions predict.
     `sat_out` names rows that should have sampled and could not yet: their last token is to be computed again.
     `forced[i]` are tokens that the grammar makes almost certain to follow `token_ids[i]`: drafts for the next step.
+    `mask_s`: processor time of grammar masks since the step before, in seconds.
     """
 
     token_ids: tuple[tuple[int, ...], ...]
@@ -56,6 +57,7 @@ class ModelRunnerOutput:
     failed: dict[int, str] = field(default_factory=dict)
     sat_out: frozenset[int] = frozenset()
     forced: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    mask_s: float = 0.0
 
 
 class TokenDelta(NamedTuple):

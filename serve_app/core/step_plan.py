@@ -45,6 +45,7 @@ class ScheduledRequest(NamedTuple):
     `draft_token_ids`: guesses of what follows the last known token, the last of the row's `num_tokens`. After each of
     them the row yields one more token if the guess is what was sampled before it; only rows that sample have any.
     `token_in_flight`: the row's token is what the step before it, not yet committed, samples in the same slot.
+    `constrained`: a grammar says what it may sample. `forced`: its drafts are what the grammar leaves no choice about.
     """
 
     slot: int
@@ -58,6 +59,8 @@ class ScheduledRequest(NamedTuple):
     """True while prompt (or, after preemption or failover, already known) tokens are being computed."""
     draft_token_ids: tuple[int, ...] = ()
     token_in_flight: bool = False
+    constrained: bool = False
+    forced: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +114,8 @@ class StepPlan:
                 start < request.num_prefill_tokens,
                 drafts,
                 request.num_awaited > 0,
+                request.params.grammar is not None,
+                bool(drafts and request.forced),
             )
         )
         request.num_in_flight += num_tokens

@@ -51,6 +51,10 @@ class StepRecord:
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
     """Draft tokens among the decode tokens, and how many of them the model accepted."""
+    num_forced_tokens: int = 0
+    """Accepted ones that a grammar left no choice about."""
+    mask_s: float = 0.0
+    """Processor time of grammar masks, in a thread beside the model's."""
     num_bytes: int = 0
     num_flops: int = 0
     """What the step had at least to read, and to multiply and add; see `ModelCost`."""

@@ -13,7 +13,7 @@ from typing import Literal
 
 from serve_app.core.config import SchedulerConfig, SchedulerKnobs
 from serve_app.core.request import EngineRequest
-from serve_app.core.results import TokenDelta
+from serve_app.core.results import ModelRunnerOutput, TokenDelta
 from serve_app.core.scheduler import Scheduler
 from serve_app.core.step_cost import DeviceLimits
 from serve_app.core.step_plan import SchedulerOutput
@@ -240,18 +240,18 @@ class EngineCore:
         if self._on_step is not None:
             model_s = max(0.0, resolved_at - started_at - step.schedule_s)
             times = (started_at, step.schedule_s, model_s, updated_at - resolved_at)
-            num_accepted = sum(len(token_ids) - 1 for token_ids in result.token_ids if token_ids)
-            self._report(self._on_step, self._record(step.output, deltas, num_accepted, times))
+            self._report(self._on_step, self._record(step.output, deltas, result, times))
         return deltas
 
     def _record(
         self,
         output: SchedulerOutput,
         deltas: list[TokenDelta],
-        num_accepted: int,
+        result: ModelRunnerOutput,
         times: tuple[float, float, float, float],
     ) -> StepRecord:
         started_at, schedule_s, model_s, update_s = times
+        accepted = [max(0, len(token_ids) - 1) for token_ids in result.token_ids]
         num_prefill = sum(row.num_tokens for row in output.rows if row.is_prefill)
         num_bytes, num_flops = self._cost.of(output.rows)
         return StepRecord(
@@ -272,7 +272,9 @@ class EngineCore:
             gate_open=output.gate_open,
             stats=self._scheduler.stats(),
             num_draft_tokens=sum(len(row.draft_token_ids) for row in output.rows),
-            num_accepted_tokens=num_accepted,
+            num_accepted_tokens=sum(accepted),
+            num_forced_tokens=sum(count for row, count in zip(output.rows, accepted, strict=True) if row.forced),
+            mask_s=result.mask_s,
             num_bytes=num_bytes,
             num_flops=num_flops,
         )

@@ -80,6 +80,9 @@ class GrammarMasks:
     def __init__(self, grammars: Grammars | None) -> None:
         self._grammars = grammars
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="grammar")
+        self._work_s = 0.0
+        """Processor time so far; the thread's to write."""
+        self._told_s = 0.0
 
     def follower(self, params: SamplingParams) -> Follower | None:
         """For a choice that takes a slot; None where it has no grammar."""
@@ -98,7 +101,7 @@ class GrammarMasks:
         for row, slot, follower in _constrained(rows, slots):
             if follower.masks is None:
                 new = slot.output_from(follower.num_consumed)
-                follower.masks = self._thread.submit(_work_out, follower, new, row.draft_token_ids)
+                follower.masks = self._thread.submit(self._work_out, follower, new, row.draft_token_ids)
 
     def finish(
         self, rows: Sequence[ScheduledRequest], slots: Sequence[Constrained], masks: dict[int, Bits]
@@ -122,6 +125,26 @@ class GrammarMasks:
             place += row.samples * (1 + len(row.draft_token_ids))
         return held
 
+    def take_work_s(self) -> float:
+        """Processor time of masks since the last call, in seconds."""
+        worked = self._work_s
+        since, self._told_s = worked - self._told_s, worked
+        return since
+
+    def _work_out(self, follower: Follower, new: Sequence[int], drafts: Sequence[int]) -> list[Bits] | str:
+        """In the thread: the masks that a row needs."""
+        began = time.thread_time()
+        if new:
+            follower.consume(new)
+        masks = follower.allowed(drafts)
+        spent = time.thread_time() - began
+        self._work_s += spent
+        follower.work_s += spent
+        if follower.work_s > _MAX_WORK_S:
+            follower.error = f"the grammar took more than {_MAX_WORK_S:g} s of processor time"
+            return follower.error
+        return masks
+
     @staticmethod
     def _take(follower: Follower | None) -> list[Bits] | str | None:
         if follower is None:
@@ -140,15 +163,3 @@ def _constrained(
     for row, slot in zip(rows, slots, strict=True):
         if row.samples and slot.follower is not None:
             yield row, slot, slot.follower
-
-
-def _work_out(follower: Follower, new: Sequence[int], drafts: Sequence[int]) -> list[Bits] | str:
-    began = time.thread_time()
-    if new:
-        follower.consume(new)
-    masks = follower.allowed(drafts)
-    follower.work_s += time.thread_time() - began
-    if follower.work_s > _MAX_WORK_S:
-        follower.error = f"the grammar took more than {_MAX_WORK_S:g} s of processor time"
-        return follower.error
-    return masks

@@ -183,7 +183,8 @@ class ModelRunner:
                 forced[i] = slot.follower.forced()
             first += len(drafts) + 1
         sat_out = frozenset(held) - failed.keys()
-        return ModelRunnerOutput(tuple(token_ids), results, prompt_results, failed, sat_out, forced)
+        mask_s = self._masks.take_work_s()
+        return ModelRunnerOutput(tuple(token_ids), results, prompt_results, failed, sat_out, forced, mask_s)
 
     def _prompt_logprobs(self, forwarded: Forwarded, index: int) -> tuple[TokenLogprob, ...]:
         """Log-probabilities of the prompt tokens that row `index`'s positions predict."""
@@ -221,6 +222,7 @@ class ModelRunner:
             {i: output.failed[0] for i, output in enumerate(outputs) if output.failed},
             frozenset(i for i, output in enumerate(outputs) if output.sat_out),
             {i: output.forced[0] for i, output in enumerate(outputs) if output.forced},
+            sum(output.mask_s for output in outputs),
         )
 
     def _check_alive(self, error: Exception) -> None:

@@ -25,6 +25,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from serve_app.core.step_cost import DeviceLimits
 from serve_app.core.step_record import SchedulerStats, StepRecord
 from serve_app.observability.gpu_state import GpuState
+from serve_app.observability.grammar_metrics import RequestGrammarMetrics, StepGrammarMetrics
 from serve_app.observability.key_metrics import KeyMetrics
 
 # Without this every counter and histogram brings a second series with its time of birth.
@@ -69,6 +70,7 @@ class EngineMetrics:
         self._prefix_queries = Counter(
             "serve_app_prefix_cache_query_tokens", "Tokens of admitted requests looked up", registry=registry
         )
+        self._grammars = StepGrammarMetrics(registry)
         self._busy = Counter("serve_app_engine_busy_seconds", "Seconds the engine spent in steps", registry=registry)
         self._bytes = Counter(
             "serve_app_step_bytes", "Bytes of weights, keys and values that steps had to read", registry=registry
@@ -104,6 +106,7 @@ class EngineMetrics:
         self._flops.inc(record.num_flops)
         self._steps.observe(seconds)
         self._batch.observe(record.num_prefill_tokens + record.num_decode_tokens)
+        self._grammars.on_step(record)
         for counter, amount in (
             (self._prefill, record.num_prefill_tokens),
             (self._decode, record.num_decode_tokens),
@@ -173,11 +176,14 @@ class IngressMetrics:
             "serve_app_false_alarms", "Replicas that were taken for stalled and answered later", registry=registry
         )
         self._keys = KeyMetrics(registry)
+        self._grammars = RequestGrammarMetrics(registry)
         self._duration = Histogram(
             "serve_app_request_seconds", "Duration of completed requests", ["endpoint"], **_histogram(registry)
         )
 
-    def expect(self, endpoints: Sequence[str], outcomes: Sequence[str], losses: Sequence[str]) -> None:
+    def expect(
+        self, endpoints: Sequence[str], outcomes: Sequence[str], losses: Sequence[str], refusals: Sequence[str]
+    ) -> None:
         """Let the series of these labels be there, at zero, before anything has happened.
 
         Prometheus cannot tell how much a counter grew before it first saw it: the first failure would not count.
@@ -189,6 +195,7 @@ class IngressMetrics:
                 self._requests.labels(endpoint, outcome)
         for reason in losses:
             self._failovers.labels(reason)
+        self._grammars.expect(refusals)
 
     def started(self, endpoint: str) -> None:
         """A request arrived."""
@@ -225,6 +232,14 @@ class IngressMetrics:
     def false_alarm(self) -> None:
         """A replica that was taken for stalled answered after all."""
         self._false_alarms.inc()
+
+    def grammar_built(self, seconds: float) -> None:
+        """A request's grammar was built."""
+        self._grammars.built(seconds)
+
+    def grammar_refused(self, reason: str) -> None:
+        """A request's constraint cannot be enforced."""
+        self._grammars.refused(reason)
 
     def charged(self, key: str, outcome: str, prompt_tokens: int, cached_tokens: int, output_tokens: int) -> None:
         """A request of an API key of this name has ended; see `KeyMetrics`."""

@@ -69,7 +69,8 @@ class Recording:
     records: tuple[StepRecord, ...]
 
     def to_json(self) -> bytes:
-        """Fields as they are, rows as arrays in the order of `ScheduledRequest` without its blocks."""
+        """Fields as they are, rows as arrays: the first fields of `ScheduledRequest` but for its blocks, then whether a
+        grammar constrains it."""
         return orjson.dumps({**_fields(self), "stats": asdict(self.stats), "records": [*map(_pack, self.records)]})
 
     @classmethod
@@ -115,14 +116,17 @@ def _fields(data: Any) -> dict[str, Any]:
 
 
 def _pack(record: StepRecord) -> dict[str, Any]:
-    rows = [(r.slot, r.request_id, r.choice, r.start, r.num_tokens, r.samples, r.is_prefill) for r in record.rows]
+    rows = [
+        (r.slot, r.request_id, r.choice, r.start, r.num_tokens, r.samples, r.is_prefill, r.constrained)
+        for r in record.rows
+    ]
     return {**_fields(record), "rows": rows, "stats": asdict(record.stats)}
 
 
 def _unpack(data: Mapping[str, Any]) -> StepRecord:
     rows = tuple(
-        ScheduledRequest(slot, request_id, choice, start, num_tokens, (), samples, is_prefill)
-        for slot, request_id, choice, start, num_tokens, samples, is_prefill in data["rows"]
+        ScheduledRequest(slot, request_id, choice, start, num_tokens, (), samples, is_prefill, constrained=constrained)
+        for slot, request_id, choice, start, num_tokens, samples, is_prefill, constrained in data["rows"]
     )
     return StepRecord(
         **{

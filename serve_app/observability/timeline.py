@@ -6,7 +6,7 @@ schedules again, so a picture shows what happened and not what should have happe
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -33,7 +33,10 @@ class Work(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """One slot doing one kind of work for one choice of one request during steps [start, stop)."""
+    """One slot doing one kind of work for one choice of one request during steps [start, stop).
+
+    constrained: the choice follows a grammar.
+    """
 
     slot: int
     start: int
@@ -41,6 +44,7 @@ class Span:
     request_id: str
     choice: int
     work: Work
+    constrained: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,10 +77,10 @@ def timeline_of(title: str, records: Iterable[StepRecord], num_slots: int) -> Ti
             if not 0 <= row.slot < num_slots:
                 raise ValueError(f"step {record.step} uses slot {row.slot} of {num_slots}")
             work = Work.PREFILL if row.is_prefill else Work.DECODE
-            new = Span(row.slot, column, column + 1, row.request_id, row.choice, work)
+            new = Span(row.slot, column, column + 1, row.request_id, row.choice, work, row.constrained)
             old = open_spans.get(row.slot)
             if old is not None and old.stop == column and _same_work(old, new):
-                new = Span(old.slot, old.start, column + 1, old.request_id, old.choice, old.work)
+                new = replace(old, stop=column + 1)
             elif old is not None:
                 closed.append(old)
             open_spans[row.slot] = new
@@ -92,6 +96,7 @@ def draw_terminal(timeline: Timeline, groups: Mapping[str, int], steps_per_colum
     """One line per slot, one character per `steps_per_column` steps, coloured by the request's group.
 
     A character stands for whatever filled most of its steps; its height says whether at least half of them were filled.
+    What follows a grammar is underlined.
     """
     from rich.text import Text
 
@@ -121,7 +126,7 @@ def _character(spans: Sequence[Span], start: float, stop: float, groups: Mapping
     if owner.work is Work.WASTED:
         return "×", "dim"
     glyph = "▒" if owner.work is Work.PREFILL else "▇" if used >= 0.5 * (stop - start) else "▃"
-    return glyph, colour_of(groups.get(owner.request_id, 0))
+    return glyph, colour_of(groups.get(owner.request_id, 0)) + (" underline" if owner.constrained else "")
 
 
 def colour_of(group: int) -> str:

@@ -175,5 +175,6 @@ def _slot_span(clock: _Clock, span: _Span) -> dict[str, Any]:
         choice=row.choice,
         first_token=row.start,
         tokens=span.tokens,
+        constrained=row.constrained,
         steps=[span.first.step, span.last.step],
     )

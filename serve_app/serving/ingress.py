@@ -38,6 +38,7 @@ from serve_app.fleet.presence import RETRY_AFTER_S
 from serve_app.fleet.replica_set import REVISION, ReplicaSet
 from serve_app.fleet.transport import LinkTransport
 from serve_app.fleet.watchdog import Watchdog
+from serve_app.grammars import Refusal
 from serve_app.http_client import fetch
 from serve_app.observability.held_bytes import HeldBytes, register_held_bytes
 from serve_app.observability.logging import RequestLines, log_to_terminal
@@ -183,7 +184,7 @@ class Ingress:
         self._metrics = IngressMetrics(lambda: self._queue.queued, lambda: self._queue.ongoing, self._engines_load)
         tasks = Gauge("serve_app_ingress_tasks", "Tasks of the ingress's event loop", registry=self._metrics.registry)
         tasks.set_function(lambda: len(asyncio.all_tasks(loop)))
-        self._metrics.expect(get_args(Endpoint), tuple(Outcome), tuple(LossReason))
+        self._metrics.expect(get_args(Endpoint), tuple(Outcome), tuple(LossReason), tuple(Refusal))
         self._metrics_address = open_metrics_port(
             self._metrics.registry, settings.metrics_host, admits=self._doors.admits_to_metrics()
         )

@@ -38,6 +38,7 @@ class Recorder:
     gaps: list[float | None] = field(default_factory=list)
     waits: list[float] = field(default_factory=list)
     refusals: list[str] = field(default_factory=list)
+    grammars: list[float | str] = field(default_factory=list)
     body_bytes: list[int] = field(default_factory=list)
 
     def started(self, endpoint: Endpoint) -> None:
@@ -51,6 +52,12 @@ class Recorder:
 
     def refused(self, reason: str) -> None:
         self.refusals.append(reason)
+
+    def grammar_built(self, seconds: float) -> None:
+        self.grammars.append(seconds)
+
+    def grammar_refused(self, reason: str) -> None:
+        self.grammars.append(reason)
 
     def first_token(self, seconds: float) -> None:
         self.first_tokens += 1

@@ -117,6 +117,33 @@ async def test_what_cannot_be_kept_is_refused_by_name(api: Api, extra: dict[str,
     assert said in refused.value.message
 
 
+@pytest.mark.parametrize(
+    ("wanted", "code"),
+    [
+        ({"json": {"not": {}}}, "grammar_unsupported"),
+        ({"json": "[1"}, "grammar_invalid"),
+        ({"regex": "("}, "grammar_invalid"),
+        ({"grammar": "start: nothing"}, "grammar_invalid"),
+        ({"choice": ["x" * 2**18]}, "grammar_too_large"),
+        ({"json": {"minLength": 2, "maxLength": 1, "type": "string"}}, "grammar_unsupported"),
+    ],
+)
+async def test_refusals_have_codes_that_are_counted(api: Api, wanted: dict[str, Any], code: str) -> None:
+    with pytest.raises(openai.BadRequestError) as refused:
+        await api.openai.chat.completions.create(
+            model="scripted", messages=ASK, extra_body={"structured_outputs": wanted}
+        )
+    assert refused.value.code == code
+    assert api.observer.grammars == [code]
+
+
+async def test_the_time_to_build_a_grammar_is_told(api: Api) -> None:
+    extra = {"structured_outputs": {"choice": ["yes", "no"]}}
+    await api.openai.chat.completions.create(model="scripted", messages=ASK, extra_body=extra)
+    [seconds] = api.observer.grammars
+    assert isinstance(seconds, float)
+
+
 async def test_plain_text_is_no_constraint(api: Api) -> None:
     await api.openai.chat.completions.create(model="scripted", messages=ASK, response_format={"type": "text"})
     assert api.service.requests[-1].params.grammar is None

@@ -174,6 +174,10 @@ def test_forced_tokens_are_drafts_that_save_steps(model: PagedModel, alone: dict
     run = Harness(model, vocabulary=VOCABULARY).run([request])
     assert signature(run, "greedy") == alone["greedy"]
     assert len(run.records) < len(alone["greedy"][0][0])
+    saved = sum(record.num_forced_tokens for record in run.records)
+    assert 0 < saved <= sum(record.num_accepted_tokens for record in run.records)
+    assert sum(record.mask_s for record in run.records) > 0
+    assert all(row.constrained for record in run.records for row in record.rows)
 
 
 def test_a_request_continued_at_any_token_goes_on_the_same(model: PagedModel, alone: dict[str, Signature]) -> None:

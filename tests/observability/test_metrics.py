@@ -12,6 +12,7 @@ from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from serve_app.core.step_cost import DeviceLimits
+from serve_app.core.step_plan import ScheduledRequest
 from serve_app.core.step_record import SchedulerStats, StepRecord
 from serve_app.observability.metrics import EngineMetrics, IngressMetrics, merge_expositions
 from serve_app.observability.metrics_port import serve_registry
@@ -57,6 +58,13 @@ def test_steps_are_counted() -> None:
             preempted=(),
             num_draft_tokens=3,
             num_accepted_tokens=1,
+            num_forced_tokens=1,
+            mask_s=0.125,
+            rows=(
+                ScheduledRequest(0, "a", 0, 5, 3, (), True, False, constrained=True),
+                ScheduledRequest(1, "b", 0, 0, 8, (), False, True, constrained=True),
+                ScheduledRequest(2, "c", 0, 5, 1, (), True, False),
+            ),
             num_bytes=5_000,
             num_flops=70_000,
         )
@@ -73,6 +81,9 @@ def test_steps_are_counted() -> None:
     assert value("serve_app_sampled_tokens_total") == 10
     assert value("serve_app_draft_tokens_total") == 3
     assert value("serve_app_accepted_tokens_total") == 1
+    assert value("serve_app_constrained_rows_total") == 1
+    assert value("serve_app_forced_tokens_total") == 1
+    assert value("serve_app_grammar_mask_seconds_total") == 0.125
     assert value("serve_app_preemptions_total") == 1
     assert value("serve_app_prefix_cache_hit_tokens_total") == 32
     assert value("serve_app_prefix_cache_query_tokens_total") == 92
@@ -187,10 +198,14 @@ def test_waits_and_refusals_are_counted() -> None:
     metrics.refused("queue_full")
     metrics.refused("queue_full")
     metrics.refused("queue_share")
+    metrics.grammar_built(0.02)
+    metrics.grammar_refused("grammar_invalid")
     value = metrics.registry.get_sample_value
     assert value("serve_app_queue_wait_seconds_sum") == pytest.approx(0.3)
     assert value("serve_app_refusals_total", {"reason": "queue_full"}) == 2
     assert value("serve_app_refusals_total", {"reason": "queue_share"}) == 1
+    assert value("serve_app_grammar_build_seconds_sum") == pytest.approx(0.02)
+    assert value("serve_app_grammar_refusals_total", {"reason": "grammar_invalid"}) == 1
 
 
 def test_pages_merge_into_one_with_the_replicas_names() -> None:

@@ -69,6 +69,8 @@ def test_reading_while_the_engine_writes(recording: Recording) -> None:
 def test_a_recording_survives_the_wire_all_but_its_blocks(recording: Recording) -> None:
     assert any(record.preempted for record in recording.records)
     assert any(record.finished for record in recording.records)
+    rows = tuple(row._replace(constrained=True) for row in recording.records[0].rows)
+    recording = replace(recording, records=(replace(recording.records[0], rows=rows), *recording.records[1:]))
     back = Recording.from_json(orjson.loads(recording.to_json()))
     assert back == replace(
         recording,

@@ -1,5 +1,6 @@
 """Recorded steps as slots over steps: hand-checked small cases, and a run of the real scheduler."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -106,6 +107,13 @@ def test_terminal_picture_colours_by_group() -> None:
     styles = [str(span.style) for span in text.spans]
     assert PALETTE[2] in styles
     assert PALETTE[5] in styles
+
+
+def test_terminal_picture_underlines_what_follows_a_grammar() -> None:
+    free, bound = record((0, "a", False)), record((0, "b", False))
+    bound = replace(bound, rows=tuple(row._replace(constrained=True) for row in bound.rows))
+    text = draw_terminal(timeline_of("t", [free, bound], 1), {"a": 0, "b": 1})
+    assert [str(span.style) for span in text.spans][-2:] == [PALETTE[0], f"{PALETTE[1]} underline"]
 
 
 def test_static_batches_wait_and_continuous_ones_do_not() -> None:
