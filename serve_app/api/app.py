@@ -22,6 +22,8 @@ from serve_app.api.guard import RequestGuard
 from serve_app.api.limits import ApiLimits
 from serve_app.api.prepare import check_model, check_tenant, decode_ids, encode_messages, encode_prompt
 from serve_app.api.request_events import RequestLog, RequestObserver
+from serve_app.api.responses import ResponsesJob
+from serve_app.api.responses_body import ResponsesBody
 from serve_app.api.schemas import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody, parse_body
 from serve_app.api.service import Service
 from serve_app.tenants.accounts import Accounts
@@ -66,7 +68,7 @@ def create_app(
     return app
 
 
-_BODIES = (ChatBody, CompletionBody, TokenizeBody, DetokenizeBody)
+_BODIES = (ChatBody, CompletionBody, ResponsesBody, TokenizeBody, DetokenizeBody)
 
 
 class _Api(FastAPI):
@@ -95,6 +97,12 @@ def _add_generation(app: FastAPI, context: ApiContext) -> None:
     @app.post("/v1/completions", openapi_extra=_accepts(CompletionBody))
     async def completions(request: Request) -> Response:
         return GenerationResponse(context, "completions", request, lambda raw: CompletionJob(context, raw))
+
+    @app.post("/v1/responses", openapi_extra=_accepts(ResponsesBody))
+    async def responses(request: Request) -> Response:
+        return GenerationResponse(
+            context, "responses", request, lambda raw: ResponsesJob(context, parse_body(ResponsesBody, raw))
+        )
 
 
 def _add_models(app: FastAPI, context: ApiContext) -> None:

@@ -39,27 +39,29 @@ class ChatJob:
     """One parsed chat request."""
 
     num_prompts = 1
+    default_max_tokens: int | None = None
+    """How long the answer may be if the body does not say; None: as long as the context."""
 
     def __init__(self, context: ApiContext, body: ChatBody) -> None:
         """Raises `InvalidRequestError`, `ModelNotFoundError`, `UnavailableError`."""
         self.body = body
         self._context = context
-        self._card = context.service.model
-        check_model(self.body.model, self._card)
+        self.card = context.service.model
+        check_model(self.body.model, self.card)
         check_sequences(1, self.body, context.limits)
         self.stream = bool(self.body.stream)
         self._tokenizer = context.service.tokenizer
         self._called = CallableTools.of(self.body, self._tokenizer)
         self._thinking: Thinking | None = None
-        self._request_id = ""
+        self.request_id = ""
         self.stop = replace(stop_config(self.body), markers=self._markers())
 
     async def prompt(self) -> list[int]:
         """Render and tokenize. Raises `InvalidRequestError`."""
         tools = self.body.tools or () if self._called is not None else ()
         variables = template_variables(self.body, self._tokenizer)
-        token_ids = await encode_messages(self._tokenizer, self.body.messages, self._card, tools, variables)
-        return truncated(token_ids, self.body, self._card)
+        token_ids = await encode_messages(self._tokenizer, self.body.messages, self.card, tools, variables)
+        return truncated(token_ids, self.body, self.card)
 
     async def engine_requests(self) -> list[EngineRequest]:
         """Render, tokenize, validate."""
@@ -80,26 +82,27 @@ class ChatJob:
         request = engine_request(
             body,
             token_ids,
-            self._card,
+            self.card,
             prompt_field="messages",
             max_tokens=asked,
+            default_max_tokens=self.default_max_tokens,
             logprobs=logprobs,
             max_logprobs=self._context.limits.max_logprobs,
             prompt_logprobs=body.prompt_logprobs,
             grammar=grammar,
         )
-        self._request_id = request.request_id
+        self.request_id = request.request_id
         return [request]
 
     def wire(self, generation: Generation) -> Wire:
         """The answer's formats."""
-        head = answer_head("chatcmpl", "chat.completion.chunk" if self.stream else "chat.completion", self._card)
+        head = answer_head("chatcmpl", "chat.completion.chunk" if self.stream else "chat.completion", self.card)
         usage = chunk_usage(self.body, generation)
         details = Details(self.body, generation, self._tokenizer)
         with_logprobs = bool(self.body.logprobs)
         if self._called is None and self._thinking is None:
             return ChatWire(head, details, with_logprobs=with_logprobs, usage=usage)
-        return MessageWire(head, details, self.parser, self._request_id, with_logprobs=with_logprobs, usage=usage)
+        return MessageWire(head, details, self.parser, self.request_id, with_logprobs=with_logprobs, usage=usage)
 
     def parser(self) -> MessageParser:
         """What reads a choice's text; called after `engine_requests`."""

@@ -122,3 +122,90 @@ CONTENT_PART: Ignored = {
 
 TOOL: Ignored = {"cache_control": ANYTHING}
 TOOL_CALL: Ignored = {"index": ANYTHING, "cache_control": ANYTHING}
+
+RESPONSES: Ignored = {
+    **GENERATION,
+    "include": ANYTHING,  # what may be included is of built-in tools, of stored responses, or is not made here
+    "context_management": ANYTHING,
+    "stream_options": ANYTHING,
+    "max_tool_calls": ANYTHING,  # of built-in tools
+    "top_logprobs": (0,),
+    "background": (False,),
+    "truncation": ("disabled",),
+    "previous_response_id": NOTHING,
+    "conversation": NOTHING,
+    "prompt": NOTHING,
+    "moderation": NOTHING,
+}
+
+RESPONSES_ITEM: Ignored = {
+    "id": ANYTHING,
+    "status": ANYTHING,
+    "phase": ANYTHING,
+    "summary": ANYTHING,
+    "encrypted_content": ANYTHING,
+    "caller": ANYTHING,
+    "namespace": ANYTHING,
+    "created_by": ANYTHING,
+    "async": (False,),
+}
+
+RESPONSES_TOOL: Ignored = {
+    "cache_control": ANYTHING,
+    "defer_loading": ANYTHING,
+    "output_schema": ANYTHING,
+    "allowed_callers": ANYTHING,
+    "async": (False,),
+}
+
+RESPONSES_TEXT: Ignored = {"verbosity": ("medium",)}
+REASONING: Ignored = {"summary": ANYTHING, "generate_summary": ANYTHING, "context": ANYTHING, "mode": ("standard",)}
+
+ANTHROPIC: Ignored = {
+    **GENERATION,
+    "anthropic_version": ANYTHING,
+    "betas": ANYTHING,
+    "anthropic_beta": ANYTHING,
+    "cache_control": ANYTHING,
+    "context_management": ANYTHING,
+    "diagnostics": ANYTHING,
+    "inference_geo": ANYTHING,
+    "speed": ANYTHING,
+    "user_profile_id": ANYTHING,
+    "workspace_id": ANYTHING,
+    "mcp_servers": ([],),
+    "container": NOTHING,
+}
+
+ANTHROPIC_MESSAGE: Ignored = {
+    "id": ANYTHING,
+    "type": ("message",),
+    "model": ANYTHING,
+    "stop_reason": ANYTHING,
+    "stop_sequence": ANYTHING,
+    "stop_details": ANYTHING,
+    "usage": ANYTHING,
+    "container": ANYTHING,
+}
+
+ANTHROPIC_BLOCK: Ignored = {
+    "cache_control": ANYTHING,
+    "citations": ANYTHING,
+    "signature": ANYTHING,
+    "data": ANYTHING,
+    "caller": ANYTHING,
+    "toolset_name": ANYTHING,
+    "is_error": ANYTHING,  # chat templates have no word for it; the result's text says so
+}
+
+ANTHROPIC_TOOL: Ignored = {
+    "type": ("custom",),
+    "cache_control": ANYTHING,
+    "defer_loading": ANYTHING,
+    "eager_input_streaming": ANYTHING,
+    "allowed_callers": ANYTHING,
+    "input_examples": ANYTHING,
+}
+
+ANTHROPIC_OUTPUT: Ignored = {"effort": ANYTHING}
+THINKING: Ignored = {"budget_tokens": ANYTHING, "display": ANYTHING}

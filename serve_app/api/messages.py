@@ -1,6 +1,7 @@
 """The messages of a chat request: text, calls of tools and their results, reasoning that clients send back."""
 
 import json
+from collections.abc import Collection
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, Field, model_validator
@@ -14,6 +15,8 @@ MAX_CALLS = 128
 MAX_NAME = 256
 _PART_FIELDS = {"type", "text", *ignored.CONTENT_PART}
 
+Name = Annotated[str, Field(min_length=1, max_length=MAX_NAME)]
+
 
 def check_parts(value: object) -> object:
     """Bound the parts of all messages together before any of them is looked at."""
@@ -24,8 +27,8 @@ def check_parts(value: object) -> object:
     return value
 
 
-def _check_content(value: object) -> str | None:
-    """Text of a message; text parts are joined by newlines."""
+def check_text(value: object, kinds: Collection[str] = ("text",)) -> str | None:
+    """A text, or the text of parts of these kinds, joined by newlines."""
     if value is None or isinstance(value, str):
         return value
     if not isinstance(value, list) or not value:
@@ -33,10 +36,10 @@ def _check_content(value: object) -> str | None:
     texts = []
     for i, part in enumerate(value):
         kind = part.get("type") if isinstance(part, dict) else None
-        if isinstance(kind, str) and kind != "text":
+        if isinstance(kind, str) and kind not in kinds:
             raise refusal(f"part {i}: the model reads text only, not {kind[:SHOWN]!r}")
         if not isinstance(part, dict) or kind is None or not isinstance(part.get("text"), str):
-            raise refusal(f'part {i} must be {{"type": "text", "text": "..."}}')
+            raise refusal(f'part {i} must be {{"type": "{next(iter(kinds))}", "text": "..."}}')
         for name in part.keys() - _PART_FIELDS:
             if part[name] is not None:
                 raise refusal(f"part {i}: {name[:SHOWN]!r} is not a field this server knows")
@@ -44,7 +47,7 @@ def _check_content(value: object) -> str | None:
     return "\n".join(texts)
 
 
-def _check_arguments(value: object) -> dict[str, Any]:
+def check_arguments(value: object) -> dict[str, Any]:
     """The object whose JSON text a client sends back."""
     try:
         arguments = json.loads(value) if isinstance(value, str) and value else value or {}
@@ -58,8 +61,8 @@ def _check_arguments(value: object) -> dict[str, Any]:
 class FunctionCall(Body):
     """The `function` of a call."""
 
-    name: Annotated[str, Field(min_length=1, max_length=MAX_NAME)]
-    arguments: Annotated[Any, AfterValidator(_check_arguments)]
+    name: Name
+    arguments: Annotated[Any, AfterValidator(check_arguments)]
 
 
 class ToolCall(Body):
@@ -78,7 +81,7 @@ class Message(Body):
     ignores = ignored.MESSAGE
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Annotated[Any, AfterValidator(_check_content)] = None
+    content: Annotated[Any, AfterValidator(check_text)] = None
     name: Annotated[str | None, Field(max_length=512)] = None
     tool_calls: Annotated[list[ToolCall] | None, Field(max_length=MAX_CALLS)] = None
     tool_call_id: Annotated[str | None, Field(max_length=MAX_NAME)] = None

@@ -126,25 +126,33 @@ _sampling_fields: dict[str, Any] = {name: (kind | None, None) for name, kind in 
 SamplingFields = create_model("SamplingFields", __base__=Body, **_sampling_fields)
 
 
-class GenerationBody(SamplingFields):
-    """What both endpoints share: fields of `SamplingParams` (OpenAI's, and extensions usual among open servers), and
+class SharedBody(SamplingFields):
+    """What all endpoints share: fields of `SamplingParams` (OpenAI's, and extensions usual among open servers), and
     those that are not sampling's."""
 
     model: str | None = None
-    n: int | None = None
-    max_tokens: int | None = None
     min_tokens: int | None = None
     logit_bias: Annotated[Any, AfterValidator(lambda v: None if v is None else _check_logit_bias(v))] = None
     seed: int | None = None
-    stop: Annotated[Any, AfterValidator(lambda v: None if v is None else _check_stop(v))] = None
     stream: bool | None = None
-    stream_options: StreamOptions | None = None
     user: Annotated[str | None, Field(max_length=512)] = None
 
     stop_token_ids: Annotated[list[int] | None, Field(fail_fast=True)] = None
     include_stop_str_in_output: bool | None = None
     priority: Annotated[int | None, Field(ge=-(2**31), lt=2**31)] = None
     cache_salt: Annotated[str | None, Field(max_length=256)] = None
+
+
+Stop = Annotated[Any, AfterValidator(lambda v: None if v is None else _check_stop(v))]
+
+
+class GenerationBody(SharedBody):
+    """What chat and completions share."""
+
+    n: int | None = None
+    max_tokens: int | None = None
+    stop: Stop = None
+    stream_options: StreamOptions | None = None
     structured_outputs: StructuredOutputs | None = None
     return_token_ids: bool | None = None
     prompt_logprobs: Annotated[int | None, Field(ge=0, le=MAX_TOP_LOGPROBS)] = None
@@ -186,6 +194,9 @@ class GenerationBody(SamplingFields):
         return options is not None and bool(options.include_usage and options.continuous_usage_stats)
 
 
+ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
+
+
 class ChatBody(GenerationBody):
     """POST /v1/chat/completions."""
 
@@ -200,7 +211,7 @@ class ChatBody(GenerationBody):
 
     parallel_tool_calls: bool | None = None
     response_format: ResponseFormat | None = None
-    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+    reasoning_effort: ReasoningEffort | None = None
     tools: Annotated[list[Tool] | None, AfterValidator(check_tools)] = None
     tool_choice: Annotated[Any, AfterValidator(check_tool_choice)] = None
     chat_template_kwargs: Annotated[dict[str, Any] | None, AfterValidator(_check_template_kwargs)] = None
@@ -276,6 +287,11 @@ def parse_body(kind: type[BodyT], raw: bytes) -> BodyT:
         raise InvalidRequestError(f"the body is not valid JSON: {error}", code="invalid_json") from None
     if not isinstance(data, dict):
         raise InvalidRequestError("the body must be a JSON object", code="invalid_json")
+    return validate(kind, data)
+
+
+def validate(kind: type[BodyT], data: dict[str, Any]) -> BodyT:
+    """Validate a body's fields. Raises `InvalidRequestError` as `parse_body` does."""
     try:
         return kind.model_validate(data)
     except ValidationError as error:

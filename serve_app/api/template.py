@@ -50,6 +50,11 @@ def _enforced(function: FunctionDefinition) -> dict[str, Any]:
     return {"type": "object", **schema}
 
 
+def knows_effort(tokenizer: Tokenizer) -> bool:
+    """Whether the chat template can be told how much to reason."""
+    return not tokenizer.template_variables.isdisjoint(("reasoning_effort", *_THINKING_SWITCHES))
+
+
 def template_variables(body: ChatBody, tokenizer: Tokenizer) -> dict[str, Any]:
     """The template's variables that `chat_template_kwargs` and `reasoning_effort` set.
 

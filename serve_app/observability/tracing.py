@@ -14,7 +14,7 @@ from serve_app.errors import ConfigError
 
 _TRACEPARENT = re.compile(r"00-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})")
 """W3C Trace Context, version 00: trace id, parent's span id, flags."""
-_OPERATIONS = {"completions": "text_completion"}
+_OPERATIONS = {"completions": "text_completion", "responses": "chat", "messages": "chat"}
 """OpenTelemetry's names for endpoints whose own name it does not use."""
 
 

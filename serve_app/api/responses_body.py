@@ -1,0 +1,195 @@
+"""POST /v1/responses: the body, and what it means as a chat request. Nothing is stored: `input` is all there is."""
+
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
+
+from serve_app.api import ignored
+from serve_app.api.body import SHOWN, Body, refusal, unfit
+from serve_app.api.messages import MAX_MESSAGES, Name, check_arguments, check_parts, check_text
+from serve_app.api.schemas import ReasoningEffort
+from serve_app.api.template import knows_effort
+from serve_app.api.tools import FunctionDefinition
+from serve_app.api.translation import Conversation, TranslatedBody
+from serve_app.text.tokenizer import Tokenizer
+
+_NEEDS = {
+    "message": ("role", "content"),
+    "reasoning": (),
+    "function_call": ("call_id", "name", "arguments"),
+    "function_call_output": ("call_id", "output"),
+}
+_TEXT_PARTS = ("input_text", "output_text", "text")
+
+
+def _check_input(value: object) -> object:
+    """One form for both: a list of items."""
+    if isinstance(value, str):
+        return [{"role": "user", "content": value}]
+    for i, item in enumerate(value if isinstance(value, list) else ()):
+        kind = item.get("type", "message") if isinstance(item, dict) else None
+        if isinstance(kind, str) and kind not in _NEEDS:
+            raise refusal(f"item {i}: this server does not read the type {kind[:SHOWN]!r}")
+    return check_parts(value)
+
+
+def _check_content(value: object) -> str | None:
+    return None if value == [] else check_text(value, (*_TEXT_PARTS, "reasoning_text"))
+
+
+class InputItem(Body):
+    """One of `input`."""
+
+    ignores = ignored.RESPONSES_ITEM
+
+    type: Literal["message", "reasoning", "function_call", "function_call_output"] = "message"
+    role: Literal["system", "developer", "user", "assistant"] | None = None
+    content: Annotated[Any, AfterValidator(_check_content)] = None
+    call_id: Name | None = None
+    name: Name | None = None
+    arguments: Annotated[Any, AfterValidator(lambda v: None if v is None else check_arguments(v))] = None
+    output: Annotated[Any, AfterValidator(lambda v: check_text(v, _TEXT_PARTS))] = None
+
+    @model_validator(mode="after")
+    def _check_type(self) -> Self:
+        for name in _NEEDS[self.type]:
+            if getattr(self, name) is None:
+                raise unfit(name, "is required")
+        return self
+
+    def tell(self, conversation: Conversation) -> None:
+        """Add it to the conversation."""
+        match self.type:
+            case "message":
+                role = "system" if self.role == "developer" else self.role
+                conversation.say(role or "", self.content)
+            case "reasoning" if self.content:
+                conversation.think(self.content)
+            case "function_call":
+                conversation.call(self.name or "", self.arguments, self.call_id or "")
+            case "function_call_output":
+                conversation.answer(self.call_id or "", self.output)
+
+
+class FunctionTool(FunctionDefinition):
+    """One of `tools`."""
+
+    ignores = ignored.RESPONSES_TOOL
+
+    type: Literal["function"]
+
+
+def _check_tool_types(value: object) -> object:
+    """Tools that OpenAI's servers run are not here: the model is not told of them."""
+    if not isinstance(value, list):
+        return value
+    return [None if isinstance(tool, dict) and tool.get("type") != "function" else tool for tool in value]
+
+
+def _tool_choice(value: Any) -> Any:
+    """Chat's form of it."""
+    match value:
+        case None | "none" | "auto" | "required":
+            return value
+        case {"type": "function", "name": str(name)}:
+            return {"type": "function", "function": {"name": name}}
+        case {"type": "allowed_tools", "mode": mode, "tools": [*tools]}:
+            return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": [_tool_choice(t) for t in tools]}}
+    raise refusal(
+        'must be "none", "auto", "required", {"type": "function", "name": ...} or '
+        '{"type": "allowed_tools", "mode": ..., "tools": [...]}'
+    )
+
+
+def _check_tool_choice(value: Any) -> Any:
+    _tool_choice(value)
+    return value
+
+
+class TextFormat(Body):
+    """How `text` is constrained. The schema is always enforced, `strict` or not."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    name: Annotated[str | None, Field(max_length=64)] = None
+    description: str | None = None
+    schema_: Annotated[dict[str, Any] | None, Field(alias="schema")] = None
+    strict: bool | None = None
+
+    @model_validator(mode="after")
+    def _check_schema(self) -> Self:
+        if (self.schema_ is None) == (self.type == "json_schema"):
+            raise unfit("schema", "is required by the type `json_schema`, and by no other")
+        return self
+
+
+class TextConfig(Body):
+    """`text`."""
+
+    ignores = ignored.RESPONSES_TEXT
+
+    format: TextFormat | None = None
+
+
+class Reasoning(Body):
+    """`reasoning`."""
+
+    ignores = ignored.REASONING
+
+    effort: ReasoningEffort | None = None
+
+
+class ResponsesBody(TranslatedBody):
+    """POST /v1/responses."""
+
+    ignores = ignored.RESPONSES
+    chat_names = (
+        ("^messages", "input"),
+        ("^max_tokens", "max_output_tokens"),
+        (r"^(tools\[\d+\]|tool_choice)\.function", r"\1"),
+        (r"^tool_choice\.allowed_tools", "tool_choice"),
+        (r"^response_format(\.json_schema)?", "text.format"),
+        ("^reasoning_effort", "reasoning.effort"),
+    )
+
+    n: Literal[1] | None = None
+    input: Annotated[
+        list[InputItem], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True), BeforeValidator(_check_input)
+    ]
+    instructions: str | None = None
+    max_output_tokens: int | None = None
+    tools: Annotated[list[FunctionTool | None] | None, BeforeValidator(_check_tool_types)] = None
+    tool_choice: Annotated[Any, AfterValidator(_check_tool_choice)] = None
+    parallel_tool_calls: bool | None = None
+    text: TextConfig | None = None
+    reasoning: Reasoning | None = None
+    metadata: dict[str, str] | None = None
+    """Told again in the answer."""
+
+    @property
+    def format(self) -> TextFormat:
+        """How the text is constrained."""
+        return (self.text and self.text.format) or TextFormat(type="text")
+
+    @property
+    def functions(self) -> list[FunctionTool]:
+        """The tools that the model is told of."""
+        return [tool for tool in self.tools or () if tool is not None]
+
+    def chat_fields(self, tokenizer: Tokenizer) -> dict[str, Any]:
+        """The other fields of the chat request."""
+        conversation = Conversation()
+        if self.instructions:
+            conversation.say("system", self.instructions)
+        for item in self.input:
+            item.tell(conversation)
+        effort = self.reasoning.effort if self.reasoning and knows_effort(tokenizer) else None
+        schema = self.format.model_dump(by_alias=True, exclude={"type"}, exclude_none=True)
+        return {
+            "messages": conversation.messages,
+            "max_tokens": self.max_output_tokens,
+            "tools": [{"type": "function", "function": tool} for tool in self.functions],
+            "tool_choice": _tool_choice(self.tool_choice),
+            "parallel_tool_calls": self.parallel_tool_calls,
+            "response_format": {"type": self.format.type, "json_schema": {"name": "", **schema} if schema else None},
+            "reasoning_effort": effort,
+        }
