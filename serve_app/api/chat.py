@@ -15,6 +15,7 @@ from serve_app.api.errors import error_json
 from serve_app.api.generation import Generation, Usage, chunk_usage
 from serve_app.api.prepare import (
     answer_head,
+    bad_words,
     check_model,
     check_prompt_logprobs,
     check_sequences,
@@ -89,6 +90,7 @@ class ChatJob:
             logprobs=logprobs,
             max_logprobs=self._context.limits.max_logprobs,
             prompt_logprobs=body.prompt_logprobs,
+            bad_words=bad_words(body, self._tokenizer),
             grammar=grammar,
         )
         self.request_id = request.request_id

@@ -13,6 +13,7 @@ from serve_app.api.errors import error_json
 from serve_app.api.generation import Generation, Usage, chunk_usage
 from serve_app.api.prepare import (
     answer_head,
+    bad_words,
     check_model,
     check_prompt_logprobs,
     check_sequences,
@@ -63,7 +64,7 @@ class CompletionJob:
         for name, top in asked:
             check_prompt_logprobs(name, num_tokens, top, self._context.limits)
         most = self._context.limits.max_logprobs // self.num_prompts
-        grammar = await grammar_of(body, tokenizer, self._context.observer)
+        grammar, words = await grammar_of(body, tokenizer, self._context.observer), bad_words(body, tokenizer)
         return [
             engine_request(
                 body,
@@ -75,6 +76,7 @@ class CompletionJob:
                 default_max_tokens=DEFAULT_MAX_TOKENS,
                 logprobs=body.logprobs,
                 prompt_logprobs=max((top for _, top in asked), default=None),
+                bad_words=words,
                 grammar=grammar,
             )
             for token_ids in self._token_ids

@@ -17,7 +17,7 @@ from serve_app.api.schemas import GenerationBody
 from serve_app.api.service import ModelCard
 from serve_app.api.tools import Tool
 from serve_app.core.request import EngineRequest
-from serve_app.core.sampling_params import SamplingParams
+from serve_app.core.sampling_params import SamplingParams, as_tuple
 from serve_app.errors import ContextLengthError, InvalidRequestError, ModelNotFoundError, OverloadedError
 from serve_app.tenants.tenant import Tenant
 from serve_app.text.stream import StopConfig
@@ -166,6 +166,17 @@ def truncated(token_ids: list[int], body: GenerationBody, card: ModelCard) -> li
     return token_ids[-most:]
 
 
+def bad_words(body: GenerationBody, tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...]:
+    """The tokens of each of `bad_words`, alone and behind a space, where that makes other tokens (as vLLM does)."""
+    found = []
+    for word in body.bad_words or ():
+        alone, inside = (
+            tuple(tokenizer.encode(space + word.lstrip(), add_special_tokens=False)) for space in ("", " ")
+        )
+        found += [alone] if inside[:1] == alone[:1] or len(inside) != len(alone) else [alone, inside]
+    return tuple(found)
+
+
 def check_prompt_logprobs(field: str, num_tokens: int, top: int, limits: ApiLimits) -> None:
     """Bound what `field` asks for: `top` alternatives for each of `num_tokens` tokens of prompts."""
     if num_tokens * (top + 1) > limits.max_prompt_logprobs:
@@ -187,6 +198,7 @@ def engine_request(
     logprobs: int | None = None,
     max_logprobs: int,
     prompt_logprobs: int | None = None,
+    bad_words: tuple[tuple[int, ...], ...] = (),
     grammar: str | None = None,
 ) -> EngineRequest:
     """One prompt's request. `max_tokens` is (field name, asked value); `default_max_tokens` None is the whole rest.
@@ -206,13 +218,12 @@ def engine_request(
         max_logprobs=max_logprobs,
     )
     names = SamplingParams.client_fields()
-    given: dict[str, Any] = {name: value for name in names if (value := getattr(body, name)) is not None}
-    if "stop_token_ids" in given:
-        given["stop_token_ids"] = tuple(given["stop_token_ids"])
+    given: dict[str, Any] = {name: as_tuple(value) for name in names if (value := getattr(body, name)) is not None}
     params = SamplingParams(
         **given,
         max_tokens=limit,
         seed=secrets.randbits(63) if body.seed is None else body.seed,
+        bad_words=bad_words,
         logprobs=logprobs,
         prompt_logprobs=prompt_logprobs,
         grammar=grammar,

@@ -14,7 +14,7 @@ from serve_app.api import ignored
 from serve_app.api.body import SHOWN, Body, refusal, unfit
 from serve_app.api.messages import MAX_MESSAGES, Message, check_parts
 from serve_app.api.tools import Tool, check_tool_choice, check_tools
-from serve_app.core.sampling_params import MAX_LOGIT_BIAS, MAX_TOP_LOGPROBS, SamplingParams
+from serve_app.core.sampling_params import MAX_BAD_WORDS, MAX_LOGIT_BIAS, MAX_TOP_LOGPROBS, SamplingParams
 from serve_app.errors import InvalidRequestError
 
 MAX_STOP_STRINGS = 16
@@ -126,6 +126,9 @@ _sampling_fields: dict[str, Any] = {name: (kind | None, None) for name, kind in 
 SamplingFields = create_model("SamplingFields", __base__=Body, **_sampling_fields)
 
 
+BadWord = Annotated[str, Field(max_length=MAX_STOP_CHARS, pattern=r"\S")]
+
+
 class SharedBody(SamplingFields):
     """What all endpoints share: fields of `SamplingParams` (OpenAI's, and extensions usual among open servers), and
     those that are not sampling's."""
@@ -138,6 +141,8 @@ class SharedBody(SamplingFields):
     user: Annotated[str | None, Field(max_length=512)] = None
 
     stop_token_ids: Annotated[list[int] | None, Field(fail_fast=True)] = None
+    allowed_token_ids: Annotated[list[int] | None, Field(fail_fast=True, min_length=1)] = None
+    bad_words: Annotated[list[BadWord] | None, Field(fail_fast=True, max_length=MAX_BAD_WORDS // 2)] = None
     include_stop_str_in_output: bool | None = None
     priority: Annotated[int | None, Field(ge=-(2**31), lt=2**31)] = None
     cache_salt: Annotated[str | None, Field(max_length=256)] = None

@@ -115,10 +115,10 @@ class Request:
     def can_decode(self) -> bool:
         """Whether it is done with prefilling, and the token that a step in flight samples is not the last one.
 
-        A grammar must know that token before it can say what may come next.
+        A grammar must know that token before it can say what may come next, and so must a bad word.
         """
         return (
-            not (self.num_awaited and self.params.grammar is not None)
+            not (self.num_awaited and self.params.needs_last_token)
             and self.num_computed_tokens + self.num_in_flight >= self.num_prefill_tokens
             and len(self.token_ids) + self.num_awaited < self.max_num_tokens
         )

@@ -10,9 +10,14 @@ MAX_CHOICES = 128
 MAX_TOP_LOGPROBS = 20
 MAX_STOP_TOKEN_IDS = 256
 MAX_LOGIT_BIAS = 1024
+MAX_ALLOWED_TOKEN_IDS = 4096
+MAX_BAD_WORDS = 256
+MAX_BAD_WORD_TOKENS = 64
 MAX_GRAMMAR_CHARS = 2**18
 
-_SET_BY_ENDPOINT = ("max_tokens", "seed", "logprobs", "prompt_logprobs", "prompt_logprobs_from", "grammar")
+_SET_BY_ENDPOINT = (
+    "max_tokens", "seed", "bad_words", "logprobs", "prompt_logprobs", "prompt_logprobs_from", "grammar",
+)  # fmt: skip
 """Fields whose meaning in a request depends on its endpoint, or whose default is not here."""
 
 
@@ -44,6 +49,8 @@ class SamplingParams:
     (0 is the first, which has none). `seed` None means "not chosen yet": whoever accepts the request fixes one, because
     noise is a function of (seed, choice, position).
     `max_tokens` None means "as many as the context allows". `logit_bias` is a tuple of (token id, bias) pairs.
+    `allowed_token_ids`, unless empty, are all that may come. `bad_words` are sequences of token ids that may not be in
+    the output: the last id of one may not follow the others.
     `grammar` (see `serve_app.grammars`) is what the output must follow; it then says when the output ends.
     """
 
@@ -59,6 +66,8 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     logit_bias: tuple[tuple[int, float], ...] = ()
     seed: int | None = None
+    allowed_token_ids: tuple[int, ...] = ()
+    bad_words: tuple[tuple[int, ...], ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     logprobs: int | None = None
@@ -82,20 +91,35 @@ class SamplingParams:
         _check_number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
         if self.seed is not None:
             _check_int("seed", self.seed, -(2**63), 2**63 - 1)
-        if len(self.logit_bias) > MAX_LOGIT_BIAS:
-            raise _refuse("logit_bias", len(self.logit_bias), f"at most {MAX_LOGIT_BIAS} entries")
-        for token_id, bias in self.logit_bias:
-            _check_int("logit_bias", token_id, 0, 2**31 - 1)
-            _check_number(f"logit_bias.{token_id}", bias, -100.0, 100.0)
-        if len(self.stop_token_ids) > MAX_STOP_TOKEN_IDS:
-            raise _refuse("stop_token_ids", len(self.stop_token_ids), f"at most {MAX_STOP_TOKEN_IDS} ids")
-        for token_id in self.stop_token_ids:
-            _check_int("stop_token_ids", token_id, 0, 2**31 - 1)
+        self._check_token_ids()
         self._check_grammar()
         for name in ("logprobs", "prompt_logprobs"):
             if getattr(self, name) is not None:
                 _check_int(name, getattr(self, name), 0, MAX_TOP_LOGPROBS)
         _check_int("prompt_logprobs_from", self.prompt_logprobs_from, 1, 2**31 - 1)
+
+    def _check_token_ids(self) -> None:
+        if len(self.logit_bias) > MAX_LOGIT_BIAS:
+            raise _refuse("logit_bias", len(self.logit_bias), f"at most {MAX_LOGIT_BIAS} entries")
+        for token_id, bias in self.logit_bias:
+            _check_int("logit_bias", token_id, 0, 2**31 - 1)
+            _check_number(f"logit_bias.{token_id}", bias, -100.0, 100.0)
+        lists = {
+            "stop_token_ids": (self.stop_token_ids, MAX_STOP_TOKEN_IDS),
+            "allowed_token_ids": (self.allowed_token_ids, MAX_ALLOWED_TOKEN_IDS),
+        }
+        for name, (ids, most) in lists.items():
+            if len(ids) > most:
+                raise _refuse(name, len(ids), f"at most {most} ids")
+            for token_id in ids:
+                _check_int(name, token_id, 0, 2**31 - 1)
+        if len(self.bad_words) > MAX_BAD_WORDS:
+            raise _refuse("bad_words", len(self.bad_words), f"at most {MAX_BAD_WORDS} words")
+        for word in self.bad_words:
+            if not 0 < len(word) <= MAX_BAD_WORD_TOKENS:
+                raise _refuse("bad_words", word, f"words of 1 to {MAX_BAD_WORD_TOKENS} tokens")
+            for token_id in word:
+                _check_int("bad_words", token_id, 0, 2**31 - 1)
 
     def _check_grammar(self) -> None:
         grammar: Any = self.grammar
@@ -122,6 +146,17 @@ class SamplingParams:
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 
     @property
+    def edits_logits(self) -> bool:
+        """Whether other tokens than the model's are chosen, beyond the first `min_tokens`."""
+        edits = self.logit_bias or self.allowed_token_ids or self.bad_words or self.grammar is not None
+        return bool(self.has_penalties or edits)
+
+    @property
+    def needs_last_token(self) -> bool:
+        """Whether what may come next cannot be said before the last token is known to the host."""
+        return self.grammar is not None or any(len(word) > 1 for word in self.bad_words)
+
+    @property
     def wants_prompt_results(self) -> bool:
         """Whether something is computed for prompt tokens, so that these may not come out of the prefix cache."""
         return self.prompt_logprobs is not None
@@ -138,7 +173,12 @@ class SamplingParams:
 
     def check_vocab(self, vocab_size: int) -> None:
         """Raise `InvalidRequestError` when a token id lies outside the logits (`vocab_size` = their width)."""
-        for name, ids in (("stop_token_ids", self.stop_token_ids), ("logit_bias", [i for i, _ in self.logit_bias])):
+        for name, ids in (
+            ("stop_token_ids", self.stop_token_ids),
+            ("allowed_token_ids", self.allowed_token_ids),
+            ("bad_words", [token_id for word in self.bad_words for token_id in word]),
+            ("logit_bias", [i for i, _ in self.logit_bias]),
+        ):
             for token_id in ids:
                 if token_id >= vocab_size:
                     raise _refuse(name, token_id, f"a token id below {vocab_size}")
@@ -150,9 +190,9 @@ class SamplingParams:
     @classmethod
     def from_wire(cls, data: dict[str, Any]) -> "SamplingParams":
         """The params that `to_wire` described; lists (as JSON makes them) become tuples again."""
-        data = dict(data)
-        if "logit_bias" in data:
-            data["logit_bias"] = tuple((int(i), float(b)) for i, b in data["logit_bias"])
-        if "stop_token_ids" in data:
-            data["stop_token_ids"] = tuple(data["stop_token_ids"])
-        return cls(**data)
+        return cls(**{name: as_tuple(value) for name, value in data.items()})
+
+
+def as_tuple(value: Any) -> Any:
+    """`value` with tuples in place of its lists, at any depth."""
+    return tuple(map(as_tuple, value)) if isinstance(value, list | tuple) else value

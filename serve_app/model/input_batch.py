@@ -187,7 +187,7 @@ class InputBatch:
         self._block_tables[start.slot, : len(start.block_ids)] = start.block_ids
         self._parameters[start.slot] = request_columns(params)
         self._noise_keys[start.slot] = noise.keys([params.seed or 0], [start.choice])[0]
-        plain = not (params.has_penalties or params.logit_bias or params.grammar) and params.logprobs is None
+        plain = not params.edits_logits and params.logprobs is None
         self._plain_from[start.slot] = start.num_prompt_tokens + params.min_tokens if plain else _NEVER
         self._generations[start.slot] += 1
         self._slots[start.slot] = Slot(

@@ -1,8 +1,9 @@
 """From logits to one token per row, each row by its own parameters.
 
-Semantics, in this order: repetition, presence and frequency penalties; logit bias; the mask of the grammar or of
-`min_tokens`; temperature; top-k; top-p; min-p. Then one uniform number u in [0, 1) decides: the token is the first, in
-token-id order, at which the cumulative weight of the remaining tokens exceeds u times their sum.
+Semantics, in this order: repetition, presence and frequency penalties; logit bias; the masks of the grammar,
+`allowed_token_ids`, `bad_words` and `min_tokens`; temperature; top-k; top-p; min-p. Then one uniform number u in [0, 1)
+decides: the token is the first, in token-id order, at which the cumulative weight of the remaining tokens exceeds u
+times their sum.
 
 - Repetition penalty counts prompt and output tokens and divides positive, multiplies negative logits (Keskar et al.,
   CTRL, 2019); presence and frequency penalties count output tokens and are subtracted (OpenAI's definition).
@@ -119,7 +120,8 @@ def sample(
     for i in (~best.isfinite()).nonzero()[:, 0].tolist():
         # The mask emptied the row if it took away a token that the model had allowed.
         taken = masked.get(i)
-        emptied = bool(best[i] == -torch.inf) and (i in masks or (taken is not None and bool(taken.isfinite().any())))
+        has_mask = i in masks or is_masked(slots[i])
+        emptied = bool(best[i] == -torch.inf) and (has_mask or (taken is not None and bool(taken.isfinite().any())))
         failed.setdefault(i, NO_TOKEN if emptied else NOT_FINITE)
     drawn = [i for i in parameters[:, Column.TEMPERATURE].nonzero()[0].tolist() if i not in failed]
     if drawn:
@@ -167,6 +169,7 @@ def _is_edited(slot: Slot) -> bool:
         or params.presence_penalty
         or params.frequency_penalty
         or params.logit_bias
+        or is_masked(slot)
         or slot.num_output_tokens < params.min_tokens
     )
 
@@ -197,6 +200,31 @@ def barred(slot: Slot, eos_token_ids: Sequence[int]) -> tuple[Int64Array, Float6
     return ids, np.full(len(ids), -np.inf)
 
 
+def is_masked(slot: Slot) -> bool:
+    """Whether the request itself says which ids may come, at any place of the output."""
+    return bool(slot.params.allowed_token_ids or slot.params.bad_words)
+
+
+def ends_of_bad_words(slot: Slot) -> tuple[Int64Array, Float64Array]:
+    """Ids that would complete a bad word in the output, and -inf for each."""
+    output = slot.token_ids[slot.num_prompt_tokens : slot.num_tokens]
+    ids = []
+    for word in slot.params.bad_words:
+        num_before = len(word) - 1
+        if num_before <= len(output) and tuple(output[len(output) - num_before :].tolist()) == word[:-1]:
+            ids.append(word[-1])
+    return np.array(ids, dtype=np.int64), np.full(len(ids), -np.inf)
+
+
+def keep_allowed(row: Tensor, slot: Slot) -> None:
+    """Leave only `allowed_token_ids`, in place on one row of logits."""
+    if slot.params.allowed_token_ids:
+        ids = torch.tensor(slot.params.allowed_token_ids, device=row.device)
+        allowed = row[ids]
+        row.fill_(-torch.inf)
+        row[ids] = allowed
+
+
 def mask_out(row: Tensor, allowed: Bits | None) -> None:
     """Leave only what a grammar allows, in place on one row of logits."""
     if allowed is not None:
@@ -218,6 +246,9 @@ def _edit(row: Tensor, slot: Slot, eos_token_ids: Sequence[int], allowed: Bits |
         if ids.size:
             row[torch.from_numpy(ids).to(row.device)] += torch.from_numpy(numbers).to(row.device, row.dtype)
     mask_out(row, allowed)
+    keep_allowed(row, slot)
+    if slot.params.bad_words:
+        row[torch.from_numpy(ends_of_bad_words(slot)[0]).to(row.device)] = -torch.inf
     if slot.num_output_tokens >= slot.params.min_tokens:
         return None
     index = torch.from_numpy(barred(slot, eos_token_ids)[0]).to(row.device)

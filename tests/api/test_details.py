@@ -142,6 +142,16 @@ async def test_minus_one_leaves_what_fits(api: Api) -> None:
     assert choice["text"].startswith(api.service.tokenizer.decode(prompt[-2000:]))
 
 
+async def test_bad_words_become_tokens_alone_and_inside_a_text(api: Api) -> None:
+    encode = api.service.tokenizer.encode
+    await ask(api, "completions", bad_words=["Paris", " the ", "Rumpelstiltskin"], allowed_token_ids=[5, 6])
+    [request] = api.service.requests
+    assert request.params.allowed_token_ids == (5, 6)
+    words = set(request.params.bad_words)
+    assert {tuple(encode("Paris")), tuple(encode(" Paris")), tuple(encode(" the ".lstrip()))} <= words
+    assert tuple(encode("Rumpelstiltskin")) in words
+
+
 async def test_a_prompt_may_go_without_the_tokenizers_special_tokens(api: Api) -> None:
     await ask(api, "completions", add_special_tokens=False)
     [request] = api.service.requests

@@ -6,7 +6,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from serve_app.core.sampling_params import MAX_GRAMMAR_CHARS, MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS, SamplingParams
+from serve_app.core.sampling_params import (
+    MAX_ALLOWED_TOKEN_IDS,
+    MAX_BAD_WORD_TOKENS,
+    MAX_BAD_WORDS,
+    MAX_GRAMMAR_CHARS,
+    MAX_LOGIT_BIAS,
+    MAX_STOP_TOKEN_IDS,
+    SamplingParams,
+)
 from serve_app.errors import InvalidRequestError
 
 
@@ -46,6 +54,12 @@ def test_what_a_grammar_decides_is_not_asked_for_beside_it(field: str, value: ob
         ("logit_bias", tuple((i, 1.0) for i in range(MAX_LOGIT_BIAS + 1)), f"at most {MAX_LOGIT_BIAS}"),
         ("stop_token_ids", (-1,), "from 0"),
         ("stop_token_ids", tuple(range(MAX_STOP_TOKEN_IDS + 1)), f"at most {MAX_STOP_TOKEN_IDS}"),
+        ("allowed_token_ids", (-1,), "from 0"),
+        ("allowed_token_ids", tuple(range(MAX_ALLOWED_TOKEN_IDS + 1)), f"at most {MAX_ALLOWED_TOKEN_IDS}"),
+        ("bad_words", ((1, -1),), "from 0"),
+        ("bad_words", ((),), "words of 1 to"),
+        ("bad_words", ((1,) * (MAX_BAD_WORD_TOKENS + 1),), f"words of 1 to {MAX_BAD_WORD_TOKENS}"),
+        ("bad_words", ((1,),) * (MAX_BAD_WORDS + 1), f"at most {MAX_BAD_WORDS}"),
         ("grammar", "", "a text of 1 to"),
         ("grammar", "a" * (MAX_GRAMMAR_CHARS + 1), "a text of 1 to"),
         ("logprobs", 21, "from 0 to 20"),
@@ -93,6 +107,10 @@ def test_ids_are_checked_against_the_width_of_the_logits() -> None:
         params.check_vocab(9)
     with pytest.raises(InvalidRequestError, match="logit_bias"):
         SamplingParams(logit_bias=((8, 1.0),)).check_vocab(8)
+    with pytest.raises(InvalidRequestError, match="allowed_token_ids"):
+        SamplingParams(allowed_token_ids=(8,)).check_vocab(8)
+    with pytest.raises(InvalidRequestError, match="bad_words"):
+        SamplingParams(bad_words=((1, 8),)).check_vocab(8)
 
 
 def test_defaults_need_no_bytes_on_the_wire() -> None:
@@ -111,6 +129,8 @@ def test_defaults_need_no_bytes_on_the_wire() -> None:
         seed=st.none() | st.integers(-(2**63), 2**63 - 1),
         logit_bias=st.lists(st.tuples(st.integers(0, 99), st.floats(-100, 100)), max_size=3).map(tuple),
         stop_token_ids=st.lists(st.integers(0, 99), max_size=3).map(tuple),
+        allowed_token_ids=st.lists(st.integers(0, 99), max_size=3).map(tuple),
+        bad_words=st.lists(st.lists(st.integers(0, 99), min_size=1, max_size=3).map(tuple), max_size=3).map(tuple),
         ignore_eos=st.booleans(),
         logprobs=st.none() | st.integers(0, 20),
     )

@@ -31,7 +31,15 @@ PARAMS = {
         max_tokens=MAX_TOKENS,
         logprobs=2,
     ),
-    "three choices": SamplingParams(seed=10, n=3, temperature=1.2, min_p=0.02, max_tokens=MAX_TOKENS, logprobs=0),
+    "three choices": SamplingParams(
+        seed=10,
+        n=3,
+        temperature=1.2,
+        min_p=0.02,
+        bad_words=((260,), *((first, last) for first in (28, 30, 198, 253, 282) for last in (216, 253, 260, 339))),
+        max_tokens=MAX_TOKENS,
+        logprobs=0,
+    ),
 }
 Signature = dict[str, list[tuple[list[int], list[object], object]]]
 

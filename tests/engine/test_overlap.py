@@ -47,6 +47,8 @@ def requests(draw: st.DrawFn) -> EngineRequest:
             frequency_penalty=draw(st.sampled_from([0.0, 0.0, 0.4])),
             repetition_penalty=draw(st.sampled_from([1.0, 1.0, 1.2])),
             stop_token_ids=draw(st.sampled_from([(), (22,)])),
+            allowed_token_ids=draw(st.sampled_from([(), (), (1, 20, 21, 22, 23)])),
+            bad_words=draw(st.sampled_from([(), (), ((20,),), ((20, 21), (21, 20, 22), (20, 20), (21, 21))])),
             logprobs=draw(st.sampled_from([None, 2])),
             prompt_logprobs=draw(st.sampled_from([None, None, 1])),
         ),

@@ -47,6 +47,17 @@ def run_one(logits: torch.Tensor, slot: Slot) -> int:
     return result.token_ids[0]
 
 
+def bar(row: np.ndarray, params: SamplingParams, said: list[int]) -> None:
+    """What may not come."""
+    if params.allowed_token_ids:
+        row[[token for token in range(len(row)) if token not in params.allowed_token_ids]] = -np.inf
+    for *before, last in params.bad_words:
+        if said[len(said) - len(before) :] == before:
+            row[last] = -np.inf
+    if len(said) < params.min_tokens:
+        row[[*params.stop_token_ids, *(() if params.ignore_eos else (EOS,))]] = -np.inf
+
+
 def twin(logits: torch.Tensor, slot: Slot) -> int:
     """The definitions, with a full sort."""
     params, row = slot.params, logits.double().numpy().copy()
@@ -60,8 +71,7 @@ def twin(logits: torch.Tensor, slot: Slot) -> int:
         row[token] -= params.presence_penalty + params.frequency_penalty * said.count(token)
     for token, bias in params.logit_bias:
         row[token] += bias
-    if len(said) < params.min_tokens:
-        row[[*params.stop_token_ids, *(() if params.ignore_eos else (EOS,))]] = -np.inf
+    bar(row, params, said)
     if params.temperature == 0:
         return int(row.argmax())
     probs = np.exp((row - row.max()) / params.temperature)
@@ -106,6 +116,10 @@ EDITS = [
     {"logit_bias": ((1000, 100.0), (4, -100.0))},
     {"logit_bias": ((1000, 9.0), (1000, 9.0))},
     {"min_tokens": 10, "stop_token_ids": (12, 13)},
+    {"allowed_token_ids": (7, 40, 1000, 1530)},
+    {"allowed_token_ids": (7, 40, 1000), "bad_words": ((40,), (20, 21, 1000), (21, 20, 7))},
+    {"bad_words": tuple((20, 21, last) for last in range(200))},
+    {"bad_words": ((11, 20, 20, 21, 40), (1,) * 8), "allowed_token_ids": (40,)},
 ]
 ALL = [*RANDOM, *({"temperature": 0.0, **edit} for edit in EDITS), *EDITS]
 

@@ -41,7 +41,7 @@ class Drawn:
     _num_top: dict[int, int]
     """Of the rows that want log-probabilities, how many alternatives."""
     _masked: set[int]
-    """Rows that may not end yet."""
+    """Rows some of whose ids may not come."""
     _arriving: ToHost
 
     def resolve(self) -> Sampled:
@@ -83,13 +83,17 @@ def sample(logits: Tensor, rows: SamplingRows, history: Tensor, eos_token_ids: S
     add(logits, rows, [(i, sampler.biases(slot)) for i, slot in enumerate(slots) if slot.params.logit_bias])
     for i, allowed in rows.masks.items():
         sampler.mask_out(logits[i], allowed)
+    for i, slot in enumerate(slots):
+        sampler.keep_allowed(logits[i], slot)
+    add(logits, rows, [(i, sampler.ends_of_bad_words(slot)) for i, slot in enumerate(slots) if slot.params.bad_words])
     add(logits, rows, [(i, sampler.barred(slots[i], eos_token_ids)) for i in masked])
+    masked |= rows.masks.keys() | {i for i, slot in enumerate(slots) if sampler.is_masked(slot)}
     token_ids = choose(logits, to_device(rows.parameters, logits.device))
     if raw is None:
-        return Drawn(token_ids, num_top, masked | rows.masks.keys(), ToHost(token_ids))
+        return Drawn(token_ids, num_top, masked, ToHost(token_ids))
     chosen = raw.gather(1, token_ids[shown, None].clamp_min(0))[:, 0]
     top = raw.topk(min(MAX_TOP_LOGPROBS + _SPARE, raw.shape[1]))
-    return Drawn(token_ids, num_top, masked | rows.masks.keys(), ToHost(token_ids, chosen, top.values, top.indices))
+    return Drawn(token_ids, num_top, masked, ToHost(token_ids, chosen, top.values, top.indices))
 
 
 def choose(logits: Tensor, params: Tensor) -> Tensor:
@@ -163,6 +167,8 @@ def agrees(vocab: int, device: torch.device) -> bool:
         {"top_k": 20},
         {"top_p": 0.8, "temperature": 0.7},
         {"min_p": 0.05},
+        {"allowed_token_ids": (0, 2)},
+        {"bad_words": ((0,), (1, 2)), "top_k": 3},
         {"top_k": 50, "top_p": 0.9, "min_p": 0.02, "repetition_penalty": 1.2, "logprobs": 3},
         {"presence_penalty": 1.0, "frequency_penalty": 0.5, "temperature": 0.0},
         {"repetition_penalty": 1.5, "temperature": 0.0},

@@ -34,6 +34,8 @@ EDITED = [
     {"presence_penalty": 2.0, "frequency_penalty": -1.0},
     {"logit_bias": ((1000, 9.0), (1000, 9.0), (4, -100.0))},
     {"min_tokens": 10, "stop_token_ids": (12, 13)},
+    {"allowed_token_ids": (7, 40, 999, 1000), "bad_words": ((40,), (20, 21, 1000))},
+    {"bad_words": ((8, 8, 1000), *((token,) for token in range(200)))},
 ]
 
 
