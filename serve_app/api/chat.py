@@ -61,7 +61,8 @@ class ChatJob:
         """Render and tokenize. Raises `InvalidRequestError`."""
         tools = self.body.tools or () if self._called is not None else ()
         variables = template_variables(self.body, self._tokenizer)
-        token_ids = await encode_messages(self._tokenizer, self.body.messages, self.card, tools, variables)
+        messages, ending = self.body.messages, self.body.ending
+        token_ids = await encode_messages(self._tokenizer, messages, self.card, tools, variables, ending)
         return truncated(token_ids, self.body, self.card)
 
     async def engine_requests(self) -> list[EngineRequest]:

@@ -13,6 +13,7 @@ MAX_MESSAGES = 4096
 MAX_CONTENT_PARTS = 4096
 MAX_CALLS = 128
 MAX_NAME = 256
+USUAL_ROLES = ("system", "developer", "user", "assistant", "tool")
 _PART_FIELDS = {"type", "text", *ignored.CONTENT_PART}
 
 Name = Annotated[str, Field(min_length=1, max_length=MAX_NAME)]
@@ -80,7 +81,8 @@ class Message(Body):
 
     ignores = ignored.MESSAGE
 
-    role: Literal["system", "developer", "user", "assistant", "tool"]
+    role: Annotated[str, Field(pattern=r"^[A-Za-z][A-Za-z0-9_.-]{0,63}$")]
+    """Others than the usual ones are the chat template's."""
     content: Annotated[Any, AfterValidator(check_text)] = None
     name: Annotated[str | None, Field(max_length=512)] = None
     tool_calls: Annotated[list[ToolCall] | None, Field(max_length=MAX_CALLS)] = None

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import orjson
 
 from serve_app.api.limits import ApiLimits
-from serve_app.api.messages import Message
+from serve_app.api.messages import USUAL_ROLES, Message
 from serve_app.api.schemas import GenerationBody
 from serve_app.api.service import ModelCard
 from serve_app.api.tools import Tool
@@ -20,6 +20,7 @@ from serve_app.core.request import EngineRequest
 from serve_app.core.sampling_params import SamplingParams, as_tuple
 from serve_app.errors import ContextLengthError, InvalidRequestError, ModelNotFoundError, OverloadedError
 from serve_app.tenants.tenant import Tenant
+from serve_app.text.chat_template import Ending
 from serve_app.text.stream import StopConfig
 from serve_app.text.tokenizer import Tokenizer
 
@@ -31,6 +32,8 @@ _SLICE = 65_536
 """Characters that are tokenized at a time while it is open whether a text has far too many."""
 _MAX_WAITING = 128
 """Texts that may wait for a worker; a worker takes milliseconds for most, and a fraction of a second for the worst."""
+_MAX_OTHER_ROLES = 4
+"""Of one request; for each, the template is rendered twice to find out whether it takes it."""
 _workers = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tokenize")
 
 T = TypeVar("T")
@@ -70,8 +73,10 @@ async def encode_messages(
     card: ModelCard,
     tools: Sequence[Tool] = (),
     variables: Mapping[str, Any] | None = None,
+    ending: Ending = Ending.ANSWER,
 ) -> list[int]:
     """Ids of a chat; errors as `encode_prompt` and `Tokenizer.apply_chat_template`."""
+    _check_roles(tokenizer, messages)
     plain = [message.for_template() for message in messages]
     given = [tool.for_template() for tool in tools]
     # What is not content stands in the prompt as JSON or nearly so.
@@ -79,8 +84,19 @@ async def encode_messages(
     others += [orjson.dumps(message["tool_calls"]).decode() for message in plain if "tool_calls" in message]
     text = "".join([message["content"] for message in plain] + others)
     await _check_size(tokenizer, text, card, "messages")
-    work = partial(tokenizer.apply_chat_template, plain, given, variables)
+    work = partial(tokenizer.apply_chat_template, plain, given, variables, ending)
     return await off_loop(work, len(text) + _MESSAGE * len(plain))
+
+
+def _check_roles(tokenizer: Tokenizer, messages: Sequence[Message]) -> None:
+    first = {message.role: i for i, message in reversed([*enumerate(messages)]) if message.role not in USUAL_ROLES}
+    if len(first) > _MAX_OTHER_ROLES:
+        raise InvalidRequestError(f"`messages` may hold {_MAX_OTHER_ROLES} roles beside the usual", param="messages")
+    for role, i in first.items():
+        if not tokenizer.takes_role(role):
+            raise InvalidRequestError(
+                f"`messages[{i}].role`: this model's chat template knows no role {role!r}", param=f"messages[{i}].role"
+            )
 
 
 async def decode_ids(tokenizer: Tokenizer, token_ids: list[int], card: ModelCard) -> str:

@@ -16,6 +16,7 @@ from serve_app.api.messages import MAX_MESSAGES, Message, check_parts
 from serve_app.api.tools import Tool, check_tool_choice, check_tools
 from serve_app.core.sampling_params import MAX_BAD_WORDS, MAX_LOGIT_BIAS, MAX_TOP_LOGPROBS, SamplingParams
 from serve_app.errors import InvalidRequestError
+from serve_app.text.chat_template import Ending
 
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARS = 256
@@ -219,6 +220,8 @@ class ChatBody(GenerationBody):
     reasoning_effort: ReasoningEffort | None = None
     tools: Annotated[list[Tool] | None, AfterValidator(check_tools)] = None
     tool_choice: Annotated[Any, AfterValidator(check_tool_choice)] = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
     chat_template_kwargs: Annotated[dict[str, Any] | None, AfterValidator(_check_template_kwargs)] = None
 
     @model_validator(mode="after")
@@ -229,7 +232,19 @@ class ChatBody(GenerationBody):
             raise unfit("max_completion_tokens", "differs from `max_tokens`")
         if self.tool_choice not in (None, "none", "auto") and not self.tools:
             raise unfit("tool_choice", "needs `tools`")
+        last = self.messages[-1]
+        if self.continue_final_message and self.add_generation_prompt:
+            raise unfit("continue_final_message", "does not go with `add_generation_prompt`: set that to false")
+        if self.continue_final_message and (last.role != "assistant" or not last.content or last.tool_calls):
+            raise unfit("continue_final_message", "needs a text of the assistant as the last message")
         return self
+
+    @property
+    def ending(self) -> Ending:
+        """How the prompt ends."""
+        if self.continue_final_message:
+            return Ending.CONTINUED
+        return Ending.MESSAGE if self.add_generation_prompt is False else Ending.ANSWER
 
 
 class CompletionBody(GenerationBody):

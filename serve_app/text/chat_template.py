@@ -8,6 +8,7 @@ message or begin a system message from inside one.
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
+from enum import Enum
 from typing import Any
 
 import jinja2
@@ -18,7 +19,21 @@ from serve_app.text.hermes import as_text
 from serve_app.text.tool_format import ToolFormat
 
 _MAX_MESSAGE = 500
+_CANNOT_RENDER = (
+    jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError, OverflowError, RecursionError,
+)  # fmt: skip
 _VARIABLES = ("enable_thinking", "thinking", "reasoning_effort", "preserve_thinking", "date_string")
+
+
+class Ending(Enum):
+    """How a prompt ends, as arguments of transformers."""
+
+    ANSWER = {"add_generation_prompt": True}
+    """With the beginning of the assistant's answer."""
+    MESSAGE = {"add_generation_prompt": False}
+    """With the end of the last message."""
+    CONTINUED = {"add_generation_prompt": False, "continue_final_message": True}
+    """Inside the last message, which the answer continues."""
 
 
 def without_tools(param: str) -> InvalidRequestError:
@@ -59,6 +74,7 @@ def encode_chat(
     messages: Sequence[dict[str, Any]],
     tools: Sequence[dict[str, Any]],
     variables: Mapping[str, Any],
+    ending: Ending = Ending.ANSWER,
 ) -> list[int]:
     """Prompt ids up to where the assistant's answer begins. `encode` takes a text that may hold control tokens.
 
@@ -67,7 +83,7 @@ def encode_chat(
     """
     if not tokenizer.chat_template:
         raise InvalidRequestError("this model has no chat template; use /v1/completions", param="messages")
-    given: dict[str, Any] = {**variables, "tools": list(tools) or None, "add_generation_prompt": True}
+    given: dict[str, Any] = {**variables, "tools": list(tools) or None, **ending.value}
     keys, values = _texts([list(messages), given["tools"], dict(variables)])
     if any(token in key for key in keys for token in control_tokens):
         raise InvalidRequestError("a name in `tools` or in a call's arguments holds a control token", param="tools")
@@ -84,8 +100,19 @@ def encode_chat(
         raise InvalidRequestError(
             f"the model's chat template refuses these messages: {said}", param="messages"
         ) from error
-    except (TypeError, ValueError, KeyError, AttributeError, OverflowError, RecursionError) as error:
+    except _CANNOT_RENDER as error:
         raise InvalidRequestError("the model's chat template cannot render these messages", param="messages") from error
+
+
+def takes_role(render: Callable[[Sequence[dict[str, Any]]], str], role: str) -> bool:
+    """Whether the template writes messages of this role under its name, instead of dropping or renaming them."""
+    text = "What is said."
+    try:
+        written = render([{"role": "user", "content": "?"}, {"role": role, "content": text}])
+        usual = render([{"role": "user", "content": "?"}, {"role": "assistant", "content": text}])
+    except _CANNOT_RENDER:
+        return False
+    return text in written and written.count(role) > usual.count(role)
 
 
 def _texts(data: Any) -> tuple[list[str], list[str]]:

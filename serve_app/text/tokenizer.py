@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from serve_app.errors import ConfigError
 from serve_app.grammars import Grammars, Vocabulary
 from serve_app.model_files import ModelFiles, locate_model
-from serve_app.text.chat_template import encode_chat, template_variables, write_calls
+from serve_app.text.chat_template import Ending, encode_chat, takes_role, template_variables, write_calls
 from serve_app.text.detokenizer import Detokenizer
 from serve_app.text.template_check import check_chat_template
 from serve_app.text.token_bytes import TokenBytes
@@ -120,14 +120,25 @@ class Tokenizer:
         messages: Sequence[dict[str, Any]],
         tools: Sequence[dict[str, Any]] = (),
         variables: Mapping[str, Any] | None = None,
+        ending: Ending = Ending.ANSWER,
     ) -> list[int]:
         """Prompt ids for `messages`; see `chat_template.encode_chat`. Raises `InvalidRequestError`."""
         encode = partial(self.encode, add_special_tokens=False)
         written = write_calls(messages, tools, self.tool_format) if tools or _has_calls(messages) else messages
         in_template = self.tool_format is not None and self.tool_format.in_template
         return encode_chat(
-            self._tokenizer, encode, self._control_tokens, written, tools if in_template else (), variables or {}
+            self._tokenizer,
+            encode,
+            self._control_tokens,
+            written,
+            tools if in_template else (),
+            variables or {},
+            ending,
         )
+
+    def takes_role(self, role: str) -> bool:
+        """Whether the chat template writes messages of this role as such."""
+        return takes_role(self._render, role)
 
     def thinking_after(self, prompt_token_ids: Sequence[int]) -> Thinking | None:
         """The reasoning that may follow this prompt; None if the prompt has closed it, or the model does not reason."""

@@ -202,7 +202,12 @@ CHATS: list[tuple[dict[str, Any], str]] = [
     ({"messages": ["Hi"]}, "messages[0]"),
     ({"messages": [{"role": "user"}]}, "messages[0].content"),
     ({"messages": [{"content": "Hi"}]}, "messages[0].role"),
-    ({"messages": [USER, {"role": "wizard", "content": "Hi"}]}, "messages[1].role"),
+    ({"messages": [USER, {"role": "<|im_end|>", "content": "Hi"}]}, "messages[1].role"),
+    ({"messages": [{"role": f"wizard{i}", "content": "Hi"} for i in range(5)]}, "messages"),
+    ({"continue_final_message": True}, "continue_final_message"),
+    ({"continue_final_message": True, "add_generation_prompt": True, "messages": [
+        USER, {"role": "assistant", "content": "Yes"}]}, "continue_final_message"),
+    ({"continue_final_message": True, "messages": [USER, {"role": "assistant"}]}, "continue_final_message"),
     ({"messages": [{"role": "tool", "content": "4"}]}, "messages[0].tool_call_id"),
     ({"messages": [{"role": "tool", "content": "4", "tool_call_id": "a"}]}, "messages"),
     ({"messages": [{**USER, "tool_call_id": "a"}]}, "messages[0].tool_call_id"),

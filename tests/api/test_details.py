@@ -5,7 +5,9 @@ from typing import Any
 
 import pytest
 
+from serve_app.text.tokenizer import Tokenizer
 from tests.api.conftest import Api
+from tests.sentencepiece import sentencepiece_tokenizer
 
 ASK: list[Any] = [{"role": "user", "content": "Capital of France?"}]
 REPLY = "Paris is the capital of France."
@@ -150,6 +152,46 @@ async def test_bad_words_become_tokens_alone_and_inside_a_text(api: Api) -> None
     words = set(request.params.bad_words)
     assert {tuple(encode("Paris")), tuple(encode(" Paris")), tuple(encode(" the ".lstrip()))} <= words
     assert tuple(encode("Rumpelstiltskin")) in words
+
+
+async def test_an_answer_goes_on_where_the_client_has_begun_it(api: Api) -> None:
+    begun = [*ASK, {"role": "assistant", "content": "The capital of France,"}]
+    await ask(api, "chat/completions", messages=begun, continue_final_message=True)
+    await ask(api, "chat/completions", messages=begun, continue_final_message=True, add_generation_prompt=False)
+    first, second = api.service.requests
+    asked = api.service.tokenizer.decode(api.service.tokenizer.apply_chat_template(ASK))
+    assert api.service.tokenizer.decode(first.prompt_token_ids) == asked + "The capital of France,"
+    assert second.prompt_token_ids == first.prompt_token_ids
+
+
+async def test_a_prompt_may_end_with_its_last_message(api: Api) -> None:
+    await ask(api, "chat/completions", add_generation_prompt=False)
+    [request] = api.service.requests
+    assert api.service.tokenizer.decode(request.prompt_token_ids).endswith("Capital of France?<|im_end|>\n")
+
+
+async def test_roles_of_the_templates_own(api: Api) -> None:
+    tokenizer = api.service.tokenizer
+    await ask(api, "chat/completions", messages=[*ASK, {"role": "critic", "content": "Too short."}])
+    assert "<|im_start|>critic\nToo short.<|im_end|>" in tokenizer.decode(api.service.requests[0].prompt_token_ids)
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        # Drops what it does not know; takes it for the user; refuses it.
+        "{% for m in messages %}{% if m.role in ('user', 'assistant') %}{{ m.role }}: {{ m.content }}{% endif %}{% endfor %}",
+        "{% for m in messages %}{{ 'A' if m.role == 'assistant' else 'Q' }}: {{ m.content }}\n{% endfor %}",
+        "{% for m in messages %}{% if m.role == 'critic' %}{{ raise_exception('who?') }}{% endif %}{% endfor %}",
+    ],
+)
+async def test_roles_that_the_template_does_not_write_are_refused(api: Api, template: str) -> None:
+    inner = sentencepiece_tokenizer()
+    inner.chat_template = template
+    api.service.tokenizer = Tokenizer(inner, "sentencepiece")
+    body = {"messages": [*ASK, {"role": "critic", "content": "Too short."}]}
+    answer = await api.http.post("/v1/chat/completions", json=body)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "messages[1].role")
 
 
 async def test_a_prompt_may_go_without_the_tokenizers_special_tokens(api: Api) -> None:
