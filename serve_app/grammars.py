@@ -22,6 +22,7 @@ import numpy.typing as npt
 
 from serve_app.core.sampling_params import MAX_GRAMMAR_CHARS
 from serve_app.errors import InvalidRequestError
+from serve_app.thinking_budget import ThinkingBudget
 
 if TYPE_CHECKING:
     import llguidance
@@ -161,6 +162,50 @@ class Matcher:
         return self._matcher.compute_ff_tokens()
 
 
+class BudgetedMatcher(Matcher):
+    """Follows an output that begins with a reasoning of bounded length."""
+
+    def __init__(
+        self, matcher: Matcher, budget: ThinkingBudget, tokens: Sequence[bytes], close_ids: Sequence[int]
+    ) -> None:
+        """tokens: the vocabulary's; close_ids: the closing mark's."""
+        super().__init__(matcher._matcher, matcher._width, matcher.eos_token_ids)
+        self._budget = budget
+        self._tokens = tokens
+        self._close_ids = close_ids
+        self._stages = [budget.start()]
+
+    def consume(self, token_ids: Sequence[int]) -> bool:
+        """Likewise."""
+        if not super().consume(token_ids):
+            return False
+        for token_id in token_ids:
+            closing = list(self._rest()[:1]) == [token_id]
+            self._stages.append(self._budget.advance(self._stages[-1], self._tokens[token_id], closing=closing))
+        return True
+
+    def roll_back(self, num_tokens: int) -> None:
+        """Likewise."""
+        super().roll_back(num_tokens)
+        del self._stages[len(self._stages) - num_tokens :]
+
+    def allowed(self) -> Bits | None:
+        """Likewise; where the reasoning must be closed, nothing else."""
+        bits = super().allowed()
+        if bits is not None and (rest := self._rest()):
+            only = np.zeros_like(bits)
+            only[rest[0]] = bits[rest[0]]
+            return only
+        return bits
+
+    def forced(self) -> list[int]:
+        """Likewise."""
+        return list(self._rest()) or super().forced()
+
+    def _rest(self) -> Sequence[int]:
+        return self._budget.rest(self._stages[-1], self._close_ids)
+
+
 class Grammars:
     """Makes matchers for one vocabulary. Thread-safe; keeps a bounded number of those asked for last."""
 
@@ -173,6 +218,7 @@ class Grammars:
         self._eos_token_ids = tuple(eos_token_ids)
         self._width = width
         self._tokenizer: llguidance.LLTokenizer | None = None
+        self._known: Vocabulary
         self._building = Lock()
         self._kept: OrderedDict[str, llguidance.LLMatcher] = OrderedDict()
         self._kept_chars = 0
@@ -180,6 +226,7 @@ class Grammars:
 
     def matcher(self, text: str, *, param: str | None = None) -> Matcher:
         """A matcher at the start of an output. Raises `InvalidRequestError` where no output could ever match."""
+        budget, text = ThinkingBudget.split(text)
         with self._lock:
             kept = self._kept.get(text)
             if kept is not None:
@@ -187,13 +234,17 @@ class Grammars:
         if kept is None:
             kept = self._open(text, param)
             self._keep(text, kept)
-        return Matcher(kept.deep_copy(), self._width, frozenset(self._eos_token_ids))
+        matcher = Matcher(kept.deep_copy(), self._width, frozenset(self._eos_token_ids))
+        if budget is None:
+            return matcher
+        return BudgetedMatcher(matcher, budget, self._known.tokens, self._known.encode(budget.close))
 
     def build(self) -> "llguidance.LLTokenizer":
         """Read the vocabulary, if that is still to be done."""
         with self._building:
             if self._tokenizer is None:
-                wrapper = _library().TokenizerWrapper(_View(self._vocabulary(), self._eos_token_ids[0]))
+                self._known = self._vocabulary()
+                wrapper = _library().TokenizerWrapper(_View(self._known, self._eos_token_ids[0]))
                 self._tokenizer = _library().LLTokenizer(wrapper, eos_token=list(self._eos_token_ids))
             return self._tokenizer
 

@@ -80,7 +80,9 @@ class ChatJob:
             check_prompt_logprobs("prompt_logprobs", len(token_ids), body.prompt_logprobs, self._context.limits)
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
         calls = None if self._called is None else self._called.calls
-        grammar = await grammar_of(body, self._tokenizer, self._context.observer, calls, self._thinking)
+        grammar = await grammar_of(
+            body, self._tokenizer, self._context.observer, calls, self._thinking, body.thinking_token_budget
+        )
         request = engine_request(
             body,
             token_ids,

@@ -217,6 +217,7 @@ class ChatBody(GenerationBody):
 
     parallel_tool_calls: bool | None = None
     response_format: ResponseFormat | None = None
+    thinking_token_budget: Annotated[int | None, Field(ge=0, lt=2**31)] = None
     reasoning_effort: ReasoningEffort | None = None
     tools: Annotated[list[Tool] | None, AfterValidator(check_tools)] = None
     tool_choice: Annotated[Any, AfterValidator(check_tool_choice)] = None

@@ -60,6 +60,11 @@ def template_variables(body: ChatBody, tokenizer: Tokenizer) -> dict[str, Any]:
 
     Raises `InvalidRequestError` for those that the template does not know.
     """
+    if body.thinking_token_budget is not None and tokenizer.reasoning is None:
+        raise InvalidRequestError(
+            "`thinking_token_budget` bounds a reasoning, and this model's chat template knows of none; leave it out",
+            param="thinking_token_budget",
+        )
     known = tokenizer.template_variables
     variables = dict(body.chat_template_kwargs or {})
     for name in [*variables]:

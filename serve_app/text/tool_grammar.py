@@ -9,6 +9,7 @@ from typing import Any
 from serve_app import grammars
 from serve_app.text.argument_grammar import TAG_TEXT, ArgumentRules
 from serve_app.text.tool_format import Dialect, Thinking, ToolFormat
+from serve_app.thinking_budget import ThinkingBudget
 
 _FREE_TEXT = "(?s:.*)"
 
@@ -37,15 +38,20 @@ def message_grammar(
     answer: str | None,
     thinking: Thinking | None,
     special_ids: Mapping[str, int],
+    budget: int | None = None,
 ) -> str:
-    """The grammar of a message: perhaps `thinking`, then `calls`, or what follows the grammar `answer`.
+    """The grammar of a message: perhaps `thinking`, then `calls`, or what follows the grammar `answer`; or any text.
 
-    special_ids: ids of the special tokens, which no text of a grammar matches. Raises `InvalidRequestError`.
+    special_ids: ids of the special tokens, which no text of a grammar matches. budget: the most tokens of `thinking`.
+    Raises `InvalidRequestError`.
     """
     builder = _Builder(special_ids)
-    body = builder.body(calls, answer)
+    body = builder.body(calls, answer, thinking)
     start = body if thinking is None else builder.after_thinking(thinking, body)
-    return grammars.compose("\n".join([f"start: {start}", *builder.rules]), builder.parts, param="tools")
+    text = grammars.compose("\n".join([f"start: {start}", *builder.rules]), builder.parts, param="tools")
+    if thinking is None or budget is None:
+        return text
+    return ThinkingBudget(budget, "" if thinking.begun else thinking.form.open, thinking.form.close).before(text)
 
 
 class _Builder:
@@ -56,11 +62,18 @@ class _Builder:
         self.rules: list[str] = []
         self.parts: dict[str, str] = {}
 
-    def body(self, calls: Calls | None, answer: str | None) -> str:
+    def body(self, calls: Calls | None, answer: str | None, thinking: Thinking | None) -> str:
         if answer is not None:
             self.parts["answer"] = answer
         if calls is None:
-            return "@answer"
+            if answer is not None:
+                return "@answer"
+            # An answer that begins as a reasoning does is one, or the lexer would read all of it as text.
+            opened = (
+                "" if thinking is None or thinking.begun else f" & ~/\\s*{pattern(thinking.form.open)}{_FREE_TEXT}/"
+            )
+            self.rules.append(f"TEXT: /{_FREE_TEXT}/{opened}")
+            return "TEXT?"
         self._add_calls(calls, beside_json=answer is not None)
         if calls.required:
             return "begin calls"

@@ -237,6 +237,37 @@ async def test_reasoning_is_switched_by_the_request(scripted: Api, extra: dict[s
     assert answer.choices[0].message.content == "Sunny."
 
 
+async def test_a_reasoning_has_a_budget(live: Api, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of random tokens, which would hardly ever close it."""
+    monkeypatch.setattr(live.service, "tokenizer", tokenizer_of("qwen3_5_think"))
+    close = live.service.tokenizer.encode("</think>", add_special_tokens=False)
+    for budget in (0, 7):
+        body: dict[str, Any] = {
+            "model": "babbler",
+            "messages": ASK,
+            "seed": 1,
+            "max_tokens": 40,
+            "extra_body": {"thinking_token_budget": budget},
+        }
+        answer = await live.openai.chat.completions.create(**body)
+        usage = answer.usage
+        assert usage is not None
+        assert usage.completion_tokens_details is not None
+        assert budget <= usage.completion_tokens_details.reasoning_tokens - len(close) <= budget + 3  # type: ignore[operator]
+        whole = plain(answer.choices[0])
+        assert bool(whole["reasoning"]) is bool(budget)
+        assert whole["content"]
+        assert (await gather(live, body))[0] == whole
+
+
+async def test_a_budget_for_no_reasoning_is_refused(scripted: Api) -> None:
+    with pytest.raises(openai.BadRequestError) as refused:
+        await scripted.openai.chat.completions.create(
+            model="scripted", messages=ASK, extra_body={"thinking_token_budget": 5}
+        )
+    assert refused.value.param == "thinking_token_budget"
+
+
 async def test_a_schema_that_cannot_be_enforced_is_refused_only_where_it_would_be(scripted: Api) -> None:
     odd = [{"type": "function", "function": {"name": "odd", "parameters": {"properties": {"a": {"not": {}}}}}}]
     body: dict[str, Any] = {"model": "scripted", "messages": ASK}

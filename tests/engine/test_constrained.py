@@ -20,7 +20,7 @@ from serve_app.grammars import Vocabulary
 from serve_app.model.loader import from_module
 from serve_app.model.paged_model import PagedModel
 from serve_app.text.message_parser import Kind, MessageParser
-from serve_app.text.tool_format import ToolFormat
+from serve_app.text.tool_format import ReasoningFormat, Thinking, ToolFormat
 from serve_app.text.tool_grammar import CallableTool, Calls, message_grammar
 from tests.engine.harness import Harness, Outcome, Run
 from tests.models import VOCAB_SIZE, tiny_model
@@ -67,12 +67,14 @@ ORDER: dict[str, Any] = {
 }
 PROMPT = (20, 30, 40, 50, 60, 70, 80)
 TOOLS = ToolFormat('<call>{"name": "', '", "arguments": ', "}</call>", separator=None)
+THINKING = Thinking(ReasoningFormat("<think>", "</think>"), begun=True)
 CALLS = Calls(TOOLS, [CallableTool("order", ORDER, "tools[0]")], required=True, several=False)
 GRAMMARS = {
     "tool call": message_grammar(CALLS, None, None, {}),
     "order": grammars.json_schema(ORDER),
     "choice": grammars.choice(["red apple", "red pear", "green"]),
     "regex": grammars.regex("[0-9]{3}-[a-f]{2,8}"),
+    "thinking": message_grammar(None, grammars.json_schema(ORDER), THINKING, {}, budget=9),
 }
 PARAMS = {
     "greedy": SamplingParams(temperature=0.0, max_tokens=80, grammar=GRAMMARS["order"], logprobs=2),
@@ -80,6 +82,7 @@ PARAMS = {
     "top-k": SamplingParams(seed=4, max_tokens=80, top_k=5, top_p=0.9, grammar=GRAMMARS["regex"], logprobs=0),
     "penalties": SamplingParams(seed=5, max_tokens=80, repetition_penalty=1.3, grammar=GRAMMARS["regex"]),
     "tool call": SamplingParams(seed=13, max_tokens=120, grammar=GRAMMARS["tool call"], logprobs=0),
+    "thinking": SamplingParams(seed=14, max_tokens=120, grammar=GRAMMARS["thinking"], logprobs=0),
     "three choices": SamplingParams(seed=6, n=3, max_tokens=80, grammar=GRAMMARS["choice"]),
 }
 Signature = list[tuple[list[int], list[object], object]]
@@ -144,6 +147,10 @@ def test_outputs_match_their_grammars(alone: dict[str, Signature]) -> None:
     assert parts[0].kind is Kind.CALL
     assert parts[0].text == "order"
     jsonschema.validate(json.loads(parts[1].text), ORDER)
+    token_ids, close = alone["thinking"][0][0], VOCABULARY.encode("</think>")
+    assert token_ids[9 : 9 + len(close)] == close
+    _, _, answer = text_of(token_ids).partition("</think>")
+    jsonschema.validate(json.loads(answer), ORDER)
     assert {text_of(ids) for ids, _, _ in alone["three choices"]} <= {"red apple", "red pear", "green"}
 
 
@@ -181,7 +188,7 @@ def test_forced_tokens_are_drafts_that_save_steps(model: PagedModel, alone: dict
 
 
 def test_a_request_continued_at_any_token_goes_on_the_same(model: PagedModel, alone: dict[str, Signature]) -> None:
-    for name in ("greedy", "top-k", "tool call", "three choices"):
+    for name in ("greedy", "top-k", "tool call", "thinking", "three choices"):
         params = PARAMS[name]
         longest = max(len(ids) for ids, _, _ in alone[name])
         for cut in range(1, longest):

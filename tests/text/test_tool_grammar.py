@@ -66,9 +66,11 @@ def encode(family: str, text: str) -> list[int]:
 
 
 @cache
-def compiled(family: str) -> Grammars:
+def compiled(family: str, *, close: str = "") -> Grammars:
+    """close: the mark of the family that texts must be encoded with."""
     special = frozenset(range(EOS, len(TOKENS)))
-    return Grammars(lambda: Vocabulary(TOKENS, special, lambda text: encode("", text)), [EOS], len(TOKENS))
+    of = family if close else ""
+    return Grammars(lambda: Vocabulary(TOKENS, special, lambda text: encode(of, text)), [EOS], len(TOKENS))
 
 
 def grammar(
@@ -186,6 +188,56 @@ def test_constraints_begin_after_the_reasoning(family: str, begun: bool) -> None
     answer = message_grammar(None, grammars.json_object(), thinking, SPECIAL_IDS.get(family, {}))
     assert follow(family, answer, thought + '{"a": 1}') == (True, True)
     assert follow(family, answer, f"{thought}Well")[0] is False
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_5_think", "gemma4"])
+@pytest.mark.parametrize("begun", [True, False])
+@pytest.mark.parametrize("free", [True, False])
+def test_a_reasoning_ends_when_its_budget_is_used_up(family: str, begun: bool, free: bool) -> None:
+    """In time (up to 3 bytes finish a character), once, and what follows is as it should be."""
+    reasoning = tokenizer_of(family).reasoning
+    assert reasoning is not None
+    special = SPECIAL_IDS.get(family, {})
+    answer = None if free else grammars.json_schema({"enum": ["yes", "no"]})
+    cut = 0
+    for seed in range(60):
+        budget, rng = seed % 12, random.Random(seed)
+        text = message_grammar(None, answer, Thinking(reasoning, begun), special, budget)
+        matcher = compiled(family, close=reasoning.close).matcher(text)
+        output = [] if begun else encode(family, reasoning.open)
+        assert matcher.consume(output)
+        for _ in range(40 + len(reasoning.close)):
+            forced = matcher.forced()
+            assert follow_and_back(matcher, forced)
+            allowed = matcher.allowed()
+            assert allowed is not None, matcher.error
+            chosen = int(rng.choice(allowed.nonzero()[0]))
+            if chosen == EOS:
+                break
+            assert follow_and_back(matcher, [chosen])
+            assert matcher.consume([chosen])
+            output.append(chosen)
+        written = b"".join(TOKENS[token_id] for token_id in output).decode(errors="ignore")
+        thought, close, rest = written.removeprefix("" if begun else reasoning.open).partition(reasoning.close)
+        if close:
+            assert len(thought.encode()) <= budget + 3
+            cut += len(thought.encode()) >= budget
+            assert free or '"yes"'.startswith(rest.strip()) or '"no"'.startswith(rest.strip())
+        # Another replica that gets the output so far goes on alike.
+        again = compiled(family, close=reasoning.close).matcher(text)
+        assert again.consume(output)
+        assert (again.allowed() == matcher.allowed()).all()  # type: ignore[union-attr]
+    assert cut > 30
+
+
+def follow_and_back(matcher: Matcher, token_ids: list[int]) -> bool:
+    """Take tokens in and forget them, as drafts are; whether nothing is left of them."""
+    before = matcher.allowed()
+    if not matcher.consume(token_ids):
+        return False
+    matcher.roll_back(len(token_ids))
+    after = matcher.allowed()
+    return before is not None and after is not None and bool((before == after).all())
 
 
 @pytest.mark.parametrize("family", FAMILIES)
