@@ -124,6 +124,9 @@ TOOL: Ignored = {"cache_control": ANYTHING}
 TOOL_CALL: Ignored = {"index": ANYTHING, "cache_control": ANYTHING}
 
 RESPONSES: Ignored = {
+    "access_programs": NOTHING,
+    "background_options": NOTHING,
+    "image": NOTHING,
     **GENERATION,
     "include": ANYTHING,  # what may be included is of built-in tools, of stored responses, or is not made here
     "context_management": ANYTHING,

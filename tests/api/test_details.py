@@ -180,7 +180,7 @@ async def test_roles_of_the_templates_own(api: Api) -> None:
     "template",
     [
         # Drops what it does not know; takes it for the user; refuses it.
-        "{% for m in messages %}{% if m.role in ('user', 'assistant') %}{{ m.role }}: {{ m.content }}{% endif %}{% endfor %}",
+        "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}{% endif %}{% endfor %}",
         "{% for m in messages %}{{ 'A' if m.role == 'assistant' else 'Q' }}: {{ m.content }}\n{% endfor %}",
         "{% for m in messages %}{% if m.role == 'critic' %}{{ raise_exception('who?') }}{% endif %}{% endfor %}",
     ],
