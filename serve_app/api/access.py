@@ -12,8 +12,8 @@ from serve_app.errors import AuthenticationError, PermissionDeniedError
 from serve_app.tenants.keys import KeyRing, hash_key
 from serve_app.tenants.tenant import ANONYMOUS, Tenant
 
-_HEALTH = ("/health/live", "/health/ready")
-_PUBLIC = ("/", "/docs", *_HEALTH)
+HEALTH = ("/health", "/health/live", "/health/ready", "/ping")
+_PUBLIC = ("/", "/docs", *HEALTH)
 _PUBLIC_FILES = "/console/"
 _ADMIN = ("/metrics", "/debug")
 
@@ -49,7 +49,7 @@ class Access:
         Whatever is not known to be public needs a key, routes that do not exist included.
         """
         path, headers = scope["path"].removeprefix(scope.get("root_path", "")), Headers(scope=scope)
-        if path not in _HEALTH:
+        if path not in HEALTH:
             self._origins.check(headers)
         if self._keys is None or scope["method"] == "OPTIONS" or path in _PUBLIC or path.startswith(_PUBLIC_FILES):
             return ANONYMOUS

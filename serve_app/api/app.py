@@ -20,6 +20,7 @@ from serve_app.api.endpoint import ApiContext, GenerationResponse
 from serve_app.api.errors import http_exception_handler
 from serve_app.api.guard import RequestGuard
 from serve_app.api.limits import ApiLimits
+from serve_app.api.peers import HeadAsGet, add_peer_routes
 from serve_app.api.prepare import check_model, check_tenant, decode_ids, encode_messages, encode_prompt
 from serve_app.api.request_events import RequestLog, RequestObserver
 from serve_app.api.responses import ResponsesJob
@@ -51,6 +52,7 @@ def create_app(
     app = _Api(title="serve_app", version=version("serve_app"), docs_url=None, redoc_url=None)
     drain, accounts = drain or Drain(), accounts or Accounts()
     context = ApiContext(service, admission, limits, observer, drain, log, accounts, share_prefixes)
+    app.add_middleware(HeadAsGet)
     app.add_middleware(RequestGuard, limits=limits, observer=observer, access=access or Access())
     if cors_origins:
         app.add_middleware(
@@ -157,12 +159,10 @@ def _add_tokens(app: FastAPI, context: ApiContext) -> None:
 
 def _add_operations(app: FastAPI, context: ApiContext) -> None:
     @app.get("/health/live")
-    @app.head("/health/live", include_in_schema=False)
     async def live() -> dict[str, str]:
         return {"status": "alive"}
 
     @app.get("/health/ready")
-    @app.head("/health/ready", include_in_schema=False)
     async def ready() -> dict[str, str]:
         context.drain.check_open()
         context.service.check_ready()
@@ -172,6 +172,8 @@ def _add_operations(app: FastAPI, context: ApiContext) -> None:
     async def metrics() -> Response:
         page = await context.service.metrics()
         return Response(page.body, media_type=page.content_type)
+
+    add_peer_routes(app, context, ready)
 
     @app.get("/version")
     async def show_version() -> dict[str, str]:

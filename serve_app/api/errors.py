@@ -51,7 +51,10 @@ async def http_exception_handler(request: Request, error: Exception) -> Response
         _HTTP_CODES.get(error.status_code, "http_error"),
         request.state.request_id,
     )
-    return _response(body, error.status_code, error.headers or {})
+    headers = dict(error.headers or {})
+    if headers.get("Allow") == "GET":
+        headers["Allow"] = "GET, HEAD"
+    return _response(body, error.status_code, headers)
 
 
 def plain_error_response(status: int, message: str, code: str, request_id: str) -> Response:

@@ -11,9 +11,8 @@ from starlette.datastructures import MutableHeaders
 from starlette.middleware import Middleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from serve_app.api.access import HEALTH
 from serve_app.api.guard import request_id_of
-
-_HEALTH = ("/health/live", "/health/ready")
 
 
 class Front:
@@ -33,7 +32,7 @@ class Front:
             others = [(name, value) for name, value in scope["headers"] if name != b"x-request-id"]
             scope["headers"] = [*others, (b"x-request-id", request_id.encode())]
             own = Front.application
-            if own is not None and scope["path"] in _HEALTH and Front.loop is asyncio.get_running_loop():
+            if own is not None and scope["path"] in HEALTH and Front.loop is asyncio.get_running_loop():
                 await own(scope, receive, _with_id(send, request_id))
                 return
         await self._app(scope, receive, send)

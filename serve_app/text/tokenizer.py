@@ -152,6 +152,17 @@ class Tokenizer:
         text: str = self._tokenizer.apply_chat_template(list(messages), tokenize=False, **how)
         return text
 
+    def info(self) -> dict[str, Any]:
+        """What its configuration says of it, as plain data."""
+        inner = self._tokenizer
+        special = {name: str(token) for name, token in inner.special_tokens_map.items() if isinstance(token, str)}
+        return {
+            "tokenizer_class": type(inner).__name__,
+            "vocab_size": self.vocab_size,
+            **special,
+            "chat_template": inner.chat_template,
+        }
+
     def vocabulary(self) -> Vocabulary:
         """What grammars must know of it."""
         return Vocabulary(

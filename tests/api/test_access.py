@@ -22,7 +22,7 @@ from tests.api.conftest import Recorder
 from tests.api.limits import make_limits
 from tests.api.services import ScriptedService
 
-PUBLIC = {"/", "/docs", "/console/{name}", "/health/live", "/health/ready"}
+PUBLIC = {"/", "/docs", "/console/{name}", "/health", "/health/live", "/health/ready", "/ping"}
 TENANTS = {
     "Key-Team": Tenant(name="team", weight=2, priority=[0, 5]),
     "Key-Admin": Tenant(name="boss", admin=True),

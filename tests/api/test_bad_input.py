@@ -305,6 +305,7 @@ async def test_routes_and_methods(api: Api) -> None:
             status, code, answer.headers["x-request-id"],
         )  # fmt: skip
         assert ("allow" in answer.headers) == (status == 405)
+    assert (await api.http.request("OPTIONS", "/health/live")).headers["allow"] == "GET, HEAD"
     assert (await api.http.head(CHAT)).status_code == 405
 
 

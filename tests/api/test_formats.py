@@ -289,6 +289,27 @@ async def test_models_tokens_and_operations(api: Api) -> None:
     assert metrics.headers["content-type"] == "text/plain; version=0.0.4; charset=utf-8"
 
 
+@pytest.mark.parametrize("path", ["/v1/models", "/health", "/ping", "/health/live", "/version", "/metrics"])
+async def test_head_is_get_without_a_body(api: Api, path: str) -> None:
+    got, head = await api.http.get(path), await api.http.head(path)
+    assert (head.status_code, head.content) == (got.status_code, b"")
+    assert head.headers["content-length"] == str(len(got.content))
+
+
+async def test_routes_that_other_servers_clients_ask_for(api: Api) -> None:
+    assert (await api.http.get("/load")).json() == {"server_load": 0}
+    info = (await api.http.get("/tokenizer_info")).json()
+    assert (info["eos_token"], info["max_model_len"]) == ("<|im_end|>", 2048)
+    assert "<|im_start|>" in info["chat_template"]
+    assert (await api.http.get("/models")).json() == (await api.http.get("/v1/models")).json()
+    chat = await api.http.post("/chat/completions", json={"messages": ASK})
+    assert chat.json()["choices"][0]["message"]["content"] == REPLY
+    assert (await api.http.post("/completions", json={"prompt": "x"})).json()["choices"][0]["text"] == REPLY
+    api.service.ready = UnavailableError("no replica", retry_after_s=2.5)
+    for path in ("/health", "/ping"):
+        assert (await api.http.get(path)).status_code == 503
+
+
 async def test_the_openapi_document_is_complete(api: Api) -> None:
     document = (await api.http.get("/openapi.json")).json()
     known = document["components"]["schemas"]

@@ -1,0 +1,52 @@
+"""Routes that clients, probes and load tools of other servers ask for, beside OpenAI's: by other names, or by HEAD."""
+
+from collections.abc import Callable
+from typing import Any
+
+from fastapi import FastAPI
+from fastapi.routing import APIRoute
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from serve_app.api.endpoint import ApiContext
+
+_PREFIX = "/v1"
+
+
+def add_peer_routes(app: FastAPI, context: ApiContext, ready: Callable[..., Any]) -> None:
+    """Add them to the routes that `app` has; `ready` answers whether requests can be served."""
+    for path in ("/health", "/ping"):
+        app.add_api_route(path, ready, include_in_schema=False)
+
+    @app.get("/load")
+    async def load() -> dict[str, int]:
+        """Sequences that wait in this ingress's queue or are being generated."""
+        return {"server_load": context.admission.queued + context.admission.ongoing}
+
+    @app.get("/tokenizer_info")
+    async def tokenizer_info() -> dict[str, Any]:
+        """The tokenizer's special tokens, size and chat template."""
+        tokenizer = context.service.tokenizer
+        return {**tokenizer.info(), "max_model_len": context.service.model.max_model_len}
+
+    for route in [*app.routes]:
+        if isinstance(route, APIRoute) and route.path.startswith(f"{_PREFIX}/"):
+            path = route.path.removeprefix(_PREFIX)
+            app.add_api_route(path, route.endpoint, methods=[*(route.methods or ())], include_in_schema=False)
+
+
+class HeadAsGet:
+    """Answers HEAD as GET, without the body."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass on; headers stay what they are."""
+        if scope["type"] != "http" or scope["method"] != "HEAD":
+            await self._app(scope, receive, send)
+            return
+
+        async def send_headers(message: Message) -> None:
+            await send({**message, "body": b""} if message["type"] == "http.response.body" else message)
+
+        await self._app({**scope, "method": "GET"}, receive, send_headers)
