@@ -7,9 +7,8 @@ import typer
 from rich.console import Console
 
 from serve_app.cli.outputs import JsonFile, PngFile
-from serve_app.demo.compare import CAPS, PROMPTS, make_job, report, run_all, show
+from serve_app.demo.compare import CAPS, PROMPTS, draw, make_job, report, run_all, show
 from serve_app.errors import ServeAppError
-from serve_app.observability.timeline import draw_png
 
 _DTYPES = ("float32", "bfloat16", "float16", "float64")
 """Without `auto`: the engine and transformers would not choose the same dtype."""
@@ -17,10 +16,10 @@ _DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 def compare(
     model: Annotated[str, typer.Option(help='"default", a folder, a .gguf file or a hub id.')] = "default",
-    slots: Annotated[int, typer.Option(min=1, help="Requests at once, in all three runs.")] = 8,
+    slots: Annotated[int, typer.Option(min=1, help="Requests at once, in all runs.")] = 8,
     repeat: Annotated[int, typer.Option(min=1, help="How often the six prompts are repeated, in order.")] = 8,
     caps: Annotated[str, typer.Option(help="Output tokens of each of the six prompts.")] = ",".join(map(str, CAPS)),
-    dtype: Annotated[str, typer.Option(help="Compute dtype of all three runs.")] = "float32",
+    dtype: Annotated[str, typer.Option(help="Compute dtype of all runs.")] = "float32",
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     threads: Annotated[int | None, typer.Option(min=1, help="CPU threads; by default torch's choice.")] = None,
     prefix_cache: Annotated[
@@ -57,7 +56,7 @@ def compare(
     groups = {f"request-{index}": index % len(PROMPTS) for index in range(len(job.caps))}
     show(console, job, results, groups)
     if png is not None:
-        draw_png(png, [run.timeline for run in results.values()], groups, [f"{cap} tokens out" for cap in lengths])
+        draw(png, results, groups, [f"{cap} tokens out" for cap in lengths])
     if json_file is not None:
         json_file.write_text(json.dumps(report(results), indent=1) + "\n")
 

@@ -4,6 +4,8 @@ Decides which requests are compared and how the result is shown. The measuring i
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
@@ -11,7 +13,8 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from serve_app.demo.compare_runs import CompareJob, Measurement, Mode, measure_in_process
-from serve_app.observability.timeline import draw_terminal
+from serve_app.demo.padding import draw_copies, draw_held, padding_figures
+from serve_app.observability.timeline import draw_png, draw_terminal
 
 if TYPE_CHECKING:
     from serve_app.text.tokenizer import Tokenizer
@@ -39,8 +42,8 @@ def make_job(
 
 
 def run_all(job: CompareJob, console: Console, runner: Runner = measure_in_process) -> dict[Mode, Measurement]:
-    """All three measurements, one after another, with a progress bar for each."""
-    columns = TextColumn("{task.description:<14}"), BarColumn(), TextColumn("{task.completed}/{task.total} tokens")
+    """All measurements, one after another, with a progress bar for each."""
+    columns = TextColumn("{task.description:<17}"), BarColumn(), TextColumn("{task.completed}/{task.total} tokens")
     results = {}
     with Progress(*columns, TimeElapsedColumn(), console=console) as progress:
         for mode in Mode:
@@ -52,8 +55,8 @@ def run_all(job: CompareJob, console: Console, runner: Runner = measure_in_proce
 def report(results: dict[Mode, Measurement]) -> dict[str, Any]:
     """The figures as plain data.
 
-    agreement_with_padded: the share of continuous batching's output tokens that come before the first difference from
-    the padded run's output of the same request.
+    agreement_with_padded, and with padded continuous batches: the share of continuous batching's output tokens that
+    come before the first difference from that run's output of the same request.
     """
     figures: dict[str, Any] = {
         mode.value: {
@@ -61,15 +64,19 @@ def report(results: dict[Mode, Measurement]) -> dict[str, Any]:
             "seconds": round(run.seconds, 3),
             "output_tokens": sum(len(output) for output in run.outputs),
             "tokens_per_s": round(run.tokens_per_s, 2),
+            "computed_positions": run.positions,
         }
+        | (padding_figures(run.padding) if run.padding else {})
         for mode, run in results.items()
     }
-    padded, static, continuous = (results[mode] for mode in Mode)
+    padded, static, merged, continuous = (results[mode] for mode in Mode)
     return figures | {
         "speedup_vs_padded": round(continuous.tokens_per_s / padded.tokens_per_s, 3),
         "speedup_vs_packed": round(continuous.tokens_per_s / static.tokens_per_s, 3),
+        "speedup_vs_padded_continuous": round(continuous.tokens_per_s / merged.tokens_per_s, 3),
         "outputs_equal": static.outputs == continuous.outputs,
         "agreement_with_padded": round(_agreement(continuous.outputs, padded.outputs), 4),
+        "agreement_with_padded_continuous": round(_agreement(continuous.outputs, merged.outputs), 4),
     }
 
 
@@ -91,28 +98,48 @@ def show(console: Console, job: CompareJob, results: dict[Mode, Measurement], gr
     for run in results.values():
         console.print(f"\n[bold]{run.timeline.title}")
         console.print(draw_terminal(run.timeline, groups, scale), end="")
-    table = Table("", "steps", "seconds", "output tokens", "tokens/s", "useful work in slots")
+    table = Table("", "steps", "positions", "seconds", "output tokens", "tokens/s", "useful work in slots")
+    table.columns[0].no_wrap = True
     for column in table.columns[1:]:
         column.justify = "right"
     for mode, run in results.items():
         figure = figures[mode.value]
         table.add_row(
             mode.value,
-            *(str(figure[key]) for key in ("steps", "seconds", "output_tokens", "tokens_per_s")),
+            *(str(figure[key]) for key in ("steps", "computed_positions", "seconds", "output_tokens", "tokens_per_s")),
             f"{run.timeline.useful_share:.0%}",
         )
     console.print("\n", table, sep="")
-    padded, static, continuous = (results[mode] for mode in Mode)
+    padded, static, merged, continuous = (results[mode] for mode in Mode)
     console.print(
         f"Continuous batching: {figures['speedup_vs_padded']:.2f}x the tokens per second of padded static batches, "
         f"{figures['speedup_vs_packed']:.2f}x those of packed static batches, "
-        f"with {static.steps / continuous.steps:.2f}x fewer steps."
+        f"{figures['speedup_vs_padded_continuous']:.2f}x those of padded continuous ones, "
+        f"with {static.steps / continuous.steps:.2f}x fewer steps than static ones."
     )
-    equal = sum(a == b for a, b in zip(static.outputs, continuous.outputs, strict=True))
-    console.print(f"Packed static and continuous outputs: {equal} of {len(job.caps)} requests equal, token for token.")
-    equal = sum(a == b for a, b in zip(padded.outputs, continuous.outputs, strict=True))
+    copied = figures[Mode.PADDED_CONTINUOUS.value]
     console.print(
-        f"Padded against continuous: {equal} of {len(job.caps)} requests equal; {figures['agreement_with_padded']:.1%} "
-        "of the tokens come before the first difference (padding changes the last bits, which can decide a near-tie)."
+        f"Padded continuous copied {copied['appended_mib']:,.1f} MiB of keys and values to append columns and "
+        f"{copied['moved_mib']:,.1f} MiB to merge and filter; {copied['padding_share_of_cache']:.0%} of what its cache "
+        "held was padding. Packed batches copy and pad nothing."
     )
+    equal = _num_equal(static, continuous)
+    console.print(f"Packed static and continuous outputs: {equal} of {len(job.caps)} requests equal, token for token.")
+    for name, run, key in (("Padded", padded, ""), ("Padded continuous", merged, "_continuous")):
+        console.print(
+            f"{name} against continuous: {_num_equal(run, continuous)} of {len(job.caps)} requests equal; "
+            f"{figures['agreement_with_padded' + key]:.1%} of the tokens come before the first difference "
+            "(padding changes the last bits, which can decide a near-tie)."
+        )
     console.print(f"Prefix cache in both packed runs: {'on' if job.prefix_cache else 'off'}.")
+
+
+def _num_equal(a: Measurement, b: Measurement) -> int:
+    return sum(mine == other for mine, other in zip(a.outputs, b.outputs, strict=True))
+
+
+def draw(path: Path, results: dict[Mode, Measurement], groups: dict[str, int], group_labels: Sequence[str]) -> None:
+    """All timelines, and below them what padding cost; a PNG that overwrites what is there."""
+    steps = results[Mode.PADDED_CONTINUOUS].padding
+    more = [partial(draw_held, steps=steps), partial(draw_copies, steps=steps)]
+    draw_png(path, [run.timeline for run in results.values()], groups, group_labels, more)

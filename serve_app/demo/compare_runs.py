@@ -1,4 +1,4 @@
-"""The three measurements behind `serve-app compare`, each in a fresh process of its own.
+"""The measurements behind `serve-app compare`, each in a fresh process of its own.
 
 Decides what is measured and keeps it fair: every run loads the model anew, warms up with the same requests, has all
 requests at hand when its clock starts, and stops its clock at the last token. Draws nothing.
@@ -14,15 +14,18 @@ from contextlib import suppress
 from dataclasses import dataclass
 from enum import StrEnum
 from multiprocessing.connection import Connection
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, Protocol
 
 from serve_app.core.request import EngineRequest
+from serve_app.core.results import TokenDelta
 from serve_app.core.sampling_params import SamplingParams
 from serve_app.core.step_record import StepRecord
+from serve_app.demo.padding import PaddedStep
 from serve_app.errors import ServeAppError
 from serve_app.observability.timeline import Timeline, timeline_of
 
 if TYPE_CHECKING:
+    from serve_app.demo.padded_continuous import PaddedContinuousEngine
     from serve_app.engine.core import EngineCore
 
 _WARM_UP_TOKENS = 4
@@ -30,24 +33,43 @@ _WARM_UP_TOKENS = 4
 OnTokens = Callable[[int], None]
 
 
+class StepEngine(Protocol):
+    """Takes requests and computes them step by step: our engine, and its padded predecessor."""
+
+    @property
+    def has_unfinished(self) -> bool:
+        """Whether any request waits or runs."""
+        ...
+
+    def add(self, request: EngineRequest) -> None:
+        """Queue a request."""
+        ...
+
+    def step(self) -> list[TokenDelta] | None:
+        """One forward pass; what it gave. None while requests only wait for a static batch to fill up."""
+        ...
+
+
 class Mode(StrEnum):
-    """The three ways to batch; the values are the keys of the JSON report."""
+    """The ways to batch; the values are the keys of the JSON report."""
 
     PADDED = "static_padded"
     STATIC = "static_packed"
+    PADDED_CONTINUOUS = "continuous_padded"
     CONTINUOUS = "continuous"
 
 
 TITLES = {
     Mode.PADDED: "Padded static: transformers' generate, batch by batch",
     Mode.STATIC: "Packed static: no padding, but the next batch waits for the longest request",
+    Mode.PADDED_CONTINUOUS: "Padded continuous: batches merged and filtered; the others pause while newcomers are read",
     Mode.CONTINUOUS: "Continuous: a freed slot takes the next request in the next step",
 }
 
 
 @dataclass(frozen=True, slots=True)
 class CompareJob:
-    """The work of all three runs. prompts: token ids; caps: output tokens of each; slots: requests at once."""
+    """The work of all runs. prompts: token ids; caps: output tokens of each; slots: requests at once."""
 
     prompts: tuple[tuple[int, ...], ...]
     caps: tuple[int, ...]
@@ -78,13 +100,19 @@ class CompareJob:
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """One run. `steps`: forward passes; `seconds`: of generating, without loading and warm-up."""
+    """One run. `steps`: forward passes; `seconds`: of generating, without loading and warm-up.
+
+    positions: those that the forward passes computed, padding included. padding: by step, where padded batches are
+    merged and filtered, else empty.
+    """
 
     mode: Mode
     outputs: tuple[tuple[int, ...], ...]
     seconds: float
     steps: int
+    positions: int
     timeline: Timeline
+    padding: tuple[PaddedStep, ...] = ()
 
     @property
     def tokens_per_s(self) -> float:
@@ -97,7 +125,30 @@ def measure(mode: Mode, job: CompareJob, on_tokens: OnTokens = lambda _: None) -
 
     `on_tokens` is called after each step with the number of new wanted tokens.
     """
-    return _measure_padded(job, on_tokens) if mode is Mode.PADDED else _measure_engine(mode, job, on_tokens)
+    if mode is Mode.PADDED:
+        return _measure_padded(job, on_tokens)
+    records: list[StepRecord] = []
+    padding: list[PaddedStep] = []
+    engine: StepEngine
+    if mode is Mode.PADDED_CONTINUOUS:
+        engine = _load_padded_continuous(job, records, padding)
+    else:
+        engine = _load_packed(job, records)
+    _generate(engine, job.requests("warm-up", _WARM_UP_TOKENS)[: job.slots], lambda _: None)
+    records.clear()
+    padding.clear()
+    requests = job.requests("request")
+    outputs: list[tuple[int, ...]] = []
+    started = time.perf_counter()
+    # A static batch is closed: the next one is submitted when the last request of this one has finished.
+    size = job.slots if mode is Mode.STATIC else len(requests)
+    for first in range(0, len(requests), size):
+        outputs += _generate(engine, requests[first : first + size], on_tokens)
+    seconds = time.perf_counter() - started
+    positions = sum(record.num_prefill_tokens + record.num_decode_tokens for record in records)
+    positions += sum(step.computed - step.wanted for step in padding)
+    timeline = timeline_of(TITLES[mode], records, job.slots)
+    return Measurement(mode, tuple(outputs), seconds, len(records), positions, timeline, tuple(padding))
 
 
 def _measure_padded(job: CompareJob, on_tokens: OnTokens) -> Measurement:
@@ -111,14 +162,26 @@ def _measure_padded(job: CompareJob, on_tokens: OnTokens) -> Measurement:
     generator.run(job.prompts[: job.slots], warm_up_caps, job.slots)
     run = generator.run(job.prompts, job.caps, job.slots, on_tokens)
     timeline = Timeline(TITLES[Mode.PADDED], job.slots, run.steps, run.spans)
-    return Measurement(Mode.PADDED, run.outputs, run.seconds, run.steps, timeline)
+    return Measurement(Mode.PADDED, run.outputs, run.seconds, run.steps, run.positions, timeline)
 
 
-def _measure_engine(mode: Mode, job: CompareJob, on_tokens: OnTokens) -> Measurement:
+def _load_padded_continuous(
+    job: CompareJob, records: list[StepRecord], padding: list[PaddedStep]
+) -> "PaddedContinuousEngine":
+    from serve_app.demo.padded import load_causal_lm
+    from serve_app.demo.padded_continuous import PaddedContinuousEngine
+    from serve_app.model.runner import set_num_threads
+
+    if job.num_threads is not None:
+        set_num_threads(job.num_threads)
+    model = load_causal_lm(job.model, job.dtype, job.device)
+    return PaddedContinuousEngine(model, job.slots, records.append, padding.append)
+
+
+def _load_packed(job: CompareJob, records: list[StepRecord]) -> "EngineCore":
     from serve_app.engine.core import EngineConfig, EngineCore
     from serve_app.model.options import ModelOptions
 
-    records: list[StepRecord] = []
     config = EngineConfig(
         model=ModelOptions(model=job.model, dtype=job.dtype, device=job.device),
         max_num_seqs=job.slots,
@@ -128,21 +191,10 @@ def _measure_engine(mode: Mode, job: CompareJob, on_tokens: OnTokens) -> Measure
         num_threads=job.num_threads,
         speculation="off",  # the comparison is about batching: one token per request and step
     )
-    engine = EngineCore.load(config, on_step=records.append)
-    _generate(engine, job.requests("warm-up", _WARM_UP_TOKENS)[: job.slots], lambda _: None)
-    records.clear()
-    requests = job.requests("request")
-    outputs: list[tuple[int, ...]] = []
-    started = time.perf_counter()
-    # A static batch is closed: the next one is submitted when the last request of this one has finished.
-    size = job.slots if mode is Mode.STATIC else len(requests)
-    for first in range(0, len(requests), size):
-        outputs += _generate(engine, requests[first : first + size], on_tokens)
-    seconds = time.perf_counter() - started
-    return Measurement(mode, tuple(outputs), seconds, len(records), timeline_of(TITLES[mode], records, job.slots))
+    return EngineCore.load(config, on_step=records.append)
 
 
-def _generate(engine: "EngineCore", requests: Sequence[EngineRequest], on_tokens: OnTokens) -> list[tuple[int, ...]]:
+def _generate(engine: StepEngine, requests: Sequence[EngineRequest], on_tokens: OnTokens) -> list[tuple[int, ...]]:
     """Submit the requests together and step until all have finished; their output tokens, in order."""
     outputs: dict[str, list[int]] = {request.request_id: [] for request in requests}
     for request in requests:

@@ -5,7 +5,7 @@ schedules again, so a picture shows what happened and not what should have happe
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
@@ -14,12 +14,14 @@ from typing import TYPE_CHECKING, Any
 from serve_app.core.step_record import StepRecord
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from rich.text import Text
 
 PALETTE = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442", "#6F4E7C")
 """Okabe and Ito's colours, which people with any kind of colour vision tell apart (their black is left for text; the
 eighth is a dark violet)."""
 
+_MORE_INCHES = 1.6
 _IDLE, _WASTED = "#EEEEEE", "#BBBBBB"
 
 
@@ -134,10 +136,17 @@ def colour_of(group: int) -> str:
     return PALETTE[group % len(PALETTE)]
 
 
-def draw_png(path: Path, timelines: Sequence[Timeline], groups: Mapping[str, int], group_labels: Sequence[str]) -> None:
+def draw_png(
+    path: Path,
+    timelines: Sequence[Timeline],
+    groups: Mapping[str, int],
+    group_labels: Sequence[str],
+    more: Sequence[Callable[["Axes"], None]] = (),
+) -> None:
     """One panel per timeline, all on one scale of steps, so that a shorter run is a shorter picture.
 
-    `groups` maps request ids to positions in `group_labels`. Writes a PNG and overwrites what is there.
+    `groups` maps request ids to positions in `group_labels`; each of `more` draws a further panel over the same steps.
+    Writes a PNG and overwrites what is there.
     """
     # The object interface with its own canvas: pyplot would keep global state and ask for a display.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -145,11 +154,16 @@ def draw_png(path: Path, timelines: Sequence[Timeline], groups: Mapping[str, int
 
     num_slots = max(timeline.num_slots for timeline in timelines)
     panel_inches = max(1.5, 0.22 * num_slots) + 0.5
-    figure = Figure(figsize=(13, panel_inches * len(timelines) + 1.1), dpi=130, layout="constrained", facecolor="white")
+    heights = [panel_inches] * len(timelines) + [_MORE_INCHES] * len(more)
+    figure = Figure(figsize=(13, sum(heights) + 1.1), dpi=130, layout="constrained", facecolor="white")
     FigureCanvasAgg(figure)
-    panels = figure.subplots(len(timelines), 1, sharex=True, squeeze=False)[:, 0]
-    for panel, timeline in zip(panels, timelines, strict=True):
+    panels = figure.subplots(len(heights), 1, sharex=True, squeeze=False, height_ratios=heights)[:, 0]
+    for panel, timeline in zip(panels[: len(timelines)], timelines, strict=True):
         _draw_panel(panel, timeline, groups)
+    for panel, draw in zip(panels[len(timelines) :], more, strict=True):
+        draw(panel)
+        panel.tick_params(labelsize=8, length=2)
+        panel.spines[["top", "right"]].set_visible(False)
     panels[-1].set_xlabel("step (one forward pass of the model)")
     panels[-1].set_xlim(0, max(1, *(timeline.num_steps for timeline in timelines)))
     _draw_legend(figure, timelines, group_labels)

@@ -13,9 +13,13 @@ from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 from serve_app.cli import app
+from serve_app.core.request import EngineRequest
+from serve_app.core.sampling_params import SamplingParams
 from serve_app.demo.compare import CAPS, PROMPTS, make_job, report, run_all, show
 from serve_app.demo.compare_runs import CompareJob, Measurement, Mode, measure, measure_in_process
-from serve_app.demo.padded import PaddedGenerator
+from serve_app.demo.padded import PaddedGenerator, load_causal_lm
+from serve_app.demo.padded_continuous import PaddedContinuousEngine
+from serve_app.demo.padding import PaddedStep
 from serve_app.errors import ServeAppError
 from serve_app.observability.timeline import Timeline, Work
 from serve_app.text.tokenizer import load_tokenizer
@@ -39,6 +43,20 @@ def continuous_steps(caps: tuple[int, ...], slots: int) -> int:
     return max(free_at)
 
 
+def merged_steps(caps: tuple[int, ...], slots: int) -> int:
+    """Newcomers take a step of their own, in which the others pause."""
+    waiting, running, steps = list(caps), [], 0
+    while waiting or running:
+        if free := min(slots - len(running), len(waiting)):
+            newcomers, waiting = waiting[:free], waiting[free:]
+            running += [cap - 1 for cap in newcomers]
+        else:
+            running = [left - 1 for left in running]
+        running = [left for left in running if left]
+        steps += 1
+    return steps
+
+
 @pytest.fixture(scope="module")
 def job(tiny_folder: Path) -> CompareJob:
     fields = {"slots": SLOTS, "model": str(tiny_folder), "dtype": "float64", "device": "cpu", "num_threads": 1}
@@ -55,7 +73,7 @@ def test_steps_are_exactly_what_the_ways_of_batching_imply(results: dict[Mode, M
     static = static_steps(CAPS_IN_ORDER, SLOTS)
     continuous = continuous_steps(CAPS_IN_ORDER, SLOTS)
     assert (static, continuous) == (14, 9)
-    assert [results[mode].steps for mode in Mode] == [static, static, continuous]
+    assert [results[mode].steps for mode in Mode] == [static, static, merged_steps(CAPS_IN_ORDER, SLOTS), continuous]
 
 
 def test_the_default_caps_leave_static_batches_twice_the_steps() -> None:
@@ -64,7 +82,7 @@ def test_the_default_caps_leave_static_batches_twice_the_steps() -> None:
     assert static_steps(caps, 8) >= 2 * continuous_steps(caps, 8)
 
 
-def test_all_three_give_the_same_tokens_of_the_wanted_lengths(results: dict[Mode, Measurement]) -> None:
+def test_all_give_the_same_tokens_of_the_wanted_lengths(results: dict[Mode, Measurement]) -> None:
     for run in results.values():
         assert [len(output) for output in run.outputs] == list(CAPS_IN_ORDER)
     assert len({run.outputs for run in results.values()}) == 1
@@ -76,18 +94,24 @@ def test_the_report_has_exactly_the_promised_keys(results: dict[Mode, Measuremen
     assert list(figures) == [
         "static_padded",
         "static_packed",
+        "continuous_padded",
         "continuous",
         "speedup_vs_padded",
         "speedup_vs_packed",
+        "speedup_vs_padded_continuous",
         "outputs_equal",
         "agreement_with_padded",
+        "agreement_with_padded_continuous",
     ]
     for mode in Mode:
-        assert list(figures[mode]) == ["steps", "seconds", "output_tokens", "tokens_per_s"]
+        keys = ["steps", "seconds", "output_tokens", "tokens_per_s", "computed_positions"]
+        if mode is Mode.PADDED_CONTINUOUS:
+            keys += ["padding_share_of_cache", "appended_mib", "moved_mib"]
+        assert list(figures[mode]) == keys
         assert figures[mode]["output_tokens"] == sum(CAPS_IN_ORDER)
         assert figures[mode]["tokens_per_s"] == pytest.approx(sum(CAPS_IN_ORDER) / results[mode].seconds, rel=1e-3)
     assert figures["outputs_equal"] is True
-    assert figures["agreement_with_padded"] == 1.0
+    assert figures["agreement_with_padded"] == figures["agreement_with_padded_continuous"] == 1.0
 
 
 def test_pictures_show_padding_only_where_there_is_some(results: dict[Mode, Measurement]) -> None:
@@ -102,7 +126,8 @@ def test_pictures_show_padding_only_where_there_is_some(results: dict[Mode, Meas
 
 
 def fabricated(mode: Mode, outputs: tuple[tuple[int, ...], ...], seconds: float) -> Measurement:
-    return Measurement(mode, outputs, seconds, 4, Timeline("t", 2, 4, ()))
+    padding = (PaddedStep(4, 2, 8, 6, 0, 2**20),) if mode is Mode.PADDED_CONTINUOUS else ()
+    return Measurement(mode, outputs, seconds, 4, 6, Timeline("t", 2, 4, ()), padding)
 
 
 def test_differences_are_reported_not_hidden() -> None:
@@ -111,6 +136,7 @@ def test_differences_are_reported_not_hidden() -> None:
     results = {
         Mode.PADDED: fabricated(Mode.PADDED, padded, 6.0),
         Mode.STATIC: fabricated(Mode.STATIC, padded, 3.0),
+        Mode.PADDED_CONTINUOUS: fabricated(Mode.PADDED_CONTINUOUS, padded, 4.0),
         Mode.CONTINUOUS: fabricated(Mode.CONTINUOUS, ours, 2.0),
     }
     figures = report(results)
@@ -120,6 +146,7 @@ def test_differences_are_reported_not_hidden() -> None:
     output = StringIO()
     show(Console(file=output, width=100), CompareJob(((1,), (1,)), (4, 2), 2), results, {})
     assert "1 of 2 requests equal, token for token" in output.getvalue()
+    assert "1.0 MiB to merge and filter; 25% of" in " ".join(output.getvalue().split())
     assert "Prefix cache in both packed runs: off" in output.getvalue()
 
 
@@ -144,7 +171,7 @@ def test_the_command_end_to_end(tiny_folder: Path, tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["compare", *options])
     assert result.exit_code == 0, result.output
     figures = json.loads(json_file.read_text())
-    assert [figures[mode]["steps"] for mode in Mode] == [14, 14, 9]
+    assert [figures[mode]["steps"] for mode in Mode] == [14, 14, 13, 9]
     assert figures["outputs_equal"] is True
     assert "Continuous: a freed slot" in result.output
     assert "12 of 12 requests equal, token for token" in result.output
@@ -185,3 +212,27 @@ def test_wrong_options_are_refused(options: list[str], message: str) -> None:
     result = CliRunner().invoke(app, ["compare", *options], env={"COLUMNS": "200"})
     assert result.exit_code != 0
     assert message in result.output
+
+
+def test_only_padding_computes_more_than_was_asked_for(job: CompareJob, results: dict[Mode, Measurement]) -> None:
+    wanted = sum(len(prompt) + cap - 1 for prompt, cap in zip(job.prompts, job.caps, strict=True))
+    assert results[Mode.STATIC].positions == results[Mode.CONTINUOUS].positions == wanted
+    merged = results[Mode.PADDED_CONTINUOUS]
+    assert sum(step.wanted for step in merged.padding) == wanted
+    assert results[Mode.PADDED].positions > merged.positions > wanted, "finished rows compute nothing when filtered"
+
+
+def test_merging_and_filtering_copy_what_they_keep(tiny_folder: Path) -> None:
+    """Prompts of 2 and 4 tokens, two slots: the cache holds 2 x columns, and after a row's end what is left of it."""
+    steps: list[PaddedStep] = []
+    engine = PaddedContinuousEngine(load_causal_lm(str(tiny_folder), "float64", "cpu"), 2, lambda _: None, steps.append)
+    for name, prompt, cap in (("a", (5, 6), 3), ("b", (7, 8, 9, 10), 2), ("c", (11,), 1)):
+        engine.add(EngineRequest(name, prompt, SamplingParams(temperature=0.0, max_tokens=cap, ignore_eos=True)))
+    while engine.has_unfinished:
+        engine.step()
+    column = 2 * 2 * 16 * 8 * 2  # 2 layers, 2 heads of 16 numbers in 8 bytes, keys and values
+    assert [(step.computed, step.wanted) for step in steps] == [(8, 6), (2, 2), (1, 1), (1, 1)]
+    assert [(step.held, step.used) for step in steps] == [(8, 6), (10, 8), (6, 4), (4, 4)]
+    assert [step.appended_bytes // column for step in steps] == [0, 8, 0, 3]
+    # b ends: a's row is copied, without the two columns of padding. c joins (2 rows of 3), and ends at once.
+    assert [step.moved_bytes // column for step in steps] == [0, 3, 6 + 3, 0]
