@@ -48,7 +48,7 @@ class Access:
 
         Whatever is not known to be public needs a key, routes that do not exist included.
         """
-        path, headers = scope["path"].removeprefix(scope.get("root_path", "")), Headers(scope=scope)
+        path, headers = path_of(scope), Headers(scope=scope)
         if path not in HEALTH:
             self._origins.check(headers)
         if self._keys is None or scope["method"] == "OPTIONS" or path in _PUBLIC or path.startswith(_PUBLIC_FILES):
@@ -58,7 +58,9 @@ class Access:
         if not key:
             if self._allow_anonymous and not admin_only:
                 return ANONYMOUS
-            raise AuthenticationError("this needs an API key: send the header `Authorization: Bearer <key>`")
+            raise AuthenticationError(
+                "this needs an API key: send the header `Authorization: Bearer <key>` or `x-api-key: <key>`"
+            )
         if self._internal is not None and hmac.compare_digest(hash_key(key), self._internal):
             tenant = INTERNAL
         else:
@@ -68,6 +70,12 @@ class Access:
                 raise PermissionDeniedError("this tells of everybody: it needs a key with `admin: true`")
             self._on_admin(tenant.name, path)
         return tenant
+
+
+def path_of(scope: Scope) -> str:
+    """The request's path as this application's routes have it."""
+    path: str = scope["path"]
+    return path.removeprefix(scope.get("root_path", ""))
 
 
 def key_of(headers: Headers) -> str:

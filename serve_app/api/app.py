@@ -12,6 +12,8 @@ from starlette.responses import Response
 
 from serve_app.api.access import Access
 from serve_app.api.admission import AsyncAdmissionQueue
+from serve_app.api.anthropic import MessagesJob
+from serve_app.api.anthropic_body import CountTokensBody, MessagesBody
 from serve_app.api.body import Body
 from serve_app.api.chat import ChatJob
 from serve_app.api.completions import CompletionJob
@@ -27,6 +29,7 @@ from serve_app.api.responses import ResponsesJob
 from serve_app.api.responses_body import ResponsesBody
 from serve_app.api.schemas import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody, parse_body
 from serve_app.api.service import Service
+from serve_app.api.translation import TranslatedJob
 from serve_app.tenants.accounts import Accounts
 
 
@@ -70,7 +73,7 @@ def create_app(
     return app
 
 
-_BODIES = (ChatBody, CompletionBody, ResponsesBody, TokenizeBody, DetokenizeBody)
+_BODIES = (ChatBody, CompletionBody, ResponsesBody, MessagesBody, CountTokensBody, TokenizeBody, DetokenizeBody)
 
 
 class _Api(FastAPI):
@@ -104,6 +107,12 @@ def _add_generation(app: FastAPI, context: ApiContext) -> None:
     async def responses(request: Request) -> Response:
         return GenerationResponse(
             context, "responses", request, lambda raw: ResponsesJob(context, parse_body(ResponsesBody, raw))
+        )
+
+    @app.post("/v1/messages", openapi_extra=_accepts(MessagesBody))
+    async def messages(request: Request) -> Response:
+        return GenerationResponse(
+            context, "messages", request, lambda raw: MessagesJob(context, parse_body(MessagesBody, raw))
         )
 
 
@@ -147,6 +156,12 @@ def _add_tokens(app: FastAPI, context: ApiContext) -> None:
             special = body.add_special_tokens is not False
             ids = await encode_prompt(tokenizer, body.prompt or "", card, add_special_tokens=special)
         return {"tokens": ids, "count": len(ids), "max_model_len": card.max_model_len}
+
+    @app.post("/v1/messages/count_tokens", openapi_extra=_accepts(CountTokensBody))
+    async def count_tokens(request: Request) -> dict[str, Any]:
+        body = parse_body(CountTokensBody, await request.body())
+        check_tenant(request.state.tenant, context.service.model.name)
+        return {"input_tokens": len(await TranslatedJob(context, body).prompt())}
 
     @app.post("/detokenize", openapi_extra=_accepts(DetokenizeBody))
     async def detokenize(request: Request) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from serve_app.api.access import Access
-from serve_app.api.errors import error_response, internal_error, plain_error_response
+from serve_app.api.errors import error_response, internal_error, plain_error_response, speaks_anthropic
 from serve_app.api.limits import ApiLimits
 from serve_app.api.origins import is_from_browser
 from serve_app.api.request_events import RequestObserver
@@ -55,7 +55,8 @@ class RequestGuard:
             await self._app(scope, receive, send)
             return
         request_id = request_id_of(scope)
-        told: dict[str, str] = {}
+        # Anthropic's clients read the id under their API's name.
+        told: dict[str, str] = {"request-id": request_id} if speaks_anthropic(scope) else {}
         scope["state"] = {**scope.get("state", {}), "request_id": request_id, "response_headers": told}
         started = False
 
@@ -76,13 +77,13 @@ class RequestGuard:
             if started:
                 raise
             # Nothing here names the error any longer than that: it holds this frame, and with it the body.
-            response = error_response(error if isinstance(error, RequestError) else internal_error(), request_id)
+            response = error_response(error if isinstance(error, RequestError) else internal_error(), scope)
             await response(scope, receive, send_with_id)
 
     async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
         if sum(len(name) + len(value) for name, value in scope["headers"]) > self._limits.max_header_bytes:
             message = f"the request's headers exceed {self._limits.max_header_bytes} bytes"
-            response = plain_error_response(431, message, "headers_too_large", scope["state"]["request_id"])
+            response = plain_error_response(431, message, "headers_too_large", scope)
             await response(scope, receive, send)
             return
         scope["state"]["tenant"] = self._access.tenant_of(scope)

@@ -116,6 +116,7 @@ CONTENT_PART: Ignored = {
     "index": ANYTHING,
     "annotations": ANYTHING,
     "cache_control": ANYTHING,
+    "citations": ANYTHING,
     "prompt_cache_breakpoint": ANYTHING,
     "logprobs": ANYTHING,
 }
@@ -211,4 +212,4 @@ ANTHROPIC_TOOL: Ignored = {
 }
 
 ANTHROPIC_OUTPUT: Ignored = {"effort": ANYTHING}
-THINKING: Ignored = {"budget_tokens": ANYTHING, "display": ANYTHING}
+THINKING: Ignored = {"display": ANYTHING}

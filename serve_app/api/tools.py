@@ -13,10 +13,13 @@ MAX_TOOLS = 128
 MAX_TOOLS_BYTES = 2**18
 
 
+ToolName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")]
+
+
 class FunctionDefinition(Body):
     """A function by name, with the JSON schema of its arguments. `strict`: the schema is always enforced."""
 
-    name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")]
+    name: ToolName
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None

@@ -1,0 +1,231 @@
+"""POST /v1/messages and its count_tokens: the bodies, and what they mean as chat requests."""
+
+import re
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
+
+from serve_app.api import ignored
+from serve_app.api.body import SHOWN, Body, refusal, unfit
+from serve_app.api.messages import MAX_MESSAGES, Name, check_parts, check_text
+from serve_app.api.schemas import Stop
+from serve_app.api.template import knows_effort
+from serve_app.api.tools import ToolName
+from serve_app.api.translation import Conversation, TranslatedBody
+from serve_app.text.tokenizer import Tokenizer
+
+_NEEDS = {
+    "text": ("text",),
+    "thinking": ("thinking",),
+    "redacted_thinking": (),
+    "tool_use": ("id", "name", "input"),
+    "tool_result": ("tool_use_id",),
+}
+_SAID_BY = {
+    "user": ("text", "tool_result"),
+    "assistant": ("text", "thinking", "redacted_thinking", "tool_use"),
+    "system": ("text",),
+}
+_BILLING = re.compile(r"\Ax-anthropic-billing-header:[^\n]*\n*")
+"""What one client puts in front of its system prompt, another with each request: no prefix would be found again."""
+
+
+def _check_blocks(value: object) -> object:
+    """One form for both: a list of blocks."""
+    if isinstance(value, str):
+        return [{"type": "text", "text": value}]
+    for i, block in enumerate(value if isinstance(value, list) else ()):
+        kind = block.get("type") if isinstance(block, dict) else None
+        if isinstance(kind, str) and kind not in _NEEDS:
+            raise refusal(f"block {i}: this server does not read the type {kind[:SHOWN]!r}")
+    return value
+
+
+def _check_texts(value: object) -> str | None:
+    return None if value == [] else check_text(value)
+
+
+class Block(Body):
+    """One of a message's `content`."""
+
+    ignores = ignored.ANTHROPIC_BLOCK
+
+    type: Literal["text", "thinking", "redacted_thinking", "tool_use", "tool_result"]
+    text: str | None = None
+    thinking: str | None = None
+    id: Name | None = None
+    name: Name | None = None
+    input: dict[str, Any] | None = None
+    tool_use_id: Name | None = None
+    content: Annotated[Any, AfterValidator(_check_texts)] = None
+
+    @model_validator(mode="after")
+    def _check_type(self) -> Self:
+        for name in _NEEDS[self.type]:
+            if getattr(self, name) is None:
+                raise unfit(name, "is required")
+        return self
+
+
+class AnthropicMessage(Body):
+    """One of `messages`."""
+
+    ignores = ignored.ANTHROPIC_MESSAGE
+
+    role: Literal["user", "assistant", "system"]
+    content: Annotated[list[Block], BeforeValidator(_check_blocks)]
+
+    @model_validator(mode="after")
+    def _check_role(self) -> Self:
+        for i, block in enumerate(self.content):
+            if block.type not in _SAID_BY[self.role]:
+                raise unfit(f"content[{i}]", f"of the type {block.type!r} is nothing for the role {self.role!r}")
+        if not self.content and self.role != "assistant":
+            raise unfit("content", "must hold something")
+        return self
+
+    def tell(self, conversation: Conversation) -> None:
+        """Add it to the conversation; texts between results of tools are messages of their own."""
+        texts: list[str] = []
+        for block in (*self.content, None):
+            if block is not None and block.type == "text":
+                texts.append(block.text or "")
+                continue
+            if texts:
+                conversation.say(self.role, "\n".join(texts))
+                texts = []
+            match block:
+                case Block(type="thinking"):
+                    conversation.think(block.thinking or "")
+                case Block(type="tool_use"):
+                    conversation.call(block.name or "", block.input or {}, block.id or "")
+                case Block(type="tool_result"):
+                    conversation.answer(block.tool_use_id or "", block.content or "")
+
+
+class AnthropicTool(Body):
+    """One of `tools`."""
+
+    ignores = ignored.ANTHROPIC_TOOL
+
+    name: ToolName
+    description: str | None = None
+    input_schema: dict[str, Any]
+    strict: bool | None = None
+
+    def for_chat(self) -> dict[str, Any]:
+        """Chat's form of it."""
+        function = {"name": self.name, "description": self.description, "strict": self.strict}
+        return {"type": "function", "function": {**function, "parameters": self.input_schema}}
+
+
+def _check_tool_types(value: object) -> object:
+    """Tools that come with Anthropic's API, by a type of their own, are not here: the model is not told of them."""
+    if not isinstance(value, list):
+        return value
+    return [None if isinstance(tool, dict) and tool.get("type") not in (None, "custom") else tool for tool in value]
+
+
+class AnthropicToolChoice(Body):
+    """`tool_choice`."""
+
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    disable_parallel_tool_use: bool | None = None
+
+    @model_validator(mode="after")
+    def _check_name(self) -> Self:
+        if (self.name is None) == (self.type == "tool"):
+            raise unfit("name", "is required by the type `tool`, and by no other")
+        return self
+
+    def for_chat(self) -> Any:
+        """Chat's form of it."""
+        if self.type == "tool":
+            return {"type": "function", "function": {"name": self.name}}
+        return "required" if self.type == "any" else self.type
+
+
+class ThinkingConfig(Body):
+    """`thinking`. `adaptive` leaves it to the chat template, as does none at all."""
+
+    ignores = ignored.THINKING
+
+    type: Literal["enabled", "disabled", "adaptive"]
+    budget_tokens: Annotated[int | None, Field(ge=1, lt=2**31)] = None
+
+
+class OutputFormat(Body):
+    """`output_config.format`."""
+
+    type: Literal["json_schema"]
+    schema_: Annotated[dict[str, Any], Field(alias="schema")]
+
+
+class OutputConfig(Body):
+    """`output_config`."""
+
+    ignores = ignored.ANTHROPIC_OUTPUT
+
+    format: OutputFormat | None = None
+
+
+class CountTokensBody(TranslatedBody):
+    """POST /v1/messages/count_tokens."""
+
+    ignores = ignored.ANTHROPIC
+    chat_names = (
+        (r"^tools\[(\d+)\]\.function\.parameters", r"tools[\1].input_schema"),
+        (r"^(tools\[\d+\]|tool_choice)\.function", r"\1"),
+        (r"^response_format\.json_schema", "output_config.format"),
+        ("^reasoning_effort", "thinking"),
+        ("^continue_final_message", "messages"),
+    )
+
+    n: Literal[1] | None = None
+    messages: Annotated[
+        list[AnthropicMessage],
+        Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True),
+        BeforeValidator(check_parts),
+    ]
+    system: Annotated[Any, AfterValidator(_check_texts)] = None
+    tools: Annotated[list[AnthropicTool | None] | None, BeforeValidator(_check_tool_types)] = None
+    tool_choice: AnthropicToolChoice | None = None
+    thinking: ThinkingConfig | None = None
+    output_config: OutputConfig | None = None
+
+    def chat_fields(self, tokenizer: Tokenizer) -> dict[str, Any]:
+        """The other fields of the chat request."""
+        conversation = Conversation()
+        if system := _BILLING.sub("", self.system or ""):
+            conversation.say("system", system)
+        for message in self.messages:
+            message.tell(conversation)
+        choice, thinking, output = self.tool_choice, self.thinking, self.output_config
+        fields: dict[str, Any] = {
+            "messages": conversation.messages,
+            "continue_final_message": self.messages[-1].role == "assistant",
+        }
+        if self.tools:
+            fields["tools"] = [tool.for_chat() for tool in self.tools if tool is not None]
+        if choice is not None:
+            fields |= {"tool_choice": choice.for_chat(), "parallel_tool_calls": not choice.disable_parallel_tool_use}
+        if thinking is not None and thinking.type != "adaptive" and knows_effort(tokenizer):
+            fields["reasoning_effort"] = "none" if thinking.type == "disabled" else "medium"
+        if thinking is not None and tokenizer.reasoning is not None:
+            fields["thinking_token_budget"] = thinking.budget_tokens
+        if output is not None and output.format is not None:
+            schema = {"name": "", "schema": output.format.schema_}
+            fields["response_format"] = {"type": "json_schema", "json_schema": schema}
+        return fields
+
+
+class MessagesBody(CountTokensBody):
+    """POST /v1/messages."""
+
+    max_tokens: Annotated[int, Field(ge=1)]
+    stop_sequences: Stop = None
+
+    def chat_fields(self, tokenizer: Tokenizer) -> dict[str, Any]:
+        """The other fields of the chat request, but for `max_tokens`, which may be more than fit here."""
+        return {**super().chat_fields(tokenizer), "stop": self.stop_sequences}
