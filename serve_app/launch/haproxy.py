@@ -23,6 +23,8 @@ from serve_app.errors import (
 from serve_app.settings import IngressSettings
 
 _HEADERS_TIMEOUT_S = 10
+_READING_TIMEOUT_S = 60
+"""A client that takes nothing of its answer for so long is disconnected: it holds a place that others wait for."""
 _WRAPPER = """#!/bin/sh
 previous=
 for argument in "$@"; do
@@ -47,6 +49,7 @@ backend serve_app_requests
 _FRONTEND = """
     option forwardfor
     timeout http-request {headers_s}s
+    timeout client {reading_s}s
     tcp-request connection track-sc0 src table serve_app_connections
     tcp-request connection set-var(sess.complete) src_conn_cur(serve_app_requests)
     tcp-request connection reject if {{ sc0_conn_cur,sub(sess.complete) gt {unfinished} }}
@@ -99,6 +102,7 @@ def write_frontend(folder: Path, applications: Iterable[IngressSettings]) -> Non
         _FRONTEND.format(
             folder=folder,
             headers_s=_HEADERS_TIMEOUT_S,
+            reading_s=_READING_TIMEOUT_S,
             body_s=max(math.ceil(ingress.body_timeout_s) for ingress in ingresses),
             unfinished=max(ingress.max_unfinished_per_source for ingress in ingresses),
         )

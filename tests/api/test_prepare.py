@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 
+from serve_app.api import completions
+from serve_app.api.schemas import parse_body
 from tests.api.conftest import Api
 
 
@@ -24,6 +26,21 @@ async def test_many_empty_messages_are_rendered_beside_the_event_loop(
     for count in (1, 200):
         messages = [{"role": "user", "content": ""}] * count
         assert (await api.http.post("/v1/chat/completions", json={"messages": messages})).status_code == 200
+    assert on_the_loop == [True, False]
+
+
+async def test_large_bodies_are_parsed_beside_the_event_loop(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever is in them, and one at a time: a hundred of them at once stop nobody's stream."""
+    on_the_loop = []
+
+    def watched(*given: Any) -> Any:
+        on_the_loop.append(threading.current_thread() is threading.main_thread())
+        return parse_body(*given)
+
+    monkeypatch.setattr(completions, "parse_body", watched)
+    for count in (1, 200_000):
+        answer = await api.http.post("/v1/completions", json={"prompt": "a", "stop_token_ids": [7] * count})
+        assert answer.status_code == (200 if count == 1 else 400)
     assert on_the_loop == [True, False]
 
 
