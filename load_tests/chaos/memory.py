@@ -102,7 +102,7 @@ def _told(answers: list[Answer]) -> dict[str, Any]:
 
 async def _read_nothing(fleet: Fleet, seed: int) -> None:
     """Ask for a large streamed answer and read none of it; when the server ends that, ask again."""
-    body = ask("unread", "Tell me everything.", 4000, temperature=1, seed=seed, n=64, logprobs=20).body
+    body = ask("unread", "Tell me everything.", 195, temperature=1, seed=seed, n=64, logprobs=20).body
     while True:
         with suppress(aiohttp.ClientError, OSError):
             async with open_narrow_session() as session, session.post(f"{fleet.url}/v1/completions", json=body):

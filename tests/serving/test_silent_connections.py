@@ -10,8 +10,9 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.serving.conftest import Server
-from tests.serving.test_server import body
+from load_tests.chaos.traffic import open_narrow_session
+from tests.serving.conftest import Server, wait_for
+from tests.serving.test_server import NO_EOS, body
 
 pytestmark = pytest.mark.cluster
 
@@ -85,6 +86,22 @@ async def test_a_large_body_finds_room_among_slow_ones(fast_path_server: Server)
                 await asyncio.sleep(float(answer.headers["retry-after"]))
     assert statuses.count(429) <= 2
     assert set(statuses) <= {200, 429}
+
+
+@pytest.mark.slow
+async def test_whoever_reads_nothing_for_a_minute_gives_its_place_back(fast_path_server: Server) -> None:
+    """Long before the request's own time is over, which is ten minutes."""
+    server = fast_path_server
+    # 20 MB, more than fits into the buffers on the way.
+    messages = [{"role": "user", "content": "Once"}]
+    unread = {"messages": messages, "max_tokens": 1500, "n": 8, "logprobs": True, "top_logprobs": 20, "stream": True}
+    unread |= NO_EOS | {"temperature": 1}
+    url = f"{server.url}/v1/chat/completions"
+    async with open_narrow_session() as session, session.post(url, json=unread) as stream:
+        assert stream.status == 200, await stream.text()
+        before = server.metrics().get('serve_app_requests_total{outcome="cancelled"}', 0)
+        await asyncio.to_thread(wait_for, lambda: server.metrics()["serve_app_requests_active"] == 0, "its end", 90)
+    assert server.metrics()['serve_app_requests_total{outcome="cancelled"}'] == before + 1
 
 
 async def test_an_address_has_only_so_many_unfinished_requests(start: Callable[..., Server], tiny_folder: Path) -> None:
