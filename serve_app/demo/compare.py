@@ -3,7 +3,8 @@
 Decides which requests are compared and how the result is shown. The measuring is in `compare_runs`.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,7 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from serve_app.demo.compare_runs import CompareJob, Measurement, Mode, measure_in_process
+from serve_app.demo.compare_runs import CompareJob, Measurement, Mode, OnTokens, measure_in_process
 from serve_app.demo.padding import draw_copies, draw_held, padding_figures
 from serve_app.observability.timeline import draw_png, draw_terminal
 
@@ -30,7 +31,7 @@ PROMPTS = (
 CAPS = (6, 50, 300, 30, 180, 45)
 """Output tokens of each prompt: short and long side by side, which is what makes static batches wait."""
 
-Runner = Callable[[Mode, CompareJob, Callable[[int], None]], Measurement]
+Runner = Callable[[Mode, CompareJob, OnTokens], Measurement]
 
 
 def make_job(
@@ -41,14 +42,25 @@ def make_job(
     return CompareJob(ids * repeat, tuple(caps) * repeat, **fields)
 
 
+@contextmanager
+def token_progress(console: Console) -> Iterator[Callable[[str, int], OnTokens]]:
+    """Progress bars; yields a function that begins one for a total of tokens and returns what adds to it."""
+    columns = TextColumn("{task.description:<17}"), BarColumn(), TextColumn("{task.completed}/{task.total} tokens")
+    with Progress(*columns, TimeElapsedColumn(), console=console) as progress:
+
+        def begin(name: str, total: int) -> OnTokens:
+            task = progress.add_task(name, total=total)
+            return lambda tokens: progress.advance(task, tokens)
+
+        yield begin
+
+
 def run_all(job: CompareJob, console: Console, runner: Runner = measure_in_process) -> dict[Mode, Measurement]:
     """All measurements, one after another, with a progress bar for each."""
-    columns = TextColumn("{task.description:<17}"), BarColumn(), TextColumn("{task.completed}/{task.total} tokens")
     results = {}
-    with Progress(*columns, TimeElapsedColumn(), console=console) as progress:
+    with token_progress(console) as begin:
         for mode in Mode:
-            task = progress.add_task(mode.value, total=job.output_tokens)
-            results[mode] = runner(mode, job, lambda tokens, task=task: progress.advance(task, tokens))  # type: ignore[misc]
+            results[mode] = runner(mode, job, begin(mode.value, job.output_tokens))
     return results
 
 

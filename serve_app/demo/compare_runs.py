@@ -27,6 +27,7 @@ from serve_app.observability.timeline import Timeline, timeline_of
 if TYPE_CHECKING:
     from serve_app.demo.padded_continuous import PaddedContinuousEngine
     from serve_app.engine.core import EngineCore
+    from serve_app.model.paged_model import PagedModel
 
 _WARM_UP_TOKENS = 4
 
@@ -69,7 +70,11 @@ TITLES = {
 
 @dataclass(frozen=True, slots=True)
 class CompareJob:
-    """The work of all runs. prompts: token ids; caps: output tokens of each; slots: requests at once."""
+    """The work of all runs. prompts: token ids; caps: output tokens of each; slots: requests at once.
+
+    context: the longest request that the engine must be ready for, in tokens (None: the model's own). kv_positions: the
+    packed runs' KV pool in tokens, in whole blocks, instead of `kv_cache_gib`.
+    """
 
     prompts: tuple[tuple[int, ...], ...]
     caps: tuple[int, ...]
@@ -80,6 +85,8 @@ class CompareJob:
     prefix_cache: bool = False
     num_threads: int | None = None
     kv_cache_gib: float = 1.0
+    context: int | None = None
+    kv_positions: int | None = None
 
     @property
     def output_tokens(self) -> int:
@@ -133,22 +140,17 @@ def measure(mode: Mode, job: CompareJob, on_tokens: OnTokens = lambda _: None) -
     if mode is Mode.PADDED_CONTINUOUS:
         engine = _load_padded_continuous(job, records, padding)
     else:
-        engine = _load_packed(job, records)
+        engine = packed_engine(load_packed_model(job), job, records)
     _generate(engine, job.requests("warm-up", _WARM_UP_TOKENS)[: job.slots], lambda _: None)
     records.clear()
     padding.clear()
-    requests = job.requests("request")
-    outputs: list[tuple[int, ...]] = []
     started = time.perf_counter()
-    # A static batch is closed: the next one is submitted when the last request of this one has finished.
-    size = job.slots if mode is Mode.STATIC else len(requests)
-    for first in range(0, len(requests), size):
-        outputs += _generate(engine, requests[first : first + size], on_tokens)
+    outputs = generate_all(engine, job, on_tokens, batch_size=job.slots if mode is Mode.STATIC else None)
     seconds = time.perf_counter() - started
     positions = sum(record.num_prefill_tokens + record.num_decode_tokens for record in records)
     positions += sum(step.computed - step.wanted for step in padding)
     timeline = timeline_of(TITLES[mode], records, job.slots)
-    return Measurement(mode, tuple(outputs), seconds, len(records), positions, timeline, tuple(padding))
+    return Measurement(mode, outputs, seconds, len(records), positions, timeline, tuple(padding))
 
 
 def _measure_padded(job: CompareJob, on_tokens: OnTokens) -> Measurement:
@@ -178,20 +180,46 @@ def _load_padded_continuous(
     return PaddedContinuousEngine(model, job.slots, records.append, padding.append)
 
 
-def _load_packed(job: CompareJob, records: list[StepRecord]) -> "EngineCore":
-    from serve_app.engine.core import EngineConfig, EngineCore
+def load_packed_model(job: CompareJob) -> "PagedModel":
+    """The job's model, ready for `packed_engine`. Raises `ConfigError`."""
+    from serve_app.model.loader import load_model
     from serve_app.model.options import ModelOptions
+    from serve_app.model.runner import set_num_threads
 
+    if job.num_threads is not None:
+        set_num_threads(job.num_threads)
+    return load_model(ModelOptions(model=job.model, dtype=job.dtype, device=job.device, max_model_len=job.context))
+
+
+def packed_engine(model: "PagedModel", job: CompareJob, records: list[StepRecord]) -> "EngineCore":
+    """Our engine with the job's slots and KV pool; it appends what its steps did to `records`. One at a time."""
+    from serve_app.engine.core import EngineConfig, EngineCore
+
+    kv_cache_gib = job.kv_cache_gib
+    if job.kv_positions is not None:
+        # Beside the scheduler's blocks the pool has the null block and one that the runner keeps for itself.
+        num_blocks = -(-job.kv_positions // model.block_size) + 2
+        kv_cache_gib = num_blocks * model.kv_bytes_per_block() / 2**30
     config = EngineConfig(
-        model=ModelOptions(model=job.model, dtype=job.dtype, device=job.device),
         max_num_seqs=job.slots,
         max_num_batched_tokens=2048,  # all prompts of a batch in one step, as with padding
         enable_prefix_cache=job.prefix_cache,
-        kv_cache_gib=job.kv_cache_gib,
-        num_threads=job.num_threads,
+        kv_cache_gib=kv_cache_gib,
         speculation="off",  # the comparison is about batching: one token per request and step
     )
-    return EngineCore.load(config, on_step=records.append)
+    return EngineCore(model, config, on_step=records.append)
+
+
+def generate_all(
+    engine: StepEngine, job: CompareJob, on_tokens: OnTokens, batch_size: int | None = None
+) -> tuple[tuple[int, ...], ...]:
+    """The outputs of all requests, submitted at once; or in closed batches, the next when the last of one has ended."""
+    requests = job.requests("request")
+    size = batch_size or len(requests)
+    outputs: list[tuple[int, ...]] = []
+    for first in range(0, len(requests), size):
+        outputs += _generate(engine, requests[first : first + size], on_tokens)
+    return tuple(outputs)
 
 
 def _generate(engine: StepEngine, requests: Sequence[EngineRequest], on_tokens: OnTokens) -> list[tuple[int, ...]]:

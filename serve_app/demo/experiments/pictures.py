@@ -1,0 +1,44 @@
+"""What the experiments' pictures have in common: a size that is readable in a page, colours, and writing a PNG."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+
+from serve_app.observability.timeline import PALETTE
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+BLUE, ORANGE, GREEN, PINK, SKY, RED = PALETTE[:6]
+MARKERS = "osD^vP"
+"""With the colours, so that lines are told apart without colour vision."""
+
+_WIDTH, _DPI = 9.0, 130
+
+
+def stacked_panels(count: int, height: float = 1.9) -> "tuple[Figure, list[Axes]]":
+    """Panels one below the other over the same x-axis; `height` of each, in inches."""
+    return _figure(count, 1, count * height + 0.8, share=True)
+
+
+def side_by_side(count: int, height: float = 3.6) -> "tuple[Figure, list[Axes]]":
+    """Panels beside each other, with axes of their own; `height` in inches."""
+    return _figure(1, count, height, share=False)
+
+
+def _figure(rows: int, columns: int, height: float, share: bool) -> "tuple[Figure, list[Axes]]":
+    figure = Figure(figsize=(_WIDTH, height), dpi=_DPI, layout="constrained", facecolor="white")
+    panels = list(figure.subplots(rows, columns, squeeze=False, sharex=share).flat)
+    for panel in panels:
+        panel.spines[["top", "right"]].set_visible(False)
+        panel.grid(alpha=0.25)
+        panel.set_axisbelow(True)
+    return figure, panels
+
+
+def save(figure: Figure, path: Path) -> None:
+    """Write a PNG; overwrites what is there."""
+    FigureCanvasAgg(figure)
+    figure.savefig(path, format="png")
