@@ -1,20 +1,23 @@
 """Grammars: outputs match them, what cannot be enforced is refused by name, and no grammar costs much."""
 
+import gc
 import json
 import random
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from functools import reduce
+from functools import partial
 from typing import Any
 
 import jsonschema
+import psutil
 import pytest
 
 from serve_app import grammars
 from serve_app.errors import InvalidRequestError
 from serve_app.grammars import Grammars, Matcher
 from serve_app.text.tokenizer import Tokenizer, load_tokenizer
+from tests.hostile_schemas import HOSTILE_SCHEMAS
 
 WIDTH = 49_160
 EOS = 2
@@ -129,6 +132,21 @@ def test_only_so_many_grammars_are_kept(compiled: Grammars) -> None:
     assert long[-1] in compiled._kept
 
 
+def test_ten_thousand_schemas_leave_no_memory_behind(compiled: Grammars) -> None:
+    """Beyond what the kept ones take."""
+
+    def meet(numbers: range) -> int:
+        for number in numbers:
+            schema = {"type": "object", "properties": {f"field{number}": {"type": "string", "maxLength": number % 50}}}
+            compiled.matcher(grammars.json_schema(schema))
+        gc.collect()
+        return psutil.Process().memory_info().rss
+
+    before = meet(range(1_000))
+    assert meet(range(1_000, 10_000)) - before < 64 * 2**20
+    assert len(compiled._kept) <= 256
+
+
 @pytest.mark.parametrize(
     ("schema", "where", "what"),
     [
@@ -149,57 +167,11 @@ def test_what_cannot_be_enforced_is_refused_by_keyword_and_path(schema: dict[str
     assert refused.value.param == "response_format"
 
 
-def _nested(depth: int) -> dict[str, Any]:
-    inner: dict[str, Any] = {"type": "string"}
-    return reduce(lambda schema, _: {"type": "object", "properties": {"a": schema}}, range(depth), inner)
-
-
-def _one_of(depth: int) -> dict[str, Any]:
-    if not depth:
-        return {"type": "string"}
-    inner = _one_of(depth - 1)
-    return {
-        "oneOf": [{"type": "object", "properties": {"a": inner}, "required": ["a"]}, {"type": "array", "items": inner}]
-    }
-
-
 HOSTILE: dict[str, Callable[[], str]] = {
-    "nested 28": lambda: grammars.json_schema(_nested(28)),
-    "nested 200": lambda: grammars.json_schema(_nested(200)),
-    "nested 100,000 lists": lambda: grammars.json_schema(
-        {"enum": [reduce(lambda inner, _: [inner], range(100_000), [])]}  # type: ignore[arg-type, return-value]
-    ),
-    "oneOf 8 deep": lambda: grammars.json_schema(_one_of(8)),
-    "oneOf 14 deep": lambda: grammars.json_schema(_one_of(14)),
-    "200 anyOf with patterns": lambda: grammars.json_schema(
-        {
-            "anyOf": [
-                {
-                    "type": "object",
-                    "properties": {f"k{i}": {"type": "string", "pattern": f"^[a-z]{{{i + 1},{i + 50}}}$"}},
-                    "required": [f"k{i}"],
-                }
-                for i in range(200)
-            ]
-        }
-    ),
-    "refers to itself": lambda: grammars.json_schema({"$ref": "#"}),
-    "refers in a circle": lambda: grammars.json_schema(
-        {"$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"}
-    ),
-    "remote": lambda: grammars.json_schema({"$ref": "http://elsewhere/schema.json"}),
-    "a million items": lambda: grammars.json_schema(
-        {"type": "array", "items": {"type": "integer"}, "minItems": 1_000_000}
-    ),
-    "a million letters": lambda: grammars.json_schema({"type": "string", "minLength": 1_000_000}),
-    "20,000 values": lambda: grammars.json_schema({"enum": [f"value-{i}" for i in range(20_000)]}),
+    **{name: partial(grammars.json_schema, schema) for name, schema in HOSTILE_SCHEMAS.items()},
     "20,000 choices": lambda: grammars.choice([str(i) for i in range(20_000)]),
     "10,000 long choices": lambda: grammars.choice([f"{i}" * 100 for i in range(10_000)]),
     "no choice": lambda: grammars.choice([]),
-    "16 patterns at once": lambda: grammars.json_schema(
-        {"allOf": [{"type": "string", "pattern": f"a{{{i}}}"} for i in range(1, 17)]}
-    ),
-    "unsatisfiable": lambda: grammars.json_schema({"type": "integer", "minimum": 5, "maximum": 4}),
     "repetition of a repetition": lambda: grammars.regex("(a{1,1000}){1,1000}"),
     "many automata": lambda: grammars.regex("(.{1,500}|[a-z]{1,500}){1,500}x"),
     "stars": lambda: grammars.regex("((a*)*)*b"),

@@ -86,6 +86,8 @@ class _Schema:
         self._references = 0
 
     def whole(self) -> str:
+        # Finds what is no schema at all, so that below every keyword holds what it should.
+        grammars.json_schema(self._schema, param=self._param)
         if self._rules.dialect is Dialect.TAGS:
             self._check(self._schema, _OBJECT, "")
             members = [
@@ -185,7 +187,9 @@ class _Schema:
     def _refused(self, path: str, reason: str) -> InvalidRequestError:
         where = f" at {path}" if path else ""
         return InvalidRequestError(
-            f"`{self._param}`: this JSON schema cannot be enforced{where}: {reason}", param=self._param
+            f"`{self._param}`: this JSON schema cannot be enforced{where}: {reason}",
+            param=self._param,
+            code=grammars.Refusal.UNSUPPORTED,
         )
 
 

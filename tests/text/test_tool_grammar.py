@@ -3,6 +3,9 @@
 import json
 import random
 import re
+import time
+from contextlib import suppress
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -15,6 +18,7 @@ from serve_app.grammars import Grammars, Matcher, Vocabulary
 from serve_app.text.message_parser import Kind, MessageParser
 from serve_app.text.tool_format import Thinking
 from serve_app.text.tool_grammar import CallableTool, Calls, message_grammar
+from tests.hostile_schemas import HOSTILE_SCHEMAS
 from tests.text.formats import FAMILIES, tokenizer_of
 from tests.text.test_message_parser import form_of, message_of, written
 
@@ -228,6 +232,53 @@ def test_a_reasoning_ends_when_its_budget_is_used_up(family: str, begun: bool, f
         assert again.consume(output)
         assert (again.allowed() == matcher.allowed()).all()  # type: ignore[union-attr]
     assert cut > 30
+
+
+def _hostile(schema: dict[str, Any], number: int = 1) -> Calls:
+    tools = [CallableTool(f"f{i}", {"type": "object", **schema}, f"tools[{i}]") for i in range(number)]
+    return Calls(form_of("hermes"), tools, required=True, several=True)
+
+
+HOSTILE: dict[str, Calls] = {
+    **{name: _hostile({"properties": {"a": schema}, "required": ["a"]}) for name, schema in HOSTILE_SCHEMAS.items()},
+    "128 tools of 30 fields": _hostile({"properties": {f"k{i}": {"type": "string"} for i in range(30)}}, 128),
+    "as many tools with patterns as a request may hold": _hostile(
+        {"properties": {"a": {"anyOf": HOSTILE_SCHEMAS["200 anyOf with patterns"]["anyOf"][:15]}}}, 128
+    ),
+    "marks in texts": _hostile({"properties": {"a": {"enum": ["</tool_call>", '"}}\n<tool_call>', "<|im_end|>"]}}}),
+    "marks in names": _hostile(
+        {
+            "properties": {"</parameter>\n": {"type": "string"}, '<|"|>': {"type": "string"}},
+            "required": ["</parameter>\n"],
+        }
+    ),
+    "names of 10,000 letters": _hostile({"properties": {"x" * 10_000: {"type": "string"}}, "required": ["x" * 10_000]}),
+    "an impossible field": _hostile({"properties": {"a": {"enum": []}}, "required": ["a"]}),
+    "fields in a list": _hostile({"properties": [1, 2]}),
+    "a number required": _hostile({"required": 7}),
+    "a field that is no schema": _hostile({"properties": {"a": 7}}),
+    "alternatives that are none": _hostile({"properties": {"a": {"anyOf": 7}}}),
+    "a pattern for a length": _hostile({"properties": {"a": {"type": "string", "maxLength": "}/ b: /"}}}),
+    "definitions in a list": _hostile({"$defs": [1], "properties": {"a": {"$ref": "#/$defs/b"}}}),
+    "additional ones by pattern": _hostile({"patternProperties": {"(a|b)*a(a|b){20}": {"type": "integer"}}}),
+    "a field that refers to all": _hostile({"properties": {"a": {"$ref": "#"}, "b": {"$ref": "#/properties/a"}}}),
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("name", HOSTILE)
+def test_no_tool_costs_more_than_two_seconds(family: str, name: str) -> None:
+    """Of processor time, which depends on no other process: its grammar built, and followed for 200 tokens."""
+    calls = replace(HOSTILE[name], form=form_of(family))
+    began = time.process_time()
+    with suppress(InvalidRequestError):
+        matcher = compiled(family).matcher(message_grammar(calls, None, None, SPECIAL_IDS.get(family, {})))
+        rng = random.Random(0)
+        for _ in range(200):
+            allowed = matcher.allowed()
+            if allowed is None or not matcher.consume([int(rng.choice(allowed.nonzero()[0]))]):
+                break
+    assert time.process_time() - began < 2.0
 
 
 def follow_and_back(matcher: Matcher, token_ids: list[int]) -> bool:
