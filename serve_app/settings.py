@@ -14,9 +14,10 @@ from pydantic.fields import FieldInfo
 
 from serve_app.errors import ConfigError
 
+_HAPROXY = "RAY_SERVE_ENABLE_HA_PROXY"
 FAST_PATH_ENVIRONMENT: Mapping[str, str] = {
     "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
-    "RAY_SERVE_ENABLE_HA_PROXY": "1",
+    _HAPROXY: "1",
 }
 """What `make serve` sets before Ray starts: HAProxy instead of Ray's Python proxy, and the ingress's application on the
 event loop of its Ray replica, which otherwise gives it a thread and a loop of its own."""
@@ -235,6 +236,11 @@ def setting_rows(model: type[BaseModel] = Settings, prefix: str = "") -> Iterato
 def fast_path_enabled() -> bool:
     """Whether this process was started with the environment of the fast path."""
     return all(os.environ.get(name) == value for name, value in FAST_PATH_ENVIRONMENT.items())
+
+
+def haproxy_enabled() -> bool:
+    """Whether HAProxy takes the place of Ray's proxy in a Ray that this process starts or belongs to."""
+    return os.environ.get(_HAPROXY) == "1"
 
 
 def internal_key_file() -> str | None:

@@ -11,10 +11,11 @@ from typing import Any
 import yaml
 
 from serve_app.errors import ConfigError
+from serve_app.launch.tls import KeyPair
 from serve_app.model_files import check_model, locate_model
 from serve_app.serving.doors import check_doors
 from serve_app.serving.knobs import live_knobs, scheduler_knobs
-from serve_app.settings import Settings, suggest
+from serve_app.settings import Settings, haproxy_enabled, suggest
 
 _IMPORT_PATH = "serve_app.app:build"
 ENGINE, INGRESS = "EngineReplica", "Ingress"
@@ -27,6 +28,8 @@ class ConfigFile:
 
     schema: Any
     """The whole of it, a `ServeDeploySchema`."""
+    key_pair: KeyPair | None
+    """The files of the server's certificate; None for plain HTTP."""
     host: str
     port: int
     applications: tuple[str, ...]
@@ -36,7 +39,7 @@ class ConfigFile:
     def url(self) -> str:
         """How to reach it from this machine."""
         host = "127.0.0.1" if self.host in ("0.0.0.0", "::") else self.host
-        return f"http://{host}:{self.port}"
+        return f"{'http' if self.key_pair is None else 'https'}://{host}:{self.port}"
 
 
 def read_config(path: Path) -> ConfigFile:
@@ -59,11 +62,29 @@ def read_config(path: Path) -> ConfigFile:
     applications, host = schema.applications, schema.http_options.host
     return ConfigFile(
         schema,
+        _key_pair(schema.http_options),
         host,
         schema.http_options.port,
         tuple(application.name for application in applications),
         {item.name: _check_application(item, host) for item in applications if item.import_path == _IMPORT_PATH},
     )
+
+
+def write_without_tls(config: Path, copy: Path) -> None:
+    """For Ray, where HAProxy ends TLS: an ingress that speaks it too would not be understood by HAProxy."""
+    data = yaml.safe_load(config.read_text())
+    for key in ("ssl_certfile", "ssl_keyfile"):
+        data["http_options"].pop(key, None)
+    copy.write_text(yaml.safe_dump(data))
+
+
+def _key_pair(options: Any) -> KeyPair | None:
+    """Of an `HTTPOptionsSchema`."""
+    if haproxy_enabled():
+        for key in ("ssl_keyfile_password", "ssl_ca_certs"):
+            if getattr(options, key) is not None:
+                raise ConfigError(f"http_options.{key}: only Ray's default path has it, where HAProxy does not end TLS")
+    return None if options.ssl_certfile is None else KeyPair(Path(options.ssl_certfile), Path(options.ssl_keyfile))
 
 
 def _check_application(application: Any, host: str) -> Settings:

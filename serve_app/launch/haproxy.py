@@ -1,10 +1,10 @@
 """What the launcher adds to the HAProxy configuration that Ray writes: a wrapper around the binary edits it.
 
-Ray has no option for what its configuration gets wrong for us: the ports for metrics and statistics open on every
-interface; with `splice-request` HAProxy does not notice that a client has left while its answer is being computed; a
-client may take an hour to send its headers; a request that is not complete takes a place in the ingress; and refusals
-come as plain text or HTML. `setpriv` lets HAProxy end with the process that started it, however that ends; `setsid`
-keeps a terminal's Ctrl-C from cutting the streams that are to be drained.
+Ray has no option for what its configuration gets wrong for us: it knows no TLS; the ports for metrics and statistics
+open on every interface; with `splice-request` HAProxy does not notice that a client has left while its answer is being
+computed; a client may take an hour to send its headers; a request that is not complete takes a place in the ingress;
+and refusals come as plain text or HTML. `setpriv` lets HAProxy end with the process that started it, however that
+ends; `setsid` keeps a terminal's Ctrl-C from cutting the streams that are to be drained.
 """
 
 import math
@@ -20,16 +20,20 @@ from serve_app.errors import (
     RequestTimeoutError,
     UnavailableError,
 )
+from serve_app.launch.tls import PEM
 from serve_app.settings import IngressSettings
 
 _HEADERS_TIMEOUT_S = 10
 _READING_TIMEOUT_S = 60
 """A client that takes nothing of its answer for so long is disconnected: it holds a place that others wait for."""
 _WRAPPER = """#!/bin/sh
+tls=
+[ ! -f {folder}/{pem} ] || tls=' ssl crt {folder}/{pem}'
 previous=
 for argument in "$@"; do
   if [ "$previous" = -f ]; then
-    sed -i -E -e 's/^( *bind )[*]?:/\\1127.0.0.1:/' \\
+    sed -i -E -e '/^frontend http_frontend/,/^ *bind /!s/^( *bind )[*]?:/\\1127.0.0.1:/' \\
+      -e "/^frontend http_frontend/,/^ *bind /s|^ *bind .*|&$tls|" \\
       -e '/option splice-request/d' \\
       -e '/^ *errorfile 50[234] /d' \\
       -e '/^frontend http_frontend/r {folder}/frontend.cfg' "$argument"
@@ -53,6 +57,7 @@ _FRONTEND = """
     tcp-request connection track-sc0 src table serve_app_connections
     tcp-request connection set-var(sess.complete) src_conn_cur(serve_app_requests)
     tcp-request connection reject if {{ sc0_conn_cur,sub(sess.complete) gt {unfinished} }}
+    http-request set-header x-forwarded-proto https if {{ ssl_fc }}
     http-request wait-for-body time {body_s}s
     http-request track-sc1 src table serve_app_requests
     http-error status 400 content-type application/json hdr connection close file "{folder}/400.json"
@@ -87,7 +92,7 @@ def write_wrapper(folder: Path) -> Path:
     (folder / "tables.cfg").write_text(_TABLES)
     write_frontend(folder, ())
     wrapper = folder / "haproxy"
-    wrapper.write_text(_WRAPPER.format(binary=get_haproxy_binary(), folder=folder))
+    wrapper.write_text(_WRAPPER.format(binary=get_haproxy_binary(), folder=folder, pem=PEM))
     wrapper.chmod(0o700)
     return wrapper
 

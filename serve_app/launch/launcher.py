@@ -25,15 +25,17 @@ from typing import Any
 
 from serve_app.errors import ConfigError
 from serve_app.launch import haproxy
-from serve_app.launch.config_file import INGRESS, ConfigFile, read_config
+from serve_app.launch.config_file import INGRESS, ConfigFile, read_config, write_without_tls
 from serve_app.launch.impatience import at_once_on_second_interrupt, kill_descendants
 from serve_app.launch.readiness import example, first_token, write_internal_key
 from serve_app.launch.terminal import Terminal
+from serve_app.launch.tls import HAPROXY_SOCKET, WatchedKeyPair
 from serve_app.settings import (
     FAST_PATH_ENVIRONMENT,
     INTERNAL_KEY_FILE,
     LAUNCHER_ENVIRONMENT,
     export,
+    haproxy_enabled,
     memory_monitor_enabled,
 )
 
@@ -64,11 +66,12 @@ def launch(config_path: Path) -> int:
         try:
             target = read_config(config_path)
             _check_port(target.host, target.port)
+            key_pair = _key_pair_for_haproxy(Path(scratch), target)
         except ConfigError as error:
             _complain(f"{config_path}: {error}")
             return 2
         _bound_requests(Path(scratch), target)
-        return _Launch(config_path, target, started, Path(scratch), internal_key).run()
+        return _Launch(config_path, target, started, Path(scratch), internal_key, key_pair).run()
 
 
 class _DeploymentError(Exception):
@@ -78,8 +81,17 @@ class _DeploymentError(Exception):
 class _Launch:
     """One run: `serve run` in the main thread, a watcher beside it."""
 
-    def __init__(self, config_path: Path, target: ConfigFile, started: float, scratch: Path, internal_key: str) -> None:
+    def __init__(
+        self,
+        config_path: Path,
+        target: ConfigFile,
+        started: float,
+        scratch: Path,
+        internal_key: str,
+        key_pair: WatchedKeyPair | None,
+    ) -> None:
         self._config_path = config_path
+        self._key_pair = key_pair
         self._scratch = scratch
         self._internal_key = internal_key
         self._target = target
@@ -116,7 +128,11 @@ class _Launch:
             self._say(f"Ray is up; deploying {self._config_path}")
             logging.getLogger("ray.serve").setLevel(logging.WARNING)
             self._watcher.start()
-            scripts.run.main([str(self._config_path)], standalone_mode=False)
+            config = self._config_path
+            if self._key_pair is not None:
+                config = self._scratch / "config.yaml"
+                write_without_tls(self._config_path, config)
+            scripts.run.main([str(config)], standalone_mode=False)
             self._stopping.set()
             ray.shutdown()
         if self._failure is not None:
@@ -176,6 +192,8 @@ class _Launch:
                     self._reload.clear()
                     deploying = self._deploy_again()
                 deploying = deploying and not self._has_deployed()
+                if self._key_pair is not None and (told := self._key_pair.look()) is not None:
+                    self._say(told)
                 if watch is not None:
                     watch.look()
             self._end(drain=model is not None)
@@ -197,8 +215,9 @@ class _Launch:
 
         try:
             target = read_config(self._config_path)
-            if (target.host, target.port) != (self._target.host, self._target.port):
-                raise ConfigError("http_options: host and port cannot change while the server runs")
+            before = self._target
+            if (target.host, target.port, target.key_pair) != (before.host, before.port, before.key_pair):
+                raise ConfigError("http_options: host, port and files cannot change while the server runs")
         except ConfigError as error:
             self._say(f"{self._config_path}: {error}; nothing has changed")
             return False
@@ -312,13 +331,18 @@ def _environment(scratch: Path) -> Mapping[str, str]:
         "RAY_SERVE_HAPROXY_BINARY_PATH": str(haproxy.write_wrapper(scratch)),
         INTERNAL_KEY_FILE: str(scratch / _INTERNAL_KEY),
         "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": str(scratch / "haproxy.cfg"),
-        "RAY_SERVE_HAPROXY_SOCKET_PATH": str(scratch / "admin.sock"),
+        "RAY_SERVE_HAPROXY_SOCKET_PATH": str(scratch / HAPROXY_SOCKET),
         "RAY_SERVE_HAPROXY_SERVER_STATE_BASE": str(scratch),
         "RAY_SERVE_HAPROXY_SERVER_STATE_FILE": str(scratch / "server-state"),
         "RAY_SERVE_HAPROXY_METRICS_PORT": str(_free_port()),
         "RAY_SERVE_HAPROXY_STATS_PORT": str(_free_port()),
         "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": str(_free_port()),
     }
+
+
+def _key_pair_for_haproxy(scratch: Path, target: ConfigFile) -> WatchedKeyPair | None:
+    """None where nothing is encrypted, and where Ray's own proxy does it. Raises `ConfigError`."""
+    return WatchedKeyPair(target.key_pair, scratch) if target.key_pair is not None and haproxy_enabled() else None
 
 
 def _bound_requests(scratch: Path, target: ConfigFile) -> None:

@@ -29,7 +29,7 @@ from serve_app.console.routes import Sources, add_console
 from serve_app.core.request import EngineRequest
 from serve_app.core.results import TokenDelta
 from serve_app.core.sampling_params import SamplingParams
-from serve_app.errors import UnavailableError
+from serve_app.errors import ConfigError, UnavailableError
 from serve_app.fleet.attempt import Condition, Replica, Transport
 from serve_app.fleet.failover import Failover
 from serve_app.fleet.loss import LossReason
@@ -47,10 +47,10 @@ from serve_app.observability.tracing import RequestSpans
 from serve_app.serving import membership
 from serve_app.serving.doors import Doors
 from serve_app.serving.front import Front
-from serve_app.serving.ray_patches import bind_replica_port_to_node, http_host
+from serve_app.serving.ray_patches import bind_replica_port_to_node, has_certificate, http_host
 from serve_app.serving.replica import STEPS_PATH
 from serve_app.serving.scraping import METRICS_ADDRESS, METRICS_KEY, metrics_targets, open_metrics_port
-from serve_app.settings import FAST_PATH_ENVIRONMENT, Settings, fast_path_enabled
+from serve_app.settings import FAST_PATH_ENVIRONMENT, Settings, fast_path_enabled, haproxy_enabled
 from serve_app.text.tokenizer import Tokenizer, load_tokenizer
 
 logger = logging.getLogger(__name__)
@@ -64,6 +64,12 @@ _NO_FAST_PATH = (
     "and connections that send nothing hold places for `ingress.body_timeout_s`; "
     f"{' and '.join(f'{name}={value}' for name, value in FAST_PATH_ENVIRONMENT.items())}, "
     "which `make serve` sets unless they are set already, put it on the fast path"
+)
+
+
+_NO_TLS = (
+    "http_options.ssl_certfile: Ray has HAProxy speak plain HTTP; start with `serve-app serve`, which gives it the "
+    "certificate, or without RAY_SERVE_ENABLE_HA_PROXY, so that Ray's own proxy ends TLS"
 )
 
 
@@ -164,6 +170,9 @@ class Ingress:
         bind_replica_port_to_node()
         loop = asyncio.get_running_loop()
         self._request_lines = RequestLines(loop.call_later)
+        if haproxy_enabled() and await asyncio.to_thread(has_certificate):
+            logger.error(_NO_TLS)  # Ray keeps the reason to itself, and tries again
+            raise ConfigError(_NO_TLS)
         self._doors = Doors(settings.ingress, await asyncio.to_thread(http_host))
         self._engines = engines  # whose router tells us which replicas there are
         tokenizer, _ = await asyncio.gather(

@@ -54,6 +54,11 @@ def http_host() -> str:
     return str(_get_global_client().http_config.host)
 
 
+def has_certificate() -> bool:
+    """Whether Serve was told to speak HTTPS: Ray's proxies can, HAProxy as Ray configures it cannot. Blocks."""
+    return _get_global_client().http_config.ssl_certfile is not None
+
+
 def deploy_again(schema: ServeDeploySchema) -> None:
     """Have Serve change what `schema` changes, without waiting: `serve.run` takes no config file."""
     _get_global_client().deploy_apps(schema, _blocking=False)

@@ -33,7 +33,7 @@ class World:
         patch.setattr(watch, "_PERIOD_S", 0.0)
         self.watch = Watch("http://x", self.lines.append)
 
-    def _fetch(self, url: str, *, timeout_s: float) -> bytes:
+    def _fetch(self, url: str, *, timeout_s: float, verify: bool) -> bytes:
         if self.problem is not None:
             raise self.problem
         return b""

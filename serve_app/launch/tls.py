@@ -1,0 +1,113 @@
+"""TLS of the fast path, which HAProxy ends: certificate and key, read again when their files change.
+
+HAProxy has a copy of both in one file, which only a pair that fits replaces: Ray may have it read its files again at
+any time. A HAProxy that runs gets the new pair over its socket; streams go on, and who connects from then on sees it.
+"""
+
+import os
+import socket
+import ssl
+from dataclasses import dataclass
+from pathlib import Path
+
+from serve_app.errors import ConfigError
+
+PEM = "tls.pem"
+"""The copy's name, in the folder that HAProxy's other files are in."""
+HAPROXY_SOCKET = "admin.sock"
+
+_TIMEOUT_S = 5.0
+
+_State = tuple[tuple[int, int, int] | None, ...]
+
+
+@dataclass(frozen=True)
+class KeyPair:
+    """The files of a certificate, its chain included, and of its key."""
+
+    certificate: Path
+    key: Path
+
+
+class WatchedKeyPair:
+    """Keeps HAProxy's copy as new as the files."""
+
+    def __init__(self, files: KeyPair, folder: Path) -> None:
+        """Raises `ConfigError` in one line if they cannot be used."""
+        self._files = files
+        self._folder = folder
+        self._seen = self._installed = self._state()
+        self._install()
+
+    def look(self) -> str | None:
+        """Take a new pair over; what there is to say about it. To be called every moment.
+
+        Not at the first sight of a change: certificate and key are replaced one after the other.
+        """
+        state, before = self._state(), self._seen
+        self._seen = state
+        if state == self._installed or state != before:
+            return None
+        self._installed = state
+        try:
+            self._tell_haproxy(self._install())
+        except (ConfigError, OSError) as error:
+            return f"{error}; the certificate before stays in force"
+        return f"{self._files.certificate} was read again: new connections get it"
+
+    def _state(self) -> _State:
+        return tuple(_state(path) for path in (self._files.certificate, self._files.key))
+
+    def _install(self) -> str:
+        """Copy the pair for the next HAProxy that starts; returns it, as PEM. Raises `ConfigError`."""
+        try:
+            text = "\n".join(path.read_text() for path in (self._files.certificate, self._files.key))
+        except (OSError, UnicodeDecodeError) as error:
+            raise self._unusable(error) from None
+        # HAProxy's socket takes an empty line for the end.
+        pem = "".join(f"{line}\n" for line in text.splitlines() if line.strip())
+        candidate = self._folder / f"{PEM}.new"
+        candidate.touch(0o600)
+        candidate.write_text(pem)
+        try:
+            # Without a password, OpenSSL would ask the terminal for one.
+            ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(candidate, password="")
+        except (OSError, ValueError) as error:
+            raise self._unusable(error) from None
+        os.replace(candidate, self._folder / PEM)
+        return pem
+
+    def _unusable(self, error: Exception) -> ConfigError:
+        reason = error.reason if isinstance(error, ssl.SSLError) else getattr(error, "strerror", None)
+        named = f"{self._files.certificate} and {self._files.key}"
+        return ConfigError(f"http_options: certificate and key ({named}) cannot be used: {reason or error}")
+
+    def _tell_haproxy(self, pem: str) -> None:
+        """Raises `OSError`."""
+        path = self._folder / PEM
+        # Ray puts the socket into a folder of its own below.
+        sockets = list(self._folder.rglob(HAPROXY_SOCKET))
+        if not sockets:
+            raise OSError("HAProxy does not run")
+        for address in sockets:
+            self._command(address, f"set ssl cert {path} <<\n{pem}\n", "Transaction created")
+            self._command(address, f"commit ssl cert {path}\n", "Success")
+
+    @staticmethod
+    def _command(address: Path, text: str, expected: str) -> None:
+        with socket.socket(socket.AF_UNIX) as connection:
+            connection.settimeout(_TIMEOUT_S)
+            connection.connect(str(address))
+            connection.sendall(text.encode())
+            answer = b"".join(iter(lambda: connection.recv(4096), b"")).decode()
+        if expected not in answer:
+            raise OSError(f"HAProxy did not take the certificate: {' '.join(answer.split())}")
+
+
+def _state(path: Path) -> tuple[int, int, int] | None:
+    """Differs whenever the file has been written or replaced, also by a symbolic link's turning elsewhere."""
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_mtime_ns, found.st_size, found.st_ino
