@@ -23,5 +23,8 @@ def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     vocabulary = {"<s>": 0, "</s>": 1} | {chr(code): code - 30 for code in range(32, 127)}
     backend = tokenizers.Tokenizer(models.BPE(vocabulary, []))
     backend.decoder = decoders.Fuse()
-    PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>").save_pretrained(folder)
+    template = "{% for message in messages %}{{ message.role }}: {{ message.content }} {% endfor %}"
+    PreTrainedTokenizerFast(
+        tokenizer_object=backend, bos_token="<s>", eos_token="</s>", chat_template=template
+    ).save_pretrained(folder)
     return folder

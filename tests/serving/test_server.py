@@ -3,10 +3,13 @@
 import asyncio
 import json
 import re
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import anthropic
 import httpx
 import openai
 import psutil
@@ -295,27 +298,80 @@ def test_debug_replicas_says_who_is_there(server: Server) -> None:
     )
 
 
-def test_a_stream_outlives_its_only_replica(server: Server) -> None:
+async def test_other_apis_say_what_chat_says(server: Server) -> None:
+    fields: dict[str, Any] = {"seed": 5, **NO_EOS}
+    async with server.client() as client:
+        chat = await client.chat.completions.create(
+            model="tiny", messages=[{"role": "user", "content": "Hello"}], max_tokens=30, extra_body=fields
+        )
+        events = client.responses.stream(model="tiny", input="Hello", max_output_tokens=30, extra_body=fields)
+        async with events as stream:
+            told = [event async for event in stream]
+    assert told[-1].type == "response.incomplete"
+    assert told[-1].response.output_text == chat.choices[0].message.content
+    with anthropic.Anthropic(
+        api_key="none", base_url=server.url, max_retries=0, _strict_response_validation=True
+    ) as other:
+        asked: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": "Hello"}]}
+        with other.messages.stream(max_tokens=30, **asked, extra_body=fields) as messages:
+            assert messages.get_final_text() == chat.choices[0].message.content
+            assert messages.get_final_message().stop_reason == "max_tokens"
+        counted = other.messages.count_tokens(**asked).input_tokens
+        assert chat.usage is not None
+        assert counted == chat.usage.prompt_tokens
+        with pytest.raises(anthropic.NotFoundError, match="does not exist"):
+            other.messages.create(**{**asked, "model": "other"}, max_tokens=3)
+
+
+def streamed(server: Server, path: str, request: dict[str, Any], started: Callable[[], object]) -> list[Any]:
+    """The data of a stream's events; `started` is called after the third."""
+    events: list[Any] = []
+    with httpx.stream("POST", f"{server.url}/v1/{path}", json={**request, "stream": True}, timeout=150) as response:
+        for line in response.iter_lines():
+            if line.startswith("data: {"):
+                events.append(json.loads(line.removeprefix("data: ")))
+                if len(events) == 3:
+                    started()
+    return events
+
+
+def completion_of(events: list[Any]) -> Any:
+    choices = [choice for event in events for choice in event["choices"]]
+    logprobs = [value for choice in choices for value in choice["logprobs"]["token_logprobs"]]
+    return "".join(choice["text"] for choice in choices), logprobs, choices[-1]["finish_reason"]
+
+
+def response_of(events: list[Any]) -> Any:
+    assert [event["sequence_number"] for event in events] == list(range(len(events)))
+    text = "".join(event["delta"] for event in events if event["type"] == "response.output_text.delta")
+    assert events[-1]["response"]["output"][0]["content"][0]["text"] == text
+    return text, events[-1]["type"], events[-1]["response"]["usage"]["output_tokens"]
+
+
+def message_of(events: list[Any]) -> Any:
+    text = "".join(event["delta"]["text"] for event in events if event["type"] == "content_block_delta")
+    return text, [(event["type"], event.get("delta")) for event in events[-3:]], events[-2]["usage"]["output_tokens"]
+
+
+def test_streams_outlive_their_only_replica(server: Server) -> None:
     """Last in the file: the replica that the other tests measured is gone afterwards."""
-    request = body(max_tokens=4000, stream=True, logprobs=1)
+    ask = {"temperature": 0, **NO_EOS}
+    wires: list[tuple[str, dict[str, Any], Callable[[list[Any]], Any]]] = [
+        ("completions", body(max_tokens=4000, logprobs=1), completion_of),
+        ("responses", {"input": "Hello", "max_output_tokens": 3000, **ask}, response_of),
+        ("messages", {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 3000, **ask}, message_of),
+    ]
 
-    def choices(kill: psutil.Process | None) -> list[Any]:
-        lines = []
-        with httpx.stream("POST", f"{server.url}/v1/completions", json=request, timeout=150) as response:
-            for line in response.iter_lines():
-                lines += [line.removeprefix("data: ")] if line else []
-                if line and len(lines) == 3 and kill is not None:
-                    kill.kill()
-        assert lines[-1] == "[DONE]"
-        return [choice for line in lines[:-1] for choice in json.loads(line)["choices"]]
+    def answers(strike: Callable[[], object]) -> list[Any]:
+        """All at once; `strike` is called when each has begun."""
+        begun = threading.Barrier(len(wires), strike)
+        with ThreadPoolExecutor() as pool:
+            running = [pool.submit(streamed, server, path, request, begun.wait) for path, request, _ in wires]
+            return [read(run.result()) for run, (_, _, read) in zip(running, wires, strict=True)]
 
-    def joined(choices: list[Any]) -> tuple[str, list[float], str]:
-        logprobs = [value for choice in choices for value in choice["logprobs"]["token_logprobs"]]
-        return "".join(choice["text"] for choice in choices), logprobs, choices[-1]["finish_reason"]
-
-    undisturbed = joined(choices(kill=None))
+    undisturbed = answers(lambda: None)
     before = server.metrics().get("serve_app_failovers_total", 0.0)
     [engine] = server.running("EngineReplica")
-    assert joined(choices(kill=engine)) == undisturbed
-    assert server.metrics()["serve_app_failovers_total"] == before + 1
+    assert answers(engine.kill) == undisturbed
+    assert server.metrics()["serve_app_failovers_total"] == before + len(wires)
     wait_idle(server)
