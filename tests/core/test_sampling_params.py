@@ -100,6 +100,36 @@ def test_each_penalty_makes_the_tokens_so_far_count() -> None:
         assert SamplingParams(**penalty).has_penalties
 
 
+@pytest.mark.parametrize(
+    ("fields", "edits", "waits"),
+    [
+        ({}, False, False),
+        ({"logit_bias": ((1, 1.0),)}, True, False),
+        ({"repetition_penalty": 1.1}, True, False),
+        ({"allowed_token_ids": (1,)}, True, False),
+        ({"bad_words": ((1,),)}, True, False),
+        ({"bad_words": ((1,), (2, 3))}, True, True),
+        ({"grammar": "start: /a+/"}, True, True),
+    ],
+)
+def test_what_edits_logits_and_what_waits_for_the_last_token(fields: Any, edits: bool, waits: bool) -> None:
+    params = SamplingParams(**fields)
+    assert (params.edits_logits, params.needs_last_token) == (edits, waits)
+
+
+@pytest.mark.parametrize(
+    ("fields", "some", "whole"),
+    [
+        ({}, False, False),
+        ({"prompt_logprobs": 0}, True, True),
+        ({"prompt_logprobs": 0, "prompt_logprobs_from": 5}, True, False),
+    ],
+)
+def test_how_much_of_a_prompt_must_be_computed_for_its_results(fields: Any, some: bool, whole: bool) -> None:
+    params = SamplingParams(**fields)
+    assert (params.wants_prompt_results, params.wants_whole_prompt) == (some, whole)
+
+
 def test_ids_are_checked_against_the_width_of_the_logits() -> None:
     params = SamplingParams(stop_token_ids=(9,), logit_bias=((8, 1.0),))
     params.check_vocab(10)
