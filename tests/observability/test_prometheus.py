@@ -114,6 +114,25 @@ async def load(fleet: Fleet, clients: int, turns: int | None = None) -> AsyncIte
             stopped.set()
 
 
+@asynccontextmanager
+async def ever_new_grammars(fleet: Fleet) -> AsyncIterator[None]:
+    """One client whose requests each have a grammar that is to be built."""
+
+    async def work() -> None:
+        async with httpx.AsyncClient(base_url=fleet.url, timeout=30) as http:
+            for length in itertools.count(1):
+                grammar = {"regex": f"[a-z]{{{length}}}"}
+                body = {"model": MODEL, "prompt": "Say: ", "max_tokens": 4, "structured_outputs": grammar}
+                answer = await http.post("/v1/completions", json=body)
+                assert answer.status_code == 200, answer.text
+
+    task = asyncio.create_task(work())
+    yield
+    task.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await task
+
+
 def at_ingress(results: list[RequestResult]) -> dict[str, float]:
     """What the ingress must have counted when clients got these."""
     requests, output = len(results), sum(result.output_tokens for result in results)
@@ -235,7 +254,7 @@ async def test_under_load_every_query_of_every_panel_has_data(watched: Watched) 
                 missing.discard((panel, expr))
         return not missing
 
-    async with load(watched.fleet, clients=REPLICAS * SEATS):
+    async with load(watched.fleet, clients=REPLICAS * SEATS), ever_new_grammars(watched.fleet):
         with contextlib.suppress(AssertionError):
             await asyncio.to_thread(wait_for, all_have_data, "every query has data")
     assert missing == set()
