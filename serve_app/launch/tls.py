@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from serve_app.errors import ConfigError
+from serve_app.file_state import FileState, file_state
 
 PEM = "tls.pem"
 """The copy's name, in the folder that HAProxy's other files are in."""
@@ -18,7 +19,7 @@ HAPROXY_SOCKET = "admin.sock"
 
 _TIMEOUT_S = 5.0
 
-_State = tuple[tuple[int, int, int] | None, ...]
+_State = tuple[FileState | None, ...]
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,7 @@ class WatchedKeyPair:
         return f"{self._files.certificate} was read again: new connections get it"
 
     def _state(self) -> _State:
-        return tuple(_state(path) for path in (self._files.certificate, self._files.key))
+        return tuple(file_state(path) for path in (self._files.certificate, self._files.key))
 
     def _install(self) -> str:
         """Copy the pair for the next HAProxy that starts; returns it, as PEM. Raises `ConfigError`."""
@@ -102,12 +103,3 @@ class WatchedKeyPair:
             answer = b"".join(iter(lambda: connection.recv(4096), b"")).decode()
         if expected not in answer:
             raise OSError(f"HAProxy did not take the certificate: {' '.join(answer.split())}")
-
-
-def _state(path: Path) -> tuple[int, int, int] | None:
-    """Differs whenever the file has been written or replaced, also by a symbolic link's turning elsewhere."""
-    try:
-        found = path.stat()
-    except OSError:
-        return None
-    return found.st_mtime_ns, found.st_size, found.st_ino

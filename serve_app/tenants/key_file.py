@@ -11,6 +11,7 @@ from typing import Any
 import yaml
 
 from serve_app.errors import ConfigError
+from serve_app.file_state import file_state
 from serve_app.tenants.keys import KeyRing, check_name, hash_key, new_key, parse_keys
 
 logger = logging.getLogger(__name__)
@@ -44,12 +45,12 @@ class WatchedKeyFile:
         self._on_change = on_change
         self._path = path
         self._check = check
-        self._seen = _state(path) if ring is None else None
+        self._seen = file_state(path) if ring is None else None
         self.ring = read_key_file(path, check) if ring is None else ring
 
     def refresh(self) -> None:
         """Read the file if it has changed; keep what is known, and log why, if it cannot be read. May block."""
-        state = _state(self._path)
+        state = file_state(self._path)
         if state == self._seen:
             return
         self._seen = state
@@ -117,15 +118,6 @@ def _parse(path: Path, text: str, check: Check = lambda _: None) -> KeyRing:
     except ConfigError as error:
         raise ConfigError(f"keys file {path}: {error}") from None
     return ring
-
-
-def _state(path: Path) -> tuple[int, int, int] | None:
-    """Differs whenever the file has been written or replaced, also by a symbolic link's turning elsewhere."""
-    try:
-        found = path.stat()
-    except OSError:
-        return None
-    return found.st_mtime_ns, found.st_size, found.st_ino
 
 
 def _write(path: Path, text: str) -> None:

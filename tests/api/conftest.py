@@ -24,6 +24,7 @@ from serve_app.model.paged_model import PagedModel
 from serve_app.text.tokenizer import Tokenizer, load_tokenizer
 from tests.api.limits import make_limits
 from tests.api.services import EngineService, ScriptedService
+from tests.text.formats import tokenizer_of
 
 
 @dataclass
@@ -112,6 +113,29 @@ async def api(tokenizer: Tokenizer) -> AsyncIterator[Api]:
         yield built
     assert built.service.running == 0
     assert (built.admission.ongoing, built.admission.queued) == (0, 0)
+
+
+@pytest.fixture
+async def scripted() -> AsyncIterator[Api]:
+    """Answers what the test writes into `service.reply`."""
+    built = build_api(ScriptedService(tokenizer_of("hermes")), AsyncAdmissionQueue(4, 2))
+    async with built.http:
+        yield built
+    assert built.service.running == 0
+    assert (built.admission.ongoing, built.admission.queued) == (0, 0)
+
+
+def script(api: Api, reply: str, tokenizer: Tokenizer | None = None) -> None:
+    """What `scripted` answers next, and by which tokenizer."""
+    api.service.reply = reply
+    if tokenizer is not None:
+        api.service.tokenizer = tokenizer
+
+
+def prompt(api: Api) -> str:
+    """The last request's, as text."""
+    text: str = api.service.tokenizer.decode(api.service.requests[-1].prompt_token_ids)
+    return text
 
 
 @pytest.fixture(scope="session")

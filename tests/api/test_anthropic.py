@@ -15,8 +15,7 @@ from serve_app.api.app import create_app
 from serve_app.api.request_events import Outcome
 from serve_app.errors import EngineError, OverloadedError, UnavailableError
 from serve_app.tenants.keys import KeyRing
-from serve_app.text.tokenizer import Tokenizer
-from tests.api.conftest import Api, Recorder, build_api
+from tests.api.conftest import Api, Recorder, prompt, script
 from tests.api.limits import make_limits
 from tests.api.services import ScriptedService
 from tests.text.formats import tokenizer_of
@@ -51,27 +50,6 @@ def strict(url: str, http: httpx2.AsyncClient) -> anthropic.AsyncAnthropic:
     return anthropic.AsyncAnthropic(
         api_key="none", base_url=url, http_client=http, max_retries=0, _strict_response_validation=True
     )
-
-
-@pytest.fixture
-async def scripted() -> AsyncIterator[Api]:
-    """Answers what the test writes into `service.reply`."""
-    built = build_api(ScriptedService(tokenizer_of("hermes")), AsyncAdmissionQueue(4, 2))
-    async with built.http:
-        yield built
-    assert built.service.running == 0
-    assert (built.admission.ongoing, built.admission.queued) == (0, 0)
-
-
-def script(api: Api, reply: str, tokenizer: Tokenizer | None = None) -> None:
-    api.service.reply = reply
-    if tokenizer is not None:
-        api.service.tokenizer = tokenizer
-
-
-def prompt(api: Api) -> str:
-    text: str = api.service.tokenizer.decode(api.service.requests[-1].prompt_token_ids)
-    return text
 
 
 def plain(message: Message) -> list[tuple[Any, ...]]:

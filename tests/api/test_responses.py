@@ -1,7 +1,6 @@
 """POST /v1/responses, read by the `openai` client, which checks every event and object against its types."""
 
 import json
-from collections.abc import AsyncIterator
 from typing import Any
 
 import openai
@@ -9,12 +8,9 @@ import pytest
 from openai.types.responses import Response
 from pydantic import BaseModel
 
-from serve_app.api.admission import AsyncAdmissionQueue
 from serve_app.api.request_events import Outcome
 from serve_app.errors import EngineError, OverloadedError
-from serve_app.text.tokenizer import Tokenizer
-from tests.api.conftest import Api, build_api
-from tests.api.services import ScriptedService
+from tests.api.conftest import Api, prompt, script
 from tests.text.formats import tokenizer_of
 
 ASK = "How is it in Rome?"
@@ -44,25 +40,6 @@ def strict(api: Api) -> openai.AsyncOpenAI:
         max_retries=0,
         _strict_response_validation=True,
     )
-
-
-@pytest.fixture
-async def scripted() -> AsyncIterator[Api]:
-    """Answers what the test writes into `service.reply`."""
-    built = build_api(ScriptedService(tokenizer_of("hermes")), AsyncAdmissionQueue(4, 2))
-    async with built.http:
-        yield built
-
-
-def script(api: Api, reply: str, tokenizer: Tokenizer | None = None) -> None:
-    api.service.reply = reply
-    if tokenizer is not None:
-        api.service.tokenizer = tokenizer
-
-
-def prompt(api: Api) -> str:
-    text: str = api.service.tokenizer.decode(api.service.requests[-1].prompt_token_ids)
-    return text
 
 
 def plain(response: Response) -> list[tuple[str, ...]]:

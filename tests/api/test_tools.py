@@ -1,7 +1,6 @@
 """Tools and reasoning over the API, with OpenAI's client: a real engine of random weights, and scripted answers."""
 
 import json
-from collections.abc import AsyncIterator
 from typing import Any, Literal
 
 import jsonschema
@@ -9,10 +8,7 @@ import openai
 import pytest
 from pydantic import BaseModel, Field
 
-from serve_app.api.admission import AsyncAdmissionQueue
-from serve_app.text.tokenizer import Tokenizer
-from tests.api.conftest import Api, build_api
-from tests.api.services import ScriptedService
+from tests.api.conftest import Api, script
 from tests.text.formats import tokenizer_of
 
 ASK: list[Any] = [{"role": "user", "content": "How is it in Rome?"}]
@@ -33,20 +29,6 @@ CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome", "days": 3
 def hermes(live: Api, monkeypatch: pytest.MonkeyPatch) -> None:
     """The live server's operator has named a format."""
     monkeypatch.setattr(live.service, "tokenizer", tokenizer_of("hermes"))
-
-
-@pytest.fixture
-async def scripted() -> AsyncIterator[Api]:
-    """Answers what the test writes into `service.reply`."""
-    built = build_api(ScriptedService(tokenizer_of("hermes")), AsyncAdmissionQueue(4, 2))
-    async with built.http:
-        yield built
-
-
-def script(api: Api, reply: str, tokenizer: Tokenizer | None = None) -> None:
-    api.service.reply = reply
-    if tokenizer is not None:
-        api.service.tokenizer = tokenizer
 
 
 async def gather(api: Api, body: dict[str, Any]) -> dict[int, dict[str, Any]]:
