@@ -26,6 +26,7 @@ from serve_app.settings import IngressSettings
 _HEADERS_TIMEOUT_S = 10
 _READING_TIMEOUT_S = 60
 """A client that takes nothing of its answer for so long is disconnected: it holds a place that others wait for."""
+_SOCKET_BYTES = 262_144
 _WRAPPER = """#!/bin/sh
 tls=
 [ ! -f {folder}/{pem} ] || tls=' ssl crt {folder}/{pem}'
@@ -40,9 +41,13 @@ for argument in "$@"; do
   fi
   previous=$argument
 done
-exec setsid setpriv --pdeathsig KILL -- "{binary}" "$@" -f {folder}/tables.cfg
+exec setsid setpriv --pdeathsig KILL -- "{binary}" "$@" -f {folder}/sections.cfg
 """
-_TABLES = """
+# What the kernel keeps of an answer that nobody reads; left to itself it keeps 32 MB, which no budget of ours sees.
+_SECTIONS = """
+global
+    tune.rcvbuf.server {socket_bytes}
+    tune.sndbuf.client {socket_bytes}
 backend serve_app_connections
     stick-table type ipv6 size 100k expire 1m store conn_cur
 backend serve_app_requests
@@ -89,7 +94,7 @@ def write_wrapper(folder: Path) -> Path:
 
     for status, error in _ERRORS.items():
         (folder / f"{status}.json").write_bytes(error_json(error, request_id=""))
-    (folder / "tables.cfg").write_text(_TABLES)
+    (folder / "sections.cfg").write_text(_SECTIONS.format(socket_bytes=_SOCKET_BYTES))
     write_frontend(folder, ())
     wrapper = folder / "haproxy"
     wrapper.write_text(_WRAPPER.format(binary=get_haproxy_binary(), folder=folder, pem=PEM))
