@@ -128,7 +128,7 @@ class Generation:
                 self._tracker.found_cached(index, delta.num_cached_tokens)
             if delta.prompt_results:
                 self.prompt_logprobs[index].extend(delta.prompt_logprobs)
-        before = stream.num_tokens
+        before, reasoned = stream.num_tokens, stream.num_reasoning_tokens or 0
         for kind, entries in delta.results.items():
             if kind != LOGPROBS:
                 self.results[choice].setdefault(kind, []).extend(entries[before - delta.offset :])
@@ -138,7 +138,8 @@ class Generation:
         if count := stream.num_tokens - before:
             now = time.monotonic()
             last, self._last_at[choice] = self._last_at[choice], now
-            self._tracker.tokens(count, None if last is None else now - last)
+            gap = None if last is None else now - last
+            self._tracker.tokens(count, gap, (stream.num_reasoning_tokens or 0) - reasoned)
         return piece
 
 

@@ -41,6 +41,7 @@ class RequestTracker:
         self._computed_prompt_tokens = 0
         self._cached_tokens: dict[int, int] = {}
         self._output_tokens = 0
+        self._reasoning_tokens = 0
         self._queue_s: float | None = None
         self._first_token_s: float | None = None
         self._requests: Sequence[EngineRequest] = ()
@@ -62,12 +63,13 @@ class RequestTracker:
         """So many tokens of the prompt of this number were found in the prefix cache."""
         self._cached_tokens[prompt] = tokens
 
-    def tokens(self, count: int, gap: float | None) -> None:
-        """See `RequestObserver.tokens`."""
+    def tokens(self, count: int, gap: float | None, reasoning: int) -> None:
+        """See `RequestObserver.tokens`; so many more of the choice's tokens are known to be its reasoning."""
         if self._first_token_s is None:
             self._first_token_s = time.monotonic() - self._started_at
             self._observer.first_token(self._first_token_s)
         self._output_tokens += count
+        self._reasoning_tokens += reasoning
         self._observer.tokens(count, gap)
 
     def settle(self, error: BaseException | None = None) -> None:
@@ -91,6 +93,7 @@ class RequestTracker:
                 prompt_tokens=self._computed_prompt_tokens,
                 cached_tokens=sum(self._cached_tokens.values()),
                 output_tokens=self._output_tokens,
+                reasoning_tokens=self._reasoning_tokens,
                 seconds=time.monotonic() - self._started_at,
             )
         self._charge.settle(spent)

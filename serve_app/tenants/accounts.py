@@ -62,6 +62,7 @@ class Accounts:
                 "prompt_tokens": today.prompt_tokens,
                 "cached_tokens": today.cached_tokens,
                 "output_tokens": today.output_tokens,
+                "reasoning_tokens": today.reasoning_tokens,
                 "reserved_tokens": account.reserved,
             },
             "last_minute": {"requests": account.requests.total(now), "tokens": account.tokens.total(now)},

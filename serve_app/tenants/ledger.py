@@ -26,8 +26,8 @@ class Spent:
     """One request that was computed, all or in part: what was used for whom.
 
     key: the API key's name, empty for strangers. revision: changes whenever a seed may give another answer.
-    prompt_tokens: of prompts that were computed; cached_tokens of them were found in the prefix cache. seconds: from
-    its arrival to its end.
+    prompt_tokens: of prompts that were computed; cached_tokens of them were found in the prefix cache.
+    reasoning_tokens: of output_tokens. seconds: from its arrival to its end.
     """
 
     key: str
@@ -39,6 +39,7 @@ class Spent:
     prompt_tokens: int
     cached_tokens: int
     output_tokens: int
+    reasoning_tokens: int
     seconds: float
 
 
@@ -50,6 +51,7 @@ class Totals:
     prompt_tokens: int = 0
     cached_tokens: int = 0
     output_tokens: int = 0
+    reasoning_tokens: int = 0
 
     @property
     def tokens(self) -> int:
@@ -62,6 +64,7 @@ class Totals:
         self.prompt_tokens += line["prompt_tokens"]
         self.cached_tokens += line["cached_tokens"]
         self.output_tokens += line["output_tokens"]
+        self.reasoning_tokens += line.get("reasoning_tokens", 0)  # older lines have none
 
 
 class Ledger:

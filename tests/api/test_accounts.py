@@ -24,6 +24,7 @@ from serve_app.text.tokenizer import Tokenizer
 from tests.api.conftest import Recorder
 from tests.api.limits import make_limits
 from tests.api.services import ScriptedService
+from tests.text.formats import tokenizer_of
 
 EVER = (date(2000, 1, 1), date(9999, 1, 1))
 PROMPT = [1, 2, 3]
@@ -137,6 +138,28 @@ async def test_headers_tell_what_is_left_and_a_refusal_when_to_come_back(server:
     never = await server.ask("minute", max_tokens=98)
     assert (never.status_code, never.json()["error"]["param"]) == (400, "max_tokens")
     assert "x-ratelimit-limit-tokens" not in (await server.ask("free")).headers
+
+
+async def test_the_ledger_tells_the_reasoning_as_usage_does(server: Charged) -> None:
+    server.service.tokenizer = tokenizer_of("qwen3")
+    server.service.reply = "<think>\nRome.\nHm.\n</think>\n\nSunny."
+    told = []
+    for path, fields in (
+        ("chat/completions", {}),
+        ("chat/completions", {"n": 2, "max_tokens": 5}),
+        ("chat/completions", {"chat_template_kwargs": {"enable_thinking": False}}),
+        ("responses", {"input": "Hello"}),
+    ):
+        body = {"messages": [{"role": "user", "content": "Hello"}]} if path != "responses" else {}
+        answer = await server.http.post(f"/v1/{path}", json=body | fields, headers={"x-api-key": "free"})
+        usage = answer.json()["usage"]
+        details = usage.get("completion_tokens_details") or usage.get("output_tokens_details") or {}
+        told.append(details.get("reasoning_tokens", 0))
+    lines = server.ledger()
+    assert [line["reasoning_tokens"] for line in lines] == told
+    assert told[0] == told[3] > 5
+    assert told[1:3] == [lines[1]["output_tokens"], 0]
+    assert (await server.usage("free"))["today"]["reasoning_tokens"] == sum(told)
 
 
 async def test_a_stream_tells_the_headers_too(server: Charged) -> None:

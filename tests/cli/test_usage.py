@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from serve_app.cli import app
 from serve_app.tenants.ledger import Ledger, Spent
 
-SPENT = Spent("a", "tiny", "fp", "id", "chat", "completed", 10, 4, 7, 0.5)
+SPENT = Spent("a", "tiny", "fp", "id", "chat", "completed", 10, 4, 7, 5, 0.5)
 
 
 @pytest.fixture
@@ -33,10 +33,10 @@ def rows(folder: Path, *words: str) -> list[dict[str, Any]]:
 
 def test_sums_by_key_and_day(folder: Path) -> None:
     both = ["--since", "2026-11-22", "--until", "2026-11-23"]
-    assert rows(folder, *both) == [
-        {"key": "a", "requests": 4, "prompt_tokens": 40, "cached_tokens": 16, "output_tokens": 28},
-        {"key": "b", "requests": 2, "prompt_tokens": 20, "cached_tokens": 8, "output_tokens": 2_000},
-    ]
+    sums = [list(row.values()) for row in rows(folder, *both)]
+    assert sums == [["a", 4, 40, 16, 28, 20], ["b", 2, 20, 8, 2_000, 10]]
+    names = ["key", "requests", "prompt_tokens", "cached_tokens", "output_tokens", "reasoning_tokens"]
+    assert list(rows(folder, *both)[0]) == names
     by_day = rows(folder, *both, "--by", "day,outcome")
     assert [(row["day"], row["outcome"], row["requests"]) for row in by_day] == [
         ("2026-11-22", "cancelled", 1),

@@ -30,7 +30,7 @@ def make(ledger: Ledger | None = None) -> tuple[Accounts, Clock]:
 
 
 def spent(prompt: int, output: int, key: str = "team") -> Spent:
-    return Spent(key, "tiny", "fp", "id", "chat", "completed", prompt, 0, output, 1.0)
+    return Spent(key, "tiny", "fp", "id", "chat", "completed", prompt, 0, output, 0, 1.0)
 
 
 def begun(accounts: Accounts, tenant: Tenant, tokens: int, sequences: int = 1) -> Charge:
@@ -123,6 +123,7 @@ def test_usage_tells_what_was_used_and_what_is_allowed(tmp_path: Path) -> None:
             "prompt_tokens": 10,
             "cached_tokens": 0,
             "output_tokens": 20,
+            "reasoning_tokens": 0,
             "reserved_tokens": 15,
         },
         "last_minute": {"requests": 2, "tokens": 45},

@@ -17,7 +17,7 @@ from serve_app.tenants.ledger import Ledger, Spent, Totals, ledger_file, read_le
 
 NOON = datetime(2026, 11, 23, 12, tzinfo=UTC).timestamp()
 DAY = date(2026, 11, 23)
-SPENT = Spent("team", "tiny", "fp", "req-1", "chat", "completed", 10, 4, 7, 0.123456)
+SPENT = Spent("team", "tiny", "fp", "req-1", "chat", "completed", 10, 4, 7, 5, 0.123456)
 
 
 class Clock:
@@ -48,10 +48,11 @@ def test_a_request_is_one_line_and_counts_today(tmp_path: Path) -> None:
         "prompt_tokens": 10,
         "cached_tokens": 4,
         "output_tokens": 7,
+        "reasoning_tokens": 5,
         "seconds": 0.1235,
     }
-    assert (ledger.today("team"), ledger.today("team").tokens) == (Totals(1, 10, 4, 7), 17)
-    assert (ledger.today(""), ledger.today("nobody")) == (Totals(1, 10, 4, 1), Totals())
+    assert (ledger.today("team"), ledger.today("team").tokens) == (Totals(1, 10, 4, 7, 5), 17)
+    assert (ledger.today(""), ledger.today("nobody")) == (Totals(1, 10, 4, 1, 5), Totals())
     assert second["key"] == ""
     assert ledger_file(tmp_path / "new" / "folder", DAY).stat().st_mode & 0o777 == 0o600
 
@@ -78,7 +79,7 @@ def test_a_restart_and_another_process_go_on_with_the_days_sums(tmp_path: Path) 
     assert second.today("team").requests == 1
     first.write(SPENT)
     second.write(SPENT)
-    assert first.today("team") == second.today("team") == Totals(3, 30, 12, 21)
+    assert first.today("team") == second.today("team") == Totals(3, 30, 12, 21, 15)
 
 
 def test_half_a_line_harms_no_other(tmp_path: Path) -> None:
@@ -90,6 +91,15 @@ def test_half_a_line_harms_no_other(tmp_path: Path) -> None:
     ledger.write(SPENT)
     assert ledger.today("team").requests == 2
     assert len(list(read_ledger(tmp_path, DAY, DAY))) == 2
+
+
+def test_lines_from_before_reasoning_was_told_count(tmp_path: Path) -> None:
+    ledger = Ledger(tmp_path, Clock())
+    ledger.write(SPENT)
+    old = {name: value for name, value in lines(tmp_path)[0].items() if name != "reasoning_tokens"}
+    with ledger_file(tmp_path, DAY).open("ab") as file:
+        file.write(orjson.dumps(old) + b"\n")
+    assert ledger.today("team") == Totals(2, 20, 8, 14, 5)
 
 
 def write_for_ever(folder: Path, connection: Any) -> None:
