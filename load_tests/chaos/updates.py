@@ -102,6 +102,15 @@ def set_damaged_model(application: Application) -> None:
     application["args"]["model"] = str(folder)
 
 
+def end_of_update(log: Path, told: int) -> str | None:
+    """What the launcher has said of the end of an update, beyond the first `told` lines of its log, if it has."""
+    for line in log.read_text().splitlines()[told:]:
+        text = line.partition("] ")[2]
+        if text.startswith(_ENDS) or text.endswith(_ENDS):
+            return text
+    return None
+
+
 async def _load(experiment: Experiment) -> list[Ask]:
     """More requests than the engines hold, one of them long; returns what to go on with."""
     asks = await experiment.mixed(Random(8), STREAMS, _ANSWER_TOKENS)
@@ -128,10 +137,8 @@ async def _deploy(experiment: Experiment, config: str, asks: list[Ask]) -> str:
     os.kill(fleet.pid, signal.SIGUSR1)
     experiment.struck()
     async for _ in _trickling(experiment, asks, "the launcher says what became of the update"):
-        for line in log.read_text().splitlines()[told:]:
-            text = line.partition("] ")[2]
-            if text.startswith(_ENDS) or text.endswith(_ENDS):
-                return text
+        if (said := end_of_update(log, told)) is not None:
+            return said
     raise AssertionError
 
 
