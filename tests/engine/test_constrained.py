@@ -24,6 +24,7 @@ from serve_app.text.tool_format import ReasoningFormat, Thinking, ToolFormat
 from serve_app.text.tool_grammar import CallableTool, Calls, message_grammar
 from tests.engine.harness import Harness, Outcome, Run
 from tests.models import VOCAB_SIZE, tiny_model
+from tests.schemas import bounded_schemas
 
 EOS = 1
 _PIECES = [
@@ -218,33 +219,7 @@ def test_a_grammar_that_gets_too_much_work_ends_that_request_alone(model: PagedM
     assert all(run.outcomes[f"crowd {i}", 0].finish_reason is not FinishReason.ERROR for i in range(3))
 
 
-def _schemas(depth: int = 2) -> st.SearchStrategy[dict[str, Any]]:
-    """Schemas bounded in depth, lengths and items: every output ends."""
-    leaves = st.one_of(
-        st.builds(lambda n: {"type": "string", "maxLength": n}, st.integers(0, 5)),
-        st.builds(
-            lambda low, size: {"type": "integer", "minimum": low, "maximum": low + size},
-            st.integers(-9, 9),
-            st.integers(0, 99),
-        ),
-        st.just({"type": "boolean"}),
-        st.just({"type": "null"}),
-        st.lists(st.sampled_from(["a", "bb", 'c"c', 7, True, None]), min_size=1, max_size=3, unique_by=repr).map(
-            lambda v: {"enum": v}
-        ),
-    )
-    if not depth:
-        return leaves
-    inner = _schemas(depth - 1)
-    objects = st.dictionaries(st.sampled_from(["a", "name", "x y"]), inner, max_size=3).map(
-        lambda p: {"type": "object", "properties": p, "required": list(p), "additionalProperties": False}
-    )
-    arrays = st.builds(lambda items, n: {"type": "array", "items": items, "maxItems": n}, inner, st.integers(0, 2))
-    unions = st.lists(leaves, min_size=2, max_size=3).map(lambda parts: {"anyOf": parts})
-    return st.one_of(leaves, objects, arrays, unions)
-
-
-@given(schema=_schemas(), seed=st.integers(0, 2**32), temperature=st.sampled_from([0.0, 1.0, 2.0]))
+@given(schema=bounded_schemas(), seed=st.integers(0, 2**32), temperature=st.sampled_from([0.0, 1.0, 2.0]))
 @settings(max_examples=60, deadline=None)
 def test_random_schemas_and_logits_give_valid_output(
     model: PagedModel, schema: dict[str, Any], seed: int, temperature: float
