@@ -23,7 +23,7 @@ from serve_app.api.errors import http_exception_handler
 from serve_app.api.guard import RequestGuard
 from serve_app.api.limits import ApiLimits
 from serve_app.api.peers import HeadAsGet, add_peer_routes
-from serve_app.api.prepare import check_model, check_tenant, decode_ids, encode_messages, encode_prompt
+from serve_app.api.prepare import check_model, check_tenant, decode_ids, encode_prompt
 from serve_app.api.request_events import RequestLog, RequestObserver
 from serve_app.api.responses import ResponsesJob
 from serve_app.api.responses_body import ResponsesBody
@@ -150,8 +150,8 @@ def _add_tokens(app: FastAPI, context: ApiContext) -> None:
         card, tokenizer = context.service.model, context.service.tokenizer
         check_model(body.model, card)
         check_tenant(request.state.tenant, card.name)
-        if body.messages is not None:
-            ids = await encode_messages(tokenizer, body.messages, card)
+        if (chat := body.to_chat()) is not None:
+            ids = await ChatJob(context, chat).prompt()
         else:
             special = body.add_special_tokens is not False
             ids = await encode_prompt(tokenizer, body.prompt or "", card, add_special_tokens=special)

@@ -8,7 +8,7 @@ import openai
 import pytest
 from pydantic import BaseModel, Field
 
-from tests.api.conftest import Api, script
+from tests.api.conftest import Api, prompt, script
 from tests.text.formats import tokenizer_of
 
 ASK: list[Any] = [{"role": "user", "content": "How is it in Rome?"}]
@@ -258,3 +258,36 @@ async def test_a_schema_that_cannot_be_enforced_is_refused_only_where_it_would_b
         await scripted.openai.chat.completions.create(**body, tools=odd, tool_choice="required")
     assert refused.value.param == "tools[0].function.parameters"
     assert "not" in refused.value.message
+
+
+@pytest.mark.parametrize("family", ["hermes", "qwen3", "llama3_1"])
+@pytest.mark.parametrize(
+    "extra",
+    [
+        {},
+        {"tool_choice": "none"},
+        {"tool_choice": "required", "add_generation_prompt": False},
+        {"reasoning_effort": "none"},
+    ],
+    ids=str,
+)
+async def test_tokenize_tells_the_prompt_of_a_chat_with_tools(
+    scripted: Api, family: str, extra: dict[str, Any]
+) -> None:
+    script(scripted, "", tokenizer_of(family))
+    body = {"model": "scripted", "messages": ASK, "tools": TOOLS, **extra}
+    told = (await scripted.http.post("/tokenize", json=body)).json()
+    await scripted.http.post("/v1/chat/completions", json={**body, "max_tokens": 1})
+    assert tuple(told["tokens"]) == scripted.service.requests[-1].prompt_token_ids
+    assert ("weather" in prompt(scripted)) is (extra.get("tool_choice") != "none")
+
+
+async def test_tokenize_refuses_tools_as_chat_does(scripted: Api) -> None:
+    for body, param in (
+        ({"messages": ASK, "tools": [{"type": "function"}]}, "tools[0].function"),
+        ({"messages": ASK, "tool_choice": "required"}, "tool_choice"),
+        ({"messages": ASK, "chat_template_kwargs": {"tokenize": False}}, "chat_template_kwargs.tokenize"),
+        ({"prompt": "x", "tools": TOOLS}, "tools"),
+    ):
+        refused = await scripted.http.post("/tokenize", json=body)
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, param)
