@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -161,13 +162,13 @@ def babbler_module() -> LlamaForCausalLM:
     return LlamaForCausalLM(config).eval()
 
 
-@pytest.fixture
-async def live(babbler: PagedModel, tokenizer: Tokenizer) -> AsyncIterator[Api]:
+@asynccontextmanager
+async def running(model: PagedModel, tokenizer: Tokenizer) -> AsyncIterator[Api]:
     """Over a real engine and a real HTTP server on a loopback port. Afterwards the engine must be empty."""
     config = EngineConfig(max_num_seqs=4, max_num_batched_tokens=64, kv_cache_gib=0.05)
     records: list[StepRecord] = []
     engine = await AsyncEngine.start_with(
-        lambda: EngineCore(babbler, config, on_step=records.append, vocabulary=tokenizer.vocabulary)
+        lambda: EngineCore(model, config, on_step=records.append, vocabulary=tokenizer.vocabulary)
     )
     built = build_api(EngineService(engine, tokenizer, records), AsyncAdmissionQueue(8, 4))
     server = uvicorn.Server(uvicorn.Config(built.app, host="127.0.0.1", port=0, log_level="error", lifespan="off"))
@@ -180,12 +181,21 @@ async def live(babbler: PagedModel, tokenizer: Tokenizer) -> AsyncIterator[Api]:
     built.openai = openai.AsyncOpenAI(
         api_key="none", base_url=f"http://127.0.0.1:{port}/v1", http_client=built.http, max_retries=0
     )
-    yield built
-    await built.http.aclose()
-    server.should_exit = True
-    await serving
+    try:
+        yield built
+    finally:
+        await built.http.aclose()
+        server.should_exit = True
+        await serving
     await idle(built)
     await engine.shutdown()
+
+
+@pytest.fixture
+async def live(babbler: PagedModel, tokenizer: Tokenizer) -> AsyncIterator[Api]:
+    """A running server whose model says random tokens."""
+    async with running(babbler, tokenizer) as built:
+        yield built
 
 
 async def idle(api: Api) -> None:

@@ -101,11 +101,12 @@ class EngineService:
     engine: AsyncEngine
     tokenizer: Tokenizer
     records: list[StepRecord]
+    name: str = "babbler"
 
     @property
     def model(self) -> ModelCard:
         info = self.engine.info
-        return ModelCard("babbler", info.max_model_len, info.vocab_size, 1_700_000_000, "fp_engine")
+        return ModelCard(self.name, info.max_model_len, info.vocab_size, 1_700_000_000, "fp_engine")
 
     def check_ready(self) -> None:
         return None
