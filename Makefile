@@ -64,5 +64,5 @@ $(VENV)/.serve: constraints.txt pyproject.toml
 
 $(VENV)/.test: $(VENV)/.serve
 	@echo "serve-app: adding what the tests need to $(VENV)"
-	@$(PIP_INSTALL) -c constraints.txt -e '.[test,load]'
+	@$(PIP_INSTALL) -c constraints.txt -e '.[test,clients,load]'
 	@touch $@
