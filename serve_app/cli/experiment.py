@@ -4,13 +4,16 @@ import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 
 from serve_app.cli.outputs import JsonFile, PngFile
 from serve_app.errors import ServeAppError
+
+if TYPE_CHECKING:
+    from serve_app.demo.experiments.step_costs import StepCost
 
 experiment = typer.Typer(
     help="The experiments that made continuous batching known, on a real model.", no_args_is_help=True
@@ -37,6 +40,31 @@ def _write(json_file: Path | None, figures: dict[str, Any]) -> None:
         json_file.write_text(json.dumps(figures, indent=1) + "\n")
 
 
+def _measured_cost(model: str, threads: int | None) -> "StepCost":
+    """What steps of the model cost here; told in one line."""
+    from serve_app.demo.compare import token_progress
+    from serve_app.demo.experiments.step_costs import NUM_TOKENS, measure_cost
+
+    with _told(), token_progress(Console(stderr=True)) as begin:
+        cost = measure_cost(model, threads, begin("cost of a step", NUM_TOKENS))
+    Console().print(
+        f"A step costs {cost.base_s * 1e3:.2f} ms, {cost.token_s * 1e3:.3f} ms more for each position and "
+        f"{cost.pair_s * 1e6:.3f} us for each pair of query and key (fitted to measured steps, mean error "
+        f"{cost.error:.0%})."
+    )
+    return cost
+
+
+def _positive(text: str, option: str) -> tuple[int, ...]:
+    try:
+        numbers = tuple(int(part) for part in text.split(","))
+    except ValueError:
+        numbers = (0,)
+    if min(numbers) < 1:
+        raise typer.BadParameter(f"{text!r} is not a list of positive numbers", param_hint=option)
+    return numbers
+
+
 @experiment.command()
 def memory(
     model: _Model = "default",
@@ -61,3 +89,96 @@ def memory(
     if png is not None:
         draw(png, results)
     _write(json_file, report(results))
+
+
+@experiment.command()
+def lengths(
+    model: _Model = "default",
+    slots: _Slots = 8,
+    requests: _Requests = 48,
+    caps: Annotated[str, typer.Option(help="Greatest numbers of output tokens.")] = "8,32,128",
+    threads: _Threads = None,
+    png: PngFile = None,
+    json_file: JsonFile = None,
+) -> None:
+    """Throughput where output lengths vary, and what each idea contributes: iteration level, packing, paging, kernels.
+
+    On the CPU. Lengths are exponential with a mean of 32, cut at each cap: a quarter of the published experiment's.
+    """
+    from serve_app.demo.compare import token_progress
+    from serve_app.demo.experiments.lengths import draw, report, run, show
+    from serve_app.text.tokenizer import load_tokenizer
+
+    cut_at = _positive(caps, "--caps")
+    with _told(), token_progress(Console(stderr=True)) as begin:
+        fields: dict[str, Any] = {"model": model, "device": "cpu", "num_threads": threads}
+        results = run(load_tokenizer(model), requests, cut_at, slots, begin, **fields)
+    show(Console(), results)
+    if png is not None:
+        draw(png, results)
+    _write(json_file, report(results))
+
+
+@experiment.command()
+def latency(
+    model: _Model = "default",
+    slots: _Slots = 16,
+    requests: _Requests = 400,
+    threads: _Threads = None,
+    png: PngFile = None,
+    json_file: JsonFile = None,
+) -> None:
+    """Latency and first token at Poisson arrivals of 40 to 110 % of capacity: static and continuous, padded and packed.
+
+    The live scheduler, in a time made of what steps of the model cost here.
+    """
+    from serve_app.demo.experiments.latency import draw, report, run, show
+
+    result = run(_measured_cost(model, threads), requests, slots)
+    show(Console(), result)
+    if png is not None:
+        draw(png, result)
+    _write(json_file, report(result))
+
+
+@experiment.command()
+def waiting(
+    model: _Model = "default",
+    slots: _Slots = 16,
+    requests: _Requests = 400,
+    threads: _Threads = None,
+    png: PngFile = None,
+    json_file: JsonFile = None,
+) -> None:
+    """The waiting-served ratio, swept for fused and separate prefill: first token, pauses, gaps, throughput.
+
+    The live scheduler, in a time made of what steps of the model cost here.
+    """
+    from serve_app.demo.experiments.waiting import draw, report, run, show
+
+    result = run(_measured_cost(model, threads), requests, slots)
+    show(Console(), result)
+    if png is not None:
+        draw(png, result)
+    _write(json_file, report(result))
+
+
+@experiment.command()
+def window(
+    model: _Model = "default",
+    requests: _Requests = 300,
+    threads: _Threads = None,
+    png: PngFile = None,
+    json_file: JsonFile = None,
+) -> None:
+    """By size or by time: max_batch_size and max_wait_time under random gaps, beside continuous batching.
+
+    The live scheduler, in a time made of what steps of the model cost here.
+    """
+    from serve_app.demo.experiments.window import draw, report, run, show
+
+    result = run(_measured_cost(model, threads), requests)
+    show(Console(), result)
+    if png is not None:
+        draw(png, result)
+    _write(json_file, report(result))

@@ -87,12 +87,13 @@ def report(results: dict[Mode, Measurement]) -> dict[str, Any]:
         "speedup_vs_packed": round(continuous.tokens_per_s / static.tokens_per_s, 3),
         "speedup_vs_padded_continuous": round(continuous.tokens_per_s / merged.tokens_per_s, 3),
         "outputs_equal": static.outputs == continuous.outputs,
-        "agreement_with_padded": round(_agreement(continuous.outputs, padded.outputs), 4),
-        "agreement_with_padded_continuous": round(_agreement(continuous.outputs, merged.outputs), 4),
+        "agreement_with_padded": round(agreement(continuous.outputs, padded.outputs), 4),
+        "agreement_with_padded_continuous": round(agreement(continuous.outputs, merged.outputs), 4),
     }
 
 
-def _agreement(ours: Sequence[Sequence[int]], theirs: Sequence[Sequence[int]]) -> float:
+def agreement(ours: Sequence[Sequence[int]], theirs: Sequence[Sequence[int]]) -> float:
+    """The share of our output tokens that come before the first difference from their output of the same request."""
     same = 0
     for mine, other in zip(ours, theirs, strict=True):
         differs = (i for i, (a, b) in enumerate(zip(mine, other, strict=True)) if a != b)

@@ -1,7 +1,7 @@
 """The measurements behind `serve-app compare`, each in a fresh process of its own.
 
-Decides what is measured and keeps it fair: every run loads the model anew, warms up with the same requests, has all
-requests at hand when its clock starts, and stops its clock at the last token. Draws nothing.
+Decides what is measured and keeps it fair: every way to batch loads the model anew, warms up with the same requests,
+has all requests at hand when its clock starts, and stops its clock at the last token. Draws nothing.
 """
 
 import multiprocessing
@@ -13,8 +13,9 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import partial
 from multiprocessing.connection import Connection
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from serve_app.core.request import EngineRequest
 from serve_app.core.results import TokenDelta
@@ -25,7 +26,7 @@ from serve_app.errors import ServeAppError
 from serve_app.observability.timeline import Timeline, timeline_of
 
 if TYPE_CHECKING:
-    from serve_app.demo.padded_continuous import PaddedContinuousEngine
+    from serve_app.demo.padded import PaddedGenerator
     from serve_app.engine.core import EngineCore
     from serve_app.model.paged_model import PagedModel
 
@@ -73,7 +74,8 @@ class CompareJob:
     """The work of all runs. prompts: token ids; caps: output tokens of each; slots: requests at once.
 
     context: the longest request that the engine must be ready for, in tokens (None: the model's own). kv_positions: the
-    packed runs' KV pool in tokens, in whole blocks, instead of `kv_cache_gib`.
+    packed runs' KV pool in tokens, in whole blocks, instead of `kv_cache_gib`. attention_backend: what computes the
+    packed runs, by the backend's name; "cpu" is torch over transformers' modules, as in the padded runs on a CPU.
     """
 
     prompts: tuple[tuple[int, ...], ...]
@@ -87,6 +89,7 @@ class CompareJob:
     kv_cache_gib: float = 1.0
     context: int | None = None
     kv_positions: int | None = None
+    attention_backend: str = "auto"
 
     @property
     def output_tokens(self) -> int:
@@ -127,20 +130,63 @@ class Measurement:
         return sum(len(output) for output in self.outputs) / self.seconds
 
 
-def measure(mode: Mode, job: CompareJob, on_tokens: OnTokens = lambda _: None) -> Measurement:
-    """Run the job one way, in this process.
+Run = Callable[[CompareJob, OnTokens], Measurement]
+"""Measures a job. What it is given is called after each step with the number of new wanted tokens."""
 
-    `on_tokens` is called after each step with the number of new wanted tokens.
-    """
+
+def measure(mode: Mode, job: CompareJob, on_tokens: OnTokens = lambda _: None) -> Measurement:
+    """Run the job one way, in this process."""
+    return open_run(mode, job)(job, on_tokens)
+
+
+def open_run(mode: Mode, job: CompareJob) -> Run:
+    """Load the job's model for one way to batch. What is returned measures this job, and others for the same model."""
+    from serve_app.model.runner import set_num_threads
+
+    if job.num_threads is not None:
+        set_num_threads(job.num_threads)
     if mode is Mode.PADDED:
-        return _measure_padded(job, on_tokens)
+        from serve_app.demo.padded import PaddedGenerator
+
+        return partial(_measure_padded, PaddedGenerator(job.model, job.dtype, job.device))
+    if mode is Mode.PADDED_CONTINUOUS:
+        from serve_app.demo.padded import load_causal_lm
+
+        return partial(_measure_padded_continuous, load_causal_lm(job.model, job.dtype, job.device))
+    return partial(_measure_packed, mode, load_packed_model(job))
+
+
+def _measure_padded(generator: "PaddedGenerator", job: CompareJob, on_tokens: OnTokens) -> Measurement:
+    warm_up_caps = [min(cap, _WARM_UP_TOKENS) for cap in job.caps[: job.slots]]
+    generator.run(job.prompts[: job.slots], warm_up_caps, job.slots)
+    run = generator.run(job.prompts, job.caps, job.slots, on_tokens)
+    timeline = Timeline(TITLES[Mode.PADDED], job.slots, run.steps, run.spans)
+    return Measurement(Mode.PADDED, run.outputs, run.seconds, run.steps, run.positions, timeline)
+
+
+def _measure_padded_continuous(model: Any, job: CompareJob, on_tokens: OnTokens) -> Measurement:
+    from serve_app.demo.padded_continuous import PaddedContinuousEngine
+
     records: list[StepRecord] = []
     padding: list[PaddedStep] = []
-    engine: StepEngine
-    if mode is Mode.PADDED_CONTINUOUS:
-        engine = _load_padded_continuous(job, records, padding)
-    else:
-        engine = packed_engine(load_packed_model(job), job, records)
+    engine = PaddedContinuousEngine(model, job.slots, records.append, padding.append)
+    return _measure_steps(Mode.PADDED_CONTINUOUS, engine, job, on_tokens, records, padding)
+
+
+def _measure_packed(mode: Mode, model: "PagedModel", job: CompareJob, on_tokens: OnTokens) -> Measurement:
+    records: list[StepRecord] = []
+    return _measure_steps(mode, packed_engine(model, job, records), job, on_tokens, records, [])
+
+
+def _measure_steps(
+    mode: Mode,
+    engine: StepEngine,
+    job: CompareJob,
+    on_tokens: OnTokens,
+    records: list[StepRecord],
+    padding: list[PaddedStep],
+) -> Measurement:
+    """The engine fills `records` and, if it pads, `padding`."""
     _generate(engine, job.requests("warm-up", _WARM_UP_TOKENS)[: job.slots], lambda _: None)
     records.clear()
     padding.clear()
@@ -153,33 +199,6 @@ def measure(mode: Mode, job: CompareJob, on_tokens: OnTokens = lambda _: None) -
     return Measurement(mode, outputs, seconds, len(records), positions, timeline, tuple(padding))
 
 
-def _measure_padded(job: CompareJob, on_tokens: OnTokens) -> Measurement:
-    from serve_app.demo.padded import PaddedGenerator
-    from serve_app.model.runner import set_num_threads
-
-    if job.num_threads is not None:
-        set_num_threads(job.num_threads)
-    generator = PaddedGenerator(job.model, job.dtype, job.device)
-    warm_up_caps = [min(cap, _WARM_UP_TOKENS) for cap in job.caps[: job.slots]]
-    generator.run(job.prompts[: job.slots], warm_up_caps, job.slots)
-    run = generator.run(job.prompts, job.caps, job.slots, on_tokens)
-    timeline = Timeline(TITLES[Mode.PADDED], job.slots, run.steps, run.spans)
-    return Measurement(Mode.PADDED, run.outputs, run.seconds, run.steps, run.positions, timeline)
-
-
-def _load_padded_continuous(
-    job: CompareJob, records: list[StepRecord], padding: list[PaddedStep]
-) -> "PaddedContinuousEngine":
-    from serve_app.demo.padded import load_causal_lm
-    from serve_app.demo.padded_continuous import PaddedContinuousEngine
-    from serve_app.model.runner import set_num_threads
-
-    if job.num_threads is not None:
-        set_num_threads(job.num_threads)
-    model = load_causal_lm(job.model, job.dtype, job.device)
-    return PaddedContinuousEngine(model, job.slots, records.append, padding.append)
-
-
 def load_packed_model(job: CompareJob) -> "PagedModel":
     """The job's model, ready for `packed_engine`. Raises `ConfigError`."""
     from serve_app.model.loader import load_model
@@ -188,7 +207,15 @@ def load_packed_model(job: CompareJob) -> "PagedModel":
 
     if job.num_threads is not None:
         set_num_threads(job.num_threads)
-    return load_model(ModelOptions(model=job.model, dtype=job.dtype, device=job.device, max_model_len=job.context))
+    return load_model(
+        ModelOptions(
+            model=job.model,
+            dtype=job.dtype,
+            device=job.device,
+            max_model_len=job.context,
+            attention_backend=job.attention_backend,
+        )
+    )
 
 
 def packed_engine(model: "PagedModel", job: CompareJob, records: list[StepRecord]) -> "EngineCore":
@@ -238,17 +265,24 @@ def _generate(engine: StepEngine, requests: Sequence[EngineRequest], on_tokens: 
 
 
 def measure_in_process(mode: Mode, job: CompareJob, on_tokens: OnTokens) -> Measurement:
-    """`measure` in a fresh process, so that no run inherits the memory, threads or warm caches of the one before.
+    """`measure` in a fresh process; see `measure_jobs`."""
+    return measure_jobs(mode, [job], on_tokens)[0]
 
-    Raises `ServeAppError` with the child's message when it fails.
+
+def measure_jobs(mode: Mode, jobs: Sequence[CompareJob], on_tokens: OnTokens) -> list[Measurement]:
+    """Run the jobs one way, one after another in a fresh process, which inherits no memory, threads or warm caches.
+
+    All have the same model, which the first must describe. Raises `ServeAppError` with the child's message when it
+    fails.
     """
     context = multiprocessing.get_context("spawn")
     receiver, sender = context.Pipe(duplex=False)
-    child = context.Process(target=_child, args=(mode, job, sender), daemon=True)
+    child = context.Process(target=_child, args=(mode, jobs, sender), daemon=True)
     child.start()
     sender.close()
+    results: list[Measurement] = []
     try:
-        while True:
+        while len(results) < len(jobs):
             try:
                 message = receiver.recv()
             except EOFError:
@@ -257,22 +291,25 @@ def measure_in_process(mode: Mode, job: CompareJob, on_tokens: OnTokens) -> Meas
             if isinstance(message, int):
                 on_tokens(message)
             elif isinstance(message, Measurement):
-                child.join()
-                return message
+                results.append(message)
             else:
                 raise ServeAppError(f"{mode}: {message}")
+        child.join()
+        return results
     finally:
         receiver.close()
         child.terminate()
         child.join()
 
 
-def _child(mode: Mode, job: CompareJob, sender: Connection) -> None:
+def _child(mode: Mode, jobs: Sequence[CompareJob], sender: Connection) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches both; the parent ends this process
     threading.Thread(target=_end_with_parent, daemon=True).start()
     with suppress(BrokenPipeError):
         try:
-            sender.send(measure(mode, job, sender.send))
+            run = open_run(mode, jobs[0])
+            for job in jobs:
+                sender.send(run(job, sender.send))
         except BrokenPipeError:
             raise
         except Exception as error:

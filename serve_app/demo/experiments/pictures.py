@@ -28,14 +28,33 @@ def side_by_side(count: int, height: float = 3.6) -> "tuple[Figure, list[Axes]]"
     return _figure(1, count, height, share=False)
 
 
+def grid(rows: int, columns: int, height: float) -> "tuple[Figure, list[list[Axes]]]":
+    """Rows of panels, each of one scale; `height` in inches."""
+    figure = _empty(height)
+    panels = figure.subplots(rows, columns, squeeze=False, sharex="row", sharey="row").tolist()
+    return figure, [[_styled(panel) for panel in row] for row in panels]
+
+
+def mosaic(layout: str, height: float) -> "tuple[Figure, dict[str, Axes]]":
+    """Panels by the letters of a layout (matplotlib's `subplot_mosaic`); `height` in inches."""
+    figure = _empty(height)
+    return figure, {name: _styled(panel) for name, panel in figure.subplot_mosaic(layout).items()}
+
+
 def _figure(rows: int, columns: int, height: float, share: bool) -> "tuple[Figure, list[Axes]]":
-    figure = Figure(figsize=(_WIDTH, height), dpi=_DPI, layout="constrained", facecolor="white")
-    panels = list(figure.subplots(rows, columns, squeeze=False, sharex=share).flat)
-    for panel in panels:
-        panel.spines[["top", "right"]].set_visible(False)
-        panel.grid(alpha=0.25)
-        panel.set_axisbelow(True)
-    return figure, panels
+    figure = _empty(height)
+    return figure, [_styled(panel) for panel in figure.subplots(rows, columns, squeeze=False, sharex=share).flat]
+
+
+def _empty(height: float) -> Figure:
+    return Figure(figsize=(_WIDTH, height), dpi=_DPI, layout="constrained", facecolor="white")
+
+
+def _styled(panel: "Axes") -> "Axes":
+    panel.spines[["top", "right"]].set_visible(False)
+    panel.grid(alpha=0.25)
+    panel.set_axisbelow(True)
+    return panel
 
 
 def save(figure: Figure, path: Path) -> None:

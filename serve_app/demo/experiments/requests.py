@@ -4,11 +4,13 @@ The published experiment draws a mean of 128 output tokens and cuts at up to 1,5
 that, which a laptop finishes in minutes; what matters is the spread of the lengths, which stays the same.
 """
 
+import math
 from random import Random
 from typing import TYPE_CHECKING, Any
 
 from serve_app.demo.compare import PROMPTS
 from serve_app.demo.compare_runs import CompareJob
+from serve_app.workloads.arrivals import Arrival
 
 if TYPE_CHECKING:
     from serve_app.text.tokenizer import Tokenizer
@@ -37,3 +39,18 @@ def make_job(tokenizer: "Tokenizer", count: int, cap: int, slots: int, **fields:
     return CompareJob(
         prompts, exponential_lengths(count, cap), slots, context=context, kv_positions=slots * context, **fields
     )
+
+
+def poisson_arrivals(count: int, rate: float, cap: int, prompts: tuple[int, int], seed: int = 0) -> list[Arrival]:
+    """`count` requests at `rate` a second: prompts log-uniform between two lengths, outputs as above.
+
+    The same requests in the same order at any rate; only the gaps between them are stretched.
+    """
+    rng = Random(f"arrivals-{seed}")
+    shortest, longest = map(math.log, prompts)
+    at_s = 0.0
+    arrivals = []
+    for length in exponential_lengths(count, cap, seed):
+        at_s += rng.expovariate(1.0) / rate
+        arrivals.append(Arrival(at_s, round(math.exp(rng.uniform(shortest, longest))), length))
+    return arrivals
