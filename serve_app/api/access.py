@@ -79,8 +79,18 @@ def path_of(scope: Scope) -> str:
 
 
 def key_of(headers: Headers) -> str:
-    """The request's API key, as OpenAI's clients send it or as Anthropic's do; empty without one."""
-    scheme, _, key = headers.get("authorization", "").partition(" ")
+    """The request's API key, as OpenAI's clients send it or, without that, as Anthropic's do; empty without one.
+
+    Raises `AuthenticationError` where one header says two things, of which a proxy may have read the other.
+    """
+    scheme, _, key = _only(headers, "authorization").partition(" ")
     if scheme.lower() == "bearer":
         return key.strip()
-    return headers.get("x-api-key", "") if not scheme else scheme + key
+    return _only(headers, "x-api-key") if not scheme else scheme + key
+
+
+def _only(headers: Headers, name: str) -> str:
+    values = set(headers.getlist(name))
+    if len(values) > 1:
+        raise AuthenticationError(f"the header `{name}` stands there more than once, with different keys")
+    return values.pop() if values else ""

@@ -150,6 +150,7 @@ def _add_tokens(app: FastAPI, context: ApiContext) -> None:
         card, tokenizer = context.service.model, context.service.tokenizer
         check_model(body.model, card)
         check_tenant(request.state.tenant, card.name)
+        context.accounts.open(request.state.tenant).begin(0)
         if (chat := body.to_chat()) is not None:
             ids = await ChatJob(context, chat).prompt()
         else:
@@ -161,6 +162,7 @@ def _add_tokens(app: FastAPI, context: ApiContext) -> None:
     async def count_tokens(request: Request) -> dict[str, Any]:
         body = parse_body(CountTokensBody, await request.body())
         check_tenant(request.state.tenant, context.service.model.name)
+        context.accounts.open(request.state.tenant).begin(0)
         return {"input_tokens": len(await TranslatedJob(context, body).prompt())}
 
     @app.post("/detokenize", openapi_extra=_accepts(DetokenizeBody))
@@ -169,6 +171,7 @@ def _add_tokens(app: FastAPI, context: ApiContext) -> None:
         card, tokenizer = context.service.model, context.service.tokenizer
         check_model(body.model, card)
         check_tenant(request.state.tenant, card.name)
+        context.accounts.open(request.state.tenant).begin(0)
         return {"prompt": await decode_ids(tokenizer, body.tokens, card)}
 
 

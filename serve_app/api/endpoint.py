@@ -5,8 +5,8 @@ A client that leaves cancels all of it at once, wherever it is.
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Iterator, Sequence
+from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
@@ -17,7 +17,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from serve_app.api import sse
-from serve_app.api.admission import AsyncAdmissionQueue
+from serve_app.api.admission import AsyncAdmissionQueue, Ticket
 from serve_app.api.caller import caller_of, session_of, timeout_of
 from serve_app.api.drain import Drain
 from serve_app.api.errors import internal_error
@@ -176,16 +176,15 @@ class GenerationResponse(Response):
             check_tenant(tenant, self._context.service.model.name)
             caller = caller_of(tenant, job.body, deadline)
             n = max(job.body.n or 1, len(job.body.answers_with_odds))
-            told = self._request.state.response_headers
-            told.update(charge.headers())
-            charge.begin(job.num_prompts * n)
-            tickets = self._context.admission.reserve(job.num_prompts, n, caller)
+            tickets: list[Ticket] = []
             try:
-                requests = [self._context.separate(request, tenant) for request in await job.engine_requests()]
-                meter = await OddsMeter.of(job.body, requests, self._context.service, self._context.limits)
-                scored = 0 if meter is None else meter.num_tokens
-                charge.reserve(sum(_most_tokens(request) + scored for request in requests))
-                told.update(charge.headers())
+                with self._telling_limits(charge):
+                    charge.begin(job.num_prompts * n)
+                    tickets = self._context.admission.reserve(job.num_prompts, n, caller)
+                    requests = [self._context.separate(request, tenant) for request in await job.engine_requests()]
+                    meter = await OddsMeter.of(job.body, requests, self._context.service, self._context.limits)
+                    scored = 0 if meter is None else meter.num_tokens
+                    charge.reserve(sum(_most_tokens(request) + scored for request in requests))
                 contexts = [RequestContext(deadline, session) for _ in requests]
                 tracker.generates(requests, contexts)
                 generation = Generation(self._context.service, requests, contexts, job.stop, tracker, meter)
@@ -197,6 +196,14 @@ class GenerationResponse(Response):
             finally:
                 for ticket in tickets:
                     ticket.release()
+
+    @contextmanager
+    def _telling_limits(self, charge: Charge) -> Iterator[None]:
+        """The answer's headers tell what is left of the key's limits at the end of the block, refused or not."""
+        try:
+            yield
+        finally:
+            self._request.state.response_headers.update(charge.headers())
 
     def _tracker(self, charge: Charge) -> RequestTracker:
         request, context = self._request, self._context

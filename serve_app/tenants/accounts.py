@@ -98,7 +98,10 @@ class Charge:
         return self._tenant.name
 
     def begin(self, sequences: int) -> None:
-        """Count the request, with so many sequences at once. Raises `OverloadedError`, or `InvalidRequestError`."""
+        """Count the request, with so many sequences at once; without any, nothing is left to be settled.
+
+        Raises `OverloadedError`, or `InvalidRequestError`.
+        """
         tenant, account, now = self._tenant, self._account, self._accounts.clock()
         if tenant.max_sequences is not None:
             if sequences > tenant.max_sequences:

@@ -37,7 +37,7 @@ class Tenant(BaseModel):
     max_sequences: int | None = Field(default=None, ge=1)
     """Most sequences (prompts times `n`) at once, waiting ones included."""
     requests_per_minute: int | None = Field(default=None, ge=1)
-    """Most generation requests within any 60 seconds."""
+    """Most requests that generate or tokenize within any 60 seconds."""
     tokens_per_minute: int | None = Field(default=None, ge=1)
     """Most tokens, of prompts and outputs, of the requests that come within any 60 seconds."""
     tokens_per_day: int | None = Field(default=None, ge=1)

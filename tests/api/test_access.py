@@ -132,6 +132,68 @@ async def test_a_key_comes_in_the_ways_of_openai_and_anthropic(server: Guarded, 
     assert (await server.http.get("/v1/models", headers=headers)).json()["data"][0]["id"] == "scripted"
 
 
+TWO_KEYS = [
+    ([("authorization", "Bearer Key-Team"), ("authorization", "Bearer Key-Admin")], 401),
+    ([("authorization", "Bearer Key-Admin"), ("authorization", "Bearer Key-Team")], 401),
+    ([("authorization", "Bearer Key-Team, Bearer Key-Admin")], 401),
+    ([("x-api-key", "Key-Team"), ("x-api-key", "Key-Admin")], 401),
+    ([("authorization", "Bearer somebody"), ("x-api-key", "Key-Admin")], 401),
+    ([("authorization", "Bearer "), ("x-api-key", "Key-Admin")], 401),
+    ([("authorization", "Bearer Key-Team"), ("x-api-key", "Key-Admin")], 403),
+    ([("authorization", "Bearer Key-Admin"), ("authorization", "Bearer Key-Admin")], 200),
+]
+
+
+@pytest.mark.parametrize(("headers", "status"), TWO_KEYS)
+async def test_of_two_keys_none_is_chosen_by_chance(
+    server: Guarded, headers: list[tuple[str, str]], status: int
+) -> None:
+    assert (await server.http.get("/metrics", headers=headers)).status_code == status
+
+
+@pytest.mark.parametrize(
+    "key", ["K\u00e9y-Team", "Key-Team\u00ff", "\u212aey-Team", "\x00Key-Team", "Key-Team\x00", "*"]
+)
+async def test_odd_characters_make_no_key(server: Guarded, key: str) -> None:
+    for headers in ({"authorization": b"Bearer " + key.encode()}, {"x-api-key": key.encode()}):
+        assert (await server.http.get("/v1/models", headers=headers)).status_code == 401
+
+
+@pytest.mark.parametrize("path", ["//v1/models", "/V1/models", "/%2e/v1/models", "/v1/%2e%2e/v1/models", "/v1/models/"])
+@pytest.mark.parametrize("method", ["GET", "HEAD", "TRACE"])
+async def test_no_spelling_of_a_path_or_method_needs_no_key(server: Guarded, method: str, path: str) -> None:
+    assert (await server.http.request(method, f"http://test{path}")).status_code == 401
+
+
+PUBLIC_TRICKS = ("/console/%2e%2e/metrics", "/console/..%2fmetrics", "/console//metrics", "/health/live/%2e%2e/metrics")
+ADMIN_TRICKS = ("//metrics", "/Metrics", "/metrics/", "/%6detrics", "/metrics%2ftargets", "/metrics;", "/metrics%00")
+
+
+async def test_no_spelling_of_a_path_shows_metrics(server: Guarded) -> None:
+    for path in (*PUBLIC_TRICKS, *ADMIN_TRICKS, "/debug//timeline", "/v1/../debug/timeline"):
+        for key in ("", "Key-Team"):
+            for method in ("GET", "HEAD", "OPTIONS"):
+                answer = await server.http.request(method, f"http://test{path}", headers={"x-api-key": key})
+                told = (method, path, answer.status_code)
+                assert answer.status_code in (307, 401, 403, 404, 405), told
+                assert "serve_app_up" not in answer.text, told
+
+
+async def test_options_do_nothing_on_any_route(server: Guarded) -> None:
+    for _, path in routes(server.app):
+        answer = await server.http.request("OPTIONS", filled(path), json={"prompt": "x"})
+        assert answer.status_code == 405, path
+    assert server.service.requests == []
+
+
+async def test_a_request_id_brings_no_header_of_its_own(server: Guarded) -> None:
+    for name in ("a\r\nset-cookie: b", "\u00e9", "x" * 200, ""):
+        headers = {"x-request-id": name.encode(), "x-api-key": "Key-Team"}
+        answer = await server.http.get("/v1/models", headers=headers)
+        assert answer.headers["x-request-id"].startswith("req-")
+        assert "set-cookie" not in answer.headers
+
+
 async def test_a_body_is_not_read_before_the_key(server: Guarded) -> None:
     async def endless() -> AsyncIterator[bytes]:
         while True:

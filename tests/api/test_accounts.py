@@ -84,6 +84,11 @@ async def test_the_ledger_says_what_usage_said(server: Charged) -> None:
         {"prompt": [PROMPT, [4, 5]]},
         {"stream": True, "stream_options": {"include_usage": True}},
         {"stop": ["capital"], "max_tokens": 50},
+        {"n": 2, "best_of": 2},
+        {"echo": True, "logprobs": 2, "max_tokens": 0},
+        {"prompt_logprobs": 1, "max_tokens": 0},
+        {"max_tokens": -1, "logprobs": 5},
+        {"ignore_eos": True, "min_tokens": 4, "stop": ["Paris"]},
     ]
     told = []
     for fields in asked:
@@ -110,8 +115,11 @@ async def test_the_ledger_says_what_usage_said(server: Charged) -> None:
     assert [line["request_id"] for line in lines] == [summary.request_id for summary in server.summaries]
     assert {summary.key for summary in server.summaries} == {"free"}
     today = (await server.usage("free"))["today"]
-    assert (today["requests"], today["output_tokens"]) == (5, sum(usage["completion_tokens"] for usage in told))
-    assert [charge[0] for charge in server.observer.charges] == ["free"] * 5
+    assert (today["requests"], today["output_tokens"]) == (
+        len(asked),
+        sum(usage["completion_tokens"] for usage in told),
+    )
+    assert [charge[0] for charge in server.observer.charges] == ["free"] * len(asked)
 
 
 async def test_headers_tell_what_is_left_and_a_refusal_when_to_come_back(server: Charged) -> None:
@@ -170,6 +178,27 @@ async def test_a_stream_tells_the_headers_too(server: Charged) -> None:
 async def test_requests_are_counted(server: Charged) -> None:
     assert [(await server.ask("few")).status_code for _ in range(3)] == [200, 200, 429]
     assert (await server.ask("free")).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/tokenize", {"prompt": "x"}),
+        ("/detokenize", {"tokens": [1]}),
+        ("/v1/messages/count_tokens", {"model": "scripted", "messages": [{"role": "user", "content": "x"}]}),
+    ],
+)
+async def test_tokenizing_is_no_way_around_the_number_of_requests(
+    server: Charged, path: str, body: dict[str, Any]
+) -> None:
+    async def statuses(key: str) -> list[int]:
+        posts = [await server.http.post(path, json=body, headers={"x-api-key": key}) for _ in range(3)]
+        return [post.status_code for post in posts]
+
+    assert await statuses("few") == [200, 200, 429]
+    assert await statuses("free") == [200, 200, 200]
+    assert (await server.ask("few")).status_code == 429
+    assert (await server.usage("few"))["sequences"] == 0
 
 
 async def test_sequences_at_once_are_bounded_while_they_run(server: Charged) -> None:
