@@ -217,8 +217,9 @@ class MessageWire(ChatWire):
         return [orjson.dumps(self._delta(index, part)) for part in self._parts(index, piece.text, piece.finish_reason)]
 
     def finish_reason(self, index: int, reason: str | None) -> str | None:
-        """An answer that ended by itself with calls ended for them."""
-        return "tool_calls" if reason == "stop" and self._parsers[index].num_calls else reason
+        """An answer that ended by itself with calls ended for them, unless a stop string has cut the last one."""
+        parser = self._parsers[index]
+        return "tool_calls" if reason == "stop" and parser.num_calls and not parser.in_call else reason
 
     def message(self, choice: Choice) -> tuple[dict[str, Any], str]:
         """(message, finish reason): what the deltas of a stream add up to."""

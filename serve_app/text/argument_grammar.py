@@ -14,6 +14,7 @@ from serve_app.text.tool_arguments import is_text
 from serve_app.text.tool_format import QUOTE, Dialect
 
 _NOTES = {"title", "description", "default", "examples", "$schema", "$comment", "$defs", "definitions", "deprecated"}
+_DEFINITIONS = ("$defs", "definitions")
 _OBJECT = {"type", "properties", "required", "additionalProperties"}
 _ARRAY = {"type", "items", "minItems", "maxItems"}
 _TEXT = {"type", "enum", "const", "minLength", "maxLength"}
@@ -100,8 +101,10 @@ class _Schema:
     def _tagged(self, schema: Any, key: str) -> str:
         closed = _text("\n</parameter>\n")
         if not is_text(schema):
-            shared = {name: self._schema[name] for name in ("$defs", "definitions") if name in self._schema}
-            return f"{self._rules.json({**shared, **schema}, self._param)} {closed}"
+            shared = {name: self._schema[name] for name in _DEFINITIONS if name in self._schema}
+            alone = {**schema, **shared}
+            self._check_references(alone, f"/properties/{key}")
+            return f"{self._rules.json(alone, self._param)} {closed}"
         self._check(schema, _TEXT, f"/properties/{key}")
         length = _length(schema)
         if length is not None:
@@ -134,7 +137,7 @@ class _Schema:
         while (reference := schema.get("$ref")) is not None:
             self._references += 1
             kind, _, name = str(reference).removeprefix("#/").partition("/")
-            found = self._schema.get(kind, {}).get(name) if kind in ("$defs", "definitions") else None
+            found = self._schema.get(kind, {}).get(name) if kind in _DEFINITIONS else None
             if not isinstance(found, dict) or self._references > _MAX_LOCAL_REFERENCES:
                 raise self._refused(path, "`$ref` must lead to `$defs`, in no circle")
             schema = found
@@ -168,6 +171,21 @@ class _Schema:
             return self._rules.rule('"[" "]"')
         more = f'("," {item}){{{max(0, low - 1)},{"" if high is None else high - 1}}}'
         return self._rules.rule(f'"[" {item} {more} "]"' if low else f'"[" ({item} {more})? "]"')
+
+    def _check_references(self, schema: Any, path: str) -> None:
+        """In a part that stands alone, references to the whole would mean that part."""
+        waiting = [schema]
+        while waiting:
+            part = waiting.pop()
+            if isinstance(part, dict):
+                reference = part.get("$ref")
+                if isinstance(reference, str) and not reference.startswith(
+                    tuple(f"#/{name}/" for name in _DEFINITIONS)
+                ):
+                    raise self._refused(path, "`$ref` must lead to `$defs`")
+                waiting += part.values()
+            elif isinstance(part, list):
+                waiting += part
 
     def _members(self, schema: Mapping[str, Any], path: str) -> Iterable[tuple[str, Any, bool]]:
         properties = schema.get("properties", {})

@@ -65,6 +65,11 @@ class MessageParser:
         if thinking is not None and thinking.begun:
             self._enter_reasoning()
 
+    @property
+    def in_call(self) -> bool:
+        """Whether the newest call's arguments have not come to their end."""
+        return self._state == self._call
+
     def feed(self, text: str) -> list[Part]:
         """What more text adds."""
         rest, self._held = self._held + text, ""

@@ -153,10 +153,11 @@ async def test_calls_and_results_go_back_into_the_conversation(live: Api) -> Non
         (f"Let me see.\n{CALL}", "Let me see.", ["weather"], "tool_calls"),
         (f"{CALL}\n{CALL}", None, ["weather", "weather"], "tool_calls"),
         ('<tool_call>\n{"name": "unknown"', '<tool_call>\n{"name": "unknown"', [], "stop"),
-        (f" {CALL[:-20]}", None, ["weather"], "tool_calls"),
+        (f" {CALL[:-14]}", None, ["weather"], "tool_calls"),
+        (f" {CALL[:-20]}", None, ["weather"], "stop"),
         ("", "", [], "stop"),
     ],
-    ids=["text", "text and call", "two calls", "no call", "half a call", "nothing"],
+    ids=["text", "text and call", "two calls", "no call", "no end", "half a call", "nothing"],
 )
 async def test_streamed_and_whole_messages_agree(
     scripted: Api, reply: str, content: str | None, calls: list[str], reason: str
@@ -177,6 +178,16 @@ async def test_a_call_that_is_cut_ends_for_its_length(scripted: Api) -> None:
     assert whole["finish_reason"] == "length"
     assert json.dumps({"city": "Rome", "days": 3}).startswith(whole["calls"][0][2])
     assert without_ids((await gather(scripted, body))[0]) == without_ids(whole)
+
+
+async def test_a_stop_string_may_cut_a_call(scripted: Api) -> None:
+    """Which is then no call to be made: the client is told that the stop string ended the answer."""
+    script(scripted, CALL)
+    body: dict[str, Any] = {"model": "scripted", "messages": ASK, "tools": TOOLS}
+    for stop, reason in (("days", "stop"), ("</tool_call>", "tool_calls")):
+        whole = plain((await scripted.openai.chat.completions.create(**body, stop=stop)).choices[0])
+        assert (whole["finish_reason"], whole["calls"][0][1]) == (reason, "weather")
+        assert without_ids((await gather(scripted, {**body, "stop": stop}))[0]) == without_ids(whole)
 
 
 async def test_without_a_choice_a_call_is_text(scripted: Api) -> None:

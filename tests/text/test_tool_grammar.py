@@ -298,3 +298,42 @@ def test_a_schema_that_cannot_be_enforced_is_refused_by_name(family: str) -> Non
         with pytest.raises(InvalidRequestError, match="cannot be enforced") as refused:
             message_grammar(Calls(form_of(family), tools, True, False), None, None, SPECIAL_IDS.get(family, {}))
         assert refused.value.param == "tools[0].function.parameters"
+
+
+TREE: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "size": {"type": "integer", "minimum": 0, "maximum": 9},
+        "below": {"type": "object", "properties": {"first": {"$ref": "#"}}, "additionalProperties": False},
+    },
+    "required": ["size"],
+    "additionalProperties": False,
+}
+SHADOWED: dict[str, Any] = {
+    "type": "object",
+    "$defs": {"one": {"enum": [1]}},
+    "properties": {"a": {"type": "array", "items": {"$ref": "#/$defs/one"}, "$defs": {"one": {"enum": [2]}}}},
+    "required": ["a"],
+    "additionalProperties": False,
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("schema", "right", "wrong"),
+    [(TREE, {"size": 1, "below": {"first": {"size": 3}}}, {"size": 1, "below": {"first": {}}}),
+     (SHADOWED, {"a": [1]}, {"a": [2]})],
+    ids=["to the whole", "to definitions"],
+)  # fmt: skip
+def test_references_mean_what_they_mean_in_the_whole_schema(
+    family: str, schema: dict[str, Any], right: dict[str, Any], wrong: dict[str, Any]
+) -> None:
+    calls = Calls(form_of(family), [CallableTool("f", schema, "tools[0]")], required=True, several=False)
+    if family == "gemma4" or (family == "qwen3_5_think" and schema is TREE):
+        with pytest.raises(InvalidRequestError, match="cannot be enforced at /properties/"):
+            message_grammar(calls, None, None, SPECIAL_IDS.get(family, {}))
+        return
+    text = message_grammar(calls, None, None, SPECIAL_IDS.get(family, {}))
+    jsonschema.validate(right, schema)
+    assert follow(family, text, written(form_of(family), "f", right)) == (True, True)
+    assert follow(family, text, written(form_of(family), "f", wrong))[0] is False
