@@ -1,4 +1,4 @@
-.PHONY: serve help observe test test-full check bench bench-peers chaos lock sbom clean
+.PHONY: serve help observe test test-full check bench bench-peers experiments chaos lock sbom clean
 .DEFAULT_GOAL := serve
 
 VENV := .venv
@@ -11,6 +11,7 @@ PYTHON ?= $(shell for name in python3.12 python3.11 python3; do \
 	"$$name" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 13))' 2>/dev/null && echo "$$name" && break; \
 	done)
 PEERS = $(BIN)/python -m load_tests.peers $(if $(REPEATS),--repeats $(REPEATS)) $(if $(JSON),--json $(JSON)) $(if $(PNG),--png $(PNG))
+EXPERIMENTS ?= build/experiments
 PIP_INSTALL := $(BIN)/python -m pip install --disable-pip-version-check
 
 serve: $(VENV)/.serve ## run the server (CONFIG=FILE, by default deploy/config.yaml)
@@ -45,6 +46,11 @@ bench: $(VENV)/.test ## our server and the baselines on the same requests (REPEA
 
 bench-peers: $(VENV)/.test ## every peer and workload, for hours; installs the peers in build/peers (REPEATS=3)
 	$(PEERS)
+
+experiments: $(VENV)/.serve ## the experiments of docs/experiments.md, about 10 minutes; pictures and figures in EXPERIMENTS=build/experiments
+	@mkdir -p $(EXPERIMENTS)
+	@for name in lengths latency memory waiting window; do echo "serve-app experiment $$name" && \
+		$(BIN)/serve-app experiment $$name --png $(EXPERIMENTS)/$$name.png --json $(EXPERIMENTS)/$$name.json || exit 1; done
 
 chaos: $(VENV)/.test ## kill, freeze and overload three replicas; what their clients notice (JSON=FILE)
 	$(BIN)/python -m load_tests.chaos faults $(if $(JSON),--json $(JSON))

@@ -4,6 +4,7 @@
 """
 
 import importlib.util
+import json
 import re
 import shlex
 from pathlib import Path
@@ -45,8 +46,10 @@ def _anchors(page: Path) -> set[str]:
 
 
 def _commands() -> list[str]:
-    """Every line of the pages' shell code, without its comment."""
+    """Every line of the pages' shell code, without its comment, and of the notebooks'."""
     blocks = [block for page in PAGES for kind, block in _CODE.findall(page.read_text()) if kind == "bash"]
+    cells = [cell for path in ROOT.glob("docs/*.ipynb") for cell in json.loads(path.read_text())["cells"]]
+    blocks += [line[1:] for cell in cells for line in cell["source"] if line.startswith("!")]
     lines = [line for block in blocks for line in block.replace("\\\n", " ").splitlines()]
     return sorted({" ".join(words) for line in lines if (words := shlex.split(line, comments=True))})
 

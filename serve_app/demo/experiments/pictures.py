@@ -15,7 +15,7 @@ BLUE, ORANGE, GREEN, PINK, SKY, RED = PALETTE[:6]
 MARKERS = "osD^vP"
 """With the colours, so that lines are told apart without colour vision."""
 
-_WIDTH, _DPI = 9.0, 130
+_WIDTH, _DPI = 9.0, 110
 
 
 def stacked_panels(count: int, height: float = 1.9) -> "tuple[Figure, list[Axes]]":
