@@ -23,9 +23,11 @@ from serve_app.core.request import EngineRequest
 from serve_app.core.sampling_params import SamplingParams
 from serve_app.core.scheduler import Scheduler
 from serve_app.model.attention.base import AttentionBatch
+from serve_app.model.executors.base import Decoded
 from serve_app.model.gpu import sampling
 from serve_app.model.gpu.attention import TritonAttention
-from serve_app.model.input_batch import SamplingRows
+from serve_app.model.gpu.graphs import DecodeBuffer, DecodeGraphs, bucket_of
+from serve_app.model.input_batch import PackedBatch, SamplingRows
 from serve_app.model.runner import ModelRunner
 
 VOCAB = 1000
@@ -35,15 +37,22 @@ class NoModel:
     """The side of a `PagedModel` that a runner sees, without a model."""
 
     block_size = TritonAttention.block_size
+    keeps_tables = TritonAttention.keeps_tables
     device = torch.device("cpu")
     vocab_size = VOCAB
 
     def __init__(self, max_model_len: int) -> None:
         self.max_model_len = max_model_len
         self._backend = TritonAttention()
+        self._buffer = DecodeBuffer(self.device)
 
-    def allocate_kv_cache(self, num_blocks: int) -> None:
-        """Nothing to allocate."""
+    def decode(self, packed: PackedBatch) -> Decoded | None:
+        """What is copied to the device has been made; zeros."""
+        if not DecodeGraphs.takes(packed):
+            return None
+        rows = len(packed.rows)
+        self._buffer.send(packed, bucket_of(rows))
+        return Decoded(torch.zeros(rows, 1), lambda: sampling.chosen(torch.zeros(rows, dtype=torch.int64)))
 
     def forward(self, input_ids: Tensor, positions: Tensor, batch: AttentionBatch) -> Tensor:
         """Only the metadata is made."""

@@ -172,7 +172,7 @@ def same_tokens(config: dict[str, Any], machine: Machine, *, requests: int, long
             overlap="off" if eager else "on",
         )
         core = EngineCore(model, settings)
-        graphs = ("_decode", "_mixed", "_sampling")
+        graphs = ("_decode", "_mixed")
         if eager:
             for name in graphs:
                 setattr(model.executor, name, None)

@@ -83,7 +83,7 @@ class PackedBatch:
 
     `host`: int64 [4, T]: input ids, positions, KV slots and sequence slots (one array, so that it reaches the device in
     one copy). Row i owns tokens [query_starts[i], query_starts[i + 1]). An id that a step in
-    flight samples is -1; `has_unknown_ids` says whether there are any. block_tables: int32 [R, most blocks of a row].
+    flight samples is -1; `has_unknown_ids` says whether there are any. seq_slots: int64 [R].
     """
 
     rows: tuple[ScheduledRequest, ...]
@@ -91,7 +91,7 @@ class PackedBatch:
     host: Int64Array
     query_starts: list[int]
     kv_lens: list[int]
-    block_tables: npt.NDArray[np.int32]
+    seq_slots: Int64Array
     has_unknown_ids: bool
     has_drafts: bool
     sampling: SamplingRows
@@ -155,11 +155,15 @@ class InputBatch:
             host=host,
             query_starts=[0, *ends.tolist()],
             kv_lens=kv_lens.tolist(),
-            block_tables=self._block_tables[seq_slots, : -(-int(kv_lens.max()) // self.block_size)],
+            seq_slots=seq_slots,
             has_unknown_ids=has_unknown_ids,
             has_drafts=any(num_drafts),
             sampling=self._sampling_rows(slots, host, ends, num_samples),
         )
+
+    def block_tables(self, packed: PackedBatch) -> npt.NDArray[np.int32]:
+        """Of the batch's rows, as far as the longest needs: int32 [R, most blocks of a row]."""
+        return self._block_tables[packed.seq_slots, : -(-max(packed.kv_lens) // self.block_size)]
 
     def _sampling_rows(
         self, slots: tuple[Slot, ...], host: Int64Array, ends: Int64Array, num_samples: Int64Array

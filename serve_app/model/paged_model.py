@@ -13,11 +13,12 @@ from serve_app.core.step_cost import ModelCost
 from serve_app.core.step_plan import BlockCopy
 from serve_app.model import kv_cache
 from serve_app.model.attention.base import AttentionBatch
-from serve_app.model.executors.base import ModelExecutor, OnCapture
-from serve_app.model.input_batch import SamplingRows
+from serve_app.model.executors.base import Decoded, ModelExecutor, OnCapture
+from serve_app.model.input_batch import PackedBatch, SamplingRows
 from serve_app.model.sampler import PendingSample
+from serve_app.model.slot_memory import SlotMemory
 from serve_app.model.source_model import ModelFacts
-from serve_app.model.token_samplers import TokenSampler, wide_logits
+from serve_app.model.token_samplers import DeviceSampler, TokenSampler, wide_logits
 
 
 class PagedModel:
@@ -35,6 +36,11 @@ class PagedModel:
     def block_size(self) -> int:
         """Tokens per KV block; the attention backend's choice."""
         return self.executor.backend.block_size
+
+    @property
+    def keeps_tables(self) -> bool:
+        """Whether attention reads block tables that stay on the device."""
+        return self.executor.backend.keeps_tables
 
     @property
     def attention_backend(self) -> str:
@@ -79,8 +85,8 @@ class PagedModel:
         """Memory of one KV block over all layers, in bytes."""
         return kv_cache.bytes_per_block(self.facts.layers, self.block_size, self.executor.cache_dtype)
 
-    def allocate_kv_cache(self, num_blocks: int) -> None:
-        """Allocate the pool (zeroed; block 0 is the null block), replacing an earlier one.
+    def allocate_kv_cache(self, num_blocks: int, memory: SlotMemory | None = None) -> None:
+        """Allocate the pool (zeroed; block 0 is the null block), replacing an earlier one. memory: what `decode` uses.
 
         Raises ConfigError when the memory cannot be had.
         """
@@ -95,7 +101,7 @@ class PagedModel:
         self._cache = kv_cache.KVCache(
             executor.backend, self.facts.layers, num_blocks, executor.cache_dtype, self.device
         )
-        executor.attach(self._cache.layers)
+        executor.attach(self._cache.layers, memory)
 
     @torch.inference_mode()
     def capture(self, max_num_seqs: int, on_capture: OnCapture) -> None:
@@ -106,6 +112,11 @@ class PagedModel:
     def copy_blocks(self, copies: Sequence[BlockCopy]) -> None:
         """Copy whole KV blocks in every layer."""
         self._allocated().copy_blocks(copies)
+
+    @torch.inference_mode()
+    def decode(self, packed: PackedBatch) -> Decoded | None:
+        """See `ModelExecutor.decode`; None also where sampling has to be the host's."""
+        return self.executor.decode(packed) if isinstance(self._sampler, DeviceSampler) else None
 
     @torch.inference_mode()
     def forward(self, input_ids: Tensor, positions: Tensor, batch: AttentionBatch) -> Tensor:

@@ -21,25 +21,28 @@ from torch import Tensor
 from serve_app.core.results import LOGPROBS, ModelRunnerOutput, Results, TokenLogprob
 from serve_app.core.step_plan import ScheduledRequest, SchedulerOutput
 from serve_app.grammars import Grammars
-from serve_app.model.attention.base import AttentionBatch, block_matrix
+from serve_app.model.attention.base import AttentionBatch, ResidentTables, block_matrix
 from serve_app.model.grammar_masks import GrammarMasks
 from serve_app.model.input_batch import InputBatch, PackedBatch
 from serve_app.model.paged_model import PagedModel
 from serve_app.model.sampler import PendingSample, Sampled, one_thread, rank
+from serve_app.model.slot_memory import SlotMemory
 from serve_app.model.transfer import to_device
 
 logger = logging.getLogger(__name__)
 
+_NO_TABLES = block_matrix([[]])
 # Prompt log-probabilities materialise at most about this many logits at once.
 _LOGITS_PER_SLICE = 2**23
 
 
 @dataclass(frozen=True, slots=True)
 class Forwarded:
-    """A launched forward pass: the packed batch and its hidden states [T, hidden]."""
+    """A launched forward pass: the packed batch and its hidden states [T, hidden]. choose: see `Decoded`."""
 
     packed: PackedBatch
     hidden: Tensor
+    choose: Callable[[], PendingSample] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,14 +65,13 @@ class ModelRunner:
         self._masks = GrammarMasks(grammars)
         self._batch = InputBatch(max_num_seqs, model.max_model_len, model.block_size)
         self._scratch_block = 0
-        # By slot and position: the ids that steps sample, which the host does not know yet, and of slots with penalties
-        # all others too. On a CPU, numpy's zeroed pages cost memory only as far as they are written.
-        history = np.zeros((max_num_seqs, model.max_model_len + 1), dtype=np.int32)
-        self._history = torch.from_numpy(history).to(model.device)
+        self._memory = SlotMemory(
+            max_num_seqs, model.max_model_len, model.block_size, model.device, keeps_tables=model.keeps_tables
+        )
 
     def allocate_kv_cache(self, num_blocks: int) -> None:
         """A pool for a scheduler of `num_blocks` blocks, and one block more that only `profile_step` writes."""
-        self.model.allocate_kv_cache(num_blocks + 1)
+        self.model.allocate_kv_cache(num_blocks + 1, self._memory)
         self._scratch_block = num_blocks
 
     def execute(self, output: SchedulerOutput) -> Pending:
@@ -77,9 +79,7 @@ class ModelRunner:
         self._batch.apply(output)
         for start in output.slot_starts:
             self._batch.slot(start.slot).follower = self._masks.follower(start.params)
-            if start.params.has_penalties:
-                ids = np.array(start.token_ids, dtype=np.int32)
-                self._history[start.slot, : len(ids)] = to_device(ids, self.model.device)
+            self._memory.start(start)
         if output.block_copies:
             self.model.copy_blocks(output.block_copies)
         try:
@@ -93,18 +93,16 @@ class ModelRunner:
         """Launch the forward pass of `rows`, whose slots and blocks are in place. Writes their keys and values."""
         packed = self._batch.pack(rows)
         self._masks.begin(packed.rows, packed.slots)
-        input_ids, positions, kv_slots, seq_slots = to_device(packed.host, self.model.device)
-        batch = AttentionBatch(
-            query_starts=packed.query_starts,
-            kv_lens=packed.kv_lens,
-            block_tables=packed.block_tables,
-            kv_slots=kv_slots,
-        )
-        if packed.has_unknown_ids:
-            input_ids = torch.where(input_ids < 0, self._history[seq_slots, positions].long(), input_ids)
-        if packed.has_drafts:
-            # What follows a draft is sampled as if it had been.
-            self._history[seq_slots, positions] = input_ids.int()
+        decoded = self.model.decode(packed)
+        if decoded is not None:
+            return Forwarded(packed, decoded.hidden, decoded.choose)
+        input_ids, positions, kv_slots = self._memory.place(packed)
+        tables, resident = _NO_TABLES, None
+        if self._memory.tables is None:
+            tables = self._batch.block_tables(packed)
+        else:
+            resident = ResidentTables(self._memory.tables, packed.seq_slots)
+        batch = AttentionBatch(packed.query_starts, packed.kv_lens, tables, kv_slots, resident)
         return Forwarded(packed, self.model.forward(input_ids, positions, batch))
 
     @torch.inference_mode()
@@ -134,15 +132,17 @@ class ModelRunner:
         rows, hidden = forwarded.packed.sampling, forwarded.hidden
         if not len(rows.tokens):
             return Sampled([])
+        if forwarded.choose is not None and rows.is_plain:
+            return forwarded.choose()
         tokens, seq_slots, num_tokens = to_device(
             np.stack([rows.tokens, rows.seq_slots, rows.num_tokens]), hidden.device
         )
         if len(tokens) < len(hidden):
             with one_thread():
                 hidden = hidden[tokens]
-        sampled = self.model.sample(hidden, rows, self._history)
+        sampled = self.model.sample(hidden, rows, self._memory.history)
         token_ids = torch.as_tensor(sampled.token_ids, device=hidden.device)
-        self._history[seq_slots, num_tokens] = token_ids.clamp_min(0).int()
+        self._memory.history[seq_slots, num_tokens] = token_ids.clamp_min(0).int()
         return sampled
 
     def _resolve(

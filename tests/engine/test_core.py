@@ -211,8 +211,8 @@ def test_a_step_that_fails_at_its_very_end_is_run_again_with_the_same_tokens(
     requests = [make_request(name, max_tokens=20) for name in ("a", "b")]
     expected = Harness(tiny_llama, speculation="off").run(requests).outcomes
     harness = Harness(tiny_llama, speculation="off", overlap=overlap)
-    ids = FullOnce(harness.core._runner._history)
-    harness.core._runner._history = ids  # type: ignore[assignment]
+    ids = FullOnce(harness.core._runner._memory.history)
+    harness.core._runner._memory.history = ids  # type: ignore[assignment]
     assert harness.run(requests).outcomes == expected
     assert ids.writes > 4
 

@@ -40,7 +40,7 @@ def test_packs_rows_behind_one_another() -> None:
     assert seq_slots == [2, 2, 2, 2, 2, 0]
     assert packed.query_starts == [0, 5, 6]
     assert packed.kv_lens == [8, 6]
-    assert packed.block_tables.tolist() == [[9, 4], [3, 8]]
+    assert batch.block_tables(packed).tolist() == [[9, 4], [3, 8]]
     assert [slot.num_output_tokens for slot in packed.slots] == [0, 2]
 
 
@@ -53,7 +53,7 @@ def test_sampled_tokens_and_new_blocks_are_inputs_of_the_next_step() -> None:
     batch.apply(second)
     packed = batch.pack(second.rows)
     assert packed.host.tolist() == [[77], [4], [2 * BLOCK], [0]]
-    assert list(packed.block_tables[0]) == [5, 2]
+    assert list(batch.block_tables(packed)[0]) == [5, 2]
     assert packed.kv_lens == [5]
 
 
@@ -64,7 +64,7 @@ def test_a_slots_next_owner_inherits_nothing() -> None:
     batch.apply(output)
     packed = batch.pack(output.rows)
     assert packed.host.tolist() == [[50, 51], [0, 1], [28, 29], [0, 0]]
-    assert list(packed.block_tables[0]) == [7]
+    assert list(batch.block_tables(packed)[0]) == [7]
     batch.remember(packed.sampling, [52])
     assert packed.slots[0].token_ids[:3].tolist() == [50, 51, 52]
 

@@ -17,13 +17,22 @@ BlockTable = npt.NDArray[np.int32]
 """Ids of one row's blocks, in order; what follows them has no meaning."""
 
 
+@dataclass(frozen=True, slots=True)
+class ResidentTables:
+    """Block tables that stay on the device: int32 [any, B], of which row r of a step has line lines[r]."""
+
+    tables: Tensor
+    lines: npt.NDArray[np.int64]
+
+
 @dataclass(slots=True)
 class AttentionBatch:
     """The ragged batch of one step: R rows (sequences) of T packed query tokens in all.
 
     query_starts: R + 1 offsets; row r owns packed tokens [query_starts[r], query_starts[r + 1]).
     kv_lens: R lengths; tokens of the row in the pool once this step's are written.
-    block_tables: int32 [R, B]; the first ceil(kv_len / block_size) ids of a line are the row's blocks.
+    block_tables: int32 [R, B]; the first ceil(kv_len / block_size) ids of a line are the row's blocks. Empty where
+    `resident` has them, for a backend that keeps tables.
     kv_slots: int64 [T] on the model's device; where each packed token's key and value go.
     """
 
@@ -31,6 +40,7 @@ class AttentionBatch:
     kv_lens: list[int]
     block_tables: npt.NDArray[np.int32]
     kv_slots: Tensor
+    resident: ResidentTables | None = None
 
 
 def block_matrix(tables: Sequence[Sequence[int]]) -> npt.NDArray[np.int32]:
@@ -67,6 +77,8 @@ class AttentionBackend(Protocol):
     name: ClassVar[str]
     block_size: ClassVar[int]
     block_dim: ClassVar[int]
+    keeps_tables: ClassVar[bool]
+    """Whether it reads block tables that stay on the device."""
 
     def allocate(self, layer: AttentionLayer, num_blocks: int, dtype: torch.dtype, device: torch.device) -> LayerCache:
         """Zeroed pool of `num_blocks` blocks for one layer."""

@@ -19,6 +19,7 @@ class CKernelAttention:
     name: ClassVar[str] = "kernels"
     block_size: ClassVar[int] = PAGE
     block_dim: ClassVar[int] = 0
+    keeps_tables: ClassVar[bool] = False
 
     def __init__(self, kernels: Kernels) -> None:
         self._kernels = kernels

@@ -14,6 +14,7 @@ class ReferenceAttention:
     name: ClassVar[str] = "reference"
     block_size: ClassVar[int] = 16
     block_dim: ClassVar[int] = 0
+    keeps_tables: ClassVar[bool] = False
 
     def allocate(self, layer: AttentionLayer, num_blocks: int, dtype: torch.dtype, device: torch.device) -> LayerCache:
         """Zeroed pool for one layer."""

@@ -36,6 +36,7 @@ class TorchCpuAttention:
     name: ClassVar[str] = "cpu"
     block_size: ClassVar[int] = 16
     block_dim: ClassVar[int] = 1
+    keeps_tables: ClassVar[bool] = False
 
     def allocate(self, layer: AttentionLayer, num_blocks: int, dtype: torch.dtype, device: torch.device) -> LayerCache:
         """Zeroed pool for one layer."""

@@ -16,7 +16,9 @@ from serve_app.model.attention.base import AttentionBatch, LayerCache
 from serve_app.model.attention.c_kernels import CKernelAttention, unsupported_by_kernels
 from serve_app.model.cpu.ops import GROUP, Batch, DecoderStruct, Format, Kernels, LayerStruct, PackedWeight
 from serve_app.model.executors.base import OnCapture, UnsupportedModelError
+from serve_app.model.input_batch import PackedBatch
 from serve_app.model.llama import Linear, Llama
+from serve_app.model.slot_memory import SlotMemory
 
 
 class CpuDecoder:
@@ -82,7 +84,7 @@ class CpuDecoder:
         """Drop the original weights; after this the mode is fixed."""
         self._model = None
 
-    def attach(self, caches: Sequence[LayerCache] | None) -> None:
+    def attach(self, caches: Sequence[LayerCache] | None, memory: SlotMemory | None = None) -> None:
         """See `ModelExecutor`."""
         for index, struct in enumerate(self._layers):
             cache = None if caches is None else caches[index]
@@ -98,6 +100,9 @@ class CpuDecoder:
         if ids.min() < 0 or ids.max() >= self._embedding.shape[0] or positions.numpy().max() >= self._num_positions:
             raise IndexError("token ids or positions out of range")
         return self._kernels.step(self._struct, input_ids, Batch(batch, positions))
+
+    def decode(self, packed: PackedBatch) -> None:
+        """There are no graphs."""
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """See `ModelExecutor`."""

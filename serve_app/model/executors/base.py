@@ -6,6 +6,7 @@ wanted (`demand`), and builds it or says why not (`load`).
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from enum import Enum
 from typing import Protocol
 
@@ -13,6 +14,9 @@ import torch
 from torch import Tensor
 
 from serve_app.model.attention.base import AttentionBackend, AttentionBatch, LayerCache
+from serve_app.model.input_batch import PackedBatch
+from serve_app.model.sampler import PendingSample
+from serve_app.model.slot_memory import SlotMemory
 
 OnCapture = Callable[[int, int], None]
 """Called now and then with how many graphs have been captured, and how many there will be."""
@@ -38,6 +42,17 @@ def torch_build(device: torch.device) -> str:
     if device.type == "cpu":
         return f"torch {torch.__version__} {torch.backends.cpu.get_cpu_capability()}"
     return f"torch {torch.__version__} {torch.cuda.get_device_name(device)} {torch.cuda.get_device_capability(device)}"
+
+
+@dataclass(frozen=True, slots=True)
+class Decoded:
+    """Hidden states [R, hidden] of a launched decode step, which the next one overwrites.
+
+    choose: launches the rest for rows whose logits nothing changes: their tokens, which become part of the history.
+    """
+
+    hidden: Tensor
+    choose: Callable[[], PendingSample]
 
 
 class ModelExecutor(Protocol):
@@ -79,8 +94,8 @@ class ModelExecutor(Protocol):
         parameters [R, len(Column)]. None where sampling is the host's."""
         ...
 
-    def attach(self, caches: Sequence[LayerCache] | None) -> None:
-        """Use this pool, one cache per layer; None takes it away."""
+    def attach(self, caches: Sequence[LayerCache] | None, memory: SlotMemory | None = None) -> None:
+        """Use this pool, one cache per layer, and in `decode` this memory; None takes them away."""
         ...
 
     def capture(self, max_num_seqs: int, on_capture: OnCapture) -> None:
@@ -89,6 +104,11 @@ class ModelExecutor(Protocol):
 
     def forward(self, input_ids: Tensor, positions: Tensor, batch: AttentionBatch) -> Tensor:
         """Hidden states [T, hidden] of T packed tokens; their keys and values are written into the pool."""
+        ...
+
+    def decode(self, packed: PackedBatch) -> Decoded | None:
+        """The same for a step of the engine that is whole in a CUDA graph, if it is: one of single-token rows that all
+        sample."""
         ...
 
     def compute_logits(self, hidden: Tensor) -> Tensor:

@@ -15,8 +15,10 @@ from serve_app.model.attention.base import AttentionBackend, AttentionBatch, Lay
 from serve_app.model.attention.selection import pick_backend
 from serve_app.model.executors.base import MEMORY_BOUND_TOKEN_COST, Demand, ModelExecutor, OnCapture, torch_build
 from serve_app.model.fusion import optimize
+from serve_app.model.input_batch import PackedBatch
 from serve_app.model.linear import pad_rows
 from serve_app.model.options import ModelOptions, Progress
+from serve_app.model.slot_memory import SlotMemory
 from serve_app.model.source_model import ModelFacts, SourceModel
 from serve_app.model.verification import TOLERANCE
 
@@ -66,7 +68,7 @@ class TransformersExecutor:
         transformers_hook.bind(self._calls, self._context)
         optimize(self._head, self._base, source.linear_inputs, on_progress)
 
-    def attach(self, caches: Sequence[LayerCache] | None) -> None:
+    def attach(self, caches: Sequence[LayerCache] | None, memory: SlotMemory | None = None) -> None:
         """See `ModelExecutor`."""
         self._caches = caches or ()
         transformers_hook.attach_caches(self._calls, [None] * len(self._calls) if caches is None else caches)
@@ -87,6 +89,9 @@ class TransformersExecutor:
         finally:
             self._context.metadata = None
         return hidden[0, :tokens]
+
+    def decode(self, packed: PackedBatch) -> None:
+        """There are no graphs."""
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """See `ModelExecutor`."""

@@ -1,8 +1,9 @@
 """The Triton backend: how a step's rows are cut into tiles, how many ways keys are split, and the launches.
 
-Rows of few queries (decode) get small tiles and have their keys split over several programs, or few rows would leave
-most of the GPU idle; longer rows (prefill chunks) get large tiles. One kernel does both, in one launch for each kind.
-Without Triton this module cannot be imported.
+Rows of few queries (decode) get small tiles and have their keys split over as many as their length asks for: few rows
+would leave most of the GPU idle, and a long one would be waited for. The device shares them out, so that a captured
+step can have rows of any length. Longer rows (prefill chunks) get large tiles. One kernel does both, in one launch for
+each kind. Without Triton this module cannot be imported.
 """
 
 from collections.abc import Callable
@@ -24,41 +25,51 @@ _BLOCK_N = 64
 """Keys of a tile."""
 _SHORT_LINES = 16
 """Lines of a small tile: the least that tensor cores multiply."""
-_SPLITS = (1, 4, 16)
-_PROGRAMS_PER_PROCESSOR = 2
+_SPLIT_KEYS = 128
+"""Keys of a split, as long as there are not too many."""
+_PROGRAMS = 256
+"""How many a long row's splits make at most, of all heads: two for each processor of the largest GPUs."""
+_PROGRAMS_PER_PROCESSOR = 4
+"""As many as run on it at once."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """Tiles of one launch. rows, firsts: int32 [tiles] on the device, each tile's row and first query in that row."""
+    """Tiles of one launch of `programs` programs for each key-value head.
+
+    rows, firsts: int32 on the device; see `kernels.attend`. kept: of split tiles, lines of which some tile has queries;
+    0: tiles are not split.
+    """
 
     rows: Tensor
     firsts: Tensor
     lines: int
-    splits: int
+    programs: int
+    kept: int = 0
 
 
 @dataclass(slots=True)
 class TritonMetadata:
     """One step of R rows and T tokens on the device.
 
-    query_starts: int32 [R + 1]; kv_lens: int32 [R]; tables: int32 [R, blocks]; slots: int64 [T]; plan: makes the tiles
-    for layers of one shape.
+    query_starts: int32 [R + 1]; kv_lens: int32 [R]; tables: int32 [any, blocks], of which row r has line
+    table_lines[r]; table_lines: int32 [R]; slots: int64 [T]; plan: makes the tiles for layers of one shape.
     """
 
     query_starts: Tensor
     kv_lens: Tensor
     tables: Tensor
+    table_lines: Tensor
     slots: Tensor
-    plan: Callable[[AttentionLayer, torch.dtype], list[Tiles]]
+    plan: Callable[["TritonMetadata", AttentionLayer, torch.dtype], list[Tiles]]
     _tiles: dict[tuple[object, ...], list[Tiles]] = field(default_factory=dict)
 
     def tiles(self, layer: AttentionLayer, dtype: torch.dtype) -> list[Tiles]:
         """The launches for layers of this shape; made when the first of them asks."""
-        key = (layer.num_heads, layer.num_kv_heads, layer.head_dim, layer.value_dim)
+        key = (layer.num_heads, layer.num_kv_heads, layer.head_dim, layer.value_dim, layer.sliding_window)
         found = self._tiles.get(key)
         if found is None:
-            found = self._tiles[key] = self.plan(layer, dtype)
+            found = self._tiles[key] = self.plan(self, layer, dtype)
         return found
 
 
@@ -72,6 +83,7 @@ class TritonAttention:
     name: ClassVar[str] = "triton"
     block_size: ClassVar[int] = 16
     block_dim: ClassVar[int] = 0
+    keeps_tables: ClassVar[bool] = True
 
     def __init__(self, *, deterministic: bool = False) -> None:
         self.deterministic = deterministic
@@ -88,24 +100,28 @@ class TritonAttention:
 
     def build(self, batch: AttentionBatch) -> TritonMetadata:
         """The step's metadata in one copy to the device."""
-        num_rows, device = len(batch.kv_lens), batch.kv_slots.device
-        lengths = np.array([*batch.query_starts, *batch.kv_lens], dtype=np.int32)
-        host = np.concatenate([lengths, batch.block_tables.ravel()])
-        query_starts, kv_lens, tables = torch.tensor_split(to_device(host, device), [num_rows + 1, 2 * num_rows + 1])
-        plan = partial(cut, batch, device, self.deterministic)
-        return TritonMetadata(query_starts, kv_lens, tables.view(num_rows, -1), batch.kv_slots, plan)
+        rows, device, resident = len(batch.kv_lens), batch.kv_slots.device, batch.resident
+        table_lines = range(rows) if resident is None else resident.lines
+        host = np.array([*batch.query_starts, *batch.kv_lens, *table_lines], dtype=np.int32)
+        if resident is None:
+            host = np.concatenate([host, batch.block_tables.ravel()])
+        ends = [rows + 1, 2 * rows + 1, 3 * rows + 1]
+        query_starts, kv_lens, on_device, rest = torch.tensor_split(to_device(host, device), ends)
+        tables = rest.view(rows, -1) if resident is None else resident.tables
+        plan = partial(cut, batch, self.deterministic)
+        return TritonMetadata(query_starts, kv_lens, tables, on_device, batch.kv_slots, plan)
 
     def warm_up(self, layer: AttentionLayer, dtype: torch.dtype, cache: LayerCache) -> None:
         """See `AttentionBackend.warm_up`. Runs the kernels on one row without keys."""
         device = cache.key.device
         zero = torch.zeros(2, dtype=torch.int32, device=device)
-        metadata = TritonMetadata(zero, zero[:1], zero[None, :1], zero.long()[:0], lambda layer, dtype: [])
+        metadata = TritonMetadata(zero, zero[:1], zero[None, :1], zero[:1], zero.long()[:0], lambda *_: [])
         query = torch.zeros(1, layer.num_heads, layer.head_dim, dtype=dtype, device=device)
         out = query.new_empty(1, layer.num_heads, layer.value_dim)
-        shapes = {(_short_lines(layer.num_heads // layer.num_kv_heads), splits) for splits in _SPLITS}
-        shapes |= {(_long_lines(layer, dtype), 1)}
-        for lines, splits in {(_fixed_lines(layer, dtype), 1)} if self.deterministic else shapes:
-            _launch(layer, query, cache, metadata, Tiles(zero[:1], zero[:1], lines, splits), out)
+        lines = _fixed_lines(layer, dtype) if self.deterministic else _long_lines(layer, dtype)
+        _launch(layer, query, cache, metadata, Tiles(zero[:1], zero[:1], lines, 1), out)
+        if not self.deterministic:
+            _launch(layer, query, cache, metadata, _split_tiles(metadata, layer, 1, 1), out)
 
     def forward(
         self,
@@ -138,20 +154,16 @@ class TritonAttention:
 
 
 def cut(
-    batch: AttentionBatch, device: torch.device, deterministic: bool, layer: AttentionLayer, dtype: torch.dtype
+    batch: AttentionBatch, deterministic: bool, metadata: TritonMetadata, layer: AttentionLayer, dtype: torch.dtype
 ) -> list[Tiles]:
     """The tiles of a step: one launch for short rows, one for long ones, as far as there are any. Deterministic: the
     same tiles for all."""
     group = layer.num_heads // layer.num_kv_heads
-    starts = np.asarray(batch.query_starts)
-    counts, kv_lens = np.diff(starts), np.asarray(batch.kv_lens)
-    short_lines = _short_lines(group)
-    short = (counts * group <= short_lines) & (not deterministic)
-    launches = []
+    counts, kv_lens = np.diff(batch.query_starts), np.asarray(batch.kv_lens)
+    short = (counts * group <= _short_lines(group)) & (not deterministic)
+    tiles = []
     if short.any():
-        rows = short.nonzero()[0]
-        splits = num_splits(len(rows) * layer.num_kv_heads, int(kv_lens[rows].max()), _processors(device))
-        launches.append((rows, np.zeros_like(rows), short_lines, splits))
+        tiles.append(_split_tiles(metadata, layer, int(counts[short].max()), int(kv_lens[short].max())))
     if not short.all():
         lines = _fixed_lines(layer, dtype) if deterministic else _long_lines(layer, dtype)
         queries = lines // group
@@ -159,33 +171,42 @@ def cut(
         firsts = (np.arange(len(rows)) - np.searchsorted(rows, rows)) * queries
         # The tiles with most keys first: those that start last should be the short ones.
         order = np.argsort(-(kv_lens[rows] - counts[rows] + firsts), kind="stable")
-        launches.append((rows[order], firsts[order], lines, 1))
-    tiles = []
-    for rows, firsts, lines, splits in launches:
-        both = to_device(np.stack([rows, firsts]).astype(np.int32), device)
-        tiles.append(Tiles(both[0], both[1], lines, splits))
+        both = to_device(np.stack([rows[order], firsts[order]]).astype(np.int32), metadata.kv_lens.device)
+        tiles.append(Tiles(both[0], both[1], lines, len(rows)))
     return tiles
 
 
 def decode_tiles(
-    max_kv_len: int, device: torch.device, deterministic: bool, rows: int, layer: AttentionLayer, dtype: torch.dtype
+    max_kv_len: int, deterministic: bool, metadata: TritonMetadata, layer: AttentionLayer, dtype: torch.dtype
 ) -> list[Tiles]:
-    """The tiles of `rows` single-token rows, whatever their lengths up to `max_kv_len`."""
-    lines, splits = _short_lines(layer.num_heads // layer.num_kv_heads), 1
-    if deterministic:
-        lines = _fixed_lines(layer, dtype)
-    else:
-        splits = num_splits(rows * layer.num_kv_heads, max_kv_len, _processors(device))
-    each = torch.arange(rows, dtype=torch.int32, device=device)
-    return [Tiles(each, torch.zeros_like(each), lines, splits)]
+    """The tiles of single-token rows, whatever their lengths up to `max_kv_len`, without a look at them: launches only,
+    so that a CUDA graph can hold it."""
+    if not deterministic:
+        return [_split_tiles(metadata, layer, 1, max_kv_len)]
+    each = torch.arange(metadata.kv_lens.shape[0], dtype=torch.int32, device=metadata.kv_lens.device)
+    return [Tiles(each, torch.zeros_like(each), _fixed_lines(layer, dtype), len(each))]
 
 
-def num_splits(programs: int, max_kv_len: int, processors: int) -> int:
-    """Into how many parts the keys of short rows are split, so that every processor has work; each is a kernel."""
-    key_tiles = -(-max_kv_len // _BLOCK_N)
-    enough = (splits for splits in _SPLITS if programs * splits >= _PROGRAMS_PER_PROCESSOR * processors)
-    wanted = next(enough, _SPLITS[-1])
-    return next((splits for splits in _SPLITS if splits >= min(wanted, key_tiles)), wanted)
+def _split_tiles(metadata: TritonMetadata, layer: AttentionLayer, queries: int, max_kv_len: int) -> Tiles:
+    """The tiles of all rows that are short, none of which has more queries or keys than that."""
+    device, num_rows = metadata.kv_lens.device, metadata.kv_lens.shape[0]
+    group = layer.num_heads // layer.num_kv_heads
+    keys = min(max_kv_len, layer.sliding_window or max_kv_len)
+    most = num_rows * min(_most_splits(layer), -(-keys // _SPLIT_KEYS))
+    rows = torch.empty(most, dtype=torch.int32, device=device)
+    firsts = torch.empty(num_rows + 1, dtype=torch.int32, device=device)
+    lines = _short_lines(group)
+    kernels.share_out[(num_rows + 1,)](
+        metadata.query_starts, metadata.kv_lens, rows, firsts, num_rows,
+        GROUP=group, BLOCK_M=lines, WINDOW=layer.sliding_window or 0, SPLIT_KEYS=_SPLIT_KEYS,
+        MOST=_most_splits(layer), BLOCK=256, num_warps=4,
+    )  # fmt: skip
+    programs = min(most, -(-_PROGRAMS_PER_PROCESSOR * _processors(device) // layer.num_kv_heads))
+    return Tiles(rows, firsts, lines, programs, queries * group)
+
+
+def _most_splits(layer: AttentionLayer) -> int:
+    return max(1, _PROGRAMS // int(triton.next_power_of_2(layer.num_kv_heads)))
 
 
 def _short_lines(group: int) -> int:
@@ -214,29 +235,31 @@ def _processors(device: torch.device) -> int:
 def _launch(
     layer: AttentionLayer, query: Tensor, cache: LayerCache, metadata: TritonMetadata, tiles: Tiles, out: Tensor
 ) -> None:
-    count, kv_heads, splits = tiles.rows.shape[0], layer.num_kv_heads, tiles.splits
-    value_dims = triton.next_power_of_2(layer.value_dim)
+    num_rows, kv_heads, kept = metadata.kv_lens.shape[0], layer.num_kv_heads, tiles.kept
+    value_dims = max(16, triton.next_power_of_2(layer.value_dim))
     sums = stats = out
-    if splits > 1:
-        parts = (count, kv_heads, splits)
-        sums = torch.empty(*parts, tiles.lines, layer.value_dim, dtype=torch.float32, device=out.device)
-        stats = torch.empty(*parts, 2, tiles.lines, dtype=torch.float32, device=out.device)
+    if kept:
+        parts = (tiles.rows.shape[0], kv_heads)
+        sums = torch.empty(*parts, kept, layer.value_dim, dtype=torch.float32, device=out.device)
+        stats = torch.empty(*parts, 2, kept, dtype=torch.float32, device=out.device)
     wide = query.dtype == torch.float32 or max(layer.head_dim, layer.value_dim) > 128
-    kernels.attend[(count, kv_heads, splits)](
+    kernels.attend[(tiles.programs, kv_heads)](
         query, cache.key, cache.value, out, sums, stats, tiles.rows, tiles.firsts, metadata.query_starts,
-        metadata.kv_lens, metadata.tables, metadata.tables.stride(0), query.stride(0),
-        layer.scale * _LOG2_E, (layer.softcap or 0.0) * _LOG2_E,
+        metadata.kv_lens, metadata.tables, metadata.table_lines, metadata.tables.stride(0), query.stride(0), num_rows,
+        kept, layer.scale * _LOG2_E, (layer.softcap or 0.0) * _LOG2_E,
         HEADS=layer.num_heads, KV_HEADS=kv_heads, HEAD_DIM=layer.head_dim, VALUE_DIM=layer.value_dim,
-        DIMS=max(16, triton.next_power_of_2(layer.head_dim)), VALUE_DIMS=max(16, value_dims),
+        DIMS=max(16, triton.next_power_of_2(layer.head_dim)), VALUE_DIMS=value_dims,
         PAGE=TritonAttention.block_size, BLOCK_M=tiles.lines, BLOCK_N=_BLOCK_N // 2 if wide else _BLOCK_N,
-        SPLITS=splits, WINDOW=layer.sliding_window or 0, CAPPED=layer.softcap is not None,
+        SPLIT=kept > 0, WINDOW=layer.sliding_window or 0, CAPPED=layer.softcap is not None,
         # Tensor cores would round float32 factors to 10 bits.
         PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
         num_warps=8 if tiles.lines > 64 else 4, num_stages=2 if wide else 3,
+        # So that `_PROGRAMS_PER_PROCESSOR` run at once.
+        maxnreg=128 if kept and not wide else None,
     )  # fmt: skip
-    if splits > 1:
-        kernels.merge[(count, kv_heads)](
-            sums, stats, out, tiles.rows, tiles.firsts, metadata.query_starts,
-            HEADS=layer.num_heads, KV_HEADS=kv_heads, VALUE_DIM=layer.value_dim, VALUE_DIMS=max(16, value_dims),
-            BLOCK_M=tiles.lines, SPLITS=splits, num_warps=4,
+    if kept:
+        kernels.merge[(num_rows, kv_heads, kept)](
+            sums, stats, out, tiles.firsts, metadata.query_starts, kept,
+            HEADS=layer.num_heads, KV_HEADS=kv_heads, VALUE_DIM=layer.value_dim, VALUE_DIMS=value_dims,
+            MOST=_most_splits(layer), CHUNK=16, num_warps=4,
         )  # fmt: skip

@@ -13,21 +13,21 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from serve_app.model.attention.base import AttentionBatch, AttentionLayer, LayerCache
-from serve_app.model.executors.base import MEMORY_BOUND_TOKEN_COST, OnCapture, UnsupportedModelError, torch_build
+from serve_app.model.executors.base import (
+    MEMORY_BOUND_TOKEN_COST,
+    Decoded,
+    OnCapture,
+    UnsupportedModelError,
+    torch_build,
+)
 from serve_app.model.gpu import ops
 from serve_app.model.gpu.attention import TritonAttention, TritonMetadata
-from serve_app.model.gpu.graphs import (
-    BUCKETS,
-    TOKEN_BUCKETS,
-    Attend,
-    DecodeGraphs,
-    MixedGraphs,
-    Recorder,
-    SamplingGraphs,
-)
+from serve_app.model.gpu.graphs import BUCKETS, TOKEN_BUCKETS, Attend, DecodeGraphs, MixedGraphs, Recorder
 from serve_app.model.gpu.linear import FP8, GpuLinear
 from serve_app.model.gpu.sampling import choose
+from serve_app.model.input_batch import PackedBatch
 from serve_app.model.llama import Activation, Linear, Llama
+from serve_app.model.slot_memory import SlotMemory
 
 logger = logging.getLogger(__name__)
 
@@ -96,7 +96,6 @@ class GpuDecoder:
         self._max_model_len = max_model_len
         self._decode: DecodeGraphs | None = None
         self._mixed: MixedGraphs | None = None
-        self._sampling: SamplingGraphs | None = None
 
     @property
     def weight_bytes(self) -> int:
@@ -107,19 +106,21 @@ class GpuDecoder:
             vectors += layer.input_norm, layer.post_norm, *(layer.head_norms or ())
         return sum(product.nbytes for product in products) + sum(vector.nbytes for vector in vectors)
 
-    def attach(self, caches: Sequence[LayerCache] | None) -> None:
+    def attach(self, caches: Sequence[LayerCache] | None, memory: SlotMemory | None = None) -> None:
         """See `ModelExecutor`."""
         # Graphs hold the addresses of the pool for which they were captured.
-        self._decode = self._mixed = self._sampling = None
+        self._decode = self._mixed = None
         self._caches = ()
         if caches is None:
             return
         self._caches = caches
         embedding, layer = self._embedding, self._layers[0].attention
         recorder = Recorder(embedding.device)
-        self._decode = DecodeGraphs(self._run, recorder, self.backend, self._max_model_len, embedding.device)
         self._mixed = MixedGraphs(self._run_layers, self._attend, recorder, layer, embedding.dtype, embedding.device)
-        self._sampling = SamplingGraphs(self._choose, recorder, embedding)
+        if memory is not None:
+            self._decode = DecodeGraphs(
+                self._run, self.choose, recorder, self.backend, self._max_model_len, memory, embedding
+            )
 
     def capture(self, max_num_seqs: int, on_capture: OnCapture) -> None:
         """See `ModelExecutor`. Largest first: smaller graphs use its memory again."""
@@ -129,13 +130,13 @@ class GpuDecoder:
         for shape, cache in shapes.items():
             self.backend.warm_up(shape, self._embedding.dtype, cache)
         rows = [size for index, size in enumerate(BUCKETS) if index == 0 or BUCKETS[index - 1] < max_num_seqs]
-        kinds = {"_mixed": TOKEN_BUCKETS, "_decode": rows, "_sampling": rows}
+        kinds = {"_mixed": TOKEN_BUCKETS, "_decode": rows}
         done, of = 0, sum(map(len, kinds.values()))
         for name, sizes in kinds.items():
-            graphs: DecodeGraphs | MixedGraphs | SamplingGraphs = getattr(self, name)
+            graphs: DecodeGraphs | MixedGraphs = getattr(self, name)
             try:
                 for size in reversed(sizes):
-                    if done % (of // 10) == 0:
+                    if done % max(1, of // 10) == 0:
                         on_capture(done, of)
                     graphs.captured(size)
                     done += 1
@@ -146,8 +147,6 @@ class GpuDecoder:
     def forward(self, input_ids: Tensor, positions: Tensor, batch: AttentionBatch) -> Tensor:
         """See `ModelExecutor`. The next step overwrites the result, unless it is a large one."""
         metadata = self.backend.build(batch)
-        if self._decode is not None and self._decode.takes(metadata):
-            return self._decode(input_ids, positions, metadata)
         if self._mixed is not None and self._mixed.takes(metadata):
             return self._mixed(input_ids, positions, metadata)
         return self._run(input_ids, positions, metadata)
@@ -156,12 +155,12 @@ class GpuDecoder:
         """See `ModelExecutor`."""
         return self._head(hidden)
 
+    def decode(self, packed: PackedBatch) -> Decoded | None:
+        """See `ModelExecutor`."""
+        return self._decode(packed) if self._decode is not None and self._decode.takes(packed) else None
+
     def choose(self, hidden: Tensor, params: Tensor) -> Tensor:
         """Token ids, as `sampling.choose`, of hidden states [R, hidden] whose logits nothing changes."""
-        run = self._choose if self._sampling is None else self._sampling
-        return run(hidden, params)
-
-    def _choose(self, hidden: Tensor, params: Tensor) -> Tensor:
         return choose(self._head(hidden), params)
 
     def _run(self, input_ids: Tensor, positions: Tensor, metadata: TritonMetadata) -> Tensor:

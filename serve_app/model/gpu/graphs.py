@@ -1,9 +1,10 @@
 """Steps as CUDA graphs: captured per *bucket*, a number of rows or tokens, over buffers whose addresses never change.
 
 A step is copied into the buffers of the smallest bucket that holds it. What is left over of a bucket is padding: rows
-without keys and tokens with a slot of -1, which read nothing and write nothing. Three kinds of work are captured:
-- decode steps (single-token rows only), whole;
-- sampling: from hidden states to token ids, since how many rows sample does not depend on the kind of step;
+without keys and tokens with a slot of -1, which read nothing and write nothing. Two kinds of work are captured:
+- decode steps (single-token rows only that all sample), whole. All that the host says of one is a single copy; what
+  only the device knows is put in by the graph itself. Sampling is a graph of its own, for rows whose logits nothing
+  changes;
 - mixed steps up to a size, in pieces: attention, whose launches depend on the rows, is called between them.
 
 Decides the buckets, the buffers and when a graph is captured: when its bucket is first used, which `capture` does for
@@ -20,15 +21,26 @@ import torch
 from torch import Tensor
 
 from serve_app.model.attention.base import AttentionLayer
+from serve_app.model.executors.base import Decoded
+from serve_app.model.gpu import ops
 from serve_app.model.gpu.attention import TritonAttention, TritonMetadata, decode_tiles
+from serve_app.model.gpu.sampling import chosen
+from serve_app.model.input_batch import PackedBatch
 from serve_app.model.sampling_columns import Column
+from serve_app.model.slot_memory import SlotMemory
 
-BUCKETS = (1, 2, 4, 8, *range(16, 64, 8), *range(64, 128, 16), *range(128, 257, 32))
+BUCKETS: tuple[int, ...] = (1, 2, 4, 8, *range(16, 64, 8), *range(64, 128, 16), *range(128, 257, 32))
 """Rows. Up to half the rows of a bucket are padding for few rows, a fifth for many."""
 TOKEN_BUCKETS = (16, 32, 48, *range(64, 256, 32), *range(256, 1025, 64))
 """Tokens of mixed steps. Beyond, launching takes less time than computing."""
 
+
 Run = Callable[[Tensor, Tensor, TritonMetadata], Tensor]
+
+
+def bucket_of(rows: int) -> int:
+    """The smallest bucket that holds a decode step of that many rows."""
+    return BUCKETS[bisect_left(BUCKETS, rows)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,89 +140,94 @@ class Recorder:
         pieces.append(graph.replay)
 
 
+class DecodeBuffer:
+    """The host's part of a decode step on the device, at addresses that never change."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._numbers = torch.zeros(BUCKETS[-1] * (4 + len(Column)), dtype=torch.int64, device=device)
+
+    def rows(self, bucket: int) -> tuple[Tensor, Tensor]:
+        """Of the bucket's rows: tokens int64 [4, bucket], as in `PackedBatch.host`, and parameters float64 [bucket,
+        len(Column)]."""
+        return self._split(self._numbers, bucket)
+
+    @staticmethod
+    def _split(numbers: Tensor, bucket: int) -> tuple[Tensor, Tensor]:
+        tokens, parameters = numbers[: 4 * bucket], numbers[4 * bucket : (4 + len(Column)) * bucket]
+        return tokens.view(4, bucket), parameters.view(torch.float64).view(bucket, len(Column))
+
+    def send(self, packed: PackedBatch | None, bucket: int) -> None:
+        """Launch the one copy of a step of single-token rows that all sample; without a step all rows are padding."""
+        pinned = self._numbers.is_cuda  # torch does not reuse page-locked memory before the copy has finished
+        numbers = torch.zeros(bucket * (4 + len(Column)), dtype=torch.int64, pin_memory=pinned)
+        # Padding is greedy: no parameters are left to be searched by.
+        tokens, parameters = (part.numpy() for part in self._split(numbers, bucket))
+        tokens[2] = -1
+        if packed is not None:
+            tokens[:, : len(packed.rows)] = packed.host
+            parameters[: len(packed.rows)] = packed.sampling.parameters
+        self._numbers[: len(numbers)].copy_(numbers, non_blocking=True)
+
+
 class DecodeGraphs:
-    """Calls `run(input_ids, positions, metadata)` for decode steps, captured. The pool it uses must stay as it is."""
+    """Decode steps, captured: `run(input_ids, positions, metadata)` -> hidden states, `choose(hidden, parameters)` ->
+    token ids. The pool that they use must stay as it is."""
 
     def __init__(
-        self, run: Run, recorder: Recorder, backend: TritonAttention, max_model_len: int, device: torch.device
-    ) -> None:
-        rows, blocks = BUCKETS[-1], -(-max_model_len // backend.block_size)
-        self._run, self._recorder = run, recorder
-        self._tiles = partial(decode_tiles, max_model_len, device, backend.deterministic)
-        self._input_ids = torch.zeros(rows, dtype=torch.int64, device=device)
-        self._positions = torch.zeros(rows, dtype=torch.int64, device=device)
-        self._slots = torch.full((rows,), -1, dtype=torch.int64, device=device)
+        self, run: Run, choose: Callable[[Tensor, Tensor], Tensor], recorder: Recorder, backend: TritonAttention,
+        max_model_len: int, memory: SlotMemory, hidden: Tensor,
+    ) -> None:  # fmt: skip
+        """memory: with tables. hidden: any tensor of the width, dtype and device of hidden states."""
+        rows, device = BUCKETS[-1], hidden.device
+        assert memory.tables is not None
+        self._run, self._choose, self._recorder = run, choose, recorder
+        self._history, self._tables = memory.history, memory.tables
+        self._tiles = partial(decode_tiles, max_model_len, backend.deterministic)
+        self._buffer = DecodeBuffer(device)
         self._kv_lens = torch.zeros(rows, dtype=torch.int32, device=device)
-        self._tables = torch.zeros(rows, blocks, dtype=torch.int32, device=device)
+        self._table_lines = torch.zeros(rows, dtype=torch.int32, device=device)
         self._query_starts = torch.arange(rows + 1, dtype=torch.int32, device=device)
-        self._calls: dict[int, Callable[[], Tensor]] = {}
-
-    def takes(self, metadata: TritonMetadata) -> bool:
-        """Whether the step has single-token rows only, and no more than the largest bucket."""
-        rows = metadata.kv_lens.shape[0]
-        return rows == metadata.slots.shape[0] and rows <= BUCKETS[-1]
-
-    def __call__(self, input_ids: Tensor, positions: Tensor, metadata: TritonMetadata) -> Tensor:
-        """The step's result [R, ...]: a view that the next step overwrites."""
-        rows, width = metadata.tables.shape
-        bucket = BUCKETS[bisect_left(BUCKETS, rows)]
-        torch._foreach_copy_(
-            [self._input_ids[:rows], self._positions[:rows], self._slots[:rows]], [input_ids, positions, metadata.slots]
-        )
-        torch._foreach_copy_([self._kv_lens[:rows], self._tables[:rows, :width]], [metadata.kv_lens, metadata.tables])
-        if rows < bucket:
-            self._slots[rows:bucket] = -1
-            self._kv_lens[rows:bucket] = 0
-        return self.captured(bucket)()[:rows]
-
-    def captured(self, bucket: int) -> Callable[[], Tensor]:
-        """The call that computes the buffers' first `bucket` rows."""
-        call = self._calls.get(bucket)
-        if call is None:
-            call = self._calls[bucket] = self._recorder.whole(partial(self._run, *self._inputs(bucket)))
-        return call
-
-    def _inputs(self, bucket: int) -> tuple[Tensor, Tensor, TritonMetadata]:
-        metadata = TritonMetadata(
-            query_starts=self._query_starts[: bucket + 1],
-            kv_lens=self._kv_lens[:bucket],
-            tables=self._tables[:bucket],
-            slots=self._slots[:bucket],
-            plan=partial(self._tiles, bucket),
-        )
-        return self._input_ids[:bucket], self._positions[:bucket], metadata
-
-
-class SamplingGraphs:
-    """Calls `run(hidden, params)` captured: hidden [R, width], params float64 [R, len(Column)] -> int64 [R]."""
-
-    def __init__(self, run: Callable[[Tensor, Tensor], Tensor], recorder: Recorder, hidden: Tensor) -> None:
-        """hidden: any tensor of the width, dtype and device of hidden states."""
-        rows = BUCKETS[-1]
-        self._run, self._recorder = run, recorder
         self._hidden = hidden.new_zeros(rows, hidden.shape[-1])
-        # Padding is greedy: no parameters of an earlier step are left to be searched by.
-        self._params = torch.zeros(rows, len(Column), dtype=torch.float64, device=hidden.device)
-        self._calls: dict[int, Callable[[], Tensor]] = {}
+        self._calls: dict[int, tuple[Callable[[], Tensor], Callable[[], Tensor]]] = {}
 
-    def __call__(self, hidden: Tensor, params: Tensor) -> Tensor:
-        """Token ids [R]: a view that the next call overwrites, unless there are more rows than any bucket has."""
-        rows = hidden.shape[0]
-        if rows > BUCKETS[-1]:
-            return self._run(hidden, params)
-        bucket = BUCKETS[bisect_left(BUCKETS, rows)]
-        self._hidden[:rows] = hidden
-        self._params[:rows] = params
-        self._params[rows:bucket] = 0.0
-        return self.captured(bucket)()[:rows]
+    @staticmethod
+    def takes(packed: PackedBatch) -> bool:
+        """Whether the step has single-token rows only, which all sample, and no more than the largest bucket."""
+        rows = len(packed.rows)
+        return bool(rows == packed.host.shape[1] == len(packed.sampling.tokens) and rows <= BUCKETS[-1])
 
-    def captured(self, bucket: int) -> Callable[[], Tensor]:
-        """The call that samples the buffers' first `bucket` rows."""
-        call = self._calls.get(bucket)
-        if call is None:
-            inputs = (self._hidden[:bucket], self._params[:bucket])
-            call = self._calls[bucket] = self._recorder.whole(partial(self._run, *inputs))
-        return call
+    def __call__(self, packed: PackedBatch) -> Decoded:
+        """Launch the step. Its results are views that the next step overwrites."""
+        rows = len(packed.rows)
+        bucket = bucket_of(rows)
+        forward, choose = self.captured(bucket)
+        self._buffer.send(packed, bucket)
+        return Decoded(forward()[:rows], lambda: chosen(choose()[:rows]))
+
+    def captured(self, bucket: int) -> tuple[Callable[[], Tensor], Callable[[], Tensor]]:
+        """The calls that compute the buffers' first `bucket` rows: hidden states, and from these token ids."""
+        calls = self._calls.get(bucket)
+        if calls is None:
+            self._buffer.send(None, bucket)
+            forward = self._recorder.whole(partial(self._forward, bucket))
+            calls = self._calls[bucket] = forward, self._recorder.whole(partial(self._sample, bucket))
+        return calls
+
+    def _forward(self, bucket: int) -> Tensor:
+        tokens, _ = self._buffer.rows(bucket)
+        kv_lens, table_lines = self._kv_lens[:bucket], self._table_lines[:bucket]
+        ops.prepare(tokens, self._history, self._tables, kv_lens, table_lines, page=TritonAttention.block_size)
+        input_ids, positions, slots, _ = tokens
+        query_starts = self._query_starts[: bucket + 1]
+        # Anew in every run, so that the tiles that it makes are made in the graph too.
+        metadata = TritonMetadata(query_starts, kv_lens, self._tables, table_lines, slots, self._tiles)
+        return self._hidden[:bucket].copy_(self._run(input_ids, positions, metadata))
+
+    def _sample(self, bucket: int) -> Tensor:
+        tokens, parameters = self._buffer.rows(bucket)
+        token_ids = self._choose(self._hidden[:bucket], parameters)
+        ops.remember(tokens, token_ids, self._history)
+        return token_ids
 
 
 Attend = Callable[[int, Tensor, Tensor], None]

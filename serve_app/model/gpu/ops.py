@@ -1,4 +1,4 @@
-"""Launches of the element-wise kernels as functions on tensors. Decides block sizes and warps, nothing else."""
+"""Launches of the small kernels as functions on tensors. Decides block sizes and warps, nothing else."""
 
 import torch
 import triton
@@ -6,6 +6,7 @@ from torch import Tensor
 
 from serve_app.model.attention.base import LayerCache
 from serve_app.model.gpu.kernels import elementwise as kernels
+from serve_app.model.gpu.kernels import steps
 
 
 def add_rms_norm(residual: Tensor, x: Tensor | None, weight: Tensor, eps: float) -> Tensor:
@@ -57,3 +58,24 @@ def rotate_and_store(
         HEADS=heads, KV_HEADS=kv_heads, HEAD_DIM=head_dim, HALF=triton.next_power_of_2(head_dim // 2), PAGE=page,
         NORMED=norms is not None, BLOCK=block, num_warps=1 if block == 1 else 4,
     )  # fmt: skip
+
+
+def prepare(
+    tokens: Tensor, history: Tensor, tables: Tensor, kv_lens: Tensor, table_lines: Tensor, *, page: int
+) -> None:
+    """What the host leaves open of a decode step's R rows; see `kernels.steps`.
+
+    tokens: int64 [4, R]; history: int32 [slots, positions]; tables: int32 [slots, blocks] of `page` tokens; kv_lens,
+    table_lines: int32 [R].
+    """
+    rows = tokens.shape[1]
+    steps.prepare[(triton.cdiv(rows, 32),)](
+        tokens, history, tables, kv_lens, table_lines, rows, history.stride(0), tables.stride(0),
+        PAGE=page, BLOCK=32, num_warps=1,
+    )  # fmt: skip
+
+
+def remember(tokens: Tensor, token_ids: Tensor, history: Tensor) -> None:
+    """The ids that a decode step's R rows sampled, int64 [R], follow its tokens, int64 [4, R], in the history."""
+    rows = tokens.shape[1]
+    steps.remember[(triton.cdiv(rows, 32),)](tokens, token_ids, history, rows, history.stride(0), BLOCK=32, num_warps=1)

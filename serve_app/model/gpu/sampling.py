@@ -66,7 +66,11 @@ class Drawn:
 
 def sample_plain(hidden: Tensor, parameters: Float64Array, choose_from: Callable[[Tensor, Tensor], Tensor]) -> Drawn:
     """Choose one token for each of R plain rows. choose_from: hidden states [R, width] and parameters to ids."""
-    token_ids = choose_from(hidden, to_device(parameters, hidden.device))
+    return chosen(choose_from(hidden, to_device(parameters, hidden.device)))
+
+
+def chosen(token_ids: Tensor) -> Drawn:
+    """The tokens of plain rows, on their way to the host."""
     return Drawn(token_ids, {}, set(), ToHost(token_ids))
 
 

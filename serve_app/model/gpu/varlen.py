@@ -46,6 +46,7 @@ class VarlenAttention:
     name: ClassVar[str] = "varlen"
     block_size: ClassVar[int] = 256
     block_dim: ClassVar[int] = 0
+    keeps_tables: ClassVar[bool] = False
 
     def __init__(self) -> None:
         self._attend = _varlen_attn()

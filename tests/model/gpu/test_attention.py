@@ -104,15 +104,32 @@ def test_padding_is_finite_and_written_nowhere(device: torch.device) -> None:
     assert torch.equal(pool.key.nan_to_num(), expected_pool.key.nan_to_num())
 
 
-@pytest.mark.parametrize("splits", [1, 2, 8])
-def test_however_keys_are_split(splits: int, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    """More parts than there are key tiles too."""
+@pytest.mark.parametrize("keys", [16, 64, 200])
+@pytest.mark.parametrize("name", ["group of 4, wide heads", "window", "group of 3", "odd widths"])
+def test_however_keys_are_split(keys: int, name: str, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of few and of many splits, of one query and of some, more splits than are summed up at once; more parts than
+    there are key tiles too."""
     from serve_app.model.gpu import attention
 
-    monkeypatch.setattr(attention, "num_splits", lambda *args: splits)
-    for name in ("group of 4, wide heads", "window"):
-        step = Step(LAYERS[name], [(0, 1), (129, 1), (300, 1), (200, 3)], torch.float32, device)
-        assert largest_difference(step.run("triton")[0], step.run("reference")[0]) <= TOLERANCE[torch.float32]
+    monkeypatch.setattr(attention, "_SPLIT_KEYS", keys)
+    step = Step(LAYERS[name], [(0, 1), (129, 1), (17, 40), (400, 1), (200, 3)], torch.float32, device)
+    assert largest_difference(step.run("triton")[0], step.run("reference")[0]) <= TOLERANCE[torch.float32]
+
+
+@pytest.mark.parametrize("name", ["group of 4, wide heads", "narrow window"])
+def test_neighbours_do_not_change_how_a_row_is_split(name: str, device: torch.device) -> None:
+    """Not their number, nor their lengths: the same bits alone, beside rows of other lengths and beside a prompt."""
+    row, layer = (300, 1), LAYERS[name]
+    alone = Step(layer, [row], torch.float32, device)
+    expected = alone.run("triton")[0]
+    for rows in ([row, *[(3, 1)] * 9], [row, (700, 1), (0, 1)], [row, (10, 60)]):
+        step = Step(layer, rows, torch.float32, device)
+        count = alone.batch.kv_lens[0] - 1
+        step.query[:, :1] = alone.query
+        for ours, theirs in zip((*step.new, *step.history), (*alone.new, *alone.history), strict=True):
+            size = count if theirs.shape[1] == count else 1
+            ours[:, :size] = theirs
+        assert torch.equal(step.run("triton")[0][:1], expected)
 
 
 def test_a_prompt_gives_the_same_bits_however_it_is_cut(device: torch.device) -> None:
@@ -130,14 +147,26 @@ def test_a_prompt_gives_the_same_bits_however_it_is_cut(device: torch.device) ->
     assert torch.equal(torch.cat(got), expected)
 
 
-def test_number_of_splits() -> None:
-    from serve_app.model.gpu.attention import num_splits
+@pytest.mark.parametrize("window", [None, 300])
+def test_each_rows_own_length_says_how_it_is_split(window: int | None, device: torch.device) -> None:
+    """One long row beside many short ones is not walked by one program; a row of several queries that fill no tile is
+    split too, and a prompt is not."""
+    from serve_app.model.gpu.attention import TritonAttention
 
-    assert num_splits(8, 8192, 132) == 16
-    assert num_splits(8, 200, 132) == 4
-    assert num_splits(8, 64, 132) == 1
-    assert num_splits(72, 8192, 132) == 4
-    assert num_splits(264, 8192, 132) == 1
+    layer = AttentionLayer(32, 8, 128, 128, 0.1, sliding_window=window)
+    lengths = [1, 128, 129, 100_000, 0, 2000, 512]
+    counts = [1, 1, 1, 1, 1, 3, 512]
+    batch = AttentionBatch(
+        [0, *accumulate(counts)], lengths, block_matrix([[0]] * 7), torch.zeros(1, dtype=torch.int64, device=device)
+    )
+    metadata = TritonAttention().build(batch)
+    split, whole = metadata.tiles(layer, torch.bfloat16)
+    expected = [1, 1, 2, 3, 1, 3, 0] if window else [1, 1, 2, 32, 1, 16, 0]
+    assert split.firsts.diff().tolist() == expected
+    assert split.rows[: sum(expected)].tolist() == [row for row, count in enumerate(expected) for _ in range(count)]
+    assert (split.kept, whole.kept) == (12, 0)
+    assert whole.rows.tolist() == [6] * 16
+    assert sorted(whole.firsts.tolist()) == list(range(0, 512, 32))
 
 
 def test_the_probe_takes_it(device: torch.device) -> None:

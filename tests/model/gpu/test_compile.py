@@ -15,13 +15,14 @@ import json, re, subprocess, sys, tempfile
 from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
-from serve_app.model.gpu.kernels import attention, elementwise, matmul, sampling
+from serve_app.model.gpu.kernels import attention, elementwise, matmul, sampling, steps
 
 name, types, constants, options = json.load(sys.stdin)
-kernel = next(found for module in (attention, elementwise, matmul, sampling) if (found := getattr(module, name, None)))
+kernels = {**vars(attention), **vars(elementwise), **vars(matmul), **vars(sampling), **vars(steps)}
+kernel = kernels[name]
 names = kernel.arg_names
 signature = {name: types.get(name, "constexpr") for name in names}
-whole = [name for name, kind in types.items() if kind[0] == "*" or name in ("inputs", "width", "outputs")]
+whole = [name for name in names if types.get(name, "")[:1] == "*" or name in ("inputs", "width", "outputs")]
 aligned = {(names.index(name),): [["tt.divisibility", 16]] for name in whole}
 source = ASTSource(kernel, signature, {(names.index(name),): value for name, value in constants.items()}, aligned)
 compiled = compile(source, target=GPUTarget("cuda", 90, 32), options=options)
@@ -36,13 +37,13 @@ print(json.dumps({"shared": compiled.metadata.shared, "wgmma": "wgmma.mma" in pt
                   "registers": int(re.search(r"Used (\\d+) registers", said)[1]),
                   "spilled": int(re.search(r"(\\d+) bytes spill stores", said)[1])}))
 """
-INDICES = dict.fromkeys(("tile_rows", "tile_firsts", "query_starts"), "*i32")
+INDICES = dict.fromkeys(("tile_rows", "tile_firsts", "row_tiles", "query_starts", "kv_lens"), "*i32")
 ATTEND = {
     **dict.fromkeys(("query", "key_cache", "value_cache", "out"), "*bf16"),
     **dict.fromkeys(("partial_sums", "partial_stats"), "*fp32"),
     **INDICES,
-    **dict.fromkeys(("kv_lens", "tables"), "*i32"),
-    **dict.fromkeys(("table_stride", "query_stride"), "i32"),
+    **dict.fromkeys(("tables", "table_lines"), "*i32"),
+    **dict.fromkeys(("table_stride", "query_stride", "num_rows", "kept"), "i32"),
     **dict.fromkeys(("scale", "softcap"), "fp32"),
 }
 FP8_CACHE = dict.fromkeys(("key_cache", "value_cache"), "*fp8e4nv")
@@ -57,7 +58,8 @@ ROTATE = {
     "eps": "fp32",
 }
 NORM = {**dict.fromkeys(("residual", "x", "weight", "out"), "*bf16"), "width": "i32", "eps": "fp32"}
-MERGED = {"partial_sums": "*fp32", "partial_stats": "*fp32", "out": "*bf16", **INDICES}
+MERGED = {"partial_sums": "*fp32", "partial_stats": "*fp32", "out": "*bf16", **INDICES, "kept": "i32"}
+SHARED = {**INDICES, "num_rows": "i32"}
 GATED = {"gate_up": "*bf16", "out": "*bf16", "width": "i32"}
 PARTS = {
     "logits": "*fp32",
@@ -75,9 +77,15 @@ PRODUCT = {
 }
 WHOLE = {"BLOCK_K": 64, "EVEN": True, "BIASED": False, "PRECISION": "tf32"}
 D256 = {**TILE, "HEAD_DIM": 256, "VALUE_DIM": 256, "VALUE_DIMS": 256, "DIMS": 256, "BLOCK_N": 32}
-SPLIT = {**TILE, "BLOCK_M": 16}
-LONG = {**TILE, "BLOCK_M": 128, "SPLITS": 1}
-MERGE = {"HEADS": 32, "KV_HEADS": 8, **VALUES, "BLOCK_M": 16}
+SPLIT = {**TILE, "BLOCK_M": 16, "SPLIT": True}
+LONG = {**TILE, "BLOCK_M": 128, "SPLIT": False}
+MERGE = {"HEADS": 32, "KV_HEADS": 8, **VALUES, "MOST": 32, "CHUNK": 16}
+SHARE = {"GROUP": 4, "BLOCK_M": 16, "WINDOW": 4096, "SPLIT_KEYS": 128, "MOST": 32, "BLOCK": 256}
+STEP = {
+    **dict.fromkeys(("tokens", "token_ids"), "*i64"),
+    **dict.fromkeys(("history", "tables", "kv_lens", "table_lines"), "*i32"),
+    **dict.fromkeys(("rows", "history_stride", "table_stride"), "i32"),
+}
 DRAW = {**PARTS, "token_ids": "*i64"}
 BF16, FP8 = {**PRODUCT, "weight": "*bf16"}, {**PRODUCT, "weight": "*fp8e4nv"}
 FEW, MANY = {**WHOLE, "BLOCK_O": 64, "BLOCK_R": 16}, {**WHOLE, "BLOCK_O": 128, "BLOCK_R": 128}
@@ -98,22 +106,23 @@ class Kernel:
 
 
 KERNELS = {
-    "decode, whole": Kernel("attend", ATTEND, {**SPLIT, "SPLITS": 1}, 4, 3, 120, 40),
-    "decode, 4 splits": Kernel("attend", ATTEND, {**SPLIT, "SPLITS": 4}, 4, 3, 120, 40),
-    "decode, 16 splits": Kernel("attend", ATTEND, {**SPLIT, "SPLITS": 16}, 4, 3, 120, 40),
-    "decode, window": Kernel("attend", ATTEND, {**SPLIT, "SPLITS": 4, "WINDOW": 4096}, 4, 3, 136, 40),
-    "decode, fp8 cache": Kernel("attend", {**ATTEND, **FP8_CACHE}, {**SPLIT, "SPLITS": 4}, 4, 3, 184, 40),
-    "decode, 256 wide": Kernel("attend", ATTEND, {**D256, "BLOCK_M": 16, "SPLITS": 4}, 4, 2, 144, 56),
+    "decode": Kernel("attend", ATTEND, SPLIT, 4, 3, 128, 40),
+    "decode, window": Kernel("attend", ATTEND, {**SPLIT, "WINDOW": 4096}, 4, 3, 128, 40),
+    "decode, fp8 cache": Kernel("attend", {**ATTEND, **FP8_CACHE}, SPLIT, 4, 3, 128, 40, 32),
+    "decode, 256 wide": Kernel("attend", ATTEND, {**D256, "BLOCK_M": 16, "SPLIT": True}, 4, 2, 208, 56),
     "prefill": Kernel("attend", ATTEND, LONG, 8, 3, 200, 100),
     "prefill, fp8 cache": Kernel("attend", {**ATTEND, **FP8_CACHE}, LONG, 8, 3, 200, 100),
-    "prefill, 256 wide": Kernel("attend", ATTEND, {**D256, "BLOCK_M": 64, "SPLITS": 1}, 4, 2, 255, 110, 32),
-    "deterministic": Kernel("attend", ATTEND, {**TILE, "BLOCK_M": 64, "SPLITS": 1}, 4, 3, 208, 100),
-    "merge, 4": Kernel("merge", MERGED, {**MERGE, "SPLITS": 4}, 4, 3, 64, 1),
-    "merge, 16": Kernel("merge", MERGED, {**MERGE, "SPLITS": 16}, 4, 3, 64, 1),
+    "prefill, 256 wide": Kernel("attend", ATTEND, {**D256, "BLOCK_M": 64, "SPLIT": False}, 4, 2, 255, 110, 32),
+    "deterministic": Kernel("attend", ATTEND, {**TILE, "BLOCK_M": 64, "SPLIT": False}, 4, 3, 208, 100),
+    "share out": Kernel("share_out", SHARED, SHARE, 4, 3, 64, 1),
+    "merge": Kernel("merge", MERGED, MERGE, 4, 3, 64, 8),
+    "merge, one head": Kernel("merge", MERGED, {**MERGE, "KV_HEADS": 1, "MOST": 256}, 4, 3, 64, 8),
     "norm": Kernel("add_rms_norm", NORM, {"ADD": True, "BLOCK": 4096}, 8, 3, 48, 1),
     "gate": Kernel("gate_times_up", GATED, {"GELU": False, "BLOCK": 1024}, 4, 3, 40, 0),
     "rotate, few": Kernel("rotate_and_store", ROTATE, {**SHAPE, "HALF": 64, "NORMED": True, "BLOCK": 1}, 1, 3, 40, 1),
     "rotate, many": Kernel("rotate_and_store", ROTATE, {**SHAPE, "HALF": 64, "NORMED": True, "BLOCK": 8}, 4, 3, 40, 1),
+    "prepare": Kernel("prepare", STEP, {"PAGE": 16, "BLOCK": 32}, 1, 3, 40, 0),
+    "remember": Kernel("remember", STEP, {"BLOCK": 32}, 1, 3, 40, 0),
     "scan": Kernel("scan_parts", PARTS, {"PART": 1024}, 4, 3, 40, 1),
     "draw": Kernel("draw", DRAW, {"PART": 1024, "PARTS": 256, "WAYS": 16}, 8, 3, 96, 8, 64),
     "product, few rows": Kernel("product", BF16, {**FEW, "SCALED": False}, 4, 4, 56, 40),
@@ -129,6 +138,8 @@ def test_compiles_for_hopper(kernel: str, tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     wanted = KERNELS[kernel]
     options = {"num_warps": wanted.warps, "num_stages": wanted.stages}
+    if wanted.constants.get("SPLIT") and wanted.constants["DIMS"] <= 128:
+        options["maxnreg"] = 128
     given = json.dumps([wanted.name, wanted.types, wanted.constants, options])
     result = subprocess.run(
         [sys.executable, "-c", COMPILE], input=given, capture_output=True, text=True, timeout=240, check=False

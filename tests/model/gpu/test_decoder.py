@@ -81,16 +81,17 @@ def test_others_keep_their_modules(arch: str, build: Build, caplog: pytest.LogCa
 def test_kernels_of_kept_modules_are_compiled_before_the_first_request(
     build: Build, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whichever splits a request's length will ask for."""
+    """For tiles of both kinds, in each of its two shapes of layers."""
     from serve_app.model.gpu import attention
 
-    model, splits = build("gemma2"), set()
+    model, launched = build("gemma2"), []
     monkeypatch.setattr(
-        attention, "_launch", lambda layer, query, cache, metadata, tiles, out: splits.add(tiles.splits)
+        attention, "_launch", lambda layer, query, cache, metadata, tiles, out: launched.append((layer, tiles.kept > 0))
     )
     model.allocate_kv_cache(4)
     model.capture(4, lambda done, of: None)
-    assert splits == set(attention._SPLITS)
+    assert sorted(split for _, split in launched) == [False, False, True, True]
+    assert len(set(launched)) == 4
 
 
 def test_narrow_numbers(build: Build, caplog: pytest.LogCaptureFixture) -> None:

@@ -4,10 +4,11 @@ A program takes a *tile* of one row's queries for one key-value head: `BLOCK_M` 
 the `GROUP` query heads that share the head's keys, so that these are read once for all of them. Prefill chunks and
 decode rows differ only in how many lines of a tile are used.
 
-With `SPLITS` > 1 the keys of a row are shared out: key tile i, counted from the first that the tile's first query sees,
-belongs to split i mod SPLITS. Each split leaves an unnormalised sum, its peak and its total; `merge` adds them up in
-order. So which keys are summed with which, and in what order, depends on positions, tile sizes and SPLITS alone: not on
-the rest of the batch, nor, without a window, on how a prompt was cut into chunks of more than a few tokens.
+With `SPLIT` the keys of a row are shared out over as many tiles as its own length asks for: key tile i, counted from
+the first that the row's first query sees, belongs to split i modulo their number. Each split leaves an unnormalised
+sum, its peak and its total; `merge` adds them up. So which keys are summed with which, and in what order, depends on
+the row's positions and on tile sizes alone: not on the rest of the batch, nor, without a window, on how a prompt was
+cut into chunks of more than a few tokens.
 
 Online softmax: Milakov and Gimelshein, 2018; tiles of it: Dao et al., FlashAttention, 2022; split keys: Flash-Decoding,
 Dao et al., 2023.
@@ -18,32 +19,69 @@ import triton.language as tl
 
 
 @triton.jit
-def _lines(tile_rows, tile_firsts, query_starts, GROUP: tl.constexpr, BLOCK_M: tl.constexpr):
-    """This program's tile: its row, that row's number of queries, its first query in the row, and of each line the
-    query in the row, the packed token, the query head, and whether it is used."""
-    tile, head = tl.program_id(0), tl.program_id(1)
-    row = tl.load(tile_rows + tile)
-    first = tl.load(tile_firsts + tile)
+def _lines(row, first, head, query_starts, GROUP: tl.constexpr, BLOCK_M: tl.constexpr):
+    """The row's number of queries, and of each line of its tile from query `first` on the query in the row, the packed
+    token, the query head, and whether it is used."""
     begin = tl.load(query_starts + row)
     num_queries = tl.load(query_starts + row + 1) - begin
     line = tl.arange(0, BLOCK_M)
     index = first + line // GROUP
     used = (index < num_queries) & (line < BLOCK_M // GROUP * GROUP)
-    return row, num_queries, first, index, (begin + index).to(tl.int64), head * GROUP + line % GROUP, used
+    return num_queries, index, (begin + index).to(tl.int64), head * GROUP + line % GROUP, used
 
 
 @triton.jit
-def _key_range(low, split, BLOCK_N: tl.constexpr, SPLITS: tl.constexpr, WINDOW: tl.constexpr):
+def _key_range(low, split, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr, SPLIT: tl.constexpr):
     """Where the split's keys begin and where they begin to need a mask, for a tile whose first query is at `low`."""
+    start = split * BLOCK_N
     if WINDOW > 0:
-        start = (tl.maximum(low - WINDOW + 1, 0) // BLOCK_N + split) * BLOCK_N
-        masked = start
-    else:
-        # Before `whole`, every line of the tile sees every key.
-        start = split * BLOCK_N
-        whole = (low + 1) // BLOCK_N * BLOCK_N
-        masked = start + tl.maximum(tl.cdiv(whole - start, SPLITS * BLOCK_N), 0) * SPLITS * BLOCK_N
+        start += tl.maximum(low - WINDOW + 1, 0) // BLOCK_N * BLOCK_N
+    # Before `masked`, every line of the tile sees every key. A loop for that part would cost a program of a short row a
+    # third of its registers.
+    masked = start if SPLIT or WINDOW > 0 else tl.maximum((low + 1) // BLOCK_N * BLOCK_N, start)
     return start, masked
+
+
+@triton.jit
+def _num_splits(
+    rows, inside, query_starts, kv_lens,
+    GROUP: tl.constexpr, BLOCK_M: tl.constexpr, WINDOW: tl.constexpr, SPLIT_KEYS: tl.constexpr, MOST: tl.constexpr,
+):  # fmt: skip
+    """Over how many tiles each row's keys are shared out; 0 for rows with more queries than fit in a tile."""
+    begin = tl.load(query_starts + rows, mask=inside, other=0)
+    num_queries = tl.load(query_starts + rows + 1, mask=inside, other=0) - begin
+    keys = tl.load(kv_lens + rows, mask=inside, other=0)
+    if WINDOW > 0:
+        keys = tl.minimum(keys, WINDOW)
+    splits = tl.minimum(tl.maximum(tl.cdiv(keys, SPLIT_KEYS), 1), MOST)
+    return tl.where(inside & (num_queries * GROUP <= BLOCK_M), splits, 0)
+
+
+@triton.jit(
+    do_not_specialize=["num_rows"],
+    do_not_specialize_on_alignment=["query_starts", "kv_lens", "tile_rows", "row_tiles"],
+)
+def share_out(
+    query_starts, kv_lens, tile_rows, row_tiles, num_rows,
+    GROUP: tl.constexpr, BLOCK_M: tl.constexpr, WINDOW: tl.constexpr, SPLIT_KEYS: tl.constexpr, MOST: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Grid (rows + 1): the tiles of short rows, one row's after another's; MOST at most for a row, a power of two.
+
+    tile_rows: int32 [tiles], of each its row; row_tiles: int32 [rows + 1], of each row its first tile, and how many
+    there are in all.
+    """
+    row = tl.program_id(0)
+    first = 0
+    for begin in range(0, row, BLOCK):
+        others = begin + tl.arange(0, BLOCK)
+        first += tl.sum(
+            _num_splits(others, others < row, query_starts, kv_lens, GROUP, BLOCK_M, WINDOW, SPLIT_KEYS, MOST)
+        )
+    tl.store(row_tiles + row, first)
+    own = _num_splits(row, row < num_rows, query_starts, kv_lens, GROUP, BLOCK_M, WINDOW, SPLIT_KEYS, MOST)
+    split = tl.arange(0, MOST)
+    tl.store(tile_rows + first + split, tl.zeros_like(split) + row, mask=split < own)
 
 
 @triton.jit
@@ -85,31 +123,24 @@ def _visit(
     return sums, total * fade + tl.sum(weights, 1), highest
 
 
-# What changes from step to step must not make a kernel of its own: compiling one takes longer than many steps.
-@triton.jit(
-    do_not_specialize=["table_stride"],
-    do_not_specialize_on_alignment=["tile_rows", "tile_firsts", "query_starts", "kv_lens", "tables"],
-)
-def attend(
-    query, key_cache, value_cache, out, partial_sums, partial_stats, tile_rows, tile_firsts, query_starts, kv_lens,
-    tables, table_stride, query_stride, scale, softcap,
+@triton.jit
+def _attend_tile(
+    tile, query, key_cache, value_cache, out, partial_sums, partial_stats, tile_rows, tile_firsts, query_starts,
+    kv_lens, tables, table_lines, table_stride, query_stride, kept, scale, softcap,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, DIMS: tl.constexpr,
-    VALUE_DIMS: tl.constexpr, PAGE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPLITS: tl.constexpr,
+    VALUE_DIMS: tl.constexpr, PAGE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPLIT: tl.constexpr,
     WINDOW: tl.constexpr, CAPPED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Grid (tiles, KV_HEADS, SPLITS).
-
-    query: [tokens, HEADS, HEAD_DIM], `query_stride` between tokens. Caches: [blocks, KV_HEADS, PAGE, dim].
-    out: [tokens, HEADS, VALUE_DIM], written when SPLITS is 1. Else partial_sums: float32 [tiles, KV_HEADS, SPLITS,
-    BLOCK_M, VALUE_DIM] and partial_stats: float32 [tiles, KV_HEADS, SPLITS, 2, BLOCK_M] (peak, total).
-    tile_rows, tile_firsts: int32, each tile's row and its first query in that row. query_starts: int32 [rows + 1],
-    kv_lens: int32 [rows], tables: int32 [rows, table_stride]. scale, softcap: times log2(e), as exp2 is used.
-    """
+    """One tile of `attend`."""
     GROUP: tl.constexpr = HEADS // KV_HEADS
-    head, split = tl.program_id(1), tl.program_id(2)
-    row, num_queries, first, index, token, query_head, used = _lines(
-        tile_rows, tile_firsts, query_starts, GROUP, BLOCK_M
-    )
+    head = tl.program_id(1)
+    row = tl.load(tile_rows + tile)
+    if SPLIT:
+        begin = tl.load(tile_firsts + row)
+        first, split, splits = 0, tile - begin, tl.load(tile_firsts + row + 1) - begin
+    else:
+        first, split, splits = tl.load(tile_firsts + tile), 0, 1
+    num_queries, index, token, query_head, used = _lines(row, first, head, query_starts, GROUP, BLOCK_M)
     kv_len = tl.load(kv_lens + row)
     position = kv_len - num_queries + index
     dims = tl.arange(0, DIMS)
@@ -120,64 +151,105 @@ def attend(
     )
     low = kv_len - num_queries + first
     end = tl.minimum(kv_len, low + BLOCK_M // GROUP)
-    start, masked = _key_range(low, split, BLOCK_N, SPLITS, WINDOW)
-    table = tables + row.to(tl.int64) * table_stride
+    start, masked = _key_range(low, split, BLOCK_N, WINDOW, SPLIT)
+    table = tables + tl.load(table_lines + row).to(tl.int64) * table_stride
     sums = tl.zeros([BLOCK_M, VALUE_DIMS], dtype=tl.float32)
     total = tl.zeros([BLOCK_M], dtype=tl.float32)
     peak = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
-    for at in range(start, masked, SPLITS * BLOCK_N):
+    for at in range(start, masked, splits * BLOCK_N):
         sums, total, peak = _visit(
             sums, total, peak, queries, at, position, kv_len, table, key_cache, value_cache, head, scale, softcap,
             KV_HEADS, HEAD_DIM, VALUE_DIM, DIMS, VALUE_DIMS, PAGE, BLOCK_N, WINDOW, CAPPED, PRECISION, False,
         )  # fmt: skip
-    for at in range(masked, end, SPLITS * BLOCK_N):
+    for at in range(masked, end, splits * BLOCK_N):
         sums, total, peak = _visit(
             sums, total, peak, queries, at, position, kv_len, table, key_cache, value_cache, head, scale, softcap,
             KV_HEADS, HEAD_DIM, VALUE_DIM, DIMS, VALUE_DIMS, PAGE, BLOCK_N, WINDOW, CAPPED, PRECISION, True,
         )  # fmt: skip
     value_dims = tl.arange(0, VALUE_DIMS)
     wanted = used[:, None] & (value_dims < VALUE_DIM)[None, :]
-    if SPLITS == 1:
-        # A padding row of a captured graph has no keys and so no weight.
-        result = sums / tl.where(total == 0.0, 1.0, total)[:, None]
-        place = (token[:, None] * HEADS + query_head[:, None]) * VALUE_DIM + value_dims[None, :]
-        tl.store(out + place, result.to(out.dtype.element_ty), mask=wanted)
-    else:
-        line = tl.arange(0, BLOCK_M)
-        part = (tl.program_id(0).to(tl.int64) * KV_HEADS + head) * SPLITS + split
-        place = (part * BLOCK_M + line[:, None]) * VALUE_DIM + value_dims[None, :]
-        tl.store(partial_sums + place, sums, mask=wanted)
-        tl.store(partial_stats + part * 2 * BLOCK_M + line, peak)
-        tl.store(partial_stats + (part * 2 + 1) * BLOCK_M + line, total)
-
-
-@triton.jit(do_not_specialize_on_alignment=["tile_rows", "tile_firsts", "query_starts"])
-def merge(
-    partial_sums, partial_stats, out, tile_rows, tile_firsts, query_starts,
-    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, VALUE_DIM: tl.constexpr, VALUE_DIMS: tl.constexpr,
-    BLOCK_M: tl.constexpr, SPLITS: tl.constexpr,
-):  # fmt: skip
-    """Grid (tiles, KV_HEADS): the splits of a tile, in order, into out [tokens, HEADS, VALUE_DIM]."""
-    GROUP: tl.constexpr = HEADS // KV_HEADS
-    _, _, _, _, token, query_head, used = _lines(tile_rows, tile_firsts, query_starts, GROUP, BLOCK_M)
-    line = tl.arange(0, BLOCK_M)
-    value_dims = tl.arange(0, VALUE_DIMS)
-    wanted = used[:, None] & (value_dims < VALUE_DIM)[None, :]
-    part = (tl.program_id(0).to(tl.int64) * KV_HEADS + tl.program_id(1)) * SPLITS
-    sums = tl.zeros([BLOCK_M, VALUE_DIMS], dtype=tl.float32)
-    total = tl.zeros([BLOCK_M], dtype=tl.float32)
-    peak = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
-    for split in range(SPLITS):
-        stats = partial_stats + (part + split) * 2 * BLOCK_M + line
-        split_peak, split_total = tl.load(stats), tl.load(stats + BLOCK_M)
-        place = ((part + split) * BLOCK_M + line[:, None]) * VALUE_DIM + value_dims[None, :]
-        split_sums = tl.load(partial_sums + place, mask=wanted, other=0.0)
-        highest = tl.maximum(peak, split_peak)
-        level = tl.where(highest == float("-inf"), 0.0, highest)
-        fade, weight = tl.exp2(peak - level), tl.exp2(split_peak - level)
-        sums = sums * fade[:, None] + split_sums * weight[:, None]
-        total = total * fade + split_total * weight
-        peak = highest
+    # A padding row of a captured graph has no keys and so no weight.
     result = sums / tl.where(total == 0.0, 1.0, total)[:, None]
     place = (token[:, None] * HEADS + query_head[:, None]) * VALUE_DIM + value_dims[None, :]
-    tl.store(out + place, result.to(out.dtype.element_ty), mask=wanted)
+    tl.store(out + place, result.to(out.dtype.element_ty), mask=wanted & (splits == 1))
+    if SPLIT:  # noqa: SIM102 -- one is known when it is compiled, the other is not
+        if splits > 1:
+            line = tl.arange(0, BLOCK_M)
+            part = tl.cast(tile, tl.int64) * KV_HEADS + head
+            place = (part * kept + line[:, None]) * VALUE_DIM + value_dims[None, :]
+            tl.store(partial_sums + place, sums, mask=wanted)
+            tl.store(partial_stats + part * 2 * kept + line, peak, mask=used)
+            tl.store(partial_stats + (part * 2 + 1) * kept + line, total, mask=used)
+
+
+# What changes from step to step must not make a kernel of its own: compiling one takes longer than many steps.
+@triton.jit(
+    do_not_specialize=["table_stride", "num_rows", "kept"],
+    do_not_specialize_on_alignment=["tile_rows", "tile_firsts", "query_starts", "kv_lens", "tables", "table_lines"],
+)
+def attend(
+    query, key_cache, value_cache, out, partial_sums, partial_stats, tile_rows, tile_firsts, query_starts, kv_lens,
+    tables, table_lines, table_stride, query_stride, num_rows, kept, scale, softcap,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, DIMS: tl.constexpr,
+    VALUE_DIMS: tl.constexpr, PAGE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPLIT: tl.constexpr,
+    WINDOW: tl.constexpr, CAPPED: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Grid (tiles, KV_HEADS), or with SPLIT (any number, KV_HEADS): the device knows how many tiles there are, of which
+    each program takes its share.
+
+    query: [tokens, HEADS, HEAD_DIM], `query_stride` between tokens. Caches: [blocks, KV_HEADS, PAGE, dim].
+    out: [tokens, HEADS, VALUE_DIM]. What is split is left for `merge`, partial_sums: float32 [tiles, KV_HEADS, kept,
+    VALUE_DIM] and partial_stats: float32 [tiles, KV_HEADS, 2, kept] (peak, total); kept: lines of which some tile has
+    queries. tile_rows: int32, each tile's row. tile_firsts: int32, each tile's first query in its row, or with SPLIT as
+    `share_out` writes it. query_starts: int32 [rows + 1], kv_lens: int32 [rows], tables: int32 [any, table_stride], of
+    which row r has line table_lines[r]. scale, softcap: times log2(e), as exp2 is used.
+    """
+    if SPLIT:
+        for tile in range(tl.program_id(0), tl.load(tile_firsts + num_rows), tl.num_programs(0)):
+            _attend_tile(
+                tile, query, key_cache, value_cache, out, partial_sums, partial_stats, tile_rows, tile_firsts,
+                query_starts, kv_lens, tables, table_lines, table_stride, query_stride, kept, scale, softcap,
+                HEADS, KV_HEADS, HEAD_DIM, VALUE_DIM, DIMS, VALUE_DIMS, PAGE, BLOCK_M, BLOCK_N, SPLIT, WINDOW, CAPPED,
+                PRECISION,
+            )  # fmt: skip
+    else:
+        _attend_tile(
+            tl.program_id(0), query, key_cache, value_cache, out, partial_sums, partial_stats, tile_rows, tile_firsts,
+            query_starts, kv_lens, tables, table_lines, table_stride, query_stride, kept, scale, softcap,
+            HEADS, KV_HEADS, HEAD_DIM, VALUE_DIM, DIMS, VALUE_DIMS, PAGE, BLOCK_M, BLOCK_N, SPLIT, WINDOW, CAPPED,
+            PRECISION,
+        )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["kept"], do_not_specialize_on_alignment=["row_tiles", "query_starts"])
+def merge(
+    partial_sums, partial_stats, out, row_tiles, query_starts, kept,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, VALUE_DIM: tl.constexpr, VALUE_DIMS: tl.constexpr, MOST: tl.constexpr,
+    CHUNK: tl.constexpr,
+):  # fmt: skip
+    """Grid (rows, KV_HEADS, kept): one line of a row's splits, CHUNK at a time, into out [tokens, HEADS, VALUE_DIM]."""
+    GROUP: tl.constexpr = HEADS // KV_HEADS
+    row, head, line = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    first = tl.load(row_tiles + row)
+    splits = tl.load(row_tiles + row + 1) - first
+    begin = tl.load(query_starts + row)
+    index = line // GROUP
+    if (splits > 1) & (index < tl.load(query_starts + row + 1) - begin):
+        split = tl.arange(0, MOST)
+        stats = partial_stats + ((first + split).to(tl.int64) * KV_HEADS + head) * 2 * kept + line
+        # At least the first split has seen a key, so the peak is finite.
+        peaks = tl.load(stats, mask=split < splits, other=float("-inf"))
+        peak = tl.max(peaks, 0)
+        total = tl.sum(tl.load(stats + kept, mask=split < splits, other=0.0) * tl.exp2(peaks - peak), 0)
+        value_dims = tl.arange(0, VALUE_DIMS)
+        sums = tl.zeros([VALUE_DIMS], dtype=tl.float32)
+        for low in range(0, splits, CHUNK):
+            some = low + tl.arange(0, CHUNK)
+            there = some < splits
+            part = (first + some).to(tl.int64) * KV_HEADS + head
+            weights = tl.exp2(tl.load(partial_stats + part * 2 * kept + line, mask=there, other=float("-inf")) - peak)
+            place = (part * kept + line)[:, None] * VALUE_DIM + value_dims[None, :]
+            wanted = there[:, None] & (value_dims < VALUE_DIM)[None, :]
+            sums += tl.sum(tl.load(partial_sums + place, mask=wanted, other=0.0) * weights[:, None], 0)
+        place = ((begin + index).to(tl.int64) * HEADS + head * GROUP + line % GROUP) * VALUE_DIM + value_dims
+        tl.store(out + place, (sums / total).to(out.dtype.element_ty), mask=value_dims < VALUE_DIM)
