@@ -6,7 +6,7 @@ copy; a prefill has to multiply, at the rate of one large product.
 
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
 
@@ -15,15 +15,14 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from serve_app.core.request import EngineRequest
 from serve_app.core.sampling_params import SamplingParams
-from serve_app.core.step_plan import SlotStart
+from serve_app.core.step_plan import ScheduledRequest, SchedulerOutput, SlotStart
 from serve_app.engine.core import EngineConfig, EngineCore
 from serve_app.model.attention.base import AttentionBatch, AttentionLayer, block_matrix
-from serve_app.model.input_batch import sampling_rows
 from serve_app.model.limits import call_times
 from serve_app.model.loader import from_module, prepare
 from serve_app.model.options import KernelOptions, ModelOptions
 from serve_app.model.paged_model import PagedModel
-from serve_app.model.sampler import PendingSample
+from serve_app.model.runner import ModelRunner, Pending
 from serve_app.model.verification import TOLERANCE, ReferenceLogits
 
 _REPEATS = {"cuda": 20, "cpu": 1}
@@ -43,7 +42,8 @@ class Machine:
         """bfloat16 on a GPU, float32 on a CPU."""
         gpu = device.type == "cuda"
         dtype = torch.bfloat16 if gpu else torch.float32
-        source = torch.empty(1 << (31 if gpu else 24), dtype=torch.uint8, device=device)
+        # Random, like a model's: constant bits cost less power, and a GPU on them keeps a higher clock.
+        source = torch.randint(256, (1 << (31 if gpu else 24),), dtype=torch.uint8, device=device)
         target = torch.empty_like(source)
         copy_s = median_time(lambda: target.copy_(source), device)
         size = 8192 if gpu else 512
@@ -157,17 +157,14 @@ def logits_parity(config: dict[str, Any], machine: Machine) -> dict[str, Any]:
 def decode_step(
     loaded: Loaded, machine: Machine, rows: int, context: int, limit: float | None, **sampling: Any
 ) -> dict[str, Any]:
-    """A whole step as the engine makes it, block tables and sampling included, the tokens read back every time.
+    """A whole step of the engine's runner, from the plan to the tokens, which are read back every time.
 
     sampling: fields of `SamplingParams`; greedy without any.
     """
-    ids, positions, batch = _batch(loaded.model, [(context - 1, 1)] * rows)
-    fields = sampling or {"temperature": 0.0}
-    starts = [SlotStart(row, "", 0, (0,), 1, SamplingParams(seed=row, **fields), ()) for row in range(rows)]
-    places, history = sampling_rows(starts), torch.zeros(rows, 2, dtype=torch.int32, device=machine.device)
+    runner, output = _decode_plan(loaded.model, rows, context, SamplingParams(**(sampling or {"temperature": 0.0})))
 
-    def launch() -> PendingSample:
-        return loaded.model.sample(loaded.model.forward(ids, positions, batch), places, history)
+    def launch() -> Pending:
+        return runner.execute(output)
 
     queue = _REPEATS[machine.device.type]
 
@@ -251,6 +248,27 @@ def attention_bandwidth(
     bandwidth = 2 * rows * context * kv_heads * dim * machine.dtype.itemsize / seconds
     share = bandwidth / machine.copy_bandwidth
     return {"passed": share >= limit, "ratio": share, "gb_per_s": bandwidth / 1e9, "us": seconds * 1e6}
+
+
+def _decode_plan(
+    model: PagedModel, rows: int, context: int, params: SamplingParams
+) -> tuple[ModelRunner, SchedulerOutput]:
+    """A runner with sequences of that many keys, and the plan of their next token, which runs again and again: as in an
+    engine that overlaps, only the device knows the last token."""
+    runner, needed = ModelRunner(model, rows), -(-context // model.block_size)
+    runner.allocate_kv_cache(1 + rows * needed)
+    order = (torch.randperm(rows * needed, generator=torch.Generator().manual_seed(0)) + 1).view(rows, needed).tolist()
+    starts = tuple(
+        SlotStart(row, str(row), 0, (0,) * context, context, replace(params, seed=row), tuple(blocks))
+        for row, blocks in enumerate(order)
+    )
+    plan = tuple(
+        ScheduledRequest(row, str(row), 0, context - 1, 1, (), samples=True, is_prefill=False, token_in_flight=True)
+        for row in range(rows)
+    )
+    output = SchedulerOutput(0, plan, starts, (), rows)
+    runner.execute(output).resolve()
+    return runner, replace(output, slot_starts=())
 
 
 def _batch(model: PagedModel, rows: Sequence[tuple[int, int]]) -> tuple[torch.Tensor, torch.Tensor, AttentionBatch]:
