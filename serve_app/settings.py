@@ -131,6 +131,8 @@ class IngressSettings(_Frozen):
     """Seconds that a request whose replica is gone waits while there is no other replica."""
     drain_timeout_s: float = Field(default=60.0, ge=0, le=86_400)
     """Seconds after a signal to stop until requests that still run are ended with an error."""
+    stream_interval_ms: float = Field(default=50.0, ge=0, le=60_000)
+    """Least time between two events of a stream, each with all tokens since the last; 0 = an event for every step."""
     tools: Literal["auto", "hermes"] = "auto"
     """Form of tool calls: `auto` = the chat template's; `hermes` = Hermes', which a system prompt tells the model."""
     otlp_endpoint: str | None = Field(default=None, pattern=r"https?://.+")

@@ -47,10 +47,6 @@ STEPS_PATH = "/steps"
 # Python's default of 5 ms a step of 16 rows takes 5 % longer.
 _SWITCH_INTERVAL_S = 0.0001
 
-# Text that grows 20 times a second reads smoothly. Every flush costs an event on its way to the client, through three
-# processes that compete with the engine's threads for cores.
-_STREAM_INTERVAL_S = 0.05
-
 
 class EngineReplica:
     """The deployment's class. All its methods run on the replica's event loop; the engine has its own thread."""
@@ -80,7 +76,7 @@ class EngineReplica:
             on_step=self._on_step,
             on_progress=logger.info,
             vocabulary=lambda: load_tokenizer(settings.model).vocabulary(),
-            stream_interval_s=_STREAM_INTERVAL_S,
+            stream_interval_s=settings.ingress.stream_interval_ms / 1000,
         )
         self._stall_timeout_s = stall_timeout_s(settings, self._engine.info.largest_step_s)
         tokenizer = await asyncio.to_thread(load_tokenizer, settings.model)
