@@ -51,6 +51,10 @@ class MessagesWire(ItemWire):
         end = {"stop_reason": None, "stop_sequence": None, "usage": _usage(self._generation.usage)}
         return [_event("message_start", message={**self._message, "content": [], **end})]
 
+    def ping(self) -> bytes:
+        """Anthropic's event; a comment before the message has begun."""
+        return _event("ping") if self.begun else super().ping()
+
     def open_item(self, part: Part) -> list[bytes]:
         """A block begins."""
         match part.kind:

@@ -25,7 +25,7 @@ from serve_app.api.prepare import (
     truncated,
 )
 from serve_app.api.schemas import ChatBody
-from serve_app.api.sse import ChunkTemplate, ChunkUsage
+from serve_app.api.sse import PING, ChunkTemplate, ChunkUsage
 from serve_app.api.template import CallableTools, template_variables
 from serve_app.core.request import EngineRequest
 from serve_app.errors import RequestError
@@ -159,6 +159,10 @@ class ChatWire:
     def finish_reason(self, index: int, reason: str | None) -> str | None:
         """OpenAI's word for it."""
         return reason
+
+    def ping(self) -> bytes:
+        """A comment."""
+        return PING
 
     def end(self, usage: Usage) -> bytes:
         """The usage, where it was asked for, and the mark of the end."""

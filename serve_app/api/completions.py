@@ -23,7 +23,7 @@ from serve_app.api.prepare import (
     truncated,
 )
 from serve_app.api.schemas import CompletionBody, parse_body
-from serve_app.api.sse import ChunkTemplate, ChunkUsage
+from serve_app.api.sse import PING, ChunkTemplate, ChunkUsage
 from serve_app.core.request import EngineRequest
 from serve_app.errors import RequestError
 from serve_app.text.stream import TextPiece, TokenText, token_text
@@ -191,6 +191,10 @@ class CompletionWire:
         return self._entry(token, 0 if self._echo is None else len(self._echo.text(index)))
 
     def whole(self, choices: Sequence[Choice], usage: Usage) -> dict[str, Any]:
+    def ping(self) -> bytes:
+        """A comment."""
+        return PING
+
         """A `text_completion`."""
         return {**self._head, "choices": [self._choice(choice) for choice in choices], "usage": usage.to_json()}
 

@@ -101,6 +101,9 @@ class Wire(Protocol):
 
     def start(self, index: int) -> bytes:
         """The events before the first text of a choice."""
+    def ping(self) -> bytes:
+        """What is sent when nothing else was for a while."""
+
 
     def chunk(self, index: int, piece: TextPiece) -> bytes:
         """The event for what a choice gained; empty if that is nothing."""
@@ -255,10 +258,10 @@ class GenerationResponse(Response):
     ) -> None:
         """One body message per flush of outputs. Errors before the first one are raised: they still get a status."""
         wire = job.wire(generation)
-        started = False
+        events = sse.EventStream(send, wire.ping)
         seen = [False] * len(generation.streams)
         try:
-            async with self._context.drain.limit(deadline):
+            async with events, self._context.drain.limit(deadline):
                 async for step in pieces:
                     data = bytearray()
                     for index, piece in step:
@@ -267,21 +270,17 @@ class GenerationResponse(Response):
                             seen[index] = True
                             data += wire.start(index)
                         data += chunk
-                    if not data:
-                        continue
-                    if not started:
-                        started = True
-                        await send({"type": "http.response.start", "status": 200, "headers": list(sse.HEADERS)})
-                    await send({"type": "http.response.body", "body": bytes(data), "more_body": True})
+                    if data:
+                        await events.send(bytes(data))
             tracker.settle()
             end = wire.end(generation.usage)
         except Exception as error:
-            if not started:
+            if not events.started:
                 raise
             tracker.told_error = error
             end = wire.error(self._told(error), self._request.state.request_id)
         await pieces.aclose()  # the client may not take what comes now; the engine need not wait for that
-        await send({"type": "http.response.body", "body": end, "more_body": False})
+        await events.end(end)
 
     def _told(self, error: Exception) -> RequestError:
         if isinstance(error, RequestError):

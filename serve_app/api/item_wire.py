@@ -6,6 +6,8 @@ from typing import Any
 
 from serve_app.api.endpoint import Choice
 from serve_app.api.generation import Usage
+from serve_app.api.sse import PING
+from serve_app.core.results import FinishReason
 from serve_app.errors import RequestError
 from serve_app.text.message_parser import Kind, MessageParser, Part
 from serve_app.text.stream import TextPiece, TokenText
@@ -20,7 +22,7 @@ class ItemWire(ABC):
         """The kind of the open item."""
         self._texts: list[str] = []
         """What the open item has gained."""
-        self._begun = False
+        self.begun = False
         self._num_items = 0
         self.finish_reason: str | None = None
         self.stop_string: str | None = None
@@ -59,8 +61,8 @@ class ItemWire(ABC):
 
     def chunk(self, index: int, piece: TextPiece) -> bytes:
         """The events for what the answer gained, after those that begin it."""
-        begin = [] if self._begun else self.begin()
-        self._begun = True
+        begin = [] if self.begun else self.begin()
+        self.begun = True
         return b"".join(begin + self._read(piece.text, piece.finish_reason, piece.stop_string))
 
     def token(self, index: int, token: TokenText) -> None:
@@ -68,6 +70,10 @@ class ItemWire(ABC):
         return
 
     def whole(self, choices: Sequence[Choice], usage: Usage) -> dict[str, Any]:
+    def ping(self) -> bytes:
+        """A comment."""
+        return PING
+
         """The answer that is not streamed."""
         (choice,) = choices
         self._read(choice.text, choice.finish_reason, choice.stop_string)

@@ -132,7 +132,8 @@ class ResponsesWire(ItemWire):
         code = "rate_limit_exceeded" if isinstance(error, OverloadedError) else "server_error"
         done = [item for item in self._output if item["status"] != "in_progress"]
         response = self._snapshot("failed", output=done, error={"code": code, "message": error.message})
-        return self._event("error", **told) + self._event("response.failed", response=response)
+        begin = [] if self.begun else self.begin()
+        return b"".join([*begin, self._event("error", **told), self._event("response.failed", response=response)])
 
     def answer(self, usage: Usage) -> dict[str, Any]:
         """The whole response."""

@@ -1,11 +1,20 @@
-"""Server-sent events as bytes. The token path builds them from pieces made once per request, not from objects."""
+"""Server-sent events as bytes, and how they are sent.
 
+The token path builds them from pieces made once per request, not from objects.
+"""
+
+import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import orjson
+from starlette.types import Send
 
+KEEP_ALIVE_S = 15.0
+"""Proxies and clients take a stream in which nothing comes for a minute, and sometimes for half of one, for dead."""
+PING = b": ping\n\n"
+"""A comment, which clients skip."""
 DONE = b"data: [DONE]\n\n"
 HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -22,6 +31,51 @@ def event(data: Any) -> bytes:
 def named_event(name: str, data: bytes) -> bytes:
     """One event of JSON data, with its name."""
     return b"event: %b\ndata: %b\n\n" % (name.encode(), data)
+
+
+class EventStream:
+    """The body of a streamed answer, which begins with its first event.
+
+    Whenever nothing was sent for `KEEP_ALIVE_S`, `ping` is, by a task of its own: one that waits for the next event
+    beside a timer would be a task for every event.
+    """
+
+    def __init__(self, send: Send, ping: Callable[[], bytes]) -> None:
+        self.started = False
+        self._to_client = send
+        self._ping = ping
+        self._turn = asyncio.Lock()
+        self._clock = asyncio.get_running_loop().time
+        self._sent_at = self._clock()
+
+    async def __aenter__(self) -> Self:
+        self._pinging = asyncio.create_task(self._ping_when_quiet())
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._pinging.cancel()
+        await asyncio.gather(self._pinging, return_exceptions=True)
+
+    async def send(self, events: bytes) -> None:
+        """Send events, and the head of the response before the first."""
+        async with self._turn:
+            if not self.started:
+                self.started = True
+                await self._to_client({"type": "http.response.start", "status": 200, "headers": [*HEADERS]})
+            await self._to_client({"type": "http.response.body", "body": events, "more_body": True})
+            self._sent_at = self._clock()
+
+    async def end(self, events: bytes) -> None:
+        """Send the last ones. Not before this has been left as a context."""
+        await self._to_client({"type": "http.response.body", "body": events, "more_body": False})
+
+    async def _ping_when_quiet(self) -> None:
+        while True:
+            left = self._sent_at + KEEP_ALIVE_S - self._clock()
+            if left > 0:
+                await asyncio.sleep(left)
+            else:
+                await self.send(self._ping())
 
 
 @dataclass(frozen=True, slots=True)
