@@ -25,7 +25,7 @@ from serve_app.api.prepare import (
 from serve_app.api.schemas import CompletionBody, parse_body
 from serve_app.api.sse import PING, ChunkTemplate, ChunkUsage
 from serve_app.core.request import EngineRequest
-from serve_app.errors import RequestError
+from serve_app.errors import InvalidRequestError, RequestError
 from serve_app.text.stream import TextPiece, TokenText, token_text
 from serve_app.text.tokenizer import Tokenizer
 
@@ -44,6 +44,11 @@ class CompletionJob:
         self._prompts: list[str | list[int]] = self.body.prompt
         self.num_prompts = len(self._prompts)
         check_sequences(self.num_prompts, self.body, context.limits)
+        if self.body.suffix and not context.service.tokenizer.fills_in:
+            raise InvalidRequestError(
+                "`suffix` needs a model that fills in the middle, and this one's tokenizer has no marks for it",
+                param="suffix",
+            )
         self.stream = bool(self.body.stream)
         self.stop = stop_config(self.body)
         self._token_ids: list[list[int]] = []
@@ -58,7 +63,7 @@ class CompletionJob:
             if len(token_ids) < len(whole):
                 self._prompts[i] = token_ids
             self._token_ids.append(token_ids)
-        num_tokens = sum(map(len, self._token_ids)) * (body.n or 1)
+        num_tokens = sum(map(len, self._token_ids)) * body.num_choices
         tops = [("logprobs", body.logprobs if body.echo else None), ("prompt_logprobs", body.prompt_logprobs)]
         asked = [(name, top) for name, top in tops if top is not None]
         for name, top in asked:
@@ -74,7 +79,7 @@ class CompletionJob:
                 max_logprobs=most,
                 max_tokens=("max_tokens", 1 if body.scores_only else body.max_tokens),
                 default_max_tokens=DEFAULT_MAX_TOKENS,
-                logprobs=body.logprobs,
+                logprobs=0 if body.logprobs is None and body.chooses_best else body.logprobs,
                 prompt_logprobs=max((top for _, top in asked), default=None),
                 bad_words=words,
                 grammar=grammar,
@@ -83,10 +88,15 @@ class CompletionJob:
         ]
 
     async def _encode(self, prompt: str | list[int]) -> list[int]:
-        if not isinstance(prompt, str):
-            return prompt
-        special = self.body.add_special_tokens is not False
-        return await encode_prompt(self._context.service.tokenizer, prompt, self._card, add_special_tokens=special)
+        tokenizer, suffix = self._context.service.tokenizer, self.body.suffix
+        ids = prompt
+        if isinstance(ids, str):
+            special = self.body.add_special_tokens is not False
+            ids = await encode_prompt(tokenizer, ids, self._card, add_special_tokens=special)
+        if not suffix:
+            return ids
+        behind = await encode_prompt(tokenizer, suffix, self._card, add_special_tokens=False, field="suffix")
+        return tokenizer.fill_in(ids, behind)
 
     def wire(self, generation: Generation) -> "CompletionWire":
         """The answer's formats."""
@@ -97,7 +107,8 @@ class CompletionJob:
         echo = None
         if self.body.echo:
             echo = _Echo(tokenizer, generation, self._prompts, self._token_ids, top or 0)
-        return CompletionWire(head, details, echo, num_choices=generation.n, top=top, usage=usage)
+        told = self.body.n or 1
+        return CompletionWire(head, details, echo, num_choices=generation.n, num_told=told, top=top, usage=usage)
 
 
 class _Echo:
@@ -150,13 +161,15 @@ class CompletionWire:
         echo: _Echo | None,
         *,
         num_choices: int,
+        num_told: int,
         top: int | None,
         usage: ChunkUsage,
     ) -> None:
-        """num_choices: of each prompt."""
+        """num_choices: of each prompt; num_told: of these, the likeliest."""
         self._head = head
         self._details = details
         self._num_choices = num_choices
+        self._num_told = num_told
         self._echo = echo
         self._top = top
         self._template = ChunkTemplate(head, usage)
@@ -178,6 +191,10 @@ class CompletionWire:
         text, details = b'"text":' + orjson.dumps(piece.text), self._details.of_piece(piece)
         return self._template.chunk(index, text, logprobs, piece.finish_reason, details)
 
+    def ping(self) -> bytes:
+        """A comment."""
+        return PING
+
     def end(self, usage: Usage) -> bytes:
         """The usage, where it was asked for, and the mark of the end."""
         return self._template.end(usage.to_json())
@@ -191,12 +208,16 @@ class CompletionWire:
         return self._entry(token, 0 if self._echo is None else len(self._echo.text(index)))
 
     def whole(self, choices: Sequence[Choice], usage: Usage) -> dict[str, Any]:
-    def ping(self) -> bytes:
-        """A comment."""
-        return PING
-
         """A `text_completion`."""
-        return {**self._head, "choices": [self._choice(choice) for choice in choices], "usage": usage.to_json()}
+        told = [{"index": index, **self._choice(choice)} for index, choice in enumerate(self._best(choices))]
+        return {**self._head, "choices": told, "usage": usage.to_json()}
+
+    def _best(self, choices: Sequence[Choice]) -> list[Choice]:
+        """Of each prompt's choices those with the highest log-probability per token, the best one first."""
+        if self._num_told == self._num_choices:
+            return [*choices]
+        of_prompts = [choices[i : i + self._num_choices] for i in range(0, len(choices), self._num_choices)]
+        return [choice for each in of_prompts for choice in sorted(each, key=_likelihood)[: -self._num_told - 1 : -1]]
 
     def _choice(self, choice: Choice) -> dict[str, Any]:
         logprobs = None
@@ -207,7 +228,6 @@ class CompletionWire:
                 logprobs = {key: echoed[key] + value for key, value in logprobs.items()}
         text = choice.text if self._echo is None else self._echo.text(choice.index) + choice.text
         return {
-            "index": choice.index,
             "text": text,
             "logprobs": logprobs,
             "finish_reason": choice.finish_reason,
@@ -232,6 +252,12 @@ class CompletionWire:
             "token_logprobs": [entry[2] for entry in entries],
             "top_logprobs": [entry[3] for entry in entries],
         }
+
+
+def _likelihood(choice: Choice) -> float:
+    """Its log-probability per token; a text of no tokens comes last."""
+    logprobs = [logprob for _, _, logprob, _ in choice.logprobs]
+    return sum(logprobs) / len(logprobs) if logprobs else LOWEST_LOGPROB
 
 
 _Entry = tuple[int, str, float, orjson.Fragment | None]

@@ -178,7 +178,7 @@ class GenerationResponse(Response):
             self._context.service.check_ready()
             check_tenant(tenant, self._context.service.model.name)
             caller = caller_of(tenant, job.body, deadline)
-            n = max(job.body.n or 1, len(job.body.answers_with_odds))
+            n = max(job.body.num_choices, len(job.body.answers_with_odds))
             tickets: list[Ticket] = []
             try:
                 with self._telling_limits(charge):
@@ -241,7 +241,7 @@ class GenerationResponse(Response):
         answer = wire.whole(choices, generation.usage)
         if job.body.answers_with_odds:
             for index, told in enumerate(answer["choices"]):
-                told["odds"] = generation.odds[index // generation.n]
+                told["odds"] = generation.odds[index // (job.body.n or 1)]
         body = orjson.dumps(answer)
         headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
         await send({"type": "http.response.start", "status": 200, "headers": headers})

@@ -87,7 +87,6 @@ CHAT: Ignored = {
 
 COMPLETION: Ignored = {
     **GENERATION,
-    "suffix": ("",),
     "response_format": ({"type": "text"},),
 }
 

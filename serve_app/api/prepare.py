@@ -17,7 +17,7 @@ from serve_app.api.schemas import GenerationBody
 from serve_app.api.service import ModelCard
 from serve_app.api.tools import Tool
 from serve_app.core.request import EngineRequest
-from serve_app.core.sampling_params import SamplingParams, as_tuple
+from serve_app.core.sampling_params import SamplingParams
 from serve_app.errors import ContextLengthError, InvalidRequestError, ModelNotFoundError, OverloadedError
 from serve_app.tenants.tenant import Tenant
 from serve_app.text.chat_template import Ending
@@ -60,10 +60,13 @@ async def off_loop(work: Callable[[], T], size: int) -> T:
 
 
 async def encode_prompt(
-    tokenizer: Tokenizer, text: str, card: ModelCard, *, add_special_tokens: bool = True
+    tokenizer: Tokenizer, text: str, card: ModelCard, *, add_special_tokens: bool = True, field: str = "prompt"
 ) -> list[int]:
-    """Ids of a text prompt. Raises `ContextLengthError` without tokenizing all of what is far beyond the context."""
-    await _check_size(tokenizer, text, card, "prompt")
+    """Ids of a text prompt. Raises `ContextLengthError` without tokenizing all of what is far beyond the context.
+
+    field: the text's name in the body.
+    """
+    await _check_size(tokenizer, text, card, field)
     return await off_loop(partial(tokenizer.encode, text, add_special_tokens=add_special_tokens), len(text))
 
 
@@ -150,8 +153,8 @@ def check_tenant(tenant: Tenant, model: str) -> None:
 
 def check_sequences(num_prompts: int, body: GenerationBody, limits: ApiLimits) -> None:
     """Bound prompts times choices, and times answers whose odds are told, before anything is computed for them."""
-    n = 1 if body.n is None else body.n
-    SamplingParams(n=n)
+    SamplingParams(n=1 if body.n is None else body.n)
+    n = body.num_choices
     if num_prompts * n > limits.max_sequences:
         raise InvalidRequestError(
             f"`prompt` holds {num_prompts} prompts with `n` {n}: at most {limits.max_sequences} answers per request",
@@ -233,10 +236,8 @@ def engine_request(
         logprobs=logprobs,
         max_logprobs=max_logprobs,
     )
-    names = SamplingParams.client_fields()
-    given: dict[str, Any] = {name: as_tuple(value) for name in names if (value := getattr(body, name)) is not None}
     params = SamplingParams(
-        **given,
+        **{**body.sampling_fields(), "n": body.num_choices},
         max_tokens=limit,
         seed=secrets.randbits(63) if body.seed is None else body.seed,
         bad_words=bad_words,
@@ -281,10 +282,10 @@ def _output_limit(
         )
     limit = asked if asked is not None else min(room if default is None else default, room)
     if logprobs is not None:
-        most = max_logprobs // ((logprobs + 1) * (body.n or 1))
+        most = max_logprobs // ((logprobs + 1) * body.num_choices)
         if asked is not None and asked > most:
             raise InvalidRequestError(
-                f"`{name}` {asked} with `n` {body.n or 1} and {logprobs} alternatives per token: at most "
+                f"`{name}` {asked} with `n` {body.num_choices} and {logprobs} alternatives per token: at most "
                 f"{max_logprobs} log-probabilities per prompt, which leaves `{name}` {most}",
                 param=name,
             )

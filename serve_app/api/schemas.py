@@ -13,8 +13,17 @@ from pydantic_core import from_json
 from serve_app.api import ignored
 from serve_app.api.body import SHOWN, Body, refusal, unfit
 from serve_app.api.messages import MAX_MESSAGES, Message, check_parts
-from serve_app.api.tools import Tool, check_tool_choice, check_tools
-from serve_app.core.sampling_params import MAX_BAD_WORDS, MAX_LOGIT_BIAS, MAX_TOP_LOGPROBS, SamplingParams
+from serve_app.api.tools import MAX_TOOLS, Tool, ToolChoice, check_tool_choice, check_tools
+from serve_app.core.sampling_params import (
+    MAX_ALLOWED_TOKEN_IDS,
+    MAX_BAD_WORDS,
+    MAX_CHOICES,
+    MAX_STOP_TOKEN_IDS,
+    MAX_TOP_LOGPROBS,
+    RANGES,
+    SamplingParams,
+    as_tuple,
+)
 from serve_app.errors import InvalidRequestError
 from serve_app.text.chat_template import Ending
 
@@ -122,6 +131,10 @@ class StructuredOutputs(Body):
         return self
 
 
+    def sampling_fields(self) -> dict[str, Any]:
+        """Those of `SamplingParams` that were given, and mean the same on all endpoints."""
+        names = SamplingParams.client_fields()
+        return {name: as_tuple(value) for name in names if (value := getattr(self, name)) is not None}
 # Each field of `SamplingParams` that a client sets, optional; a body that takes it in another form says so below.
 _sampling_fields: dict[str, Any] = {name: (kind | None, None) for name, kind in SamplingParams.client_fields().items()}
 SamplingFields = create_model("SamplingFields", __base__=Body, **_sampling_fields)
@@ -166,6 +179,11 @@ class GenerationBody(SharedBody):
 
     @model_validator(mode="after")
     def _check_stream_options(self) -> Self:
+    @property
+    def num_choices(self) -> int:
+        """How many are generated."""
+        return self.n or 1
+
         if self.stream_options is not None and not self.stream:
             raise unfit("stream_options", "may only be set when `stream` is true")
         if self.stream and self.prompt_logprobs is not None:
@@ -257,15 +275,33 @@ class CompletionBody(GenerationBody):
     logprobs: Annotated[int | None, Field(ge=0, le=MAX_TOP_LOGPROBS)] = None
     echo: bool | None = None
     add_special_tokens: bool | None = None
-    best_of: int | None = None
+    """Those that the tokenizer puts around a text; true if not given."""
+    suffix: str | None = None
+    """What follows the completion, for models that fill in the middle."""
+    best_of: Annotated[int | None, Field(ge=1, le=MAX_CHOICES)] = None
+    """So many choices are generated, and the `n` likeliest of them told."""
 
     @model_validator(mode="after")
-    def _check_best_of(self) -> Self:
-        if self.best_of is not None and self.best_of != (self.n or 1):
-            raise unfit("best_of", "must equal `n`: other values are not supported")
+    def _check_choices(self) -> Self:
+        if self.best_of is not None and self.best_of < (self.n or 1):
+            raise unfit("best_of", "must be at least `n`")
+        if self.stream and self.chooses_best:
+            raise unfit("best_of", "above `n` does not go with `stream`")
+        if self.suffix and (self.echo or self.truncate_prompt_tokens is not None):
+            raise unfit("suffix", "does not go with `echo` or `truncate_prompt_tokens`")
         return self
 
     @property
+    @property
+    def num_choices(self) -> int:
+        """How many are generated for each prompt."""
+        return max(self.n or 1, self.best_of or 1)
+
+    @property
+    def chooses_best(self) -> bool:
+        """Whether not all choices are told."""
+        return self.num_choices > (self.n or 1)
+
     def scores_only(self) -> bool:
         """Whether the prompt comes back, and no output."""
         return self.max_tokens == 0 and bool(self.echo or self.prompt_logprobs is not None)

@@ -67,7 +67,7 @@ class AllowedToolsChoice(Body):
     allowed_tools: AllowedTools
 
 
-ToolChoice = str | NamedTool | AllowedToolsChoice | None
+ToolChoice = Literal["none", "auto", "required"] | NamedTool | AllowedToolsChoice | None
 
 
 def check_tool_choice(value: Any) -> ToolChoice:

@@ -1,6 +1,6 @@
 """How the tokens of one request are chosen: validated once, then trusted everywhere."""
 
-import math
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -28,16 +28,51 @@ def _refuse(param: str, value: object, limit: str) -> InvalidRequestError:
     return InvalidRequestError(f"`{param}` must be {limit}, got {shown}", param=param)
 
 
-def _check_int(param: str, value: Any, low: int, high: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-        raise _refuse(param, value, f"an integer from {low} to {high}")
+@dataclass(frozen=True, slots=True)
+class Range:
+    """The numbers from `low` to `high`; integers if these are. open_low: `low` is not one of them."""
+
+    low: float
+    high: float
+    open_low: bool = False
+
+    @property
+    def is_integral(self) -> bool:
+        """Whether it holds integers only."""
+        return isinstance(self.low, int)
+
+    def check(self, param: str, value: Any) -> None:
+        """Raise `InvalidRequestError` unless `value` is one of them."""
+        good = isinstance(value, int if self.is_integral else int | float) and not isinstance(value, bool)
+        if good and self.low <= value <= self.high and not (self.open_low and value == self.low):
+            return
+        if self.is_integral:
+            raise _refuse(param, value, f"an integer from {self.low} to {self.high}")
+        above, up = ("above", "up ") if self.open_low else ("from", "")
+        raise _refuse(param, value, f"a number {above} {self.low:g} {up}to {self.high:g}")
 
 
-def _check_number(param: str, value: Any, low: float, high: float, *, open_low: bool = False) -> None:
-    good = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    if not good or not low <= value <= high or (open_low and value == low):
-        above = "above" if open_low else "from"
-        raise _refuse(param, value, f"a number {above} {low:g} {'up ' if open_low else ''}to {high:g}")
+RANGES: Mapping[str, Range] = {
+    "n": Range(1, MAX_CHOICES),
+    "max_tokens": Range(1, 2**31 - 1),
+    "min_tokens": Range(0, 2**31 - 1),
+    "temperature": Range(0.0, 2.0),
+    "top_p": Range(0.0, 1.0, open_low=True),
+    "top_k": Range(-1, 2**31 - 1),
+    "min_p": Range(0.0, 1.0),
+    "repetition_penalty": Range(0.01, 10.0),  # less could overflow
+    "presence_penalty": Range(-2.0, 2.0),
+    "frequency_penalty": Range(-2.0, 2.0),
+    "seed": Range(-(2**63), 2**63 - 1),
+    "logprobs": Range(0, MAX_TOP_LOGPROBS),
+    "prompt_logprobs": Range(0, MAX_TOP_LOGPROBS),
+    "prompt_logprobs_from": Range(1, 2**31 - 1),
+}
+"""Of the fields that are numbers."""
+
+BIASES = Range(-100.0, 100.0)
+_TOKEN_IDS = Range(0, 2**31 - 1)
+_MAY_BE_NONE = ("max_tokens", "seed", "logprobs", "prompt_logprobs")
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,34 +111,20 @@ class SamplingParams:
     grammar: str | None = None
 
     def __post_init__(self) -> None:
-        _check_int("n", self.n, 1, MAX_CHOICES)
-        if self.max_tokens is not None:
-            _check_int("max_tokens", self.max_tokens, 1, 2**31 - 1)
-        _check_int("min_tokens", self.min_tokens, 0, 2**31 - 1)
+        for name, numbers in RANGES.items():
+            if getattr(self, name) is not None or name not in _MAY_BE_NONE:
+                numbers.check(name, getattr(self, name))
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise _refuse("min_tokens", self.min_tokens, f"at most max_tokens ({self.max_tokens})")
-        _check_number("temperature", self.temperature, 0.0, 2.0)
-        _check_number("top_p", self.top_p, 0.0, 1.0, open_low=True)
-        _check_int("top_k", self.top_k, -1, 2**31 - 1)
-        _check_number("min_p", self.min_p, 0.0, 1.0)
-        _check_number("repetition_penalty", self.repetition_penalty, 0.01, 10.0)  # less could overflow
-        _check_number("presence_penalty", self.presence_penalty, -2.0, 2.0)
-        _check_number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
-        if self.seed is not None:
-            _check_int("seed", self.seed, -(2**63), 2**63 - 1)
         self._check_token_ids()
         self._check_grammar()
-        for name in ("logprobs", "prompt_logprobs"):
-            if getattr(self, name) is not None:
-                _check_int(name, getattr(self, name), 0, MAX_TOP_LOGPROBS)
-        _check_int("prompt_logprobs_from", self.prompt_logprobs_from, 1, 2**31 - 1)
 
     def _check_token_ids(self) -> None:
         if len(self.logit_bias) > MAX_LOGIT_BIAS:
             raise _refuse("logit_bias", len(self.logit_bias), f"at most {MAX_LOGIT_BIAS} entries")
         for token_id, bias in self.logit_bias:
-            _check_int("logit_bias", token_id, 0, 2**31 - 1)
-            _check_number(f"logit_bias.{token_id}", bias, -100.0, 100.0)
+            _TOKEN_IDS.check("logit_bias", token_id)
+            BIASES.check(f"logit_bias.{token_id}", bias)
         lists = {
             "stop_token_ids": (self.stop_token_ids, MAX_STOP_TOKEN_IDS),
             "allowed_token_ids": (self.allowed_token_ids, MAX_ALLOWED_TOKEN_IDS),
@@ -112,14 +133,14 @@ class SamplingParams:
             if len(ids) > most:
                 raise _refuse(name, len(ids), f"at most {most} ids")
             for token_id in ids:
-                _check_int(name, token_id, 0, 2**31 - 1)
+                _TOKEN_IDS.check(name, token_id)
         if len(self.bad_words) > MAX_BAD_WORDS:
             raise _refuse("bad_words", len(self.bad_words), f"at most {MAX_BAD_WORDS} words")
         for word in self.bad_words:
             if not 0 < len(word) <= MAX_BAD_WORD_TOKENS:
                 raise _refuse("bad_words", word, f"words of 1 to {MAX_BAD_WORD_TOKENS} tokens")
             for token_id in word:
-                _check_int("bad_words", token_id, 0, 2**31 - 1)
+                _TOKEN_IDS.check("bad_words", token_id)
 
     def _check_grammar(self) -> None:
         grammar: Any = self.grammar

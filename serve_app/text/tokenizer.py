@@ -20,6 +20,7 @@ from serve_app.grammars import Grammars, Vocabulary
 from serve_app.model_files import ModelFiles, locate_model
 from serve_app.text.chat_template import Ending, encode_chat, takes_role, template_variables, write_calls
 from serve_app.text.detokenizer import Detokenizer
+from serve_app.text.fill_in_the_middle import FillInTheMiddle
 from serve_app.text.template_check import check_chat_template
 from serve_app.text.token_bytes import TokenBytes
 from serve_app.text.tool_format import (
@@ -61,6 +62,7 @@ class Tokenizer:
         self.special_ids = {token.content: token_id for token_id, token in added.items() if token.special}
         """Ids of the special tokens, which are no text."""
         self._tools = tools
+        self._middle = FillInTheMiddle.find(backend.token_to_id)
         # Byte-level tokens write each byte as one character. Other kinds may drop or fold text: no bound.
         exact = self.token_bytes.byte_level and backend.normalizer is None
         self._longest_token: float = max(map(len, vocab)) if exact else math.inf
@@ -176,6 +178,16 @@ class Tokenizer:
         """Ends a text."""
         end_id: int | None = self._tokenizer.eos_token_id
         return end_id or 0
+
+    def fill_in(self, before: Sequence[int], behind: Sequence[int]) -> list[int]:
+        """The prompt for what comes between the texts of these ids; `fills_in` says whether the model knows of such."""
+        assert self._middle is not None
+        return self._middle.prompt(before, behind, self._tokenizer.bos_token_id)
+
+    @property
+    def fills_in(self) -> bool:
+        """Whether it has marks for texts with a gap."""
+        return self._middle is not None
 
     @cached_property
     def grammars(self) -> Grammars:

@@ -144,3 +144,20 @@ async def test_a_storm_of_vanishing_clients_leaves_nothing(live: Api) -> None:
     await idle(live)
     answer = await live.http.post("/v1/completions", json={"prompt": "One", "max_tokens": 3})
     assert answer.status_code == 200
+
+
+async def test_of_the_choices_the_likeliest_are_told(live: Api) -> None:
+    body: dict[str, Any] = {"model": "babbler", "prompt": ["Once", "Twice"], "max_tokens": 12, "seed": 3}
+    whole = await live.openai.completions.create(**body, n=4, logprobs=0)
+    expected = []
+    for first in (0, 4):
+        choices = whole.choices[first : first + 4]
+        likelihoods = {c.text: sum(c.logprobs.token_logprobs) / len(c.logprobs.tokens) for c in choices if c.logprobs}
+        expected += sorted(likelihoods, key=lambda text: -likelihoods[text])[:2]
+    best = await live.openai.completions.create(**body, n=2, best_of=4)
+    assert [(choice.index, choice.text, choice.logprobs) for choice in best.choices] == [
+        (index, text, None) for index, text in enumerate(expected)
+    ]
+    assert best.usage is not None
+    assert whole.usage is not None
+    assert best.usage.completion_tokens == whole.usage.completion_tokens

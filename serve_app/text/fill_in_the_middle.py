@@ -1,0 +1,36 @@
+"""Prompts for the text between two others, of models whose tokenizers have marks for them."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Self
+
+# What stands before the text in front, before the text behind, and before the answer.
+_MARKS = (
+    ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),  # Qwen 2.5 Coder, CodeGemma
+    ("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),  # StarCoder, Granite
+    ("<｜fim▁begin｜>", "<｜fim▁hole｜>", "<｜fim▁end｜>"),
+    ("▁<PRE>", "▁<SUF>", "▁<MID>"),  # Code Llama
+)
+
+
+@dataclass(frozen=True, slots=True)
+class FillInTheMiddle:
+    """The marks' token ids."""
+
+    before: int
+    behind: int
+    answer: int
+
+    @classmethod
+    def find(cls, token_id: Callable[[str], int | None]) -> Self | None:
+        """None if the vocabulary has no such marks."""
+        for marks in _MARKS:
+            ids = [found for mark in marks if (found := token_id(mark)) is not None]
+            if len(ids) == len(marks):
+                return cls(*ids)
+        return None
+
+    def prompt(self, before: Sequence[int], behind: Sequence[int], begin_id: int | None) -> list[int]:
+        """Of two texts' ids; what begins a text (`begin_id`) stays in front of all."""
+        begin = [begin_id] if begin_id is not None and [*before[:1]] == [begin_id] else []
+        return [*begin, self.before, *before[len(begin) :], self.behind, *behind, self.answer]
