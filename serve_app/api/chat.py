@@ -143,7 +143,7 @@ class ChatWire:
             return b""
         details = self._details.of_piece(piece)
         deltas = self.deltas(index, piece) or [b"{}"]
-        logprobs = _content([_entry(t) for t in piece.logprobs]) if self._with_logprobs and piece.logprobs else None
+        logprobs = _content([entry(t) for t in piece.logprobs]) if self._with_logprobs and piece.logprobs else None
         reason = self.finish_reason(index, piece.finish_reason)
         if len(deltas) == 1:
             return self._template.chunk(index, b'"delta":%b' % deltas[0], logprobs, reason, details)
@@ -174,7 +174,7 @@ class ChatWire:
 
     def token(self, index: int, token: TokenText) -> orjson.Fragment:
         """One entry of `content`."""
-        return orjson.Fragment(orjson.dumps(_entry(token)))
+        return orjson.Fragment(orjson.dumps(entry(token)))
 
     def message(self, choice: Choice) -> tuple[dict[str, Any], str]:
         """(message, finish reason) of a whole choice."""
@@ -268,7 +268,8 @@ def _content(entries: Sequence[Any]) -> dict[str, Any]:
     return {"content": entries, "refusal": None}
 
 
-def _entry(token: TokenText) -> dict[str, Any]:
+def entry(token: TokenText) -> dict[str, Any]:
+    """OpenAI's object of a token's log-probability and alternatives."""
     return {**_token(token.data, token.logprob), "top_logprobs": [_token(data, p) for data, p in token.top]}
 
 

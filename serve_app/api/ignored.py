@@ -128,11 +128,9 @@ RESPONSES: Ignored = {
     "background_options": NOTHING,
     "image": NOTHING,
     **GENERATION,
-    "include": ANYTHING,  # what may be included is of built-in tools, of stored responses, or is not made here
     "context_management": ANYTHING,
     "stream_options": ANYTHING,
     "max_tool_calls": ANYTHING,  # of built-in tools
-    "top_logprobs": (0,),
     "background": (False,),
     "truncation": ("disabled",),
     "previous_response_id": NOTHING,

@@ -2,13 +2,14 @@
 
 import time
 import uuid
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import orjson
 
-from serve_app.api.chat import call_name
-from serve_app.api.endpoint import ApiContext
+from serve_app.api.chat import call_name, entry
+from serve_app.api.endpoint import ApiContext, Choice
 from serve_app.api.generation import Generation, Usage
 from serve_app.api.item_wire import ItemWire
 from serve_app.api.responses_body import ResponsesBody
@@ -16,6 +17,7 @@ from serve_app.api.sse import named_event
 from serve_app.api.translation import TranslatedJob
 from serve_app.errors import OverloadedError, RequestError
 from serve_app.text.message_parser import Kind, MessageParser, Part
+from serve_app.text.stream import TextPiece, TokenText
 
 _PREFIXES = {Kind.REASONING: "rs", Kind.CONTENT: "msg", Kind.CALL: "fc"}
 
@@ -27,10 +29,12 @@ class ResponsesJob(TranslatedJob):
         """Raises what `ChatJob` raises."""
         super().__init__(context, asked)
         self._response = _response(asked, self.card.name, self.body.reasoning_effort)
+        self._with_logprobs = asked.with_logprobs
 
     def wire(self, generation: Generation) -> "ResponsesWire":
         """The answer's formats."""
-        return ResponsesWire(self._response, self.parser(), self.request_id)
+        logprobs = TextLogprobs() if self._with_logprobs else None
+        return ResponsesWire(self._response, self.parser(), self.request_id, logprobs)
 
 
 def _response(asked: ResponsesBody, model: str, effort: str | None) -> dict[str, Any]:
@@ -52,21 +56,72 @@ def _response(asked: ResponsesBody, model: str, effort: str | None) -> dict[str,
         "previous_response_id": None,
         "service_tier": "default",
         "store": False,
+        "top_logprobs": asked.top_logprobs or 0,
         "truncation": "disabled",
         "user": asked.user,
     }
 
 
+class TextLogprobs:
+    """Tells which tokens of an answer made which of its texts: between these are the marks of reasoning and calls."""
+
+    def __init__(self) -> None:
+        self._answer = ""
+        self._end = 0
+        """Of the last text in the answer."""
+        self._tokens = deque[tuple[int, Any]]()
+
+    def entry(self, token: TokenText) -> tuple[int, orjson.Fragment]:
+        """(where the token begins, what is told of it)."""
+        return token.offset, orjson.Fragment(orjson.dumps(entry(token)))
+
+    def add(self, text: str, entries: Iterable[tuple[int, Any]]) -> None:
+        """More of the answer."""
+        self._answer += text
+        self._tokens.extend(entries)
+
+    def of(self, text: str) -> list[Any]:
+        """What is told of the tokens that begin in the next `text` of the answer."""
+        start = self._answer.find(text, self._end)
+        self._end = start + len(text)
+        told = []
+        while self._tokens and self._tokens[0][0] < self._end:
+            offset, of_token = self._tokens.popleft()
+            if offset >= start:
+                told.append(of_token)
+        return told
+
+
 class ResponsesWire(ItemWire):
     """The `response` object and its events."""
 
-    def __init__(self, response: dict[str, Any], parser: MessageParser, request_id: str) -> None:
-        """request_id: names the items and calls."""
+    def __init__(
+        self, response: dict[str, Any], parser: MessageParser, request_id: str, logprobs: TextLogprobs | None
+    ) -> None:
+        """request_id: names the items and calls. logprobs: None if nobody asks for them."""
         super().__init__(parser)
+        self._logprobs = logprobs
+        self._item_logprobs: list[Any] = []
         self._response = response
         self._request_id = request_id
         self._output: list[dict[str, Any]] = []
         self._num_events = 0
+
+    def chunk(self, index: int, piece: TextPiece) -> bytes:
+        """The events for what the answer gained."""
+        if self._logprobs is not None:
+            self._logprobs.add(piece.text, [self._logprobs.entry(token) for token in piece.logprobs])
+        return super().chunk(index, piece)
+
+    def token(self, index: int, token: TokenText) -> Any:
+        """For `whole`."""
+        return None if self._logprobs is None else self._logprobs.entry(token)
+
+    def whole(self, choices: Sequence[Choice], usage: Usage) -> dict[str, Any]:
+        """The answer that is not streamed."""
+        if self._logprobs is not None:
+            self._logprobs.add(choices[0].text, choices[0].logprobs)
+        return super().whole(choices, usage)
 
     def begin(self) -> list[bytes]:
         """The response, without its output."""
@@ -102,7 +157,9 @@ class ResponsesWire(ItemWire):
             case Kind.REASONING:
                 return self._of_item("response.reasoning_text.delta", content_index=0, delta=text)
             case _:
-                return self._of_item("response.output_text.delta", content_index=0, delta=text, logprobs=[])
+                logprobs = [] if self._logprobs is None else self._logprobs.of(text)
+                self._item_logprobs += logprobs
+                return self._of_item("response.output_text.delta", content_index=0, delta=text, logprobs=logprobs)
 
     def close_item(self, kind: Kind, text: str, *, cut: bool) -> list[bytes]:
         """The text, its content, and the item, each of them whole."""
@@ -112,9 +169,10 @@ class ResponsesWire(ItemWire):
             item["arguments"] = text
             events = [self._of_item("response.function_call_arguments.done", arguments=text, name=item["name"])]
         else:
-            content = _content(kind, text)
+            logprobs, self._item_logprobs = self._item_logprobs, []
+            content = _content(kind, text, logprobs)
             item["content"] = [content]
-            done = {"text": text} if kind is Kind.REASONING else {"text": text, "logprobs": []}
+            done = {"text": text} if kind is Kind.REASONING else {"text": text, "logprobs": logprobs}
             events = [
                 self._of_item(f"response.{content['type']}.done", content_index=0, **done),
                 self._of_item("response.content_part.done", content_index=0, part=content),
@@ -137,13 +195,12 @@ class ResponsesWire(ItemWire):
 
     def answer(self, usage: Usage) -> dict[str, Any]:
         """The whole response."""
-        cut = self.finish_reason == "length"
         return self._snapshot(
-            "incomplete" if cut else "completed",
+            "incomplete" if self.is_cut else "completed",
             output=self._output,
             usage=_usage(usage),
-            incomplete_details={"reason": "max_output_tokens"} if cut else None,
-            completed_at=None if cut else int(time.time()),
+            incomplete_details={"reason": "max_output_tokens"} if self.is_cut else None,
+            completed_at=None if self.is_cut else int(time.time()),
         )
 
     def _snapshot(self, status: str, output: Sequence[Any] = (), **changes: Any) -> dict[str, Any]:
@@ -160,10 +217,10 @@ class ResponsesWire(ItemWire):
         return named_event(kind, orjson.dumps(data))
 
 
-def _content(kind: Kind, text: str) -> dict[str, Any]:
+def _content(kind: Kind, text: str, logprobs: Sequence[Any] = ()) -> dict[str, Any]:
     if kind is Kind.REASONING:
         return {"type": "reasoning_text", "text": text}
-    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
 
 
 def _usage(usage: Usage) -> dict[str, Any]:

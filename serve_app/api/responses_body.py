@@ -12,13 +12,9 @@ from serve_app.api.template import knows_effort
 from serve_app.api.tools import FunctionDefinition
 from serve_app.api.translation import Conversation, TranslatedBody
 from serve_app.text.tokenizer import Tokenizer
+from serve_app.core.sampling_params import MAX_TOP_LOGPROBS
 
-_NEEDS = {
-    "message": ("role", "content"),
-    "reasoning": (),
-    "function_call": ("call_id", "name", "arguments"),
-    "function_call_output": ("call_id", "output"),
-}
+_LOGPROBS = "message.output_text.logprobs"
 _TEXT_PARTS = ("input_text", "output_text", "text")
 
 
@@ -190,6 +186,16 @@ class ResponsesBody(TranslatedBody):
             "tools": [{"type": "function", "function": tool} for tool in self.functions],
             "tool_choice": _tool_choice(self.tool_choice),
             "parallel_tool_calls": self.parallel_tool_calls,
+    include: list[str] | None = None
+    """`message.output_text.logprobs` is; what else there is belongs to built-in tools or stored responses."""
+    top_logprobs: Annotated[int | None, Field(ge=0, le=MAX_TOP_LOGPROBS)] = None
             "response_format": {"type": self.format.type, "json_schema": {"name": "", **schema} if schema else None},
             "reasoning_effort": effort,
         }
+    @property
+    def with_logprobs(self) -> bool:
+        """Whether texts come with their tokens' log-probabilities."""
+        return bool(self.top_logprobs) or _LOGPROBS in (self.include or ())
+
+            "logprobs": self.with_logprobs,
+            "top_logprobs": self.top_logprobs if self.with_logprobs else None,

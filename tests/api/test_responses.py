@@ -11,20 +11,12 @@ from pydantic import BaseModel
 from serve_app.api.request_events import Outcome
 from serve_app.errors import EngineError, OverloadedError
 from tests.api.conftest import Api, prompt, script
+from tests.api.sdks import strict_openai
+from tests.api.weather import ASK, CALL, MESSAGES, PARAMETERS, THOUGHT
 from tests.text.formats import tokenizer_of
 
-ASK = "How is it in Rome?"
-MESSAGES: list[Any] = [{"role": "user", "content": ASK}]
-PARAMETERS: dict[str, Any] = {
-    "type": "object",
-    "properties": {"city": {"enum": ["Rome", "Oslo"]}, "days": {"type": "integer", "minimum": 1, "maximum": 99}},
-    "required": ["city", "days"],
-    "additionalProperties": False,
-}
 WEATHER: dict[str, Any] = {"type": "function", "name": "weather", "description": "Tells it", "parameters": PARAMETERS}
 TOOLS: list[Any] = [WEATHER, {"type": "function", "name": "stop", "strict": False}]
-CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome", "days": 3}}\n</tool_call>'
-THOUGHT = "<think>\nRome.\nHm.\n</think>\n\n"
 
 
 class Weather(BaseModel):
@@ -33,13 +25,7 @@ class Weather(BaseModel):
 
 
 def strict(api: Api) -> openai.AsyncOpenAI:
-    return openai.AsyncOpenAI(
-        api_key="none",
-        base_url=api.openai.base_url,
-        http_client=api.http,
-        max_retries=0,
-        _strict_response_validation=True,
-    )
+    return strict_openai(api.http, str(api.http.base_url).rstrip("/"))
 
 
 def plain(response: Response) -> list[tuple[str, ...]]:
@@ -311,3 +297,22 @@ async def test_an_error_in_the_stream_is_told_and_the_response_has_failed(api: A
         assert (last.type, last.response.status, last.response.error.code) == ("response.failed", "failed", code)
         assert last.response.output == []
     assert {end[1] for end in api.observer.ended} == {Outcome.FAILED, Outcome.OVERLOADED}
+
+
+@pytest.mark.parametrize("reply", ["Sunny.", THOUGHT + "Sunny for days.", THOUGHT + "Let me see." + CALL])
+async def test_texts_come_with_log_probabilities(scripted: Api, reply: str) -> None:
+    script(scripted, reply, tokenizer_of("qwen3"))
+    include: Any = ["message.output_text.logprobs"]
+    body: dict[str, Any] = {"model": "scripted", "input": ASK, "tools": TOOLS, "include": include, "top_logprobs": 2}
+    whole = await strict(scripted).responses.create(**body)
+    [text] = [part for item in whole.output if item.type == "message" for part in item.content]
+    assert text.type == "output_text"
+    assert "".join(token.token for token in text.logprobs or ()) == text.text
+    assert {(token.logprob, len(token.top_logprobs)) for token in text.logprobs or ()} == {(-0.5, 2)}
+    events, last = await stream(scripted, body)
+    [again] = [part for item in last.output if item.type == "message" for part in item.content]
+    assert again == text
+    deltas = [event for event in events if event.type == "response.output_text.delta"]
+    assert ["".join(token.token for token in delta.logprobs) for delta in deltas] == [delta.delta for delta in deltas]
+    without = await strict(scripted).responses.create(**{**body, "include": [], "top_logprobs": 0})
+    assert [part.logprobs for item in without.output if item.type == "message" for part in item.content] == [[]]  # type: ignore[union-attr]
