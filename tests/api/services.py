@@ -17,7 +17,8 @@ EOS = 2
 
 @dataclass
 class ScriptedService:
-    """Answers every choice with `reply` (token by token, as long as `max_tokens` allows), then the EOS token.
+    """Answers every choice with `reply` (token by token, as long as `max_tokens` allows), then the EOS token; the first
+    requests with `replies`, one after another.
 
     `error` is raised before token number `error_at` (without an error, the stream just ends there). With `hold`,
     generation waits for the event after each token.
@@ -25,6 +26,7 @@ class ScriptedService:
 
     tokenizer: Tokenizer
     reply: str = "Paris is the capital of France."
+    replies: list[str] = field(default_factory=list)
     error: Exception | None = None
     error_at: int | None = None
     hold: asyncio.Event | None = None
@@ -53,7 +55,8 @@ class ScriptedService:
         self.contexts.append(context)
         self.running += 1
         try:
-            ids = [*self.tokenizer.encode(self.reply, add_special_tokens=False), EOS]
+            reply = self.replies.pop(0) if self.replies else self.reply
+            ids = [*self.tokenizer.encode(reply, add_special_tokens=False), EOS]
             ids = ids[: request.params.max_tokens]
             for i, token_id in enumerate(ids):
                 if i == self.error_at:

@@ -17,39 +17,20 @@ from serve_app.errors import EngineError, OverloadedError, UnavailableError
 from serve_app.tenants.keys import KeyRing
 from tests.api.conftest import Api, Recorder, prompt, script
 from tests.api.limits import make_limits
+from tests.api.sdks import anthropic_of, strict_anthropic
 from tests.api.services import ScriptedService
+from tests.api.weather import CALL, CHAT_TOOLS, MESSAGES, PARAMETERS, THOUGHT
 from tests.text.formats import tokenizer_of
 
-ASK = "How is it in Rome?"
-MESSAGES: list[Any] = [{"role": "user", "content": ASK}]
-PARAMETERS: dict[str, Any] = {
-    "type": "object",
-    "properties": {"city": {"enum": ["Rome", "Oslo"]}, "days": {"type": "integer", "minimum": 1, "maximum": 99}},
-    "required": ["city", "days"],
-    "additionalProperties": False,
-}
 WEATHER: dict[str, Any] = {"name": "weather", "description": "Tells it", "input_schema": PARAMETERS}
 NOTHING: dict[str, Any] = {"type": "object", "properties": {}}
 TOOLS: list[Any] = [WEATHER, {"name": "stop", "input_schema": NOTHING}]
-CHAT_TOOLS: list[Any] = [
-    {"type": "function", "function": {"name": "weather", "description": "Tells it", "parameters": PARAMETERS}},
-    {"type": "function", "function": {"name": "stop", "parameters": NOTHING}},
-]
-CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome", "days": 3}}\n</tool_call>'
-THOUGHT = "<think>\nRome.\nHm.\n</think>\n\n"
 
 
 @pytest.fixture
 async def client(scripted: Api) -> AsyncIterator[anthropic.AsyncAnthropic]:
-    http = httpx2.AsyncClient(transport=httpx2.ASGITransport(scripted.app), base_url="http://test", timeout=30)
-    async with http:
-        yield strict("http://test", http)
-
-
-def strict(url: str, http: httpx2.AsyncClient) -> anthropic.AsyncAnthropic:
-    return anthropic.AsyncAnthropic(
-        api_key="none", base_url=url, http_client=http, max_retries=0, _strict_response_validation=True
-    )
+    async with anthropic_of(scripted.app) as client:
+        yield client
 
 
 def plain(message: Message) -> list[tuple[Any, ...]]:
@@ -179,7 +160,7 @@ async def test_an_answer_that_is_cut_says_by_what(scripted: Api, client: anthrop
 async def test_a_required_call_comes_and_is_chats(live: Api, choice: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(live.service, "tokenizer", tokenizer_of("hermes"))
     async with httpx2.AsyncClient(timeout=60) as http:
-        client = strict(str(live.http.base_url), http)
+        client = strict_anthropic(http, str(live.http.base_url))
         body = body_of(
             tools=[WEATHER], tool_choice={**choice, "disable_parallel_tool_use": True}, extra_body={"seed": 1},
             model="babbler",
@@ -404,4 +385,4 @@ async def test_its_clients_key_is_read() -> None:
     app = create_app(service, AsyncAdmissionQueue(4, 2), make_limits(), Recorder(), access=Access(lambda: keys))
     async with httpx2.AsyncClient(transport=httpx2.ASGITransport(app), base_url="http://test") as http:
         with pytest.raises(anthropic.AuthenticationError, match="not one of this server's"):
-            await strict("http://test", http).messages.create(**body_of())
+            await strict_anthropic(http).messages.create(**body_of())

@@ -9,20 +9,8 @@ import pytest
 from pydantic import BaseModel, Field
 
 from tests.api.conftest import Api, prompt, script
+from tests.api.weather import CALL, CHAT_TOOLS, MESSAGES, PARAMETERS
 from tests.text.formats import tokenizer_of
-
-ASK: list[Any] = [{"role": "user", "content": "How is it in Rome?"}]
-PARAMETERS: dict[str, Any] = {
-    "type": "object",
-    "properties": {"city": {"enum": ["Rome", "Oslo"]}, "days": {"type": "integer", "minimum": 1, "maximum": 99}},
-    "required": ["city", "days"],
-    "additionalProperties": False,
-}
-TOOLS: list[Any] = [
-    {"type": "function", "function": {"name": "weather", "description": "Tells it", "parameters": PARAMETERS}},
-    {"type": "function", "function": {"name": "stop"}},
-]
-CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome", "days": 3}}\n</tool_call>'
 
 
 @pytest.fixture(autouse=True)
@@ -89,7 +77,7 @@ def without_ids(message: dict[str, Any]) -> dict[str, Any]:
 )
 async def test_a_required_call_comes_and_validates(live: Api, choice: Any, names: set[str]) -> None:
     body: dict[str, Any] = {
-        "model": "babbler", "messages": ASK, "tools": TOOLS, "tool_choice": choice, "n": 3, "seed": 1,
+        "model": "babbler", "messages": MESSAGES, "tools": CHAT_TOOLS, "tool_choice": choice, "n": 3, "seed": 1,
         "parallel_tool_calls": False,
     }  # fmt: skip
     answer = await live.openai.chat.completions.create(**body)
@@ -120,27 +108,41 @@ class Weather(BaseModel):
 
 async def test_openais_parse_gives_the_arguments_as_a_model(live: Api) -> None:
     answer = await live.openai.chat.completions.parse(
-        model="babbler", messages=ASK, tools=[openai.pydantic_function_tool(Weather)], tool_choice="required", seed=2,
+        model="babbler",
+        messages=MESSAGES,
+        tools=[openai.pydantic_function_tool(Weather)],
+        tool_choice="required",
+        seed=2,
         parallel_tool_calls=False,
-    )  # fmt: skip
+    )
     [call] = answer.choices[0].message.tool_calls or ()
     assert isinstance(call.function.parsed_arguments, Weather)
     async with live.openai.chat.completions.stream(
-        model="babbler", messages=ASK, tools=[openai.pydantic_function_tool(Weather)], tool_choice="required", seed=2,
+        model="babbler",
+        messages=MESSAGES,
+        tools=[openai.pydantic_function_tool(Weather)],
+        tool_choice="required",
+        seed=2,
         parallel_tool_calls=False,
-    ) as stream:  # fmt: skip
+    ) as stream:
         final = await stream.get_final_completion()
     [again] = final.choices[0].message.tool_calls or ()
     assert again.function.parsed_arguments == call.function.parsed_arguments
 
 
 async def test_calls_and_results_go_back_into_the_conversation(live: Api) -> None:
-    body: dict[str, Any] = {"model": "babbler", "messages": ASK, "tools": TOOLS, "tool_choice": "required", "seed": 1}
+    body: dict[str, Any] = {
+        "model": "babbler",
+        "messages": MESSAGES,
+        "tools": CHAT_TOOLS,
+        "tool_choice": "required",
+        "seed": 1,
+    }
     answer = (await live.openai.chat.completions.create(**body, parallel_tool_calls=False)).choices[0].message
     [call] = answer.tool_calls or ()
-    history = [*ASK, answer, {"role": "tool", "tool_call_id": call.id, "content": "sunny"}]
+    history = [*MESSAGES, answer, {"role": "tool", "tool_call_id": call.id, "content": "sunny"}]
     after = await live.openai.chat.completions.create(
-        model="babbler", messages=history, tools=TOOLS, tool_choice="none", seed=1, max_tokens=5
+        model="babbler", messages=history, tools=CHAT_TOOLS, tool_choice="none", seed=1, max_tokens=5
     )
     assert after.choices[0].message.tool_calls is None
     assert after.choices[0].finish_reason == "length"
@@ -163,7 +165,7 @@ async def test_streamed_and_whole_messages_agree(
     scripted: Api, reply: str, content: str | None, calls: list[str], reason: str
 ) -> None:
     script(scripted, reply)
-    body: dict[str, Any] = {"model": "scripted", "messages": ASK, "tools": TOOLS}
+    body: dict[str, Any] = {"model": "scripted", "messages": MESSAGES, "tools": CHAT_TOOLS}
     whole = plain((await scripted.openai.chat.completions.create(**body)).choices[0])
     assert (whole["content"], [call[1] for call in whole["calls"]]) == (content, calls)
     assert whole["finish_reason"] == reason
@@ -173,7 +175,7 @@ async def test_streamed_and_whole_messages_agree(
 
 async def test_a_call_that_is_cut_ends_for_its_length(scripted: Api) -> None:
     script(scripted, CALL)
-    body: dict[str, Any] = {"model": "scripted", "messages": ASK, "tools": TOOLS, "max_tokens": 20}
+    body: dict[str, Any] = {"model": "scripted", "messages": MESSAGES, "tools": CHAT_TOOLS, "max_tokens": 20}
     whole = plain((await scripted.openai.chat.completions.create(**body)).choices[0])
     assert whole["finish_reason"] == "length"
     assert json.dumps({"city": "Rome", "days": 3}).startswith(whole["calls"][0][2])
@@ -192,15 +194,15 @@ async def test_a_stop_string_may_cut_a_call(scripted: Api) -> None:
 
 async def test_without_a_choice_a_call_is_text(scripted: Api) -> None:
     script(scripted, CALL)
-    for extra in ({}, {"tools": TOOLS, "tool_choice": "none"}, {"tools": []}):
-        answer = await scripted.openai.chat.completions.create(model="scripted", messages=ASK, **extra)  # type: ignore[call-overload]
+    for extra in ({}, {"tools": CHAT_TOOLS, "tool_choice": "none"}, {"tools": []}):
+        answer = await scripted.openai.chat.completions.create(model="scripted", messages=MESSAGES, **extra)  # type: ignore[call-overload]
         assert answer.choices[0].message.content == CALL
         assert scripted.service.requests[-1].params.grammar is None
 
 
 async def test_reasoning_comes_apart_and_goes_back(scripted: Api) -> None:
     script(scripted, "<think>\nRome.\nHm.\n</think>\n\nSunny.", tokenizer_of("qwen3"))
-    body: dict[str, Any] = {"model": "scripted", "messages": ASK}
+    body: dict[str, Any] = {"model": "scripted", "messages": MESSAGES}
     answer = await scripted.openai.chat.completions.create(**body)
     assert answer.usage is not None
     assert answer.usage.completion_tokens_details is not None
@@ -209,7 +211,7 @@ async def test_reasoning_comes_apart_and_goes_back(scripted: Api) -> None:
     whole = plain(answer.choices[0])
     assert whole == {"content": "Sunny.", "calls": [], "reasoning": "Rome.\nHm.", "finish_reason": "stop"}
     assert (await gather(scripted, body))[0] == whole
-    history = [*ASK, {"role": "assistant", "content": "Sunny.", "reasoning_content": "Rome."}, *ASK]
+    history = [*MESSAGES, {"role": "assistant", "content": "Sunny.", "reasoning_content": "Rome."}, *MESSAGES]
     await scripted.openai.chat.completions.create(model="scripted", messages=history)
 
 
@@ -224,7 +226,7 @@ async def test_reasoning_comes_apart_and_goes_back(scripted: Api) -> None:
 )
 async def test_reasoning_is_switched_by_the_request(scripted: Api, extra: dict[str, Any], closed: bool) -> None:
     script(scripted, "Sunny.", tokenizer_of("qwen3"))
-    answer = await scripted.openai.chat.completions.create(model="scripted", messages=ASK, **extra)
+    answer = await scripted.openai.chat.completions.create(model="scripted", messages=MESSAGES, **extra)
     prompt = scripted.service.tokenizer.decode(scripted.service.requests[-1].prompt_token_ids)
     assert prompt.endswith("</think>\n\n") is closed
     assert answer.choices[0].message.content == "Sunny."
@@ -237,7 +239,7 @@ async def test_a_reasoning_has_a_budget(live: Api, monkeypatch: pytest.MonkeyPat
     for budget in (0, 7):
         body: dict[str, Any] = {
             "model": "babbler",
-            "messages": ASK,
+            "messages": MESSAGES,
             "seed": 1,
             "max_tokens": 40,
             "extra_body": {"thinking_token_budget": budget},
@@ -256,14 +258,14 @@ async def test_a_reasoning_has_a_budget(live: Api, monkeypatch: pytest.MonkeyPat
 async def test_a_budget_for_no_reasoning_is_refused(scripted: Api) -> None:
     with pytest.raises(openai.BadRequestError) as refused:
         await scripted.openai.chat.completions.create(
-            model="scripted", messages=ASK, extra_body={"thinking_token_budget": 5}
+            model="scripted", messages=MESSAGES, extra_body={"thinking_token_budget": 5}
         )
     assert refused.value.param == "thinking_token_budget"
 
 
 async def test_a_schema_that_cannot_be_enforced_is_refused_only_where_it_would_be(scripted: Api) -> None:
     odd = [{"type": "function", "function": {"name": "odd", "parameters": {"properties": {"a": {"not": {}}}}}}]
-    body: dict[str, Any] = {"model": "scripted", "messages": ASK}
+    body: dict[str, Any] = {"model": "scripted", "messages": MESSAGES}
     await scripted.openai.chat.completions.create(**body, tools=odd)
     with pytest.raises(openai.BadRequestError) as refused:
         await scripted.openai.chat.completions.create(**body, tools=odd, tool_choice="required")
@@ -286,7 +288,7 @@ async def test_tokenize_tells_the_prompt_of_a_chat_with_tools(
     scripted: Api, family: str, extra: dict[str, Any]
 ) -> None:
     script(scripted, "", tokenizer_of(family))
-    body = {"model": "scripted", "messages": ASK, "tools": TOOLS, **extra}
+    body = {"model": "scripted", "messages": MESSAGES, "tools": CHAT_TOOLS, **extra}
     told = (await scripted.http.post("/tokenize", json=body)).json()
     await scripted.http.post("/v1/chat/completions", json={**body, "max_tokens": 1})
     assert tuple(told["tokens"]) == scripted.service.requests[-1].prompt_token_ids
@@ -295,10 +297,10 @@ async def test_tokenize_tells_the_prompt_of_a_chat_with_tools(
 
 async def test_tokenize_refuses_tools_as_chat_does(scripted: Api) -> None:
     for body, param in (
-        ({"messages": ASK, "tools": [{"type": "function"}]}, "tools[0].function"),
-        ({"messages": ASK, "tool_choice": "required"}, "tool_choice"),
-        ({"messages": ASK, "chat_template_kwargs": {"tokenize": False}}, "chat_template_kwargs.tokenize"),
-        ({"prompt": "x", "tools": TOOLS}, "tools"),
+        ({"messages": MESSAGES, "tools": [{"type": "function"}]}, "tools[0].function"),
+        ({"messages": MESSAGES, "tool_choice": "required"}, "tool_choice"),
+        ({"messages": MESSAGES, "chat_template_kwargs": {"tokenize": False}}, "chat_template_kwargs.tokenize"),
+        ({"prompt": "x", "tools": CHAT_TOOLS}, "tools"),
     ):
         refused = await scripted.http.post("/tokenize", json=body)
         assert (refused.status_code, refused.json()["error"]["param"]) == (400, param)
