@@ -107,7 +107,7 @@ class MessagesWire(ItemWire):
         return {"stop_reason": self._stop_reason(usage), "stop_sequence": self.stop_string}
 
     def _stop_reason(self, usage: Usage) -> str:
-        if self.finish_reason == "length":
+        if self.is_cut:
             return "max_tokens" if usage.completion_tokens >= self._max_tokens else "model_context_window_exceeded"
         if self.stop_string is not None:
             return "stop_sequence"

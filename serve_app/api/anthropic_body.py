@@ -3,24 +3,18 @@
 import re
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, BeforeValidator, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, WithJsonSchema, model_validator
 
 from serve_app.api import ignored
-from serve_app.api.body import SHOWN, Body, refusal, unfit
-from serve_app.api.messages import MAX_MESSAGES, Name, check_parts, check_text
-from serve_app.api.schemas import Stop
+from serve_app.api.body import Body, Variant, unfit
+from serve_app.api.fields import Stop
+from serve_app.api.messages import MAX_MESSAGES, Name, check_parts, check_text, text_schema
 from serve_app.api.template import knows_effort
 from serve_app.api.tools import ToolName
 from serve_app.api.translation import Conversation, TranslatedBody
+from serve_app.core.sampling_params import SamplingParams
 from serve_app.text.tokenizer import Tokenizer
 
-_NEEDS = {
-    "text": ("text",),
-    "thinking": ("thinking",),
-    "redacted_thinking": (),
-    "tool_use": ("id", "name", "input"),
-    "tool_result": ("tool_use_id",),
-}
 _SAID_BY = {
     "user": ("text", "tool_result"),
     "assistant": ("text", "thinking", "redacted_thinking", "tool_use"),
@@ -34,10 +28,7 @@ def _check_blocks(value: object) -> object:
     """One form for both: a list of blocks."""
     if isinstance(value, str):
         return [{"type": "text", "text": value}]
-    for i, block in enumerate(value if isinstance(value, list) else ()):
-        kind = block.get("type") if isinstance(block, dict) else None
-        if isinstance(kind, str) and kind not in _NEEDS:
-            raise refusal(f"block {i}: this server does not read the type {kind[:SHOWN]!r}")
+    Block.check_types(value, "block")
     return value
 
 
@@ -45,10 +36,17 @@ def _check_texts(value: object) -> str | None:
     return None if value == [] else check_text(value)
 
 
-class Block(Body):
+class Block(Variant):
     """One of a message's `content`."""
 
     ignores = ignored.ANTHROPIC_BLOCK
+    needs = {
+        "text": ("text",),
+        "thinking": ("thinking",),
+        "redacted_thinking": (),
+        "tool_use": ("id", "name", "input"),
+        "tool_result": ("tool_use_id",),
+    }
 
     type: Literal["text", "thinking", "redacted_thinking", "tool_use", "tool_result"]
     text: str | None = None
@@ -57,14 +55,7 @@ class Block(Body):
     name: Name | None = None
     input: dict[str, Any] | None = None
     tool_use_id: Name | None = None
-    content: Annotated[Any, AfterValidator(_check_texts)] = None
-
-    @model_validator(mode="after")
-    def _check_type(self) -> Self:
-        for name in _NEEDS[self.type]:
-            if getattr(self, name) is None:
-                raise unfit(name, "is required")
-        return self
+    content: Annotated[Any, AfterValidator(_check_texts), text_schema(may_be_empty=True)] = None
 
 
 class AnthropicMessage(Body):
@@ -73,7 +64,7 @@ class AnthropicMessage(Body):
     ignores = ignored.ANTHROPIC_MESSAGE
 
     role: Literal["user", "assistant", "system"]
-    content: Annotated[list[Block], BeforeValidator(_check_blocks)]
+    content: Annotated[list[Block], BeforeValidator(_check_blocks, json_schema_input_type=str | list[Block])]
 
     @model_validator(mode="after")
     def _check_role(self) -> Self:
@@ -117,6 +108,12 @@ class AnthropicTool(Body):
         """Chat's form of it."""
         function = {"name": self.name, "description": self.description, "strict": self.strict}
         return {"type": "function", "function": {**function, "parameters": self.input_schema}}
+
+
+_OTHER_TYPE = {"not": {"enum": ["custom", None]}}
+_SkippedTool = Annotated[
+    dict[str, Any], WithJsonSchema({"type": "object", "properties": {"type": _OTHER_TYPE}, "required": ["type"]})
+]
 
 
 def _check_tool_types(value: object) -> object:
@@ -188,11 +185,19 @@ class CountTokensBody(TranslatedBody):
         Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True),
         BeforeValidator(check_parts),
     ]
-    system: Annotated[Any, AfterValidator(_check_texts)] = None
-    tools: Annotated[list[AnthropicTool | None] | None, BeforeValidator(_check_tool_types)] = None
+    system: Annotated[Any, AfterValidator(_check_texts), text_schema(may_be_empty=True)] = None
+    tools: Annotated[
+        list[AnthropicTool | None] | None,
+        BeforeValidator(_check_tool_types, json_schema_input_type=list[AnthropicTool | _SkippedTool | None] | None),
+    ] = None
     tool_choice: AnthropicToolChoice | None = None
     thinking: ThinkingConfig | None = None
     output_config: OutputConfig | None = None
+
+    @model_validator(mode="after")
+    def _check_sampling(self) -> Self:
+        SamplingParams(**self.sampling_fields(), seed=self.seed)  # also where nothing is generated
+        return self
 
     def chat_fields(self, tokenizer: Tokenizer) -> dict[str, Any]:
         """The other fields of the chat request."""

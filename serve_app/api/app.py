@@ -1,20 +1,19 @@
 """The FastAPI application: its routes, and what runs around them."""
 
 from collections.abc import Sequence
+from functools import partial
 from importlib.metadata import version
 from typing import Any
 
 from fastapi import FastAPI, Request
-from pydantic.json_schema import models_json_schema
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
-from starlette.responses import Response
+from starlette.responses import PlainTextResponse, Response
 
 from serve_app.api.access import Access
 from serve_app.api.admission import AsyncAdmissionQueue
 from serve_app.api.anthropic import MessagesJob
 from serve_app.api.anthropic_body import CountTokensBody, MessagesBody
-from serve_app.api.body import Body
 from serve_app.api.chat import ChatJob
 from serve_app.api.completions import CompletionJob
 from serve_app.api.drain import Drain
@@ -22,8 +21,9 @@ from serve_app.api.endpoint import ApiContext, GenerationResponse
 from serve_app.api.errors import http_exception_handler
 from serve_app.api.guard import RequestGuard
 from serve_app.api.limits import ApiLimits
+from serve_app.api.openapi import DocumentedApi
 from serve_app.api.peers import HeadAsGet, add_peer_routes
-from serve_app.api.prepare import check_model, check_tenant, decode_ids, encode_prompt
+from serve_app.api.prepare import check_model, check_tenant, decode_ids, encode_prompt, parsed
 from serve_app.api.request_events import RequestLog, RequestObserver
 from serve_app.api.responses import ResponsesJob
 from serve_app.api.responses_body import ResponsesBody
@@ -31,6 +31,8 @@ from serve_app.api.schemas import ChatBody, CompletionBody, DetokenizeBody, Toke
 from serve_app.api.service import Service
 from serve_app.api.translation import TranslatedJob
 from serve_app.tenants.accounts import Accounts
+
+_QUESTION = [{"role": "user", "content": "Name the capital of France."}]
 
 
 def create_app(
@@ -49,10 +51,8 @@ def create_app(
 
     `access` says who may come in: without it, anybody. `share_prefixes`: tenants may find each other's prompts.
     `accounts` hold what tenants may use and have used. `cors_origins`: browsers may show answers to these pages.
-
-    No documentation pages: FastAPI's load their scripts from a CDN.
     """
-    app = _Api(title="serve_app", version=version("serve_app"), docs_url=None, redoc_url=None)
+    app = DocumentedApi(title="serve_app", version=version("serve_app"))
     drain, accounts = drain or Drain(), accounts or Accounts()
     context = ApiContext(service, admission, limits, observer, drain, log, accounts, share_prefixes)
     app.add_middleware(HeadAsGet)
@@ -73,50 +73,48 @@ def create_app(
     return app
 
 
-_BODIES = (ChatBody, CompletionBody, ResponsesBody, MessagesBody, CountTokensBody, TokenizeBody, DetokenizeBody)
-
-
-class _Api(FastAPI):
-    """Bodies are parsed by us, so FastAPI has to be told their schemas for /openapi.json."""
-
-    def openapi(self) -> dict[str, Any]:
-        schema = super().openapi()
-        _, definitions = models_json_schema([(body, "validation") for body in _BODIES], ref_template=_REF)
-        schema.setdefault("components", {}).setdefault("schemas", {}).update(definitions["$defs"])
-        return schema
-
-
-_REF = "#/components/schemas/{model}"
-
-
-def _accepts(body: type[Body]) -> dict[str, Any]:
-    schema = {"$ref": _REF.format(model=body.__name__)}
-    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
-
-
-def _add_generation(app: FastAPI, context: ApiContext) -> None:
-    @app.post("/v1/chat/completions", openapi_extra=_accepts(ChatBody))
+def _add_generation(app: DocumentedApi, context: ApiContext) -> None:
+    @app.post(
+        "/v1/chat/completions",
+        openapi_extra=app.accepts(ChatBody, {"messages": _QUESTION, "max_tokens": 64}, streams=True),
+    )
     async def chat_completions(request: Request) -> Response:
+        """OpenAI's chat completions: messages in, a message (or `n` of them) out, whole or as events."""
         return GenerationResponse(context, "chat", request, lambda raw: ChatJob(context, parse_body(ChatBody, raw)))
 
-    @app.post("/v1/completions", openapi_extra=_accepts(CompletionBody))
+    @app.post(
+        "/v1/completions",
+        openapi_extra=app.accepts(
+            CompletionBody, {"prompt": "The capital of France is", "max_tokens": 16}, streams=True
+        ),
+    )
     async def completions(request: Request) -> Response:
+        """OpenAI's completions: texts or token ids in, the texts that follow them out, whole or as events."""
         return GenerationResponse(context, "completions", request, lambda raw: CompletionJob(context, raw))
 
-    @app.post("/v1/responses", openapi_extra=_accepts(ResponsesBody))
+    @app.post(
+        "/v1/responses",
+        openapi_extra=app.accepts(
+            ResponsesBody, {"input": "Name the capital of France.", "max_output_tokens": 64}, streams=True
+        ),
+    )
     async def responses(request: Request) -> Response:
+        """OpenAI's responses, whole or as events. Nothing is stored: `input` is the whole history."""
         return GenerationResponse(
             context, "responses", request, lambda raw: ResponsesJob(context, parse_body(ResponsesBody, raw))
         )
 
-    @app.post("/v1/messages", openapi_extra=_accepts(MessagesBody))
+    @app.post(
+        "/v1/messages", openapi_extra=app.accepts(MessagesBody, {"messages": _QUESTION, "max_tokens": 64}, streams=True)
+    )
     async def messages(request: Request) -> Response:
+        """Anthropic's messages, whole or as events. Errors have Anthropic's shape."""
         return GenerationResponse(
             context, "messages", request, lambda raw: MessagesJob(context, parse_body(MessagesBody, raw))
         )
 
 
-def _add_models(app: FastAPI, context: ApiContext) -> None:
+def _add_models(app: DocumentedApi, context: ApiContext) -> None:
     def describe() -> dict[str, Any]:
         card = context.service.model
         return {
@@ -129,24 +127,28 @@ def _add_models(app: FastAPI, context: ApiContext) -> None:
 
     @app.get("/v1/usage")
     async def usage(request: Request) -> dict[str, Any]:
+        """What the API key has used today, and its limits."""
         return context.accounts.usage(request.state.tenant)
 
     @app.get("/v1/models")
     async def list_models(request: Request) -> dict[str, Any]:
+        """The one model that is served."""
         visible = request.state.tenant.may_use(context.service.model.name)
         return {"object": "list", "data": [describe()] if visible else []}
 
     @app.get("/v1/models/{name:path}")
     async def get_model(name: str, request: Request) -> dict[str, Any]:
+        """The model, if it is the one that is served."""
         check_model(name, context.service.model)
         check_tenant(request.state.tenant, name)
         return describe()
 
 
-def _add_tokens(app: FastAPI, context: ApiContext) -> None:
-    @app.post("/tokenize", openapi_extra=_accepts(TokenizeBody))
+def _add_tokens(app: DocumentedApi, context: ApiContext) -> None:
+    @app.post("/tokenize", openapi_extra=app.accepts(TokenizeBody, {"prompt": "The capital of France"}))
     async def tokenize_text(request: Request) -> dict[str, Any]:
-        body = parse_body(TokenizeBody, await request.body())
+        """Token ids of a text (`prompt`) or of a chat (`messages`); one of them must be given."""
+        body = await parsed(partial(parse_body, TokenizeBody), await request.body())
         card, tokenizer = context.service.model, context.service.tokenizer
         check_model(body.model, card)
         check_tenant(request.state.tenant, card.name)
@@ -158,16 +160,18 @@ def _add_tokens(app: FastAPI, context: ApiContext) -> None:
             ids = await encode_prompt(tokenizer, body.prompt or "", card, add_special_tokens=special)
         return {"tokens": ids, "count": len(ids), "max_model_len": card.max_model_len}
 
-    @app.post("/v1/messages/count_tokens", openapi_extra=_accepts(CountTokensBody))
+    @app.post("/v1/messages/count_tokens", openapi_extra=app.accepts(CountTokensBody, {"messages": _QUESTION}))
     async def count_tokens(request: Request) -> dict[str, Any]:
-        body = parse_body(CountTokensBody, await request.body())
+        """How many tokens the prompt of these messages has."""
+        job = await parsed(lambda raw: TranslatedJob(context, parse_body(CountTokensBody, raw)), await request.body())
         check_tenant(request.state.tenant, context.service.model.name)
         context.accounts.open(request.state.tenant).begin(0)
-        return {"input_tokens": len(await TranslatedJob(context, body).prompt())}
+        return {"input_tokens": len(await job.prompt())}
 
-    @app.post("/detokenize", openapi_extra=_accepts(DetokenizeBody))
+    @app.post("/detokenize", openapi_extra=app.accepts(DetokenizeBody, {"tokens": [504, 3575]}))
     async def detokenize(request: Request) -> dict[str, Any]:
-        body = parse_body(DetokenizeBody, await request.body())
+        """The text of token ids."""
+        body = await parsed(partial(parse_body, DetokenizeBody), await request.body())
         card, tokenizer = context.service.model, context.service.tokenizer
         check_model(body.model, card)
         check_tenant(request.state.tenant, card.name)
@@ -175,19 +179,22 @@ def _add_tokens(app: FastAPI, context: ApiContext) -> None:
         return {"prompt": await decode_ids(tokenizer, body.tokens, card)}
 
 
-def _add_operations(app: FastAPI, context: ApiContext) -> None:
+def _add_operations(app: DocumentedApi, context: ApiContext) -> None:
     @app.get("/health/live")
     async def live() -> dict[str, str]:
+        """The process answers."""
         return {"status": "alive"}
 
     @app.get("/health/ready")
     async def ready() -> dict[str, str]:
+        """Requests can be served."""
         context.drain.check_open()
         context.service.check_ready()
         return {"status": "ready"}
 
-    @app.get("/metrics")
+    @app.get("/metrics", response_class=PlainTextResponse)
     async def metrics() -> Response:
+        """All processes' metrics, in Prometheus' text format."""
         page = await context.service.metrics()
         return Response(page.body, media_type=page.content_type)
 
@@ -195,4 +202,5 @@ def _add_operations(app: FastAPI, context: ApiContext) -> None:
 
     @app.get("/version")
     async def show_version() -> dict[str, str]:
+        """This server's version."""
         return {"version": app.version}

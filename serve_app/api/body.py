@@ -1,12 +1,13 @@
 """What all request bodies and their parts share: strictness, and refusals that name the field."""
 
-from typing import Any, ClassVar
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, Self
 
 import orjson
-from pydantic import BaseModel, ConfigDict, model_validator
-from pydantic_core import PydanticCustomError
+from pydantic import BaseModel, ConfigDict, GetJsonSchemaHandler, model_validator
+from pydantic_core import CoreSchema, PydanticCustomError
 
-from serve_app.api.ignored import Ignored, changes_nothing
+from serve_app.api.ignored import ANYTHING, Ignored, changes_nothing
 
 SHOWN = 64
 """Characters of a client's text that an error repeats at most."""
@@ -41,7 +42,7 @@ def check_ignored(name: str, value: object, ignored: Ignored) -> None:
 class Body(BaseModel):
     """Base of all bodies and their parts."""
 
-    model_config = ConfigDict(strict=True, frozen=True, allow_inf_nan=False)
+    model_config = ConfigDict(strict=True, frozen=True, allow_inf_nan=False, use_attribute_docstrings=True)
 
     ignores: ClassVar[Ignored] = {}
     """Fields beside the declared ones that may be sent."""
@@ -57,6 +58,52 @@ class Body(BaseModel):
             if name not in known:
                 check_ignored(name, value, cls.ignores)
         return {name: _whole(data[name]) for name in known if name in data}
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        told = handler(core_schema)
+        schema = handler.resolve_ref_schema(told)
+        declared = schema.setdefault("properties", {})
+        schema["properties"] = {**ignored_schemas(cls.ignores), **declared}
+        schema["additionalProperties"] = {"type": "null"}
+        return told
+
+
+class Variant(Body):
+    """An object of one of several types."""
+
+    needs: ClassVar[Mapping[str, Sequence[str]]] = {}
+    """The types, and the fields that each must have."""
+
+    type: str
+
+    @model_validator(mode="after")
+    def _check_needs(self) -> Self:
+        for name in self.needs[self.type]:
+            if getattr(self, name) is None:
+                raise unfit(name, "is required")
+        return self
+
+    @classmethod
+    def check_types(cls, value: object, noun: str) -> None:
+        """Raise the refusal of a list that holds an object of a type that is none of these; `noun` is what it holds."""
+        for i, item in enumerate(value if isinstance(value, list) else ()):
+            kind = item.get("type") if isinstance(item, dict) else None
+            if isinstance(kind, str) and kind not in cls.needs:
+                raise refusal(f"{noun} {i}: this server does not read the type {kind[:SHOWN]!r}")
+
+
+def ignored_schemas(ignored: Ignored) -> dict[str, Any]:
+    """Of fields that are taken without effect, or refused."""
+    schemas: dict[str, Any] = {}
+    for name, harmless in ignored.items():
+        if harmless is ANYTHING:
+            schemas[name] = {"description": "Ignored."}
+        elif not harmless:
+            schemas[name] = {"type": "null", "description": "Not supported."}
+        else:
+            schemas[name] = {"enum": [*harmless, None], "description": "Ignored; no other value is supported."}
+    return schemas
 
 
 def _whole(value: Any) -> Any:

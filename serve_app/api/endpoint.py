@@ -8,7 +8,6 @@ import logging
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Iterator, Sequence
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, Protocol
 
 import orjson
@@ -24,7 +23,7 @@ from serve_app.api.errors import internal_error
 from serve_app.api.generation import ChoicePiece, Generation, Usage
 from serve_app.api.limits import ApiLimits
 from serve_app.api.odds import OddsMeter
-from serve_app.api.prepare import check_tenant, off_loop
+from serve_app.api.prepare import check_tenant, parsed
 from serve_app.api.request_events import Endpoint, RequestLog, RequestObserver
 from serve_app.api.schemas import GenerationBody
 from serve_app.api.service import RequestContext, Service
@@ -36,9 +35,6 @@ from serve_app.tenants.tenant import Tenant
 from serve_app.text.stream import StopConfig, TextPiece, TokenText
 
 logger = logging.getLogger(__name__)
-
-_BYTES_PER_CHARACTER = 16
-"""So many bytes of a body are parsed in the time that one character is tokenized in; 4 MiB take 50 ms."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,12 +97,12 @@ class Wire(Protocol):
 
     def start(self, index: int) -> bytes:
         """The events before the first text of a choice."""
-    def ping(self) -> bytes:
-        """What is sent when nothing else was for a while."""
-
 
     def chunk(self, index: int, piece: TextPiece) -> bytes:
         """The event for what a choice gained; empty if that is nothing."""
+
+    def ping(self) -> bytes:
+        """What is sent when nothing else was for a while."""
 
     def end(self, usage: Usage) -> bytes:
         """The events after the last chunk."""
@@ -174,7 +170,7 @@ class GenerationResponse(Response):
             headers = self._request.headers
             session = session_of(headers)
             deadline = self._context.admission.clock() + timeout_of(headers, self._context.limits.request_timeout_s)
-            job = await off_loop(partial(self._parse, body), len(body) // _BYTES_PER_CHARACTER)
+            job = await parsed(self._parse, body)
             self._context.service.check_ready()
             check_tenant(tenant, self._context.service.model.name)
             caller = caller_of(tenant, job.body, deadline)

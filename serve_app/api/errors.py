@@ -30,7 +30,12 @@ _ANTHROPIC_TYPES = {
 
 def speaks_anthropic(scope: Scope) -> bool:
     """Whether the request's route is one of Anthropic's API."""
-    path = path_of(scope).removeprefix("/v1")
+    return is_anthropic(path_of(scope))
+
+
+def is_anthropic(path: str) -> bool:
+    """Whether the route of this path is one of Anthropic's API."""
+    path = path.removeprefix("/v1")
     return path == _ANTHROPIC or path.startswith(f"{_ANTHROPIC}/")
 
 

@@ -17,7 +17,7 @@ def changes_nothing(value: object, harmless: tuple[object, ...] | None) -> bool:
     """Whether a field with this entry may hold `value`."""
     # True equals 1 in Python, and means something else to a client.
     return harmless is ANYTHING or any(
-        (value is good) or (value == good and type(value) is not bool) for good in harmless
+        value == good and isinstance(value, bool) == isinstance(good, bool) for good in harmless
     )
 
 

@@ -55,6 +55,11 @@ class ItemWire(ABC):
     def answer(self, usage: Usage) -> dict[str, Any]:
         """The whole answer, once all of it was read."""
 
+    @property
+    def is_cut(self) -> bool:
+        """Whether the answer ended for want of room."""
+        return self.finish_reason == FinishReason.LENGTH
+
     def start(self, index: int) -> bytes:
         """Nothing: `chunk` begins, so that events may be numbered as they are made."""
         return b""
@@ -65,15 +70,15 @@ class ItemWire(ABC):
         self.begun = True
         return b"".join(begin + self._read(piece.text, piece.finish_reason, piece.stop_string))
 
+    def ping(self) -> bytes:
+        """A comment."""
+        return PING
+
     def token(self, index: int, token: TokenText) -> None:
         """No log-probabilities here."""
         return
 
     def whole(self, choices: Sequence[Choice], usage: Usage) -> dict[str, Any]:
-    def ping(self) -> bytes:
-        """A comment."""
-        return PING
-
         """The answer that is not streamed."""
         (choice,) = choices
         self._read(choice.text, choice.finish_reason, choice.stop_string)
@@ -89,7 +94,7 @@ class ItemWire(ABC):
                 events += self._take(part)
             if not self._num_items:
                 events += self._open(Part(Kind.CONTENT, ""))
-            events += self._close(cut=finish_reason == "length")
+            events += self._close(cut=self.is_cut)
         return events
 
     def _take(self, part: Part) -> list[bytes]:

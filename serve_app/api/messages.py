@@ -4,10 +4,10 @@ import json
 from collections.abc import Collection
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import AfterValidator, Field, WithJsonSchema, model_validator
 
 from serve_app.api import ignored
-from serve_app.api.body import SHOWN, Body, refusal, unfit
+from serve_app.api.body import SHOWN, Body, ignored_schemas, refusal, unfit
 
 MAX_MESSAGES = 4096
 MAX_CONTENT_PARTS = 4096
@@ -39,7 +39,7 @@ def check_text(value: object, kinds: Collection[str] = ("text",)) -> str | None:
         kind = part.get("type") if isinstance(part, dict) else None
         if isinstance(kind, str) and kind not in kinds:
             raise refusal(f"part {i}: the model reads text only, not {kind[:SHOWN]!r}")
-        if not isinstance(part, dict) or kind is None or not isinstance(part.get("text"), str):
+        if not isinstance(part, dict) or not isinstance(kind, str) or not isinstance(part.get("text"), str):
             raise refusal(f'part {i} must be {{"type": "{next(iter(kinds))}", "text": "..."}}')
         for name in part.keys() - _PART_FIELDS:
             if part[name] is not None:
@@ -48,10 +48,26 @@ def check_text(value: object, kinds: Collection[str] = ("text",)) -> str | None:
     return "\n".join(texts)
 
 
+def text_schema(kinds: Collection[str] = ("text",), *, may_be_empty: bool = False) -> WithJsonSchema:
+    """What `check_text` takes."""
+    fields = {**ignored_schemas(ignored.CONTENT_PART), "type": {"enum": [*kinds]}, "text": {"type": "string"}}
+    part = {
+        "type": "object",
+        "properties": fields,
+        "required": ["type", "text"],
+        "additionalProperties": {"type": "null"},
+    }
+    parts = {"type": "array", "items": part, "minItems": 0 if may_be_empty else 1, "maxItems": MAX_CONTENT_PARTS}
+    return WithJsonSchema({"anyOf": [{"type": "string"}, parts, {"type": "null"}]})
+
+
+ARGUMENTS = WithJsonSchema({"type": ["string", "object", "null"], "description": "An object, or its JSON text."})
+
+
 def check_arguments(value: object) -> dict[str, Any]:
     """The object whose JSON text a client sends back."""
     try:
-        arguments = json.loads(value) if isinstance(value, str) and value else value or {}
+        arguments = json.loads(value) if isinstance(value, str) and value else {} if value in ("", None) else value
     except (ValueError, RecursionError):
         arguments = None
     if not isinstance(arguments, dict):
@@ -63,7 +79,7 @@ class FunctionCall(Body):
     """The `function` of a call."""
 
     name: Name
-    arguments: Annotated[Any, AfterValidator(check_arguments)]
+    arguments: Annotated[Any, AfterValidator(check_arguments), ARGUMENTS]
 
 
 class ToolCall(Body):
@@ -83,7 +99,7 @@ class Message(Body):
 
     role: Annotated[str, Field(pattern=r"^[A-Za-z][A-Za-z0-9_.-]{0,63}$")]
     """Others than the usual ones are the chat template's."""
-    content: Annotated[Any, AfterValidator(check_text)] = None
+    content: Annotated[Any, AfterValidator(check_text), text_schema()] = None
     name: Annotated[str | None, Field(max_length=512)] = None
     tool_calls: Annotated[list[ToolCall] | None, Field(max_length=MAX_CALLS)] = None
     tool_call_id: Annotated[str | None, Field(max_length=MAX_NAME)] = None

@@ -2,17 +2,18 @@
 
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, BeforeValidator, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, WithJsonSchema, model_validator
 
 from serve_app.api import ignored
-from serve_app.api.body import SHOWN, Body, refusal, unfit
-from serve_app.api.messages import MAX_MESSAGES, Name, check_arguments, check_parts, check_text
+from serve_app.api.body import Body, Variant, refusal, unfit
+from serve_app.api.fields import MaxTokens
+from serve_app.api.messages import ARGUMENTS, MAX_MESSAGES, Name, check_arguments, check_parts, check_text, text_schema
 from serve_app.api.schemas import ReasoningEffort
 from serve_app.api.template import knows_effort
-from serve_app.api.tools import FunctionDefinition
+from serve_app.api.tools import MAX_TOOLS, FunctionDefinition
 from serve_app.api.translation import Conversation, TranslatedBody
-from serve_app.text.tokenizer import Tokenizer
 from serve_app.core.sampling_params import MAX_TOP_LOGPROBS
+from serve_app.text.tokenizer import Tokenizer
 
 _LOGPROBS = "message.output_text.logprobs"
 _TEXT_PARTS = ("input_text", "output_text", "text")
@@ -22,10 +23,7 @@ def _check_input(value: object) -> object:
     """One form for both: a list of items."""
     if isinstance(value, str):
         return [{"role": "user", "content": value}]
-    for i, item in enumerate(value if isinstance(value, list) else ()):
-        kind = item.get("type", "message") if isinstance(item, dict) else None
-        if isinstance(kind, str) and kind not in _NEEDS:
-            raise refusal(f"item {i}: this server does not read the type {kind[:SHOWN]!r}")
+    InputItem.check_types(value, "item")
     return check_parts(value)
 
 
@@ -33,25 +31,26 @@ def _check_content(value: object) -> str | None:
     return None if value == [] else check_text(value, (*_TEXT_PARTS, "reasoning_text"))
 
 
-class InputItem(Body):
+class InputItem(Variant):
     """One of `input`."""
 
     ignores = ignored.RESPONSES_ITEM
+    needs = {
+        "message": ("role", "content"),
+        "reasoning": (),
+        "function_call": ("call_id", "name", "arguments"),
+        "function_call_output": ("call_id", "output"),
+    }
 
     type: Literal["message", "reasoning", "function_call", "function_call_output"] = "message"
     role: Literal["system", "developer", "user", "assistant"] | None = None
-    content: Annotated[Any, AfterValidator(_check_content)] = None
+    content: Annotated[
+        Any, AfterValidator(_check_content), text_schema((*_TEXT_PARTS, "reasoning_text"), may_be_empty=True)
+    ] = None
     call_id: Name | None = None
     name: Name | None = None
-    arguments: Annotated[Any, AfterValidator(lambda v: None if v is None else check_arguments(v))] = None
-    output: Annotated[Any, AfterValidator(lambda v: check_text(v, _TEXT_PARTS))] = None
-
-    @model_validator(mode="after")
-    def _check_type(self) -> Self:
-        for name in _NEEDS[self.type]:
-            if getattr(self, name) is None:
-                raise unfit(name, "is required")
-        return self
+    arguments: Annotated[Any, AfterValidator(lambda v: None if v is None else check_arguments(v)), ARGUMENTS] = None
+    output: Annotated[Any, AfterValidator(lambda v: check_text(v, _TEXT_PARTS)), text_schema(_TEXT_PARTS)] = None
 
     def tell(self, conversation: Conversation) -> None:
         """Add it to the conversation."""
@@ -75,6 +74,12 @@ class FunctionTool(FunctionDefinition):
     type: Literal["function"]
 
 
+_Items = Annotated[list[InputItem], Field(min_length=1, max_length=MAX_MESSAGES)]
+_SkippedTool = Annotated[
+    dict[str, Any], WithJsonSchema({"type": "object", "properties": {"type": {"not": {"const": "function"}}}})
+]
+
+
 def _check_tool_types(value: object) -> object:
     """Tools that OpenAI's servers run are not here: the model is not told of them."""
     if not isinstance(value, list):
@@ -95,6 +100,23 @@ def _tool_choice(value: Any) -> Any:
         'must be "none", "auto", "required", {"type": "function", "name": ...} or '
         '{"type": "allowed_tools", "mode": ..., "tools": [...]}'
     )
+
+
+_NAMED = {
+    "type": "object",
+    "properties": {"type": {"const": "function"}, "name": {"type": "string"}},
+    "required": ["type", "name"],
+}
+_ALLOWED = {
+    "type": "object",
+    "properties": {
+        "type": {"const": "allowed_tools"},
+        "mode": {"enum": ["auto", "required"]},
+        "tools": {"type": "array", "items": _NAMED, "minItems": 1, "maxItems": MAX_TOOLS},
+    },
+    "required": ["type", "mode", "tools"],
+}
+_TOOL_CHOICE = WithJsonSchema({"anyOf": [{"enum": ["none", "auto", "required", None]}, _NAMED, _ALLOWED]})
 
 
 def _check_tool_choice(value: Any) -> Any:
@@ -149,15 +171,24 @@ class ResponsesBody(TranslatedBody):
 
     n: Literal[1] | None = None
     input: Annotated[
-        list[InputItem], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True), BeforeValidator(_check_input)
+        list[InputItem],
+        Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True),
+        BeforeValidator(_check_input, json_schema_input_type=str | _Items),
     ]
+    """A user's message, or the conversation so far."""
     instructions: str | None = None
-    max_output_tokens: int | None = None
-    tools: Annotated[list[FunctionTool | None] | None, BeforeValidator(_check_tool_types)] = None
-    tool_choice: Annotated[Any, AfterValidator(_check_tool_choice)] = None
+    max_output_tokens: MaxTokens = None
+    tools: Annotated[
+        list[FunctionTool | None] | None,
+        BeforeValidator(_check_tool_types, json_schema_input_type=list[FunctionTool | _SkippedTool | None] | None),
+    ] = None
+    tool_choice: Annotated[Any, AfterValidator(_check_tool_choice), _TOOL_CHOICE] = None
     parallel_tool_calls: bool | None = None
     text: TextConfig | None = None
     reasoning: Reasoning | None = None
+    include: list[str] | None = None
+    """`message.output_text.logprobs` is; what else there is belongs to built-in tools or stored responses."""
+    top_logprobs: Annotated[int | None, Field(ge=0, le=MAX_TOP_LOGPROBS)] = None
     metadata: dict[str, str] | None = None
     """Told again in the answer."""
 
@@ -165,6 +196,11 @@ class ResponsesBody(TranslatedBody):
     def format(self) -> TextFormat:
         """How the text is constrained."""
         return (self.text and self.text.format) or TextFormat(type="text")
+
+    @property
+    def with_logprobs(self) -> bool:
+        """Whether texts come with their tokens' log-probabilities."""
+        return bool(self.top_logprobs) or _LOGPROBS in (self.include or ())
 
     @property
     def functions(self) -> list[FunctionTool]:
@@ -186,16 +222,8 @@ class ResponsesBody(TranslatedBody):
             "tools": [{"type": "function", "function": tool} for tool in self.functions],
             "tool_choice": _tool_choice(self.tool_choice),
             "parallel_tool_calls": self.parallel_tool_calls,
-    include: list[str] | None = None
-    """`message.output_text.logprobs` is; what else there is belongs to built-in tools or stored responses."""
-    top_logprobs: Annotated[int | None, Field(ge=0, le=MAX_TOP_LOGPROBS)] = None
             "response_format": {"type": self.format.type, "json_schema": {"name": "", **schema} if schema else None},
             "reasoning_effort": effort,
-        }
-    @property
-    def with_logprobs(self) -> bool:
-        """Whether texts come with their tokens' log-probabilities."""
-        return bool(self.top_logprobs) or _LOGPROBS in (self.include or ())
-
             "logprobs": self.with_logprobs,
             "top_logprobs": self.top_logprobs if self.with_logprobs else None,
+        }

@@ -7,11 +7,21 @@ without effect stands in `ignored`. Ranges of sampling parameters are checked on
 from collections.abc import Callable
 from typing import Annotated, Any, Literal, Self, TypeVar
 
-from pydantic import AfterValidator, BeforeValidator, Field, ValidationError, create_model, model_validator
-from pydantic_core import from_json
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    Field,
+    GetJsonSchemaHandler,
+    ValidationError,
+    WithJsonSchema,
+    create_model,
+    model_validator,
+)
+from pydantic_core import CoreSchema, from_json
 
 from serve_app.api import ignored
 from serve_app.api.body import SHOWN, Body, refusal, unfit
+from serve_app.api.fields import BadWord, LogitBias, MaxTokens, Prompt, Stop, TemplateVariables, TokenId
 from serve_app.api.messages import MAX_MESSAGES, Message, check_parts
 from serve_app.api.tools import MAX_TOOLS, Tool, ToolChoice, check_tool_choice, check_tools
 from serve_app.core.sampling_params import (
@@ -26,55 +36,6 @@ from serve_app.core.sampling_params import (
 )
 from serve_app.errors import InvalidRequestError
 from serve_app.text.chat_template import Ending
-
-MAX_STOP_STRINGS = 16
-MAX_STOP_CHARS = 256
-
-
-def _check_stop(value: object) -> tuple[str, ...]:
-    stops = [value] if isinstance(value, str) else value
-    if not isinstance(stops, list | tuple) or len(stops) > MAX_STOP_STRINGS:
-        raise refusal(f"must be a string or a list of at most {MAX_STOP_STRINGS} strings")
-    for stop in stops:
-        if not isinstance(stop, str) or not 0 < len(stop) <= MAX_STOP_CHARS:
-            raise refusal(f"must hold strings of 1 to {MAX_STOP_CHARS} characters")
-    return tuple(stops)
-
-
-def _check_logit_bias(value: object) -> tuple[tuple[int, float], ...]:
-    if not isinstance(value, dict) or len(value) > MAX_LOGIT_BIAS:
-        raise refusal(f"must be an object of at most {MAX_LOGIT_BIAS} token ids and their biases")
-    for key, bias in value.items():
-        if not (isinstance(key, str) and key.isascii() and key.isdigit() and len(key) < 10):
-            raise unfit(key[:SHOWN], "is not a token id: the keys are numbers in quotes")
-        if isinstance(bias, bool) or not isinstance(bias, int | float):
-            raise unfit(key, "must be a number")
-    return tuple((int(key), float(bias)) for key, bias in value.items())
-
-
-def _check_template_kwargs(value: dict[str, Any] | None) -> dict[str, Any] | None:
-    for given in (value or {}).values():
-        if not isinstance(given, bool | int) and not (isinstance(given, str) and len(given) <= MAX_STOP_CHARS):
-            raise refusal(f"must have truth values, integers or texts of at most {MAX_STOP_CHARS} characters in it")
-    return value
-
-
-def _is_ids(value: object) -> bool:
-    return isinstance(value, list) and set(map(type, value)) <= {int}  # a million of them in milliseconds
-
-
-def _check_prompt(value: object) -> list[str] | list[list[int]]:
-    """One form for all four: a list of texts or a list of id lists."""
-    if isinstance(value, str):
-        return [value]
-    if isinstance(value, list) and value:
-        if all(isinstance(item, str) for item in value):
-            return value
-        if _is_ids(value):
-            return [value]
-        if all(_is_ids(item) for item in value):
-            return value
-    raise refusal("must be a string, a list of strings, a list of token ids, or a list of such lists")
 
 
 class StreamOptions(Body):
@@ -131,16 +92,9 @@ class StructuredOutputs(Body):
         return self
 
 
-    def sampling_fields(self) -> dict[str, Any]:
-        """Those of `SamplingParams` that were given, and mean the same on all endpoints."""
-        names = SamplingParams.client_fields()
-        return {name: as_tuple(value) for name in names if (value := getattr(self, name)) is not None}
 # Each field of `SamplingParams` that a client sets, optional; a body that takes it in another form says so below.
 _sampling_fields: dict[str, Any] = {name: (kind | None, None) for name, kind in SamplingParams.client_fields().items()}
 SamplingFields = create_model("SamplingFields", __base__=Body, **_sampling_fields)
-
-
-BadWord = Annotated[str, Field(max_length=MAX_STOP_CHARS, pattern=r"\S")]
 
 
 class SharedBody(SamplingFields):
@@ -149,41 +103,72 @@ class SharedBody(SamplingFields):
 
     model: str | None = None
     min_tokens: int | None = None
-    logit_bias: Annotated[Any, AfterValidator(lambda v: None if v is None else _check_logit_bias(v))] = None
+    """No end before this many tokens."""
+    logit_bias: LogitBias = None
+    """What is added to the logits of tokens, by their ids."""
     seed: int | None = None
+    """The same seed gives the same tokens."""
     stream: bool | None = None
+    """The answer comes as events."""
     user: Annotated[str | None, Field(max_length=512)] = None
+    """A share of the API key's share of the queue."""
 
-    stop_token_ids: Annotated[list[int] | None, Field(fail_fast=True)] = None
-    allowed_token_ids: Annotated[list[int] | None, Field(fail_fast=True, min_length=1)] = None
+    stop_token_ids: Annotated[
+        list[TokenId] | None, Field(fail_fast=True, json_schema_extra={"maxItems": MAX_STOP_TOKEN_IDS})
+    ] = None
+    """Tokens that end the answer."""
+    allowed_token_ids: Annotated[
+        list[TokenId] | None,
+        Field(fail_fast=True, min_length=1, json_schema_extra={"maxItems": MAX_ALLOWED_TOKEN_IDS}),
+    ] = None
+    """Nothing else comes."""
     bad_words: Annotated[list[BadWord] | None, Field(fail_fast=True, max_length=MAX_BAD_WORDS // 2)] = None
+    """Texts that do not come, as the tokens that they have alone or behind a space."""
     include_stop_str_in_output: bool | None = None
+    """The stop string is kept."""
     priority: Annotated[int | None, Field(ge=-(2**31), lt=2**31)] = None
+    """Lower runs first, where the server goes by priority."""
     cache_salt: Annotated[str | None, Field(max_length=256)] = None
+    """Separates prefix caches."""
 
+    def sampling_fields(self) -> dict[str, Any]:
+        """Those of `SamplingParams` that were given, and mean the same on all endpoints."""
+        names = SamplingParams.client_fields()
+        return {name: as_tuple(value) for name in names if (value := getattr(self, name)) is not None}
 
-Stop = Annotated[Any, AfterValidator(lambda v: None if v is None else _check_stop(v))]
+    @classmethod
+    def __get_pydantic_json_schema__(cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        told = super().__get_pydantic_json_schema__(core_schema, handler)
+        fields = handler.resolve_ref_schema(told)["properties"]
+        for name in RANGES.keys() & SharedBody.model_fields.keys():
+            low, high = RANGES[name].low, RANGES[name].high
+            fields[name] |= {"exclusiveMinimum" if RANGES[name].open_low else "minimum": low, "maximum": high}
+        return told
 
 
 class GenerationBody(SharedBody):
     """What chat and completions share."""
 
     n: int | None = None
-    max_tokens: int | None = None
+    """How many choices."""
+    max_tokens: MaxTokens = None
+    """Of each choice; -1 is the rest of the context."""
     stop: Stop = None
+    """Texts that end the answer, and do not show in it."""
     stream_options: StreamOptions | None = None
     structured_outputs: StructuredOutputs | None = None
+    """What the answer must be: one of its fields."""
     return_token_ids: bool | None = None
+    """Choices tell their `token_ids`."""
     prompt_logprobs: Annotated[int | None, Field(ge=0, le=MAX_TOP_LOGPROBS)] = None
-    truncate_prompt_tokens: int | None = None
+    """So many alternatives for each token of the prompt."""
+    truncate_prompt_tokens: Annotated[
+        int | None, WithJsonSchema({"type": ["integer", "null"], "minimum": -1, "not": {"const": 0}})
+    ] = None
+    """The prompt's last tokens, so many; -1 leaves room for `max_tokens`."""
 
     @model_validator(mode="after")
     def _check_stream_options(self) -> Self:
-    @property
-    def num_choices(self) -> int:
-        """How many are generated."""
-        return self.n or 1
-
         if self.stream_options is not None and not self.stream:
             raise unfit("stream_options", "may only be set when `stream` is true")
         if self.stream and self.prompt_logprobs is not None:
@@ -193,6 +178,11 @@ class GenerationBody(SharedBody):
         if self.stream and self.answers_with_odds:
             raise unfit("structured_outputs.odds", "does not go with `stream`")
         return self
+
+    @property
+    def num_choices(self) -> int:
+        """How many are generated."""
+        return self.n or 1
 
     @property
     def scores_only(self) -> bool:
@@ -229,19 +219,28 @@ class ChatBody(GenerationBody):
     messages: Annotated[
         list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True), BeforeValidator(check_parts)
     ]
-    max_completion_tokens: int | None = None
+    """The conversation so far."""
+    max_completion_tokens: MaxTokens = None
+    """Of each choice; -1 is the rest of the context."""
     logprobs: bool | None = None
     top_logprobs: Annotated[int | None, Field(ge=0, le=MAX_TOP_LOGPROBS)] = None
 
     parallel_tool_calls: bool | None = None
+    """False: one call at most."""
     response_format: ResponseFormat | None = None
     thinking_token_budget: Annotated[int | None, Field(ge=0, lt=2**31)] = None
+    """The most tokens that a reasoning has."""
     reasoning_effort: ReasoningEffort | None = None
-    tools: Annotated[list[Tool] | None, AfterValidator(check_tools)] = None
-    tool_choice: Annotated[Any, AfterValidator(check_tool_choice)] = None
+    tools: Annotated[
+        list[Tool] | None, AfterValidator(check_tools), Field(json_schema_extra={"maxItems": MAX_TOOLS})
+    ] = None
+    tool_choice: Annotated[ToolChoice, BeforeValidator(check_tool_choice, json_schema_input_type=ToolChoice)] = None
     add_generation_prompt: bool | None = None
+    """False: the prompt ends with the last message."""
     continue_final_message: bool | None = None
-    chat_template_kwargs: Annotated[dict[str, Any] | None, AfterValidator(_check_template_kwargs)] = None
+    """The answer goes on with the assistant's last message."""
+    chat_template_kwargs: TemplateVariables = None
+    """Variables that this model's chat template knows."""
 
     @model_validator(mode="after")
     def _check_together(self) -> Self:
@@ -271,9 +270,11 @@ class CompletionBody(GenerationBody):
 
     ignores = ignored.COMPLETION
 
-    prompt: Annotated[Any, BeforeValidator(_check_prompt)]
+    prompt: Prompt
+    """Texts or token ids."""
     logprobs: Annotated[int | None, Field(ge=0, le=MAX_TOP_LOGPROBS)] = None
     echo: bool | None = None
+    """The prompt comes back in front of the text."""
     add_special_tokens: bool | None = None
     """Those that the tokenizer puts around a text; true if not given."""
     suffix: str | None = None
@@ -292,7 +293,6 @@ class CompletionBody(GenerationBody):
         return self
 
     @property
-    @property
     def num_choices(self) -> int:
         """How many are generated for each prompt."""
         return max(self.n or 1, self.best_of or 1)
@@ -302,6 +302,7 @@ class CompletionBody(GenerationBody):
         """Whether not all choices are told."""
         return self.num_choices > (self.n or 1)
 
+    @property
     def scores_only(self) -> bool:
         """Whether the prompt comes back, and no output."""
         return self.max_tokens == 0 and bool(self.echo or self.prompt_logprobs is not None)
@@ -349,7 +350,7 @@ class DetokenizeBody(Body):
     """POST /detokenize."""
 
     model: str | None = None
-    tokens: Annotated[list[Annotated[int, Field(ge=0)]], Field(fail_fast=True)]
+    tokens: Annotated[list[TokenId], Field(fail_fast=True)]
 
 
 BodyT = TypeVar("BodyT", bound=Body)

@@ -11,7 +11,7 @@ const KEY = "serve_app API key";
 let asked = false;
 
 /** `fetch` with the API key of this tab's session. A server that wants one has it asked for, once. */
-async function ask(path, options) {
+export async function ask(path, options) {
   const key = sessionStorage.getItem(KEY);
   const headers = key ? { ...options.headers, authorization: `Bearer ${key}` } : options.headers;
   const response = await fetch(path, { ...options, headers });

@@ -10,9 +10,11 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
+from typing import Annotated
 
 import orjson
 from fastapi import FastAPI
+from pydantic import WithJsonSchema
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
@@ -39,6 +41,7 @@ _HEADERS = {
 }
 _FORMATS = ("json", "trace", "html")
 _MAX_SECONDS = 86_400.0
+_SECONDS = {"type": "number", "exclusiveMinimum": 0, "maximum": _MAX_SECONDS}
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,8 +75,12 @@ def add_console(app: FastAPI, sources: Sources) -> None:
             raise HTTPException(404)
         return _page(*files[name])
 
-    @app.get("/debug/timeline")
-    async def timeline(format: str = "json", replica: str | None = None, seconds: str = "60") -> Response:
+    @app.get("/debug/timeline", responses={200: {"content": {_TYPES[".html"]: {}}}})
+    async def timeline(
+        format: Annotated[str, WithJsonSchema({"enum": [*_FORMATS]})] = "json",
+        replica: str | None = None,
+        seconds: Annotated[str, WithJsonSchema(_SECONDS)] = "60",
+    ) -> Response:
         """What the engines did in the last `seconds` seconds: `json`, `trace` (Perfetto) or `html` (a picture)."""
         if format not in _FORMATS:
             raise InvalidRequestError(f"`format` must be one of {', '.join(_FORMATS)}", param="format")

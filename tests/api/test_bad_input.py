@@ -131,7 +131,7 @@ PARAMETERS: list[tuple[dict[str, Any], str]] = [
     ({"bad_words": ["\U0001f4a9" * 80]}, "bad_words"),
     ({"bad_words": "a"}, "bad_words"),
     ({"stop_token_ids": [49152]}, "stop_token_ids"),
-    ({"stop_token_ids": [-1]}, "stop_token_ids"),
+    ({"stop_token_ids": [-1]}, "stop_token_ids[0]"),
     ({"stop_token_ids": ["1"]}, "stop_token_ids[0]"),
     ({"stop_token_ids": list(range(300))}, "stop_token_ids"),
     ({"user": "x" * 100_000}, "user"),

@@ -262,7 +262,14 @@ def test_the_saved_picture_shows_every_kind_of_event_from_disk(page: Page, tmp_p
     assert faults == []
 
 
-def test_the_api_is_documented_without_a_cdn(page: Page, console: ConsoleServer) -> None:
+def test_the_api_is_documented_and_tried_without_a_cdn(page: Page, console: ConsoleServer, says: list[str]) -> None:
+    elsewhere: list[str] = []
+    page.on("request", lambda request: elsewhere.append(request.url) if console.url not in request.url else None)
     page.goto(f"{console.url}/docs")
     page.get_by_text("/v1/chat/completions", exact=True).click()
-    assert "temperature" in (page.locator("details[open] table").inner_text())
+    fields = page.locator("details[open] table").first.inner_text()
+    assert "temperature" in fields
+    assert "from 0 to 2" in fields
+    page.locator("details[open]").get_by_role("button", name="Send").click()
+    assert "Paris is the capital of France." in wait_text(page, "details[open] pre", "finish_reason")
+    assert elsewhere == []
