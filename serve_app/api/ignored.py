@@ -175,6 +175,7 @@ ANTHROPIC: Ignored = {
     "user_profile_id": ANYTHING,
     "workspace_id": ANYTHING,
     "mcp_servers": ([],),
+    "thread": NOTHING,
     "container": NOTHING,
 }
 

@@ -43,16 +43,16 @@ function fieldsTable(name, schema) {
   const table = element("table");
   table.append(element("caption", schema.description ? `${name}: ${schema.description}` : name));
   const head = table.createTHead().insertRow();
-  for (const title of ["field", "type", "limits", ""]) head.append(element("th", title));
+  for (const title of ["field", "type", ""]) head.append(element("th", title));
   const body = table.createTBody();
-  const others = { "Ignored.": [], "Not supported.": [] };
+  const others = { "Ignored.": [], "Ignored; no other value is supported.": [], "Not supported.": [] };
   for (const [field, definition] of Object.entries(schema.properties ?? {})) {
     if (others[definition.description]) {
-      others[definition.description].push(field);
+      others[definition.description].push(definition.enum ? `${field} ${typeOf(definition)}` : field);
       continue;
     }
     const row = body.insertRow();
-    row.append(element("th", field), element("td", typeOf(definition)), element("td", limitsOf(definition)));
+    row.append(element("th", field), element("td", `${typeOf(definition)} ${limitsOf(definition)}`));
     const notes = [schema.required?.includes(field) ? "Required." : "", definition.description ?? ""];
     row.append(element("td", notes.join(" ").trim()));
   }

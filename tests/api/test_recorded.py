@@ -1,4 +1,4 @@
-"""What agents' loops and load tools send: loops that finish, and bodies as their sources make them."""
+"""What agents' loops and load tools send: a loop that finishes, bodies as they were recorded or as their sources say."""
 
 from typing import Any
 
@@ -25,7 +25,7 @@ async def test_a_loop_of_anthropics_tool_runner_finishes(scripted: Api, stream: 
 
     async with anthropic_of(scripted.app) as client:
         runner: Any = client.beta.messages.tool_runner(  # type: ignore[call-overload]
-            model="scripted", max_tokens=200, messages=MESSAGES, tools=[weather], stream=stream
+            model="scripted", max_tokens=200, messages=MESSAGES, tools=[weather], stream=stream, thread=False
         )
         message = await runner.until_done()
     assert asked == [("Rome", 3)]
@@ -38,13 +38,39 @@ async def test_a_loop_of_anthropics_tool_runner_finishes(scripted: Api, stream: 
 USAGE = {"include_usage": True}
 RUNNING_USAGE = {"include_usage": True, "continuous_usage_stats": True}
 PART = {"type": "text", "text": "Capital of France?"}
-CALLED = {
-    "id": "call_1",
-    "type": "function",
-    "function": {"name": "weather", "arguments": '{"city": "Rome", "days": 3}'},
+ARGUMENTS = '{"city": "Rome", "days": 3}'
+CALLED = {"id": "call_1", "type": "function", "function": {"name": "weather", "arguments": ARGUMENTS}}
+STRICT = {
+    "properties": {"city": {"title": "City", "type": "string"}, "days": {"title": "Days", "type": "integer"}},
+    "required": ["city", "days"],
+    "title": "weather_args",
+    "type": "object",
+    "additionalProperties": False,
 }
-# Of vLLM's endpoint_request_func.py, guidellm's request_handlers.py (003104dd) and aiperf's endpoints/ (00a8e858).
-LOADS: dict[str, tuple[str, dict[str, Any]]] = {
+# openai-agents 0.24.0: recorded in a loop that finished over this API. The load tools' are what their sources make:
+# vLLM's endpoint_request_func.py, guidellm's request_handlers.py (003104dd), aiperf's endpoints/ (00a8e858).
+BODIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "openai-agents, responses": (
+        "/v1/responses",
+        {"stream": True, "include": [], "instructions": "Be brief.", "temperature": 0.2,
+         "tools": [{"name": "weather", "parameters": STRICT, "strict": True, "type": "function",
+                    "description": "Tells the weather."}],
+         "input": [
+            {"content": "How is it in Rome?", "role": "user"},
+            {"arguments": ARGUMENTS, "call_id": "call_1", "name": "weather", "type": "function_call", "id": "fc_1",
+             "status": "completed"},
+            {"call_id": "call_1", "output": "Sunny.", "type": "function_call_output"}]},
+    ),
+    "openai-agents, chat": (
+        "/v1/chat/completions",
+        {"stream": True, "temperature": 0.2,
+         "tools": [{"type": "function", "function": {
+            "name": "weather", "description": "Tells the weather.", "parameters": STRICT, "strict": True}}],
+         "messages": [
+            {"content": "Be brief.", "role": "system"}, {"role": "user", "content": "How is it in Rome?"},
+            {"role": "assistant", "content": None, "tool_calls": [CALLED]},
+            {"role": "tool", "tool_call_id": "call_1", "content": "Sunny."}]},
+    ),
     "vllm bench serve, openai": (
         "/v1/completions",
         {"prompt": "France", "repetition_penalty": 1.0, "max_tokens": 4, "logprobs": None, "stream": True,
@@ -105,8 +131,8 @@ LOADS: dict[str, tuple[str, dict[str, Any]]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("path", "body"), LOADS.values(), ids=list(LOADS))
-async def test_load_tools_are_answered(scripted: Api, path: str, body: dict[str, Any]) -> None:
+@pytest.mark.parametrize(("path", "body"), BODIES.values(), ids=list(BODIES))
+async def test_what_they_send_is_answered(scripted: Api, path: str, body: dict[str, Any]) -> None:
     answer = await scripted.http.post(path, json={"model": "scripted", **body})
     assert answer.status_code == 200, answer.text
     assert "Paris" in answer.text
