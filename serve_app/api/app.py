@@ -27,8 +27,9 @@ from serve_app.api.prepare import check_model, check_tenant, decode_ids, encode_
 from serve_app.api.request_events import RequestLog, RequestObserver
 from serve_app.api.responses import ResponsesJob
 from serve_app.api.responses_body import ResponsesBody
-from serve_app.api.schemas import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody, parse_body
+from serve_app.api.schemas import ChatBody, CompletionBody, parse_body
 from serve_app.api.service import Service
+from serve_app.api.token_bodies import DetokenizeBody, TokenizeBody
 from serve_app.api.translation import TranslatedJob
 from serve_app.tenants.accounts import Accounts
 

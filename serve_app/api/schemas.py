@@ -308,51 +308,6 @@ class CompletionBody(GenerationBody):
         return self.max_tokens == 0 and bool(self.echo or self.prompt_logprobs is not None)
 
 
-_CHAT_PROMPT = (
-    "tools", "tool_choice", "reasoning_effort", "chat_template_kwargs", "add_generation_prompt",
-    "continue_final_message",
-)  # fmt: skip
-
-
-class TokenizeBody(Body):
-    """POST /tokenize: a text, or messages through the chat template with what else a chat says to it."""
-
-    model: str | None = None
-    prompt: str | None = None
-    add_special_tokens: bool | None = None
-
-    messages: Any = None
-    tools: Any = None
-    tool_choice: Any = None
-    reasoning_effort: Any = None
-    chat_template_kwargs: Any = None
-    add_generation_prompt: Any = None
-    continue_final_message: Any = None
-
-    @model_validator(mode="after")
-    def _check_one(self) -> Self:
-        if (self.prompt is None) == (self.messages is None):
-            raise unfit("prompt", "or `messages` must be given, one of them")
-        if self.messages is None:
-            for name in _CHAT_PROMPT:
-                if getattr(self, name) is not None:
-                    raise unfit(name, "needs `messages`")
-        return self
-
-    def to_chat(self) -> ChatBody | None:
-        """The chat whose prompt is asked for. Raises `InvalidRequestError`."""
-        if self.messages is None:
-            return None
-        return validate(ChatBody, {name: getattr(self, name) for name in ("model", "messages", *_CHAT_PROMPT)})
-
-
-class DetokenizeBody(Body):
-    """POST /detokenize."""
-
-    model: str | None = None
-    tokens: Annotated[list[TokenId], Field(fail_fast=True)]
-
-
 BodyT = TypeVar("BodyT", bound=Body)
 
 

@@ -1,4 +1,4 @@
-"""What agents' loops and load tools send: a loop that finishes, bodies as they were recorded or as their sources say."""
+"""What agents and load tools send: a loop that finishes, and bodies as they were recorded or as their sources say."""
 
 from typing import Any
 
