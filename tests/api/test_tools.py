@@ -185,7 +185,7 @@ async def test_a_call_that_is_cut_ends_for_its_length(scripted: Api) -> None:
 async def test_a_stop_string_may_cut_a_call(scripted: Api) -> None:
     """Which is then no call to be made: the client is told that the stop string ended the answer."""
     script(scripted, CALL)
-    body: dict[str, Any] = {"model": "scripted", "messages": ASK, "tools": TOOLS}
+    body: dict[str, Any] = {"model": "scripted", "messages": MESSAGES, "tools": CHAT_TOOLS}
     for stop, reason in (("days", "stop"), ("</tool_call>", "tool_calls")):
         whole = plain((await scripted.openai.chat.completions.create(**body, stop=stop)).choices[0])
         assert (whole["finish_reason"], whole["calls"][0][1]) == (reason, "weather")
