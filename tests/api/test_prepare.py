@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from serve_app.api import completions
+from serve_app.api import app, completions
 from serve_app.api.schemas import parse_body
 from tests.api.conftest import Api
 
@@ -41,6 +41,29 @@ async def test_large_bodies_are_parsed_beside_the_event_loop(api: Api, monkeypat
     for count in (1, 200_000):
         answer = await api.http.post("/v1/completions", json={"prompt": "a", "stop_token_ids": [7] * count})
         assert answer.status_code == (200 if count == 1 else 400)
+    assert on_the_loop == [True, False]
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/tokenize", {"prompt": "a"}),
+        ("/detokenize", {"tokens": [5]}),
+        ("/v1/messages/count_tokens", {"messages": [{"role": "user", "content": "a"}]}),
+    ],
+)
+async def test_so_are_those_that_ask_for_tokens(
+    api: Api, monkeypatch: pytest.MonkeyPatch, path: str, body: dict[str, Any]
+) -> None:
+    on_the_loop = []
+
+    def watched(*given: Any) -> Any:
+        on_the_loop.append(threading.current_thread() is threading.main_thread())
+        return parse_body(*given)
+
+    monkeypatch.setattr(app, "parse_body", watched)
+    for fields in ({}, {"unknown": [7] * 200_000}):
+        assert (await api.http.post(path, json={**body, **fields})).status_code == (400 if fields else 200)
     assert on_the_loop == [True, False]
 
 
