@@ -8,7 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from serve_app.model.attention.base import AttentionLayer
+from serve_app.model.attention.base import AttentionBatch, AttentionLayer, block_matrix
+from serve_app.model.attention.reference import ReferenceAttention
 from serve_app.model.attention.verification import verify_backend
 from serve_app.model.gpu import ops, sampling
 from serve_app.model.gpu.attention import TritonAttention
@@ -34,6 +35,7 @@ def comparisons(*, full: bool) -> dict[str, Compare]:
     return {
         **{name: partial(_attention, layer, False) for name, layer in layers.items()},
         "attention, deterministic": partial(_attention, next(iter(layers.values())), True),
+        "attention, a long row beside short ones": partial(_long_row, AttentionLayer(h, k, d, d, d**-0.5), full),
         "norm": partial(_norm, width),
         "gate times up": partial(_gate, width),
         "product, invariant": partial(_product, width, rows, False),
@@ -45,6 +47,35 @@ def comparisons(*, full: bool) -> dict[str, Compare]:
 def _attention(layer: AttentionLayer, deterministic: bool, device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
     problem = verify_backend(TritonAttention(deterministic=deterministic), [layer], dtype, device)
     return {"passed": problem is None, "problem": problem}
+
+
+def _long_row(layer: AttentionLayer, full: bool, device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
+    """Decode rows whose keys are split over one, two, some and as many tiles as there may be."""
+    lengths = [1, 130, 2000, 20_000] if full else [1, 130, 300]
+    backend, reference = TritonAttention(), ReferenceAttention()
+    size = backend.block_size
+    blocks = [-(-length // size) for length in lengths]
+    order = torch.split(torch.randperm(sum(blocks), generator=torch.Generator().manual_seed(0)) + 1, blocks)
+    batch = AttentionBatch(
+        list(range(len(lengths) + 1)),
+        lengths,
+        block_matrix([table.tolist() for table in order]),
+        torch.tensor(
+            [int(table[-1]) * size + (length - 1) % size for table, length in zip(order, lengths, strict=True)],
+            device=device,
+        ),
+    )
+    caches = [found.allocate(layer, 1 + sum(blocks), dtype, device) for found in (backend, reference)]
+    for ours, theirs in zip(*caches, strict=True):
+        ours.copy_(_random(*ours.shape, device=device, dtype=dtype))
+        theirs.copy_(ours.transpose(1, 2))
+    query, key, value = (
+        _random(heads, len(lengths), layer.head_dim, device=device, dtype=dtype)
+        for heads in (layer.num_heads, layer.num_kv_heads, layer.num_kv_heads)
+    )
+    got = backend.forward(layer, query, key, value, caches[0], backend.build(batch))
+    # Row by row: the more keys, the smaller the mean of their values.
+    return _agree(got, reference.forward(layer, query, key, value, caches[1], reference.build(batch)), dtype)
 
 
 def _norm(width: int, device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
