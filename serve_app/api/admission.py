@@ -114,6 +114,11 @@ class AsyncAdmissionQueue:
         return self._queue.ongoing
 
     @property
+    def max_ongoing(self) -> int:
+        """Sequences that the engines hold."""
+        return self._queue.max_ongoing
+
+    @property
     def queued(self) -> int:
         """Sequences that wait here."""
         return self._queue.queued

@@ -17,6 +17,7 @@ from serve_app.api.anthropic_body import CountTokensBody, MessagesBody
 from serve_app.api.chat import ChatJob
 from serve_app.api.completions import CompletionJob
 from serve_app.api.drain import Drain
+from serve_app.api.embeddings import EmbeddingsBody, EmbeddingsJob
 from serve_app.api.endpoint import ApiContext, GenerationResponse
 from serve_app.api.errors import http_exception_handler
 from serve_app.api.guard import RequestGuard
@@ -32,6 +33,7 @@ from serve_app.api.service import Service
 from serve_app.api.token_bodies import DetokenizeBody, TokenizeBody
 from serve_app.api.translation import TranslatedJob
 from serve_app.tenants.accounts import Accounts
+from serve_app.tenants.tenant import Tenant
 
 _QUESTION = [{"role": "user", "content": "Name the capital of France."}]
 
@@ -112,6 +114,14 @@ def _add_generation(app: DocumentedApi, context: ApiContext) -> None:
         """Anthropic's messages, whole or as events. Errors have Anthropic's shape."""
         return GenerationResponse(
             context, "messages", request, lambda raw: MessagesJob(context, parse_body(MessagesBody, raw))
+        )
+
+    @app.post("/v1/embeddings", openapi_extra=app.accepts(EmbeddingsBody, {"input": ["a text", "another"]}))
+    async def embeddings(request: Request) -> Response:
+        """OpenAI's embeddings: texts or token ids in, a vector of length 1 for each out."""
+        tenant: Tenant = request.state.tenant
+        return GenerationResponse(
+            context, "embeddings", request, lambda raw: EmbeddingsJob(context, parse_body(EmbeddingsBody, raw), tenant)
         )
 
 

@@ -129,7 +129,7 @@ class Job(Protocol):
 
     @property
     def num_prompts(self) -> int:
-        """How many engine requests it becomes."""
+        """How many of its engine requests run at once; each takes a place."""
 
     @property
     def stream(self) -> bool:

@@ -1,7 +1,7 @@
 """One HTTP request's generation: its engine requests, merged into text pieces per choice. Knows no wire format."""
 
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
@@ -75,6 +75,8 @@ class Generation:
         """Per prompt, for each prompt token after the first; complete when its first choice has text."""
         self.results: list[dict[str, list[Any]]] = [{} for _ in self.streams]
         """Per choice, an entry per token of each kind of result; of log-probabilities none: its pieces hold them."""
+        self.keep: Callable[[Any], Any] = lambda entry: entry
+        """What is kept of such an entry when it comes: a wire may prefer what it will send."""
         self.odds: list[list[Odds]] = [[] for _ in requests]
         """Per prompt, of the answers that `meter` measures; complete when the prompt's choices have ended."""
 
@@ -96,28 +98,31 @@ class Generation:
     async def pieces(self, tickets: Sequence[Ticket]) -> AsyncGenerator[list[ChoicePiece], None]:
         """What each step of the engine adds, until all choices have ended. Raises `RequestError`.
 
-        `tickets` are the requests' places in the queue; each request starts on its turn. Closing this closes all.
+        `tickets` are places in the queue; on the turn of each, its share of the requests starts, one after another.
+        Closing this closes all.
         """
-        runs = [self._run(i, ticket) for i, ticket in enumerate(tickets)]
+        every = len(self._requests)
+        runs = [self._run(range(i, every, len(tickets)), ticket) for i, ticket in enumerate(tickets)]
         async with aclosing(runs[0] if len(runs) == 1 else merge(runs)) as merged:
             async for pieces in merged:
                 yield pieces
 
-    async def _run(self, index: int, ticket: Ticket) -> AsyncGenerator[list[ChoicePiece], None]:
-        first = index * self.n
-        streams = self.streams[first : first + self.n]
-        request, context = self._requests[index], self._contexts[index]
+    async def _run(self, share: Sequence[int], ticket: Ticket) -> AsyncGenerator[list[ChoicePiece], None]:
         async with ticket:
-            async with aclosing(self._service.generate(request, context)) as steps:
-                self._tracker.queued(ticket.waited_s, len(request.prompt_token_ids) + self._num_scored_tokens)
-                async for deltas in steps:
-                    yield [(first + delta.choice, self._feed(index, delta)) for delta in deltas]
-                    if all(stream.finish_reason is not None for stream in streams):
-                        break
-                else:
-                    raise EngineError("the engine ended the stream before the answer was complete")
-            if self._meter is not None:
-                self.odds[index] = await self._meter.measure(request, context)
+            for index in share:
+                first = index * self.n
+                streams = self.streams[first : first + self.n]
+                request, context = self._requests[index], self._contexts[index]
+                async with aclosing(self._service.generate(request, context)) as steps:
+                    self._tracker.queued(ticket.waited_s, len(request.prompt_token_ids) + self._num_scored_tokens)
+                    async for deltas in steps:
+                        yield [(first + delta.choice, self._feed(index, delta)) for delta in deltas]
+                        if all(stream.finish_reason is not None for stream in streams):
+                            break
+                    else:
+                        raise EngineError("the engine ended the stream before the answer was complete")
+                if self._meter is not None:
+                    self.odds[index] = await self._meter.measure(request, context)
 
     def _feed(self, index: int, delta: TokenDelta) -> TextPiece:
         choice = index * self.n + delta.choice
@@ -131,7 +136,7 @@ class Generation:
         before, reasoned = stream.num_tokens, stream.num_reasoning_tokens or 0
         for kind, entries in delta.results.items():
             if kind != LOGPROBS:
-                self.results[choice].setdefault(kind, []).extend(entries[before - delta.offset :])
+                self.results[choice].setdefault(kind, []).extend(map(self.keep, entries[before - delta.offset :]))
         piece = stream.feed(delta)
         if piece.finish_reason is not None:
             self._contexts[index].ended_choices.add(delta.choice)

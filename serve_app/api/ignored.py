@@ -21,6 +21,22 @@ def changes_nothing(value: object, harmless: tuple[object, ...] | None) -> bool:
     )
 
 
+CLIENT: Ignored = {
+    # Names and notes of the client, and how a hosted service is to handle the request.
+    "request_id": ANYTHING,
+    "rid": ANYTHING,
+    "metadata": ANYTHING,
+    "client_metadata": ANYTHING,
+    "store": ANYTHING,
+    "prompt_cache_key": ANYTHING,
+    "prompt_cache_options": ANYTHING,
+    "prompt_cache_retention": ANYTHING,
+    "safety_identifier": ANYTHING,
+    "service_tier": ANYTHING,
+    "keep_alive": ANYTHING,
+    "extra_body": ({},),
+}
+
 GENERATION: Ignored = {
     # Samplers that are not here, switched off.
     "length_penalty": (1,),
@@ -49,19 +65,7 @@ GENERATION: Ignored = {
     "logits_processors": ([],),
     "n_probs": (0,),
     "min_keep": ANYTHING,
-    # Names and notes of the client, and how a hosted service is to handle the request.
-    "request_id": ANYTHING,
-    "rid": ANYTHING,
-    "metadata": ANYTHING,
-    "client_metadata": ANYTHING,
-    "store": ANYTHING,
-    "prompt_cache_key": ANYTHING,
-    "prompt_cache_options": ANYTHING,
-    "prompt_cache_retention": ANYTHING,
-    "safety_identifier": ANYTHING,
-    "service_tier": ANYTHING,
-    "keep_alive": ANYTHING,
-    "extra_body": ({},),
+    **CLIENT,
 }
 
 CHAT: Ignored = {
@@ -88,6 +92,13 @@ CHAT: Ignored = {
 COMPLETION: Ignored = {
     **GENERATION,
     "response_format": ({"type": "text"},),
+}
+
+EMBEDDINGS: Ignored = {
+    **CLIENT,
+    "normalize": (True,),
+    "embed_dtype": ("float32",),
+    "endianness": ("native", "little"),
 }
 
 STREAM_OPTIONS: Ignored = {"include_obfuscation": (False,)}

@@ -20,5 +20,7 @@ class ApiLimits:
     """Output tokens (of all choices) times their alternatives and themselves that one answer may carry."""
     max_prompt_logprobs: int = 2**16
     """Echoed prompt tokens (of all choices) times alternatives that one answer may carry (`echo` with `logprobs`)."""
+    max_embedding_numbers: int = 2**22
+    """Inputs times dimensions of one answer: 16 MiB, in base64 22."""
     request_timeout_s: float
     """The most that a request may take, and the most that it may ask for with `x-request-timeout`."""

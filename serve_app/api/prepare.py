@@ -30,6 +30,10 @@ _BYTES_PER_CHARACTER = 16
 """So many bytes of a body are parsed in the time that one character is tokenized in; 4 MiB take 50 ms."""
 _MESSAGE = 64
 """The time that the chat template takes for one message, however empty, in characters of text."""
+_TEXT = 128
+"""The same for a text, however short."""
+_BATCH = 64
+"""Texts that are tokenized at a time: others' need not wait for all of a request's."""
 _SLICE = 65_536
 """Characters that are tokenized at a time while it is open whether a text has far too many."""
 _MAX_WAITING = 128
@@ -75,6 +79,26 @@ async def encode_prompt(
     """
     await _check_size(tokenizer, text, card, field)
     return await off_loop(partial(tokenizer.encode, text, add_special_tokens=add_special_tokens), len(text))
+
+
+async def encode_prompts(
+    tokenizer: Tokenizer, texts: Mapping[str, str], card: ModelCard, *, add_special_tokens: bool = True
+) -> list[list[int]]:
+    """Ids of several texts, by the fields in which they stand; errors as `encode_prompt`. Many short ones leave the
+    event loop, too."""
+    for field, text in texts.items():
+        await _check_size(tokenizer, text, card, field)
+    found: list[list[int]] = []
+    everything = [*texts.values()]
+    for start in range(0, len(texts), _BATCH):
+        batch = everything[start : start + _BATCH]
+        work = partial(_encode_all, tokenizer, batch, add_special_tokens)
+        found += await off_loop(work, sum(map(len, batch)) + _TEXT * len(batch))
+    return found
+
+
+def _encode_all(tokenizer: Tokenizer, texts: Sequence[str], add_special_tokens: bool) -> list[list[int]]:
+    return [tokenizer.encode(text, add_special_tokens=add_special_tokens) for text in texts]
 
 
 async def encode_messages(

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Literal, Protocol
 
-Endpoint = Literal["chat", "completions", "responses", "messages"]
+Endpoint = Literal["chat", "completions", "responses", "messages", "embeddings"]
 
 
 class Outcome(StrEnum):
@@ -24,8 +24,8 @@ class RequestSummary:
 
     error: the error's code, or its type. queue_s: the longest wait of its prompts, None if none had its turn.
     first_token_s, seconds: since its arrival at started_at, a Unix time in seconds. replicas: in the order in which
-    they had it. engine_ids: the names of its prompts in recorded steps. key: the name of its API key. traceparent: the
-    client's, unchecked.
+    they had it. engine_ids: the names of its first 128 prompts in recorded steps. key: the name of its API key.
+    traceparent: the client's, unchecked.
     """
 
     request_id: str

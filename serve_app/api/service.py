@@ -9,12 +9,15 @@ from typing import Protocol
 
 from serve_app.core.request import EngineRequest
 from serve_app.core.results import TokenDelta
+from serve_app.core.sampling_params import Pooling
 from serve_app.text.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, slots=True)
 class ModelCard:
     """The served model. `vocab_size` is the width of the logits, `created` a Unix time in seconds.
+
+    `hidden_size` is the length of its embeddings, `pooling` how they are made where the request does not say.
 
     `fingerprint` changes whenever the same seed may give another answer (weights, dtype, version).
     """
@@ -24,6 +27,8 @@ class ModelCard:
     vocab_size: int
     created: int
     fingerprint: str
+    hidden_size: int
+    pooling: Pooling
 
 
 @dataclass(frozen=True, slots=True)

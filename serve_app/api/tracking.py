@@ -13,6 +13,7 @@ from serve_app.errors import OverloadedError, RequestError, RequestTimeoutError,
 from serve_app.tenants.accounts import Charge
 from serve_app.tenants.ledger import Spent
 
+_MAX_ENGINE_IDS = 128
 _REFUSALS = (OverloadedError, RequestTimeoutError, UnavailableError)
 
 
@@ -133,7 +134,7 @@ class RequestTracker:
             seconds=seconds,
             started_at=time.time() - seconds,
             replicas=tuple(replicas),
-            engine_ids=tuple(request.request_id for request in self._requests),
+            engine_ids=tuple(request.request_id for request in self._requests[:_MAX_ENGINE_IDS]),
             key=self._charge.key or None,
             traceparent=self._traceparent,
         )

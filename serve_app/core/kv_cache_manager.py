@@ -74,8 +74,8 @@ class KVCacheManager:
         forked = Prefix()
         if leader is not None and leader.num_computed_tokens >= leader.num_prompt_tokens:
             forked = self.fork(request, leader)
-        # A prompt's logprobs exist only where its tokens are computed.
-        if not self._caches_prefixes or (request.missing_prompt_results and not request.num_reusable_tokens):
+        # A prompt's logprobs, and its mean, exist only where its tokens are computed.
+        if not self._caches_prefixes or not request.num_reusable_tokens:
             return forked
         published = self.match(request)
         return forked if forked.num_tokens > published.num_tokens else published

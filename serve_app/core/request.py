@@ -101,7 +101,9 @@ class Request:
     @property
     def num_reusable_tokens(self) -> int:
         """The most that need not be computed: one token at least yields the next, and those of the prompt whose
-        results are missing are predicted by the ones before them."""
+        results are missing are predicted by the ones before them. A mean is taken over all."""
+        if self.params.pooling == "mean":
+            return 0
         if self.missing_prompt_results:
             return self.num_prompt_tokens - 1 - self.missing_prompt_results
         return self.num_tokens - 1
@@ -201,7 +203,14 @@ def _length_limit(request: EngineRequest, config: SchedulerConfig) -> int:
     """
     prompt, params = len(request.prompt_token_ids), request.params
     pool = (config.num_blocks - 1) * config.block_size + 1
-    for limit, name in ((config.max_model_len, "the model's context of"), (pool, "the KV pool, which holds")):
+    context = config.max_model_len
+    if params.pooling is not None:
+        if prompt > context:
+            raise ContextLengthError(
+                f"`prompt` has {prompt} tokens, but the model's context holds {context}", param="prompt"
+            )
+        context += 1  # its one token is dropped, and needs no position
+    for limit, name in ((context, "the model's context of"), (pool, "the KV pool, which holds")):
         if prompt >= limit:
             raise ContextLengthError(
                 f"`prompt` has {prompt} tokens and leaves no room for output in {name} {limit} tokens", param="prompt"

@@ -13,6 +13,10 @@ from typing import Any, NamedTuple
 LOGPROBS = "logprobs"
 """The kind of result that holds a `TokenLogprob` per token, be it of the output or of the prompt."""
 
+EMBEDDING = "embedding"
+"""The kind of result that holds, for the one token of a request with `pooling`, the prompt's embedding: float32,
+little-endian, as bytes."""
+
 Results = Mapping[str, tuple[Any, ...]]
 """What was computed beside the tokens: for each kind, one entry per token, of plain data that msgpack can pack.
 
@@ -84,6 +88,12 @@ class TokenDelta(NamedTuple):
     def logprobs(self) -> tuple[TokenLogprob, ...]:
         """Of the tokens; empty if nobody asked for them."""
         return tuple(map(TokenLogprob._make, self.results.get(LOGPROBS, ())))
+
+    @property
+    def embedding(self) -> bytes | None:
+        """Of the prompt; None if nobody asked for it."""
+        entries = self.results.get(EMBEDDING)
+        return entries[0] if entries else None
 
     @property
     def prompt_logprobs(self) -> tuple[TokenLogprob, ...]:

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, Literal, Self, get_args
 
 from serve_app.errors import InvalidRequestError
 
@@ -15,8 +15,12 @@ MAX_BAD_WORDS = 256
 MAX_BAD_WORD_TOKENS = 64
 MAX_GRAMMAR_CHARS = 2**18
 
+Pooling = Literal["last", "mean"]
+"""What a prompt's embedding is made of: the final hidden state of its last token, or the mean of all."""
+
 _SET_BY_ENDPOINT = (
     "max_tokens", "seed", "bad_words", "logprobs", "prompt_logprobs", "prompt_logprobs_from", "grammar",
+    "pooling", "dimensions",
 )  # fmt: skip
 """Fields whose meaning in a request depends on its endpoint, or whose default is not here."""
 
@@ -67,12 +71,13 @@ RANGES: Mapping[str, Range] = {
     "logprobs": Range(0, MAX_TOP_LOGPROBS),
     "prompt_logprobs": Range(0, MAX_TOP_LOGPROBS),
     "prompt_logprobs_from": Range(1, 2**31 - 1),
+    "dimensions": Range(1, 2**31 - 1),
 }
 """Of the fields that are numbers."""
 
 BIASES = Range(-100.0, 100.0)
 _TOKEN_IDS = Range(0, 2**31 - 1)
-_MAY_BE_NONE = ("max_tokens", "seed", "logprobs", "prompt_logprobs")
+_MAY_BE_NONE = ("max_tokens", "seed", "logprobs", "prompt_logprobs", "dimensions")
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +92,7 @@ class SamplingParams:
     `allowed_token_ids`, unless empty, are all that may come. `bad_words` are sequences of token ids that may not be in
     the output: the last id of one may not follow the others.
     `grammar` (see `serve_app.grammars`) is what the output must follow; it then says when the output ends.
+    `pooling` asks for the prompt's embedding, of its first `dimensions` numbers (None: all); see `for_embedding`.
     """
 
     n: int = 1
@@ -109,6 +115,8 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     prompt_logprobs_from: int = 1
     grammar: str | None = None
+    pooling: Pooling | None = None
+    dimensions: int | None = None
 
     def __post_init__(self) -> None:
         for name, numbers in RANGES.items():
@@ -118,6 +126,15 @@ class SamplingParams:
             raise _refuse("min_tokens", self.min_tokens, f"at most max_tokens ({self.max_tokens})")
         self._check_token_ids()
         self._check_grammar()
+        self._check_pooling()
+
+    def _check_pooling(self) -> None:
+        if self.pooling is None:
+            return
+        if self.pooling not in get_args(Pooling):
+            raise _refuse("pooling", self.pooling, f"one of {', '.join(get_args(Pooling))}")
+        if (self.n, self.max_tokens) != (1, 1):
+            raise InvalidRequestError("`pooling` needs `n` 1 and `max_tokens` 1", param="pooling")
 
     def _check_token_ids(self) -> None:
         if len(self.logit_bias) > MAX_LOGIT_BIAS:
@@ -184,8 +201,13 @@ class SamplingParams:
 
     @property
     def wants_whole_prompt(self) -> bool:
-        """Whether that is so for every prompt token, so that nothing may come out of the prefix cache."""
-        return self.wants_prompt_results and self.prompt_logprobs_from == 1
+        """Whether every prompt token must be computed, so that nothing may come out of the prefix cache."""
+        return self.pooling == "mean" or (self.wants_prompt_results and self.prompt_logprobs_from == 1)
+
+    @classmethod
+    def for_embedding(cls, pooling: Pooling, dimensions: int | None = None) -> Self:
+        """For a prompt whose embedding is wanted. The one token that an engine gives in any case means nothing."""
+        return cls(max_tokens=1, temperature=0.0, seed=0, pooling=pooling, dimensions=dimensions)
 
     @classmethod
     def client_fields(cls) -> dict[str, type]:
@@ -203,6 +225,13 @@ class SamplingParams:
             for token_id in ids:
                 if token_id >= vocab_size:
                     raise _refuse(name, token_id, f"a token id below {vocab_size}")
+
+    def check_dimensions(self, hidden_size: int) -> None:
+        """Raise `InvalidRequestError` when an embedding is to be longer than the model's hidden states."""
+        if self.dimensions is not None and self.dimensions > hidden_size:
+            raise _refuse(
+                "dimensions", self.dimensions, f"at most {hidden_size}, the length of this model's embeddings"
+            )
 
     def to_wire(self) -> dict[str, Any]:
         """The fields that differ from their defaults, as plain data."""

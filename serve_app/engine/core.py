@@ -14,6 +14,7 @@ from typing import Literal
 from serve_app.core.config import SchedulerConfig, SchedulerKnobs
 from serve_app.core.request import EngineRequest
 from serve_app.core.results import ModelRunnerOutput, TokenDelta
+from serve_app.core.sampling_params import Pooling
 from serve_app.core.scheduler import Scheduler
 from serve_app.core.step_cost import DeviceLimits
 from serve_app.core.step_plan import SchedulerOutput
@@ -61,6 +62,9 @@ class ModelInfo:
     name: str
     vocab_size: int
     max_model_len: int
+    hidden_size: int
+    pooling: Pooling
+    """Of embeddings whose request does not say."""
     eos_token_ids: tuple[int, ...]
     block_size: int
     num_blocks: int
@@ -169,6 +173,7 @@ class EngineCore:
 
     def add(self, request: EngineRequest) -> None:
         """Queue a request. Raises `InvalidRequestError`, `ContextLengthError`. A missing seed is drawn here."""
+        request.params.check_dimensions(self.info.hidden_size)
         if request.params.seed is None:
             request = replace(request, params=replace(request.params, seed=secrets.randbits(63)))
         self._scheduler.add(request, self.clock())
@@ -294,6 +299,8 @@ def _describe(model: PagedModel, num_blocks: int, largest_step_s: float, limits:
         name=model.name,
         vocab_size=model.vocab_size,
         max_model_len=model.max_model_len,
+        hidden_size=model.hidden_size,
+        pooling=model.pooling,
         eos_token_ids=tuple(model.eos_token_ids),
         block_size=model.block_size,
         num_blocks=num_blocks,

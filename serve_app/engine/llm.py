@@ -11,11 +11,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
 from serve_app.core.request import EngineRequest
 from serve_app.core.results import FinishReason, TokenDelta, TokenLogprob
-from serve_app.core.sampling_params import SamplingParams
+from serve_app.core.sampling_params import Pooling, SamplingParams
 from serve_app.engine.core import BATCH_POLL_S, EngineConfig, EngineCore
-from serve_app.errors import InvalidRequestError
+from serve_app.errors import EngineError, InvalidRequestError
 from serve_app.model.options import ModelOptions
 from serve_app.text.odds import Odds, answer_tokens, odds, scoring_params
 from serve_app.text.stream import StopConfig, TextStream
@@ -35,6 +38,8 @@ class CompletionOutput:
     finish_reason: FinishReason | None = None
     logprobs: list[TokenLogprob] | None = None
     error: str | None = None
+    embedding: bytes | None = None
+    """The prompt's; see `LLM.embed`."""
 
 
 @dataclass(slots=True)
@@ -123,6 +128,24 @@ class LLM:
         scored = self.generate(prompts[:1], params) + self.generate(prompts[1:], params)
         return odds(answers, [[entry.logprob for entry in one.prompt_logprobs or ()] for one in scored])
 
+    def embed(
+        self,
+        prompts: str | Sequence[str] | Sequence[Sequence[int]],
+        dimensions: int | None = None,
+        pooling: Pooling | None = None,
+    ) -> npt.NDArray[np.float32]:
+        """Embeddings [prompts, dimensions] of length 1; pooling None: as the checkpoint says, else of the last token.
+
+        Raises as `generate` does, and `EngineError` for a prompt that fails.
+        """
+        params = SamplingParams.for_embedding(pooling or self.core.info.pooling, dimensions)
+        outputs = [result.outputs[0] for result in self.generate(prompts, params)]
+        for number, output in enumerate(outputs):
+            if output.embedding is None:
+                raise EngineError(f"prompt {number}: {output.error}")
+        vectors = b"".join(output.embedding or b"" for output in outputs)
+        return np.frombuffer(vectors, "<f4").reshape(len(outputs), dimensions or self.core.info.hidden_size)
+
     def _add(self, prompt: str | Sequence[int], params: SamplingParams, results: dict[str, RequestOutput]) -> None:
         text = prompt if isinstance(prompt, str) else None
         ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
@@ -157,6 +180,7 @@ def _collect(delta: TokenDelta, result: RequestOutput) -> None:
     output = result.outputs[delta.choice]
     output.token_ids += delta.token_ids
     output.finish_reason, output.error = delta.finish_reason, delta.error
+    output.embedding = delta.embedding
     if output.logprobs is not None:
         output.logprobs += delta.logprobs
     if result.prompt_logprobs is not None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from torch import Tensor
 
 from serve_app.core.sampling_params import SamplingParams
 from serve_app.core.step_plan import ScheduledRequest, SchedulerOutput, SlotStart
@@ -40,6 +41,8 @@ class Slot:
     num_blocks: int
     follower: Follower | None = None
     """Where its output stands in its grammar, if it has one."""
+    pooled: Tensor | None = None
+    """Of a prompt whose mean is taken, the sum so far; see `pooling`."""
 
     def output_from(self, start: int) -> list[int]:
         """Its output tokens from number `start` on."""

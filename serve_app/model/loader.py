@@ -6,11 +6,13 @@ from typing import Any
 
 import torch
 
+from serve_app.core.sampling_params import Pooling
 from serve_app.errors import ConfigError
 from serve_app.model.checkpoint import quiet, read_checkpoint
 from serve_app.model.executors.selection import pick_executor
 from serve_app.model.options import ModelOptions, Progress
 from serve_app.model.paged_model import PagedModel
+from serve_app.model.pooling import read_pooling
 from serve_app.model.source_model import SourceModel
 from serve_app.model.token_samplers import pick_sampler
 from serve_app.model_files import locate_model
@@ -36,7 +38,7 @@ def load_model(options: ModelOptions, on_progress: Progress | None = None) -> Pa
     with quiet():
         cache_dir = Path(options.cache_dir).expanduser()
         module = read_checkpoint(files, options.dtype, device, cache_dir, report)
-        return prepare(module.to(device), files.name, options, report)
+        return prepare(module.to(device), files.name, options, report, read_pooling(files))
 
 
 def from_module(module: Any, **options: Any) -> PagedModel:
@@ -46,12 +48,14 @@ def from_module(module: Any, **options: Any) -> PagedModel:
 
 
 @torch.inference_mode()
-def prepare(module: Any, name: str, options: ModelOptions, report: Progress = _no_report) -> PagedModel:
+def prepare(
+    module: Any, name: str, options: ModelOptions, report: Progress = _no_report, pooling: Pooling = "last"
+) -> PagedModel:
     """Take over a transformers causal LM in eval mode. Raises ConfigError for one that cannot be served this way."""
     source = SourceModel.take(module, name, options.max_model_len)
     executor = pick_executor(source, options, report)
     sampler = pick_sampler(executor, source.facts)
-    return PagedModel(source.facts, executor, sampler)
+    return PagedModel(source.facts, executor, sampler, pooling)
 
 
 def _device(name: str) -> torch.device:

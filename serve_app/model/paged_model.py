@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from serve_app.core.sampling_params import Pooling
 from serve_app.core.step_cost import ModelCost
 from serve_app.core.step_plan import BlockCopy
 from serve_app.model import kv_cache
@@ -24,11 +25,15 @@ from serve_app.model.token_samplers import DeviceSampler, TokenSampler, wide_log
 class PagedModel:
     """Built by `load_model` or `from_module`."""
 
-    def __init__(self, facts: ModelFacts, executor: ModelExecutor, sampler: TokenSampler) -> None:
+    def __init__(
+        self, facts: ModelFacts, executor: ModelExecutor, sampler: TokenSampler, pooling: Pooling = "last"
+    ) -> None:
+        """pooling: of embeddings whose request does not say."""
+        self.pooling = pooling
         self.facts, self.executor = facts, executor
         self.name, self.device, self.dtype = facts.name, facts.device, facts.dtype
         self.max_model_len, self.vocab_size = facts.max_model_len, facts.vocab_size
-        self.eos_token_ids = facts.eos_token_ids
+        self.hidden_size, self.eos_token_ids = facts.hidden_size, facts.eos_token_ids
         self._sampler = sampler
         self._cache: kv_cache.KVCache | None = None
 

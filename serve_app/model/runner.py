@@ -18,13 +18,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from serve_app.core.results import LOGPROBS, ModelRunnerOutput, Results, TokenLogprob
+from serve_app.core.results import LOGPROBS, NO_RESULTS, ModelRunnerOutput, Results, TokenLogprob
 from serve_app.core.step_plan import ScheduledRequest, SchedulerOutput
 from serve_app.grammars import Grammars
 from serve_app.model.attention.base import AttentionBatch, ResidentTables, block_matrix
 from serve_app.model.grammar_masks import GrammarMasks
 from serve_app.model.input_batch import InputBatch, PackedBatch
 from serve_app.model.paged_model import PagedModel
+from serve_app.model.pooling import pool
 from serve_app.model.sampler import PendingSample, Sampled, one_thread, rank
 from serve_app.model.slot_memory import SlotMemory
 from serve_app.model.transfer import to_device
@@ -111,6 +112,7 @@ class ModelRunner:
         packed = forwarded.packed
         held = self._masks.finish(packed.rows, packed.slots, packed.sampling.masks)
         sampled = self._sample_rows(forwarded)
+        pooled = pool(packed, forwarded.hidden)
         prompt_results: dict[int, Results] = {
             i: {LOGPROBS: entries}
             for i, slot in enumerate(packed.slots)
@@ -119,7 +121,9 @@ class ModelRunner:
         # Last, so that a row that has to be run again after an exception finds its history unchanged.
         for i, (row, slot) in enumerate(zip(packed.rows, packed.slots, strict=True)):
             slot.num_tokens += row.samples and i not in held
-        resolve = partial(self._resolve, packed, sampled, held, prompt_results)
+        for i, so_far in pooled.so_far.items():
+            packed.slots[i].pooled = so_far
+        resolve = partial(self._resolve, packed, sampled, held, pooled.embeddings, prompt_results)
         if isinstance(sampled, Sampled):
             # The next step's penalties, if they are the host's to compute, count these.
             result = resolve()
@@ -150,6 +154,7 @@ class ModelRunner:
         packed: PackedBatch,
         pending: PendingSample,
         held: Mapping[int, str | None],
+        embeddings: Mapping[int, Results],
         prompt_results: dict[int, Results],
     ) -> ModelRunnerOutput:
         """Wait for the tokens, write them down, and give each row its own.
@@ -159,7 +164,7 @@ class ModelRunner:
         sampled = pending.resolve()
         self._batch.remember(packed.sampling, sampled.token_ids)
         token_ids: list[tuple[int, ...]] = [()] * len(packed.rows)
-        results: dict[int, Results] = {}
+        results = dict(embeddings)
         failed = {i: reason for i, reason in held.items() if reason is not None}
         forced: dict[int, tuple[int, ...]] = {}
         first = 0
@@ -177,7 +182,10 @@ class ModelRunner:
             else:
                 failed[i] = sampled.failed[first]
             if token_ids[i] and first in sampled.logprobs:
-                results[i] = {LOGPROBS: tuple(sampled.logprobs[first + j] for j in range(len(token_ids[i])))}
+                results[i] = {
+                    **results.get(i, NO_RESULTS),
+                    LOGPROBS: tuple(sampled.logprobs[first + j] for j in range(len(token_ids[i]))),
+                }
             if token_ids[i] and slot.follower is not None:
                 slot.follower.consume(token_ids[i])
                 forced[i] = slot.follower.forced()

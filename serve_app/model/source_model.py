@@ -19,8 +19,8 @@ from serve_app.model.verification import ReferenceLogits
 class ModelFacts:
     """What stays known of a model once it runs. Plain data; holds no weights.
 
-    vocab_size: width of the logits. layer_weights, head_weights: how many numbers they have; of an embedding that is
-    not the head too, few rows are read.
+    vocab_size: width of the logits; hidden_size: of the hidden states that they are made from. layer_weights,
+    head_weights: how many numbers they have; of an embedding that is not the head too, few rows are read.
     """
 
     name: str
@@ -32,6 +32,7 @@ class ModelFacts:
     layers: tuple[AttentionLayer, ...]
     layer_weights: int
     head_weights: int
+    hidden_size: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +58,7 @@ class SourceModel:
         parameter = next(module.parameters())
         max_model_len = _max_model_len(module.config, max_model_len)
         layer_weights, head_weights = _count_weights(module)
+        hidden_size = module.get_output_embeddings().weight.shape[1]
         fix_frequencies(module, max_model_len)
         reference = ReferenceLogits.compute(module, name, max_model_len)
         base, hidden = _split(module)
@@ -73,6 +75,7 @@ class SourceModel:
             layers=tuple(layer for _, layer in calls),
             layer_weights=layer_weights,
             head_weights=head_weights,
+            hidden_size=hidden_size,
         )
         return cls(facts, module, base, hidden, calls, linear_inputs, reference)
 

@@ -90,7 +90,8 @@ class ReplicaService:
         self._transport = transport
         self._metrics = metrics
         self._replicas = replicas
-        self.model = ModelCard(name, max_model_len=0, vocab_size=0, created=int(time.time()), fingerprint="")
+        created = int(time.time())
+        self.model = ModelCard(name, 0, vocab_size=0, created=created, fingerprint="", hidden_size=0, pooling="last")
         self.tokenizer = tokenizer
         self._describe_model()
         replicas.add_listener(self._describe_model)
@@ -327,6 +328,8 @@ def describe_model(card: ModelCard, replicas: Sequence[Mapping[str, Any]]) -> Mo
         card,
         max_model_len=min(metadata["info"]["max_model_len"] for metadata in replicas),
         vocab_size=min(metadata["info"]["vocab_size"] for metadata in replicas),
+        hidden_size=min(metadata["info"]["hidden_size"] for metadata in replicas),
+        pooling=replicas[0]["info"]["pooling"],
         fingerprint="fp_" + "_".join(revisions),
     )
 

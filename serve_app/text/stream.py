@@ -6,10 +6,11 @@ are ignored, missing ones are an error. (Failover hands on neither; see `fleet.r
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from serve_app.core.results import FinishReason, TokenDelta, TokenLogprob
 from serve_app.errors import EngineError
-from serve_app.text.detokenizer import REPLACEMENT
+from serve_app.text.detokenizer import REPLACEMENT, Detokenizer
 from serve_app.text.reasoning_tokens import ReasoningTokens
 from serve_app.text.stop import StopMatcher
 from serve_app.text.tokenizer import Tokenizer
@@ -68,7 +69,7 @@ class TextStream:
 
     def __init__(self, tokenizer: Tokenizer, prompt_token_ids: Sequence[int], stop: StopConfig) -> None:
         self._tokenizer = tokenizer
-        self._detokenizer = tokenizer.detokenizer(prompt_token_ids, markers=stop.markers)
+        self._prompt_token_ids = prompt_token_ids
         self._matcher = StopMatcher(stop.strings, include=stop.include)
         self._stop = stop
         self._reasoning = None if stop.thinking is None else ReasoningTokens(stop.thinking)
@@ -78,6 +79,11 @@ class TextStream:
         self.num_tokens = 0
         """Output tokens so far, the one that ended the text included."""
         self.finish_reason: FinishReason | None = None
+
+    @cached_property
+    def _detokenizer(self) -> Detokenizer:
+        """Made when the first token comes."""
+        return self._tokenizer.detokenizer(self._prompt_token_ids, markers=self._stop.markers)
 
     @property
     def num_reasoning_tokens(self) -> int | None:

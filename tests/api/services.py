@@ -1,12 +1,14 @@
 """Two services: a scripted one for wire formats and faults, and one over an engine in this process."""
 
 import asyncio
+from array import array
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
 
 from serve_app.api.service import NO_CONTEXT, MetricsPage, ModelCard, RequestContext
 from serve_app.core.request import EngineRequest
-from serve_app.core.results import LOGPROBS, FinishReason, TokenDelta, TokenLogprob
+from serve_app.core.results import EMBEDDING, LOGPROBS, FinishReason, Results, TokenDelta, TokenLogprob
+from serve_app.core.sampling_params import SamplingParams
 from serve_app.core.step_record import StepRecord
 from serve_app.engine.async_engine import AsyncEngine
 from serve_app.errors import RequestError
@@ -39,7 +41,9 @@ class ScriptedService:
 
     @property
     def model(self) -> ModelCard:
-        return ModelCard("scripted", self.max_model_len, self.tokenizer.vocab_size, 1_700_000_000, "fp_scripted")
+        return ModelCard(
+            "scripted", self.max_model_len, self.tokenizer.vocab_size, 1_700_000_000, "fp_scripted", 64, "last"
+        )
 
     def check_ready(self) -> None:
         if self.ready is not None:
@@ -86,11 +90,17 @@ class ScriptedService:
             choice,
             offset=i,
             token_ids=(token_id,),
-            results={} if params.logprobs is None else {LOGPROBS: (_logprob(token_id, params.logprobs),)},
+            results=_results(token_id, params),
             prompt_results=prompt_results,
             finish_reason=reason,
             num_cached_tokens=1 if first else None,
         )
+
+
+def _results(token_id: int, params: SamplingParams) -> Results:
+    if params.pooling is not None:
+        return {EMBEDDING: (array("f", [1.0] * (params.dimensions or 64)).tobytes(),)}
+    return {} if params.logprobs is None else {LOGPROBS: (_logprob(token_id, params.logprobs),)}
 
 
 def _logprob(token_id: int, top: int) -> TokenLogprob:
@@ -109,7 +119,8 @@ class EngineService:
     @property
     def model(self) -> ModelCard:
         info = self.engine.info
-        return ModelCard(self.name, info.max_model_len, info.vocab_size, 1_700_000_000, "fp_engine")
+        made = 1_700_000_000, "fp_engine"
+        return ModelCard(self.name, info.max_model_len, info.vocab_size, *made, info.hidden_size, info.pooling)
 
     def check_ready(self) -> None:
         return None

@@ -33,7 +33,15 @@ async def run(server: Api, code: str, known: dict[str, Any]) -> None:
 
 async def test_the_examples_run(default_model: PagedModel, capsys: pytest.CaptureFixture[str]) -> None:
     sections = examples()
-    assert list(sections) == ["Streaming", "Constrained output", "Tools", "Reasoning", "Responses", "Messages"]
+    assert list(sections) == [
+        "Streaming",
+        "Constrained output",
+        "Tools",
+        "Reasoning",
+        "Responses",
+        "Messages",
+        "Embeddings",
+    ]
     known: dict[str, Any] = {}
     told: dict[str, list[str]] = {title: [] for title in sections}
     async with running(default_model, tokenizer_of("hermes")) as server:
@@ -53,6 +61,7 @@ async def test_the_examples_run(default_model: PagedModel, capsys: pytest.Captur
     for title in ("Streaming", "Responses"):
         assert "Paris" in told[title][0]
     assert told["Messages"][0].strip()
+    assert len(json.loads(told["Embeddings"][0])) == 256
     fruit, odds = told["Constrained output"]
     assert "fruit=" in fruit
     assert [line.split()[0] for line in odds.splitlines()] == ["yes", "no"]

@@ -88,7 +88,8 @@ class Engines:
     @property
     def model(self) -> ModelCard:
         info = self.engines[0].info
-        return ModelCard("babbler", info.max_model_len, info.vocab_size, 1_700_000_000, "fp_console")
+        made = 1_700_000_000, "fp_console"
+        return ModelCard("babbler", info.max_model_len, info.vocab_size, *made, info.hidden_size, info.pooling)
 
     def check_ready(self) -> None:
         return None

@@ -1,7 +1,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serve_app.core.results import LOGPROBS, NO_RESULTS, FinishReason, TokenDelta, TokenLogprob, join_deltas
+from serve_app.core.results import EMBEDDING, LOGPROBS, NO_RESULTS, FinishReason, TokenDelta, TokenLogprob, join_deltas
 
 
 @st.composite
@@ -43,3 +43,9 @@ def test_joined_deltas_say_the_same(first: list[TokenDelta], second: list[TokenD
         assert delta.prompt_logprobs == tuple(entry for step in part for entry in step.prompt_logprobs)
         assert delta.num_cached_tokens == 7
         assert (delta.finish_reason, delta.error) == (part[-1].finish_reason, part[-1].error)
+
+
+def test_an_embedding_is_there_once_asked_for() -> None:
+    delta = TokenDelta("r", 0, 0, (1,))
+    assert delta.embedding is None
+    assert delta._replace(results={EMBEDDING: (b"abcd",)}).embedding == b"abcd"

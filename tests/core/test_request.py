@@ -85,6 +85,14 @@ def test_the_length_limit(num_blocks: int, max_tokens: int | None, limit: int) -
     assert make_choices(request, make_config(num_blocks=num_blocks), 0, 0.0)[0].max_num_tokens == limit
 
 
+def test_a_prompt_that_is_embedded_may_fill_the_context() -> None:
+    params = SamplingParams.for_embedding("last")
+    make_choices(EngineRequest("a", (1,) * 30, params), make_config(), 0, 0.0)
+    error = refused(make_config(), prompt_token_ids=(1,) * 31, params=params)
+    assert isinstance(error, ContextLengthError)
+    assert (error.param, error.message) == ("prompt", "`prompt` has 31 tokens, but the model's context holds 30")
+
+
 def test_a_prompt_that_is_computed_again_repeats_no_logprobs() -> None:
     request = EngineRequest("a", (1, 2, 3, 4), SamplingParams(prompt_logprobs=0))
     choice = make_choices(request, make_config(), 0, 0.0)[0]

@@ -65,6 +65,9 @@ def test_what_a_grammar_decides_is_not_asked_for_beside_it(field: str, value: ob
         ("logprobs", 21, "from 0 to 20"),
         ("prompt_logprobs", -1, "from 0 to 20"),
         ("prompt_logprobs_from", 0, "from 1 to 2147483647"),
+        ("pooling", "max", "one of last, mean"),
+        ("pooling", "last", "needs `n` 1 and `max_tokens` 1"),
+        ("dimensions", 0, "from 1 to 2147483647"),
     ],
 )
 def test_an_impossible_value_is_refused_with_field_and_limit(field: str, value: Any, limit: str) -> None:
@@ -117,12 +120,23 @@ def test_what_edits_logits_and_what_waits_for_the_last_token(fields: Any, edits:
     assert (params.edits_logits, params.needs_last_token) == (edits, waits)
 
 
+def test_an_embedding_is_as_long_as_hidden_states_at_most() -> None:
+    for dimensions in (None, 1, 64):
+        params = SamplingParams.for_embedding("mean", dimensions)
+        params.check_dimensions(64)
+        assert SamplingParams.from_wire(params.to_wire()) == params
+    with pytest.raises(InvalidRequestError, match="`dimensions` must be at most 64"):
+        SamplingParams.for_embedding("last", 65).check_dimensions(64)
+
+
 @pytest.mark.parametrize(
     ("fields", "some", "whole"),
     [
         ({}, False, False),
         ({"prompt_logprobs": 0}, True, True),
         ({"prompt_logprobs": 0, "prompt_logprobs_from": 5}, True, False),
+        ({"max_tokens": 1, "pooling": "last"}, False, False),
+        ({"max_tokens": 1, "pooling": "mean"}, False, True),
     ],
 )
 def test_how_much_of_a_prompt_must_be_computed_for_its_results(fields: Any, some: bool, whole: bool) -> None:

@@ -173,7 +173,9 @@ def test_nothing_is_shared_before_the_step_that_computes_it_is_committed() -> No
 
 
 @pytest.mark.parametrize(
-    "changes", [{"cache_salt": "other"}, {"prompt_logprobs": 0}], ids=["another tenant", "prompt logprobs"]
+    "changes",
+    [{"cache_salt": "other"}, {"prompt_logprobs": 0}, {"pooling": "mean", "max_tokens": 1}],
+    ids=["another tenant", "prompt logprobs", "a mean"],
 )
 def test_who_may_not_hit(changes: dict[str, Any]) -> None:
     driver = Driver(make_config())

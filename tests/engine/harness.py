@@ -20,6 +20,7 @@ class Outcome:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
+    embedding: bytes | None = None
     finish_reason: FinishReason | None = None
     num_cached_tokens: int | None = None
     error: str | None = None
@@ -84,6 +85,7 @@ class Harness:
                 outcome.token_ids += delta.token_ids
                 outcome.logprobs += delta.logprobs
                 outcome.prompt_logprobs += delta.prompt_logprobs
+                outcome.embedding = delta.embedding
                 outcome.finish_reason, outcome.error = delta.finish_reason, delta.error
                 if delta.num_cached_tokens is not None:
                     outcome.num_cached_tokens = delta.num_cached_tokens

@@ -130,6 +130,22 @@ def test_a_failing_prompt_costs_nobody_else(
         assert (output.finish_reason, len(output.token_ids), output.error) == (FinishReason.LENGTH, 3, None)
 
 
+def test_a_prompt_without_an_embedding_is_an_error(
+    llm: LLM, default_model: PagedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    paris, france, cheese = llm.embed(["The capital of France", "Paris, a city in France", "Cheese is made from milk"])
+    assert paris @ france > paris @ cheese
+    broken = RuntimeError("broken")
+
+    def fail(*arguments: object) -> Tensor:
+        raise broken
+
+    forward = default_model.forward
+    monkeypatch.setattr(default_model, "forward", lambda ids, *rest: fail() if 9 in ids else forward(ids, *rest))
+    with pytest.raises(EngineError, match="prompt 1: the model failed on this request"):
+        llm.embed([[5], [5, 9]])
+
+
 def test_a_failing_engine_is_an_error_and_leaves_nothing(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(self: EngineCore) -> None:
         raise EngineError("broken")

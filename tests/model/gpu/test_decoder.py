@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from serve_app.core.request import EngineRequest
 from serve_app.core.sampling_params import SamplingParams
 from serve_app.core.step_plan import BlockCopy, SlotStart
 from serve_app.errors import ConfigError
@@ -18,6 +19,9 @@ from serve_app.model.loader import from_module
 from serve_app.model.options import KernelOptions
 from serve_app.model.paged_model import PagedModel
 from serve_app.model.token_samplers import HostSampler
+from tests.engine.harness import Harness
+from tests.engine.test_embeddings import POOLINGS, assert_same, expected, prompt, vector
+from tests.engine.test_embeddings import request as embedding_request
 from tests.model.stepping import Sequences, random_tokens
 from tests.models import needs_compiler, tiny_model
 
@@ -65,7 +69,7 @@ def test_limits_of_the_c_kernels_are_not_the_gpus(device: torch.device, caplog: 
     with pytest.raises(ConfigError, match="heads of 12"):
         from_module(module, attention_backend="kernels")
     with caplog.at_level(logging.WARNING):
-        model = from_module(module.to(device), attention_backend="triton")
+        model = from_module(module.to(device), attention_backend="triton", max_model_len=128)
     assert type(model.executor).__name__ == "GpuDecoder"
     assert not caplog.records
 
@@ -183,3 +187,16 @@ def test_deterministic_rows_have_their_own_bits(device: torch.device) -> None:
     run = Sequences(model, tokens, [[5, 1, 6, 2], [3, 7, 4]])
     parts = [run.step(counts)[0] for counts in ({1: 20, 0: 3}, {0: 30, 1: 1}, {1: 14, 0: 6}, {0: 1})]
     assert torch.equal(torch.cat(parts), expected)
+
+
+def test_embeddings_are_transformers_in_chunks_beside_others(device: torch.device) -> None:
+    module = tiny_model("qwen3", torch.float32)
+    model = from_module(module.to(device), attention_backend="triton", max_model_len=128)
+    assert type(model.executor).__name__ == "GpuDecoder"
+    others = [EngineRequest(f"r{i}", prompt(9 + i), SamplingParams(seed=i, max_tokens=8)) for i in range(2)]
+    asked = [embedding_request(40, pooling) for pooling in POOLINGS]
+    harness = Harness(model, num_blocks=20, max_num_seqs=4, max_num_batched_tokens=24, overlap="on")
+    outcomes = harness.run([*others, *asked]).outcomes
+    for one in asked:
+        wanted = expected(module.cpu(), one.prompt_token_ids, one.params.pooling or "last")
+        assert_same(vector(outcomes[one.request_id, 0].embedding), wanted)
