@@ -8,6 +8,7 @@ import contextlib
 import copy
 import hashlib
 import io
+import logging
 import tempfile
 import warnings
 from collections.abc import Iterator
@@ -23,15 +24,21 @@ from serve_app.errors import ConfigError
 from serve_app.model.options import DTYPES, Progress
 from serve_app.model_files import ModelFiles, check_model
 
+logger = logging.getLogger(__name__)
 
-def read_checkpoint(files: ModelFiles, dtype: str, device: torch.device, cache_dir: Path, report: Progress) -> Any:
+
+def read_checkpoint(
+    files: ModelFiles, dtype: str, device: torch.device, cache_dir: Path, report: Progress, *, embeds: bool = False
+) -> Any:
     """The module with its weights, on the CPU and in eval mode. dtype: as in `ModelOptions`; "auto" depends on the
-    device on which the model will run. Raises ConfigError."""
+    device on which the model will run. embeds: the checkpoint is for embeddings, and may lack a head.
+
+    Raises ConfigError."""
     if files.kind == "folder":
         check_model(files, max_model_len=None)
     if files.gguf_file is not None:
         return _load_gguf(Path(files.source, files.gguf_file), cache_dir, dtype, device, report)
-    return _load_pretrained(files.source, dtype, device, report, files.commit)
+    return _load_pretrained(files.source, dtype, device, report, files.commit, embeds=embeds)
 
 
 def _resolve_dtype(name: str, saved: Any, device: torch.device) -> torch.dtype:
@@ -42,7 +49,15 @@ def _resolve_dtype(name: str, saved: Any, device: torch.device) -> torch.dtype:
     return saved if saved in (torch.float16, torch.bfloat16) else torch.bfloat16
 
 
-def _load_pretrained(source: str, dtype: str, device: torch.device, report: Progress, commit: str | None = None) -> Any:
+def _load_pretrained(
+    source: str,
+    dtype: str,
+    device: torch.device,
+    report: Progress,
+    commit: str | None = None,
+    *,
+    embeds: bool = False,
+) -> Any:
     report("loading weights", 0.0)
     try:
         config = AutoConfig.from_pretrained(source, revision=commit or "main", trust_remote_code=False)
@@ -63,6 +78,10 @@ def _load_pretrained(source: str, dtype: str, device: torch.device, report: Prog
         raise
     except Exception as error:  # transformers raises whatever its validators and readers raise; here it all means this
         raise ConfigError(f"model: cannot load {source}: {_one_line(error)}") from error
+    if embeds and {*info["missing_keys"]} == {"lm_head.weight"}:
+        logger.warning("model %s has no head: its embeddings are right, and the text that it generates is none", source)
+        module.lm_head.weight = module.get_input_embeddings().weight
+        info["missing_keys"].clear()
     _check_weights(source, info)
     report("loading weights", 1.0)
     return module.eval()

@@ -37,8 +37,10 @@ def load_model(options: ModelOptions, on_progress: Progress | None = None) -> Pa
     files = locate_model(options.model)
     with quiet():
         cache_dir = Path(options.cache_dir).expanduser()
-        module = read_checkpoint(files, options.dtype, device, cache_dir, report)
-        return prepare(module.to(device), files.name, options, report, read_pooling(files))
+        pooling = read_pooling(files)
+        embeds = pooling is not None
+        module = read_checkpoint(files, options.dtype, device, cache_dir, report, embeds=embeds)
+        return prepare(module.to(device), files.name, options, report, pooling or "last")
 
 
 def from_module(module: Any, **options: Any) -> PagedModel:

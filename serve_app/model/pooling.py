@@ -69,14 +69,14 @@ def _unit(vector: npt.NDArray[np.float64]) -> bytes:
     return (vector / (np.linalg.norm(vector) or 1.0)).astype("<f4").tobytes()
 
 
-def read_pooling(files: ModelFiles) -> Pooling:
-    """How the checkpoint's authors pool, where they have written it down for sentence-transformers; else "last".
+def read_pooling(files: ModelFiles) -> Pooling | None:
+    """How the checkpoint's authors pool, if they have written it down for sentence-transformers.
 
     Raises ConfigError for what is not computed here.
     """
     modules = _read(files, "modules.json")
     if modules is None:
-        return "last"
+        return None
     try:
         paths = {module["type"].rpartition(".")[2]: module["path"] for module in modules}
         config = {} if "Pooling" not in paths else _read(files, f"{paths['Pooling']}/config.json")

@@ -148,9 +148,9 @@ def test_a_prompt_may_fill_the_context() -> None:
 
 
 # ------------------------------------------------------------------------------------------ checkpoints
-def embedding_folder(path: Path, modules: object, pooling: object) -> Path:
-    """As Qwen3-Embedding comes: a Qwen3 without a head of its own, a tokenizer that ends texts, and the pooling."""
-    tiny_model("qwen3", torch.float32, tie_word_embeddings=True, vocab_size=291).base_model.save_pretrained(path)
+def embedding_folder(path: Path, modules: object, pooling: object, *, tied: bool = True) -> Path:
+    """As Qwen3-Embedding comes: a Qwen3 without a head, a tokenizer that ends texts, and the pooling."""
+    tiny_model("qwen3", torch.float32, tie_word_embeddings=tied, vocab_size=291).base_model.save_pretrained(path)
     config = json.loads((path / "config.json").read_text())
     (path / "config.json").write_text(json.dumps({**config, "architectures": ["Qwen3ForCausalLM"]}))
     tokenizer = sentencepiece_tokenizer()
@@ -197,6 +197,17 @@ def test_an_embedding_model_is_pooled_as_its_checkpoint_says(tmp_path: Path, con
     (explicit,) = llm.embed([prompt(5)], pooling=other, dimensions=16)
     wanted = expected(module, prompt(5), other)[:16]
     assert_same(explicit, wanted / np.linalg.norm(wanted))
+
+
+def test_a_head_may_be_missing_where_nobody_said_that_the_embedding_is_it(tmp_path: Path) -> None:
+    """Qwen3-Embedding-8B is one; without its `modules.json` it would be a damaged model."""
+    folder = embedding_folder(tmp_path, QWEN3, {"pooling_mode": "lasttoken"}, tied=False)
+    llm, module = LLM(str(folder), kv_cache_gib=0.01), AutoModel.from_pretrained(folder)
+    (found,) = llm.embed("hello")
+    assert_same(found, expected(module, tuple(llm.tokenizer.encode("hello")), "last"))
+    (folder / "modules.json").unlink()
+    with pytest.raises(ConfigError, match=r"weights are missing: lm_head\.weight"):
+        LLM(str(folder), kv_cache_gib=0.01)
 
 
 @pytest.mark.parametrize(
