@@ -1,14 +1,17 @@
 """`serve-app compare`: the command's options; the demonstration itself is `demo.compare`."""
 
 import json
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
 
 from serve_app.cli.outputs import JsonFile, PngFile
-from serve_app.demo.compare import CAPS, PROMPTS, draw, make_job, report, run_all, show
+from serve_app.demo.compare import CAPS, PROMPTS, draw, make_job, read_requests, report, run_all, show, show_events
 from serve_app.errors import ServeAppError
+from serve_app.observability.timeline import PALETTE
 
 _DTYPES = ("float32", "bfloat16", "float16", "float64")
 """Without `auto`: the engine and transformers would not choose the same dtype."""
@@ -17,8 +20,15 @@ _DTYPES = ("float32", "bfloat16", "float16", "float64")
 def compare(
     model: Annotated[str, typer.Option(help='"default", a folder, a .gguf file or a hub id.')] = "default",
     slots: Annotated[int, typer.Option(min=1, help="Requests at once, in all runs.")] = 8,
-    repeat: Annotated[int, typer.Option(min=1, help="How often the six prompts are repeated, in order.")] = 8,
-    caps: Annotated[str, typer.Option(help="Output tokens of each of the six prompts.")] = ",".join(map(str, CAPS)),
+    repeat: Annotated[int, typer.Option(min=1, help="How often the prompts are repeated, in order.")] = 8,
+    prompt: Annotated[list[str] | None, typer.Option(help="A prompt instead of the six built in; repeatable.")] = None,
+    caps: Annotated[str, typer.Option(help="Output tokens of each prompt, in order.")] = ",".join(map(str, CAPS)),
+    requests: Annotated[
+        Path | None,
+        typer.Option(
+            exists=True, dir_okay=False, help='A JSONL file instead: {"prompt": "...", "max_tokens": 20} a line.'
+        ),
+    ] = None,
     dtype: Annotated[str, typer.Option(help="Compute dtype of all runs.")] = "float32",
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     threads: Annotated[int | None, typer.Option(min=1, help="CPU threads; by default torch's choice.")] = None,
@@ -26,6 +36,7 @@ def compare(
         bool, typer.Option(help="Let the packed runs reuse cached blocks of repeated prompts.")
     ] = False,
     kv_cache_gib: Annotated[float, typer.Option(min=0.001, help="Size of the packed runs' KV pool.")] = 1.0,
+    events: Annotated[bool, typer.Option("--events", help="Print who took and left which slot in which step.")] = False,
     png: PngFile = None,
     json_file: JsonFile = None,
 ) -> None:
@@ -34,7 +45,9 @@ def compare(
 
     console = Console()
     try:
-        lengths = _parse_caps(caps)
+        if prompt and requests:
+            raise typer.BadParameter("is for prompts that no file gives", param_hint="--prompt")
+        prompts, lengths = read_requests(requests) if requests else _with_caps(prompt or PROMPTS, caps)
         if device not in ("auto", "cpu", "cuda"):
             raise typer.BadParameter(f"{device!r} is not one of auto, cpu, cuda", param_hint="--device")
         if dtype not in _DTYPES:
@@ -48,24 +61,28 @@ def compare(
             "num_threads": threads,
             "kv_cache_gib": kv_cache_gib,
         }
-        job = make_job(load_tokenizer(model), PROMPTS, lengths, repeat, **fields)
+        job = make_job(load_tokenizer(model), prompts, lengths, repeat, **fields)
         results = run_all(job, Console(stderr=True))
     except ServeAppError as error:
         console.print(f"[red]{error}")
         raise typer.Exit(1) from error
-    groups = {f"request-{index}": index % len(PROMPTS) for index in range(len(job.caps))}
+    groups = {f"request-{index}": index % len(prompts) for index in range(len(job.caps))}
     show(console, job, results, groups)
+    if events:
+        show_events(console, results)
     if png is not None:
-        draw(png, results, groups, [f"{cap} tokens out" for cap in lengths])
+        # Colours repeat after eight, so that of more prompts none has one of its own.
+        draw(png, results, groups, [f"{cap} tokens out" for cap in lengths] if len(lengths) <= len(PALETTE) else [])
     if json_file is not None:
         json_file.write_text(json.dumps(report(results), indent=1) + "\n")
 
 
-def _parse_caps(text: str) -> tuple[int, ...]:
+def _with_caps(prompts: Sequence[str], text: str) -> tuple[Sequence[str], tuple[int, ...]]:
+    """The prompts and, of each, the output tokens."""
     try:
         caps = tuple(int(part) for part in text.split(","))
     except ValueError:
         caps = ()
-    if len(caps) != len(PROMPTS) or min(caps) < 1:
-        raise typer.BadParameter(f"{text!r} is not a list of {len(PROMPTS)} positive numbers", param_hint="--caps")
-    return caps
+    if len(caps) != len(prompts) or min(caps) < 1:
+        raise typer.BadParameter(f"{text!r} is not a list of {len(prompts)} positive numbers", param_hint="--caps")
+    return prompts, caps

@@ -22,6 +22,7 @@ experiment = typer.Typer(
 _Model = Annotated[str, typer.Option(help='"default", a folder, a .gguf file or a hub id.')]
 _Slots = Annotated[int, typer.Option(min=1, help="Requests at once, where their memory is reserved for the longest.")]
 _Requests = Annotated[int, typer.Option(min=1, help="Number of requests.")]
+_ManyRequests = Annotated[int, typer.Option(min=20, help="Number of requests.")]
 _Threads = Annotated[int | None, typer.Option(min=1, help="CPU threads; by default torch's choice.")]
 
 
@@ -45,7 +46,7 @@ def _measured_cost(model: str, threads: int | None) -> "StepCost":
     from serve_app.demo.compare import token_progress
     from serve_app.demo.experiments.step_costs import NUM_TOKENS, measure_cost
 
-    with _told(), token_progress(Console(stderr=True)) as begin:
+    with token_progress(Console(stderr=True)) as begin:
         cost = measure_cost(model, threads, begin("cost of a step", NUM_TOKENS))
     Console().print(
         f"A step costs {cost.base_s * 1e3:.2f} ms, {cost.token_s * 1e3:.3f} ms more for each position and "
@@ -123,7 +124,7 @@ def lengths(
 def latency(
     model: _Model = "default",
     slots: _Slots = 16,
-    requests: _Requests = 400,
+    requests: _ManyRequests = 400,
     threads: _Threads = None,
     png: PngFile = None,
     json_file: JsonFile = None,
@@ -134,7 +135,8 @@ def latency(
     """
     from serve_app.demo.experiments.latency import draw, report, run, show
 
-    result = run(_measured_cost(model, threads), requests, slots)
+    with _told():
+        result = run(_measured_cost(model, threads), requests, slots)
     show(Console(), result)
     if png is not None:
         draw(png, result)
@@ -145,7 +147,7 @@ def latency(
 def waiting(
     model: _Model = "default",
     slots: _Slots = 16,
-    requests: _Requests = 400,
+    requests: _ManyRequests = 400,
     threads: _Threads = None,
     png: PngFile = None,
     json_file: JsonFile = None,
@@ -156,7 +158,8 @@ def waiting(
     """
     from serve_app.demo.experiments.waiting import draw, report, run, show
 
-    result = run(_measured_cost(model, threads), requests, slots)
+    with _told():
+        result = run(_measured_cost(model, threads), requests, slots)
     show(Console(), result)
     if png is not None:
         draw(png, result)
@@ -166,7 +169,7 @@ def waiting(
 @experiment.command()
 def window(
     model: _Model = "default",
-    requests: _Requests = 300,
+    requests: _ManyRequests = 300,
     threads: _Threads = None,
     png: PngFile = None,
     json_file: JsonFile = None,
@@ -177,7 +180,8 @@ def window(
     """
     from serve_app.demo.experiments.window import draw, report, run, show
 
-    result = run(_measured_cost(model, threads), requests)
+    with _told():
+        result = run(_measured_cost(model, threads), requests)
     show(Console(), result)
     if png is not None:
         draw(png, result)

@@ -7,7 +7,7 @@ import typer
 from rich.console import Console
 
 from serve_app.cli.outputs import JsonFile, PngFile
-from serve_app.demo.explain import BUDGET, MAX_NUM_SEQS, run, show
+from serve_app.demo.explain import BUDGET, FIRST, MAX_NUM_SEQS, MIXED, run, show
 from serve_app.demo.packed_step import draw_mask_png
 from serve_app.errors import ServeAppError
 
@@ -15,20 +15,25 @@ from serve_app.errors import ServeAppError
 def explain(
     model: Annotated[str, typer.Option(help='"default", a folder, a .gguf file or a hub id.')] = "default",
     budget: Annotated[int, typer.Option(min=MAX_NUM_SEQS, help="Tokens that one step may compute.")] = BUDGET,
+    step: Annotated[
+        str, typer.Option(help='"first", "mixed" (two requests decode, two more begin), or a step\'s number, from 0.')
+    ] = MIXED,
     kv_cache_gib: Annotated[float, typer.Option(min=0.001, help="Size of the KV pool.")] = 1.0,
     png: PngFile = None,
     json_file: JsonFile = None,
 ) -> None:
     """One packed step of a real run: which requests' tokens it computes, and what each may attend to."""
     console = Console()
+    if step not in (FIRST, MIXED) and not step.isdecimal():
+        raise typer.BadParameter(f"{step!r} is not {FIRST}, {MIXED} or a number", param_hint="--step")
     try:
         with Console(stderr=True).status("loading the model"):
-            step = run(model, budget, kv_cache_gib)
+            found = run(model, budget, kv_cache_gib, step)
     except ServeAppError as error:
         console.print(f"[red]{error}")
         raise typer.Exit(1) from error
-    show(console, step)
+    show(console, found)
     if png is not None:
-        draw_mask_png(png, step)
+        draw_mask_png(png, found)
     if json_file is not None:
-        json_file.write_text(json.dumps(step.to_json(), indent=1) + "\n")
+        json_file.write_text(json.dumps(found.to_json(), indent=1) + "\n")

@@ -3,6 +3,7 @@
 Decides which requests are compared and how the result is shown. The measuring is in `compare_runs`.
 """
 
+import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -15,7 +16,8 @@ from rich.table import Table
 
 from serve_app.demo.compare_runs import CompareJob, Measurement, Mode, OnTokens, measure_in_process
 from serve_app.demo.padding import draw_copies, draw_held, padding_figures
-from serve_app.observability.timeline import draw_png, draw_terminal
+from serve_app.errors import InvalidRequestError
+from serve_app.observability.timeline import Work, draw_png, draw_terminal
 
 if TYPE_CHECKING:
     from serve_app.text.tokenizer import Tokenizer
@@ -40,6 +42,31 @@ def make_job(
     """The prompts in order, `repeat` times over, as token ids with their caps; `fields` are those of `CompareJob`."""
     ids = tuple(tuple(tokenizer.encode(prompt)) for prompt in prompts)
     return CompareJob(ids * repeat, tuple(caps) * repeat, **fields)
+
+
+def read_requests(path: Path) -> tuple[tuple[str, ...], tuple[int, ...]]:
+    """Prompts and output tokens of a JSONL file: an object with `prompt` and `max_tokens` in each line.
+
+    Raises `InvalidRequestError` with the number of the first wrong line.
+    """
+    prompts, caps = [], []
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        if not line.strip():
+            continue
+        try:
+            body = json.loads(line)
+            prompt, cap = body["prompt"], body["max_tokens"]
+        except (ValueError, KeyError, TypeError):
+            prompt = cap = None
+        if not (isinstance(prompt, str) and prompt and type(cap) is int and cap >= 1):
+            raise InvalidRequestError(
+                f"{path}, line {number}: must be an object with `prompt`, a text, and `max_tokens`, at least 1"
+            )
+        prompts.append(prompt)
+        caps.append(cap)
+    if not prompts:
+        raise InvalidRequestError(f"{path} has no requests")
+    return tuple(prompts), tuple(caps)
 
 
 @contextmanager
@@ -145,6 +172,28 @@ def show(console: Console, job: CompareJob, results: dict[Mode, Measurement], gr
             "(padding changes the last bits, which can decide a near-tie)."
         )
     console.print(f"Prefix cache in both packed runs: {'on' if job.prefix_cache else 'off'}.")
+
+
+def show_events(console: Console, results: dict[Mode, Measurement]) -> None:
+    """Continuous batching line by line: which request took which slot in which step, and when it left it."""
+    console.print("\n[bold]Continuous: ++ takes a slot, -- leaves it[/bold]; steps are counted from 0")
+    for line in events(results[Mode.CONTINUOUS]):
+        console.print(line, markup=False, highlight=False)
+
+
+def events(run: Measurement) -> list[str]:
+    """Admissions and ends in the order of steps; within one, who ends there has run in it."""
+    moments: list[tuple[int, int, int, str]] = []
+    stays: dict[str, tuple[int, int, int]] = {}
+    for span in run.timeline.spans:
+        if span.work is not Work.WASTED:
+            _, first, last = stays.get(span.request_id, (span.slot, span.start, 0))
+            stays[span.request_id] = span.slot, min(first, span.start), max(last, span.stop - 1)
+    for request_id, (slot, first, last) in stays.items():
+        name = request_id.replace("-", " ")
+        moments.append((first, 0, slot, f"++ [step {first}] slot {slot} <- {name}"))
+        moments.append((last, 1, slot, f"-- [step {last}] slot {slot} -> {name}, after {last - first + 1} steps"))
+    return [line for *_, line in sorted(moments)]
 
 
 def _num_equal(a: Measurement, b: Measurement) -> int:

@@ -1,7 +1,7 @@
 """One packed step of a real run, for people who see continuous batching for the first time.
 
 Decides the scene: two requests are already decoding when two more arrive, and the step's token budget is too small for
-the whole last prompt. The drawing is in `packed_step`.
+the whole last prompt. That step is explained, or any other one of the run. The drawing is in `packed_step`.
 """
 
 from collections.abc import Sequence
@@ -14,6 +14,7 @@ from serve_app.core.request import EngineRequest
 from serve_app.core.sampling_params import SamplingParams
 from serve_app.core.step_record import StepRecord
 from serve_app.demo.packed_step import PackedStep, draw_mask, draw_row, packed_step
+from serve_app.errors import InvalidRequestError
 
 if TYPE_CHECKING:
     from serve_app.engine.core import EngineCore
@@ -23,12 +24,14 @@ EARLY = ("The capital of France is", "My favourite animal is the")
 LATE = ("Water boils at a temperature of", "Once upon a time there was a little robot who wanted to learn how to paint")
 BUDGET = 18
 """Tokens per step: two decodes, the whole first late prompt, and a part of the second."""
+FIRST, MIXED = "first", "mixed"
+"""The first step of the run, and the first in which C and D have tokens; other steps go by their number, from 0."""
 _INTRODUCTION = """
-A language model reads tokens and predicts the next one. Requests A and B were already writing their answers when C and
-D arrived. No request waits for another: the engine packs all tokens that are due into a single row, one after the other
-and without padding, and runs the model over that row once. Linear layers treat every token alike, so it does not matter
-which request a token belongs to. Only attention must know: each token attends to the tokens of its own request up to
-itself, and never to those of another request.
+A language model reads tokens and predicts the next one. Requests A and B come first; they are already writing their
+answers when C and D arrive. No request waits for another: the engine packs all tokens that are due into a single row,
+one after the other and without padding, and runs the model over that row once. Linear layers treat every token alike,
+so it does not matter which request a token belongs to. Only attention must know: each token attends to the tokens of
+its own request up to itself, and never to those of another request.
 """
 _DECODES_BEFORE, _MAX_TOKENS = 2, 12
 MAX_NUM_SEQS = 8
@@ -58,27 +61,38 @@ class Scene:
 
 
 def run_scene(
-    engine: "EngineCore", records: list[StepRecord], tokenizer: "Tokenizer", early: Sequence[str], late: Sequence[str]
+    engine: "EngineCore",
+    records: list[StepRecord],
+    tokenizer: "Tokenizer",
+    early: Sequence[str],
+    late: Sequence[str],
+    wanted: str = MIXED,
 ) -> PackedStep:
-    """Run `early` prompts until they decode, let the `late` ones join, and describe the step in which they do.
+    """Run `early` prompts until they decode, let the `late` ones join, and describe the wanted step of the run.
 
-    `records` is the list that the engine's `on_step` fills.
+    `records` is the list that the engine's `on_step` fills. Raises `InvalidRequestError` when the run has no such step.
     """
     scene = Scene(engine, records)
     for prompt in early:
         scene.add(tokenizer.encode(prompt))
-    prompt_lengths = {request_id: len(ids) for request_id, ids in scene.tokens.items()}
-    while any(len(ids) < prompt_lengths[request_id] + _DECODES_BEFORE for request_id, ids in scene.tokens.items()):
-        scene.step()
-    for prompt in late:
-        scene.add(tokenizer.encode(prompt))
-    known = scene.step()
-    texts = {token_id: tokenizer.decode([token_id]) for ids in known.values() for token_id in ids}
-    return packed_step(records[-1], known, texts)
+    enough = {request_id: len(ids) + _DECODES_BEFORE for request_id, ids in scene.tokens.items()}
+    late_came = False
+    while engine.has_unfinished:
+        name = FIRST if not records else str(len(records))
+        if not late_came and all(len(scene.tokens[request_id]) >= count for request_id, count in enough.items()):
+            late_came, name = True, MIXED
+            for prompt in late:
+                scene.add(tokenizer.encode(prompt))
+        number = str(len(records))
+        known = scene.step()
+        if wanted in (name, number):
+            texts = {token_id: tokenizer.decode([token_id]) for ids in known.values() for token_id in ids}
+            return packed_step(records[-1], known, texts)
+    raise InvalidRequestError(f"there is no step {wanted}: the run has steps 0 to {len(records) - 1}", param="step")
 
 
-def run(model: str, budget: int, kv_cache_gib: float) -> PackedStep:
-    """Load the model and run the scene. Raises `ServeAppError` if the model cannot be loaded."""
+def run(model: str, budget: int, kv_cache_gib: float, wanted: str = MIXED) -> PackedStep:
+    """Load the model and run the scene; see `run_scene`. Raises `ServeAppError` if the model cannot be loaded."""
     from serve_app.engine.core import EngineConfig, EngineCore
     from serve_app.model.options import ModelOptions
     from serve_app.text.tokenizer import load_tokenizer
@@ -93,7 +107,7 @@ def run(model: str, budget: int, kv_cache_gib: float) -> PackedStep:
         speculation="off",
     )
     engine = EngineCore.load(config, on_step=records.append)
-    return run_scene(engine, records, load_tokenizer(model), EARLY, LATE)
+    return run_scene(engine, records, load_tokenizer(model), EARLY, LATE, wanted)
 
 
 def show(console: Console, step: PackedStep) -> None:

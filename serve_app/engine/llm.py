@@ -3,6 +3,7 @@
 Decides: how prompts become requests and deltas become outputs. Everything else is the engine's.
 """
 
+import gc
 import itertools
 import sys
 import time
@@ -22,7 +23,7 @@ from serve_app.errors import EngineError, InvalidRequestError
 from serve_app.model.options import ModelOptions
 from serve_app.text.odds import Odds, answer_tokens, odds, scoring_params
 from serve_app.text.stream import StopConfig, TextStream
-from serve_app.text.tokenizer import load_tokenizer
+from serve_app.text.tokenizer import Tokenizer, load_tokenizer
 
 
 @dataclass(slots=True)
@@ -56,9 +57,11 @@ class RequestOutput:
 
 
 class LLM:
-    """A loaded model. `**knobs` are the fields of `EngineConfig`, such as max_num_seqs or kv_cache_gib.
+    """A loaded model; `with LLM(...) as llm:` gives its memory back at the end, as `close` does.
 
-    Raises `ConfigError` when the model cannot be loaded as asked.
+    tokenizer: where it is, as `model` says where that is, or one that is loaded; None: beside the model. `**knobs` are
+    the fields of `EngineConfig`, such as max_num_seqs or kv_cache_gib. Raises `ConfigError` when the model cannot be
+    loaded as asked.
     """
 
     def __init__(
@@ -69,6 +72,7 @@ class LLM:
         max_model_len: int | None = None,
         attention_backend: str = "auto",
         quantization: str = "none",
+        tokenizer: str | Tokenizer | None = None,
         **knobs: Any,
     ) -> None:
         options = ModelOptions(
@@ -79,10 +83,29 @@ class LLM:
             attention_backend=attention_backend,
             quantization=quantization,
         )
-        self.tokenizer = load_tokenizer(model)
-        self.core = EngineCore.load(EngineConfig(model=options, **knobs), vocabulary=self.tokenizer.vocabulary)
-        self.tokenizer.check_fits(self.core.info.vocab_size)
+        self.tokenizer = tokenizer if isinstance(tokenizer, Tokenizer) else load_tokenizer(tokenizer or model)
+        core = EngineCore.load(EngineConfig(model=options, **knobs), vocabulary=self.tokenizer.vocabulary)
+        self.tokenizer.check_fits(core.info.vocab_size)
+        self._core: EngineCore | None = core
         self._ids = itertools.count()
+
+    @property
+    def core(self) -> EngineCore:
+        """The engine. Raises `EngineError` after `close`."""
+        if self._core is None:
+            raise EngineError("this LLM is closed")
+        return self._core
+
+    def close(self) -> None:
+        """Give the memory of weights and KV pool back; whatever is asked then raises `EngineError`."""
+        self._core = None
+        gc.collect()  # a model's modules refer to each other
+
+    def __enter__(self) -> "LLM":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def generate(
         self,

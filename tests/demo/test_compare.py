@@ -15,12 +15,12 @@ from typer.testing import CliRunner
 from serve_app.cli import app
 from serve_app.core.request import EngineRequest
 from serve_app.core.sampling_params import SamplingParams
-from serve_app.demo.compare import CAPS, PROMPTS, make_job, report, run_all, show
+from serve_app.demo.compare import CAPS, PROMPTS, events, make_job, read_requests, report, run_all, show
 from serve_app.demo.compare_runs import CompareJob, Measurement, Mode, measure, measure_in_process
 from serve_app.demo.padded import PaddedGenerator, load_causal_lm
 from serve_app.demo.padded_continuous import PaddedContinuousEngine
 from serve_app.demo.padding import PaddedStep
-from serve_app.errors import ServeAppError
+from serve_app.errors import InvalidRequestError, ServeAppError
 from serve_app.observability.timeline import Timeline, Work
 from serve_app.text.tokenizer import load_tokenizer
 from tests.cli.conftest import CONTEXT
@@ -153,7 +153,10 @@ def test_differences_are_reported_not_hidden() -> None:
 def test_the_command_end_to_end(tiny_folder: Path, tmp_path: Path) -> None:
     """In fresh processes, as users run it."""
     png, json_file = tmp_path / "out.png", tmp_path / "out.json"
-    options = ["--model", str(tiny_folder), "--slots", "4", "--repeat", "2", "--caps", "1,2,5,3,4,2"]
+    requests = tmp_path / "requests.jsonl"
+    lines = [{"prompt": prompt, "max_tokens": cap} for prompt, cap in zip(PROMPTS, TINY_CAPS, strict=True)]
+    requests.write_text("\n".join(map(json.dumps, lines)) + "\n\n")
+    options = ["--model", str(tiny_folder), "--slots", "4", "--repeat", "2", "--requests", str(requests), "--events"]
     options += [
         "--dtype",
         "float64",
@@ -175,6 +178,7 @@ def test_the_command_end_to_end(tiny_folder: Path, tmp_path: Path) -> None:
     assert figures["outputs_equal"] is True
     assert "Continuous: a freed slot" in result.output
     assert "12 of 12 requests equal, token for token" in result.output
+    assert "++ [step 1] slot 0 <- request 4" in result.output
     assert png.read_bytes().startswith(b"\x89PNG")
 
 
@@ -198,6 +202,10 @@ def test_the_baseline_reads_no_pickled_weights(tiny_folder: Path, tmp_path: Path
     ("options", "message"),
     [
         (["--caps", "1,2"], "is not a list of 6 positive numbers"),
+        (["--prompt", "a", "--prompt", "b"], "is not a list of 2 positive numbers"),
+        (["--prompt", "a", "--requests", __file__], "is for prompts that no file gives"),
+        (["--requests", "/no/such/file"], "/no/such/file"),
+        (["--requests", __file__], "line 1: must be an object with `prompt`, a text, and `max_tokens`"),
         (["--caps", "1,2,3,4,5,x"], "is not a list of 6 positive numbers"),
         (["--caps", "1,2,3,4,5,0"], "is not a list of 6 positive numbers"),
         (["--device", "tpu"], "not one of auto, cpu, cuda"),
@@ -236,3 +244,35 @@ def test_merging_and_filtering_copy_what_they_keep(tiny_folder: Path) -> None:
     assert [step.appended_bytes // column for step in steps] == [0, 8, 0, 3]
     # b ends: a's row is copied, without the two columns of padding. c joins (2 rows of 3), and ends at once.
     assert [step.moved_bytes // column for step in steps] == [0, 3, 6 + 3, 0]
+
+
+def test_events_tell_who_took_and_left_which_slot(results: dict[Mode, Measurement]) -> None:
+    """Caps 1, 2, 5, 3, 4, 2 twice in 4 slots: the first request ends in the step in which it came."""
+    lines = events(results[Mode.CONTINUOUS])
+    assert len(lines) == 2 * len(CAPS_IN_ORDER)
+    assert lines[:4] == [f"++ [step 0] slot {slot} <- request {slot}" for slot in range(4)]
+    assert lines[4:8] == [
+        "-- [step 0] slot 0 -> request 0, after 1 steps",
+        "++ [step 1] slot 0 <- request 4",
+        "-- [step 1] slot 1 -> request 1, after 2 steps",
+        "++ [step 2] slot 1 <- request 5",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("", "has no requests"),
+        ("{", "line 1: must be an object"),
+        ("[1]", "line 1: must be an object"),
+        ('{"prompt": "a", "max_tokens": 1}\n{"prompt": "b"}', "line 2: must be an object"),
+        ('{"prompt": "a", "max_tokens": 0}', "line 1: must be an object"),
+        ('{"prompt": "a", "max_tokens": true}', "line 1: must be an object"),
+        ('{"prompt": "", "max_tokens": 1}', "line 1: must be an object"),
+    ],
+)
+def test_a_wrong_line_is_named(tmp_path: Path, line: str, message: str) -> None:
+    path = tmp_path / "requests.jsonl"
+    path.write_text(line)
+    with pytest.raises(InvalidRequestError, match=message):
+        read_requests(path)

@@ -120,6 +120,36 @@ def test_the_command_end_to_end(tiny_folder: Path, tmp_path: Path) -> None:
     assert png.read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.parametrize(
+    ("step", "number", "kinds"),
+    [
+        ("first", 0, ["prefill", "prefill"]),
+        ("0", 0, ["prefill", "prefill"]),
+        ("1", 1, ["decode", "decode"]),
+        ("mixed", 2, ["decode", "decode", "prefill", "prefill"]),
+        ("4", 4, ["decode", "decode", "decode", "decode"]),
+    ],
+)
+def test_any_step_of_the_run(tiny_folder: Path, tmp_path: Path, step: str, number: int, kinds: list[str]) -> None:
+    json_file = tmp_path / "step.json"
+    options = ["--model", str(tiny_folder), "--budget", "60", "--kv-cache-gib", "0.02", "--step", step]
+    result = CliRunner().invoke(app, ["explain", *options, "--json", str(json_file)])
+    assert result.exit_code == 0, result.output
+    data = json.loads(json_file.read_text())
+    assert data["step"] == number
+    assert [segment["kind"] for segment in data["segments"]] == kinds
+
+
+def test_a_step_that_the_run_does_not_have(tiny_folder: Path) -> None:
+    options = ["--model", str(tiny_folder), "--budget", "60", "--kv-cache-gib", "0.02", "--step", "99"]
+    result = CliRunner().invoke(app, ["explain", *options])
+    assert result.exit_code == 1
+    assert "there is no step 99: the run has steps 0 to" in result.output
+    result = CliRunner().invoke(app, ["explain", "--step", "last"], env={"COLUMNS": "200"})
+    assert result.exit_code == 2
+    assert "'last' is not first, mixed or a number" in result.output
+
+
 def test_a_missing_model_is_told_in_one_line() -> None:
     result = CliRunner().invoke(app, ["explain", "--model", "/no/such/folder"])
     assert result.exit_code == 1

@@ -1,4 +1,6 @@
 import math
+import shutil
+import weakref
 from dataclasses import replace
 from pathlib import Path
 
@@ -99,6 +101,27 @@ def test_text_is_what_a_server_shows(tmp_path: Path) -> None:
 def test_a_tokenizer_wider_than_the_logits_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="model: the tokenizer knows 291 ids, but the logits are 290 wide"):
         LLM(str(folder(tmp_path, 290)), kv_cache_gib=0.01)
+
+
+def test_closing_gives_the_memory_back(tmp_path: Path) -> None:
+    with LLM(str(folder(tmp_path, 291)), kv_cache_gib=0.01) as llm:
+        model = weakref.ref(llm.core)
+        llm.generate("a", SamplingParams(max_tokens=1))
+    assert model() is None
+    llm.close()
+    with pytest.raises(EngineError, match="this LLM is closed"):
+        llm.generate("a")
+
+
+def test_the_tokenizer_may_be_elsewhere(tmp_path: Path) -> None:
+    elsewhere = folder(tmp_path / "whole", 291)
+    model = tmp_path / "model"
+    shutil.copytree(elsewhere, model, ignore=shutil.ignore_patterns("tokenizer*"))
+    with LLM(str(model), tokenizer=str(elsewhere), kv_cache_gib=0.01) as llm:
+        tokenizer = llm.tokenizer
+        assert llm.generate("world", SamplingParams(max_tokens=1))[0].prompt_token_ids == tokenizer.encode("world")
+    with LLM(str(model), tokenizer=tokenizer, kv_cache_gib=0.01) as again:
+        assert again.tokenizer is tokenizer
 
 
 def test_a_refused_prompt_runs_nothing(llm: LLM) -> None:

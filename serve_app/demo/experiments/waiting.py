@@ -172,9 +172,12 @@ def _draw_streams(panel: "Axes", result: Replay, window: tuple[float, float]) ->
     begin_s, end_s = window
     tokens = [(moment, one.slot) for one in result.requests for moment in one.token_s if begin_s <= moment <= end_s]
     firsts = [(one.token_s[0], one.slot) for one in result.requests if begin_s <= one.token_s[0] <= end_s]
-    panel.plot(*zip(*tokens, strict=True), ".", color=BLUE, markersize=3, label="token of a stream")
-    if firsts:
-        panel.plot(*zip(*firsts, strict=True), "D", color=RED, markersize=4, label="its first token")
+    for points, marker, size, colour, label in (
+        (tokens, ".", 3, BLUE, "token of a stream"),
+        (firsts, "D", 4, RED, "its first token"),
+    ):
+        if points:
+            panel.plot(*zip(*points, strict=True), marker, color=colour, markersize=size, label=label)
     pauses = [step for step in result.steps if step.only_prompts and step.end_s > begin_s and step.begin_s < end_s]
     spans = [(step.begin_s, step.end_s - step.begin_s) for step in pauses]
     if spans:
