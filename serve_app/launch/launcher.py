@@ -123,6 +123,7 @@ class _Launch:
                 logging_level="error",
             )
             signal.signal(signal.SIGTERM, self._stop)  # ray.init takes it for itself
+            _keep_rays_token_private()
             if not memory_monitor_enabled():
                 self._say(_MEMORY)
             self._say(f"Ray is up; deploying {self._config_path}")
@@ -343,6 +344,12 @@ def _environment(scratch: Path) -> Mapping[str, str]:
 def _key_pair_for_haproxy(scratch: Path, target: ConfigFile) -> WatchedKeyPair | None:
     """None where nothing is encrypted, and where Ray's own proxy does it. Raises `ConfigError`."""
     return WatchedKeyPair(target.key_pair, scratch) if target.key_pair is not None and haproxy_enabled() else None
+
+
+def _keep_rays_token_private() -> None:
+    """Whoever has the token may run code through Ray's ports, and Ray writes it for every user to read."""
+    with suppress(OSError):  # it may come from elsewhere
+        (Path.home() / ".ray" / "auth_token").chmod(0o600)
 
 
 def _bound_requests(scratch: Path, target: ConfigFile) -> None:

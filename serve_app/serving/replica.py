@@ -75,7 +75,7 @@ class EngineReplica:
             engine_config(settings, use_gpu=use_gpu),
             on_step=self._on_step,
             on_progress=logger.info,
-            vocabulary=lambda: load_tokenizer(settings.model).vocabulary(),
+            vocabulary=lambda: tokenizer.vocabulary(),  # asked for by the first request that has a grammar
             stream_interval_s=settings.ingress.stream_interval_ms / 1000,
         )
         self._stall_timeout_s = stall_timeout_s(settings, self._engine.info.largest_step_s)

@@ -55,6 +55,17 @@ def test_a_refusal_is_one_line_and_a_status(tmp_path: Path) -> None:
     assert "unknown setting `engine.max_num_seq` (did you mean `max_num_seqs`?)" in line
 
 
+def test_rays_token_is_for_its_user_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who has it runs code through Ray's ports; Ray writes it as the umask has it."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    launcher._keep_rays_token_private()  # it may not be there
+    token = tmp_path / ".ray" / "auth_token"
+    token.parent.mkdir()
+    token.touch(0o644)
+    launcher._keep_rays_token_private()
+    assert token.stat().st_mode & 0o777 == 0o600
+
+
 def test_a_wrong_value_is_named(refuse: Refuse, tmp_path: Path) -> None:
     assert "`dtype`" in refuse(write_config(tmp_path, {"dtype": "int3"}, 8000))
 
