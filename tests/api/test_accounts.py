@@ -84,7 +84,7 @@ async def test_the_ledger_says_what_usage_said(server: Charged) -> None:
         {"prompt": [PROMPT, [4, 5]]},
         {"stream": True, "stream_options": {"include_usage": True}},
         {"stop": ["capital"], "max_tokens": 50},
-        {"n": 2, "best_of": 2},
+        {"n": 2, "best_of": 4},
         {"echo": True, "logprobs": 2, "max_tokens": 0},
         {"prompt_logprobs": 1, "max_tokens": 0},
         {"max_tokens": -1, "logprobs": 5},
@@ -208,6 +208,7 @@ async def test_sequences_at_once_are_bounded_while_they_run(server: Charged) -> 
         await asyncio.sleep(0)
     assert (await server.ask("narrow")).status_code == 429
     assert (await server.ask("narrow", n=3)).status_code == 400
+    assert (await server.ask("narrow", best_of=3)).status_code == 400
     server.service.hold.set()
     assert (await running).status_code == 200
     assert (await server.ask("narrow", n=2)).status_code == 200

@@ -51,7 +51,7 @@ class JumpingLoop(asyncio.SelectorEventLoop):
         return self.selector.now
 
 
-class _JumpingSelector(selectors.SelectSelector):
+class _JumpingSelector(selectors.DefaultSelector):
     now = 0.0
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
