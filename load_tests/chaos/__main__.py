@@ -98,7 +98,8 @@ def memory_command(
     seconds: float = 300.0, path: Path_ = "fast", model: Model = "small", seed: Seed = 0, json: Json = None
 ) -> None:
     """200 clients that read nothing and 100 that send 4 MiB at a time, beside ordinary streams."""
-    _measure(path, model, Shape(), json, partial(memory.memory, seconds=seconds, seed=seed), memory.verdict)
+    shape = replace(Shape(), queue=memory.PLACES)
+    _measure(path, model, shape, json, partial(memory.memory, seconds=seconds, seed=seed), memory.verdict)
 
 
 @app.command("soak")

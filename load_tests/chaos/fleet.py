@@ -160,7 +160,11 @@ class Fleet:
 
     def _listed(self) -> list[dict[str, Any]]:
         page = _get(f"{self.url}/debug/replicas", _SCRAPE_TIMEOUT_S)
-        return [] if page is None else list(json.loads(page))
+        try:
+            return [] if page is None else list(json.loads(page))
+        except ValueError:
+            print(f"/debug/replicas answered {page!r:.200}", file=sys.stderr, flush=True)
+            return []
 
     def metrics(self, **labels: str) -> Samples | None:
         """The application's metrics, each summed over samples with these labels; None while nothing answers."""

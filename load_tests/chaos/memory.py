@@ -19,6 +19,9 @@ from load_tests.chaos.fleet import Fleet
 from load_tests.chaos.traffic import MODEL, Answer, Outcome, ask, open_narrow_session, open_session, send, text
 
 _READERS, _SENDERS, _STREAMS = 200, 100, 4
+_CHOICES = 64
+PLACES = _READERS * _CHOICES + _STREAMS
+"""In the ingress's queue: every reader is to be admitted."""
 _BODY_BYTES = 4 * 2**20 - 1024
 _OUTPUT = 400
 _PAUSE_S = 0.2
@@ -102,7 +105,7 @@ def _told(answers: list[Answer]) -> dict[str, Any]:
 
 async def _read_nothing(fleet: Fleet, seed: int) -> None:
     """Ask for a large streamed answer and read none of it; when the server ends that, ask again."""
-    body = ask("unread", "Tell me everything.", 195, temperature=1, seed=seed, n=64, logprobs=20).body
+    body = ask("unread", "Tell me everything.", 195, temperature=1, seed=seed, n=_CHOICES, logprobs=20).body
     while True:
         with suppress(aiohttp.ClientError, OSError):
             async with open_narrow_session() as session, session.post(f"{fleet.url}/v1/completions", json=body):
