@@ -1,33 +1,71 @@
 // Talks to this server: JSON calls, and streams of server-sent events.
 
 export class ApiError extends Error {
-  constructor(message, requestId) {
+  constructor(message, requestId, status = null) {
     super(message);
     this.requestId = requestId;
+    this.status = status;
   }
 }
 
 const KEY = "serve_app API key";
+let whenWanted = () => apiKey.set(prompt("This server wants an API key:")?.trim() ?? "", false);
 let asked = false;
 
-/** `fetch` with the API key of this tab's session. A server that wants one has it asked for, once. */
+/** The key that every request sends: of this tab's session, or kept in the browser. */
+export const apiKey = {
+  get: () => sessionStorage.getItem(KEY) ?? localStorage.getItem(KEY) ?? "",
+  isKept: () => localStorage.getItem(KEY) !== null,
+  set(key, kept) {
+    sessionStorage.removeItem(KEY);
+    localStorage.removeItem(KEY);
+    if (key) (kept ? localStorage : sessionStorage).setItem(KEY, key);
+    asked = false;
+  },
+};
+
+/** `handler` is called when the server wants a key, or another one; not again before one has been set. */
+export function onKeyWanted(handler) {
+  whenWanted = handler;
+}
+
+/** `fetch` with the API key. */
 export async function ask(path, options) {
-  const key = sessionStorage.getItem(KEY);
+  const key = apiKey.get();
   const headers = key ? { ...options.headers, authorization: `Bearer ${key}` } : options.headers;
   const response = await fetch(path, { ...options, headers });
   if (response.status !== 401 || asked) return response;
+  whenWanted();
   asked = true;
-  const given = prompt("This server wants an API key (an admin's, for the timeline):");
-  if (!given) return response;
-  sessionStorage.setItem(KEY, given.trim());
-  return ask(path, options);
+  return apiKey.get() === key ? response : ask(path, options);
 }
 
 /** The parsed answer of a GET. Throws ApiError with the server's own words. */
 export async function getJson(path) {
-  const response = await ask(path, { headers: { accept: "application/json" } });
+  return (await get(path)).json();
+}
+
+/** The body of a GET's answer, for saving. Throws as `getJson` does. */
+export async function getBlob(path) {
+  return (await get(path)).blob();
+}
+
+async function get(path) {
+  const response = await ask(path, { headers: {} });
+  if (!response.ok) throw await refusal(response);
+  return response;
+}
+
+/** The parsed answer of a POST. Throws as `getJson` does. */
+export async function postJson(path, body) {
+  const response = await post(path, body);
   if (!response.ok) throw await refusal(response);
   return response.json();
+}
+
+function post(path, body, signal) {
+  const headers = { "content-type": "application/json" };
+  return ask(path, { method: "POST", headers, body: JSON.stringify(body), signal });
 }
 
 /**
@@ -35,12 +73,7 @@ export async function getJson(path) {
  * Throws ApiError for a refusal, an error event, or a stream that ends early; AbortError when `signal` aborts it.
  */
 export async function streamJson(path, body, signal, onChunk) {
-  const response = await ask(path, {
-    method: "POST",
-    headers: { "content-type": "application/json" },
-    body: JSON.stringify(body),
-    signal,
-  });
+  const response = await post(path, body, signal);
   if (!response.ok) throw await refusal(response);
   const requestId = response.headers.get("x-request-id");
   for await (const data of serverSentEvents(response.body)) {
@@ -55,9 +88,9 @@ export async function streamJson(path, body, signal, onChunk) {
 async function refusal(response) {
   const requestId = response.headers.get("x-request-id");
   try {
-    return new ApiError((await response.json()).error.message, requestId);
+    return new ApiError((await response.json()).error.message, requestId, response.status);
   } catch {
-    return new ApiError(`the server answered ${response.status}`, requestId);
+    return new ApiError(`the server answered ${response.status}`, requestId, response.status);
   }
 }
 

@@ -1,25 +1,45 @@
-// The conversation: sends it, shows the answer as it comes, stops it. Model output is only ever set as text.
+// The shown conversation: sends messages, shows answers as they come, stops them, moves between branches.
 
-import { getJson, streamJson } from "./api.js";
+import { streamJson } from "./api.js";
+import { Answer } from "./answer.js";
+import { element, find } from "./dom.js";
+import { SettingError, bodyOf } from "./fields.js";
+import { viewOf } from "./message-view.js";
+import { Scroll } from "./scroll.js";
+import { add, before, choose, path, toRequest, variants } from "./tree.js";
 
-const NUMBERS = ["temperature", "top_p", "top_k", "repetition_penalty", "max_tokens", "seed"];
-const find = (id) => document.getElementById(id);
+const SAVE_PERIOD_MS = 2000;
+const IDEAS = [
+  "Explain how a KV cache makes generation faster.",
+  "Write a Python function that merges two sorted lists.",
+  "Compare three ways to brew coffee in a table.",
+  "Give me a plan to learn a language in six months.",
+];
 
-export async function startChat() {
-  const models = (await getJson("/v1/models")).data;
-  find("model").replaceChildren(...models.map((model) => new Option(model.id, model.id)));
-  new Chat();
-}
-
-class Chat {
-  constructor() {
-    this.history = [];
+export class Chat {
+  /** `save(conversation)` keeps it; `complain(error)` shows a setting that cannot be sent. */
+  constructor({ save, complain }) {
+    this.save = save;
+    this.complain = complain;
     this.running = null;
+    this.views = new Map();
+    this.scroll = new Scroll(find("messages"), find("jump"));
+    this.actions = {
+      edit: (message, text) => this.branch(message.parent, text),
+      regenerate: (message) => this.answer(this.conversation.messages[message.parent]),
+      choose: (message, label) => this.choose(message, label),
+      answerCalls: (message, results) => this.answerCalls(message, results),
+    };
+    this.listen();
+  }
+
+  listen() {
+    const prompt = find("prompt");
     find("composer").addEventListener("submit", (event) => {
       event.preventDefault();
       this.send();
     });
-    find("prompt").addEventListener("keydown", (event) => {
+    prompt.addEventListener("keydown", (event) => {
       if (event.key === "Enter" && !event.shiftKey && !event.isComposing) {
         event.preventDefault();
         this.send();
@@ -29,147 +49,174 @@ class Chat {
       if (event.key === "Escape") this.stop();
     });
     find("halt").addEventListener("click", () => this.stop());
-    find("fresh").addEventListener("click", () => this.forget());
   }
 
-  async send() {
+  show(conversation) {
+    this.conversation = conversation;
+    this.views.clear();
+    this.redraw();
+    this.scroll.toEnd();
+  }
+
+  redraw() {
+    const messages = path(this.conversation);
+    const shown = messages.length ? messages.map((message) => this.viewOf(message).element) : [welcome()];
+    // What is moved loses focus and selection.
+    const old = [...find("messages").children];
+    const same = shown.findIndex((box, i) => box !== old[i]);
+    for (const box of old.slice(same < 0 ? shown.length : same)) box.remove();
+    if (same >= 0) find("messages").append(...shown.slice(same));
+    messages.forEach((message, i) => {
+      const view = this.viewOf(message);
+      view.showVariants(variants(this.conversation, message));
+      view.offerResults?.(i === messages.length - 1 && !this.isRunning(message));
+    });
+    setBusy(this.running);
+  }
+
+  viewOf(message) {
+    if (!this.views.has(message.id)) {
+      const view = viewOf(message, this.actions);
+      this.views.set(message.id, view);
+      if (this.isRunning(message)) view.update();
+      else view.finish();
+    }
+    return this.views.get(message.id);
+  }
+
+  isRunning(message) {
+    return Boolean(this.running?.messages.includes(message));
+  }
+
+  send() {
     const text = find("prompt").value.trim();
-    if (!text || this.running) return;
-    find("prompt").value = "";
-    document.querySelector("#messages .empty")?.remove();
-    addMessage("user", "You").text.textContent = text;
-    const history = this.history; // "New chat" puts another one in its place
-    history.push({ role: "user", content: text });
-    const answer = addMessage("assistant", find("model").value);
-    const run = new Run(answer);
-    this.running = new AbortController();
-    setBusy(true);
+    if (text && this.branch(path(this.conversation).at(-1)?.id ?? null, text)) find("prompt").value = "";
+  }
+
+  /** Asks something behind `parent` (an id, or null); false if it cannot be sent now. */
+  branch(parent, content) {
+    const body = this.body();
+    if (!body) return false;
+    this.generate(body, add(this.conversation, parent, { role: "user", content }));
+    return true;
+  }
+
+  answer(question) {
+    const body = this.body();
+    if (body) this.generate(body, question);
+  }
+
+  answerCalls(message, results) {
+    const body = this.body();
+    if (!body) return;
+    const last = message.toolCalls.reduce((parent, call, i) => {
+      const result = { role: "tool", toolCallId: call.id, name: call.name, content: results[i] };
+      return add(this.conversation, parent.id, result);
+    }, message);
+    this.generate(body, last);
+  }
+
+  choose(message, label) {
+    choose(this.conversation, message);
+    this.redraw();
+    this.save(this.conversation);
+    // The arrow that was used is gone; its twin is where the focus belongs, or else the message.
+    const { element: box } = this.viewOf(message);
+    (box.querySelector(`[aria-label="${label}"]:enabled`) ?? box.querySelector(".branch button:enabled")).focus();
+  }
+
+  body() {
+    if (this.running) return null;
     try {
-      const body = { ...readSettings(), messages: withSystem(history), stream: true };
-      body.stream_options = { include_usage: true, continuous_usage_stats: true };
-      const { signal } = this.running;
-      run.requestId = await streamJson("/v1/chat/completions", body, signal, (chunk) => run.take(chunk));
+      return bodyOf(this.conversation.settings);
+    } catch (error) {
+      if (!(error instanceof SettingError)) throw error;
+      this.complain(error);
+      return null;
+    }
+  }
+
+  async generate(body, question) {
+    const { conversation } = this;
+    const model = find("model").value;
+    const blank = { role: "assistant", content: "", model, format: conversation.settings.format };
+    const messages = Array.from({ length: body.n ?? 1 }, () => add(conversation, question.id, { ...blank }));
+    choose(conversation, messages[0]);
+    const answers = messages.map((message) => new Answer(message));
+    const history = toRequest(before(conversation, messages[0].id), conversation.settings.system ?? "");
+    const request = { model, ...body, messages: history, stream: true };
+    request.stream_options = { include_usage: true, continuous_usage_stats: true };
+    this.running = { conversation, messages, abort: new AbortController() };
+    this.redraw();
+    this.scroll.toEnd();
+    this.save(conversation);
+    const { signal } = this.running.abort;
+    try {
+      const id = await streamJson("/v1/chat/completions", request, signal, (chunk) => this.take(answers, chunk));
+      for (const message of messages) message.requestId = id;
       announce("The answer is complete.");
     } catch (error) {
-      if (error.name === "AbortError") run.finish = "stopped by you";
-      else run.fail(error);
-      announce(error.name === "AbortError" ? "Stopped." : `Error: ${error.message}`);
+      this.fail(messages, error);
     }
-    run.show();
-    if (run.text) history.push({ role: "assistant", content: run.text });
-    else history.pop(); // a question without any answer would only confuse the next one
+    this.end();
+  }
+
+  take(answers, chunk) {
+    const choice = chunk.choices[0];
+    const answer = answers[choice?.index ?? 0];
+    answer.take(choice, chunk.usage);
+    this.views.get(answer.message.id)?.update();
+    if (performance.now() - (this.running.savedAt ?? 0) < SAVE_PERIOD_MS) return;
+    this.running.savedAt = performance.now();
+    this.save(this.running.conversation);
+  }
+
+  fail(messages, error) {
+    const stopped = error.name === "AbortError";
+    for (const message of messages) {
+      if (message.finish) continue; // this one was complete
+      message.finish = stopped ? "stopped" : "error";
+      if (!stopped) message.error = error.message;
+      if (error.requestId) message.requestId = error.requestId;
+    }
+    announce(stopped ? "Stopped." : `Error: ${error.message}`);
+  }
+
+  end() {
+    const { conversation, messages } = this.running;
     this.running = null;
-    setBusy(false);
+    for (const message of messages) this.views.get(message.id)?.finish();
+    this.redraw();
+    this.save(conversation);
   }
 
   stop() {
-    this.running?.abort();
-  }
-
-  forget() {
-    this.stop();
-    this.history = [];
-    find("messages").replaceChildren();
-    find("prompt").focus();
+    this.running?.abort.abort();
   }
 }
 
-/** One answer in the making: its text and its figures. */
-class Run {
-  constructor(answer) {
-    this.answer = answer;
-    this.sentAt = performance.now();
-    this.text = "";
-    this.finish = null;
-  }
-
-  take(chunk) {
-    const choice = chunk.choices[0];
-    if (choice?.delta?.content) {
-      this.lastAt = performance.now();
-      this.firstAt ??= this.lastAt;
-      this.text += choice.delta.content;
-      append(this.answer.text, choice.delta.content);
-    }
-    this.finish = choice?.finish_reason ?? this.finish;
-    this.usage = chunk.usage ?? this.usage;
-    this.show();
-  }
-
-  fail(error) {
-    const note = document.createElement("p");
-    note.className = "error";
-    note.textContent = error.message;
-    this.answer.text.after(note);
-    this.requestId = error.requestId ?? this.requestId;
-    this.finish = "error";
-  }
-
-  show() {
-    const parts = [];
-    if (this.firstAt) parts.push(`first token ${((this.firstAt - this.sentAt) / 1000).toFixed(2)} s`);
-    const tokens = this.usage?.completion_tokens;
-    const seconds = (this.lastAt - this.firstAt) / 1000;
-    // Pieces that reach the page in one go tell nothing of the pace.
-    if (tokens > 1 && seconds > 0.1) parts.push(`${((tokens - 1) / seconds).toFixed(1)} tokens/s`);
-    if (tokens) parts.push(`${tokens} tokens`);
-    if (this.usage) {
-      const cached = this.usage.prompt_tokens_details?.cached_tokens;
-      parts.push(`prompt ${this.usage.prompt_tokens}${cached ? ` (${cached} cached)` : ""}`);
-    }
-    if (this.finish) parts.push(this.finish);
-    if (this.requestId) parts.push(this.requestId);
-    this.answer.figures.textContent = parts.join(" · ");
-  }
+function welcome() {
+  const idea = (text) => {
+    const fill = () => {
+      find("prompt").value = text;
+      find("prompt").focus();
+    };
+    return element("button", { type: "button", class: "idea", on: { click: fill } }, text);
+  };
+  return element(
+    "div",
+    { class: "welcome" },
+    element("p", { class: "welcome-title" }, "What would you like to know?"),
+    element("p", { class: "hint" }, "Conversations stay in this browser."),
+    element("div", { class: "ideas" }, ...IDEAS.map(idea)),
+  );
 }
 
-function readSettings() {
-  const body = { model: find("model").value };
-  for (const name of NUMBERS) {
-    const value = find(name).value;
-    if (value !== "") body[name] = Number(value);
-  }
-  if (find("stop").value) body.stop = [find("stop").value];
-  return body;
-}
-
-function withSystem(history) {
-  const system = find("system").value.trim();
-  return system ? [{ role: "system", content: system }, ...history] : history;
-}
-
-function addMessage(role, name) {
-  const message = document.createElement("article");
-  message.className = `message ${role}`;
-  const parts = {};
-  for (const part of ["who", "text", "figures"]) {
-    parts[part] = document.createElement("div");
-    parts[part].className = part === "figures" ? "figures-line" : part;
-    message.append(parts[part]);
-  }
-  parts.who.textContent = name;
-  find("messages").append(message);
-  scrollDown();
-  return parts;
-}
-
-function append(element, text) {
-  const box = find("messages");
-  const atEnd = box.scrollHeight - box.scrollTop - box.clientHeight < 40;
-  element.append(text);
-  if (atEnd) scrollDown();
-}
-
-function scrollDown() {
-  const box = find("messages");
-  box.scrollTop = box.scrollHeight;
-}
-
-function setBusy(busy) {
-  // A log that is busy is read out once it is done, not token by token.
-  find("messages").setAttribute("aria-busy", String(busy));
-  find("send").disabled = busy;
-  find("halt").disabled = !busy;
+function setBusy(running) {
+  // A log that is busy is read out once it is done, not piece by piece.
+  find("messages").setAttribute("aria-busy", String(Boolean(running)));
+  find("send").hidden = Boolean(running);
+  find("halt").hidden = !running;
 }
 
 function announce(text) {

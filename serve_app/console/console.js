@@ -1,36 +1,58 @@
-// Puts the page together: chat, live batch, timeline.
+// Puts the page together: conversations, panels, and whether the server is ready.
 
-import { startChat } from "./chat.js";
-import { startCrowd } from "./crowd.js";
-import { Feed } from "./feed.js";
-import { showLive } from "./live.js";
-import { TimelineView } from "./timeline.js";
+import { getJson, onKeyWanted } from "./api.js";
+import { Conversations } from "./conversations.js";
+import { find } from "./dom.js";
+import { startPanels } from "./panels.js";
+import { openStore } from "./store.js";
 
-const health = document.getElementById("health");
-const timeline = new TimelineView(document.getElementById("timeline-view"), { following: true });
+const HEALTH_PERIOD_MS = 5000;
 
-function say(state, text) {
+async function showHealth() {
+  if (!document.hidden) {
+    const ready = await fetch("/health/ready").then((answer) => answer.ok, () => null);
+    say(ready === null ? "server unreachable" : ready ? "ready" : "no replica is ready", ready ? "ready" : "down");
+  }
+  setTimeout(showHealth, HEALTH_PERIOD_MS);
+}
+
+function say(text, state) {
+  const health = find("health");
   if (health.textContent !== text) health.textContent = text; // a status that repeats itself would be read out again
   health.dataset.state = state;
 }
 
-new Feed((news) => {
-  if (news instanceof Error) {
-    say("down", "server unreachable");
-    return;
-  }
-  const alive = news.replicas.filter((replica) => !replica.gone).length;
-  say(alive ? "ready" : "down", alive ? `${alive} replica${alive > 1 ? "s" : ""} ready` : "no replica");
-  showLive(news);
-  timeline.update(news.replicas, news.now);
-});
-
-async function connect() {
+async function showModels() {
   try {
-    await startChat();
-    startCrowd();
-  } catch {
-    setTimeout(connect, 2000);
+    const models = (await getJson("/v1/models")).data;
+    find("model").replaceChildren(...models.map((model) => new Option(model.id, model.id)));
+  } catch (error) {
+    if (error.status === null || error.status === undefined || error.status >= 500) setTimeout(showModels, 2000);
   }
 }
-connect();
+
+/** The list of conversations: beside the chat where there is room, above it on a phone. */
+function startSidebar() {
+  const wide = matchMedia("(min-width: 52rem)");
+  const { classList } = document.body;
+  const tell = () => {
+    const isOpen = wide.matches ? !classList.contains("sidebar-closed") : classList.contains("sidebar-open");
+    find("sidebar-toggle").setAttribute("aria-expanded", String(isOpen));
+  };
+  new MutationObserver(tell).observe(document.body, { attributeFilter: ["class"] });
+  wide.addEventListener("change", tell);
+  find("sidebar-toggle").addEventListener("click", () => classList.toggle(wide.matches ? "sidebar-closed" : "sidebar-open"));
+  find("backdrop").addEventListener("click", () => classList.remove("sidebar-open"));
+  document.addEventListener("keydown", (event) => {
+    if (event.key === "Escape") classList.remove("sidebar-open");
+  });
+  tell();
+}
+
+const store = await openStore();
+const conversations = new Conversations(store, await store.all(), { onKey: showModels });
+onKeyWanted(() => conversations.settings.askForKey());
+startSidebar();
+startPanels();
+showModels();
+showHealth();

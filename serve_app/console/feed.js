@@ -12,12 +12,18 @@ export class Feed {
     this.listener = listener;
     this.replicas = new Map();
     this.askedAt = Date.now() - 60_000; // the first look takes in a minute
+    this.isWanted = false;
     document.addEventListener("visibilitychange", () => this.wake());
+  }
+
+  /** Whether there is anything on the page that shows it. */
+  setWanted(isWanted) {
+    this.isWanted = isWanted;
     this.wake();
   }
 
   wake() {
-    if (!document.hidden && !this.timer) this.poll();
+    if (this.isWanted && !document.hidden && !this.timer) this.poll();
   }
 
   async poll() {
@@ -32,7 +38,7 @@ export class Feed {
     } catch (error) {
       this.listener(error);
     }
-    this.timer = document.hidden ? null : setTimeout(() => this.poll(), PERIOD_MS);
+    this.timer = document.hidden || !this.isWanted ? null : setTimeout(() => this.poll(), PERIOD_MS);
   }
 
   merge(state) {

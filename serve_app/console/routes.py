@@ -1,4 +1,4 @@
-"""The console's routes: the page, its files, the API's documentation, and `GET /debug/timeline`.
+"""The console's routes: the page, its files, the API's documentation, `GET /debug/timeline`, and `rendering`'s.
 
 Decides what a browser may do with these pages: run and fetch what comes from this server, nothing else. Does not know
 where recordings come from: whoever builds the application passes a function that reads them.
@@ -19,6 +19,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from serve_app.console import picture
+from serve_app.console.rendering import add_markdown
 from serve_app.errors import InvalidRequestError
 from serve_app.observability.step_ring import Recording
 from serve_app.observability.timeline_trace import chrome_trace
@@ -58,6 +59,7 @@ class Sources:
 
 def add_console(app: FastAPI, sources: Sources) -> None:
     """Add the console's routes to the HTTP API."""
+    add_markdown(app)
     files = _static_files()
     lock = asyncio.Lock()
 

@@ -5,11 +5,13 @@ Without a Chromium on the machine (Debian: `apt-get install chromium`) the brows
 
 import asyncio
 import itertools
+import re
 import shutil
 import threading
 import time
 from collections.abc import AsyncGenerator, Coroutine, Iterator, Sequence
-from dataclasses import dataclass, field
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -17,26 +19,33 @@ import torch
 import uvicorn
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from serve_app.api.access import Access
 from serve_app.api.admission import AsyncAdmissionQueue
 from serve_app.api.app import create_app
 from serve_app.api.service import NO_CONTEXT, MetricsPage, ModelCard, RequestContext
 from serve_app.console.routes import Sources, add_console
 from serve_app.core.request import EngineRequest
-from serve_app.core.results import TokenDelta
+from serve_app.core.results import FinishReason, TokenDelta
 from serve_app.core.step_record import StepRecord
 from serve_app.engine.async_engine import AsyncEngine
 from serve_app.engine.core import EngineConfig, EngineCore
+from serve_app.errors import UnavailableError
 from serve_app.model.loader import from_module
 from serve_app.observability.step_ring import Recorder, StepRing
-from serve_app.text.tokenizer import Tokenizer, load_tokenizer
+from serve_app.tenants.keys import KeyRing, hash_key
+from serve_app.tenants.tenant import Tenant
+from serve_app.text.tokenizer import Tokenizer
 from tests.api.conftest import Recorder as RequestRecorder
 from tests.api.limits import make_limits
+from tests.text.formats import tokenizer_of
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, ConsoleMessage, Page
 
 SLOTS = 4
 REPLICAS = ("alpha", "beta")
+EOS = 2
+KEYS = {"team-key": Tenant(name="team"), "admin-key": Tenant(name="boss", admin=True)}
 
 
 class Pace:
@@ -45,18 +54,18 @@ class Pace:
     step_s = 0.0
 
 
-def small_engine(pace: Pace) -> tuple[EngineCore, StepRing]:
-    """Random weights over the default tokenizer's vocabulary: answers are nonsense, a step takes a millisecond."""
+def small_engine(pace: Pace, vocab_size: int) -> tuple[EngineCore, StepRing]:
+    """Random weights: answers are nonsense, a step takes a millisecond."""
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=49152,
+        vocab_size=vocab_size,
         hidden_size=32,
         intermediate_size=64,
         num_hidden_layers=2,
         num_attention_heads=2,
         max_position_embeddings=2048,
         bos_token_id=1,
-        eos_token_id=2,
+        eos_token_id=EOS,
         initializer_range=0.5,
     )
     ring = StepRing()
@@ -73,12 +82,15 @@ def small_engine(pace: Pace) -> tuple[EngineCore, StepRing]:
 class Engines:
     """`api.Service` over engines in this process, taken in turn.
 
-    `override` stands in for what they would say; replicas in `silent` tell nothing of themselves.
+    `override` stands in for what they would say, over and over, or `answer`, once; replicas in `silent` tell nothing of
+    themselves.
     """
 
     engines: Sequence[AsyncEngine]
     tokenizer: Tokenizer
     override: list[str] = field(default_factory=list)
+    answer: str = ""
+    requests: list[EngineRequest] = field(default_factory=list)
     silent: set[str] = field(default_factory=set)
     pace: Pace = field(default_factory=Pace)
 
@@ -92,7 +104,8 @@ class Engines:
         return ModelCard("babbler", info.max_model_len, info.vocab_size, *made, info.hidden_size, info.pooling)
 
     def check_ready(self) -> None:
-        return None
+        if self.silent >= set(REPLICAS):
+            raise UnavailableError("no replica is ready")
 
     async def metrics(self) -> MetricsPage:
         return MetricsPage(b"", "text/plain")
@@ -100,13 +113,20 @@ class Engines:
     async def generate(
         self, request: EngineRequest, context: RequestContext = NO_CONTEXT
     ) -> AsyncGenerator[list[TokenDelta], None]:
-        ids = self.tokenizer.encode("".join(self.override), add_special_tokens=False) if self.override else []
+        self.requests.append(request)
+        ids = self.tokenizer.encode(self.answer or "".join(self.override), add_special_tokens=False)
+        if self.answer:
+            # A grammar would make the engine say something else, at another length.
+            ids.append(EOS)
+            params = replace(request.params, grammar=None, max_tokens=len(ids), ignore_eos=True)
+            request = replace(request, params=params)
         async for deltas in next(self._turns).generate(request):
             yield [self._instead(delta, ids) if ids else delta for delta in deltas]
 
     def _instead(self, delta: TokenDelta, ids: list[int]) -> TokenDelta:
         said = tuple(ids[(delta.offset + i) % len(ids)] for i in range(len(delta.token_ids)))
-        return TokenDelta(delta.request_id, delta.choice, delta.offset, said, finish_reason=delta.finish_reason)
+        reason = FinishReason.STOP if delta.finish_reason and self.answer else delta.finish_reason
+        return TokenDelta(delta.request_id, delta.choice, delta.offset, said, finish_reason=reason)
 
 
 @dataclass
@@ -124,9 +144,9 @@ class ConsoleServer:
         return sum(engine.stats().running + engine.stats().waiting for engine in self.service.engines)
 
 
-async def serve(started: "threading.Event", box: dict[str, Any]) -> None:
-    pace = Pace()
-    cores = [small_engine(pace) for _ in REPLICAS]
+async def serve(started: "threading.Event", box: dict[str, Any], access: Access | None = None) -> None:
+    pace, tokenizer = Pace(), tokenizer_of("qwen3")
+    cores = [small_engine(pace, tokenizer.vocab_size) for _ in REPLICAS]
     engines = [await AsyncEngine.start_with(lambda core=core: core) for core, _ in cores]  # type: ignore[misc]
     recorders = [
         Recorder(
@@ -139,8 +159,8 @@ async def serve(started: "threading.Event", box: dict[str, Any]) -> None:
         )
         for name, engine, (_, ring) in zip(REPLICAS, engines, cores, strict=True)
     ]
-    service, queue = Engines(engines, load_tokenizer("default"), pace=pace), AsyncAdmissionQueue(16, 8)
-    app = create_app(service, queue, make_limits(), RequestRecorder())
+    service, queue = Engines(engines, tokenizer, pace=pace), AsyncAdmissionQueue(16, 8)
+    app = create_app(service, queue, make_limits(), RequestRecorder(), access=access)
 
     async def recordings(seconds: float) -> list[bytes]:
         told = [recorder for recorder in recorders if recorder.replica not in service.silent]
@@ -159,15 +179,53 @@ async def serve(started: "threading.Event", box: dict[str, Any]) -> None:
         await engine.shutdown()
 
 
-@pytest.fixture(scope="session")
-def console() -> Iterator[ConsoleServer]:
+@contextmanager
+def running(access: Access | None = None) -> Iterator[ConsoleServer]:
     started, box = threading.Event(), {}  # type: tuple[threading.Event, dict[str, Any]]
-    thread = threading.Thread(target=lambda: asyncio.run(serve(started, box)), daemon=True)
+    thread = threading.Thread(target=lambda: asyncio.run(serve(started, box, access)), daemon=True)
     thread.start()
     assert started.wait(60)
     yield box["console"]
     box["server"].should_exit = True
     thread.join(30)
+
+
+@pytest.fixture(scope="session")
+def console() -> Iterator[ConsoleServer]:
+    with running() as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def keyed() -> Iterator[ConsoleServer]:
+    """A server that wants one of `KEYS`."""
+    ring = KeyRing({hash_key(key): tenant for key, tenant in KEYS.items()})
+    with running(Access(lambda: ring)) as server:
+        yield server
+
+
+@pytest.fixture
+def says(console: ConsoleServer) -> Iterator[list[str]]:
+    """What the model says instead of its nonsense, over and over."""
+    console.service.override[:] = ["Paris is the capital of France. "]
+    yield console.service.override
+    console.service.override.clear()
+
+
+@pytest.fixture
+def service(console: ConsoleServer) -> Iterator[Engines]:
+    """Its `answer` is what the model says, once."""
+    console.service.answer = "Paris is the capital of France."
+    yield console.service
+    console.service.answer = ""
+
+
+@pytest.fixture
+def slow(console: ConsoleServer) -> Iterator[None]:
+    """240 steps take five seconds."""
+    console.service.pace.step_s = 0.02
+    yield
+    console.service.pace.step_s = 0.0
 
 
 # Not for the session: its event loop stays in this thread, where asyncio's own then cannot run.
@@ -186,19 +244,29 @@ def browser() -> Iterator["Browser"]:
 
 def is_complaint(message: "ConsoleMessage") -> bool:
     """Whether the browser reports a fault of the page; that the server refused something is none."""
-    return message.type == "error" and "responded with a status of 400" not in message.text
+    refused = re.search(r"responded with a status of (400|401|403|503)", message.text)
+    return message.type in ("error", "warning") and refused is None
 
 
-@pytest.fixture
-def page(browser: "Browser", console: ConsoleServer) -> Iterator["Page"]:
+@contextmanager
+def watched_page(browser: "Browser", server: ConsoleServer, **how: Any) -> Iterator["Page"]:
     """A fresh page on the console that may talk to nobody else and must not complain."""
-    context = browser.new_context(viewport={"width": 1366, "height": 900})
+    context = browser.new_context(**{"viewport": {"width": 1366, "height": 900}, **how})
     page = context.new_page()
     complaints: list[str] = []
     page.on("pageerror", lambda error: complaints.append(str(error)))
     page.on("console", lambda message: complaints.append(message.text) if is_complaint(message) else None)
-    page.on("request", lambda asked: None if asked.url.startswith(console.url) else complaints.append(asked.url))
-    page.goto(console.url)
+    context.on(
+        "request", lambda asked: None if asked.url.startswith((server.url, "blob:")) else complaints.append(asked.url)
+    )
+    page.on("dialog", lambda dialog: (complaints.append(dialog.message), dialog.dismiss()))
+    page.goto(server.url)
     yield page
     context.close()
     assert complaints == []
+
+
+@pytest.fixture
+def page(browser: "Browser", console: ConsoleServer) -> Iterator["Page"]:
+    with watched_page(browser, console) as page:
+        yield page

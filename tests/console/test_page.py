@@ -1,9 +1,8 @@
-"""The console in a real browser: real streaming, real engines."""
+"""What stands around the chat, in a real browser: live batch, timeline, saved pictures, the API's page."""
 
 import json
 import re
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,10 +13,10 @@ pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
 from playwright.sync_api import Page, Route, expect
 
 from serve_app.console.picture import picture
-from tests.console.conftest import REPLICAS, SLOTS, ConsoleServer
+from tests.console.conftest import REPLICAS, SLOTS, ConsoleServer, Engines
+from tests.console.steps import TIMEOUT_MS, answered, ask, settle, wait_text
 from tests.observability.recordings import record_run
 
-TIMEOUT_MS = 60_000
 COLOURS = """() => {
     const drawn = document.querySelector("canvas");
     const pixels = drawn.getContext("2d").getImageData(0, 0, drawn.width, drawn.height).data;
@@ -28,95 +27,15 @@ COLOURS = """() => {
 """The colours in the first canvas, each as "red,green,blue"."""
 
 
-@pytest.fixture
-def says(console: ConsoleServer) -> Iterator[list[str]]:
-    """What the model says instead of its nonsense, piece by piece."""
-    console.service.override[:] = ["Paris is the capital of France. "]
-    yield console.service.override
-    console.service.override.clear()
-
-
-@pytest.fixture
-def slow(console: ConsoleServer) -> Iterator[None]:
-    """240 steps take five seconds."""
-    console.service.pace.step_s = 0.02
-    yield
-    console.service.pace.step_s = 0.0
-
-
-def settle(page: Page, max_tokens: int = 12) -> None:
-    """Wait until the page knows the model, and ask for short answers."""
-    page.locator("#model option").wait_for(state="attached", timeout=TIMEOUT_MS)
-    page.locator("#settings summary").click()
-    page.fill("#max_tokens", str(max_tokens))
-
-
-def ask(page: Page, text: str) -> None:
-    page.fill("#prompt", text)
-    page.press("#prompt", "Enter")
-
-
-def wait_text(page: Page, selector: str, pattern: str) -> str:
-    """The text of the first such element, once it matches."""
-    found = page.locator(selector).first
-    expect(found).to_have_text(re.compile(pattern), timeout=TIMEOUT_MS)
-    return found.text_content() or ""
-
-
-@pytest.mark.usefixtures("slow")
-def test_chat_streams_and_tells_its_figures(page: Page, says: list[str]) -> None:
-    settle(page)
-    ask(page, "What is the capital of France?")
-    figures = wait_text(page, ".assistant .figures-line", r"length · req-")
-    assert re.search(r"first token [\d.]+ s · [\d.]+ tokens/s · 12 tokens · prompt \d+", figures)
-    assert page.locator(".assistant .text").text_content().startswith("Paris is the capital")  # type: ignore[union-attr]
-    assert page.locator(".user .text").text_content() == "What is the capital of France?"
-    assert page.input_value("#prompt") == ""
-    ask(page, "And of Italy?")
-    expect(page.locator(".assistant .figures-line").nth(1)).to_contain_text("length", timeout=TIMEOUT_MS)
-    expect(page.locator("#messages")).to_have_attribute("aria-busy", "false")
-
-
-def test_what_the_model_says_is_never_markup(page: Page, console: ConsoleServer, says: list[str]) -> None:
-    says[:] = ["<img src=x onerror=\"document.title='broken'\"><script>document.title='broken'</script> "]
-    settle(page, max_tokens=60)
-    ask(page, "<b>bold</b>")
-    wait_text(page, ".assistant .figures-line", "length")
-    assert "<img src=x onerror=" in (page.locator(".assistant .text").text_content() or "")
-    assert page.locator(".user .text").text_content() == "<b>bold</b>"
-    chunk = {"choices": [{"index": 0, "delta": {"content": says[0]}, "finish_reason": "stop"}]}
-    whole = f"data: {json.dumps(chunk)}\n\ndata: [DONE]\n\n"
-    page.route("**/v1/chat/completions", lambda route: route.fulfill(body=whole, content_type="text/event-stream"))
-    ask(page, "All of it in one piece.")
-    expect(page.locator(".assistant .text").nth(1)).to_have_text(says[0])
-    assert page.locator("#messages img, #messages script, #messages b").count() == 0
-    assert page.title() == "serve_app"
-
-
-@pytest.mark.usefixtures("slow")
-def test_stop_frees_the_slot(page: Page, console: ConsoleServer, says: list[str]) -> None:
-    settle(page, max_tokens=1500)
-    ask(page, "Go on for long.")
-    wait_text(page, ".assistant .text", "Paris")
-    page.press("#prompt", "Escape")
-    wait_text(page, ".assistant .figures-line", "stopped by you")
-    expect(page.locator("#send")).to_be_enabled()
-    while console.busy():  # the test's time limit ends a leak
-        page.wait_for_timeout(20)
-
-
-def test_a_refusal_is_shown_in_the_servers_words(page: Page, says: list[str]) -> None:
-    settle(page)
-    page.fill("#temperature", "9")
-    with page.expect_response("**/v1/chat/completions") as answer:
-        ask(page, "Hello")
-    assert answer.value.status == 400
-    assert "temperature" in wait_text(page, ".assistant .error", ".")
+def open_panels(page: Page) -> None:
+    page.keyboard.press("F2")
+    page.keyboard.press("F4")
 
 
 @pytest.mark.usefixtures("slow")
 def test_the_batch_and_the_timeline_move(page: Page) -> None:
     settle(page)
+    open_panels(page)
     page.click("#crowd")
     wait_text(page, "#fleet", rf"running[1-9]\d* of {SLOTS * len(REPLICAS)} slots")
     expect(page.locator(".slots li.busy").first).to_be_visible(timeout=TIMEOUT_MS)
@@ -139,6 +58,7 @@ def test_a_step_that_is_told_twice_counts_once(page: Page) -> None:
         route.fulfill(json={"now": now, "queue": {"waiting": 0, "ongoing": 0}, "replicas": [told]})
 
     page.route("**/debug/timeline*", answer)
+    open_panels(page)
     while len(looks) < 4:
         page.wait_for_timeout(100)
     expect(page.locator("figcaption", has_text="gamma")).to_contain_text(f"gamma: {len(records)} steps in 30 s")
@@ -146,53 +66,70 @@ def test_a_step_that_is_told_twice_counts_once(page: Page) -> None:
 
 def test_a_replica_that_died_stays_in_the_picture(page: Page, console: ConsoleServer) -> None:
     settle(page)
+    open_panels(page)
     page.click("#crowd")
     wait_text(page, "#crowd-status", "12 of 12 answered")
     its_steps = page.locator("figcaption", has_text="Replica beta: ")
     expect(its_steps).to_contain_text(re.compile(r"beta: [1-9]\d* steps"), timeout=TIMEOUT_MS)
     console.service.silent.add("beta")
     try:
-        wait_text(page, "#health", "^1 replica ready$")
-        expect(page.locator(".replica", has_text="beta: gone")).to_be_visible()
+        expect(page.locator(".replica", has_text="beta: gone")).to_be_visible(timeout=TIMEOUT_MS)
         expect(page.locator("figcaption", has_text="Replica beta (gone): ")).to_be_visible()
         console.service.silent.add("alpha")
-        wait_text(page, "#health", "^no replica$")
+        wait_text(page, "#health", "^no replica is ready$")
     finally:
         console.service.silent.clear()
-    wait_text(page, "#health", "^2 replicas ready$")
+    wait_text(page, "#health", "^ready$")
+    expect(page.locator(".replica", has_text="beta: gone")).to_have_count(0)
 
 
 def test_a_page_whose_server_is_away_says_so_and_comes_back(page: Page) -> None:
-    wait_text(page, "#health", "ready")
+    wait_text(page, "#health", "^ready$")
+    page.route("**/health/ready", lambda route: route.fulfill(status=400, body="{}"))
     page.route("**/debug/timeline*", lambda route: route.fulfill(status=400, body="{}"))
-    wait_text(page, "#health", "^server unreachable$")
+    page.keyboard.press("F2")
+    wait_text(page, "#live .panel-note", "^No news from the server.$")
+    wait_text(page, "#health", "^no replica is ready$")
     page.unroute("**/debug/timeline*")
-    wait_text(page, "#health", "ready$")
+    page.unroute("**/health/ready")
+    wait_text(page, "#health", "^ready$")
+    wait_text(page, "#live .panel-note", "^$")
 
 
-def test_everything_is_reached_by_keyboard_and_has_a_name(page: Page) -> None:
-    page.keyboard.press("Tab")
-    assert page.evaluate("document.activeElement.className") == "skip"
-    nameless = page.evaluate(
-        """() => [...document.querySelectorAll("input, select, textarea, button, canvas, section")]
-            .filter((element) => element.checkVisibility())
-            .filter((element) => !(element.labels?.length || element.textContent.trim()
-                || element.getAttribute("aria-label") || element.getAttribute("aria-labelledby")))
-            .map((element) => element.outerHTML)"""
-    )
-    assert nameless == []
-    for _ in range(40):
-        page.keyboard.press("Tab")
-        if page.evaluate("document.activeElement.id") == "crowd":
-            return
-    pytest.fail("Tab does not reach the button that sends 12 requests")
+def test_panels_are_a_key_away_and_stay_as_they_were(page: Page) -> None:
+    """What nobody looks at is not asked for."""
+    looks: list[str] = []
+    page.on("request", lambda asked: looks.append(asked.url) if "/debug/" in asked.url else None)
+    wait_text(page, "#health", "^ready$")
+    assert looks == []
+    page.keyboard.press("F4")
+    wait_text(page, "#timeline-view figcaption", "Replica alpha")
+    page.reload()
+    wait_text(page, "#timeline-view figcaption", "Replica alpha")
+    expect(page.locator("#live")).to_be_hidden()
+    page.get_by_role("button", name="Close the timeline").click()
+    expect(page.locator("#timeline")).to_be_hidden()
+    button = page.get_by_role("button", name="Live batch", exact=True)
+    button.click()
+    expect(button).to_have_attribute("aria-pressed", "true")
+    expect(page.locator("#live")).to_be_visible()
+
+
+def test_the_timeline_is_saved_with_the_key(page: Page) -> None:
+    page.keyboard.press("F4")
+    with page.expect_download() as saved:
+        page.get_by_role("link", name="JSON").click()
+    assert saved.value.suggested_filename == "timeline.json"
+    assert len(json.loads(saved.value.path().read_text())["replicas"]) == len(REPLICAS)
 
 
 @pytest.mark.parametrize("width", [360, 390, 768, 1366])
 def test_no_width_scrolls_sideways(page: Page, width: int) -> None:
     page.set_viewport_size({"width": width, "height": 800})
-    expect(page.locator(".replica canvas")).to_have_count(len(REPLICAS), timeout=TIMEOUT_MS)
-    assert page.evaluate("document.documentElement.scrollWidth") <= width
+    for key in ("F2", "F4"):
+        page.keyboard.press(key)
+        expect(page.locator(".replica canvas")).to_have_count(len(REPLICAS), timeout=TIMEOUT_MS)
+        assert page.evaluate("document.documentElement.scrollWidth") <= width
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
@@ -223,10 +160,10 @@ def contrast(a: str, b: str) -> float:
     return (high + 0.05) / (low + 0.05)
 
 
-def test_the_saved_picture_draws_under_its_own_policy(page: Page, console: ConsoleServer) -> None:
+def test_the_saved_picture_draws_under_its_own_policy(page: Page, console: ConsoleServer, service: Engines) -> None:
     settle(page)
     ask(page, "Hello")
-    wait_text(page, ".assistant .figures-line", "length")
+    answered(page)
     page.goto(f"{console.url}/debug/timeline?format=html")
     assert "steps in" in wait_text(page, "figcaption", r"Replica alpha")
     page.get_by_role("button", name="Earlier").click()
