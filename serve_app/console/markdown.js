@@ -36,6 +36,7 @@ export class MarkdownView {
   /** Shows a text that may grow. */
   grow(text) {
     this.text = text;
+    this.box.setAttribute("aria-busy", "true");
     if (!this.isRendered) this.showPlain(text); // until it comes
     if (!this.busy) this.renderEnd();
   }
@@ -62,11 +63,13 @@ export class MarkdownView {
   /** Shows the whole text, which grows no more; plain where the server does not render it. */
   async finish(text) {
     this.isFinal = true;
+    this.box.setAttribute("aria-busy", "true");
     if (!this.isRendered) this.showPlain(text);
     const blocks = await keptBlocksOf(text);
     [this.closed, this.start] = [0, 0];
     if (!blocks) this.showPlain(text);
-    else if (!this.exchange(blocks)) this.waitForSelection(text);
+    else if (!this.exchange(blocks)) return this.waitForSelection(text);
+    this.box.setAttribute("aria-busy", "false");
   }
 
   waitForSelection(text) {

@@ -39,7 +39,7 @@ def answered(page: Page, number: int = 1) -> str:
     tools = page.locator(".assistant > .tools:visible")
     expect(tools).to_have_count(number, timeout=TIMEOUT_MS)
     expect(page.locator("#messages")).to_have_attribute("aria-busy", "false")
-    expect(page.locator(".assistant .plain")).to_have_count(0, timeout=TIMEOUT_MS)
+    expect(page.locator(".markdown[aria-busy=true]")).to_have_count(0, timeout=TIMEOUT_MS)
     return page.locator(".assistant .markdown").last.inner_text()
 
 
