@@ -1,15 +1,14 @@
 """`POST /markdown`: the HTML of an answer's Markdown, for the console's page.
 
 Parsers and highlighters have inputs for which they take seconds, with Python's lock held; the ingress, through which
-all streams go, must not wait for them. So `markdown` runs in a process of its own, which is killed when a text takes
-too long, and which ends with this one: its input then does.
+all streams go, must not wait for them. So `markdown` runs in a process of its own, which ends when a text takes it too
+long, and with this one: its input then does.
 """
 
 import asyncio
 import json
 import subprocess
 import sys
-import threading
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -26,7 +25,7 @@ from serve_app.errors import InvalidRequestError, OverloadedError
 
 MAX_CHARS = 100_000
 _MAX_WAITING = 16
-_TIME_LIMIT_S = 3.0
+_CPU_LIMIT_S = 3.0
 
 
 class MarkdownBody(Body):
@@ -46,10 +45,11 @@ def add_markdown(app: FastAPI) -> None:
 
 
 class Renderer:
-    """One process that renders one text at a time; it starts with the first text, and again after it was killed."""
+    """One process that renders one text at a time; it starts with the first text, and again after it has ended."""
 
-    def __init__(self, time_limit_s: float = _TIME_LIMIT_S) -> None:
-        self._time_limit_s = time_limit_s
+    def __init__(self, cpu_limit_s: float = _CPU_LIMIT_S) -> None:
+        """`cpu_limit_s`: what a text may take of the processor's time, which a busy machine does not change."""
+        self._cpu_limit_s = cpu_limit_s
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="markdown")
         self._process: subprocess.Popen[bytes] | None = None
         self._waiting = 0
@@ -66,33 +66,29 @@ class Renderer:
 
     def _ask(self, text: str) -> bytes:
         if self._process is None or self._process.poll() is not None:
-            self._process = _start(self)
+            self._process = self._start()
         process = self._process
         assert process.stdin is not None
         assert process.stdout is not None
-        timer = threading.Timer(self._time_limit_s, process.kill)
-        timer.start()
         try:
             process.stdin.write(json.dumps(text).encode() + b"\n")
             process.stdin.flush()
             answer = process.stdout.readline()
         except BrokenPipeError:
             answer = b""
-        finally:
-            timer.cancel()
         if not answer.endswith(b"\n"):
             self._process = None
             _end(process)
-            raise InvalidRequestError(f"`text` is not rendered within {self._time_limit_s:g} seconds", param="text")
+            raise InvalidRequestError(f"`text` is not rendered within {self._cpu_limit_s:g} seconds", param="text")
         return answer
 
-
-def _start(owner: Renderer) -> subprocess.Popen[bytes]:
-    # By its path: no part of the package has to be imported there.
-    program = str(resources.files("serve_app.console").joinpath("markdown.py"))
-    process = subprocess.Popen([sys.executable, "-I", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-    weakref.finalize(owner, _end, process)
-    return process
+    def _start(self) -> subprocess.Popen[bytes]:
+        # By its path: no part of the package has to be imported there.
+        program = str(resources.files("serve_app.console").joinpath("markdown.py"))
+        command = [sys.executable, "-I", program, str(self._cpu_limit_s)]
+        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        weakref.finalize(self, _end, process)
+        return process
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
