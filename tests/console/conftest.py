@@ -256,7 +256,7 @@ def watched_page(browser: "Browser", server: ConsoleServer, **how: Any) -> Itera
     complaints: list[str] = []
     page.on("pageerror", lambda error: complaints.append(str(error)))
     page.on("console", lambda message: complaints.append(message.text) if is_complaint(message) else None)
-    context.on(
+    page.on(
         "request", lambda asked: None if asked.url.startswith((server.url, "blob:")) else complaints.append(asked.url)
     )
     page.on("dialog", lambda dialog: (complaints.append(dialog.message), dialog.dismiss()))
