@@ -6,12 +6,13 @@ import signal
 from collections.abc import Callable
 from typing import Any, Literal
 
+import anthropic
 import httpx
 import openai
 import pytest
 from pydantic import BaseModel
 
-from tests.serving.conftest import Server
+from tests.serving.conftest import Server, wait_for
 
 ASK: list[Any] = [{"role": "user", "content": "Write a note about the weather in Rome and keep it."}]
 NOTE: dict[str, Any] = {
@@ -20,7 +21,8 @@ NOTE: dict[str, Any] = {
     "required": ["text", "stars"],
     "additionalProperties": False,
 }
-KEEP: Any = {"type": "function", "function": {"name": "keep", "description": "Keeps a note", "parameters": NOTE}}
+KEEP: Any = {"name": "keep", "description": "Keeps a note", "parameters": NOTE}
+SHARED: Any = {"model": "SmolLM2-135M-Instruct", "extra_body": {"seed": 5}}
 
 
 class Weather(BaseModel):
@@ -30,30 +32,89 @@ class Weather(BaseModel):
     unit: Literal["celsius", "fahrenheit"]
 
 
-async def stream(
-    client: openai.AsyncOpenAI, body: dict[str, Any], strike: Callable[[], None] | None
-) -> list[str | None]:
-    """[name, arguments, finish reason] of a streamed call; `strike` comes once, in the middle of the arguments."""
+Strike = Callable[[], None] | None
+"""What comes once, in the middle of the arguments."""
+
+
+async def chat(server: Server, strike: Strike) -> list[Any]:
+    """[name, arguments, how it ended] of a streamed call."""
     name: str | None = None
     reason: str | None = None
-    arguments = ""
-    async for chunk in await client.chat.completions.create(**body, stream=True):
-        for choice in chunk.choices:
+    arguments = Arguments(strike)
+    body: Any = {
+        "tools": [{"type": "function", "function": KEEP}],
+        "tool_choice": {"type": "function", "function": {"name": "keep"}},
+        "parallel_tool_calls": False,
+    }
+    async with server.client() as client:
+        chunks = await client.chat.completions.create(messages=ASK, stream=True, **SHARED, **body)
+        async for choice in (choice async for chunk in chunks for choice in chunk.choices):
             for call in choice.delta.tool_calls or ():
                 assert call.function is not None
                 name = name or call.function.name
-                arguments += call.function.arguments or ""
+                arguments.add(call.function.arguments or "")
             reason = choice.finish_reason or reason
-        if strike is not None and len(arguments) > 40:
-            strike()
-            strike = None
-    assert strike is None
-    return [name, arguments, reason]
+    return [name, arguments.whole(), reason]
+
+
+async def responses(server: Server, strike: Strike) -> list[Any]:
+    """The same over /v1/responses."""
+    arguments = Arguments(strike)
+    choice = {"type": "function", "name": "keep"}
+    body: Any = {"tools": [{"type": "function", **KEEP}], "tool_choice": choice, "parallel_tool_calls": False}
+    async with server.client() as client, client.responses.stream(input=ASK, **SHARED, **body) as stream:
+        async for event in stream:
+            if event.type == "response.function_call_arguments.delta":
+                arguments.add(event.delta)
+        response = await stream.get_final_response()
+    [call] = response.output
+    assert call.type == "function_call"
+    assert call.arguments == arguments.whole()
+    return [call.name, call.arguments, response.status]
+
+
+async def messages(server: Server, strike: Strike) -> list[Any]:
+    """The same over /v1/messages."""
+    arguments = Arguments(strike)
+    tool = {"name": "keep", "description": "Keeps a note", "input_schema": NOTE}
+    choice = {"type": "tool", "name": "keep", "disable_parallel_tool_use": True}
+    body: Any = {"messages": ASK, "max_tokens": 1500, "tools": [tool], "tool_choice": choice}
+    async with (
+        anthropic.AsyncAnthropic(api_key="none", base_url=server.url, max_retries=0, timeout=300) as client,
+        client.messages.stream(**SHARED, **body) as stream,
+    ):
+        async for event in stream:
+            if event.type == "content_block_delta" and event.delta.type == "input_json_delta":
+                arguments.add(event.delta.partial_json)
+        message = await stream.get_final_message()
+    [block] = message.content
+    assert block.type == "tool_use"
+    assert block.input == json.loads(arguments.whole())
+    return [block.name, arguments.whole(), message.stop_reason]
+
+
+class Arguments:
+    """Of a call, as they come."""
+
+    def __init__(self, strike: Strike) -> None:
+        self._text = ""
+        self._strike = strike
+
+    def add(self, text: str) -> None:
+        self._text += text
+        if self._strike is not None and len(self._text) > 40:
+            self._strike()
+            self._strike = None
+
+    def whole(self) -> str:
+        assert self._strike is None
+        return self._text
 
 
 @pytest.mark.cluster
 @pytest.mark.slow
-async def test_a_call_comes_whole_though_its_replica_is_killed(start: Callable[..., Server]) -> None:
+@pytest.mark.timeout(900)
+async def test_calls_come_whole_though_their_replicas_are_killed(start: Callable[..., Server]) -> None:
     engine = {"kv_cache_gib": 0.2, "max_num_seqs": 4, "num_threads": 1}
     args = {"num_replicas": 2, "engine": engine, "ingress": {"tools": "hermes", "failover_wait_s": 120.0}}
     server = start(args)
@@ -66,21 +127,23 @@ async def test_a_call_comes_whole_though_its_replica_is_killed(start: Callable[.
         [call] = answer.choices[0].message.tool_calls or []
         assert answer.choices[0].finish_reason == "tool_calls"
         assert isinstance(call.function.parsed_arguments, Weather)
-        body: dict[str, Any] = {
-            "model": "SmolLM2-135M-Instruct",
-            "messages": ASK,
-            "tools": [KEEP],
-            "tool_choice": {"type": "function", "function": {"name": "keep"}},
-            "parallel_tool_calls": False,
-            "seed": 5,
-        }
-        expected = await stream(client, body, None)
-        assert len(json.loads(expected[1] or "")["text"]) >= 1000
-        assert await stream(client, body, lambda: _kill_the_busy(server)) == expected
-        assert expected[::2] == ["keep", "tool_calls"]
+    for wire, end in ((chat, "tool_calls"), (responses, "completed"), (messages, "tool_use")):
+        expected = await wire(server, None)
+        assert len(json.loads(expected[1])["text"]) >= 1000
+        assert expected[::2] == ["keep", end]
+        wait_for(lambda: _num_ready(server) == 2, "two replicas", timeout_s=150)
+        assert await wire(server, lambda: _kill_the_busy(server)) == expected
+
+
+def _replicas(server: Server) -> list[Any]:
+    replicas: list[Any] = httpx.get(f"{server.url}/debug/replicas", timeout=30).json()
+    return replicas
+
+
+def _num_ready(server: Server) -> int:
+    return sum(replica["condition"] == "ok" and not replica["leaving"] for replica in _replicas(server))
 
 
 def _kill_the_busy(server: Server) -> None:
-    replicas = httpx.get(f"{server.url}/debug/replicas", timeout=30).json()
-    [busy] = [replica for replica in replicas if replica["in_flight"]]
+    [busy] = [replica for replica in _replicas(server) if replica["in_flight"]]
     os.kill(busy["pid"], signal.SIGKILL)
