@@ -12,6 +12,7 @@ import yaml
 from serve_app.settings import FAST_PATH_ENVIRONMENT
 from tests.certificates import trusting, write_certificate
 from tests.serving.conftest import DEFAULT_PATH, Server, free_port, launch, wait_for, write_config
+from tests.serving.leaks import shown_by
 
 pytestmark = pytest.mark.cluster
 
@@ -62,6 +63,7 @@ def test_haproxy_ends_tls_and_takes_a_new_certificate_under_a_stream(
     server.wait_ready()
     assert f"curl -k {server.url}/v1/chat" in server.lines[-1]
     first.write_bytes(certificate.read_bytes())
+    private = (tmp_path / "server.key").read_text().splitlines()
     text = ask(server, first)
     with pytest.raises(httpx.TransportError):
         httpx.get(server.url.replace("https:", "http:") + "/health/ready", timeout=20)
@@ -81,6 +83,10 @@ def test_haproxy_ends_tls_and_takes_a_new_certificate_under_a_stream(
         with pytest.raises(httpx.ConnectError, match="CERTIFICATE_VERIFY_FAILED"):
             httpx.get(server.url, verify=trusting(first))
         assert "data: [DONE]" in list(lines)
+    private += (tmp_path / "server.key").read_text().splitlines()
+    secrets = [line for line in private if not line.startswith("-----")]
+    assert len(set(secrets)) >= 4
+    assert not any(secret in text for text in shown_by(server) for secret in secrets)
     assert server.stop() == (0, [])
     assert not [line for line in server.lines if "not ready" in line]
 
