@@ -49,10 +49,11 @@ function startSidebar() {
   tell();
 }
 
+// What needs no conversation answers to keys at once: opening the store takes longer than the page's load.
+startSidebar();
+startPanels();
+showHealth();
 const store = await openStore();
 const conversations = new Conversations(store, await store.all(), { onKey: showModels });
 onKeyWanted(() => conversations.settings.askForKey());
-startSidebar();
-startPanels();
 showModels();
-showHealth();
