@@ -14,17 +14,23 @@ CONTEXT = 4096
 """Long enough that a request outlives what tests do to the server meanwhile."""
 
 
-@pytest.fixture(scope="session")
-def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("models") / "tiny"
+def write_tiny_model(folder: Path, more_tokens: str = "") -> None:
+    """more_tokens: characters beside the printable ones of ASCII."""
     model = tiny_model("llama", torch.float32)
     model.config.max_position_embeddings = CONTEXT
     model.save_pretrained(folder)
-    vocabulary = {"<s>": 0, "</s>": 1} | {chr(code): code - 30 for code in range(32, 127)}
+    characters = [*map(chr, range(32, 127)), *more_tokens]
+    vocabulary = {"<s>": 0, "</s>": 1} | {character: number for number, character in enumerate(characters, start=2)}
     backend = tokenizers.Tokenizer(models.BPE(vocabulary, []))
     backend.decoder = decoders.Fuse()
     template = "{% for message in messages %}{{ message.role }}: {{ message.content }} {% endfor %}"
     PreTrainedTokenizerFast(
         tokenizer_object=backend, bos_token="<s>", eos_token="</s>", chat_template=template
     ).save_pretrained(folder)
+
+
+@pytest.fixture(scope="session")
+def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models") / "tiny"
+    write_tiny_model(folder)
     return folder

@@ -131,8 +131,8 @@ async def test_calls_come_whole_though_their_replicas_are_killed(start: Callable
         expected = await wire(server, None)
         assert len(json.loads(expected[1])["text"]) >= 1000
         assert expected[::2] == ["keep", end]
-        wait_for(lambda: _num_ready(server) == 2, "two replicas", timeout_s=150)
-        assert await wire(server, lambda: _kill_the_busy(server)) == expected
+        wait_for(lambda: num_ready(server) == 2, "two replicas", timeout_s=150)
+        assert await wire(server, lambda: kill_the_busy(server)) == expected
 
 
 def _replicas(server: Server) -> list[Any]:
@@ -140,10 +140,10 @@ def _replicas(server: Server) -> list[Any]:
     return replicas
 
 
-def _num_ready(server: Server) -> int:
+def num_ready(server: Server) -> int:
     return sum(replica["condition"] == "ok" and not replica["leaving"] for replica in _replicas(server))
 
 
-def _kill_the_busy(server: Server) -> None:
+def kill_the_busy(server: Server) -> None:
     [busy] = [replica for replica in _replicas(server) if replica["in_flight"]]
     os.kill(busy["pid"], signal.SIGKILL)
