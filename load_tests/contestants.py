@@ -16,7 +16,8 @@ from typing import Any
 import yaml
 
 from load_tests.peer_setup import PeerFolder
-from load_tests.servers import ServerCommand, free_port
+from load_tests.servers import ServerCommand
+from serve_app.launch.ports import free_port
 from serve_app.settings import ENGINE_ENVIRONMENT
 
 _SEQUENCES, _CONTEXT = 16, 4096

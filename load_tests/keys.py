@@ -25,8 +25,9 @@ from rich.console import Console
 from rich.table import Table
 
 from load_tests.contestants import write_config
-from load_tests.servers import ServerCommand, free_port, running
+from load_tests.servers import ServerCommand, running
 from serve_app.cli.outputs import JsonFile
+from serve_app.launch.ports import free_port
 from serve_app.tenants.key_file import add_key
 from serve_app.tenants.ledger import read_ledger
 from serve_app.workloads.arrivals import random_arrivals

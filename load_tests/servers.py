@@ -2,7 +2,6 @@
 
 import os
 import signal
-import socket
 import subprocess
 import time
 from collections.abc import Iterator, Mapping
@@ -74,13 +73,6 @@ def running(server: ServerCommand, log: Path, limit_s: float = 300.0) -> Iterato
             yield RunningServer(process.pid, time.monotonic() - started)
         finally:
             _stop(process)
-
-
-def free_port() -> int:
-    """A loopback port that nobody listens on at the moment."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def _status(url: str) -> int | None:

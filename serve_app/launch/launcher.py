@@ -27,6 +27,7 @@ from serve_app.errors import ConfigError
 from serve_app.launch import haproxy
 from serve_app.launch.config_file import INGRESS, ConfigFile, read_config, write_without_tls
 from serve_app.launch.impatience import at_once_on_second_interrupt, kill_descendants
+from serve_app.launch.ports import free_port
 from serve_app.launch.readiness import example, first_token, write_internal_key
 from serve_app.launch.terminal import Terminal
 from serve_app.launch.tls import HAPROXY_SOCKET, WatchedKeyPair
@@ -335,9 +336,9 @@ def _environment(scratch: Path) -> Mapping[str, str]:
         "RAY_SERVE_HAPROXY_SOCKET_PATH": str(scratch / HAPROXY_SOCKET),
         "RAY_SERVE_HAPROXY_SERVER_STATE_BASE": str(scratch),
         "RAY_SERVE_HAPROXY_SERVER_STATE_FILE": str(scratch / "server-state"),
-        "RAY_SERVE_HAPROXY_METRICS_PORT": str(_free_port()),
-        "RAY_SERVE_HAPROXY_STATS_PORT": str(_free_port()),
-        "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": str(_free_port()),
+        "RAY_SERVE_HAPROXY_METRICS_PORT": str(free_port()),
+        "RAY_SERVE_HAPROXY_STATS_PORT": str(free_port()),
+        "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": str(free_port()),
     }
 
 
@@ -363,12 +364,6 @@ def _check_port(host: str, port: int) -> None:
             probe.bind((host, port))
         except OSError as error:
             raise ConfigError(f"http_options: cannot listen on {host}:{port}: {error.strerror}") from None
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def find_cause(reports: Iterable[str]) -> str:

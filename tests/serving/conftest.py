@@ -3,7 +3,6 @@
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -20,6 +19,7 @@ import psutil
 import pytest
 import yaml
 
+from serve_app.launch.ports import free_port
 from tests.cli.conftest import tiny_folder
 
 __all__ = ["tiny_folder"]
@@ -106,12 +106,6 @@ class Server:
 
     def client(self) -> openai.AsyncOpenAI:
         return openai.AsyncOpenAI(api_key="none", base_url=f"{self.url}/v1", max_retries=0, timeout=120)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def write_config(folder: Path, args: dict[str, Any], port: int) -> Path:

@@ -16,9 +16,10 @@ import httpx
 import psutil
 import pytest
 
+from serve_app.launch.ports import free_port
 from serve_app.tenants.key_file import add_key, remove_key
 from serve_app.tenants.ledger import read_ledger
-from tests.serving.conftest import Server, free_port, launch, wait_for, write_config
+from tests.serving.conftest import Server, launch, wait_for, write_config
 from tests.serving.leaks import RAY_TOKEN, internal_key_file, keys_of_replicas, shown_by
 
 pytestmark = pytest.mark.cluster

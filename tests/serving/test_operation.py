@@ -15,8 +15,9 @@ import httpx
 import pytest
 import yaml
 
+from serve_app.launch.ports import free_port
 from tests.cli.conftest import CONTEXT
-from tests.serving.conftest import Server, free_port, launch, wait_for, write_config
+from tests.serving.conftest import Server, launch, wait_for, write_config
 from tests.serving.traffic import WORKERS, ask, body, connect, replicas, traffic
 
 pytestmark = pytest.mark.cluster

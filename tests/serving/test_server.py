@@ -278,14 +278,6 @@ def test_haproxy_does_not_wait_for_headers_for_long(server: Server) -> None:
         assert "timeout http-request 10s" in lines[start:end]
 
 
-def test_what_ray_refuses_of_a_flood_is_told_in_openais_shape(server: Server) -> None:
-    """HAProxy's configuration says so; a flood of more than the queues hold is for `chaos overload`."""
-    for lines in haproxy_configurations(server):
-        rule = next(line for line in lines if line.startswith("http-response return status 429"))
-        error = json.loads(Path(rule.split('"')[1]).read_text())["error"]
-        assert (error["type"], error["code"]) == ("rate_limit_error", "flood")
-
-
 def test_garbage_is_refused(server: Server) -> None:
     headers = {"content-type": "application/json"}
     for content in (b"", b"{", b"[]", b"\xff\xfe", b'{"model": NaN}'):
