@@ -5,6 +5,7 @@ At the known point there is little other load; at a random point 32 streams are 
 
 import asyncio
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import cycle, islice
 
@@ -42,7 +43,6 @@ async def overfill_queue(experiment: Experiment) -> None:
     """Ten times as many requests at once as the fleet has places, each from another user."""
     places = experiment.fleet.shape.places
     count = _OVERFILL * places
-    # Long enough answers that the fleet is slower than a client that has to share the machine with it.
     asks = [ask(f"one of many {i}", text(experiment.rng, 30), 120) for i in range(60)]
     await experiment.learn(asks)
     crowd = [replace(a, body=a.body | {"user": f"user {i}"}) for i, a in enumerate(islice(cycle(asks), count))]
@@ -52,7 +52,11 @@ async def overfill_queue(experiment: Experiment) -> None:
     await experiment.take_baseline()
     under_way = await _others(experiment)
     experiment.struck()
-    answers = [experiment.start(a) for a in crowd]
+    # Reading takes more of a client than asking: one that shares the machine with the fleet would be the slower one.
+    may_read = asyncio.Event()
+    answers = [experiment.start(a, may_read=may_read) for a in crowd]
+    await wait_for(lambda: _has_overflowed(answers), "a refusal, or all answered", 60)
+    may_read.set()
     await experiment.finish()
     refused = [answer for answer in answers if answer.outcome is Outcome.ERROR]
     problems = experiment.row.problems
@@ -64,6 +68,11 @@ async def overfill_queue(experiment: Experiment) -> None:
     if (served := len(experiment.answers) - len(refused)) < places // 2:
         problems.append(f"only {served} were served of {places} places")
     problems.extend(f"{a.ask.name} was running: {a.detail}" for a in under_way if a.outcome is Outcome.ERROR)
+
+
+def _has_overflowed(answers: Sequence[Answer]) -> bool:
+    statuses = {answer.status for answer in answers}
+    return None not in statuses or not statuses <= {None, 200}
 
 
 async def vanish(experiment: Experiment) -> None:

@@ -190,8 +190,10 @@ class Experiment:
         """The fleet is another one now: answers to these requests may also be like those that it gives."""
         await self._later.learn(self.session, self.fleet.url, asks)
 
-    def start(self, a: Ask, on_event: Callable[[Answer], None] = lambda _: None) -> Answer:
-        """Send a request; its answer is filled in as it arrives."""
+    def start(
+        self, a: Ask, on_event: Callable[[Answer], None] = lambda _: None, may_read: asyncio.Event | None = None
+    ) -> Answer:
+        """Send a request; its answer is filled in as it arrives, its events not before `may_read` is set."""
 
         def note(answer: Answer) -> None:
             self._first_event.set()
@@ -199,7 +201,7 @@ class Experiment:
 
         answer = Answer(a)
         self.answers.append(answer)
-        self.tasks.append(asyncio.create_task(send_into(answer, self.session, self.fleet.url, note)))
+        self.tasks.append(asyncio.create_task(send_into(answer, self.session, self.fleet.url, note, may_read=may_read)))
         return answer
 
     async def streams(self, long_prompts: bool = False) -> None:

@@ -205,12 +205,18 @@ async def send_into(
     on_event: Callable[[Answer], None] = lambda _: None,
     headers: dict[str, str] | None = None,
     slow_bytes: int = 0,
+    may_read: asyncio.Event | None = None,
 ) -> None:
-    """As `send`, filling in an answer that others watch. The first `slow_bytes` bytes are read one per second."""
+    """As `send`, filling in an answer that others watch. The first `slow_bytes` bytes are read one per second.
+
+    Events are left unread until `may_read` is set.
+    """
     try:
         async with session.post(f"{url}/v1/completions", json=answer.ask.body, headers=headers) as response:
             answer.status = response.status
             if response.status == 200:
+                if may_read is not None:
+                    await may_read.wait()
                 await _read_events(answer, response, on_event, slow_bytes)
             else:
                 answer.retry_after_s = _seconds(response.headers.get("retry-after"))

@@ -43,6 +43,11 @@ def test_the_console_comes_with_its_policy(server: Server) -> None:
     assert len(page.headers.get_list("x-request-id")) == 1
 
 
+def test_the_console_asks_it_to_render_an_answer(server: Server) -> None:
+    answer = httpx.post(f"{server.url}/markdown", json={"text": "**bold**"}, timeout=60)
+    assert answer.json() == [[0, "<p><strong>bold</strong></p>\n"]]
+
+
 def test_a_request_is_found_in_its_line_and_in_the_timeline(server: Server) -> None:
     complete(server, "seen-17", max_tokens=9)
     line = request_line(server, "seen-17")
