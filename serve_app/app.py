@@ -15,14 +15,15 @@ from serve_app.serving.autoscaling import EnginePolicy, IngressPolicy
 from serve_app.serving.ingress import Ingress
 from serve_app.serving.ray_router import EngineRouter
 from serve_app.serving.replica import EngineReplica
-from serve_app.settings import Settings
+from serve_app.settings import Settings, haproxy_enabled
 
 # Requests that take no place in an engine (metrics, models, tokenize), and calls of Ray's own.
 _SPARE_REQUESTS = 256
 # Requests that arrive in one burst wait in Ray's queue until the ingress queues each or refuses it with a typed error,
 # which takes time. Ray refuses what exceeds this number: an ingress that falls behind by seconds fails its health
-# checks, and its streams would end with it.
-_MAX_QUEUED_AT_RAY = 1024
+# checks, and its streams would end with it. On Ray's default path they wait in the proxy, which refuses in plain text.
+_MAX_QUEUED_AT_INGRESS = 1024
+_MAX_QUEUED_AT_PROXY = 4096
 # On Ray's default path, requests that the ingress has no place for wait in the proxy's router. Once some were refused a
 # place, Ray 2.60 hands out places one by one and sleeps for its longest back-off after each, however many are free: by
 # default half a second, and a crowd's last request waited for two minutes (s).
@@ -89,7 +90,7 @@ def ingress_options(settings: Settings) -> dict[str, Any]:
         "ray_actor_options": {"num_cpus": 0},
         # As many again for requests whose bodies are under way: `Uploads` bounds these apart.
         "max_ongoing_requests": 2 * settings.num_places + _SPARE_REQUESTS,
-        "max_queued_requests": _MAX_QUEUED_AT_RAY,
+        "max_queued_requests": _MAX_QUEUED_AT_INGRESS if haproxy_enabled() else _MAX_QUEUED_AT_PROXY,
         "backpressure_config": BackpressureConfig(status_code=429),
         "request_router_config": RequestRouterConfig(**_ROUTER_BACKOFF),
         "graceful_shutdown_timeout_s": settings.ingress.request_timeout_s + _SHUTDOWN_MARGIN_S,

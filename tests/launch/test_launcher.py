@@ -187,6 +187,7 @@ def test_from_ready_to_ctrl_c_with_the_default_config(start: StartServer) -> Non
 
 
 @pytest.mark.cluster
+@pytest.mark.slow
 def test_deaths_are_told_and_a_second_ctrl_c_ends_it(start: StartServer, tmp_path: Path) -> None:
     write_small_model(tmp_path / "model")
     server = start({"model": str(tmp_path / "model"), "served_model_name": "small", "device": "cpu"})

@@ -39,6 +39,7 @@ def test_it_answers_says_what_it_lacks_and_ends(start: Callable[..., Server]) ->
 
 
 @pytest.mark.cluster
+@pytest.mark.slow
 def test_a_second_ctrl_c_ends_it_without_waiting_for_a_frozen_engine(
     start: Callable[..., Server], tiny_folder: Path
 ) -> None:

@@ -104,6 +104,7 @@ async def test_whoever_reads_nothing_for_a_minute_gives_its_place_back(fast_path
     assert server.metrics()['serve_app_requests_total{outcome="cancelled"}'] == before + 1
 
 
+@pytest.mark.slow
 async def test_an_address_has_only_so_many_unfinished_requests(start: Callable[..., Server], tiny_folder: Path) -> None:
     """Those that are beyond it are closed; requests that are complete are not counted among them."""
     args = {
