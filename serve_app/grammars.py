@@ -17,12 +17,10 @@ from functools import cache
 from threading import Lock
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-import numpy.typing as npt
-
 from serve_app.core.sampling_params import MAX_GRAMMAR_CHARS
 from serve_app.errors import InvalidRequestError
 from serve_app.thinking_budget import ThinkingBudget
+from serve_app.token_set import TokenSet
 
 if TYPE_CHECKING:
     import llguidance
@@ -53,9 +51,6 @@ class Refusal(StrEnum):
     """A JSON schema that cannot be enforced."""
     UNMATCHABLE = "grammar_unmatchable"
     """No text can match it, or finding one is too much work."""
-
-
-Bits = npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,13 +144,10 @@ class Matcher:
         if num_tokens:
             self._matcher.rollback(num_tokens)
 
-    def allowed(self) -> Bits | None:
-        """Which ids may come next, bool [width]; None when nothing can be said (see `error`)."""
-        packed = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
-        if self._matcher.is_error():
-            return None
-        bits = np.unpackbits(packed[: -(-self._width // 8)], bitorder="little").astype(bool)
-        return np.pad(bits, (0, max(0, self._width - len(bits))))[: self._width]
+    def allowed(self) -> TokenSet | None:
+        """Which ids may come next; None when nothing can be said (see `error`)."""
+        packed = self._matcher.compute_bitmask()
+        return None if self._matcher.is_error() else TokenSet.cut(packed, self._width)
 
     def forced(self) -> list[int]:
         """Tokens that must come next, because the grammar leaves no choice about their text."""
@@ -189,14 +181,12 @@ class BudgetedMatcher(Matcher):
         super().roll_back(num_tokens)
         del self._stages[len(self._stages) - num_tokens :]
 
-    def allowed(self) -> Bits | None:
+    def allowed(self) -> TokenSet | None:
         """Likewise; where the reasoning must be closed, nothing else."""
-        bits = super().allowed()
-        if bits is not None and (rest := self._rest()):
-            only = np.zeros_like(bits)
-            only[rest[0]] = bits[rest[0]]
-            return only
-        return bits
+        allowed = super().allowed()
+        if allowed is not None and (rest := self._rest()):
+            return allowed.only(rest[0])
+        return allowed
 
     def forced(self) -> list[int]:
         """Likewise."""
@@ -254,7 +244,7 @@ class Grammars:
             allowed = Matcher(
                 matcher, self._width, frozenset()
             ).allowed()  # some grammars fail at their first mask only
-            if allowed is not None and allowed.any():
+            if allowed:
                 return matcher
         reason = _first_line(matcher.get_error()) or "no text can match it"
         raise InvalidRequestError(f"this grammar cannot be enforced: {reason}", param=param, code=Refusal.UNMATCHABLE)

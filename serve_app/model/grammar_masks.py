@@ -5,21 +5,46 @@ waits for it. A matcher's state is a function of the output, so a row that start
 another replica) gets a fresh one, which is fed the output so far.
 """
 
+import logging
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
 
 from serve_app.core.sampling_params import SamplingParams
 from serve_app.core.step_plan import ScheduledRequest
 from serve_app.errors import InvalidRequestError
-from serve_app.grammars import Bits, Grammars, Matcher
+from serve_app.grammars import Grammars, Matcher
+from serve_app.token_set import TokenSet
 
+logger = logging.getLogger(__name__)
+
+# What eight logits may be at most, by the byte of a token set that tells which of them are allowed. [256, 8].
+_CEILINGS = np.where(
+    np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little"), np.inf, -np.inf
+).astype(np.float32)
 _PATIENCE_S = 0.005
 """How long a step waits for its masks after the forward pass."""
 _MAX_WORK_S = 2.0
 """Processor time that the grammar of one choice may take in one slot."""
+
+
+def mask_out(row: Tensor, allowed: TokenSet | None) -> None:
+    """Leave only what a grammar allows, in place on one row of logits."""
+    if allowed is None:
+        return
+    if row.device.type == "cpu":
+        values = row.numpy()
+        packed = np.frombuffer(allowed.packed, dtype=np.uint8)
+        np.minimum(values, _CEILINGS.take(packed, axis=0).reshape(-1)[: allowed.width], out=values)
+    else:
+        row.masked_fill_(torch.from_numpy(~allowed.bits()).to(row.device), -torch.inf)
 
 
 @dataclass(slots=True, eq=False)
@@ -31,8 +56,10 @@ class Follower:
     """Why the choice cannot go on."""
     num_consumed: int = 0
     work_s: float = 0.0
-    masks: "Future[list[Bits] | str] | None" = None
-    """Of the places where the step samples: a mask for each, or why there is none."""
+    masks: list[TokenSet] | str | None = None
+    """Of the places where the step samples: a mask for each, or why there is none. None: not worked out yet."""
+    is_begun: bool = False
+    """The thread has been told to work out masks that no step has taken yet."""
 
     def consume(self, token_ids: Sequence[int]) -> None:
         """Take in the output's next tokens."""
@@ -40,19 +67,19 @@ class Follower:
         if self.matcher is not None and self.error is None and not self.matcher.consume(token_ids):
             self.error = f"the grammar does not allow the output: {self.matcher.error}"
 
-    def allowed(self, drafts: Sequence[int]) -> list[Bits] | str:
+    def allowed(self, drafts: Sequence[int]) -> list[TokenSet] | str:
         """The masks after the output, and after each of `drafts` behind it; or why there are none."""
         if self.matcher is None or self.error is not None:
             return self.error or "this engine knows no grammars"
-        masks: list[Bits] = []
+        masks: list[TokenSet] = []
         for draft in (*drafts, None):
             mask = self.matcher.allowed()
-            if mask is None or not mask.any():
+            if not mask:
                 self.error = f"the grammar leaves no token to choose: {self.matcher.error}"
                 return self.error
             masks.append(mask)
             # Behind a draft that is not allowed, or that ends the output, nothing is kept.
-            if draft is None or not mask[draft] or draft in self.matcher.eos_token_ids:
+            if draft is None or draft not in mask or draft in self.matcher.eos_token_ids:
                 break
             if not self.matcher.consume([draft]):
                 self.error = f"the grammar takes too much work: {self.matcher.error}"
@@ -60,9 +87,26 @@ class Follower:
         self.matcher.roll_back(len(masks) - 1)
         return masks + [masks[-1]] * (len(drafts) + 1 - len(masks))
 
+    def take(self) -> list[TokenSet] | str | None:
+        """`masks`, of which the next step will have others."""
+        masks = self.masks
+        if masks is not None:
+            self.masks, self.is_begun = None, False
+        return masks
+
     def forced(self) -> tuple[int, ...]:
         """Tokens that come next because the grammar leaves no choice about their text."""
         return () if self.matcher is None or self.error is not None else tuple(self.matcher.forced())
+
+
+@dataclass(frozen=True, slots=True)
+class Awaited:
+    """A row that samples by a grammar: its number in the step, and its places among those where the step samples."""
+
+    index: int
+    place: int
+    num_places: int
+    follower: Follower
 
 
 class Constrained(Protocol):
@@ -80,6 +124,8 @@ class GrammarMasks:
     def __init__(self, grammars: Grammars | None) -> None:
         self._grammars = grammars
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="grammar")
+        self._newest: Future[None] | None = None
+        """Done when all that the thread was given is done."""
         self._work_s = 0.0
         """Processor time so far; the thread's to write."""
         self._told_s = 0.0
@@ -95,34 +141,43 @@ class GrammarMasks:
         except InvalidRequestError as error:
             return Follower(None, error.message)
 
-    def begin(self, rows: Sequence[ScheduledRequest], slots: Sequence[Constrained]) -> None:
+    def begin(self, rows: Sequence[ScheduledRequest], slots: Sequence[Constrained]) -> list[Awaited]:
         """Before the forward pass. What a row that sat out began then is still right: its output has not grown, and
         it has no drafts."""
-        for row, slot, follower in _constrained(rows, slots):
-            if follower.masks is None:
-                new = slot.output_from(follower.num_consumed)
-                follower.masks = self._thread.submit(self._work_out, follower, new, row.draft_token_ids)
+        awaited: list[Awaited] = []
+        work = []
+        place = 0
+        for i, (row, slot) in enumerate(zip(rows, slots, strict=True)):
+            if not row.samples:
+                continue
+            num_places = 1 + len(row.draft_token_ids)
+            if (follower := slot.follower) is not None:
+                awaited.append(Awaited(i, place, num_places, follower))
+                if not follower.is_begun:
+                    follower.is_begun = True
+                    work.append((follower, slot.output_from(follower.num_consumed), row.draft_token_ids))
+            place += num_places
+        if work:
+            self._newest = self._thread.submit(self._work_out_all, work)
+        return awaited
 
-    def finish(
-        self, rows: Sequence[ScheduledRequest], slots: Sequence[Constrained], masks: dict[int, Bits]
-    ) -> dict[int, str | None]:
+    def finish(self, awaited: Sequence[Awaited], masks: dict[int, TokenSet]) -> dict[int, str | None]:
         """After the forward pass: writes down a mask for each place where a constrained row samples.
 
         Returns the rows that cannot sample, and why; None: their masks are not ready.
         """
-        constrained = list(_constrained(rows, slots))
-        if not constrained:
+        if not awaited:
             return {}
-        wait([follower.masks for *_, follower in constrained if follower.masks is not None], timeout=_PATIENCE_S)
+        if self._newest is not None:
+            with suppress(TimeoutError):
+                self._newest.result(_PATIENCE_S)
         held: dict[int, str | None] = {}
-        place = 0
-        for i, row in enumerate(rows):
-            found = self._take(slots[i].follower) if row.samples else []
+        for row in awaited:
+            found = row.follower.take()
             if isinstance(found, list):
-                masks.update((place + j, mask) for j, mask in enumerate(found[: 1 + len(row.draft_token_ids)]))
+                masks.update(enumerate(found[: row.num_places], row.place))
             else:
-                held[i] = found
-            place += row.samples * (1 + len(row.draft_token_ids))
+                held[row.index] = found
         return held
 
     def take_work_s(self) -> float:
@@ -131,8 +186,17 @@ class GrammarMasks:
         since, self._told_s = worked - self._told_s, worked
         return since
 
-    def _work_out(self, follower: Follower, new: Sequence[int], drafts: Sequence[int]) -> list[Bits] | str:
-        """In the thread: the masks that a row needs."""
+    def _work_out_all(self, work: Sequence[tuple[Follower, Sequence[int], Sequence[int]]]) -> None:
+        """In the thread: the masks of a step. One task, because handing over each row's would cost as much as it."""
+        for follower, new, drafts in work:
+            try:
+                follower.masks = self._work_out(follower, new, drafts)
+            except Exception:
+                logger.exception("a grammar failed")
+                follower.masks = "the grammar failed on this request"
+
+    def _work_out(self, follower: Follower, new: Sequence[int], drafts: Sequence[int]) -> list[TokenSet] | str:
+        """The masks that a row needs."""
         began = time.thread_time()
         if new:
             follower.consume(new)
@@ -144,22 +208,3 @@ class GrammarMasks:
             follower.error = f"the grammar took more than {_MAX_WORK_S:g} s of processor time"
             return follower.error
         return masks
-
-    @staticmethod
-    def _take(follower: Follower | None) -> list[Bits] | str | None:
-        if follower is None:
-            return []
-        future = follower.masks
-        if future is None or not future.done():
-            return None
-        follower.masks = None
-        return future.result()
-
-
-def _constrained(
-    rows: Iterable[ScheduledRequest], slots: Iterable[Constrained]
-) -> Iterator[tuple[ScheduledRequest, Constrained, Follower]]:
-    """Rows that sample by a grammar."""
-    for row, slot in zip(rows, slots, strict=True):
-        if row.samples and slot.follower is not None:
-            yield row, slot, slot.follower

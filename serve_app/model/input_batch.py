@@ -15,11 +15,11 @@ from torch import Tensor
 
 from serve_app.core.sampling_params import SamplingParams
 from serve_app.core.step_plan import ScheduledRequest, SchedulerOutput, SlotStart
-from serve_app.grammars import Bits
 from serve_app.model import noise
 from serve_app.model.grammar_masks import Follower
 from serve_app.model.noise import Float64Array, Int64Array
 from serve_app.model.sampling_columns import Column, request_columns
+from serve_app.token_set import TokenSet
 
 _NEVER = 2**62
 
@@ -67,7 +67,7 @@ class SamplingRows:
     slots: the R slots, each as it is at that position.
     parameters: float64 [R, len(Column)].
     is_plain: nothing changes the logits before a token is chosen, and no log-probabilities are asked for.
-    masks: the ids that a grammar allows, bool [vocab] by row; written after the forward pass.
+    masks: the ids that a grammar allows, by row; written after the forward pass.
     """
 
     tokens: Int64Array
@@ -77,7 +77,7 @@ class SamplingRows:
     slots: Sequence[Slot]
     parameters: Float64Array
     is_plain: bool
-    masks: dict[int, Bits] = field(default_factory=dict)
+    masks: dict[int, TokenSet] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,7 @@ from serve_app.core.results import LOGPROBS, NO_RESULTS, ModelRunnerOutput, Resu
 from serve_app.core.step_plan import ScheduledRequest, SchedulerOutput
 from serve_app.grammars import Grammars
 from serve_app.model.attention.base import AttentionBatch, ResidentTables, block_matrix
-from serve_app.model.grammar_masks import GrammarMasks
+from serve_app.model.grammar_masks import Awaited, GrammarMasks
 from serve_app.model.input_batch import InputBatch, PackedBatch
 from serve_app.model.paged_model import PagedModel
 from serve_app.model.pooling import pool
@@ -39,10 +39,12 @@ _LOGITS_PER_SLICE = 2**23
 
 @dataclass(frozen=True, slots=True)
 class Forwarded:
-    """A launched forward pass: the packed batch and its hidden states [T, hidden]. choose: see `Decoded`."""
+    """A launched forward pass: the packed batch and its hidden states [T, hidden]. awaited: rows whose tokens a grammar
+    decides; choose: see `Decoded`."""
 
     packed: PackedBatch
     hidden: Tensor
+    awaited: Sequence[Awaited]
     choose: Callable[[], PendingSample] | None = None
 
 
@@ -93,10 +95,10 @@ class ModelRunner:
     def forward(self, rows: Sequence[ScheduledRequest]) -> Forwarded:
         """Launch the forward pass of `rows`, whose slots and blocks are in place. Writes their keys and values."""
         packed = self._batch.pack(rows)
-        self._masks.begin(packed.rows, packed.slots)
+        awaited = self._masks.begin(packed.rows, packed.slots)
         decoded = self.model.decode(packed)
         if decoded is not None:
-            return Forwarded(packed, decoded.hidden, decoded.choose)
+            return Forwarded(packed, decoded.hidden, awaited, decoded.choose)
         input_ids, positions, kv_slots = self._memory.place(packed)
         tables, resident = _NO_TABLES, None
         if self._memory.tables is None:
@@ -104,13 +106,13 @@ class ModelRunner:
         else:
             resident = ResidentTables(self._memory.tables, packed.seq_slots)
         batch = AttentionBatch(packed.query_starts, packed.kv_lens, tables, kv_slots, resident)
-        return Forwarded(packed, self.model.forward(input_ids, positions, batch))
+        return Forwarded(packed, self.model.forward(input_ids, positions, batch), awaited)
 
     @torch.inference_mode()
     def sample(self, forwarded: Forwarded) -> Pending:
         """Launch the rest of a step: tokens for each row that samples, and the log-probabilities asked for."""
         packed = forwarded.packed
-        held = self._masks.finish(packed.rows, packed.slots, packed.sampling.masks)
+        held = self._masks.finish(forwarded.awaited, packed.sampling.masks)
         sampled = self._sample_rows(forwarded)
         pooled = pool(packed, forwarded.hidden)
         prompt_results: dict[int, Results] = {

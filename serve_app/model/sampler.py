@@ -30,12 +30,13 @@ import torch
 from torch import Tensor
 
 from serve_app.core.results import TokenLogprob
-from serve_app.grammars import Bits
+from serve_app.model.grammar_masks import mask_out
 from serve_app.model.input_batch import Slot
 from serve_app.model.noise import Float64Array, Int64Array
 from serve_app.model.sampling_columns import Column
+from serve_app.token_set import TokenSet
 
-NO_MASKS: Mapping[int, Bits] = {}
+NO_MASKS: Mapping[int, TokenSet] = {}
 NOT_FINITE = "the model's logits for the next token are not finite numbers"
 NO_TOKEN = "the sampling parameters leave no token to choose"
 # A row is cut into this many parts when a floor for its k-th value is looked for.
@@ -99,12 +100,12 @@ def sample(
     slots: Sequence[Slot],
     parameters: Float64Array,
     eos_token_ids: Sequence[int],
-    masks: Mapping[int, Bits] = NO_MASKS,
+    masks: Mapping[int, TokenSet] = NO_MASKS,
 ) -> Sampled:
     """Choose one token for each row.
 
     logits: [R, vocab] float32 or float64, changed in place; slots: R, of which row i continues slots[i];
-    parameters: float64 [R, len(Column)], of the same rows; masks: the ids that a grammar allows, bool [vocab] by row.
+    parameters: float64 [R, len(Column)], of the same rows; masks: the ids that a grammar allows, by row.
     A row whose logits are not finite, or that has no token left to choose, is reported in `failed`.
     """
     failed: dict[int, str] = {}
@@ -225,13 +226,7 @@ def keep_allowed(row: Tensor, slot: Slot) -> None:
         row[ids] = allowed
 
 
-def mask_out(row: Tensor, allowed: Bits | None) -> None:
-    """Leave only what a grammar allows, in place on one row of logits."""
-    if allowed is not None:
-        row.masked_fill_(torch.from_numpy(~allowed).to(row.device), -torch.inf)
-
-
-def _edit(row: Tensor, slot: Slot, eos_token_ids: Sequence[int], allowed: Bits | None) -> Tensor | None:
+def _edit(row: Tensor, slot: Slot, eos_token_ids: Sequence[int], allowed: TokenSet | None) -> Tensor | None:
     """Penalties, bias and masks, in place on one row of logits; returns what the `min_tokens` mask took away."""
     if not _is_edited(slot):
         mask_out(row, allowed)

@@ -19,6 +19,7 @@ from serve_app.core.sampling_params import MAX_TOP_LOGPROBS, SamplingParams
 from serve_app.core.step_plan import SlotStart
 from serve_app.model import sampler
 from serve_app.model.gpu.kernels import sampling as kernels
+from serve_app.model.grammar_masks import mask_out
 from serve_app.model.input_batch import SamplingRows, sampling_rows
 from serve_app.model.noise import Float64Array, Int64Array
 from serve_app.model.sampler import Sampled
@@ -86,7 +87,7 @@ def sample(logits: Tensor, rows: SamplingRows, history: Tensor, eos_token_ids: S
     penalize(logits, rows, history)
     add(logits, rows, [(i, sampler.biases(slot)) for i, slot in enumerate(slots) if slot.params.logit_bias])
     for i, allowed in rows.masks.items():
-        sampler.mask_out(logits[i], allowed)
+        mask_out(logits[i], allowed)
     for i, slot in enumerate(slots):
         sampler.keep_allowed(logits[i], slot)
     add(logits, rows, [(i, sampler.ends_of_bad_words(slot)) for i, slot in enumerate(slots) if slot.params.bad_words])
