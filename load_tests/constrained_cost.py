@@ -220,16 +220,16 @@ async def _ask(server: Server, writer: PromptWriter, rng: Random, users: int, to
     return results
 
 
-def first_token_ms(server: Server, writer: PromptWriter, seed: int) -> float:
-    """Milliseconds until a user alone sees the first token."""
-    [result] = uvloop.run(_ask(server, writer, Random(f"first {seed}"), 1, 1))
+def first_token_ms(server: Server, writer: PromptWriter, what: str, seed: int) -> float:
+    """Milliseconds until a user alone sees the first token, to a prompt that nobody has asked before."""
+    [result] = uvloop.run(_ask(server, writer, Random(f"first {what} {seed}"), 1, 1))
     return 1e3 * (result.ttft_s or 0.0)
 
 
-def users_rate(server: Server, writer: PromptWriter, users: int, seed: int) -> float:
-    """Tokens per second of so many users at once, prompts included."""
+def users_rate(server: Server, writer: PromptWriter, users: int, what: str, seed: int) -> float:
+    """Tokens per second of so many users at once, prompts included, which nobody has asked before."""
     start = time.perf_counter()
-    results = uvloop.run(_ask(server, writer, Random(f"{users} users {seed}"), users, DECODED))
+    results = uvloop.run(_ask(server, writer, Random(f"{users} users {what} {seed}"), users, DECODED))
     return sum(result.output_tokens for result in results) / (time.perf_counter() - start)
 
 
@@ -238,14 +238,14 @@ def measure_server(server: Server, writer: PromptWriter, rounds: int) -> dict[st
     known = constrained(server, thirty_fields(0))
     endless = constrained(server, ENDLESS)
     first: dict[str, Callable[[int], float]] = {
-        "no schema": partial(first_token_ms, server, writer),
-        "known schema": partial(first_token_ms, known, writer),
-        "new schema": lambda seed: first_token_ms(constrained(server, thirty_fields(1 + seed)), writer, seed),
+        "no schema": partial(first_token_ms, server, writer, "free"),
+        "known schema": partial(first_token_ms, known, writer, "known"),
+        "new schema": lambda seed: first_token_ms(constrained(server, thirty_fields(1 + seed)), writer, "new", seed),
     }
     found = {"first token, ms": _turns(4 * rounds, first)}
     for users in (1, ROWS):
         rates = {
-            name: partial(users_rate, asked, writer, users)
+            name: partial(users_rate, asked, writer, users, name)
             for name, asked in (("free", server), ("constrained", endless))
         }
         found[f"{users} users, tokens/s"] = _turns(rounds, rates)
