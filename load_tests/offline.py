@@ -52,7 +52,8 @@ class OurEngine:
 
     def step(self) -> Iterable[StepOutput]:
         for delta in self._core.step() or ():
-            yield StepOutput(int(delta.request_id), len(delta.token_ids), delta.finish_reason is not None, delta.error)
+            error = None if delta.error is None else delta.error.message
+            yield StepOutput(int(delta.request_id), len(delta.token_ids), delta.finish_reason is not None, error)
 
 
 def generate_runner(generator: PaddedGenerator, writer: PromptWriter) -> Runner:

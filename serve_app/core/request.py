@@ -11,7 +11,7 @@ from serve_app.core.config import SchedulerConfig
 from serve_app.core.prompt_lookup import PromptLookup
 from serve_app.core.results import NO_RESULTS, FinishReason, Results, TokenDelta
 from serve_app.core.sampling_params import SamplingParams
-from serve_app.errors import ContextLengthError, InvalidRequestError
+from serve_app.errors import ContextLengthError, InvalidRequestError, RequestError
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,7 +172,7 @@ class Request:
         finish_reason: FinishReason | None,
         results: Results = NO_RESULTS,
         prompt_results: Results = NO_RESULTS,
-        error: str | None = None,
+        error: RequestError | None = None,
     ) -> TokenDelta:
         """Says that `token_ids`, already the last of this choice's tokens, have come; `results` may be of more."""
         num_cached_tokens, self.num_cached_tokens = self.num_cached_tokens, None

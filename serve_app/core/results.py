@@ -10,6 +10,8 @@ from enum import StrEnum
 from itertools import chain
 from typing import Any, NamedTuple
 
+from serve_app.errors import RequestError
+
 LOGPROBS = "logprobs"
 """The kind of result that holds a `TokenLogprob` per token, be it of the output or of the prompt."""
 
@@ -48,7 +50,7 @@ class ModelRunnerOutput:
     """What the step produced, by row index of `SchedulerOutput.rows`.
 
     `token_ids[i]` is empty for a row that did not sample; for one that did, the accepted drafts and one token more.
-    `failed[i]` is a message: that request, and no other, ends with an error. `results[i]` has an entry for each of its
+    `failed[i]` ends that request, and no other. `results[i]` has an entry for each of its
     tokens, `prompt_results[i]` for each *next* prompt token that the row's positions predict.
     `sat_out` names rows that should have sampled and could not yet: their last token is to be computed again.
     `forced[i]` are tokens that the grammar makes almost certain to follow `token_ids[i]`: drafts for the next step.
@@ -58,7 +60,7 @@ class ModelRunnerOutput:
     token_ids: tuple[tuple[int, ...], ...]
     results: dict[int, Results] = field(default_factory=dict)
     prompt_results: dict[int, Results] = field(default_factory=dict)
-    failed: dict[int, str] = field(default_factory=dict)
+    failed: dict[int, RequestError] = field(default_factory=dict)
     sat_out: frozenset[int] = frozenset()
     forced: dict[int, tuple[int, ...]] = field(default_factory=dict)
     mask_s: float = 0.0
@@ -80,7 +82,7 @@ class TokenDelta(NamedTuple):
     token_ids: tuple[int, ...]
     finish_reason: FinishReason | None = None
     num_cached_tokens: int | None = None
-    error: str | None = None
+    error: RequestError | None = None
     results: Results = NO_RESULTS
     prompt_results: Results = NO_RESULTS
 

@@ -36,19 +36,21 @@ from serve_app.core.request_queue import RequestQueue, pick_victim
 from serve_app.core.results import NO_RESULTS, FinishReason, ModelRunnerOutput, TokenDelta
 from serve_app.core.step_plan import ScheduledRequest, SchedulerOutput, StepPlan
 from serve_app.core.step_record import SchedulerStats
-from serve_app.errors import InvalidRequestError
+from serve_app.errors import EngineError, InvalidRequestError, RequestError
 
 _by_order = attrgetter("order")
 
 
-def _token_error(row: ScheduledRequest, sat_out: bool, token_ids: tuple[int, ...], vocab_size: int) -> str | None:
+def _token_error(
+    row: ScheduledRequest, sat_out: bool, token_ids: tuple[int, ...], vocab_size: int
+) -> EngineError | None:
     samples = row.samples and not sat_out
     most = len(row.draft_token_ids) + 1 if samples else 0
     if not samples <= len(token_ids) <= most:
-        return f"the model runner returned {len(token_ids)} tokens for a row that samples at most {most}"
+        return EngineError(f"the model runner returned {len(token_ids)} tokens for a row that samples at most {most}")
     for token_id in token_ids:
         if not 0 <= token_id < vocab_size:
-            return f"the model runner returned token id {token_id}, outside the vocabulary"
+            return EngineError(f"the model runner returned token id {token_id}, outside the vocabulary")
     return None
 
 
@@ -273,7 +275,7 @@ class Scheduler:
                 choice.status = RequestStatus.WAITING
                 self._queue.push(choice, resuming=True)
 
-    def _fail(self, request_id: str, error: str, deltas: list[TokenDelta]) -> None:
+    def _fail(self, request_id: str, error: RequestError, deltas: list[TokenDelta]) -> None:
         for choice in self._choices[request_id]:
             if choice.status is not RequestStatus.FINISHED:
                 self._release(choice)

@@ -202,7 +202,8 @@ class LLM:
 def _collect(delta: TokenDelta, result: RequestOutput) -> None:
     output = result.outputs[delta.choice]
     output.token_ids += delta.token_ids
-    output.finish_reason, output.error = delta.finish_reason, delta.error
+    output.finish_reason = delta.finish_reason
+    output.error = None if delta.error is None else delta.error.message
     output.embedding = delta.embedding
     if output.logprobs is not None:
         output.logprobs += delta.logprobs

@@ -77,7 +77,8 @@ def _pack_delta(delta: TokenDelta) -> WireDelta:
     if delta.finish_reason is None and delta.num_cached_tokens is None and not results and not prompt_results:
         return head
     reason = None if delta.finish_reason is None else delta.finish_reason.value
-    return (*head, reason, delta.num_cached_tokens, delta.error, results, prompt_results)
+    error = None if delta.error is None else delta.error.to_wire()
+    return (*head, reason, delta.num_cached_tokens, error, results, prompt_results)
 
 
 def _unpack_delta(
@@ -87,10 +88,11 @@ def _unpack_delta(
     token_ids: list[int],
     finish_reason: str | None = None,
     num_cached_tokens: int | None = None,
-    error: str | None = None,
+    error: dict[str, Any] | None = None,
     results: Results = NO_RESULTS,
     prompt_results: Results = NO_RESULTS,
 ) -> TokenDelta:
     reason = None if finish_reason is None else FinishReason(finish_reason)
     ids = tuple(token_ids)
-    return TokenDelta(request_id, choice, offset, ids, reason, num_cached_tokens, error, results, prompt_results)
+    cause = None if error is None else from_wire(error)
+    return TokenDelta(request_id, choice, offset, ids, reason, num_cached_tokens, cause, results, prompt_results)

@@ -19,8 +19,8 @@ from torch import Tensor
 
 from serve_app.core.sampling_params import SamplingParams
 from serve_app.core.step_plan import ScheduledRequest
-from serve_app.errors import InvalidRequestError
-from serve_app.grammars import Grammars, Matcher
+from serve_app.errors import EngineError, InvalidRequestError, RequestError
+from serve_app.grammars import Grammars, Matcher, Refusal
 from serve_app.token_set import TokenSet
 
 logger = logging.getLogger(__name__)
@@ -52,11 +52,11 @@ class Follower:
     """Where the output of one running choice stands in its grammar. Used by one thread at a time."""
 
     matcher: Matcher | None
-    error: str | None = None
+    error: RequestError | None = None
     """Why the choice cannot go on."""
     num_consumed: int = 0
     work_s: float = 0.0
-    masks: list[TokenSet] | str | None = None
+    masks: list[TokenSet] | RequestError | None = None
     """Of the places where the step samples: a mask for each, or why there is none. None: not worked out yet."""
     is_begun: bool = False
     """The thread has been told to work out masks that no step has taken yet."""
@@ -65,29 +65,31 @@ class Follower:
         """Take in the output's next tokens."""
         self.num_consumed += len(token_ids)
         if self.matcher is not None and self.error is None and not self.matcher.consume(token_ids):
-            self.error = f"the grammar does not allow the output: {self.matcher.error}"
+            self.error = EngineError(f"the grammar does not allow the output: {self.matcher.error}")
 
-    def allowed(self, drafts: Sequence[int]) -> list[TokenSet] | str:
+    def allowed(self, drafts: Sequence[int]) -> list[TokenSet] | RequestError:
         """The masks after the output, and after each of `drafts` behind it; or why there are none."""
         if self.matcher is None or self.error is not None:
-            return self.error or "this engine knows no grammars"
+            return self.error or EngineError("this engine knows no grammars")
         masks: list[TokenSet] = []
         for draft in (*drafts, None):
             mask = self.matcher.allowed()
             if not mask:
-                self.error = f"the grammar leaves no token to choose: {self.matcher.error}"
+                reason = f"the grammar leaves no token to choose: {self.matcher.error}"
+                self.error = InvalidRequestError(reason, code=Refusal.UNMATCHABLE)
                 return self.error
             masks.append(mask)
             # Behind a draft that is not allowed, or that ends the output, nothing is kept.
             if draft is None or draft not in mask or draft in self.matcher.eos_token_ids:
                 break
             if not self.matcher.consume([draft]):
-                self.error = f"the grammar takes too much work: {self.matcher.error}"
+                reason = f"the grammar takes too much work: {self.matcher.error}"
+                self.error = InvalidRequestError(reason, code=Refusal.TOO_LARGE)
                 return self.error
         self.matcher.roll_back(len(masks) - 1)
         return masks + [masks[-1]] * (len(drafts) + 1 - len(masks))
 
-    def take(self) -> list[TokenSet] | str | None:
+    def take(self) -> list[TokenSet] | RequestError | None:
         """`masks`, of which the next step will have others."""
         masks = self.masks
         if masks is not None:
@@ -139,7 +141,7 @@ class GrammarMasks:
         try:
             return Follower(self._grammars.matcher(params.grammar))
         except InvalidRequestError as error:
-            return Follower(None, error.message)
+            return Follower(None, error)
 
     def begin(self, rows: Sequence[ScheduledRequest], slots: Sequence[Constrained]) -> list[Awaited]:
         """Before the forward pass. What a row that sat out began then is still right: its output has not grown, and
@@ -161,7 +163,7 @@ class GrammarMasks:
             self._newest = self._thread.submit(self._work_out_all, work)
         return awaited
 
-    def finish(self, awaited: Sequence[Awaited], masks: dict[int, TokenSet]) -> dict[int, str | None]:
+    def finish(self, awaited: Sequence[Awaited], masks: dict[int, TokenSet]) -> dict[int, RequestError | None]:
         """After the forward pass: writes down a mask for each place where a constrained row samples.
 
         Returns the rows that cannot sample, and why; None: their masks are not ready.
@@ -171,7 +173,7 @@ class GrammarMasks:
         if self._newest is not None:
             with suppress(TimeoutError):
                 self._newest.result(_PATIENCE_S)
-        held: dict[int, str | None] = {}
+        held: dict[int, RequestError | None] = {}
         for row in awaited:
             found = row.follower.take()
             if isinstance(found, list):
@@ -193,9 +195,9 @@ class GrammarMasks:
                 follower.masks = self._work_out(follower, new, drafts)
             except Exception:
                 logger.exception("a grammar failed")
-                follower.masks = "the grammar failed on this request"
+                follower.masks = EngineError("the grammar failed on this request")
 
-    def _work_out(self, follower: Follower, new: Sequence[int], drafts: Sequence[int]) -> list[TokenSet] | str:
+    def _work_out(self, follower: Follower, new: Sequence[int], drafts: Sequence[int]) -> list[TokenSet] | RequestError:
         """The masks that a row needs."""
         began = time.thread_time()
         if new:
@@ -205,6 +207,7 @@ class GrammarMasks:
         self._work_s += spent
         follower.work_s += spent
         if follower.work_s > _MAX_WORK_S:
-            follower.error = f"the grammar took more than {_MAX_WORK_S:g} s of processor time"
+            reason = f"the grammar took more than {_MAX_WORK_S:g} s of processor time"
+            follower.error = InvalidRequestError(reason, code=Refusal.TOO_LARGE)
             return follower.error
         return masks

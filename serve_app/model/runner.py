@@ -20,6 +20,7 @@ from torch import Tensor
 
 from serve_app.core.results import LOGPROBS, NO_RESULTS, ModelRunnerOutput, Results, TokenLogprob
 from serve_app.core.step_plan import ScheduledRequest, SchedulerOutput
+from serve_app.errors import EngineError, RequestError
 from serve_app.grammars import Grammars
 from serve_app.model.attention.base import AttentionBatch, ResidentTables, block_matrix
 from serve_app.model.grammar_masks import Awaited, GrammarMasks
@@ -155,7 +156,7 @@ class ModelRunner:
         self,
         packed: PackedBatch,
         pending: PendingSample,
-        held: Mapping[int, str | None],
+        held: Mapping[int, RequestError | None],
         embeddings: Mapping[int, Results],
         prompt_results: dict[int, Results],
     ) -> ModelRunnerOutput:
@@ -167,7 +168,7 @@ class ModelRunner:
         self._batch.remember(packed.sampling, sampled.token_ids)
         token_ids: list[tuple[int, ...]] = [()] * len(packed.rows)
         results = dict(embeddings)
-        failed = {i: reason for i, reason in held.items() if reason is not None}
+        failed = {i: error for i, error in held.items() if error is not None}
         forced: dict[int, tuple[int, ...]] = {}
         first = 0
         for i, row in enumerate(packed.rows):
@@ -222,7 +223,7 @@ class ModelRunner:
             except Exception:
                 # The client reads `failed`, the operator the log: an exception's text may hold paths.
                 logger.exception("the model failed on request %r", row.request_id)
-                outputs.append(ModelRunnerOutput(((),), failed={0: "the model failed on this request"}))
+                outputs.append(ModelRunnerOutput(((),), failed={0: EngineError("the model failed on this request")}))
         if all(output.failed for output in outputs):
             self._check_alive(error)
         return ModelRunnerOutput(

@@ -15,8 +15,7 @@ times their sum.
 
 A row's result is a function of its own logits, parameters and history: every tensor operation here is either rounded
 per element or reduces along one row in a fixed order, and nothing batch-wide (such as a common k) changes a result.
-Noise is a function of (seed, choice, position); see `noise`. Not decided here: when a request is finished, and what a
-token means.
+Noise is a function of (seed, choice, position); see `noise`. Not decided here: when a request ends, what tokens mean.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -30,6 +29,7 @@ import torch
 from torch import Tensor
 
 from serve_app.core.results import TokenLogprob
+from serve_app.errors import EngineError, InvalidRequestError, RequestError
 from serve_app.model.grammar_masks import mask_out
 from serve_app.model.input_batch import Slot
 from serve_app.model.noise import Float64Array, Int64Array
@@ -37,8 +37,6 @@ from serve_app.model.sampling_columns import Column
 from serve_app.token_set import TokenSet
 
 NO_MASKS: Mapping[int, TokenSet] = {}
-NOT_FINITE = "the model's logits for the next token are not finite numbers"
-NO_TOKEN = "the sampling parameters leave no token to choose"
 # A row is cut into this many parts when a floor for its k-th value is looked for.
 _NUM_PARTS = 512
 
@@ -62,7 +60,7 @@ class Sampled:
 
     token_ids: list[int]
     logprobs: dict[int, TokenLogprob] = field(default_factory=dict)
-    failed: dict[int, str] = field(default_factory=dict)
+    failed: dict[int, RequestError] = field(default_factory=dict)
 
     def resolve(self) -> "Sampled":
         """Itself: the results are known."""
@@ -94,6 +92,13 @@ def one_thread() -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
+def why_failed(emptied: bool) -> RequestError:
+    """Why a row has no token: it was `emptied` by what its own request says, or had no logits to choose by."""
+    if emptied:
+        return InvalidRequestError("the sampling parameters leave no token to choose", code="no_token_left")
+    return EngineError("the model's logits for the next token are not finite numbers")
+
+
 @one_thread()
 def sample(
     logits: Tensor,
@@ -108,7 +113,7 @@ def sample(
     parameters: float64 [R, len(Column)], of the same rows; masks: the ids that a grammar allows, by row.
     A row whose logits are not finite, or that has no token left to choose, is reported in `failed`.
     """
-    failed: dict[int, str] = {}
+    failed: dict[int, RequestError] = {}
     masked: dict[int, Tensor | None] = {}
     wanted = [i for i, slot in enumerate(slots) if slot.params.logprobs is not None]
     raw = _take(logits, wanted).log_softmax(-1) if wanted else None
@@ -116,14 +121,14 @@ def sample(
         try:
             masked[i] = _edit(logits[i], slot, eos_token_ids, masks.get(i))
         except (RuntimeError, IndexError, ValueError) as error:
-            failed[i] = f"sampling failed: {error}"
+            failed[i] = EngineError(f"sampling failed: {error}")
     best, token_ids = _most_likely(logits)
     for i in (~best.isfinite()).nonzero()[:, 0].tolist():
         # The mask emptied the row if it took away a token that the model had allowed.
         taken = masked.get(i)
         has_mask = i in masks or is_masked(slots[i])
         emptied = bool(best[i] == -torch.inf) and (has_mask or (taken is not None and bool(taken.isfinite().any())))
-        failed.setdefault(i, NO_TOKEN if emptied else NOT_FINITE)
+        failed.setdefault(i, why_failed(emptied))
     drawn = [i for i in parameters[:, Column.TEMPERATURE].nonzero()[0].tolist() if i not in failed]
     if drawn:
         for i, token_id in zip(drawn, _draw(_take(logits, drawn), parameters[drawn]), strict=True):

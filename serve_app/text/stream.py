@@ -93,15 +93,15 @@ class TextStream:
     def feed(self, delta: TokenDelta) -> TextPiece:
         """The new text; may be empty.
 
-        Raises `EngineError` when tokens are missing before this delta, or when it reports an error. Tokens seen before
-        are ignored, and so is everything after the end.
+        Raises `EngineError` when tokens are missing before this delta, and the error that it reports. Tokens seen
+        before are ignored, and so is everything after the end.
         """
         if self.finish_reason is not None:
             return TextPiece("")
         if delta.offset > self.num_tokens:
             raise EngineError(f"tokens {self.num_tokens} to {delta.offset} of the answer were lost")
         if delta.finish_reason is FinishReason.ERROR:
-            raise EngineError(delta.error or "the engine failed this request")
+            raise delta.error or EngineError("the engine failed this request")
         if self._stop.nothing:
             self.finish_reason = FinishReason.LENGTH if delta.token_ids else None
             return TextPiece("", finish_reason=self.finish_reason)

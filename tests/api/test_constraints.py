@@ -80,6 +80,22 @@ async def test_json_object_begins_an_object(live: Api) -> None:
     assert (answer.choices[0].message.content or "").startswith("{")
 
 
+async def test_a_request_that_contradicts_itself_is_refused_when_it_shows(live: Api) -> None:
+    """Not by a 500, which would be the server's fault and which clients repeat."""
+    body: dict[str, Any] = {
+        "model": "babbler",
+        "prompt": "One",
+        "extra_body": {"structured_outputs": {"choice": ["yes", "no"]}, "allowed_token_ids": [0]},
+    }
+    with pytest.raises(openai.BadRequestError) as refused:
+        await live.openai.completions.create(**body)
+    assert refused.value.code == "no_token_left"
+    with pytest.raises(openai.APIError) as ended:
+        async for _ in await live.openai.completions.create(**body, stream=True):
+            pass
+    assert (ended.value.type, ended.value.code) == ("invalid_request_error", "no_token_left")
+
+
 @pytest.mark.parametrize(
     ("extra", "param", "said"),
     [

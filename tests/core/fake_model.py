@@ -16,6 +16,7 @@ from serve_app.core.request import EngineRequest
 from serve_app.core.results import LOGPROBS, FinishReason, ModelRunnerOutput, TokenDelta, TokenLogprob
 from serve_app.core.scheduler import Scheduler
 from serve_app.core.step_plan import ScheduledRequest, SchedulerOutput, SlotStart
+from serve_app.errors import EngineError
 
 
 def chain(parent: int, token_id: int) -> int:
@@ -88,7 +89,7 @@ class FakeRunner:
                 for i, row in enumerate(output.rows)
                 if self.slots[row.slot].start.params.prompt_logprobs is not None
             },
-            failed={i: "injected" for i in failing},
+            failed={i: EngineError("injected") for i in failing},
             sat_out=sat_out,
             forced={
                 i: guess for i, row in enumerate(output.rows) if i in good and good[i] and (guess := self._forced(row))
@@ -208,7 +209,8 @@ class Stream:
             self.num_cached_tokens = delta.num_cached_tokens
         self.token_ids += delta.token_ids
         self.prompt_logprobs += delta.prompt_logprobs
-        self.finish_reason, self.error = delta.finish_reason, delta.error
+        self.finish_reason = delta.finish_reason
+        self.error = None if delta.error is None else delta.error.message
 
 
 class Driver:

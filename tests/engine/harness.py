@@ -86,7 +86,8 @@ class Harness:
                 outcome.logprobs += delta.logprobs
                 outcome.prompt_logprobs += delta.prompt_logprobs
                 outcome.embedding = delta.embedding
-                outcome.finish_reason, outcome.error = delta.finish_reason, delta.error
+                outcome.finish_reason = delta.finish_reason
+                outcome.error = None if delta.error is None else delta.error.message
                 if delta.num_cached_tokens is not None:
                     outcome.num_cached_tokens = delta.num_cached_tokens
         stats = self.core.stats()

@@ -68,7 +68,6 @@ async def test_requests_and_every_kind_of_delta_travel_unchanged(replica: Replic
         prompt_results={LOGPROBS: (TokenLogprob(7, -1.5, ()),), "a kind that the link never heard of": ((0.5,),)},
         finish_reason=FinishReason.STOP,
         num_cached_tokens=9,
-        error="broken",
     )
     plain = TokenDelta("a.1", 0, 0, (2**31,))
     ingress = await Ingress.open(replica)

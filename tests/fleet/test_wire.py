@@ -10,7 +10,7 @@ from serve_app.core.request import EngineRequest
 from serve_app.core.results import LOGPROBS, FinishReason, TokenDelta, TokenLogprob
 from serve_app.core.sampling_params import SamplingParams
 from serve_app.core.step_record import SchedulerStats
-from serve_app.errors import OverloadedError, RequestError
+from serve_app.errors import InvalidRequestError, OverloadedError, RequestError
 from serve_app.fleet.load import ReplicaLoad
 from serve_app.fleet.wire import pack_deltas, pack_load, pack_request, unpack_item, unpack_load, unpack_request
 
@@ -32,7 +32,6 @@ def test_requests() -> None:
     [
         TokenDelta("r", 0, 5, (8, 9)),
         TokenDelta("r", 1, 0, (8,), num_cached_tokens=16),
-        TokenDelta("r", 1, 3, (), finish_reason=FinishReason.ERROR, error="broken"),
         TokenDelta(
             "r",
             0,
@@ -48,6 +47,15 @@ def test_deltas(delta: TokenDelta) -> None:
     packed = pack_deltas([delta, delta])
     assert unpack_item("r", packed) == [delta, delta]
     assert unpack_item("r", msgpack.unpackb(msgpack.packb(packed), use_list=False)) == [delta, delta]
+
+
+def test_errors() -> None:
+    error = InvalidRequestError("no token is left", param="temperature", code="no_token_left")
+    packed = pack_deltas([TokenDelta("r", 1, 3, (), finish_reason=FinishReason.ERROR, error=error)])
+    [delta] = unpack_item("r", msgpack.unpackb(msgpack.packb(packed), use_list=False))
+    assert delta.finish_reason is FinishReason.ERROR
+    assert isinstance(delta.error, InvalidRequestError)
+    assert delta.error.to_wire() == error.to_wire()
 
 
 def test_loads() -> None:

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from serve_app.core.sampling_params import SamplingParams
+from serve_app.errors import EngineError, InvalidRequestError
 from serve_app.model import noise as noise_module
 from serve_app.model import sampler
 from serve_app.model.input_batch import Slot
@@ -288,9 +289,11 @@ def test_a_failure_names_who_left_no_token() -> None:
         make_slot(SamplingParams(seed=1)),
     ]
     failed = sample(logits, slots, (EOS,)).failed
-    assert [failed.get(i, "")[:12] for i in range(5)] == ["the sampling", *["the model's "] * 3, ""]
+    kinds = [type(failed.get(i)) for i in range(5)]
+    assert kinds == [InvalidRequestError, *[EngineError] * 3, type(None)]
     # All of a small vocabulary may be masked.
-    assert "leave no token" in sample(torch.zeros(1, 5), [make_slot(ends, tokens=[0, 1])], (0, 1, 2)).failed[0]
+    nothing_left = sample(torch.zeros(1, 5), [make_slot(ends, tokens=[0, 1])], (0, 1, 2)).failed[0]
+    assert (nothing_left.status, nothing_left.code) == (400, "no_token_left")
 
 
 def test_the_smallest_repetition_penalty_does_not_overflow() -> None:

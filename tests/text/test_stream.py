@@ -98,7 +98,7 @@ def test_missing_tokens_are_an_error(byte_level: Tokenizer) -> None:
 
 def test_an_engine_error_carries_its_message(byte_level: Tokenizer) -> None:
     with pytest.raises(EngineError, match="boom"):
-        run(byte_level, [TokenDelta("r", 0, 0, (), finish_reason=FinishReason.ERROR, error="boom")])
+        run(byte_level, [TokenDelta("r", 0, 0, (), finish_reason=FinishReason.ERROR, error=EngineError("boom"))])
 
 
 def test_held_back_text_appears_when_the_end_comes(byte_level: Tokenizer) -> None:

@@ -17,6 +17,7 @@ from torch import Tensor
 from serve_app.core.results import TokenLogprob
 from serve_app.core.sampling_params import MAX_TOP_LOGPROBS, SamplingParams
 from serve_app.core.step_plan import SlotStart
+from serve_app.errors import RequestError
 from serve_app.model import sampler
 from serve_app.model.gpu.kernels import sampling as kernels
 from serve_app.model.grammar_masks import mask_out
@@ -61,8 +62,8 @@ class Drawn:
                 logprobs[i] = TokenLogprob(token_ids[i], float(chosen[j]), top)
         return Sampled(token_ids, {i: entry for i, entry in logprobs.items() if i not in failed}, failed)
 
-    def _why(self, row: int, token_id: int) -> str:
-        return sampler.NO_TOKEN if token_id == _NOTHING_LEFT and row in self._masked else sampler.NOT_FINITE
+    def _why(self, row: int, token_id: int) -> RequestError:
+        return sampler.why_failed(token_id == _NOTHING_LEFT and row in self._masked)
 
 
 def sample_plain(hidden: Tensor, parameters: Float64Array, choose_from: Callable[[Tensor, Tensor], Tensor]) -> Drawn:
