@@ -28,6 +28,9 @@ _MAX_QUEUED_AT_PROXY = 4096
 # place, Ray 2.60 hands out places one by one and sleeps for its longest back-off after each, however many are free: by
 # default half a second, and a crowd's last request waited for two minutes (s).
 _ROUTER_BACKOFF = {"initial_backoff_s": 0.005, "max_backoff_s": 0.01}
+# A replica that dies while an update reaches it counts as one that fails to start. A deployment that has used all of
+# these up is given up: from then on, nobody replaces its dead replicas. A wrong model uses them up within seconds.
+_MAX_FAILED_STARTS = 3
 # Longer than any request may take: an ingress that is replaced serves its streams to their end, and so does an engine
 # whose streams no other can continue, until the last such ingress has ended (s).
 _SHUTDOWN_MARGIN_S = 10.0
@@ -39,7 +42,7 @@ _LOOK_BACK_S = 11.0
 # A replica that does not answer three checks in a row is replaced: 16 s after it froze, 6 s after its engine's step
 # has become too old. Its requests have gone elsewhere before.
 _COMMON_OPTIONS: dict[str, Any] = {
-    "max_constructor_retry_count": 1,
+    "max_constructor_retry_count": _MAX_FAILED_STARTS,
     "health_check_period_s": 2.0,
     "health_check_timeout_s": 5.0,
     "graceful_shutdown_wait_loop_s": 0.2,
@@ -56,7 +59,7 @@ def build(args: Settings) -> serve.Application:
 
 
 def engine_options(settings: Settings) -> dict[str, Any]:
-    """Deployment options of the engine. A wrong model fails the deployment at its first try, not its twentieth."""
+    """Deployment options of the engine."""
     options = _COMMON_OPTIONS | {
         "name": "EngineReplica",
         "ray_actor_options": {"num_cpus": 0, "num_gpus": int(use_gpu(settings))},

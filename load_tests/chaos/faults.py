@@ -243,6 +243,7 @@ UPDATES = tuple(
     Fault(f"update: {what}", strike, moments=("known",), recovery_limit_s=60, stall_limit_s=60)
     for what, strike in (
         ("knobs", update(set_knobs, restarts=False)),
+        ("knobs, and a kill", update(set_knobs, restarts=False, kill=True)),
         ("scheduler", update(set_arg("engine.max_wait_s", 1.5))),
         ("max_model_len", update(set_arg("engine.max_model_len", 4000))),
         ("quantization", update(set_arg("quantization", "none"))),

@@ -17,7 +17,7 @@ from typing import Any
 import yaml
 
 from load_tests.chaos.experiment import STREAMS, Experiment
-from load_tests.chaos.fleet import NotInTimeError
+from load_tests.chaos.fleet import NotInTimeError, wait_for
 from load_tests.chaos.small_model import write_small_model
 from load_tests.chaos.traffic import Ask
 
@@ -30,8 +30,9 @@ Change = Callable[[Application], object]
 Strike = Callable[[Experiment], Awaitable[None]]
 
 
-def update(change: Change, *, restarts: bool = True, replicas: int | None = None) -> Strike:
-    """Change the application and change it back. restarts: every process is replaced; replicas: then so many."""
+def update(change: Change, *, restarts: bool = True, replicas: int | None = None, kill: bool = False) -> Strike:
+    """Change the application and change it back. restarts: every process is replaced; replicas: then so many; kill:
+    a replica dies while the update is on its way."""
 
     async def strike(experiment: Experiment) -> None:
         fleet = experiment.fleet
@@ -39,7 +40,7 @@ def update(change: Change, *, restarts: bool = True, replicas: int | None = None
         asks = await _load(experiment)
         for config, count in ((_changed(before, change), replicas), (before, None)):
             old = {process.pid for process in fleet.replicas()}
-            said = await _deploy(experiment, config, asks)
+            said = await _deploy(experiment, config, asks, kill=kill)
             if said != "deployed":
                 raise NotInTimeError(f"the update was not deployed: {said}")
             await _replaced(experiment, asks, old if restarts else set(), count or fleet.shape.replicas)
@@ -128,7 +129,7 @@ def _changed(config: str, change: Change) -> str:
     return yaml.safe_dump(data)
 
 
-async def _deploy(experiment: Experiment, config: str, asks: list[Ask]) -> str:
+async def _deploy(experiment: Experiment, config: str, asks: list[Ask], *, kill: bool = False) -> str:
     """Have the launcher deploy it while requests come; what it says in the end."""
     fleet = experiment.fleet
     log = fleet.config.with_suffix(".log")
@@ -136,6 +137,9 @@ async def _deploy(experiment: Experiment, config: str, asks: list[Ask]) -> str:
     told = len(log.read_text().splitlines())
     os.kill(fleet.pid, signal.SIGUSR1)
     experiment.struck()
+    if kill:
+        await wait_for(lambda: len(log.read_text().splitlines()) > told, "the launcher has read the config", 30)
+        os.kill(fleet.ready_replicas()[0], signal.SIGKILL)
     async for _ in _trickling(experiment, asks, "the launcher says what became of the update"):
         if (said := end_of_update(log, told)) is not None:
             return said

@@ -30,6 +30,7 @@ async def strike(fleet: Fleet, references: References, name: str, moment: str) -
         ("ingress SIGKILL", "known"),
         ("controller SIGKILL", "known"),
         ("queue overfilled 10x", "known"),
+        pytest.param("update: knobs, and a kill", "known", marks=pytest.mark.slow),
     ],
 )
 async def test_on_the_fast_path(fleet: Fleet, references: References, name: str, moment: str) -> None:

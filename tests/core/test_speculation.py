@@ -161,7 +161,7 @@ def test_a_runner_that_returns_what_cannot_be_ends_the_request(count: int) -> No
     wrong = type(result)(token_ids=((7,) * count,))
     (delta,) = driver.scheduler.update(output, wrong)
     assert delta.finish_reason is FinishReason.ERROR
-    assert f"returned {count} tokens" in (delta.error or "")
+    assert f"returned {count} tokens" in str(delta.error)
 
 
 def test_expected_outputs_repeat_themselves() -> None:
