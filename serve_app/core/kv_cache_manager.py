@@ -78,7 +78,8 @@ class KVCacheManager:
         if not self._caches_prefixes or not request.num_reusable_tokens:
             return forked
         published = self.match(request)
-        return forked if forked.num_tokens > published.num_tokens else published
+        # The leader's blocks are in use, so they take no free one; an equal prefix that is only cached takes as many.
+        return forked if forked.num_tokens and forked.num_tokens >= published.num_tokens else published
 
     def allocate(self, request: Request, prefix: Prefix, reserve: int) -> bool:
         """Give `request` a table for all its known tokens, the first of them from `prefix`; all of it or nothing.

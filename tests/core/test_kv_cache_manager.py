@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 
 from serve_app.core.config import SchedulerConfig
-from serve_app.core.kv_cache_manager import KVCacheManager
+from serve_app.core.kv_cache_manager import KVCacheManager, Prefix
 from serve_app.core.request import EngineRequest, Request, make_choices
 from serve_app.core.sampling_params import SamplingParams
 from serve_app.core.scheduler import Scheduler
@@ -61,6 +61,23 @@ def test_making_room_never_evicts_what_is_about_to_be_shared() -> None:
     assert kv.allocate(second, kv.match(second), reserve=0)
     assert [block.id for block in second.blocks] == [1, 2, 3]
     kv.check_invariants([second])
+
+
+def test_another_choice_shares_what_runs_rather_than_what_is_only_cached() -> None:
+    kv = KVCacheManager(CONFIG)
+    first = make_request("a", (1, 2, 3, 4, 5))
+    kv.allocate(first, Prefix(), reserve=0)
+    first.num_computed_tokens = 5
+    kv.publish(first)
+    kv.free(first)
+    request = EngineRequest("b", (1, 2, 3, 4, 5), SamplingParams(max_tokens=4, n=2))
+    leader, choice = make_choices(request, CONFIG, 0, 0.0)
+    kv.allocate(leader, Prefix(), reserve=0)
+    leader.num_computed_tokens = 5
+    prefix = kv.find_prefix(choice)
+    assert (prefix.num_tokens, prefix.shared) == (4, leader.blocks[:2])
+    assert kv.allocate(choice, prefix, reserve=16)  # one new block of 17
+    kv.check_invariants([leader, choice])
 
 
 def share_a_writable_block(scheduler: Scheduler) -> None:
