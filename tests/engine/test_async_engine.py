@@ -243,7 +243,7 @@ async def test_a_failing_request_hurts_nobody(poisoned: PagedModel, tiny_engine:
         for choice in range(2):
             assert tokens(after, choice) == tokens(before, choice)
     assert {delta.choice: delta.finish_reason for delta in failed} == {0: FinishReason.ERROR, 1: FinishReason.ERROR}
-    assert failed[0].error == "the model failed on this request"
+    assert str(failed[0].error) == "the model failed on this request"
     alone = await collect(tiny_engine, replace(bad, request_id="bad, and alone in its step"))
     assert alone[-1].finish_reason is FinishReason.ERROR
     assert tiny_engine.health().alive
