@@ -47,7 +47,7 @@ bench: $(VENV)/.test ## our server and the baselines on the same requests (REPEA
 bench-peers: $(VENV)/.test ## every peer and workload, for hours; installs the peers in build/peers (REPEATS=3)
 	$(PEERS)
 
-experiments: $(VENV)/.serve ## the experiments of docs/experiments.md, about 10 minutes; pictures and figures in EXPERIMENTS=build/experiments
+experiments: $(VENV)/.serve ## the experiments of docs/experiments.md, about 6 minutes; pictures and figures in EXPERIMENTS=build/experiments
 	@mkdir -p $(EXPERIMENTS)
 	@for name in lengths latency memory waiting window; do echo "serve-app experiment $$name" && \
 		$(BIN)/serve-app experiment $$name --png $(EXPERIMENTS)/$$name.png --json $(EXPERIMENTS)/$$name.json || exit 1; done
