@@ -177,11 +177,12 @@ async def _kill(life: _Life) -> None:
 async def _update(life: _Life) -> None:
     """In turns: what running engines take over, and what replaces every process; then both back again."""
     original = life.fleet.config.read_text()
+    changes: tuple[Change, ...] = (_set_knob, set_arg("engine.max_wait_s", 1.5))
     applied: list[Change] = []
     while True:
-        for change in (_set_knob, set_arg("engine.max_wait_s", 1.5)):
+        for change in changes:
             await asyncio.sleep(_UPDATE_EVERY_S)
-            applied = [one for one in applied if one is not change] or [change]
+            applied = [one for one in applied if one is not change] if change in applied else [*applied, change]
             config = yaml.safe_load(original)
             for one in applied:
                 one(config["applications"][0])
