@@ -112,6 +112,10 @@ def end_of_update(log: Path, told: int) -> str | None:
     return None
 
 
+def _has_begun(log: Path, told: int) -> bool:
+    return any("] deploying " in line for line in log.read_text().splitlines()[told:])
+
+
 async def _load(experiment: Experiment) -> list[Ask]:
     """More requests than the engines hold, one of them long; returns what to go on with."""
     asks = await experiment.mixed(Random(8), STREAMS, _ANSWER_TOKENS)
@@ -138,8 +142,10 @@ async def _deploy(experiment: Experiment, config: str, asks: list[Ask], *, kill:
     os.kill(fleet.pid, signal.SIGUSR1)
     experiment.struck()
     if kill:
-        await wait_for(lambda: len(log.read_text().splitlines()) > told, "the launcher has read the config", 30)
-        os.kill(fleet.ready_replicas()[0], signal.SIGKILL)
+        # Requests have lines in this log too.
+        await wait_for(lambda: _has_begun(log, told), "the launcher has read the config", 30)
+        ready = await asyncio.to_thread(fleet.ready_replicas)
+        os.kill(ready[0], signal.SIGKILL)
     async for _ in _trickling(experiment, asks, "the launcher says what became of the update"):
         if (said := end_of_update(log, told)) is not None:
             return said
