@@ -11,6 +11,8 @@ import math
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
+from prometheus_client.parser import text_string_to_metric_families
+
 from serve_app.api.errors import anthropic_error_json, error_json
 from serve_app.errors import (
     EngineError,
@@ -20,6 +22,7 @@ from serve_app.errors import (
     RequestTimeoutError,
     UnavailableError,
 )
+from serve_app.http_client import fetch
 from serve_app.launch.tls import PEM
 from serve_app.settings import IngressSettings
 
@@ -27,6 +30,9 @@ _HEADERS_TIMEOUT_S = 10
 _READING_TIMEOUT_S = 60
 """A client that takes nothing of its answer for so long is disconnected: it holds a place that others wait for."""
 _SOCKET_BYTES = 262_144
+_FALLBACK = "SERVE_PROXY_ACTOR-"
+"""How the names begin of Ray's Python proxies, which take the requests while no ingress can."""
+_METRICS_TIMEOUT_S = 5.0
 _WRAPPER = """#!/bin/sh
 tls=
 [ ! -f {folder}/{pem} ] || tls=' ssl crt {folder}/{pem}'
@@ -123,4 +129,22 @@ def write_frontend(folder: Path, applications: Iterable[IngressSettings]) -> Non
             unfinished=max(ingress.max_unfinished_per_source for ingress in ingresses),
             **{f"error_{status}": f"%[str({status}),concat(,txn.api),map({folder / _BODIES})]" for status in _ERRORS},
         )
+    )
+
+
+def reaches_ingress(metrics_port: int, application: str) -> bool:
+    """Whether HAProxy passes requests to an ingress of this application.
+
+    Until Ray has told it of the first one, they go through Ray's Python proxy, which bounds no answer that nobody
+    reads. Raises `OSError` and `ValueError` when HAProxy's metrics do not answer.
+    """
+    page = fetch(f"http://127.0.0.1:{metrics_port}/metrics", timeout_s=_METRICS_TIMEOUT_S).decode()
+    states = (family for family in text_string_to_metric_families(page) if family.name == "haproxy_server_status")
+    return any(
+        sample.labels["proxy"] == f"http-{application}"
+        and not sample.labels["server"].startswith(_FALLBACK)
+        and sample.labels["state"] == "UP"
+        and sample.value == 1
+        for family in states
+        for sample in family.samples
     )

@@ -48,6 +48,7 @@ _DRAIN_ANSWER_S = 10.0
 _LAST_BYTES_S = 1.0
 _LOGS = "/tmp/ray/session_latest/logs"
 _INTERNAL_KEY = "internal-key"
+_METRICS_PORT = "RAY_SERVE_HAPROXY_METRICS_PORT"
 _OBJECT_STORE_BYTES = 100 * 2**20
 # As a shell tells that SIGINT ended a process.
 _INTERRUPTED = 130
@@ -312,7 +313,17 @@ class _Launch:
 
     def _served_model(self) -> str | None:
         """The model's name once all applications run and a token has come out of it over HTTP."""
-        return first_token(self._target.url, self._internal_key) if self._is_running() else None
+        if not self._is_running() or (haproxy_enabled() and not self._is_reached_by_haproxy()):
+            return None
+        return first_token(self._target.url, self._internal_key)
+
+    def _is_reached_by_haproxy(self) -> bool:
+        """Ray says that an application runs before it tells HAProxy of its ingress."""
+        port = int(os.environ[_METRICS_PORT])
+        try:
+            return all(haproxy.reaches_ingress(port, name) for name in self._target.ours)
+        except (OSError, ValueError):
+            return False
 
     def _say(self, text: str) -> None:
         # In one piece: print() writes the line's end by itself, and another thread's line could come in between.
@@ -336,7 +347,7 @@ def _environment(scratch: Path) -> Mapping[str, str]:
         "RAY_SERVE_HAPROXY_SOCKET_PATH": str(scratch / HAPROXY_SOCKET),
         "RAY_SERVE_HAPROXY_SERVER_STATE_BASE": str(scratch),
         "RAY_SERVE_HAPROXY_SERVER_STATE_FILE": str(scratch / "server-state"),
-        "RAY_SERVE_HAPROXY_METRICS_PORT": str(free_port()),
+        _METRICS_PORT: str(free_port()),
         "RAY_SERVE_HAPROXY_STATS_PORT": str(free_port()),
         "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": str(free_port()),
     }

@@ -14,7 +14,7 @@ import pytest
 import uvicorn
 from starlette.types import Receive, Scope, Send
 
-from serve_app.launch.haproxy import write_wrapper
+from serve_app.launch.haproxy import reaches_ingress, write_wrapper
 from serve_app.launch.ports import free_port
 
 # As Ray lays it out: what the wrapper edits, and the frontend that it adds to.
@@ -35,12 +35,24 @@ frontend http_frontend
     default_backend ours
 backend ours
     server ours 127.0.0.1:{target}
+frontend prometheus
+    bind :{metrics}
+    http-request use-service prometheus-exporter if {{ path /metrics }}
+backend http-starting
+    server SERVE_PROXY_ACTOR-fallback-0 127.0.0.1:{target} check backup
+backend http-running
+    server SERVE_REPLICA_running-Ingress-0 127.0.0.1:{target} check
+    server SERVE_PROXY_ACTOR-fallback-0 127.0.0.1:{target} check backup
+backend http-lost
+    server SERVE_REPLICA_lost-Ingress-0 127.0.0.1:{target} disabled check
+    server SERVE_PROXY_ACTOR-fallback-0 127.0.0.1:{target} check backup
 """
 
 
 @dataclass
 class Proxy:
     port: int
+    metrics_port: int
     url: str
     server: uvicorn.Server
 
@@ -73,10 +85,10 @@ async def proxy(tmp_path: Path) -> AsyncIterator[Proxy]:
     serving = asyncio.create_task(server.serve())
     while not server.started:  # noqa: ASYNC110 (uvicorn has no event for it)
         await asyncio.sleep(0.01)
-    port, target = free_port(), server.servers[0].sockets[0].getsockname()[1]
+    port, metrics, target = free_port(), free_port(), server.servers[0].sockets[0].getsockname()[1]
     (tmp_path / "500.http").write_text("HTTP/1.1 500 Oh\r\nContent-Type: text/plain\r\n\r\nplain")
     config = tmp_path / "haproxy.cfg"
-    config.write_text(CONFIG.format(folder=tmp_path, port=port, target=target))
+    config.write_text(CONFIG.format(folder=tmp_path, port=port, target=target, metrics=metrics))
     process = await asyncio.create_subprocess_exec(write_wrapper(tmp_path), "-f", config, "-db")
     url = f"http://127.0.0.1:{port}"
     async with httpx.AsyncClient() as client:
@@ -87,7 +99,7 @@ async def proxy(tmp_path: Path) -> AsyncIterator[Proxy]:
             except httpx.ConnectError:
                 assert process.returncode is None
                 await asyncio.sleep(0.02)
-    yield Proxy(port, url, server)
+    yield Proxy(port, metrics, url, server)
     os.kill(process.pid, signal.SIGTERM)
     await process.wait()
     server.should_exit = True
@@ -129,3 +141,12 @@ async def test_a_server_that_is_gone_is_told_of_in_json(proxy: Proxy) -> None:
     assert answer.json()["error"]["code"] == "unavailable"
     assert (anthropic.status_code, anthropic.headers["retry-after"]) == (503, "1")
     assert (anthropic.json()["type"], anthropic.json()["error"]["type"]) == ("error", "overloaded_error")
+
+
+async def test_rays_python_proxy_counts_for_no_ingress(proxy: Proxy) -> None:
+    """It takes the requests until Ray has told HAProxy of the first ingress."""
+    reached = {
+        name: await asyncio.to_thread(reaches_ingress, proxy.metrics_port, name)
+        for name in ("starting", "running", "lost", "unknown")
+    }
+    assert reached == {"starting": False, "running": True, "lost": False, "unknown": False}
