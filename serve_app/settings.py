@@ -22,6 +22,7 @@ FAST_PATH_ENVIRONMENT: Mapping[str, str] = {
 """What `make serve` sets before Ray starts: HAProxy instead of Ray's Python proxy, and the ingress's application on the
 event loop of its Ray replica, which otherwise gives it a thread and a loop of its own."""
 
+HAPROXY_METRICS_PORT = "RAY_SERVE_HAPROXY_METRICS_PORT"
 INTERNAL_KEY_FILE = "SERVE_APP_INTERNAL_KEY_FILE"
 """Names the file that holds the launcher's own API key, for the ingress that it starts."""
 
@@ -243,6 +244,11 @@ def fast_path_enabled() -> bool:
 def haproxy_enabled() -> bool:
     """Whether HAProxy takes the place of Ray's proxy in a Ray that this process starts or belongs to."""
     return os.environ.get(_HAPROXY) == "1"
+
+
+def haproxy_metrics_port() -> int:
+    """Where HAProxy tells of itself. Raises `KeyError` where no launcher has chosen a port."""
+    return int(os.environ[HAPROXY_METRICS_PORT])
 
 
 def internal_key_file() -> str | None:

@@ -43,7 +43,8 @@ async def overfill_queue(experiment: Experiment) -> None:
     """Ten times as many requests at once as the fleet has places, each from another user."""
     places = experiment.fleet.shape.places
     count = _OVERFILL * places
-    asks = [ask(f"one of many {i}", text(experiment.rng, 30), 120) for i in range(60)]
+    # Answers so long that their places are wanted again before they are free, also where requests arrive slowly.
+    asks = [ask(f"one of many {i}", text(experiment.rng, 30), 400) for i in range(60)]
     await experiment.learn(asks)
     crowd = [replace(a, body=a.body | {"user": f"user {i}"}) for i, a in enumerate(islice(cycle(asks), count))]
     # The first burst grows a process's heap for good; what counts is that the second one fits into it.

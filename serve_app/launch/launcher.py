@@ -33,10 +33,12 @@ from serve_app.launch.terminal import Terminal
 from serve_app.launch.tls import HAPROXY_SOCKET, WatchedKeyPair
 from serve_app.settings import (
     FAST_PATH_ENVIRONMENT,
+    HAPROXY_METRICS_PORT,
     INTERNAL_KEY_FILE,
     LAUNCHER_ENVIRONMENT,
     export,
     haproxy_enabled,
+    haproxy_metrics_port,
     memory_monitor_enabled,
 )
 
@@ -48,7 +50,6 @@ _DRAIN_ANSWER_S = 10.0
 _LAST_BYTES_S = 1.0
 _LOGS = "/tmp/ray/session_latest/logs"
 _INTERNAL_KEY = "internal-key"
-_METRICS_PORT = "RAY_SERVE_HAPROXY_METRICS_PORT"
 _OBJECT_STORE_BYTES = 100 * 2**20
 # As a shell tells that SIGINT ended a process.
 _INTERRUPTED = 130
@@ -319,9 +320,8 @@ class _Launch:
 
     def _is_reached_by_haproxy(self) -> bool:
         """Ray says that an application runs before it tells HAProxy of its ingress."""
-        port = int(os.environ[_METRICS_PORT])
         try:
-            return all(haproxy.reaches_ingress(port, name) for name in self._target.ours)
+            return all(haproxy.reaches_ingress(haproxy_metrics_port(), name) for name in self._target.ours)
         except (OSError, ValueError):
             return False
 
@@ -347,7 +347,7 @@ def _environment(scratch: Path) -> Mapping[str, str]:
         "RAY_SERVE_HAPROXY_SOCKET_PATH": str(scratch / HAPROXY_SOCKET),
         "RAY_SERVE_HAPROXY_SERVER_STATE_BASE": str(scratch),
         "RAY_SERVE_HAPROXY_SERVER_STATE_FILE": str(scratch / "server-state"),
-        _METRICS_PORT: str(free_port()),
+        HAPROXY_METRICS_PORT: str(free_port()),
         "RAY_SERVE_HAPROXY_STATS_PORT": str(free_port()),
         "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": str(free_port()),
     }
