@@ -1,14 +1,20 @@
 """Clients that make the ingress hold as much as they can: what it grows to, and what others notice of them.
 
 Readers that never read ask for answers of 64 choices with 20 log-probabilities per token, and others send bodies of
-4 MiB in a loop. Beside them run ordinary streams, which ran alone before: their longest gaps are compared.
+4 MiB in a loop. Beside them run ordinary streams, which ran alone before: their longest gaps are compared. The hostile
+clients are a process of their own, of low priority: elsewhere they would not take the machine from the server, nor the
+event loop from the ordinary clients.
 """
 
 import asyncio
 import json
+import multiprocessing
+import os
 import time
 from collections import Counter
-from contextlib import suppress
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from multiprocessing.connection import Connection
 from random import Random
 from typing import Any
 
@@ -38,20 +44,12 @@ async def memory(fleet: Fleet, seconds: float, seed: int) -> dict[str, Any]:
     async with open_session() as session:
         alone = await _ordinary(session, fleet, seconds / 4, rng)
         before = _rss_mib(ingress)
-        bodies: Counter[str] = Counter()
-        readers = [asyncio.create_task(_read_nothing(fleet, rng.randrange(2**31))) for _ in range(_READERS)]
-        content = [_long_prompt(), _many_parts(), _many_ids()]
-        senders = [
-            asyncio.create_task(_send_bodies(session, fleet, content[i % len(content)], bodies))
-            for i in range(_SENDERS)
-        ]
         most = _Most(ingress)
         sampling = asyncio.create_task(most.sample())
-        await asyncio.sleep(_SETTLE_S)
-        beside = await _ordinary(session, fleet, seconds, rng)
-        for task in (*readers, *senders, sampling):
-            task.cancel()
-        await asyncio.gather(sampling, *readers, *senders, return_exceptions=True)
+        async with _hostile_process(fleet.url, rng.randrange(2**31)) as bodies:
+            await asyncio.sleep(_SETTLE_S)
+            beside = await _ordinary(session, fleet, seconds, rng)
+        sampling.cancel()
     await fleet.wait_idle(60)
     return {
         "path": fleet.path,
@@ -103,22 +101,57 @@ def _told(answers: list[Answer]) -> dict[str, Any]:
     return {"complete": len(done), "failed": failed, "longest_gap_s": round(gap, 3)}
 
 
-async def _read_nothing(fleet: Fleet, seed: int) -> None:
+@asynccontextmanager
+async def _hostile_process(url: str, seed: int) -> AsyncIterator[Counter[str]]:
+    """The hostile clients while the block runs; after it, how their bodies were answered."""
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=_be_hostile, args=(url, seed, theirs), daemon=True)
+    process.start()
+    bodies: Counter[str] = Counter()
+    try:
+        yield bodies
+    finally:
+        ours.send("enough")
+        bodies.update(await asyncio.to_thread(ours.recv))
+        await asyncio.to_thread(process.join)
+
+
+def _be_hostile(url: str, seed: int, connection: Connection) -> None:
+    os.nice(10)
+    asyncio.run(_attack(url, Random(seed), connection))
+
+
+async def _attack(url: str, rng: Random, connection: Connection) -> None:
+    bodies: Counter[str] = Counter()
+    content = [_long_prompt(), _many_parts(), _many_ids()]
+    async with open_session() as session:
+        clients = [asyncio.create_task(_read_nothing(url, rng.randrange(2**31))) for _ in range(_READERS)]
+        for index in range(_SENDERS):
+            clients.append(asyncio.create_task(_send_bodies(session, url, content[index % len(content)], bodies)))
+        await asyncio.to_thread(connection.recv)
+        for client in clients:
+            client.cancel()
+        await asyncio.gather(*clients, return_exceptions=True)
+    connection.send(dict(bodies))
+
+
+async def _read_nothing(url: str, seed: int) -> None:
     """Ask for a large streamed answer and read none of it; when the server ends that, ask again."""
     body = ask("unread", "Tell me everything.", 195, temperature=1, seed=seed, n=_CHOICES, logprobs=20).body
     while True:
         with suppress(aiohttp.ClientError, OSError):
-            async with open_narrow_session() as session, session.post(f"{fleet.url}/v1/completions", json=body):
+            async with open_narrow_session() as session, session.post(f"{url}/v1/completions", json=body):
                 await asyncio.sleep(_READING_NOTHING_S)
         await asyncio.sleep(_PAUSE_S)
 
 
-async def _send_bodies(session: aiohttp.ClientSession, fleet: Fleet, content: bytes, outcomes: Counter[str]) -> None:
+async def _send_bodies(session: aiohttp.ClientSession, url: str, content: bytes, outcomes: Counter[str]) -> None:
     """Send `content` again and again, whatever the answer."""
     headers = {"Content-Type": "application/json"}
     while True:
         try:
-            async with session.post(f"{fleet.url}/v1/chat/completions", data=content, headers=headers) as response:
+            async with session.post(f"{url}/v1/chat/completions", data=content, headers=headers) as response:
                 answer = json.loads(await response.read())
                 outcomes[f"{response.status} {answer['error']['code']}"] += 1
         except (aiohttp.ClientError, OSError) as error:

@@ -11,6 +11,17 @@ MAX_STOP_STRINGS = 16
 MAX_STOP_CHARS = 256
 
 
+def at_most(count: int) -> BeforeValidator:
+    """A list that is longer is refused before anything in it is looked at."""
+
+    def check(value: object) -> object:
+        if isinstance(value, list) and len(value) > count:
+            raise refusal(f"may hold at most {count} ids")
+        return value
+
+    return BeforeValidator(check)
+
+
 def _check_stop(value: object) -> tuple[str, ...]:
     stops = [value] if isinstance(value, str) else value
     if not isinstance(stops, list | tuple) or len(stops) > MAX_STOP_STRINGS:

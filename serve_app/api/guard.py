@@ -31,6 +31,8 @@ logger = logging.getLogger(__name__)
 _REQUEST_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:\-]{0,127}")
 _JSON_TYPE = re.compile(r"application/([a-z0-9.\-]+\+)?json")
 _WITH_BODY = ("POST", "PUT", "PATCH")
+_SMALL_BODY = 64 * 2**10
+"""Bytes for which there is always room: whoever sends large bodies turns no ordinary request away."""
 
 
 class _ClientGone(Exception):
@@ -149,7 +151,8 @@ class RequestGuard:
         part = message.get("body", b"")
         if len(body) + len(part) > self._limits.max_body_bytes:
             raise self._too_large()
-        if self._buffered + len(part) > self._limits.max_buffered_bytes:
+        is_large = len(body) + len(part) > _SMALL_BODY
+        if is_large and self._buffered + len(part) > self._limits.max_buffered_bytes:
             raise OverloadedError(
                 "too many large requests at one time; retry later", code="bodies_full", retry_after_s=1.0
             )

@@ -8,8 +8,8 @@ class ApiLimits:
     """Sizes in bytes, times in seconds. What has a setting has no default here."""
 
     max_body_bytes: int
-    max_buffered_bytes: int = 128 * 2**20
-    """Bodies of all requests at the server at one time; beyond it new ones are refused as overload."""
+    max_buffered_bytes: int = 64 * 2**20
+    """Bodies of all requests at the server at one time; beyond it new large ones are refused as overload."""
     max_uploads: int = 128
     """Bodies of which a part has arrived and a part has not, at one time."""
     max_header_bytes: int = 16 * 2**10

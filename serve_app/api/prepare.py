@@ -38,6 +38,8 @@ _SLICE = 65_536
 """Characters that are tokenized at a time while it is open whether a text has far too many."""
 _MAX_WAITING = 128
 """Texts that may wait for a worker; a worker takes milliseconds for most, and a fraction of a second for the worst."""
+_MOST_PAUSE_S = 0.1
+"""Between two large bodies that are parsed."""
 _MAX_OTHER_ROLES = 4
 """Of one request; for each, the template is rendered twice to find out whether it takes it."""
 _workers = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tokenize")
@@ -47,6 +49,23 @@ T = TypeVar("T")
 
 class _Waiting:
     count = 0
+
+
+class _Parsing:
+    """Large bodies, one after the other. A parser holds the interpreter for tens of milliseconds at a time, and whoever
+    passes a token on needs it several times: after each body it is theirs for as long."""
+
+    begins_at = 0.0
+
+    @classmethod
+    def run(cls, parse: Callable[[bytes], T], raw: bytes) -> T:
+        time.sleep(max(0.0, cls.begins_at - time.monotonic()))
+        begun = time.monotonic()
+        try:
+            return parse(raw)
+        finally:
+            ended = time.monotonic()
+            cls.begins_at = ended + min(ended - begun, _MOST_PAUSE_S)
 
 
 async def off_loop(work: Callable[[], T], size: int) -> T:
@@ -67,7 +86,8 @@ async def off_loop(work: Callable[[], T], size: int) -> T:
 
 async def parsed(parse: Callable[[bytes], T], raw: bytes) -> T:
     """What `parse` makes of a body; of a large one, beside the event loop."""
-    return await off_loop(partial(parse, raw), len(raw) // _BYTES_PER_CHARACTER)
+    size = len(raw) // _BYTES_PER_CHARACTER
+    return parse(raw) if size < _LONG_TEXT else await off_loop(partial(_Parsing.run, parse, raw), size)
 
 
 async def encode_prompt(

@@ -20,8 +20,8 @@ from pydantic import (
 from pydantic_core import CoreSchema, from_json
 
 from serve_app.api import ignored
-from serve_app.api.body import SHOWN, Body, refusal, unfit
-from serve_app.api.fields import BadWord, LogitBias, MaxTokens, Prompt, Stop, TemplateVariables, TokenId
+from serve_app.api.body import MAX_CONTAINERS, SHOWN, Body, has_too_many_containers, refusal, unfit
+from serve_app.api.fields import BadWord, LogitBias, MaxTokens, Prompt, Stop, TemplateVariables, TokenId, at_most
 from serve_app.api.messages import MAX_MESSAGES, Message, check_parts
 from serve_app.api.tools import MAX_TOOLS, Tool, ToolChoice, check_tool_choice, check_tools
 from serve_app.core.sampling_params import (
@@ -114,12 +114,15 @@ class SharedBody(SamplingFields):
     """A share of the API key's share of the queue."""
 
     stop_token_ids: Annotated[
-        list[TokenId] | None, Field(fail_fast=True, json_schema_extra={"maxItems": MAX_STOP_TOKEN_IDS})
+        list[TokenId] | None,
+        Field(fail_fast=True, json_schema_extra={"maxItems": MAX_STOP_TOKEN_IDS}),
+        at_most(MAX_STOP_TOKEN_IDS),
     ] = None
     """Tokens that end the answer."""
     allowed_token_ids: Annotated[
         list[TokenId] | None,
         Field(fail_fast=True, min_length=1, json_schema_extra={"maxItems": MAX_ALLOWED_TOKEN_IDS}),
+        at_most(MAX_ALLOWED_TOKEN_IDS),
     ] = None
     """Nothing else comes."""
     bad_words: Annotated[list[BadWord] | None, Field(fail_fast=True, max_length=MAX_BAD_WORDS // 2)] = None
@@ -313,21 +316,45 @@ BodyT = TypeVar("BodyT", bound=Body)
 
 def parse_body(kind: type[BodyT], raw: bytes) -> BodyT:
     """Validate a JSON body. Raises `InvalidRequestError` that names the field and repeats nothing of the body."""
-    try:
-        data = from_json(raw, allow_inf_nan=False)
-    except ValueError as error:
-        raise InvalidRequestError(f"the body is not valid JSON: {error}", code="invalid_json") from None
-    if not isinstance(data, dict):
-        raise InvalidRequestError("the body must be a JSON object", code="invalid_json")
-    return validate(kind, data)
+    return _or_raise(_read(kind, raw))
 
 
 def validate(kind: type[BodyT], data: dict[str, Any]) -> BodyT:
     """Validate a body's fields. Raises `InvalidRequestError` as `parse_body` does."""
+    return _or_raise(_validated(kind, data))
+
+
+def _read(kind: type[BodyT], raw: bytes) -> BodyT | InvalidRequestError:
+    if has_too_many_containers(raw):
+        message = f"the body may hold at most {MAX_CONTAINERS} JSON objects and arrays"
+        return InvalidRequestError(message, code="invalid_json")
+    try:
+        data = from_json(raw, allow_inf_nan=False)
+    except ValueError as error:
+        return InvalidRequestError(f"the body is not valid JSON: {error}", code="invalid_json")
+    if not isinstance(data, dict):
+        return InvalidRequestError("the body must be a JSON object", code="invalid_json")
+    return _validated(kind, data)
+
+
+def _validated(kind: type[BodyT], data: dict[str, Any]) -> BodyT | InvalidRequestError:
     try:
         return kind.model_validate(data)
     except ValidationError as error:
-        raise _explain(error) from None
+        return _explain(error)
+
+
+def _or_raise(result: BodyT | InvalidRequestError) -> BodyT:
+    """A raised error holds the frames it went through: only here, where nothing is left of what was parsed.
+
+    Of 4 MiB of JSON that may be 40 MiB, and many such errors may wait until the event loop answers them.
+    """
+    try:
+        if isinstance(result, InvalidRequestError):
+            raise result
+        return result
+    finally:
+        del result
 
 
 def _explain(error: ValidationError) -> InvalidRequestError:

@@ -46,6 +46,7 @@ from serve_app.observability.metrics import IngressMetrics, merge_expositions
 from serve_app.observability.tracing import RequestSpans
 from serve_app.serving import membership
 from serve_app.serving.doors import Doors
+from serve_app.serving.freed_memory import return_freed_blocks
 from serve_app.serving.front import Front
 from serve_app.serving.ray_patches import bind_replica_port_to_node, has_certificate, http_host
 from serve_app.serving.replica import STEPS_PATH
@@ -167,6 +168,7 @@ class Ingress:
         Raises `ConfigError`; `TimeoutError` if no such replica starts in time.
         """
         gc.disable()  # as in the engine replica, until everything is loaded
+        return_freed_blocks()
         log_to_terminal()
         bind_replica_port_to_node()
         loop = asyncio.get_running_loop()

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from serve_app.api.body import MAX_CONTAINERS
 from tests.api.conftest import Api
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
@@ -54,6 +55,18 @@ async def test_bodies_that_are_no_json_object(api: Api, body: bytes) -> None:
     error = await refused(api, TEXT, 400, body)
     assert error["code"] == "invalid_json"
     assert "secret" not in error["message"]
+
+
+@pytest.mark.parametrize("broken", [False, True])
+async def test_a_body_has_only_so_many_objects_and_arrays(api: Api, broken: bool) -> None:
+    """Those in texts do not count, nor does the way they are written confuse it."""
+    text = r"[{\\[{" + r"\"[{\"" * 9000
+    for count, code in ((MAX_CONTAINERS - 3, "invalid_json" if broken else None), (MAX_CONTAINERS - 2, "invalid_json")):
+        empty = ", ".join(["{}"] * count)
+        raw = f'{{"messages": [{{"role": "user", "content": "{text}"}}, {empty}{"" if broken else "]}"}'.encode()
+        error = await refused(api, CHAT, 400, raw)
+        assert error["code"] == code
+        assert ("objects and arrays" in error["message"]) == (count == MAX_CONTAINERS - 2)
 
 
 async def test_the_position_of_a_json_error_is_named(api: Api) -> None:

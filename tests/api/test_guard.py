@@ -80,6 +80,17 @@ async def test_large_bodies_of_many_clients_are_bounded_together(api: Api) -> No
     assert (await send(api, [part(large)]))[0] == 400  # read again: `user` is too long
 
 
+async def test_large_bodies_turn_no_small_one_away(api: Api) -> None:
+    large = [part(b'{"prompt": "', more=True), part(b" " * 990_000, more=True)]
+    full = [asyncio.create_task(send(api, large)) for _ in range(2)]
+    rest = asyncio.create_task(send(api, [part(b" " * 19_000, more=True)]))  # a thousand bytes of room are left
+    await asyncio.sleep(0)
+    assert (await send(api, [part(b'{"prompt": "x"%b}' % (b" " * 60_000))]))[0] == 200
+    for task in (*full, rest):
+        task.cancel()
+    await asyncio.gather(*full, rest, return_exceptions=True)
+
+
 async def test_many_bodies_under_way_give_way_to_others(tokenizer: Tokenizer) -> None:
     """The oldest of whoever has the most ends, once it has had a second; younger ones keep newcomers out."""
     limits = make_limits(max_uploads=3, body_timeout_s=30.0)

@@ -2,12 +2,15 @@
 
 import asyncio
 import threading
+import traceback
 from typing import Any
 
+import orjson
 import pytest
 
-from serve_app.api import app, completions
-from serve_app.api.schemas import parse_body
+from serve_app.api import app, completions, prepare
+from serve_app.api.schemas import ChatBody, parse_body
+from serve_app.errors import InvalidRequestError
 from tests.api.conftest import Api
 
 
@@ -125,3 +128,44 @@ async def test_only_so_many_long_texts_wait(api: Api, monkeypatch: pytest.Monkey
     refused = [answer for answer in answers if answer.status_code != 200]
     assert 0 < len(refused) <= 12
     assert {(answer.status_code, answer.headers["retry-after"]) for answer in refused} == {(429, "1")}
+
+
+async def test_between_two_large_bodies_the_interpreter_is_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For as long as the one before took, but for 0.1 s at most."""
+    clock = FakeTime()
+    monkeypatch.setattr(prepare, "time", clock)
+    monkeypatch.setattr(prepare._Parsing, "begins_at", 0.0)
+    begun = []
+
+    def parse(raw: bytes) -> None:
+        begun.append(round(clock.now, 3))
+        clock.now += len(raw) / 10_000_000
+
+    for size in (400_000, 300_000, 4_000_000, 200_000):
+        await prepare.parsed(parse, b" " * size)
+    assert begun == [0.0, 0.08, 0.14, 0.64]
+
+
+class FakeTime:
+    now = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
+@pytest.mark.parametrize(
+    "body", [{"messages": [{"role": "user"}] * 9000}, {"messages": "x" * 9000}], ids=["list", "text"]
+)
+def test_an_error_holds_nothing_of_what_was_parsed(body: dict[str, Any]) -> None:
+    """Many wait for the event loop at times; 4 MiB of JSON may be 40 MiB of objects."""
+    raw = orjson.dumps(body)
+    with pytest.raises(InvalidRequestError) as caught:
+        parse_body(ChatBody, raw)
+    assert caught.value.__context__ is None
+    frames = [frame for frame, _ in traceback.walk_tb(caught.value.__traceback__)]
+    held = [value for frame in frames[1:] for value in frame.f_locals.values()]
+    assert raw in held
+    assert not [value for value in held if isinstance(value, dict | list | ChatBody)]
