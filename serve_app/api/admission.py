@@ -56,6 +56,7 @@ class Ticket:
         """Done when it goes on, has to give way, or was released."""
         self.refusal: OverloadedError | None = None
         self.granted_at: float | None = None
+        self.is_lent = False
 
     @property
     def waited_s(self) -> float:
@@ -84,6 +85,14 @@ class Ticket:
     def release(self) -> None:
         """Give the place back, waiting or not. Idempotent."""
         self._queue._release(self)
+
+    def lend(self) -> None:
+        """Let others have the place while nothing of this prompt is at the engines: its reader reads nothing."""
+        self._queue._lend(self)
+
+    def take_back(self) -> None:
+        """The prompt goes on, whoever has the place meanwhile. Without effect unless it is lent."""
+        self._queue._take_back(self)
 
     def end_wait(self) -> None:
         """For the queue: wake whoever waits for this ticket's turn."""
@@ -154,7 +163,19 @@ class AsyncAdmissionQueue:
             self._granted.add(ticket)
             ticket.end_wait()
 
+    def _lend(self, ticket: Ticket) -> None:
+        if ticket in self._granted and not ticket.is_lent:
+            ticket.is_lent = True
+            self._queue.lend(ticket.entry)
+            self._grant()
+
+    def _take_back(self, ticket: Ticket) -> None:
+        if ticket.is_lent:
+            ticket.is_lent = False
+            self._queue.take_back(ticket.entry)
+
     def _release(self, ticket: Ticket) -> None:
+        self._take_back(ticket)
         if ticket in self._granted:
             self._granted.remove(ticket)
             self._queue.end(ticket.entry, self.clock())

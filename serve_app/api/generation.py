@@ -3,7 +3,7 @@
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import orjson
@@ -112,7 +112,7 @@ class Generation:
             for index in share:
                 first = index * self.n
                 streams = self.streams[first : first + self.n]
-                request, context = self._requests[index], self._contexts[index]
+                request, context = self._requests[index], replace(self._contexts[index], place=ticket)
                 async with aclosing(self._service.generate(request, context)) as steps:
                     self._tracker.queued(ticket.waited_s, len(request.prompt_token_ids) + self._num_scored_tokens)
                     async for deltas in steps:

@@ -7,6 +7,7 @@ from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from serve_app.core.admission_queue import Place
 from serve_app.core.request import EngineRequest
 from serve_app.core.results import TokenDelta
 from serve_app.core.sampling_params import Pooling
@@ -39,12 +40,14 @@ class RequestContext:
     session: the client's name for a conversation whose requests should meet the same cache.
     ended_choices: filled while it runs with the choices that are over for the client (a stop string was found).
     replicas: filled by the service while it runs: the engines that had the request, in order.
+    place: lent by the service while the client is so far behind that nothing is generated for it.
     """
 
     deadline: float | None = None
     session: str | None = None
     ended_choices: set[int] = field(default_factory=set)
     replicas: list[str] = field(default_factory=list)
+    place: Place | None = None
 
 
 NO_CONTEXT = RequestContext()

@@ -5,11 +5,21 @@ takes the first place that becomes free anywhere. Order and shares are `FairQueu
 estimated from the queue's length and the measured service rate. Time is an argument, in seconds, never going back.
 """
 
-from typing import Generic
+from typing import Generic, Protocol
 
 from serve_app.core.fair_queue import E, FairQueue
 from serve_app.core.service_rate import RetryAfter, ServiceRate
 from serve_app.errors import InvalidRequestError, OverloadedError
+
+
+class Place(Protocol):
+    """A request's place at the engines; others may have it while nothing of the request is at one."""
+
+    def lend(self) -> None:
+        """Nothing is, for now."""
+
+    def take_back(self) -> None:
+        """It goes on."""
 
 
 class AdmissionQueue(Generic[E]):
@@ -70,6 +80,14 @@ class AdmissionQueue(Generic[E]):
         """A part of `entry` that was admitted has ended."""
         self._rate.ended(entry.cost, now)
         self.ongoing -= entry.cost
+
+    def lend(self, entry: E) -> None:
+        """A part of `entry` that was admitted has not ended, and needs no place for a while."""
+        self.ongoing -= entry.cost
+
+    def take_back(self, entry: E) -> None:
+        """A part whose place was lent needs it again. It has begun, and does not wait for a turn."""
+        self.ongoing += entry.cost
 
     def withdraw(self, entry: E) -> None:
         """A part of `entry` no longer waits."""

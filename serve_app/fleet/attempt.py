@@ -6,6 +6,7 @@ containers refer to it: `Replica.attempts` (before it is placed, `ReplicaSet.wai
 """
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Protocol
@@ -79,13 +80,14 @@ class Attempt:
         reserved: Replica | None = None,
         needs_slot: bool = False,
         unread: UnreadBytes | None = None,
+        on_unread: Callable[[], None] | None = None,
     ) -> None:
         """`since`: when its request came, earlier ones are placed first; `deadline`: in seconds of the same clock.
 
         `revision`: of the replicas that can continue the request, None while no output is known. `reserved`: the
         replica that is kept free for it, the only one it may go to. `needs_slot`: it waits here for a free slot rather
         than in an engine, as others may have their streams interrupted no longer than need be.
-        `unread`: what all attempts hold.
+        `unread`: what all attempts hold. `on_unread`: called when it ends for want of a reader.
         """
         self.attempt_id = attempt_id
         self.request = request
@@ -103,6 +105,7 @@ class Attempt:
         self._deadline = deadline
         self._items = UnreadItems(unread or UnreadBytes())
         self._is_unread = False
+        self._on_unread = on_unread
         self._has_started = False
         self._loss: ReplicaLostError | None = None
 
@@ -132,6 +135,8 @@ class Attempt:
         if self._items.are_too_many:
             self._is_unread = True
             self._items.put(ReplicaLostError(LossReason.UNREAD))
+            if self._on_unread is not None:
+                self._on_unread()
         return not self._is_unread
 
     def close(self) -> None:

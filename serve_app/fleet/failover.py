@@ -18,6 +18,7 @@ import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Iterator, Set
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 
+from serve_app.core.admission_queue import Place
 from serve_app.core.request import EngineRequest
 from serve_app.core.results import TokenDelta
 from serve_app.errors import KILLED_REPLICAS, EngineError, OverloadedError, RequestTimeoutError, UnavailableError
@@ -64,12 +65,14 @@ class Failover:
         session: str | None = None,
         ended: Set[int] = frozenset(),
         visited: list[str] | None = None,
+        place: Place | None = None,
     ) -> AsyncGenerator[list[TokenDelta], None]:
         """Outputs of the request until all its choices have finished, or are in `ended`, which the reader may fill.
 
-        `deadline` is in monotonic seconds; `visited` gains the replicas that had the request. Raises `RequestError`:
-        the request's own; `RequestTimeoutError`; `UnavailableError` when no replica came back in time; `EngineError`
-        for a request that replicas die of. Closing or cancelling the generator ends the attempt that is running.
+        `deadline` is in monotonic seconds; `visited` gains the replicas that had the request; `place` is lent while the
+        reader is so far behind that no replica has it. Raises `RequestError`: the request's own; `RequestTimeoutError`;
+        `UnavailableError` when no replica came back in time; `EngineError` for a request that replicas die of. Closing
+        or cancelling the generator ends the attempt that is running.
         """
         if self._killers.knows(request, self._loop.time()):
             raise EngineError("engine replicas were lost while they had a request like this", code=KILLED_REPLICAS)
@@ -77,7 +80,7 @@ class Failover:
         retry = RetryState(self._presence.wait_s, [] if visited is None else visited)
         while not resume.complete:
             try:
-                async with self._attempt(resume, retry, deadline, session) as (attempt, isolation):
+                async with self._attempt(resume, retry, deadline, session, place) as (attempt, isolation):
                     while not resume.complete:
                         if outputs := resume.accept(await attempt.next()):
                             retry.got_outputs(attempt)
@@ -88,6 +91,8 @@ class Failover:
             except OutOfPlaceError:
                 await retry.lost(LossReason.CUT, None)
             except ReplicaLostError as loss:
+                if place is not None and loss.reason is LossReason.UNREAD:
+                    place.take_back()
                 with self._remembering(request, retry):
                     await retry.lost(loss.reason, retry.last_replica)
             except OverloadedError:
@@ -105,7 +110,7 @@ class Failover:
 
     @asynccontextmanager
     async def _attempt(
-        self, resume: ResumeState, retry: "RetryState", deadline: float, session: str | None
+        self, resume: ResumeState, retry: "RetryState", deadline: float, session: str | None, place: Place | None
     ) -> AsyncIterator[tuple[Attempt, Isolation | None]]:
         """The next attempt, once a replica may take it. It is over when the context is left."""
         async with AsyncExitStack() as stack:
@@ -129,6 +134,7 @@ class Failover:
                 reserved=None if isolation is None else isolation.replica,
                 needs_slot=retry.was_lost,
                 unread=self.unread,
+                on_unread=None if place is None else place.lend,
             )
             stack.callback(attempt.close)
             stack.callback(self._transport.stop, attempt)

@@ -114,6 +114,7 @@ class ReplicaService:
             session=context.session,
             ended=context.ended_choices,
             visited=context.replicas,
+            place=context.place,
         )
 
     def _describe_model(self) -> None:

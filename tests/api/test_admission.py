@@ -49,6 +49,26 @@ async def test_beyond_the_bound_requests_are_refused_and_nothing_is_taken() -> N
     assert (queue.ongoing, queue.queued) == (0, 0)
 
 
+@pytest.mark.parametrize("ends", ["lent", "taken back"])
+async def test_a_place_that_is_not_needed_for_a_while_is_anothers(ends: str) -> None:
+    queue = AsyncAdmissionQueue(max_ongoing=1, max_queued=3)
+    [first], [second], [third] = queue.reserve(), queue.reserve(), queue.reserve()
+    second.lend()  # it has none yet
+    second.take_back()
+    async with first:
+        first.lend()
+        first.lend()
+        async with asyncio.timeout(1), second:
+            assert (queue.ongoing, queue.queued) == (1, 1)
+            if ends == "taken back":
+                first.take_back()
+                first.take_back()
+                assert queue.ongoing == 2
+        assert third.turn.done() == (ends == "lent")
+    third.release()
+    assert (queue.ongoing, queue.queued) == (0, 0)
+
+
 async def test_leaving_while_queued_frees_the_place_and_keeps_the_order() -> None:
     queue = AsyncAdmissionQueue(max_ongoing=1, max_queued=2)
     [first], [second], [third] = queue.reserve(), queue.reserve(), queue.reserve()

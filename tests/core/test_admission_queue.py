@@ -74,6 +74,19 @@ def test_who_leaves_makes_room() -> None:
     assert (queue.ongoing, queue.queued) == (1, 2)
 
 
+def test_a_lent_place_is_anothers_until_it_is_taken_back() -> None:
+    queue: Queue = AdmissionQueue(max_ongoing=2, max_queued=9)
+    first, second = add(queue, cost=2), add(queue)
+    assert (queue.ongoing, queue.queued) == (2, 1)
+    queue.lend(first)
+    assert queue.admit(0.0) == [second]
+    queue.take_back(first)
+    third = add(queue)
+    assert (queue.ongoing, queue.queued) == (3, 1)
+    queue.end(first, 0.0)
+    assert queue.admit(0.0) == [third]
+
+
 def test_the_newest_of_the_longest_line_gives_way() -> None:
     queue: Queue = AdmissionQueue(max_ongoing=1, max_queued=4)
     greedy = [add(queue, client="greedy") for _ in range(5)]

@@ -462,6 +462,17 @@ async def test_what_is_let_go_while_its_link_opens_is_forgotten(fleet: Fleet) ->
     assert fleet.sequences() == {"a": 0}
 
 
+class Place:
+    def __init__(self) -> None:
+        self.told: list[str] = []
+
+    def lend(self) -> None:
+        self.told.append("lent")
+
+    def take_back(self) -> None:
+        self.told.append("taken back")
+
+
 async def test_a_stream_that_is_not_read_is_computed_no_further_and_goes_on_with_its_reader(fleet: Fleet) -> None:
     subject = replace(REQUEST, params=replace(REQUEST.params, max_tokens=130, logprobs=20, temperature=1.0))
     num_items = 0
@@ -479,9 +490,11 @@ async def test_a_stream_that_is_not_read_is_computed_no_further_and_goes_on_with
     (whole,) = await told(fleet.failover, subject)
     fleet.failover.unread = unread = UnreadBytes(max_stream_bytes=20_000)
     num_items = 0
-    stream = fleet.failover.generate(subject, deadline=1e9)
+    place = Place()
+    stream = fleet.failover.generate(subject, deadline=1e9, place=place)
     deltas = await anext(stream)
     await until(lambda: fleet.in_flight() == {"a": 0} and not server.attempts())
+    assert place.told == ["lent"]
     assert num_items < 65
     assert 20_000 < unread.held < 40_000
     async for more in stream:
@@ -490,5 +503,6 @@ async def test_a_stream_that_is_not_read_is_computed_no_further_and_goes_on_with
     assert [i for delta in deltas for i in delta.token_ids] == whole.token_ids
     assert [entry for delta in deltas for entry in delta.logprobs] == whole.logprobs
     assert set(fleet.losses) == {LossReason.UNREAD}
+    assert place.told == ["lent", "taken back"] * len(fleet.losses)
     assert unread.held == 0
     assert fleet.sequences() == {"a": 0}

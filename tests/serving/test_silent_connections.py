@@ -6,6 +6,7 @@ import json
 import socket
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -88,16 +89,39 @@ async def test_a_large_body_finds_room_among_slow_ones(fast_path_server: Server)
     assert set(statuses) <= {200, 429}
 
 
+# 20 MB, more than fits into the buffers on the way.
+UNREAD: dict[str, Any] = {
+    "messages": [{"role": "user", "content": "Once"}],
+    "max_tokens": 1500,
+    "n": 8,
+    "temperature": 1,
+    "logprobs": True,
+    "top_logprobs": 20,
+    "stream": True,
+    **NO_EOS,
+}
+
+
+async def test_readers_of_nothing_leave_their_places_to_others(fast_path_server: Server) -> None:
+    """Four of them would have all places twice over."""
+    server = fast_path_server
+    async with contextlib.AsyncExitStack() as stack:
+        for _ in range(4):
+            session = await stack.enter_async_context(open_narrow_session())
+            async with asyncio.timeout(30):  # its first token comes once it has a place
+                await session.post(f"{server.url}/v1/chat/completions", json=UNREAD)
+        async with httpx.AsyncClient(timeout=30) as http:
+            answer = await http.post(f"{server.url}/v1/completions", json=body())
+        assert answer.status_code == 200
+    await asyncio.to_thread(wait_for, lambda: server.metrics()["serve_app_requests_active"] == 0, "their end", 60)
+
+
 @pytest.mark.slow
 async def test_whoever_reads_nothing_for_a_minute_gives_its_place_back(fast_path_server: Server) -> None:
     """Long before the request's own time is over, which is ten minutes."""
     server = fast_path_server
-    # 20 MB, more than fits into the buffers on the way.
-    messages = [{"role": "user", "content": "Once"}]
-    unread = {"messages": messages, "max_tokens": 1500, "n": 8, "logprobs": True, "top_logprobs": 20, "stream": True}
-    unread |= NO_EOS | {"temperature": 1}
-    url = f"{server.url}/v1/chat/completions"
-    async with open_narrow_session() as session, session.post(url, json=unread) as stream:
+    async with open_narrow_session() as session:
+        stream = await session.post(f"{server.url}/v1/chat/completions", json=UNREAD)
         assert stream.status == 200, await stream.text()
         before = server.metrics().get('serve_app_requests_total{outcome="cancelled"}', 0)
         await asyncio.to_thread(wait_for, lambda: server.metrics()["serve_app_requests_active"] == 0, "its end", 200)
