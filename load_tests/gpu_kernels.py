@@ -94,7 +94,7 @@ def _gate(width: int, device: torch.device, dtype: torch.dtype) -> dict[str, Any
 
 def _product(width: int, rows: tuple[int, ...], fp8: bool, device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
     weight = _random(width + 64, width, device=device, dtype=dtype) / width**0.5
-    linear = GpuLinear.of(Linear(weight, None), fp8=fp8, invariant=not fp8)
+    linear = GpuLinear.of(Linear((weight,), ()), fp8=fp8, invariant=not fp8)
     rounded = linear.weight.float() if linear.scales is None else linear.weight.float() * linear.scales[:, None]
     inputs = [_random(count, width, device=device, dtype=dtype) for count in rows]
     expected = [(x.double() @ rounded.double().T) for x in inputs]

@@ -9,7 +9,6 @@ import copy
 import hashlib
 import io
 import logging
-import tempfile
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,6 +21,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from serve_app.errors import ConfigError
 from serve_app.model.options import DTYPES, Progress
+from serve_app.model.write_once import write_once
 from serve_app.model_files import ModelFiles, check_model
 
 logger = logging.getLogger(__name__)
@@ -41,7 +41,8 @@ def read_checkpoint(
     return _load_pretrained(files.source, dtype, device, report, files.commit, embeds=embeds)
 
 
-def _resolve_dtype(name: str, saved: Any, device: torch.device) -> torch.dtype:
+def resolve_dtype(name: str, saved: Any, device: torch.device) -> torch.dtype:
+    """What `ModelOptions.dtype` means for a checkpoint saved in `saved`."""
     if name != "auto":
         return DTYPES[name]
     if device.type == "cpu":
@@ -67,7 +68,7 @@ def _load_pretrained(
             source,
             revision=commit or "main",
             config=config,
-            dtype=_resolve_dtype(dtype, config.dtype, device),
+            dtype=resolve_dtype(dtype, config.dtype, device),
             use_safetensors=True,
             trust_remote_code=False,
             attn_implementation="eager",
@@ -105,7 +106,6 @@ def _load_gguf(path: Path, cache_dir: Path, dtype: str, device: torch.device, re
 
 
 def _convert_gguf(path: Path, target: Path) -> None:
-    """Write `target` whole or not at all; several processes may try at once, and all of them succeed."""
     try:
         # The converter draws its bar past every switch of transformers.
         with contextlib.redirect_stderr(io.StringIO()):
@@ -120,22 +120,10 @@ def _convert_gguf(path: Path, target: Path) -> None:
     except Exception as error:  # the reader raises whatever a damaged file provokes
         raise ConfigError(f"model: cannot read {path}: {_one_line(error)}") from error
     _check_weights(str(path), info)
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=target.parent, prefix="tmp-") as scratch:
-            folder = Path(scratch) / "model"
-            _save(module, folder)
-            try:
-                folder.rename(target)
-            except OSError:
-                if not (target / "config.json").is_file():
-                    raise
-    except OSError as error:
-        raise ConfigError(f"cache_dir: cannot write the converted weights to {target}: {error}") from error
+    write_once(target, lambda folder: _save(module, folder))
 
 
 def _save(module: Any, folder: Path) -> None:
-    folder.mkdir()
     unique: dict[int, tuple[str, torch.Tensor]] = {}
     for name, tensor in module.state_dict().items():
         unique.setdefault(tensor.data_ptr(), (name, tensor.contiguous()))

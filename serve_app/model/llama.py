@@ -31,10 +31,25 @@ class Activation(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Linear:
-    """weight [outputs, inputs], bias [outputs]."""
+    """y = W x + b. weights, biases: of the modules that it joins, each [outputs, inputs] and [outputs]."""
 
-    weight: Tensor
-    bias: Tensor | None
+    weights: tuple[Tensor, ...]
+    biases: tuple[Tensor, ...]
+
+    @property
+    def inputs(self) -> int:
+        """Width of x."""
+        return self.weights[0].shape[1]
+
+    @property
+    def weight(self) -> Tensor:
+        """[outputs, inputs] of all together."""
+        return torch.cat(self.weights) if len(self.weights) > 1 else self.weights[0]
+
+    @property
+    def bias(self) -> Tensor | None:
+        """[outputs] of all together, if there is one."""
+        return torch.cat(self.biases) if self.biases else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +82,7 @@ class Llama:
 
 
 def recognise(head: Any, base: Any, attention: Sequence[AttentionLayer], max_model_len: int) -> Llama:
-    """The parts of a Llama-like model. Raises UnsupportedModelError."""
+    """The parts of a Llama-like model: its module's own parameters. Raises UnsupportedModelError."""
     _expect(attention[0].num_kv_heads > 0 and len({_shape(layer) for layer in attention}) == 1, "layers of many shapes")
     _children(base, {"embed_tokens", "layers", "norm", "rotary_emb"})
     _expect(type(base.embed_tokens) is nn.Embedding, "another embedding")
@@ -80,7 +95,7 @@ def recognise(head: Any, base: Any, attention: Sequence[AttentionLayer], max_mod
     return Llama(
         layers=layers,
         attention=attention,
-        embedding=base.embed_tokens.weight.detach(),
+        embedding=base.embed_tokens.weight,
         final_norm=_norm(base.norm),
         head=_linear(output),
         activation=_activation(base.layers[0].mlp.act_fn),
@@ -96,9 +111,9 @@ def _layer(layer: Any) -> LlamaLayer:
     _children(attn, {"q_proj", "k_proj", "v_proj", "o_proj"}, {"q_norm", "k_norm"})
     _children(mlp, {"gate_proj", "up_proj", "down_proj"}, {"act_fn"})
     return LlamaLayer(
-        qkv=_join(attn.q_proj, attn.k_proj, attn.v_proj),
+        qkv=_linear(attn.q_proj, attn.k_proj, attn.v_proj),
         out=_linear(attn.o_proj),
-        gate_up=_join(mlp.gate_proj, mlp.up_proj),
+        gate_up=_linear(mlp.gate_proj, mlp.up_proj),
         down=_linear(mlp.down_proj),
         input_norm=_norm(layer.input_layernorm),
         post_norm=_norm(layer.post_attention_layernorm),
@@ -125,22 +140,18 @@ def _shape(layer: AttentionLayer) -> tuple[object, ...]:
     return layer.num_heads, layer.num_kv_heads, layer.head_dim, layer.value_dim, layer.scale, layer.softcap
 
 
-def _linear(module: Any) -> Linear:
-    _expect(type(module) is nn.Linear, f"{type(module).__name__} for a linear layer")
-    return Linear(module.weight.detach(), None if module.bias is None else module.bias.detach())
-
-
-def _join(*modules: Any) -> Linear:
-    parts = [_linear(module) for module in modules]
-    biases = [part.bias for part in parts if part.bias is not None]
-    _expect(len(biases) in (0, len(parts)), "biases in some of q, k and v")
-    return Linear(torch.cat([part.weight for part in parts]), torch.cat(biases) if biases else None)
+def _linear(*modules: Any) -> Linear:
+    for module in modules:
+        _expect(type(module) is nn.Linear, f"{type(module).__name__} for a linear layer")
+    biases = [module.bias for module in modules if module.bias is not None]
+    _expect(len(biases) in (0, len(modules)), "biases in some of q, k and v")
+    return Linear(tuple(module.weight for module in modules), tuple(biases))
 
 
 def _norm(module: nn.Module) -> Tensor:
     parameters = dict(module.named_parameters())
     _expect(set(parameters) == {"weight"} and parameters["weight"].dim() == 1, f"{type(module).__name__} for a norm")
-    return parameters["weight"].detach().contiguous()
+    return parameters["weight"]
 
 
 def _head_norm(attn: Any, name: str) -> Tensor | None:

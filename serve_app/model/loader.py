@@ -1,6 +1,8 @@
 """From options to a model that can serve: find the files, read them, pick what runs the layers, verify it."""
 
 import copy
+import logging
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -8,14 +10,21 @@ import torch
 
 from serve_app.core.sampling_params import Pooling
 from serve_app.errors import ConfigError
-from serve_app.model.checkpoint import quiet, read_checkpoint
+from serve_app.model.checkpoint import quiet, read_checkpoint, resolve_dtype
+from serve_app.model.executors import cpu
+from serve_app.model.executors.base import Demand, UnsupportedModelError
 from serve_app.model.executors.selection import pick_executor
+from serve_app.model.gguf_file import GgufFile, GgufParameters
 from serve_app.model.options import ModelOptions, Progress
 from serve_app.model.paged_model import PagedModel
 from serve_app.model.pooling import read_pooling
+from serve_app.model.rope import fix_frequencies
+from serve_app.model.skeleton import empty_module, small_copy
 from serve_app.model.source_model import SourceModel
 from serve_app.model.token_samplers import pick_sampler
-from serve_app.model_files import locate_model
+from serve_app.model_files import ModelFiles, locate_model
+
+logger = logging.getLogger(__name__)
 
 
 def _no_report(stage: str, fraction: float) -> None:
@@ -37,6 +46,8 @@ def load_model(options: ModelOptions, on_progress: Progress | None = None) -> Pa
     files = locate_model(options.model)
     with quiet():
         cache_dir = Path(options.cache_dir).expanduser()
+        if files.gguf_file is not None and (mapped := _load_mapped(files, device, options, report)) is not None:
+            return mapped
         pooling = read_pooling(files)
         embeds = pooling is not None
         module = read_checkpoint(files, options.dtype, device, cache_dir, report, embeds=embeds)
@@ -58,6 +69,36 @@ def prepare(
     executor = pick_executor(source, options, report)
     sampler = pick_sampler(executor, source.facts)
     return PagedModel(source.facts, executor, sampler, pooling)
+
+
+def _load_mapped(files: ModelFiles, device: torch.device, options: ModelOptions, report: Progress) -> PagedModel | None:
+    """The weights of a GGUF file straight into the layout of the CPU kernels, one tensor after the other.
+
+    None where the kernels are not wanted or cannot run the model: it is widened to floats then, as large as they are.
+    """
+    dtype = resolve_dtype(options.dtype, None, device)
+    if cpu.demand_on(device, dtype, options) is Demand.NONE or files.path is None:
+        return None
+    try:
+        return _map(files.path, files.name, options, report)
+    except UnsupportedModelError as error:
+        logger.warning("model %s is widened to floats first: %s", files.name, error)
+        return None
+
+
+@torch.inference_mode()
+def _map(path: Path, name: str, options: ModelOptions, report: Progress) -> PagedModel:
+    """Raises UnsupportedModelError, and ConfigError."""
+    report("reading gguf", 0.0)
+    file = GgufFile.open(path, Path(options.cache_dir).expanduser())
+    module = empty_module(file.config)
+    parameters = GgufParameters(file, module)
+    report("reading gguf", 1.0)
+    small = SourceModel.take(small_copy(file.config), name, options.max_model_len)
+    source = replace(small, facts=small.facts.of_whole(module))
+    fix_frequencies(module, source.facts.max_model_len)
+    executor = cpu.load_mapped(source, module, parameters, options, report)
+    return PagedModel(source.facts, executor, pick_sampler(executor, source.facts), "last")
 
 
 def _device(name: str) -> torch.device:

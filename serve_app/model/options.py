@@ -45,7 +45,8 @@ class ModelOptions:
     quantization: "none" (the file's weights in float arithmetic), "int8" (products in 8 bits, on CPUs), "fp8" (weights
         in 8 bits, on GPUs) or "auto" (int8 where the CPU kernels run the model).
     kernel_options: how the Triton kernels compute.
-    cache_dir: where weights converted from GGUF (as large as the model in float32) and compiled kernels are kept.
+    cache_dir: where compiled kernels are kept, what stands in GGUF files before the weights, and the weights of those
+        that the CPU kernels do not run, in float32.
     """
 
     model: str = "default"

@@ -1,6 +1,6 @@
 """A causal LM of transformers, taken apart: what every executor needs to know of it, and the modules to build from."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -34,6 +34,19 @@ class ModelFacts:
     head_weights: int
     hidden_size: int
 
+    def of_whole(self, module: Any) -> "ModelFacts":
+        """Those of a module of which these are the facts of a small copy."""
+        layer_weights, head_weights = _count_weights(module)
+        vocab_size, hidden_size = module.get_output_embeddings().weight.shape
+        return replace(
+            self,
+            vocab_size=vocab_size,
+            eos_token_ids=_eos_token_ids(module),
+            layer_weights=layer_weights,
+            head_weights=head_weights,
+            hidden_size=hidden_size,
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class SourceModel:
@@ -55,6 +68,7 @@ class SourceModel:
     def take(cls, module: Any, name: str, max_model_len: int | None) -> "SourceModel":
         """Take `module` over. Raises ConfigError for a model that does not use transformers' attention interface, or
         whose logits are not finite."""
+        module.requires_grad_(False)
         parameter = next(module.parameters())
         max_model_len = _max_model_len(module.config, max_model_len)
         layer_weights, head_weights = _count_weights(module)

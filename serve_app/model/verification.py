@@ -46,41 +46,56 @@ class ReferenceLogits:
         ids = [torch.randint(0, width, (length,), generator=generator).to(device) for length in lengths]
         logits = [module(input_ids=row[None], use_cache=False).logits[0] for row in ids]
         if not all(bool(torch.isfinite(row).all()) for row in logits):
-            raise ConfigError(f"model {name}: its weights give logits that are not finite; the files are damaged")
+            raise not_finite(name)
         return cls(ids, [row if row.dtype == torch.float64 else row.float() for row in logits])
 
     def difference(self, executor: ModelExecutor, layers: Sequence[AttentionLayer]) -> float:
-        """Largest difference of the executor's logits from these, as a part of their standard deviation.
-
-        The sequences run packed together: prompts first, then one more token of each.
-        """
-        size, device = executor.backend.block_size, self.ids[0].device
-        blocks = [-(-row.shape[0] // size) for row in self.ids]
-        tables = [range(1 + sum(blocks[:index]), 1 + sum(blocks[: index + 1])) for index in range(len(blocks))]
-        cache = KVCache(executor.backend, layers, 1 + sum(blocks), executor.cache_dtype, device)
-        executor.attach(cache.layers)
-        got: list[list[Tensor]] = [[] for _ in self.ids]
-        for low, high in ((0, -1), (-1, None)):
-            parts = [torch.arange(row.shape[0])[low:high] for row in self.ids]
-            counts = [part.shape[0] for part in parts]
-            slots = [table[0] * size + part for table, part in zip(tables, parts, strict=True)]
-            batch = AttentionBatch(
-                query_starts=[sum(counts[:index]) for index in range(len(counts) + 1)],
-                kv_lens=[int(part[-1]) + 1 for part in parts],
-                block_tables=block_matrix(tables),
-                kv_slots=torch.cat(slots).to(device),
-            )
-            packed = torch.cat([row[low:high] for row in self.ids])
-            hidden = executor.forward(packed, torch.cat(parts).to(device), batch)
-            for row, logits in enumerate(torch.split(executor.compute_logits(hidden), counts)):
-                got[row].append(logits)
-        executor.attach(None)
+        """Largest difference of the executor's logits from these, as a part of their standard deviation."""
         differences = [
-            float((torch.cat(parts) - reference).abs().max() / reference.std())
-            for parts, reference in zip(got, self.logits, strict=True)
+            float((got - reference).abs().max() / reference.std())
+            for got, reference in zip(_run(executor, self.ids, layers), self.logits, strict=True)
         ]
         # A difference that is no number must not lose against one that is.
         return float(torch.tensor(differences).max())
+
+
+def _run(executor: ModelExecutor, ids: Sequence[Tensor], layers: Sequence[AttentionLayer]) -> list[Tensor]:
+    """Logits [n, vocab_size] of sequences of token ids int64 [n], packed together: prompts first, then one more token
+    of each."""
+    size, device = executor.backend.block_size, ids[0].device
+    blocks = [-(-row.shape[0] // size) for row in ids]
+    tables = [range(1 + sum(blocks[:index]), 1 + sum(blocks[: index + 1])) for index in range(len(blocks))]
+    cache = KVCache(executor.backend, layers, 1 + sum(blocks), executor.cache_dtype, device)
+    executor.attach(cache.layers)
+    got: list[list[Tensor]] = [[] for _ in ids]
+    for low, high in ((0, -1), (-1, None)):
+        parts = [torch.arange(row.shape[0])[low:high] for row in ids]
+        counts = [part.shape[0] for part in parts]
+        slots = [table[0] * size + part for table, part in zip(tables, parts, strict=True)]
+        batch = AttentionBatch(
+            query_starts=[sum(counts[:index]) for index in range(len(counts) + 1)],
+            kv_lens=[int(part[-1]) + 1 for part in parts],
+            block_tables=block_matrix(tables),
+            kv_slots=torch.cat(slots).to(device),
+        )
+        packed = torch.cat([row[low:high] for row in ids])
+        hidden = executor.forward(packed, torch.cat(parts).to(device), batch)
+        for row, logits in enumerate(torch.split(executor.compute_logits(hidden), counts)):
+            got[row].append(logits)
+    executor.attach(None)
+    return [torch.cat(parts) for parts in got]
+
+
+def check_finite(executor: ModelExecutor, name: str, vocab_size: int, layers: Sequence[AttentionLayer]) -> None:
+    """Raise ConfigError when the logits of two tokens are not finite."""
+    ids = torch.tensor([0, vocab_size - 1])
+    if not bool(torch.isfinite(_run(executor, [ids], layers)[0]).all()):
+        raise not_finite(name)
+
+
+def not_finite(name: str) -> ConfigError:
+    """What to raise of a model whose logits are not finite."""
+    return ConfigError(f"model {name}: its weights give logits that are not finite; the files are damaged")
 
 
 def verify_model(

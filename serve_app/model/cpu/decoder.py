@@ -7,44 +7,75 @@ float16.
 """
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 from torch import Tensor
 
 from serve_app.model.attention.base import AttentionBatch, LayerCache
 from serve_app.model.attention.c_kernels import CKernelAttention, unsupported_by_kernels
-from serve_app.model.cpu.ops import GROUP, Batch, DecoderStruct, Format, Kernels, LayerStruct, PackedWeight
+from serve_app.model.cpu.ops import GROUP, Batch, DecoderStruct, Format, Kernels, LayerStruct, PackedPart, PackedWeight
+from serve_app.model.cpu.stored import Blocks, ModuleParameters, Parameters, StoredMatrix
 from serve_app.model.executors.base import OnCapture, UnsupportedModelError
 from serve_app.model.input_batch import PackedBatch
 from serve_app.model.llama import Linear, Llama
 from serve_app.model.slot_memory import SlotMemory
 
+_PRODUCTS = ("qkv", "out", "gate_up", "down")
+_NORMS = ("input_norm", "post_norm", "query_norm", "key_norm")
+_WIDENED = frozenset({Format.Q4, Format.Q8, Format.BF16})
+_EXACT_FORMATS = {
+    Blocks.Q4_0: {Format.Q4},
+    Blocks.Q4_1: {Format.Q4},
+    Blocks.Q4_K: {Format.Q4K},
+    Blocks.Q5_0: {Format.Q8},
+    Blocks.Q5_1: {Format.Q8},
+    Blocks.Q8_0: {Format.Q8},
+    Blocks.Q5_K: frozenset[Format](),
+    Blocks.Q6_K: frozenset[Format](),
+    Blocks.BF16: {Format.BF16},
+    Blocks.F16: _WIDENED,
+    Blocks.F32: _WIDENED,
+}
+"""Which formats beside F32 may hold a file's weights exactly: floats may have been widened from 8 or 4 bits."""
+
 
 class CpuDecoder:
-    """A `ModelExecutor`. Starts in exact mode; `quantize` changes to int8.
+    """A `ModelExecutor`. int8: the mode. parameters: reads the weights of `model`.
 
     Raises UnsupportedModelError for shapes that the kernels cannot run.
     """
 
     choose = None
 
-    def __init__(self, kernels: Kernels, model: Llama) -> None:
+    def __init__(
+        self,
+        kernels: Kernels,
+        model: Llama,
+        *,
+        int8: bool,
+        parameters: Parameters | None = None,
+        on_progress: Callable[[float], None] = lambda fraction: None,
+    ) -> None:
         _check(model)
         self.backend = CKernelAttention(kernels)
-        self.cache_dtype = torch.float32
+        self.cache_dtype = torch.float16 if int8 else torch.float32
         self._kernels = kernels
-        self._model: Llama | None = model
-        self._embedding = model.embedding.contiguous()
+        packing = _Packing(kernels, parameters or ModuleParameters(), int8)
+        tied = model.head.weights[0] is model.embedding
+        self._vocabulary = model.embedding.shape[0]
         self._num_positions = model.cos.shape[0]
+        linears = [getattr(layer, name) for layer in model.layers for name in _PRODUCTS]
+        self._head, *weights = packing.pack_all([model.head, *linears], on_progress)
         self._weights = [
-            {name: self._pack(getattr(layer, name)) for name in ("qkv", "out", "gate_up", "down")}
-            for layer in model.layers
+            dict(zip(_PRODUCTS, weights[first : first + len(_PRODUCTS)], strict=True))
+            for first in range(0, len(weights), len(_PRODUCTS))
         ]
-        self._head = self._pack(model.head)
-        self._kept = [self._embedding, model.final_norm, model.cos, model.sin]
+        self._embedding = self._head if tied and self._head.exact else packing.pack_embedding(model.embedding)
+        self._vectors = [model.cos, model.sin]
         self._layers = (LayerStruct * len(model.layers))()
-        self._struct = self._describe(model)
+        self._struct = self._describe(model, packing.parameters, int8=int8)
 
     @property
     def quantization(self) -> str:
@@ -60,29 +91,12 @@ class CpuDecoder:
     def weight_bytes(self) -> int:
         """See `ModelExecutor`."""
         packed = [self._head, *(weight for weights in self._weights for weight in weights.values())]
-        return sum(weight.data.nbytes for weight in packed)
+        return sum(weight.nbytes for weight in packed)
 
     @property
     def token_cost(self) -> float:
         """See `ModelExecutor`."""
         return 0.1 if self._struct.int8 else 0.25
-
-    def quantize(self) -> None:
-        """Change to int8 mode."""
-        model = self._model
-        if model is None:
-            raise RuntimeError("the original weights were released")
-        for layer, weights in zip(model.layers, self._weights, strict=True):
-            for name, weight in weights.items():
-                weights[name] = self._pack_8_bits(weight, getattr(layer, name))
-        self._head = self._pack_8_bits(self._head, model.head)
-        self.cache_dtype = torch.float16
-        self._struct = self._describe(model)
-        self._struct.int8 = True
-
-    def release(self) -> None:
-        """Drop the original weights; after this the mode is fixed."""
-        self._model = None
 
     def attach(self, caches: Sequence[LayerCache] | None, memory: SlotMemory | None = None) -> None:
         """See `ModelExecutor`."""
@@ -97,7 +111,7 @@ class CpuDecoder:
     def forward(self, input_ids: Tensor, positions: Tensor, batch: AttentionBatch) -> Tensor:
         """See `ModelExecutor`. Raises IndexError for a token id or a position that does not exist."""
         ids = input_ids.numpy()
-        if ids.min() < 0 or ids.max() >= self._embedding.shape[0] or positions.numpy().max() >= self._num_positions:
+        if ids.min() < 0 or ids.max() >= self._vocabulary or positions.numpy().max() >= self._num_positions:
             raise IndexError("token ids or positions out of range")
         return self._kernels.step(self._struct, input_ids, Batch(batch, positions))
 
@@ -108,64 +122,97 @@ class CpuDecoder:
         """See `ModelExecutor`."""
         return self._kernels.linear(self._head, hidden, int8=bool(self._struct.int8))
 
-    def _pack(self, linear: Linear) -> PackedWeight:
-        """In the smallest format that holds every value exactly."""
-        for format in (Format.Q4, Format.Q8, Format.BF16):
-            packed = self._kernels.pack(linear.weight, linear.bias, format, exactly=True)
-            if packed is not None:
-                return packed
-        packed = self._kernels.pack(linear.weight, linear.bias, Format.F32, exactly=True)
-        assert packed is not None
-        return packed
-
-    def _pack_8_bits(self, weight: PackedWeight, linear: Linear) -> PackedWeight:
-        if weight.format in (Format.Q4, Format.Q8):
-            return weight
-        packed = self._kernels.pack(linear.weight, linear.bias, Format.Q8, exactly=False)
-        assert packed is not None
-        return packed
-
-    def _describe(self, model: Llama) -> DecoderStruct:
+    def _describe(self, model: Llama, parameters: Parameters, *, int8: bool) -> DecoderStruct:
         """The structs for C. What they point to is kept by this object."""
+
+        def address(parameter: Tensor) -> int:
+            self._vectors.append(parameters.vector(parameter))
+            return self._vectors[-1].data_ptr()
+
         for struct, layer, weights, attention in zip(
             self._layers, model.layers, self._weights, model.attention, strict=True
         ):
             for name, weight in weights.items():
                 setattr(struct, name, weight.struct())
-            for name in ("input_norm", "post_norm", "query_norm", "key_norm"):
+            for name in _NORMS:
                 norm: Tensor | None = getattr(layer, name)
-                setattr(struct, name, None if norm is None else norm.data_ptr())
-                if norm is not None:
-                    self._kept.append(norm)
+                setattr(struct, name, None if norm is None else address(norm))
             struct.window = attention.sliding_window or 0
         attention = model.attention[0]
         return DecoderStruct(
             num_layers=len(model.layers),
-            hidden=self._embedding.shape[1],
-            intermediate=model.layers[0].down.weight.shape[1],
+            hidden=model.embedding.shape[1],
+            intermediate=model.layers[0].down.inputs,
             num_heads=attention.num_heads,
             num_kv_heads=attention.num_kv_heads,
             head_dim=attention.head_dim,
             rotary_half=model.cos.shape[1],
             activation=model.activation,
+            int8=int8,
             eps=model.eps,
             scale=attention.scale,
-            embedding=self._embedding.data_ptr(),
-            final_norm=model.final_norm.data_ptr(),
+            embedding=self._embedding.struct(),
+            final_norm=address(model.final_norm),
             cos=model.cos.data_ptr(),
             sin=model.sin.data_ptr(),
             layers=ctypes.cast(self._layers, ctypes.POINTER(LayerStruct)),
         )
 
 
+class _Packing:
+    """Reads weights and packs them, each in the smallest format that the mode allows."""
+
+    def __init__(self, kernels: Kernels, parameters: Parameters, int8: bool) -> None:
+        self.parameters = parameters
+        self._kernels = kernels
+        self._int8 = int8
+
+    def pack_all(self, linears: Sequence[Linear], on_progress: Callable[[float], None]) -> list[PackedWeight]:
+        """In as many threads as torch's operations have."""
+        packed = []
+        with ThreadPoolExecutor(torch.get_num_threads()) as pool:
+            for weight in pool.map(self.pack, linears):
+                packed.append(weight)
+                on_progress(len(packed) / len(linears))
+        return packed
+
+    def pack(self, linear: Linear) -> PackedWeight:
+        """The modules that it joins may differ in format, if their outputs are whole panels."""
+        matrices = [self.parameters.matrix(weight) for weight in linear.weights]
+        biases = [self.parameters.vector(bias) for bias in linear.biases]
+        whole = all(matrix.outputs % self._kernels.panel == 0 for matrix in matrices[:-1])
+        alike = len({matrix.blocks for matrix in matrices}) == 1
+        groups = [[matrix] for matrix in matrices] if whole and not alike else [matrices]
+        parts = [self._pack_alike(group, exactly=not self._int8) for group in groups]
+        for weight in linear.weights:
+            self.parameters.release(weight)
+        return PackedWeight(parts, torch.cat(biases) if biases else None, self._kernels.panel)
+
+    def pack_embedding(self, embedding: Tensor) -> PackedWeight:
+        """Exactly in both modes: its rows are no products."""
+        return PackedWeight(
+            [self._pack_alike([self.parameters.matrix(embedding)], exactly=True)], None, self._kernels.panel
+        )
+
+    def _pack_alike(self, matrices: Sequence[StoredMatrix], *, exactly: bool) -> PackedPart:
+        formats = frozenset(Format).intersection(*(_EXACT_FORMATS[matrix.blocks] for matrix in matrices))
+        for format in sorted(formats, reverse=True):  # the smallest first
+            if exactly or format >= Format.Q8:
+                packed = self._kernels.pack(matrices, format, exactly=True)
+                if packed is not None:
+                    return packed
+        packed = self._kernels.pack(matrices, Format.F32 if exactly else Format.Q8, exactly=exactly)
+        assert packed is not None  # F32 holds everything, and `_check` has looked at the widths
+        return packed
+
+
 def _check(model: Llama) -> None:
     """Raise UnsupportedModelError for shapes that the kernels cannot run."""
     if unsupported := unsupported_by_kernels(model.attention[0]):
         raise UnsupportedModelError(unsupported)
-    if len({layer.down.weight.shape for layer in model.layers}) > 1:
+    if len({layer.down.inputs for layer in model.layers}) > 1:
         raise UnsupportedModelError("MLPs of several widths")
     layer = model.layers[0]
     for name, linear in (("hidden states", layer.qkv), ("attention", layer.out), ("an MLP", layer.down)):
-        width = linear.weight.shape[1]
-        if width % GROUP:
-            raise UnsupportedModelError(f"{name} of width {width}, not a multiple of {GROUP}")
+        if linear.inputs % GROUP:
+            raise UnsupportedModelError(f"{name} of width {linear.inputs}, not a multiple of {GROUP}")

@@ -6,6 +6,7 @@ Tensors must be contiguous; the wrappers check shapes that could make C read bey
 import ctypes
 import itertools
 import weakref
+from collections.abc import Sequence
 from ctypes import c_float, c_int, c_int32, c_int64, c_void_p
 from dataclasses import dataclass
 from enum import IntEnum
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from serve_app.model.attention.base import AttentionBatch, AttentionLayer
 from serve_app.model.cpu.build import load_library
+from serve_app.model.cpu.stored import StoredMatrix
 
 GROUP = 32
 """Inputs that share a scale in the 8- and 4-bit formats."""
@@ -32,17 +34,24 @@ class Format(IntEnum):
     BF16 = 1
     Q8 = 2
     Q4 = 3
+    Q4K = 4
+
+
+class PanelStruct(ctypes.Structure):
+    """`struct panel`."""
+
+    _fields_ = [("data", c_void_p), ("format", c_int64)]
 
 
 class WeightStruct(ctypes.Structure):
     """`struct weight`."""
 
     _fields_ = [
-        ("data", c_void_p),
+        ("panels", c_void_p),
         ("bias", c_void_p),
-        ("format", c_int32),
         ("outputs", c_int32),
         ("inputs", c_int32),
+        ("fixed", c_int32),
     ]
 
 
@@ -64,7 +73,8 @@ class DecoderStruct(ctypes.Structure):
         *((name, c_int32) for name in ("head_dim", "rotary_half", "activation", "int8")),
         ("eps", c_float),
         ("scale", c_float),
-        *((name, c_void_p) for name in ("embedding", "final_norm", "cos", "sin")),
+        ("embedding", WeightStruct),
+        *((name, c_void_p) for name in ("final_norm", "cos", "sin")),
         ("layers", ctypes.POINTER(LayerStruct)),
     ]
 
@@ -85,20 +95,48 @@ class _BatchStruct(ctypes.Structure):
 
 
 @dataclass(frozen=True, slots=True)
-class PackedWeight:
-    """A matrix [outputs, inputs] in panels, with its bias padded like them."""
+class PackedPart:
+    """Some outputs of a matrix in panels of one format. exact: whether it has the values that were packed."""
 
     data: Tensor
-    bias: Tensor | None
     format: Format
     outputs: int
-    padded_outputs: int
     inputs: int
+    exact: bool
+
+
+class PackedWeight:
+    """A matrix [outputs, inputs] in panels, with its bias [outputs] padded like them.
+
+    All parts but the last one have whole panels of outputs.
+    """
+
+    def __init__(self, parts: Sequence[PackedPart], bias: Tensor | None, panel: int) -> None:
+        self.parts = tuple(parts)
+        self.outputs = sum(part.outputs for part in parts)
+        self.inputs = parts[0].inputs
+        self.exact = all(part.exact for part in parts)
+        panels = []
+        for part in parts:
+            count = -(-part.outputs // panel)
+            size = part.data.nbytes // count
+            first = part.data.data_ptr()
+            panels += [PanelStruct(first + index * size, part.format) for index in range(count)]
+        self._panels = (PanelStruct * len(panels))(*panels)
+        self.padded_outputs = panel * len(panels)
+        padding = self.padded_outputs - self.outputs
+        self._bias = None if bias is None else torch.cat([bias.detach().float(), torch.zeros(padding)])
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of the panels."""
+        return sum(part.data.nbytes for part in self.parts)
 
     def struct(self) -> WeightStruct:
         """For C; valid while this object lives."""
-        bias = None if self.bias is None else self.bias.data_ptr()
-        return WeightStruct(self.data.data_ptr(), bias, self.format, self.padded_outputs, self.inputs)
+        bias = None if self._bias is None else self._bias.data_ptr()
+        fixed = all(part.format >= Format.Q8 for part in self.parts)
+        return WeightStruct(ctypes.addressof(self._panels), bias, self.padded_outputs, self.inputs, fixed)
 
 
 class Batch:
@@ -141,21 +179,32 @@ class Kernels:
         self._free_pool: weakref.finalize[Any, Any] | None = None
         self._memory = torch.empty(0, dtype=torch.uint8)
 
-    def pack(self, weight: Tensor, bias: Tensor | None, format: Format, *, exactly: bool) -> PackedWeight | None:
-        """Pack a float32 weight [outputs, inputs]. None when `exactly` is asked for and a value does not fit."""
-        outputs, inputs = weight.shape
+    def pack(self, matrices: Sequence[StoredMatrix], format: Format, *, exactly: bool) -> PackedPart | None:
+        """Pack matrices of equal inputs, one below the other, in one format. May run in several threads at once.
+
+        None when `exactly` is asked for and a value does not fit, or the inputs are no whole groups of the format.
+        """
+        outputs, inputs = sum(matrix.outputs for matrix in matrices), matrices[0].inputs
+        if inputs % self._library.weight_block(format):
+            return None
         panels = -(-outputs // self.panel)
-        if format >= Format.Q8 and inputs % GROUP:
-            return None
-        size = panels * self._library.weight_panel_bytes(format, inputs)
-        data = torch.zeros(size, dtype=torch.uint8)
-        source = weight.detach().contiguous()
-        if not self._library.weight_pack(source.data_ptr(), outputs, inputs, format, exactly, data.data_ptr()):
-            return None
-        padded = panels * self.panel
-        if bias is not None:
-            bias = torch.cat([bias.detach().float(), torch.zeros(padded - outputs)])
-        return PackedWeight(data, bias, format, outputs, padded, inputs)
+        data = torch.zeros(panels * self._library.weight_panel_bytes(format, inputs), dtype=torch.uint8)
+        offset = 0
+        for matrix in matrices:
+            row_bytes = self._library.file_row_bytes(matrix.blocks, inputs)
+            if matrix.inputs != inputs or not row_bytes or matrix.data.nbytes != row_bytes * matrix.outputs:
+                raise ValueError(f"{matrix.data.nbytes} bytes are no matrix of {matrix.outputs} x {inputs} weights")
+            packed = self._library.weight_pack(
+                matrix.data.ctypes.data,
+                matrix.blocks,
+                None if matrix.order is None else matrix.order.ctypes.data,
+                *(matrix.outputs, inputs),
+                *(format, exactly, offset, data.data_ptr()),
+            )
+            if not packed:
+                return None
+            offset += matrix.outputs
+        return PackedPart(data, format, outputs, inputs, exactly)
 
     def linear(self, weight: PackedWeight, x: Tensor, *, int8: bool) -> Tensor:
         """x [rows, inputs] float32 -> [rows, outputs], in float arithmetic or with x rounded to 8 bits."""
@@ -241,6 +290,7 @@ class Kernels:
 
 
 _STRUCTS: dict[str, type[ctypes.Structure]] = {
+    "panel": PanelStruct,
     "weight": WeightStruct,
     "layer": LayerStruct,
     "decoder": DecoderStruct,
@@ -264,7 +314,9 @@ def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
     signatures: dict[str, tuple[Any, list[Any]]] = {
         "weight_panel": (c_int64, []),
         "weight_panel_bytes": (c_int64, [c_int64, c_int64]),
-        "weight_pack": (c_int64, [c_void_p, c_int64, c_int64, c_int64, c_int64, c_void_p]),
+        "weight_block": (c_int64, [c_int64]),
+        "file_row_bytes": (c_int64, [c_int64, c_int64]),
+        "weight_pack": (c_int64, [c_void_p, c_int64, c_void_p, *[c_int64] * 5, c_void_p]),
         "linear_workspace": (c_int64, [c_void_p, c_int64]),
         "linear": (None, [c_void_p, c_void_p, c_int64, c_void_p, c_int64, c_void_p, c_void_p]),
         "attention_workspace": (c_int64, [c_void_p, c_int64, c_int64, c_int64]),

@@ -1,4 +1,5 @@
 /* The kernels' inner functions, to be called by themselves. */
+#include "blocks.h"
 #include "decoder.h"
 
 void test_exponential(const float *x, int count, float *out) {

@@ -10,7 +10,8 @@ from serve_app.model.llama import Linear
 def make(outputs: int, inputs: int, device: torch.device, *, bias: bool = True) -> Linear:
     generator = torch.Generator().manual_seed(outputs)
     weight = torch.randn(outputs, inputs, generator=generator) / inputs**0.5
-    return Linear(weight.to(device), torch.randn(outputs, generator=generator).to(device) if bias else None)
+    biases = (torch.randn(outputs, generator=generator).to(device),) if bias else ()
+    return Linear((weight.to(device),), biases)
 
 
 @pytest.mark.parametrize(("outputs", "inputs", "bias"), [(200, 96, True), (64, 128, False), (1100, 64, True)])

@@ -1,9 +1,11 @@
-/* The whole library in one compilation unit. Read in this order: vec.h, threads.h, weights.h, matmul.h, elementwise.h,
- * attention.h, layer.h, decoder.h. */
+/* The whole library in one compilation unit. Read in this order: vec.h, threads.h, weights.h, blocks.h, matmul.h,
+ * elementwise.h, attention.h, layer.h, decoder.h. */
+#include "blocks.h"
 #include "decoder.h"
 
 /* For ops.py, which fills these structs in and compares their sizes with its own when it loads the library. */
 #define SIZE_OF(name) int64_t sizeof_##name(void) { return sizeof(struct name); }
+SIZE_OF(panel)
 SIZE_OF(weight)
 SIZE_OF(layer)
 SIZE_OF(decoder)

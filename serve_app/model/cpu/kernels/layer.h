@@ -23,7 +23,7 @@ struct decoder {
     int32_t activation;
     int32_t int8;        /* products in 8 bits, cache in half precision */
     float eps, scale;
-    const float *embedding;  /* [vocabulary][hidden] */
+    struct weight embedding;
     const float *final_norm; /* [hidden] */
     const float *cos, *sin;  /* [positions][rotary_half] */
     struct layer *layers;
@@ -109,7 +109,7 @@ static void embed_token(const void *argument, int t, int thread) {
     (void)thread;
     const struct step *step = argument;
     const int64_t hidden = step->decoder->hidden;
-    memcpy(step->space->x + t * hidden, step->decoder->embedding + step->ids[t] * hidden, (size_t)hidden * 4);
+    weight_row(&step->decoder->embedding, step->ids[t], step->space->x + t * hidden);
 }
 
 static void input_norm_token(const void *argument, int t, int thread) {

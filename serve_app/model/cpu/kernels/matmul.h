@@ -62,7 +62,7 @@ struct matmul {
 
 /* How activations meet this weight: as numbers of so many bytes, or 0 for floats. */
 static int activation_bytes(const struct weight *weight, int int8) {
-    if (weight->format < Q8) return 0;
+    if (!weight->fixed) return 0;
     return int8 ? 1 : EXACT_BYTES;
 }
 
@@ -110,25 +110,41 @@ static void quantize_row(const float *x, int count, int bytes, int8_t *q, float 
         quantize_groups(3, x, count, q, scale, sum, centre);
 }
 
+/* Of half a panel's outputs, a group's d and m: its weights are d q + m. */
+SPECIALIZED vec group_step(const int format, const uint8_t *panel, int64_t g, const int half) {
+    const uint8_t *group = panel + group_at(format, g);
+    if (format != Q4K) return load_half((const uint16_t *)group + half);
+    const uint16_t *block = (const uint16_t *)(panel + group_at(Q4K, g / SUPER * SUPER) - 4 * PANEL);
+    return load_half(block + half) * load_bytes(group + half);
+}
+
+SPECIALIZED vec group_minimum(const int format, const uint8_t *panel, int64_t g, const int half) {
+    const uint8_t *group = panel + group_at(format, g);
+    if (format != Q4K) return load_half((const uint16_t *)group + PANEL + half);
+    const uint16_t *block = (const uint16_t *)(panel + group_at(Q4K, g / SUPER * SUPER) - 4 * PANEL);
+    return -(load_half(block + PANEL + half) * load_bytes(group + PANEL + half));
+}
+
 /* DEPTH or fewer inputs of a panel as floats [depth][PANEL], from input `first` on. */
-static const float *unpack(const struct weight *weight, const uint8_t *panel, int first, int depth, float *to) {
-    if (weight->format == F32) return (const float *)panel + (int64_t)first * PANEL;
-    if (weight->format == BF16) {
-        const uint16_t *from = (const uint16_t *)panel + (int64_t)first * PANEL;
+static const float *unpack(const struct panel *panel, int first, int depth, float *to) {
+    const int format = (int)panel->format;
+    if (format == F32) return (const float *)panel->data + (int64_t)first * PANEL;
+    if (format == BF16) {
+        const uint16_t *from = (const uint16_t *)panel->data + (int64_t)first * PANEL;
         for (int i = 0; i < depth * PANEL; i++) {
             const uint32_t bits = (uint32_t)from[i] << 16;
             memcpy(to + i, &bits, 4);
         }
         return to;
     }
-    const int four = weight->format == Q4;
+    const int four = format != Q8;
     for (int g = first / GROUP; g < (first + depth) / GROUP; g++) {
-        const uint8_t *group = panel + g * group_bytes(weight->format);
+        const uint8_t *values = panel->data + group_at(format, g) + scale_bytes(format);
         for (int half = 0; half < PANEL; half += LANES) {
-            const vec d = load_half((const uint16_t *)group + half), m = load_half((const uint16_t *)group + PANEL + half);
+            const vec d = group_step(format, panel->data, g, half), m = group_minimum(format, panel->data, g, half);
             for (int step = 0; step < STEPS; step++) {
                 const int line = four ? step % (STEPS / 2) : step, shift = four && step >= STEPS / 2 ? 4 : 0;
-                const ivec bytes = load_int(group + 4 * PANEL + 4 * (line * PANEL + half)) >> shift;
+                const ivec bytes = load_int(values + 4 * (line * PANEL + half)) >> shift;
                 float *out = to + ((g * GROUP - first) + 4 * step) * PANEL + half;
                 UNROLL
                 for (int k = 0; k < 4; k++)
@@ -174,9 +190,9 @@ SPECIALIZED void dot_group(const int rows, const int format, const int first, co
         }
         UNROLL
         for (int step = 0; step < STEPS; step++) {
-            const uint8_t *line = weights + 4 * PANEL * (format == Q4 ? step % (STEPS / 2) : step);
+            const uint8_t *line = weights + 4 * PANEL * (format == Q8 ? step : step % (STEPS / 2));
             ivec w0 = load_int(line), w1 = load_int(line + 4 * LANES);
-            if (format == Q4) {
+            if (format != Q8) {
                 const int shift = step < STEPS / 2 ? 0 : 4;
                 w0 = (w0 >> shift) & 0x0f0f0f0f;
                 w1 = (w1 >> shift) & 0x0f0f0f0f;
@@ -194,7 +210,8 @@ SPECIALIZED void dot_group(const int rows, const int format, const int first, co
 /* Into the second cache, as long as there is work to do meanwhile: with one row, all is waiting for memory anyway. */
 SPECIALIZED void fetch_group(const uint8_t *group, const int format) {
     UNROLL
-    for (int line = 0; line < group_bytes(format); line += 64) __builtin_prefetch(group + line, 0, 2);
+    for (int line = 0; line < group_at(format, 1) - group_at(format, 0); line += 64)
+        __builtin_prefetch(group + line, 0, 2);
 }
 
 /* All inputs of one panel. The next panel is fetched meanwhile, group by group. */
@@ -211,17 +228,18 @@ SPECIALIZED void fixed_tile(const int rows, const int format, const int bytes, c
         total[r][0] = load(bias);
         total[r][1] = load(bias + LANES);
     }
-    for (int g = 0; g < groups; g++, panel += group_bytes(format)) {
+    for (int g = 0; g < groups; g++) {
+        const uint8_t *group = panel + group_at(format, g);
         const int8_t *q = input->q + (int64_t)g * bytes * GROUP;
         const float *scale = input->scale + g, *sum = input->sum + g;
         ivec dot[FIXED_ROWS][2];
-        if (rows > 1) fetch_group(panel + groups * group_bytes(format), format);
+        if (rows > 1) fetch_group(group + weight_panel_bytes(format, inputs), format);
         UNROLL
         for (int first = 0, end = middle; first < bytes; first = end, end = bytes) {
-            dot_group(rows, format, first, end, panel + 4 * PANEL, q, (int64_t)inputs * bytes, dot);
+            dot_group(rows, format, first, end, group + scale_bytes(format), q, (int64_t)inputs * bytes, dot);
             UNROLL
             for (int v = 0; v < 2; v++) {
-                const vec d = load_half((const uint16_t *)panel + v * LANES) * splat(end < bytes ? 256.0f : 1.0f);
+                const vec d = group_step(format, panel, g, v * LANES) * splat(end < bytes ? 256.0f : 1.0f);
                 UNROLL
                 for (int r = 0; r < rows; r++) {
                     if (centred) dot[r][v] = dot[r][v] - input->centre[2 * (r * groups + g) + (end == bytes)];
@@ -231,8 +249,8 @@ SPECIALIZED void fixed_tile(const int rows, const int format, const int bytes, c
         }
         UNROLL
         for (int v = 0; v < 2; v++) {
-            vec m = load_half((const uint16_t *)panel + PANEL + v * LANES);
-            if (centred) m = m + splat(128.0f) * load_half((const uint16_t *)panel + v * LANES);
+            vec m = group_minimum(format, panel, g, v * LANES);
+            if (centred) m = m + splat(128.0f) * group_step(format, panel, g, v * LANES);
             UNROLL
             for (int r = 0; r < rows; r++) total[r][v] = fma_(splat(sum[r * groups]), m, total[r][v]);
         }
@@ -262,6 +280,7 @@ static void fixed_rows(int rows, int format, int bytes, const struct input *inpu
                        const float *bias, float *out, int64_t stride) {
 #define BYTES(n, b) \
         if (format == Q4) fixed_tile(n, Q4, b, input, inputs, panel, bias, out, stride); \
+        else if (format == Q4K) fixed_tile(n, Q4K, b, input, inputs, panel, bias, out, stride); \
         else fixed_tile(n, Q8, b, input, inputs, panel, bias, out, stride);
 #define TILE(n) \
     case n: \
@@ -293,14 +312,14 @@ static struct input input_from(const struct input *input, int row, int inputs, i
 
 /* The sums are collected in one place and copied at the end: `out` has a stride that may map all of its rows onto few
  * lines of the cache. */
-static void float_panel(const struct matmul *job, int row, int end, const uint8_t *panel, const float *bias,
+static void float_panel(const struct matmul *job, int row, int end, const struct panel *panel, const float *bias,
                         float *out) {
     const struct weight *weight = job->weight;
     float unpacked[DEPTH * PANEL], sums[ROW_BLOCK * PANEL];
     for (int r = 0; r < end - row; r++) memcpy(sums + r * PANEL, bias, sizeof(float) * PANEL);
     for (int first = 0; first < weight->inputs; first += DEPTH) {
         const int depth = weight->inputs - first < DEPTH ? weight->inputs - first : DEPTH;
-        const float *w = unpack(weight, panel, first, depth, unpacked);
+        const float *w = unpack(panel, first, depth, unpacked);
         for (int r = row; r < end; r += FLOAT_ROWS)
             float_rows(end - r < FLOAT_ROWS ? end - r : FLOAT_ROWS, job->input.x + (int64_t)r * weight->inputs + first,
                        weight->inputs, w, depth, sums + (r - row) * PANEL);
@@ -309,7 +328,7 @@ static void float_panel(const struct matmul *job, int row, int end, const uint8_
         memcpy(out + r * job->out_stride, sums + (r - row) * PANEL, sizeof(float) * PANEL);
 }
 
-static void fixed_panel(const struct matmul *job, int row, int end, const uint8_t *panel, const float *bias,
+static void fixed_panel(const struct matmul *job, int row, int end, const struct panel *panel, const float *bias,
                         float *out) {
     const struct weight *weight = job->weight;
     /* As few tiles as possible, and all about as high: 8 rows are two tiles of 4, not one of 6 and one of 2. */
@@ -317,7 +336,7 @@ static void fixed_panel(const struct matmul *job, int row, int end, const uint8_
     for (int tile = 0, r = row, next; tile < tiles; tile++, r = next) {
         next = row + (end - row) * (tile + 1) / tiles;
         const struct input input = input_from(&job->input, r, weight->inputs, job->bytes);
-        fixed_rows(next - r, weight->format, job->bytes, &input, weight->inputs, panel, bias,
+        fixed_rows(next - r, (int)panel->format, job->bytes, &input, weight->inputs, panel->data, bias,
                    out + r * job->out_stride, job->out_stride);
     }
 }
@@ -331,7 +350,7 @@ static void matmul_chunk(const void *argument, int chunk, int thread) {
     const int end = job->num_rows < row + ROW_BLOCK ? job->num_rows : row + ROW_BLOCK;
     const int first = chunk % job->panel_chunks * job->panels_per_chunk;
     for (int n = first; n < first + job->panels_per_chunk && n < weight->outputs / PANEL; n++) {
-        const uint8_t *panel = weight->data + n * weight_panel_bytes(weight->format, weight->inputs);
+        const struct panel *panel = weight->panels + n;
         const float *bias = weight->bias ? weight->bias + n * PANEL : no_bias;
         if (job->bytes)
             fixed_panel(job, row, end, panel, bias, job->out + n * PANEL);

@@ -34,6 +34,7 @@
 typedef float vec __attribute__((vector_size(4 * LANES)));
 typedef int32_t ivec __attribute__((vector_size(4 * LANES)));
 typedef int8_t bytes __attribute__((vector_size(LANES)));
+typedef uint8_t ubytes __attribute__((vector_size(LANES)));
 
 /* For functions that get their loop counts as constants: each caller has its own copy with the loops unrolled. */
 #define SPECIALIZED static inline __attribute__((always_inline))
@@ -194,6 +195,13 @@ static inline vec load_half(const uint16_t *from) {
     for (int i = 0; i < LANES; i++) lane[i] = half_to_float(from[i]);
     return load(lane);
 #endif
+}
+
+/* Unsigned bytes as floats. */
+static inline vec load_bytes(const uint8_t *from) {
+    ubytes value;
+    memcpy(&value, from, sizeof value);
+    return to_float(__builtin_convertvector(value, ivec));
 }
 
 static inline void store_half(uint16_t *to, vec value) {

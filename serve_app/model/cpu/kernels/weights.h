@@ -12,35 +12,54 @@
  *             uint8 q[GROUP / 4][PANEL][4]
  *   Q4      the same with two steps of 4 inputs in one byte:        0.625               d q + m, q in 0..15
  *             uint8 q[GROUP / 8][PANEL][4], low half = step s, high half = step s + 4
+ *   Q4K     inputs / (GROUP SUPER) blocks of                        0.578               (d s) q - (e t), q in 0..15
+ *             half d[PANEL], half e[PANEL], and SUPER groups of
+ *               uint8 s[PANEL], uint8 t[PANEL], q as in Q4
  *
  * A matrix that came from an 8- or 4-bit file in groups of 32 fits Q8 or Q4 exactly: d and m are the file's own
- * numbers, found again from the floats, and every weight is checked. So Q4 and Q8 also serve the exact mode.
+ * numbers, found again from the floats, and every weight is checked. So Q4, Q8 and Q4K also serve the exact mode.
+ * Panels of one matrix may differ in format: its parts may differ in the file.
  */
 #ifndef SERVE_APP_WEIGHTS_H
 #define SERVE_APP_WEIGHTS_H
 
 #include "vec.h"
 
-enum { PANEL = 2 * LANES, GROUP = 32, STEPS = GROUP / 4 };
-enum format { F32, BF16, Q8, Q4 };
+enum { PANEL = 2 * LANES, GROUP = 32, STEPS = GROUP / 4, SUPER = 8 };
+enum format { F32, BF16, Q8, Q4, Q4K };
+
+struct panel {
+    const uint8_t *data;
+    int64_t format;
+};
 
 struct weight {
-    const uint8_t *data;
+    const struct panel *panels;
     const float *bias; /* [padded outputs] or NULL */
-    int32_t format;
-    int32_t outputs; /* padded to whole panels */
+    int32_t outputs;   /* padded to whole panels */
     int32_t inputs;
+    int32_t fixed; /* whether all panels have bytes for weights, so that activations may be fixed-point numbers */
 };
 
 int64_t weight_panel(void) { return PANEL; }
 
-static int64_t group_bytes(int format) { return PANEL * (format == Q8 ? 4 + GROUP : 4 + GROUP / 2); }
+/* Inputs of which a format needs a multiple. */
+int64_t weight_block(int64_t format) { return format == Q4K ? SUPER * GROUP : format >= Q8 ? GROUP : 1; }
+
+/* Where the group `g` of a panel of bytes begins, its scales first and then its values. */
+static inline int64_t group_at(int format, int64_t g) {
+    if (format == Q4K) return PANEL * (4 + g / SUPER * (4 + SUPER * (2 + GROUP / 2)) + g % SUPER * (2 + GROUP / 2));
+    return PANEL * g * (format == Q8 ? 4 + GROUP : 4 + GROUP / 2);
+}
+
+/* Bytes of a group's scales. */
+static inline int64_t scale_bytes(int format) { return PANEL * (format == Q4K ? 2 : 4); }
 
 /* Bytes of one panel. */
 int64_t weight_panel_bytes(int64_t format, int64_t inputs) {
     if (format == F32) return 4 * inputs * PANEL;
     if (format == BF16) return 2 * inputs * PANEL;
-    return inputs / GROUP * group_bytes((int)format);
+    return group_at((int)format, inputs / GROUP) - (format == Q4K ? 4 * PANEL : 0);
 }
 
 /* d and m of one output's group, and its GROUP values of q. */
@@ -100,56 +119,89 @@ static void nearest_group(const float *weights, struct group *group) {
     quantize_group(weights, float_to_half((high - half_to_float(minimum)) / 255.0f), minimum, 255, group);
 }
 
-static void put_group(uint8_t *to, int format, int lane, const struct group *group) {
-    memcpy(to + 2 * lane, &group->scale, 2);
-    memcpy(to + 2 * PANEL + 2 * lane, &group->minimum, 2);
-    uint8_t *q = to + 4 * PANEL;
-    for (int k = 0; k < GROUP; k++) {
-        const int step = k / 4, byte = 4 * lane + k % 4;
-        if (format == Q8)
-            q[step * 4 * PANEL + byte] = group->q[k];
-        else
-            q[step % (STEPS / 2) * 4 * PANEL + byte] |= (uint8_t)(group->q[k] << (step < STEPS / 2 ? 0 : 4));
+static void put_values(uint8_t *to, int format, int lane, const uint8_t *q) {
+    for (int step = 0; step < STEPS; step++) {
+        uint32_t word, low;
+        memcpy(&word, q + 4 * step, 4);
+        uint8_t *line = to + 4 * (PANEL * (format == Q8 ? step : step % (STEPS / 2)) + lane);
+        if (format != Q8 && step >= STEPS / 2) {
+            memcpy(&low, line, 4);
+            word = low | word << 4;
+        }
+        memcpy(line, &word, 4);
     }
 }
 
-static int pack_output(const float *weights, int64_t inputs, int format, int exactly, int lane, uint8_t *panel) {
+static void put_group(uint8_t *to, int format, int lane, const struct group *group) {
+    memcpy(to + 2 * lane, &group->scale, 2);
+    memcpy(to + 2 * PANEL + 2 * lane, &group->minimum, 2);
+    put_values(to + 4 * PANEL, format, lane, group->q);
+}
+
+/* The inputs from `first` on of one output; `count` and, for bytes, `first` are whole groups. */
+static int pack_values(const float *weights, int64_t first, int count, int format, int exactly, int lane,
+                       uint8_t *panel) {
     if (format == F32) {
-        for (int64_t k = 0; k < inputs; k++) memcpy(panel + 4 * (k * PANEL + lane), weights + k, 4);
+        for (int k = 0; k < count; k++) memcpy(panel + 4 * ((first + k) * PANEL + lane), weights + k, 4);
         return 1;
     }
     if (format == BF16) {
-        for (int64_t k = 0; k < inputs; k++) {
+        for (int k = 0; k < count; k++) {
             uint32_t bits;
             memcpy(&bits, weights + k, 4);
             if (bits & 0xffff) return 0;
             const uint16_t upper = (uint16_t)(bits >> 16);
-            memcpy(panel + 2 * (k * PANEL + lane), &upper, 2);
+            memcpy(panel + 2 * ((first + k) * PANEL + lane), &upper, 2);
         }
         return 1;
     }
-    for (int64_t g = 0; g < inputs / GROUP; g++) {
+    for (int g = 0; g < count / GROUP; g++) {
         struct group group;
         if (!exactly)
             nearest_group(weights + g * GROUP, &group);
         else if (!exact_group(weights + g * GROUP, format, &group))
             return 0;
-        put_group(panel + g * group_bytes(format), format, lane, &group);
+        put_group(panel + group_at(format, first / GROUP + g), format, lane, &group);
     }
     return 1;
 }
 
-/* Pack float weights [outputs, inputs] into `to` (zeroed, weight_panel_bytes for each panel). With `exactly`, returns
- * 0 as soon as a weight does not fit the format; without, Q8 takes the nearest values. Q8 and Q4 need `inputs` to be
- * a multiple of GROUP. */
-int64_t weight_pack(const float *weights, int64_t outputs, int64_t inputs, int64_t format, int64_t exactly,
-                    uint8_t *to) {
-    if (format >= Q8 && inputs % GROUP) return 0;
-    for (int64_t n = 0; n < outputs; n++) {
-        uint8_t *panel = to + n / PANEL * weight_panel_bytes(format, inputs);
-        if (!pack_output(weights + n * inputs, inputs, (int)format, (int)exactly, (int)(n % PANEL), panel)) return 0;
+/* One row of a matrix as floats. */
+static void weight_row(const struct weight *weight, int64_t row, float *out) {
+    const struct panel *panel = weight->panels + row / PANEL;
+    const int lane = (int)(row % PANEL), format = (int)panel->format, inputs = weight->inputs;
+    if (format == F32) {
+        for (int64_t k = 0; k < inputs; k++) memcpy(out + k, panel->data + 4 * (k * PANEL + lane), 4);
+        return;
     }
-    return 1;
+    if (format == BF16) {
+        for (int64_t k = 0; k < inputs; k++) {
+            uint16_t upper;
+            memcpy(&upper, panel->data + 2 * (k * PANEL + lane), 2);
+            const uint32_t bits = (uint32_t)upper << 16;
+            memcpy(out + k, &bits, 4);
+        }
+        return;
+    }
+    for (int64_t g = 0; g < inputs / GROUP; g++) {
+        const uint8_t *group = panel->data + group_at(format, g);
+        const uint8_t *block = format == Q4K ? panel->data + group_at(Q4K, g / SUPER * SUPER) - 4 * PANEL : group;
+        uint16_t halves[2];
+        memcpy(&halves[0], block + 2 * lane, 2);
+        memcpy(&halves[1], block + 2 * PANEL + 2 * lane, 2);
+        float d = half_to_float(halves[0]), m = half_to_float(halves[1]);
+        if (format == Q4K) {
+            d *= group[lane];
+            m *= -(float)group[PANEL + lane];
+        }
+        const uint8_t *values = group + scale_bytes(format) + 4 * lane;
+        for (int k = 0; k < GROUP; k++) {
+            const int step = k / 4, line = format == Q8 ? step : step % (STEPS / 2);
+            const int byte = values[line * 4 * PANEL + k % 4];
+            const int q = format == Q8 ? byte : byte >> (step < STEPS / 2 ? 0 : 4) & 15;
+            out[g * GROUP + k] = d * (float)q + m; /* the product is exact: this rounds once, as the products do */
+        }
+    }
 }
 
 #endif

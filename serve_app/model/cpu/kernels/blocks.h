@@ -1,0 +1,218 @@
+/* Blocks of weights as GGUF and safetensors files have them, and their packing into panels.
+ *
+ * A row of a matrix is a sequence of blocks. What a format of ours can hold goes over number by number; everything else
+ * goes through floats. Layouts of the blocks: the GGUF specification and ggml's `block_*` structs; all little-endian.
+ *
+ *   type           a block of                                                        stands for
+ *   Q4_0, Q5_0     32: half d, (uint32 fifth bits,) 16 bytes of two low halves        d (q - 8), d (q - 16)
+ *   Q4_1, Q5_1     32: half d, half m, the same                                       d q + m
+ *   Q8_0           32: half d, 32 signed bytes                                        d q
+ *   Q4_K, Q5_K     256: half d, half e, 12 bytes of 8 pairs s, t of 6 bits,           (d s) q - (e t)
+ *                  (32 bytes of fifth bits,) 128 bytes of two low halves
+ *   Q6_K           256: 128 bytes of low halves, 64 bytes of two upper bits,          (d s) (q - 32)
+ *                  16 signed bytes s, half d
+ */
+#ifndef SERVE_APP_BLOCKS_H
+#define SERVE_APP_BLOCKS_H
+
+#include "weights.h"
+
+/* As in GGUF files. */
+enum file_type {
+    FILE_F32 = 0, FILE_F16 = 1, FILE_Q4_0 = 2, FILE_Q4_1 = 3, FILE_Q5_0 = 6, FILE_Q5_1 = 7, FILE_Q8_0 = 8,
+    FILE_Q4_K = 12, FILE_Q5_K = 13, FILE_Q6_K = 14, FILE_BF16 = 30,
+};
+
+enum { BLOCK = SUPER * GROUP };
+
+/* Weights of a block, and its bytes. A float is a block by itself. */
+static int block_weights(int type) {
+    if (type == FILE_F32 || type == FILE_F16 || type == FILE_BF16) return 1;
+    return type >= FILE_Q4_K ? BLOCK : GROUP;
+}
+
+static int block_bytes(int type) {
+    switch (type) {
+        case FILE_F32: return 4;
+        case FILE_F16: case FILE_BF16: return 2;
+        case FILE_Q4_0: return 2 + GROUP / 2;
+        case FILE_Q4_1: return 4 + GROUP / 2;
+        case FILE_Q5_0: return 6 + GROUP / 2;
+        case FILE_Q5_1: return 8 + GROUP / 2;
+        case FILE_Q8_0: return 2 + GROUP;
+        case FILE_Q4_K: return 16 + BLOCK / 2;
+        case FILE_Q5_K: return 16 + BLOCK / 8 + BLOCK / 2;
+        case FILE_Q6_K: return BLOCK / 2 + BLOCK / 4 + BLOCK / 16 + 2;
+        default: return 0;
+    }
+}
+
+/* Bytes of a row of `inputs` weights; 0 for an unknown type, or when they are no whole number of blocks. */
+int64_t file_row_bytes(int64_t type, int64_t inputs) {
+    const int bytes = block_bytes((int)type);
+    return bytes && inputs % block_weights((int)type) == 0 ? inputs / block_weights((int)type) * bytes : 0;
+}
+
+static uint16_t read_half(const uint8_t *from) {
+    uint16_t bits;
+    memcpy(&bits, from, 2);
+    return bits;
+}
+
+/* The values of a block of 32, and d and m with which they are d q + m. Returns whether m is a number that half
+ * precision has. */
+static int read_group(int type, const uint8_t *block, struct group *group) {
+    const int has_minimum = type == FILE_Q4_1 || type == FILE_Q5_1, five = type == FILE_Q5_0 || type == FILE_Q5_1;
+    group->scale = read_half(block);
+    const uint8_t *from = block + (has_minimum ? 4 : 2);
+    if (type == FILE_Q8_0) {
+        for (int k = 0; k < GROUP; k++) group->q[k] = (uint8_t)(from[k] ^ 0x80);
+    } else {
+        uint32_t fifth = 0;
+        if (five) memcpy(&fifth, from, 4);
+        if (five) from += 4;
+        for (int k = 0; k < GROUP / 2; k++) {
+            group->q[k] = (uint8_t)((from[k] & 15) | (fifth >> k & 1) << 4);
+            group->q[k + GROUP / 2] = (uint8_t)(from[k] >> 4 | (fifth >> (k + GROUP / 2) & 1) << 4);
+        }
+    }
+    if (has_minimum) {
+        group->minimum = read_half(block + 2);
+        return 1;
+    }
+    const float minimum = half_to_float(group->scale) * (type == FILE_Q8_0 ? -128.0f : five ? -16.0f : -8.0f);
+    group->minimum = float_to_half(minimum);
+    return half_to_float(group->minimum) == minimum;
+}
+
+/* The 6 bits of s and t for each of a block's groups. */
+static void read_scales(const uint8_t *packed, uint8_t *s, uint8_t *t) {
+    for (int g = 0; g < 4; g++) {
+        s[g] = packed[g] & 63;
+        t[g] = packed[g + 4] & 63;
+        s[g + 4] = (uint8_t)((packed[g + 8] & 15) | packed[g] >> 6 << 4);
+        t[g + 4] = (uint8_t)(packed[g + 8] >> 4 | packed[g + 4] >> 6 << 4);
+    }
+}
+
+/* The values of group `g` of a block of Q4_K or Q5_K. */
+static void read_super_group(int type, const uint8_t *block, int g, uint8_t *q) {
+    const uint8_t *fifth = block + 16, *from = fifth + (type == FILE_Q5_K ? BLOCK / 8 : 0) + g / 2 * GROUP;
+    for (int k = 0; k < GROUP; k++) {
+        q[k] = g % 2 ? from[k] >> 4 : from[k] & 15;
+        if (type == FILE_Q5_K) q[k] |= (uint8_t)((fifth[k] >> g & 1) << 4);
+    }
+}
+
+static void super_block_floats(int type, const uint8_t *block, float *out) {
+    const float d = half_to_float(read_half(block)), e = half_to_float(read_half(block + 2));
+    uint8_t s[SUPER], t[SUPER], q[GROUP];
+    read_scales(block + 4, s, t);
+    for (int g = 0; g < SUPER; g++) {
+        const float scale = d * s[g], minimum = e * t[g];
+        read_super_group(type, block, g, q);
+        for (int k = 0; k < GROUP; k++) out[g * GROUP + k] = scale * q[k] - minimum;
+    }
+}
+
+static void six_bit_floats(const uint8_t *block, float *out) {
+    const uint8_t *low = block, *upper = block + BLOCK / 2;
+    const int8_t *s = (const int8_t *)upper + BLOCK / 4;
+    const float d = half_to_float(read_half(block + BLOCK / 2 + BLOCK / 4 + BLOCK / 16));
+    for (int k = 0; k < BLOCK; k++) {
+        const int half = k / 128, quarter = k % 128 / 32, lane = k % 32;
+        const int four = low[64 * half + 32 * (quarter % 2) + lane] >> (quarter < 2 ? 0 : 4) & 15;
+        const int two = upper[32 * half + lane] >> (2 * quarter) & 3;
+        out[k] = d * s[k / 16] * (float)((four | two << 4) - 32);
+    }
+}
+
+/* `count` weights as floats; whole blocks. */
+static void read_floats(int type, const uint8_t *from, int count, float *out) {
+    const int weights = block_weights(type), bytes = block_bytes(type);
+    for (int done = 0; done < count; done += weights, from += bytes, out += weights) {
+        uint32_t bits;
+        struct group group;
+        switch (type) {
+            case FILE_F32: memcpy(out, from, 4); break;
+            case FILE_F16: *out = half_to_float(read_half(from)); break;
+            case FILE_BF16:
+                bits = (uint32_t)read_half(from) << 16;
+                memcpy(out, &bits, 4);
+                break;
+            case FILE_Q4_K: case FILE_Q5_K: super_block_floats(type, from, out); break;
+            case FILE_Q6_K: six_bit_floats(from, out); break;
+            default: {
+                read_group(type, from, &group);
+                const float d = half_to_float(group.scale);
+                const int zero = type == FILE_Q8_0 ? 128 : type == FILE_Q4_0 ? 8 : type == FILE_Q5_0 ? 16 : 0;
+                const float m = zero ? 0.0f : half_to_float(group.minimum);
+                for (int k = 0; k < GROUP; k++) out[k] = d * (float)(group.q[k] - zero) + m;
+            }
+        }
+    }
+}
+
+/* Whether a format holds this type's numbers as they are. */
+static int holds(int format, int type) {
+    if (format == Q4) return type == FILE_Q4_0 || type == FILE_Q4_1;
+    if (format == Q8) return type == FILE_Q5_0 || type == FILE_Q5_1 || type == FILE_Q8_0;
+    return format == Q4K && type == FILE_Q4_K;
+}
+
+static int pack_numbers(int type, const uint8_t *row, int64_t inputs, int format, int lane, uint8_t *panel) {
+    if (format != Q4K) {
+        for (int64_t g = 0; g < inputs / GROUP; g++, row += block_bytes(type)) {
+            struct group group;
+            if (!read_group(type, row, &group)) return 0;
+            put_group(panel + group_at(format, g), format, lane, &group);
+        }
+        return 1;
+    }
+    for (int64_t first = 0; first < inputs / GROUP; first += SUPER, row += block_bytes(type)) {
+        uint8_t s[SUPER], t[SUPER], q[GROUP];
+        uint8_t *block = panel + group_at(Q4K, first) - 4 * PANEL;
+        memcpy(block + 2 * lane, row, 2);
+        memcpy(block + 2 * PANEL + 2 * lane, row + 2, 2);
+        read_scales(row + 4, s, t);
+        for (int g = 0; g < SUPER; g++) {
+            uint8_t *group = panel + group_at(Q4K, first + g);
+            group[lane] = s[g];
+            group[PANEL + lane] = t[g];
+            read_super_group(type, row, g, q);
+            put_values(group + scale_bytes(Q4K), Q4K, lane, q);
+        }
+    }
+    return 1;
+}
+
+static int pack_row(int type, const uint8_t *row, int64_t inputs, int format, int exactly, int lane, uint8_t *panel) {
+    if (holds(format, type) && pack_numbers(type, row, inputs, format, lane, panel)) return 1;
+    if (format == Q4K) return 0;
+    const int weights = block_weights(type);
+    float values[BLOCK];
+    for (int64_t first = 0; first < inputs; first += BLOCK) {
+        const int count = inputs - first < BLOCK ? (int)(inputs - first) : BLOCK;
+        read_floats(type, row + first / weights * block_bytes(type), count, values);
+        if (!pack_values(values, first, count, format, exactly, lane, panel)) return 0;
+    }
+    return 1;
+}
+
+/* Pack the rows of a matrix in a file into `to` (zeroed, weight_panel_bytes for each panel), row n as output
+ * offset + n. `order`: which row of the file is row n; NULL: the n-th. With `exactly`, returns 0 as soon as a weight
+ * does not fit the format; without, Q8 takes the nearest values. `inputs` is a multiple of weight_block(format) and of
+ * the type's blocks. */
+int64_t weight_pack(const uint8_t *rows, int64_t type, const int64_t *order, int64_t num_rows, int64_t inputs,
+                    int64_t format, int64_t exactly, int64_t offset, uint8_t *to) {
+    const int64_t row_bytes = file_row_bytes(type, inputs);
+    if (!row_bytes || inputs % weight_block(format)) return 0;
+    for (int64_t n = 0; n < num_rows; n++) {
+        uint8_t *panel = to + (offset + n) / PANEL * weight_panel_bytes(format, inputs);
+        const uint8_t *row = rows + (order ? order[n] : n) * row_bytes;
+        if (!pack_row((int)type, row, inputs, (int)format, (int)exactly, (int)((offset + n) % PANEL), panel)) return 0;
+    }
+    return 1;
+}
+
+#endif

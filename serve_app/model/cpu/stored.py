@@ -1,0 +1,78 @@
+"""Weights where they are: in a module's memory or mapped from a file, as the kernels take them for packing."""
+
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+
+class Blocks(IntEnum):
+    """In which blocks a file has weights: GGUF's numbers of those that are read; see `kernels/blocks.h`."""
+
+    F32 = 0
+    F16 = 1
+    Q4_0 = 2
+    Q4_1 = 3
+    Q5_0 = 6
+    Q5_1 = 7
+    Q8_0 = 8
+    Q4_K = 12
+    Q5_K = 13
+    Q6_K = 14
+    BF16 = 30
+
+
+_TENSOR_BLOCKS = {torch.float32: Blocks.F32, torch.float16: Blocks.F16, torch.bfloat16: Blocks.BF16}
+
+
+@dataclass(frozen=True, slots=True)
+class StoredMatrix:
+    """A matrix [outputs, inputs], row by row. data: its bytes, contiguous; order: int64 [outputs], which row of `data`
+    is which output's, None for the same."""
+
+    data: NDArray[np.uint8]
+    blocks: Blocks
+    outputs: int
+    inputs: int
+    order: NDArray[np.int64] | None = None
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> "StoredMatrix":
+        """Of a tensor of floats [outputs, inputs], whose memory is not copied if it is contiguous."""
+        rows = tensor.detach().contiguous()
+        return cls(rows.view(torch.uint8).numpy().reshape(-1), _TENSOR_BLOCKS[tensor.dtype], *tensor.shape)
+
+
+class Parameters(Protocol):
+    """Reads the weights of a module's parameters, which may have none themselves (on torch's device "meta")."""
+
+    def matrix(self, parameter: Tensor) -> StoredMatrix:
+        """One of two dimensions."""
+        ...
+
+    def vector(self, parameter: Tensor) -> Tensor:
+        """One of one dimension, as contiguous float32."""
+        ...
+
+    def release(self, parameter: Tensor) -> None:
+        """This one will not be read again soon."""
+        ...
+
+
+class ModuleParameters:
+    """`Parameters` of a module that has its weights."""
+
+    def matrix(self, parameter: Tensor) -> StoredMatrix:
+        """See `Parameters`."""
+        return StoredMatrix.of(parameter)
+
+    def vector(self, parameter: Tensor) -> Tensor:
+        """See `Parameters`."""
+        return parameter.detach().float().contiguous()
+
+    def release(self, parameter: Tensor) -> None:
+        """See `Parameters`."""

@@ -1,0 +1,182 @@
+"""A GGUF file as the weights of transformers' module: its configuration, and its tensors where they lie, mapped.
+
+Names, and the order of rows where llama.cpp has another one, are found with transformers' own tables. What those tell
+takes seconds to read (the vocabulary stands before it), and is kept: configuration and positions of the tensors,
+under a hash of the file's beginning. The weights themselves are never copied.
+"""
+
+import hashlib
+import json
+import mmap
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from numpy.typing import NDArray
+from torch import Tensor
+from transformers import AutoConfig
+
+from serve_app.errors import ConfigError
+from serve_app.model.cpu.stored import Blocks, StoredMatrix
+from serve_app.model.executors.base import UnsupportedModelError
+from serve_app.model.skeleton import empty_module
+from serve_app.model.write_once import write_once
+
+_HEADER_BYTES = 64 * 2**20
+"""More than any file has before its tensors."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """Where a parameter is in the file. blocks: as in `Blocks`; heads: 0, or of how many heads the rows are, each with
+    its two halves by turns."""
+
+    offset: int
+    num_bytes: int
+    blocks: int
+    shape: tuple[int, ...]
+    heads: int
+
+
+class GgufFile:
+    """The parameters of a causal LM, by their names in transformers' module."""
+
+    def __init__(self, path: Path, config: Any, tensors: Mapping[str, StoredTensor]) -> None:
+        self.path = path
+        self.config = config
+        self.tensors = tensors
+        with path.open("rb") as file:
+            self._map = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
+
+    @classmethod
+    def open(cls, path: Path, cache_dir: Path) -> "GgufFile":
+        """Raises ConfigError for a damaged file or a folder that cannot be written, UnsupportedModelError for one whose
+        tensors are more than rows in some order."""
+        with path.open("rb") as file:
+            header = file.read(_HEADER_BYTES)
+        content = hashlib.sha256(header + str(path.stat().st_size).encode()).hexdigest()
+        cached = cache_dir / f"gguf-index-{content[:32]}-transformers-{transformers.__version__}"
+        if not (cached / "tensors.json").is_file():
+            _write_index(path, cached)
+        index = json.loads((cached / "tensors.json").read_text())
+        tensors = {name: StoredTensor(**{**entry, "shape": tuple(entry["shape"])}) for name, entry in index.items()}
+        return cls(path, AutoConfig.from_pretrained(cached), tensors)
+
+    def bytes(self, name: str) -> NDArray[np.uint8]:
+        """A tensor's, uint8, mapped."""
+        tensor = self.tensors[name]
+        return np.frombuffer(self._map, np.uint8, tensor.num_bytes, tensor.offset)
+
+    def forget(self, name: str) -> None:
+        """Let the system have back the memory of a tensor that was read. Reading it again reads the file again."""
+        tensor = self.tensors[name]
+        first = tensor.offset // mmap.PAGESIZE * mmap.PAGESIZE
+        self._map.madvise(mmap.MADV_DONTNEED, first, tensor.offset + tensor.num_bytes - first)
+
+
+class GgufParameters:
+    """`Parameters` of a module without weights, from a file."""
+
+    def __init__(self, file: GgufFile, module: Any) -> None:
+        """Raises ConfigError when tensors are missing or have other shapes."""
+        self._file = file
+        self._names = {id(parameter): name for name, parameter in module.named_parameters()}
+        for name, parameter in module.named_parameters():
+            if name not in file.tensors:
+                raise ConfigError(f"model: {file.path}: weights are missing: {name}")
+            if tuple(parameter.shape) != file.tensors[name].shape:
+                raise ConfigError(f"model: {file.path}: weights have the wrong shape: {name}")
+
+    def matrix(self, parameter: Tensor) -> StoredMatrix:
+        """See `Parameters`."""
+        name = self._names[id(parameter)]
+        tensor = self._file.tensors[name]
+        outputs, inputs = tensor.shape
+        order = _interleaved(outputs, tensor.heads) if tensor.heads else None
+        return StoredMatrix(self._file.bytes(name), Blocks(tensor.blocks), outputs, inputs, order)
+
+    def vector(self, parameter: Tensor) -> Tensor:
+        """See `Parameters`."""
+        name = self._names[id(parameter)]
+        return torch.from_numpy(self._file.bytes(name).view(np.float32).copy())
+
+    def release(self, parameter: Tensor) -> None:
+        """See `Parameters`."""
+        self._file.forget(self._names[id(parameter)])
+
+
+def _interleaved(outputs: int, heads: int) -> NDArray[np.int64]:
+    """Which row of the file is which output's, where llama.cpp has a head's two halves by turns."""
+    return np.arange(outputs).reshape(heads, -1, 2).swapaxes(1, 2).reshape(-1)
+
+
+def _write_index(path: Path, target: Path) -> None:
+    # A start from the index does without both; the first takes half a second.
+    from gguf import GGUFReader
+    from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor
+
+    try:
+        config = AutoConfig.from_pretrained(str(path.parent), gguf_file=path.name)
+        reader = GGUFReader(path)
+        architecture = reader.fields["general.architecture"].contents()
+    except Exception as error:  # the reader raises whatever a damaged file provokes
+        raise ConfigError(f"model: cannot read {path}: {' '.join(str(error).split())[:300]}") from error
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    module = empty_module(config)
+    try:
+        processor = TENSOR_PROCESSORS.get(architecture, TensorProcessor)(config=config.to_dict())
+        names = _names(module, processor)
+        index = {
+            names[tensor.name]: asdict(_stored(tensor, processor, config))
+            for tensor in reader.tensors
+            if tensor.name in names
+        }
+    except (AttributeError, KeyError, NotImplementedError, ValueError) as error:
+        raise UnsupportedModelError(f"its tensors are not known by name: {error}") from error
+
+    def write(folder: Path) -> None:
+        config.save_pretrained(folder)
+        (folder / "tensors.json").write_text(json.dumps(index))
+
+    write_once(target, write)
+
+
+def _names(module: Any, processor: Any) -> dict[str, str]:
+    """The module's names of a file's tensors."""
+    from transformers.modeling_gguf_pytorch_utils import get_gguf_hf_weights_map
+
+    # It asks every submodule for its names too, which takes seconds, and which Llama-like models have no need of.
+    alone = SimpleNamespace(config=module.config, state_dict=module.state_dict, named_children=tuple)
+    names: dict[str, str] = get_gguf_hf_weights_map(alone, processor)
+    if not {name for name, _ in module.named_parameters()}.issubset(names.values()):
+        names = get_gguf_hf_weights_map(module, processor)
+    return names
+
+
+def _stored(tensor: Any, processor: Any, config: Any) -> StoredTensor:
+    """tensor: gguf's; processor: transformers', which turns its rows round.
+
+    Raises UnsupportedModelError for one whose numbers are not just read, or stand in an order that is not known.
+    """
+    shape = tuple(int(size) for size in reversed(tensor.shape))
+    blocks = int(tensor.tensor_type)
+    if blocks not in set(Blocks) or (len(shape) == 1 and blocks != Blocks.F32) or len(shape) > 2:
+        raise UnsupportedModelError(f"the tensor {tensor.name} is of type {tensor.tensor_type.name}")
+    rows = np.arange(shape[0])
+    column = rows.reshape(-1, *(1 for _ in shape[1:]))
+    order = processor.process(weights=column, name=tensor.name, tensor_key_mapping={}, parsed_parameters={}).weights
+    known = {0: rows} | {
+        heads: _interleaved(shape[0], heads)
+        for heads in (config.num_attention_heads, config.num_key_value_heads)
+        if shape[0] % (2 * heads) == 0
+    }
+    for heads, expected in known.items():
+        if np.array_equal(order.reshape(-1), expected):
+            return StoredTensor(int(tensor.data_offset), int(tensor.n_bytes), blocks, shape, heads)
+    raise UnsupportedModelError(f"the tensor {tensor.name} is not read as it is")

@@ -1,0 +1,126 @@
+"""Weights packed from the blocks that GGUF files have, against the widened values that gguf's own reader gives."""
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from serve_app.model.cpu.ops import Format, Kernels, PackedPart, PackedWeight
+from serve_app.model.cpu.stored import Blocks, StoredMatrix
+from tests.model.cpu.test_linear import check, quantized
+
+OWN_FORMAT = {
+    Blocks.F32: Format.F32,
+    Blocks.F16: Format.F32,
+    Blocks.BF16: Format.BF16,
+    Blocks.Q4_0: Format.Q4,
+    Blocks.Q4_1: Format.Q4,
+    Blocks.Q5_0: Format.Q8,
+    Blocks.Q5_1: Format.Q8,
+    Blocks.Q8_0: Format.Q8,
+    Blocks.Q4_K: Format.Q4K,
+    Blocks.Q5_K: Format.F32,
+    Blocks.Q6_K: Format.F32,
+}
+"""Which format holds the values of each kind of block exactly."""
+HALVES = {Blocks.Q4_1: (0, 1), Blocks.Q5_1: (0, 1), Blocks.Q4_K: (0, 1), Blocks.Q5_K: (0, 1), Blocks.Q6_K: (104,)}
+"""Which 16-bit numbers of a block are in half precision; of the others that have any, the first."""
+
+
+def random_blocks(blocks: Blocks, outputs: int, inputs: int, seed: int = 0) -> StoredMatrix:
+    """Any bytes, but for scales about as large as those of files."""
+    rng = np.random.default_rng(seed)
+    if blocks in (Blocks.F32, Blocks.F16, Blocks.BF16):
+        dtype = {Blocks.F32: torch.float32, Blocks.F16: torch.float16, Blocks.BF16: torch.bfloat16}[blocks]
+        return StoredMatrix.of(torch.from_numpy(rng.normal(size=(outputs, inputs))).to(dtype))
+    weights, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType(blocks)]
+    data = rng.integers(0, 256, (outputs * inputs // weights, size), dtype=np.uint8)
+    words = data.view(np.uint16) if size % 2 == 0 else data
+    for place in HALVES.get(blocks, (0,)):
+        scales = rng.uniform(-0.01, 0.01, words.shape[0]).astype(np.float16)
+        words[:, place] = scales.view(np.uint16)
+    return StoredMatrix(data.reshape(-1), blocks, outputs, inputs)
+
+
+def widened(matrix: StoredMatrix) -> Tensor:
+    rows = matrix.data.reshape(matrix.outputs, -1)
+    values = torch.from_numpy(gguf.dequantize(rows, gguf.GGMLQuantizationType(matrix.blocks)).copy())
+    return values if matrix.order is None else values[torch.from_numpy(matrix.order)]
+
+
+def pack(kernels: Kernels, matrix: StoredMatrix, format: Format, *, exactly: bool = True) -> PackedPart:
+    part = kernels.pack([matrix], format, exactly=exactly)
+    assert part is not None
+    return part
+
+
+def weight(kernels: Kernels, *parts: PackedPart, bias: Tensor | None = None) -> PackedWeight:
+    return PackedWeight(parts, bias, kernels.panel)
+
+
+@pytest.mark.parametrize("blocks", list(Blocks), ids=lambda blocks: blocks.name)
+def test_every_value_is_the_files(kernels: Kernels, blocks: Blocks) -> None:
+    """To the last bit, in the format of its own and in floats. A part of floats lets both be multiplied as floats."""
+    matrix = random_blocks(blocks, kernels.panel, 512)
+    for format in {OWN_FORMAT[blocks], Format.F32}:
+        floats = pack(kernels, random_blocks(Blocks.F32, 3, 512), Format.F32)
+        both = weight(kernels, pack(kernels, matrix, format), floats)
+        values = kernels.linear(both, torch.eye(512), int8=False)[:, : matrix.outputs].T
+        assert torch.equal(values, widened(matrix))
+
+
+@pytest.mark.parametrize("blocks", list(Blocks), ids=lambda blocks: blocks.name)
+def test_the_nearest_bytes_are_near(kernels: Kernels, blocks: Blocks) -> None:
+    matrix, x = random_blocks(blocks, 50, 512), torch.eye(512)
+    expected = widened(matrix)
+    values = kernels.linear(weight(kernels, pack(kernels, matrix, Format.Q8, exactly=False)), x, int8=False).T
+    groups = expected.view(50, -1, 32)
+    step = (groups.amax(-1) - groups.amin(-1)).repeat_interleave(32, dim=1) / 255
+    assert bool(((values - expected).abs() <= 0.7 * step + 1e-3 * expected.abs().amax()).all())
+
+
+@pytest.mark.parametrize("rows", [1, 2, 5, 6, 13, 97])
+@pytest.mark.parametrize("outputs", [1, 31, 70])
+def test_products_of_super_blocks(kernels: Kernels, rows: int, outputs: int, threads: None) -> None:
+    matrix, bias = random_blocks(Blocks.Q4_K, outputs, 768), torch.randn(outputs)
+    x = torch.randn(rows, 768) * 3
+    x[0, :32] = 0
+    packed = weight(kernels, pack(kernels, matrix, Format.Q4K), bias=bias)
+    check(kernels.linear(packed, x, int8=True), widened(matrix), quantized(x), bias)
+    check(kernels.linear(packed, x, int8=False), widened(matrix), x, bias)
+
+
+def test_parts_of_several_formats_are_one_matrix(kernels: Kernels, threads: None) -> None:
+    """As q, k and v of a file are. A row has the same bits alone and in every batch."""
+    matrices = [random_blocks(blocks, 2 * kernels.panel, 512) for blocks in (Blocks.Q4_K, Blocks.Q8_0, Blocks.Q4_1)]
+    matrices.append(random_blocks(Blocks.Q4_K, 5, 512, seed=1))
+    parts = [pack(kernels, matrix, OWN_FORMAT[matrix.blocks]) for matrix in matrices]
+    packed = weight(kernels, *parts, bias=torch.zeros(6 * kernels.panel + 5))
+    x = torch.randn(131, 512)
+    expected = torch.cat([widened(matrix) for matrix in matrices])
+    for int8 in (False, True):
+        whole = kernels.linear(packed, x, int8=int8)
+        check(whole, expected, quantized(x) if int8 else x, None)
+        for first, last in ((0, 1), (7, 8), (3, 5), (0, 11), (90, 103)):
+            assert torch.equal(kernels.linear(packed, x[first:last], int8=int8), whole[first:last])
+
+
+def test_rows_in_another_order(kernels: Kernels) -> None:
+    """llama.cpp's files have the rows of q and k interleaved."""
+    order = np.random.default_rng(0).permutation(40)
+    plain = random_blocks(Blocks.Q4_0, 40, 64)
+    matrix = StoredMatrix(plain.data, plain.blocks, 40, 64, order)
+    got = kernels.linear(weight(kernels, pack(kernels, matrix, Format.F32)), torch.eye(64), int8=False).T
+    assert torch.equal(got, widened(plain)[torch.from_numpy(order)])
+
+
+def test_bytes_that_are_no_such_matrix_are_refused(kernels: Kernels) -> None:
+    matrix = random_blocks(Blocks.Q4_0, 4, 64)
+    with pytest.raises(ValueError, match="no matrix of 5 x 64"):
+        kernels.pack([StoredMatrix(matrix.data, matrix.blocks, 5, 64)], Format.F32, exactly=True)
+
+
+def test_super_blocks_need_whole_ones(kernels: Kernels) -> None:
+    matrix = random_blocks(Blocks.Q4_0, 4, 64)
+    assert kernels.pack([matrix], Format.Q4K, exactly=True) is None
