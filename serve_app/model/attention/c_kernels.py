@@ -11,7 +11,8 @@ from serve_app.model.cpu.ops import PAGE, Batch, Kernels
 
 class CKernelAttention:
     """Caches are [num_blocks, num_kv_heads, head_dim, block_size] for keys (a vector holds one dimension of many
-    keys) and [num_blocks, num_kv_heads, block_size, head_dim] for values, in float32 or float16.
+    keys) and [num_blocks, num_kv_heads, block_size, head_dim] for values, in float32 or narrow: float16 or, where the
+    processor multiplies it, bfloat16 (whose pairs `kernels/attention.h` arranges otherwise).
 
     No softcap; head_dim a multiple of 16, values as wide as keys.
     """
@@ -28,7 +29,7 @@ class CKernelAttention:
         """Zeroed pool for one layer. Raises ValueError for what the kernel cannot do."""
         if unsupported := unsupported_by_kernels(layer):
             raise ValueError(unsupported)
-        if dtype not in (torch.float32, torch.float16) or device.type != "cpu":
+        if dtype not in (torch.float32, self._kernels.narrow_cache) or device.type != "cpu":
             raise ValueError(f"no {dtype} on {device}")
         shape = (num_blocks, layer.num_kv_heads)
         return LayerCache(

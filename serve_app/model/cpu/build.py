@@ -17,8 +17,11 @@ logger = logging.getLogger(__name__)
 
 SOURCES = Path(__file__).parent / "kernels"
 
+_AVX512 = ("avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512vnni", "avx2", "fma", "f16c")
+
 BUILDS: dict[str, tuple[str, ...]] = {
-    "avx512": ("avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512vnni", "avx2", "fma", "f16c"),
+    "avx512bf16": (*_AVX512, "avx512bf16"),
+    "avx512": _AVX512,
     "avx2": ("avx2", "fma", "f16c"),
     "portable": (),
 }
@@ -42,7 +45,7 @@ def best_build(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
     except OSError:
         lines = []
     # Linux writes avx512_vnni where the compiler says avx512vnni.
-    known = set(lines[0].replace("avx512_vnni", "avx512vnni").split()) if lines else set()
+    known = set(lines[0].replace("avx512_", "avx512").split()) if lines else set()
     return next(build for build, needed in BUILDS.items() if known.issuperset(needed))
 
 

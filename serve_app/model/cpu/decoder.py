@@ -3,7 +3,7 @@
 Two modes. Exact: the file's weights (stored as small as they can be without loss) in float32 arithmetic or, where bytes
 are faster, in sums of 23-bit activations, which are as accurate; keys and values in float32. Int8: products
 with activations rounded to 8 bits in groups of 32, weights of 8 bits or, where the file has them, 4; keys and values in
-float16.
+bfloat16 where the processor multiplies it, else in float16.
 """
 
 import ctypes
@@ -15,7 +15,17 @@ from torch import Tensor
 
 from serve_app.model.attention.base import AttentionBatch, LayerCache
 from serve_app.model.attention.c_kernels import CKernelAttention, unsupported_by_kernels
-from serve_app.model.cpu.ops import GROUP, Batch, DecoderStruct, Format, Kernels, LayerStruct, PackedPart, PackedWeight
+from serve_app.model.cpu.ops import (
+    CACHE_FORMATS,
+    GROUP,
+    Batch,
+    DecoderStruct,
+    Format,
+    Kernels,
+    LayerStruct,
+    PackedPart,
+    PackedWeight,
+)
 from serve_app.model.cpu.stored import Blocks, ModuleParameters, Parameters, StoredMatrix
 from serve_app.model.executors.base import OnCapture, UnsupportedModelError
 from serve_app.model.input_batch import PackedBatch
@@ -60,7 +70,7 @@ class CpuDecoder:
     ) -> None:
         _check(model)
         self.backend = CKernelAttention(kernels)
-        self.cache_dtype = torch.float16 if int8 else torch.float32
+        self.cache_dtype = kernels.narrow_cache if int8 else torch.float32
         self._kernels = kernels
         packing = _Packing(kernels, parameters or ModuleParameters(), int8)
         tied = model.head.weights[0] is model.embedding
@@ -149,6 +159,7 @@ class CpuDecoder:
             rotary_half=model.cos.shape[1],
             activation=model.activation,
             int8=int8,
+            cache=CACHE_FORMATS[self.cache_dtype],
             eps=model.eps,
             scale=attention.scale,
             embedding=self._embedding.struct(),

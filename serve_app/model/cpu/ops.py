@@ -25,6 +25,8 @@ GROUP = 32
 """Inputs that share a scale in the 8- and 4-bit formats."""
 PAGE = 16
 """Tokens per KV block."""
+CACHE_FORMATS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
+"""`enum cache_format` by the dtype of keys and values."""
 
 
 class Format(IntEnum):
@@ -70,7 +72,7 @@ class DecoderStruct(ctypes.Structure):
 
     _fields_ = [
         *((name, c_int32) for name in ("num_layers", "hidden", "intermediate", "num_heads", "num_kv_heads")),
-        *((name, c_int32) for name in ("head_dim", "rotary_half", "activation", "int8")),
+        *((name, c_int32) for name in ("head_dim", "rotary_half", "activation", "int8", "cache")),
         ("eps", c_float),
         ("scale", c_float),
         ("embedding", WeightStruct),
@@ -81,7 +83,7 @@ class DecoderStruct(ctypes.Structure):
 
 class _AttentionStruct(ctypes.Structure):
     _fields_ = [
-        *((name, c_int) for name in ("num_heads", "num_kv_heads", "head_dim", "window", "half")),
+        *((name, c_int) for name in ("num_heads", "num_kv_heads", "head_dim", "window", "cache")),
         ("scale", c_float),
     ]
 
@@ -174,6 +176,9 @@ class Kernels:
         """Names the sources, the compiler and the flags."""
         self._library = _declare(library)
         self.panel: int = self._library.weight_panel()
+        narrow = self._library.narrow_cache()
+        self.narrow_cache = next(dtype for dtype, format in CACHE_FORMATS.items() if format == narrow)
+        """In which a KV cache is half as large."""
         self._pool: int | None = None
         self._pool_threads = 0
         self._free_pool: weakref.finalize[Any, Any] | None = None
@@ -233,7 +238,7 @@ class Kernels:
             layer.num_kv_heads,
             layer.head_dim,
             layer.sliding_window or 0,
-            caches[0].dtype == torch.float16,
+            CACHE_FORMATS[caches[0].dtype],
             layer.scale,
         )
         pool, out = self._threads(), torch.empty_like(query)
@@ -312,6 +317,7 @@ def _check_sizes(library: ctypes.CDLL) -> None:
 def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
     _check_sizes(library)
     signatures: dict[str, tuple[Any, list[Any]]] = {
+        "narrow_cache": (c_int64, []),
         "weight_panel": (c_int64, []),
         "weight_panel_bytes": (c_int64, [c_int64, c_int64]),
         "weight_block": (c_int64, [c_int64]),

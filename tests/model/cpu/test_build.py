@@ -19,6 +19,7 @@ SKYLAKE = "fpu avx avx2 fma f16c avx512f avx512bw avx512dq avx512vl avx512cd"
 @pytest.mark.parametrize(
     ("flags", "expected"),
     [
+        (SKYLAKE + " avx512_vnni avx512_bf16", "avx512bf16"),
         (SKYLAKE + " avx512_vnni", "avx512"),
         (SKYLAKE, "avx2"),
         ("fpu avx avx2 fma", "portable"),

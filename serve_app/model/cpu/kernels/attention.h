@@ -1,8 +1,13 @@
 /* Causal attention over the paged KV cache.
  *
- * One layer's cache, for blocks of PAGE tokens, in float or half precision:
+ * One layer's cache, for blocks of PAGE tokens, in floats or narrow: in half precision or, where the machine multiplies
+ * pairs of them, in bfloat16:
  *   keys    [blocks][kv_heads][head_dim][PAGE]   transposed, so that a vector holds one dimension of many keys
  *   values  [blocks][kv_heads][PAGE][head_dim]
+ * In bfloat16 two dimensions of a key and two values of a dimension stand side by side; queries and weights are rounded
+ * to bfloat16 too:
+ *   keys    [blocks][kv_heads][head_dim / 2][PAGE][2]
+ *   values  [blocks][kv_heads][PAGE / 2][head_dim][2]
  *
  * A task is one kv head of one sequence and some consecutive queries of it; its rows are those queries times the query
  * heads that share the kv head, in this order, so every key and value loaded serves all of them. Rows are worked on
@@ -34,11 +39,22 @@ enum {
     TASK_ROWS = 96, /* rows of a task, unless a single query has more */
 };
 
+enum cache_format { CACHE_FLOAT, CACHE_HALF, CACHE_BF16 };
+
+#if defined(BUILD_BF16)
+#define CACHE_NARROW CACHE_BF16
+#else
+#define CACHE_NARROW CACHE_HALF
+#endif
+
+/* This build computes with this one and with floats. */
+int64_t narrow_cache(void) { return CACHE_NARROW; }
+
 struct attention {
     int num_heads, num_kv_heads, head_dim;
-    int window;    /* keys that a query sees, its own included; 0 = all */
-    int half;      /* whether the cache is in half precision */
-    float scale;   /* of the scores */
+    int window; /* keys that a query sees, its own included; 0 = all */
+    int cache;  /* its format */
+    float scale; /* of the scores */
 };
 
 /* The ragged batch; see AttentionBatch in attention/base.py. */
@@ -71,9 +87,9 @@ struct attend {
 
 /* Rows of one task on the way, in a thread's scratch memory. */
 struct rows {
-    float *query;   /* [rows][head_dim], scaled */
+    float *query;   /* [rows][head_dim], scaled; in bfloat16 the first half of it */
     float *out;     /* [rows][head_dim]: sum of weights times values so far */
-    float *score;   /* [ROWS][ROUND]: scores, then weights */
+    float *score;   /* [ROWS][ROUND]: scores, then weights; in bfloat16 the first half of a row */
     float *sum;     /* [rows][LANES]: weights so far, by lane */
     float *largest; /* [rows]: largest score so far */
     int32_t *position; /* [rows]: the query's; it sees no later key */
@@ -107,21 +123,23 @@ static struct rows rows_in(float *scratch, int num_rows, int head_dim) {
     return rows;
 }
 
-SPECIALIZED vec load_cache(const void *cache, int64_t index, const int half) {
-    return half ? load_half((const uint16_t *)cache + index) : load((const float *)cache + index);
+SPECIALIZED vec load_cache(const void *cache, int64_t index, const int format) {
+    return format == CACHE_HALF ? load_half((const uint16_t *)cache + index) : load((const float *)cache + index);
 }
+
+SPECIALIZED int number_bytes(const int format) { return format == CACHE_FLOAT ? 4 : 2; }
 
 /* From memory into the second cache. */
-SPECIALIZED void fetch_cache(const void *cache, int64_t index, const int half) {
-    __builtin_prefetch((const char *)cache + index * (half ? 2 : 4), 0, 2);
+SPECIALIZED void fetch_cache(const void *cache, int64_t index, const int format) {
+    __builtin_prefetch((const char *)cache + index * number_bytes(format), 0, 2);
 }
 
-SPECIALIZED const void *page_of(const void *cache, int64_t page, int64_t size, const int half) {
-    return (const char *)cache + page * size * (half ? 2 : 4);
+SPECIALIZED const void *page_of(const void *cache, int64_t page, int64_t size, const int format) {
+    return (const char *)cache + page * size * number_bytes(format);
 }
 
 /* Scores of `rows` queries with the keys in `width` vectors, of which the first begins at key `first` of the round. */
-SPECIALIZED void score_keys(const int rows, const int width, const int half, const float *query, int head_dim,
+SPECIALIZED void score_keys(const int rows, const int width, const int format, const float *query, int head_dim,
                             const struct round *now, int first, float *score) {
     vec total[ROWS][WIDTH] = {0};
     for (int d = 0; d < head_dim; d++) {
@@ -129,8 +147,8 @@ SPECIALIZED void score_keys(const int rows, const int width, const int half, con
         UNROLL
         for (int v = 0; v < width; v++) {
             const int at = first + v * LANES;
-            key[v] = load_cache(now->keys[at / PAGE], d * PAGE + at % PAGE, half);
-            fetch_cache(now->next_keys[at / PAGE], d * PAGE + at % PAGE, half);
+            key[v] = load_cache(now->keys[at / PAGE], d * PAGE + at % PAGE, format);
+            fetch_cache(now->next_keys[at / PAGE], d * PAGE + at % PAGE, format);
         }
         UNROLL
         for (int r = 0; r < rows; r++) {
@@ -146,8 +164,8 @@ SPECIALIZED void score_keys(const int rows, const int width, const int half, con
 }
 
 /* out += weights times values, for `width` vectors of dimensions from `dim` on and the round's first `count` keys. */
-SPECIALIZED void add_values(const int rows, const int width, const int half, const float *weight, int head_dim, int dim,
-                            const struct round *now, int count, float *out) {
+SPECIALIZED void add_values(const int rows, const int width, const int format, const float *weight, int head_dim,
+                            int dim, const struct round *now, int count, float *out) {
     vec total[ROWS][WIDTH];
     UNROLL
     for (int r = 0; r < rows; r++)
@@ -158,8 +176,8 @@ SPECIALIZED void add_values(const int rows, const int width, const int half, con
         UNROLL
         for (int v = 0; v < width; v++) {
             const int64_t at = (int64_t)(t % PAGE) * head_dim + dim + v * LANES;
-            value[v] = load_cache(now->values[t / PAGE], at, half);
-            fetch_cache(now->next_values[t / PAGE], at, half);
+            value[v] = load_cache(now->values[t / PAGE], at, format);
+            fetch_cache(now->next_values[t / PAGE], at, format);
         }
         UNROLL
         for (int r = 0; r < rows; r++) {
@@ -174,6 +192,96 @@ SPECIALIZED void add_values(const int rows, const int width, const int half, con
         for (int v = 0; v < width; v++) store(out + r * head_dim + dim + v * LANES, total[r][v]);
 }
 
+#if defined(BUILD_BF16)
+/* The same two in bfloat16. A pair of dimensions, or of keys, is one number of 32 bits. */
+SPECIALIZED void score_key_pairs(const int rows, const int width, const float *query, int head_dim,
+                                 const struct round *now, int first, float *score) {
+    vec total[ROWS][WIDTH] = {0};
+    for (int d = 0; d < head_dim / 2; d++) {
+        ivec key[WIDTH];
+        UNROLL
+        for (int v = 0; v < width; v++) {
+            const int64_t at = 2 * (d * PAGE);
+            key[v] = load_int((const uint16_t *)now->keys[first / PAGE + v] + at);
+            fetch_cache(now->next_keys[first / PAGE + v], at, CACHE_BF16);
+        }
+        UNROLL
+        for (int r = 0; r < rows; r++) {
+            const ivec q = splat_bytes((const int8_t *)(query + r * head_dim + d));
+            UNROLL
+            for (int v = 0; v < width; v++) total[r][v] = dot2(total[r][v], q, key[v]);
+        }
+    }
+    UNROLL
+    for (int r = 0; r < rows; r++)
+        UNROLL
+        for (int v = 0; v < width; v++) store(score + r * ROUND + first + v * LANES, total[r][v]);
+}
+
+SPECIALIZED void add_value_pairs(const int rows, const int width, const float *weight, int head_dim, int dim,
+                                 const struct round *now, int count, float *out) {
+    vec total[ROWS][WIDTH];
+    UNROLL
+    for (int r = 0; r < rows; r++)
+        UNROLL
+        for (int v = 0; v < width; v++) total[r][v] = load(out + r * head_dim + dim + v * LANES);
+    for (int t = 0; t < count; t += 2) {
+        /* Nothing may be there yet of a pair's second value. */
+        const int32_t there = t + 1 < count ? -1 : 0xffff;
+        ivec value[WIDTH];
+        UNROLL
+        for (int v = 0; v < width; v++) {
+            const int64_t at = 2 * ((int64_t)(t % PAGE / 2) * head_dim + dim + v * LANES);
+            value[v] = load_int((const uint16_t *)now->values[t / PAGE] + at) & there;
+            fetch_cache(now->next_values[t / PAGE], at, CACHE_BF16);
+        }
+        UNROLL
+        for (int r = 0; r < rows; r++) {
+            const ivec w = splat_bytes((const int8_t *)(weight + r * ROUND + t / 2));
+            UNROLL
+            for (int v = 0; v < width; v++) total[r][v] = dot2(total[r][v], w, value[v]);
+        }
+    }
+    UNROLL
+    for (int r = 0; r < rows; r++)
+        UNROLL
+        for (int v = 0; v < width; v++) store(out + r * head_dim + dim + v * LANES, total[r][v]);
+}
+#endif
+
+/* The scores and the values of either kind. */
+SPECIALIZED void score_round(const int rows, const int width, const int format, const float *query, int head_dim,
+                             const struct round *now, int first, float *score) {
+#if defined(BUILD_BF16)
+    if (format == CACHE_BF16) {
+        score_key_pairs(rows, width, query, head_dim, now, first, score);
+        return;
+    }
+#endif
+    score_keys(rows, width, format, query, head_dim, now, first, score);
+}
+
+SPECIALIZED void value_round(const int rows, const int width, const int format, const float *weight, int head_dim,
+                             int dim, const struct round *now, int count, float *out) {
+#if defined(BUILD_BF16)
+    if (format == CACHE_BF16) {
+        add_value_pairs(rows, width, weight, head_dim, dim, now, count, out);
+        return;
+    }
+#endif
+    add_values(rows, width, format, weight, head_dim, dim, now, count, out);
+}
+
+/* A vector of queries or weights as the products take them; `at` is in numbers. Returns what is stored, as floats. */
+SPECIALIZED vec store_factor(float *row, int at, vec value, const int format) {
+#if defined(BUILD_BF16)
+    if (format == CACHE_BF16) return store_bf16((uint16_t *)row + at, value);
+#endif
+    (void)format;
+    store(row + at, value);
+    return value;
+}
+
 /* -inf for the scores of keys (the round's first is `base`) that a query at `position` does not see. */
 static void hide_keys(float *score, int count, int base, int position, int first_seen) {
     ivec key;
@@ -186,7 +294,8 @@ static void hide_keys(float *score, int count, int base, int position, int first
 
 /* Turn one row's first `count` scores of the round that begins at key `base` into weights; bring its sums to the new
  * maximum. */
-static void soften(const struct attention *layer, const struct rows *all, int row, float *score, int count, int base) {
+SPECIALIZED void soften(const int format, const struct attention *layer, const struct rows *all, int row, float *score,
+                        int count, int base) {
     const int position = all->position[row], window = layer->window;
     const int first_seen = window && position >= window ? position - window + 1 : 0;
     if (base + count > position + 1 || base < first_seen) hide_keys(score, count, base, position, first_seen);
@@ -203,37 +312,35 @@ static void soften(const struct attention *layer, const struct rows *all, int ro
     const vec maximum_now = splat(all->largest[row]);
     vec total = load(sum);
     for (int i = 0; i < count; i += LANES) {
-        const vec weight = exponential(load(score + i) - maximum_now);
-        store(score + i, weight);
-        total = total + weight;
+        total = total + store_factor(score, i, exponential(load(score + i) - maximum_now), format);
     }
     store(sum, total);
 }
 
 /* One round for up to ROWS rows. `count`: keys of the round that the last of them sees. */
-SPECIALIZED void attend_round(const int rows, const int half, const struct attention *layer, const struct rows *all,
+SPECIALIZED void attend_round(const int rows, const int format, const struct attention *layer, const struct rows *all,
                               int row, int base, int count, const struct round *now) {
     const int dim = layer->head_dim;
     const float *query = all->query + row * dim;
     float *out = all->out + row * dim;
     int done = 0;
     for (; done + WIDTH * LANES <= count; done += WIDTH * LANES)
-        score_keys(rows, WIDTH, half, query, dim, now, done, all->score);
+        score_round(rows, WIDTH, format, query, dim, now, done, all->score);
     for (; done < count; done += WIDTH / 2 * LANES)
-        score_keys(rows, WIDTH / 2, half, query, dim, now, done, all->score);
-    for (int r = 0; r < rows; r++) soften(layer, all, row + r, all->score + r * ROUND, done, base);
+        score_round(rows, WIDTH / 2, format, query, dim, now, done, all->score);
+    for (int r = 0; r < rows; r++) soften(format, layer, all, row + r, all->score + r * ROUND, done, base);
     int d = 0;
     for (; d + WIDTH * LANES <= dim; d += WIDTH * LANES)
-        add_values(rows, WIDTH, half, all->score, dim, d, now, count, out);
-    for (; d < dim; d += LANES) add_values(rows, 1, half, all->score, dim, d, now, count, out);
+        value_round(rows, WIDTH, format, all->score, dim, d, now, count, out);
+    for (; d < dim; d += LANES) value_round(rows, 1, format, all->score, dim, d, now, count, out);
 }
 
-static void attend_rows(int rows, int half, const struct attention *layer, const struct rows *all, int row, int base,
-                        int count, const struct round *now) {
+static void attend_rows(int rows, const struct attention *layer, const struct rows *all, int row, int base, int count,
+                        const struct round *now) {
 #define CASE(n) \
     case n: \
-        if (half) attend_round(n, 1, layer, all, row, base, count, now); \
-        else attend_round(n, 0, layer, all, row, base, count, now); \
+        if (layer->cache == CACHE_FLOAT) attend_round(n, CACHE_FLOAT, layer, all, row, base, count, now); \
+        else attend_round(n, CACHE_NARROW, layer, all, row, base, count, now); \
         break;
     switch (rows) { CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) }
 #undef CASE
@@ -260,8 +367,8 @@ static void find_pages(const struct attend *job, int chunk, int base, const void
     for (int page = 0; page < PAGES; page++) {
         const int wanted = base / PAGE + page, found = wanted < last_page ? wanted : last_page;
         const int64_t index = (int64_t)blocks[found] * layer->num_kv_heads + head;
-        keys[page] = page_of(job->keys, index, size, layer->half);
-        values[page] = page_of(job->values, index, size, layer->half);
+        keys[page] = page_of(job->keys, index, size, layer->cache);
+        values[page] = page_of(job->values, index, size, layer->cache);
     }
 }
 
@@ -288,7 +395,7 @@ static void chunk_round(const struct attend *job, int chunk, const struct rows *
         const int seen = rows->position[row + some - 1] + 1 - base;
         if (seen <= 0) continue;
         if (layer->window && base + ROUND <= rows->position[row] - layer->window + 1) continue;
-        attend_rows(some, layer->half, layer, rows, row, base, seen < ROUND ? seen : ROUND, &now);
+        attend_rows(some, layer, rows, row, base, seen < ROUND ? seen : ROUND, &now);
     }
 }
 
@@ -303,7 +410,7 @@ static void attend_chunk(const void *argument, int chunk, int thread) {
         const int token = task->first_query + row / group;
         const float *query = job->queries + token * job->query_stride + (head * group + row % group) * dim;
         for (int i = 0; i < dim; i += LANES) {
-            store(rows.query + row * dim + i, load(query + i) * splat(layer->scale));
+            store_factor(rows.query + row * dim, i, load(query + i) * splat(layer->scale), layer->cache);
             store(rows.out + row * dim + i, splat(0.0f));
         }
         store(rows.sum + row * LANES, splat(0.0f));
@@ -332,23 +439,42 @@ static int make_tasks(const struct attention *layer, const struct batch *batch, 
     return count;
 }
 
+/* Put one token's key and value [head_dim] of one head into its page. */
+static void write_narrow(const struct attention *layer, const float *key, const float *value, int64_t offset,
+                         uint16_t *keys, uint16_t *values) {
+    const int dim = layer->head_dim;
+    uint16_t lane[LANES];
+    for (int i = 0; i < dim; i += LANES) {
+#if defined(BUILD_BF16)
+        store_bf16(lane, load(key + i));
+        for (int j = 0; j < LANES; j += 2) memcpy(keys + 2 * ((i + j) / 2 * PAGE + offset), lane + j, 4);
+        store_bf16(lane, load(value + i));
+        for (int j = 0; j < LANES; j++) values[2 * (offset / 2 * dim + i + j) + offset % 2] = lane[j];
+#else
+        store_half(lane, load(key + i));
+        for (int j = 0; j < LANES; j++) keys[(i + j) * PAGE + offset] = lane[j];
+        store_half(values + offset * dim + i, load(value + i));
+#endif
+    }
+}
+
+static void write_float(const struct attention *layer, const float *key, const float *value, int64_t offset,
+                        float *keys, float *values) {
+    const int dim = layer->head_dim;
+    for (int i = 0; i < dim; i++) keys[i * PAGE + offset] = key[i];
+    memcpy(values + offset * dim, value, sizeof(float) * (size_t)dim);
+}
+
 /* Put one token's key and value [kv_heads][head_dim] into its slot. */
 static void write_cache(const struct attention *layer, const float *key, const float *value, int64_t slot, void *keys,
                         void *values) {
     const int dim = layer->head_dim;
     for (int head = 0; head < layer->num_kv_heads; head++, key += dim, value += dim) {
         const int64_t page = (slot / PAGE * layer->num_kv_heads + head) * PAGE * dim, offset = slot % PAGE;
-        for (int i = 0; i < dim; i += LANES) {
-            if (layer->half) {
-                uint16_t lane[LANES];
-                store_half(lane, load(key + i));
-                for (int j = 0; j < LANES; j++) ((uint16_t *)keys)[page + (i + j) * PAGE + offset] = lane[j];
-                store_half((uint16_t *)values + page + offset * dim + i, load(value + i));
-            } else {
-                for (int j = 0; j < LANES; j++) ((float *)keys)[page + (i + j) * PAGE + offset] = key[i + j];
-                store((float *)values + page + offset * dim + i, load(value + i));
-            }
-        }
+        if (layer->cache == CACHE_FLOAT)
+            write_float(layer, key, value, offset, (float *)keys + page, (float *)values + page);
+        else
+            write_narrow(layer, key, value, offset, (uint16_t *)keys + page, (uint16_t *)values + page);
     }
 }
 

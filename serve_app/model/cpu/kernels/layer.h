@@ -21,7 +21,8 @@ struct decoder {
     int32_t num_layers, hidden, intermediate, num_heads, num_kv_heads, head_dim;
     int32_t rotary_half; /* pairs of each head that are turned */
     int32_t activation;
-    int32_t int8;        /* products in 8 bits, cache in half precision */
+    int32_t int8;        /* products in 8 bits */
+    int32_t cache;       /* its format */
     float eps, scale;
     struct weight embedding;
     const float *final_norm; /* [hidden] */
@@ -61,7 +62,7 @@ static int64_t widest_input(const struct decoder *decoder) {
 
 static struct attention attention_of(const struct decoder *decoder, const struct layer *layer) {
     return (struct attention){decoder->num_heads, decoder->num_kv_heads, decoder->head_dim,
-                              layer ? (int)layer->window : 0, decoder->int8, decoder->scale};
+                              layer ? (int)layer->window : 0, decoder->cache, decoder->scale};
 }
 
 #define TAKE(pointer, bytes) (pointer = (void *)(memory + used), used += ((bytes) + 63) / 64 * 64)

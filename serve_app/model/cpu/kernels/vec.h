@@ -1,9 +1,10 @@
 /* Vectors of floats, as wide as the instruction set the file is compiled for has them.
  *
- *   build     LANES   needs
- *   avx512    16      AVX-512 F, BW, DQ, VL and VNNI
- *   avx2       8      AVX2, FMA, F16C
- *   portable   4      nothing: the compiler's own vectors
+ *   build       LANES   needs
+ *   avx512bf16  16      the next line's, and AVX-512 BF16
+ *   avx512      16      AVX-512 F, BW, DQ, VL and VNNI
+ *   avx2         8      AVX2, FMA, F16C
+ *   portable     4      nothing: the compiler's own vectors
  *
  * Everything that differs between the builds is in this file. Expressions on vectors are GCC's vector extensions;
  * products and sums are fused only where `fma` says so (the file is compiled with -ffp-contract=off), so a result's
@@ -20,6 +21,9 @@
 #if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VNNI__)
 #define BUILD_AVX512 1
 #define LANES 16
+#if defined(__AVX512BF16__)
+#define BUILD_BF16 1
+#endif
 #elif defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
 #define BUILD_AVX2 1
 #define LANES 8
@@ -114,6 +118,20 @@ static inline ivec dot4(ivec sum, ivec w, ivec a) {
     return sum;
 #endif
 }
+
+#if defined(BUILD_BF16)
+/* Per lane: sum + a[0] b[0] + a[1] b[1], of pairs of bfloat16. */
+static inline vec dot2(vec sum, ivec a, ivec b) {
+    return (vec)_mm512_dpbf16_ps((__m512)sum, (__m512bh)a, (__m512bh)b);
+}
+
+/* Rounded to bfloat16, to nearest even. Returns what was stored, as floats. */
+static inline vec store_bf16(uint16_t *to, vec value) {
+    const __m256i narrow = (__m256i)_mm512_cvtneps_pbh((__m512)value);
+    _mm256_storeu_si256((__m256i *)to, narrow);
+    return (vec)(_mm512_slli_epi32(_mm512_cvtepu16_epi32(narrow), 16));
+}
+#endif
 
 /* Reductions in one fixed order: halves onto each other until one lane is left. */
 static inline float reduce_add(vec value) {
