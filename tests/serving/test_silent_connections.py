@@ -109,7 +109,7 @@ async def test_readers_of_nothing_leave_their_places_to_others(fast_path_server:
         for _ in range(4):
             session = await stack.enter_async_context(open_narrow_session())
             async with asyncio.timeout(30):  # its first token comes once it has a place
-                await session.post(f"{server.url}/v1/chat/completions", json=UNREAD)
+                await stack.enter_async_context(session.post(f"{server.url}/v1/chat/completions", json=UNREAD))
         async with httpx.AsyncClient(timeout=30) as http:
             answer = await http.post(f"{server.url}/v1/completions", json=body())
         assert answer.status_code == 200
@@ -120,8 +120,8 @@ async def test_readers_of_nothing_leave_their_places_to_others(fast_path_server:
 async def test_whoever_reads_nothing_for_a_minute_gives_its_place_back(fast_path_server: Server) -> None:
     """Long before the request's own time is over, which is ten minutes."""
     server = fast_path_server
-    async with open_narrow_session() as session:
-        stream = await session.post(f"{server.url}/v1/chat/completions", json=UNREAD)
+    url = f"{server.url}/v1/chat/completions"
+    async with open_narrow_session() as session, session.post(url, json=UNREAD) as stream:
         assert stream.status == 200, await stream.text()
         before = server.metrics().get('serve_app_requests_total{outcome="cancelled"}', 0)
         await asyncio.to_thread(wait_for, lambda: server.metrics()["serve_app_requests_active"] == 0, "its end", 200)
