@@ -10,7 +10,7 @@ from typing import Any
 from serve_app.fleet.wire import WireItem
 
 MAX_STREAM_BYTES = 2 * 2**20
-MAX_BYTES = 64 * 2**20
+MAX_BYTES = 32 * 2**20
 _DELTA_BYTES, _TUPLE_BYTES, _NUMBER_BYTES = 250, 56, 36
 
 
