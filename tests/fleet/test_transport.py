@@ -503,6 +503,8 @@ async def test_a_stream_that_is_not_read_is_computed_no_further_and_goes_on_with
     assert [i for delta in deltas for i in delta.token_ids] == whole.token_ids
     assert [entry for delta in deltas for entry in delta.logprobs] == whole.logprobs
     assert set(fleet.losses) == {LossReason.UNREAD}
-    assert place.told == ["lent", "taken back"] * len(fleet.losses)
+    # The attempt that had the last token may have been one too much: nothing is to be continued then.
+    told_in_turns = ["lent", "taken back"] * len(fleet.losses)
+    assert place.told in (told_in_turns, [*told_in_turns, "lent"])
     assert unread.held == 0
     assert fleet.sequences() == {"a": 0}
