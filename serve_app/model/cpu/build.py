@@ -1,6 +1,6 @@
 """Compiles the C kernels at first use and keeps the library.
 
-Decides which build this machine can run, and where the result is kept: one file per source, compiler, and build, so a
+Decides which builds this machine can run, and where the result is kept: one file per source, compiler, and build, so a
 folder may be shared by machines and outlives upgrades. Does not decide what runs without kernels.
 """
 
@@ -8,6 +8,7 @@ import ctypes
 import hashlib
 import logging
 import os
+import re
 import shutil
 import subprocess
 import tempfile
@@ -17,12 +18,14 @@ logger = logging.getLogger(__name__)
 
 SOURCES = Path(__file__).parent / "kernels"
 
-_AVX512 = ("avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512vnni", "avx2", "fma", "f16c")
+_AVX2 = ("avx2", "fma", "f16c")
+_AVX512 = ("avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512vnni", *_AVX2)
 
 BUILDS: dict[str, tuple[str, ...]] = {
     "avx512bf16": (*_AVX512, "avx512bf16"),
     "avx512": _AVX512,
-    "avx2": ("avx2", "fma", "f16c"),
+    "avxvnni": (*_AVX2, "avxvnni"),
+    "avx2": _AVX2,
     "portable": (),
 }
 """The instruction sets that each build uses, fastest build first, by the compiler's names for them."""
@@ -38,15 +41,25 @@ class KernelsUnavailableError(Exception):
     """Says in one line why the kernels cannot be used here."""
 
 
-def best_build(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
-    """The fastest build that this machine can run."""
+def usable_builds(cpuinfo: Path = Path("/proc/cpuinfo")) -> list[str]:
+    """The builds that this machine can run, fastest first."""
+    known = _instruction_sets(cpuinfo)
+    return [build for build, needed in BUILDS.items() if known.issuperset(needed)]
+
+
+def missing_for_faster(build: str, cpuinfo: Path = Path("/proc/cpuinfo")) -> dict[str, list[str]]:
+    """For each build faster than this one the instruction sets that this machine lacks."""
+    faster, known = list(BUILDS)[: list(BUILDS).index(build)], _instruction_sets(cpuinfo)
+    return {name: [needed for needed in BUILDS[name] if needed not in known] for name in faster}
+
+
+def _instruction_sets(cpuinfo: Path) -> set[str]:
+    """By the compiler's names: Linux writes avx512_vnni where the compiler says avx512vnni."""
     try:
         lines = [line for line in cpuinfo.read_text().splitlines() if line.startswith("flags")]
     except OSError:
         lines = []
-    # Linux writes avx512_vnni where the compiler says avx512vnni.
-    known = set(lines[0].replace("avx512_", "avx512").split()) if lines else set()
-    return next(build for build, needed in BUILDS.items() if known.issuperset(needed))
+    return set(re.sub(r"\b(avx|avx512)_", r"\1", lines[0]).split()) if lines else set()
 
 
 def find_compiler() -> str | None:

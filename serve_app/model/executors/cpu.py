@@ -1,11 +1,13 @@
 """The C kernels: Llama-like models in float32 on a CPU."""
 
+import logging
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from serve_app.model.cpu.build import KernelsUnavailableError, best_build
+from serve_app.model.cpu.build import KernelsUnavailableError, missing_for_faster, usable_builds
 from serve_app.model.cpu.decoder import CpuDecoder
 from serve_app.model.cpu.ops import Kernels
 from serve_app.model.cpu.stored import Parameters
@@ -14,6 +16,8 @@ from serve_app.model.llama import recognise
 from serve_app.model.options import ModelOptions, Progress
 from serve_app.model.source_model import ModelFacts, SourceModel
 from serve_app.model.verification import check_finite, verify_model
+
+logger = logging.getLogger(__name__)
 
 NAME = "the CPU kernels"
 
@@ -72,13 +76,28 @@ def _kernels(facts: ModelFacts, options: ModelOptions) -> Kernels:
         raise UnsupportedModelError("fp8, for weights or the KV cache, needs a GPU")
     if not _computes_on(facts.device, facts.dtype):
         raise UnsupportedModelError(f"they are for float32 on a CPU, not {facts.dtype} on {facts.device}")
-    build = best_build()
-    if build == "portable" and demand(facts, options) is Demand.OPTIONAL:
+    builds = usable_builds()
+    if demand(facts, options) is Demand.OPTIONAL:
+        builds.remove("portable")
+    if not builds:
         raise UnsupportedModelError("this CPU has no AVX2; torch is faster")
-    try:
-        return Kernels(build, Path(options.cache_dir).expanduser())
-    except KernelsUnavailableError as error:
-        raise UnsupportedModelError(str(error)) from error
+    return _fastest(builds, Path(options.cache_dir).expanduser())
+
+
+def _fastest(builds: Sequence[str], cache_dir: Path) -> Kernels:
+    """Of the first build that the compiler can make, which may be older than the CPU. Raises UnsupportedModelError."""
+    failures: dict[str, str] = {}
+    for build in builds:
+        try:
+            kernels = Kernels(build, cache_dir)
+        except KernelsUnavailableError as error:
+            failures[build] = str(error)
+            continue
+        reasons = {name: f"no {', '.join(sets)}" for name, sets in missing_for_faster(build).items() if sets} | failures
+        slower = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
+        logger.info("the CPU kernels run in the build %s%s", build, f" (not {slower})" if slower else "")
+        return kernels
+    raise UnsupportedModelError(next(iter(failures.values())))
 
 
 def _verified(source: SourceModel, kernels: Kernels, options: ModelOptions) -> CpuDecoder:

@@ -10,6 +10,7 @@ import torch
 
 from serve_app.errors import ConfigError
 from serve_app.model.cpu import build, ops
+from serve_app.model.executors import cpu
 from serve_app.model.loader import from_module
 from tests.models import needs_compiler, tiny_model
 
@@ -19,23 +20,27 @@ SKYLAKE = "fpu avx avx2 fma f16c avx512f avx512bw avx512dq avx512vl avx512cd"
 @pytest.mark.parametrize(
     ("flags", "expected"),
     [
-        (SKYLAKE + " avx512_vnni avx512_bf16", "avx512bf16"),
-        (SKYLAKE + " avx512_vnni", "avx512"),
-        (SKYLAKE, "avx2"),
-        ("fpu avx avx2 fma", "portable"),
-        ("fpu sse2", "portable"),
+        (SKYLAKE + " avx512_vnni avx512_bf16 avx_vnni", list(build.BUILDS)),
+        (SKYLAKE + " avx512_vnni", ["avx512", "avx2", "portable"]),
+        (SKYLAKE, ["avx2", "portable"]),
+        ("fpu avx avx2 fma f16c avx_vnni", ["avxvnni", "avx2", "portable"]),
+        ("fpu avx avx2 fma", ["portable"]),
+        ("fpu sse2", ["portable"]),
     ],
 )
-def test_build_for_a_cpu(tmp_path: Path, flags: str, expected: str) -> None:
+def test_builds_for_a_cpu(tmp_path: Path, flags: str, expected: list[str]) -> None:
     cpuinfo = tmp_path / "cpuinfo"
     cpuinfo.write_text(f"processor : 0\nflags\t\t: {flags}\n\nprocessor : 1\nflags\t\t: {flags}\n")
-    assert build.best_build(cpuinfo) == expected
+    assert build.usable_builds(cpuinfo) == expected
+    missing = build.missing_for_faster(expected[0], cpuinfo)
+    assert list(missing) == list(build.BUILDS)[: list(build.BUILDS).index(expected[0])]
+    assert all(missing.values())
 
 
 def test_a_cpu_that_tells_nothing_gets_the_portable_build(tmp_path: Path) -> None:
-    assert build.best_build(tmp_path / "none") == "portable"
+    assert build.usable_builds(tmp_path / "none") == ["portable"]
     (tmp_path / "arm").write_text("Features : fp asimd\n")
-    assert build.best_build(tmp_path / "arm") == "portable"
+    assert build.usable_builds(tmp_path / "arm") == ["portable"]
 
 
 @needs_compiler
@@ -88,11 +93,25 @@ def test_without_a_compiler_torch_runs_the_model_and_one_line_says_so(
 
 @needs_compiler
 def test_without_avx2_torch_is_faster_and_runs_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("serve_app.model.executors.cpu.best_build", lambda: "portable")
+    monkeypatch.setattr(cpu, "usable_builds", lambda: ["portable"])
     module = tiny_model("llama", torch.float32)
     assert from_module(module).attention_backend == "cpu"
     # Asked for by name, the portable build does it.
     assert from_module(module, quantization="int8").quantization == "int8"
+
+
+@needs_compiler
+def test_a_compiler_that_is_too_old_makes_the_next_build(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setitem(build.BUILDS, "future", ("avx9999",))
+    monkeypatch.setattr(cpu, "usable_builds", lambda: ["future", "portable"])
+    with caplog.at_level(logging.INFO):
+        options = {"quantization": "int8", "cache_dir": str(tmp_path)}
+        assert "portable" in from_module(tiny_model("llama", torch.float32), **options).build
+    (line,) = [record.getMessage() for record in caplog.records if "run in the build portable" in record.getMessage()]
+    assert "future: " in line
+    assert "avx9999" in line
 
 
 @needs_compiler

@@ -22,7 +22,7 @@ LENGTHS = [1, 5, 2, 9, 1, 1, 3, 17, 1, 4, 1, 1, 6]
 def test_a_half_that_is_given_away_goes_on_where_it_was(
     kernels: Kernels, shim: ctypes.CDLL, quantization: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cpu, "best_build", lambda: kernels.build)
+    monkeypatch.setattr(cpu, "usable_builds", lambda: [kernels.build])
     config = AutoConfig.for_model(
         "llama",
         vocab_size=VOCAB_SIZE,

@@ -2,6 +2,8 @@
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
 
 from serve_app.model.cpu.ops import GROUP, Format, Kernels, PackedWeight
@@ -156,3 +158,29 @@ def test_a_weight_of_other_inputs_is_refused(kernels: Kernels) -> None:
     weight = packed(kernels, torch.randn(8, 64), None, Format.F32)
     with pytest.raises(ValueError, match="32 inputs for a weight of 64"):
         kernels.linear(weight, torch.randn(2, 32), int8=False)
+
+
+@given(
+    format=st.sampled_from([Format.Q8, Format.Q4]),
+    rows=st.integers(1, 14),
+    outputs=st.integers(1, 40),
+    groups=st.integers(1, 9),
+    seed=st.integers(0, 2**20),
+)
+def test_byte_products_are_exact_integers(
+    kernels: Kernels, format: Format, rows: int, outputs: int, groups: int, seed: int
+) -> None:
+    """Weights that are whole numbers and activations that are whole steps, both often at the ends of their ranges: no
+    build may round or saturate."""
+    generator = torch.Generator().manual_seed(seed)
+    low, high = (-127, 127) if format == Format.Q8 else (0, 15)
+    weight = torch.randint(low, high + 1, (outputs, groups, GROUP), generator=generator)
+    x = torch.randint(-127, 128, (rows, groups, GROUP), generator=generator)
+    extreme = torch.rand(groups, generator=generator) < 0.5
+    weight[:, extreme] = torch.where(weight[:, extreme] > (low + high) // 2, high, low)
+    x[:, extreme] = torch.where(x[:, extreme] > 0, 127, -127)
+    weight[..., 3], weight[..., 17], x[..., 5] = low, high, 127  # so that the steps are 1
+    packed_weight = packed(kernels, weight.view(outputs, -1).float(), None, format)
+    got = kernels.linear(packed_weight, x.view(rows, -1).float(), int8=True)
+    expected = x.view(rows, -1).double() @ weight.view(outputs, -1).double().T
+    assert torch.equal(got.double(), expected)

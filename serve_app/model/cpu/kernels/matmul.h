@@ -22,7 +22,11 @@
 #define FIXED_ROWS 6
 #elif defined(BUILD_AVX2)
 #define FLOAT_ROWS 6
-#define FIXED_ROWS 3
+#if defined(BUILD_NARROW_DOTS)
+#define FIXED_ROWS 4
+#else
+#define FIXED_ROWS 6
+#endif
 #else
 #define FLOAT_ROWS 4
 #define FIXED_ROWS 2
@@ -179,9 +183,45 @@ SPECIALIZED void float_tile(const int rows, const float *x, int64_t x_stride, co
     }
 }
 
+/* The weights of one step of a group, for one vector of outputs: four bytes a lane. */
+SPECIALIZED ivec step_weights(const int format, const uint8_t *weights, const int step, const int half) {
+    const uint8_t *line = weights + 4 * (PANEL * (format == Q8 ? step : step % (STEPS / 2)) + half);
+    return format == Q8 ? load_int(line) : (load_int(line) >> 4 * (step / (STEPS / 2))) & 0x0f0f0f0f;
+}
+
+#if defined(BUILD_NARROW_DOTS)
+/* dot_group for weights of 4 bits, whose sums over a group fit 16 bits; activations have one byte. */
+SPECIALIZED void narrow_dot_group(const int rows, const int format, const uint8_t *weights, const int8_t *q,
+                                  int64_t q_stride, ivec dot[][2]) {
+    UNROLL
+    for (int r = 0; r < rows; r++) dot[r][0] = dot[r][1] = (ivec){0};
+    UNROLL
+    for (int step = 0; step < STEPS; step++) {
+        const ivec w0 = step_weights(format, weights, step, 0), w1 = step_weights(format, weights, step, LANES);
+        UNROLL
+        for (int r = 0; r < rows; r++) {
+            const ivec a = splat_bytes(q + r * q_stride + 4 * step);
+            dot[r][0] = narrow_dot(dot[r][0], w0, a);
+            dot[r][1] = narrow_dot(dot[r][1], w1, a);
+        }
+    }
+    UNROLL
+    for (int r = 0; r < rows; r++) {
+        dot[r][0] = add_halves(dot[r][0]);
+        dot[r][1] = add_halves(dot[r][1]);
+    }
+}
+#endif
+
 /* dot[row] = (sum over the group of q a), for the bytes from `first` to `end` of the activations. */
 SPECIALIZED void dot_group(const int rows, const int format, const int first, const int end, const uint8_t *weights,
                            const int8_t *q, int64_t q_stride, ivec dot[][2]) {
+#if defined(BUILD_NARROW_DOTS)
+    if (format != Q8) {
+        narrow_dot_group(rows, format, weights, q, q_stride, dot);
+        return;
+    }
+#endif
     for (int byte = first; byte < end; byte++) {
         UNROLL
         for (int r = 0; r < rows; r++) {
@@ -190,13 +230,7 @@ SPECIALIZED void dot_group(const int rows, const int format, const int first, co
         }
         UNROLL
         for (int step = 0; step < STEPS; step++) {
-            const uint8_t *line = weights + 4 * PANEL * (format == Q8 ? step : step % (STEPS / 2));
-            ivec w0 = load_int(line), w1 = load_int(line + 4 * LANES);
-            if (format != Q8) {
-                const int shift = step < STEPS / 2 ? 0 : 4;
-                w0 = (w0 >> shift) & 0x0f0f0f0f;
-                w1 = (w1 >> shift) & 0x0f0f0f0f;
-            }
+            const ivec w0 = step_weights(format, weights, step, 0), w1 = step_weights(format, weights, step, LANES);
             UNROLL
             for (int r = 0; r < rows; r++) {
                 const ivec a = splat_bytes(q + r * q_stride + byte * GROUP + 4 * step);
@@ -293,7 +327,10 @@ static void fixed_rows(int rows, int format, int bytes, const struct input *inpu
         TILE(3)
 #endif
 #if FIXED_ROWS > 3
-        TILE(4) TILE(5) TILE(6)
+        TILE(4)
+#endif
+#if FIXED_ROWS > 4
+        TILE(5) TILE(6)
 #endif
     }
 #undef TILE

@@ -3,6 +3,7 @@
  *   build       LANES   needs
  *   avx512bf16  16      the next line's, and AVX-512 BF16
  *   avx512      16      AVX-512 F, BW, DQ, VL and VNNI
+ *   avxvnni      8      the next line's, and AVX-VNNI
  *   avx2         8      AVX2, FMA, F16C
  *   portable     4      nothing: the compiler's own vectors
  *
@@ -27,6 +28,9 @@
 #elif defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
 #define BUILD_AVX2 1
 #define LANES 8
+#if !defined(__AVXVNNI__)
+#define BUILD_NARROW_DOTS 1 /* products of bytes are summed fastest in 16 bits, if they fit */
+#endif
 #else
 #define LANES 4
 #endif
@@ -106,18 +110,31 @@ static inline ivec dot4(ivec sum, ivec w, ivec a) {
     /* In assembly, because GCC 12 moves the accumulators of the intrinsic through other registers and spills. */
     __asm__("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(w), "v"(a));
     return sum;
-#elif defined(BUILD_AVX2)
+#elif defined(BUILD_NARROW_DOTS)
     /* Even and odd bytes as 16-bit numbers; vpmaddubsw would saturate. */
     const __m256i w8 = (__m256i)w, a8 = (__m256i)a;
     const __m256i w_even = _mm256_and_si256(w8, _mm256_set1_epi16(0xff)), w_odd = _mm256_srli_epi16(w8, 8);
     const __m256i a_even = _mm256_srai_epi16(_mm256_slli_epi16(a8, 8), 8), a_odd = _mm256_srai_epi16(a8, 8);
     return sum + (ivec)_mm256_madd_epi16(w_even, a_even) + (ivec)_mm256_madd_epi16(w_odd, a_odd);
+#elif defined(BUILD_AVX2)
+    __asm__("%{vex%} vpdpbusd %2, %1, %0" : "+x"(sum) : "x"(w), "x"(a));
+    return sum;
 #else
     for (int shift = 0; shift < 32; shift += 8)
         sum += ((w >> shift) & 0xff) * ((a << (24 - shift)) >> 24);
     return sum;
 #endif
 }
+
+#if defined(BUILD_NARROW_DOTS)
+/* Per half of a lane: sum + w[0] a[0] + w[1] a[1], with w of 4 bits. Exact for 8 such: 16 * 15 * 128 fits 16 bits. */
+static inline ivec narrow_dot(ivec sum, ivec w, ivec a) {
+    return (ivec)_mm256_add_epi16((__m256i)sum, _mm256_maddubs_epi16((__m256i)w, (__m256i)a));
+}
+
+/* Per lane: the sum of its two halves. */
+static inline ivec add_halves(ivec sums) { return (ivec)_mm256_madd_epi16((__m256i)sums, _mm256_set1_epi16(1)); }
+#endif
 
 #if defined(BUILD_BF16)
 /* Per lane: sum + a[0] b[0] + a[1] b[1], of pairs of bfloat16. */
