@@ -20,6 +20,7 @@ from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from serve_app.errors import ConfigError
+from serve_app.gguf_header import in_transformers
 from serve_app.model.options import DTYPES, Progress
 from serve_app.model.write_once import write_once
 from serve_app.model_files import ModelFiles, check_model
@@ -91,8 +92,8 @@ def _load_pretrained(
 def _load_gguf(path: Path, cache_dir: Path, dtype: str, device: torch.device, report: Progress) -> Any:
     """Weights of a GGUF file, dequantized once and then read from the cache.
 
-    The conversion takes ten seconds and more (the reader parses every token of the vocabulary twice), so its result is
-    kept: float32 safetensors, bit for bit what it gave, under the hash of the file's content.
+    The conversion takes seconds, so its result is kept: float32 safetensors, bit for bit what it gave, under the hash
+    of the file's content.
     """
     report("reading gguf", 0.0)
     with path.open("rb") as file:
@@ -108,7 +109,7 @@ def _load_gguf(path: Path, cache_dir: Path, dtype: str, device: torch.device, re
 def _convert_gguf(path: Path, target: Path) -> None:
     try:
         # The converter draws its bar past every switch of transformers.
-        with contextlib.redirect_stderr(io.StringIO()):
+        with in_transformers(), contextlib.redirect_stderr(io.StringIO()):
             module, info = AutoModelForCausalLM.from_pretrained(
                 str(path.parent),
                 gguf_file=path.name,

@@ -1,8 +1,8 @@
 """A GGUF file as the weights of transformers' module: its configuration, and its tensors where they lie, mapped.
 
-Names, and the order of rows where llama.cpp has another one, are found with transformers' own tables. What those tell
-takes seconds to read (the vocabulary stands before it), and is kept: configuration and positions of the tensors,
-under a hash of the file's beginning. The weights themselves are never copied.
+Names, and the order of rows where llama.cpp has another one, are found with transformers' own tables, whose imports
+take a second. What they tell is kept: configuration and positions of the tensors, under a hash of the file's beginning.
+The weights themselves are never copied.
 """
 
 import hashlib
@@ -22,6 +22,7 @@ from torch import Tensor
 from transformers import AutoConfig
 
 from serve_app.errors import ConfigError
+from serve_app.gguf_header import GgufHeader, TensorInfo, in_transformers
 from serve_app.model.cpu.stored import Blocks, StoredMatrix
 from serve_app.model.executors.base import UnsupportedModelError
 from serve_app.model.skeleton import empty_module
@@ -116,15 +117,15 @@ def _interleaved(outputs: int, heads: int) -> NDArray[np.int64]:
 
 
 def _write_index(path: Path, target: Path) -> None:
-    # A start from the index does without both; the first takes half a second.
-    from gguf import GGUFReader
+    # A start from the index does without.
     from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor
 
     try:
-        config = AutoConfig.from_pretrained(str(path.parent), gguf_file=path.name)
-        reader = GGUFReader(path)
-        architecture = reader.fields["general.architecture"].contents()
-    except Exception as error:  # the reader raises whatever a damaged file provokes
+        reader = GgufHeader(path)
+        with in_transformers():
+            config = AutoConfig.from_pretrained(str(path.parent), gguf_file=path.name)
+        architecture = reader.fields["general.architecture"].parts[0].decode()
+    except Exception as error:  # transformers raises whatever a damaged file provokes
         raise ConfigError(f"model: cannot read {path}: {' '.join(str(error).split())[:300]}") from error
     if hasattr(config, "quantization_config"):
         del config.quantization_config
@@ -159,8 +160,8 @@ def _names(module: Any, processor: Any) -> dict[str, str]:
     return names
 
 
-def _stored(tensor: Any, processor: Any, config: Any) -> StoredTensor:
-    """tensor: gguf's; processor: transformers', which turns its rows round.
+def _stored(tensor: TensorInfo, processor: Any, config: Any) -> StoredTensor:
+    """processor: transformers', which turns its rows round.
 
     Raises UnsupportedModelError for one whose numbers are not just read, or stand in an order that is not known.
     """
