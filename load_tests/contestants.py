@@ -190,6 +190,12 @@ def _our_contestants() -> dict[str, Contestant]:
             ours=True,
             exact=True,
         ),
+        "serve_app_bfloat16": Contestant(
+            "`make serve`, dtype: bfloat16",
+            _ours("serve_app_bfloat16", _SERVE_APP, {}, dtype="bfloat16"),
+            ours=True,
+            exact=True,
+        ),
         "serve_run": Contestant("plain `serve run`", _ours("serve_run", _SERVE_RUN, _SERVE_RUN_ENVIRONMENT), ours=True),
         "engine": Contestant(
             "our engine alone, no HTTP, no Ray", _offline("engine", ENGINE_ENVIRONMENT), ours=True, engine=True

@@ -1,17 +1,17 @@
-"""How much a quantized mode changes the model: KL divergence, agreement of the likeliest token, perplexity.
+"""How much a mode that rounds changes the model: KL divergence, agreement of the likeliest token, perplexity.
 
 Both modes run on one text in windows of `--window` tokens, each position predicting the next token. The text is the
 long descriptions of the installed packages, in order of their names, so that the same environment gives the same
 figures.
 
-    python -m load_tests.quality --json FILE
+    python -m load_tests.quality --mode int8 --json FILE
 """
 
 import argparse
 import importlib.metadata
 import json
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from email.message import Message
 from pathlib import Path
 
@@ -24,6 +24,8 @@ from serve_app.model.options import ModelOptions
 from serve_app.model.paged_model import PagedModel
 from serve_app.text.tokenizer import load_tokenizer
 from serve_app.workloads.machine import machine
+
+MODES = {"int8": ModelOptions(quantization="int8"), "bfloat16": ModelOptions(dtype="bfloat16")}
 
 
 @dataclass
@@ -96,16 +98,16 @@ def main() -> None:
     """Measure, print, write."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--model", default="default")
-    parser.add_argument("--quantization", default="int8")
+    parser.add_argument("--mode", choices=MODES, default="int8")
     parser.add_argument("--tokens", type=int, default=24_576)
     parser.add_argument("--window", type=int, default=512)
     parser.add_argument("--json", type=Path, help="where to write the result")
     args = parser.parse_args()
     exact = load_model(ModelOptions(model=args.model, quantization="none"))
-    quantized = load_model(ModelOptions(model=args.model, quantization=args.quantization))
+    quantized = load_model(replace(MODES[args.mode], model=args.model))
     with torch.inference_mode():
         quality = compare(exact, quantized, corpus(args.model, args.tokens), args.window)
-    result = {"model": exact.name, "quantization": args.quantization, "window": args.window, **asdict(quality)}
+    result = {"model": exact.name, "mode": args.mode, "window": args.window, **asdict(quality)}
     print(json.dumps(result, indent=1))
     if args.json is not None:
         args.json.write_text(json.dumps({**result, "machine": machine()}, indent=1) + "\n")

@@ -161,9 +161,9 @@ class Settings(_Frozen):
     served_model_name: str | None = Field(default=None, min_length=1)
     """The model name in the API; null = the model's own."""
     dtype: Literal["auto", "float32", "bfloat16", "float16", "float64"] = "auto"
-    """Dtype of weights and KV cache; `auto` = float32 on CPUs, the file's 16-bit dtype on GPUs."""
+    """Of products, weights and KV cache; `auto` = float32 on CPUs, the file's 16-bit dtype on GPUs."""
     quantization: Literal["auto", "none", "int8", "fp8"] = "auto"
-    """`none` = exact; `int8` = 8 bits, on CPUs; `fp8` = 8 bits, on GPUs; `auto` = `int8` where it works."""
+    """`none` = exact; `int8` = 8 bits, on CPUs; `fp8` = 8 bits, on GPUs; `auto` = `int8` where it works, in float32."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where the model runs; `auto` = one GPU per replica if Ray's cluster has GPUs, else the CPU."""
     num_replicas: int = Field(default=1, ge=1, le=1024)

@@ -1,4 +1,4 @@
-"""Tiny random transformers models, one per architecture, for tests, and the mark of tests that run the CPU kernels."""
+"""Tiny random transformers models, one per architecture, for tests, and what tests of the CPU kernels need."""
 
 from typing import Any
 
@@ -6,11 +6,17 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from serve_app.model.cpu.build import find_compiler
+from serve_app.model.cpu.build import find_compiler, usable_builds
+from serve_app.model.loader import from_module
+from serve_app.model.paged_model import PagedModel
 
 needs_compiler = pytest.mark.skipif(
     find_compiler() is None, reason="there is no C compiler (cc, gcc or clang) for the CPU kernels"
 )
+needs_bfloat16 = pytest.mark.skipif("avx512bf16" not in usable_builds(), reason="this CPU has no AVX512-BF16")
+
+KERNEL_MODES = ("none", "int8", pytest.param("bfloat16", marks=needs_bfloat16))
+"""For `in_mode`."""
 
 VOCAB_SIZE = 200
 _SHAPE: dict[str, Any] = {
@@ -78,3 +84,10 @@ def tiny_model(arch: str, dtype: torch.dtype = torch.float64, seed: int = 0, **c
             if parameter.dim() > 1:
                 parameter.copy_(torch.randn(parameter.shape, generator=generator).to(dtype) * 0.1)
     return model.eval()
+
+
+def in_mode(mode: str, module: Any, **options: Any) -> PagedModel:
+    """`module` on the C kernels, in one of their modes."""
+    if mode == "bfloat16":
+        return from_module(module.bfloat16(), attention_backend="kernels", **options)
+    return from_module(module, attention_backend="kernels", quantization=mode, **options)

@@ -80,14 +80,14 @@ def _load_mapped(files: ModelFiles, device: torch.device, options: ModelOptions,
     if cpu.demand_on(device, dtype, options) is Demand.NONE or files.path is None:
         return None
     try:
-        return _map(files.path, files.name, options, report)
+        return _map(files.path, files.name, dtype, options, report)
     except UnsupportedModelError as error:
         logger.warning("model %s is widened to floats first: %s", files.name, error)
         return None
 
 
 @torch.inference_mode()
-def _map(path: Path, name: str, options: ModelOptions, report: Progress) -> PagedModel:
+def _map(path: Path, name: str, dtype: torch.dtype, options: ModelOptions, report: Progress) -> PagedModel:
     """Raises UnsupportedModelError, and ConfigError."""
     report("reading gguf", 0.0)
     file = GgufFile.open(path, Path(options.cache_dir).expanduser())
@@ -95,7 +95,7 @@ def _map(path: Path, name: str, options: ModelOptions, report: Progress) -> Page
     parameters = GgufParameters(file, module)
     report("reading gguf", 1.0)
     small = SourceModel.take(small_copy(file.config), name, options.max_model_len)
-    source = replace(small, facts=small.facts.of_whole(module))
+    source = replace(small, facts=replace(small.facts.of_whole(module), dtype=dtype))
     fix_frequencies(module, source.facts.max_model_len)
     executor = cpu.load_mapped(source, module, parameters, options, report)
     return PagedModel(source.facts, executor, pick_sampler(executor, source.facts), "last")

@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 from load_tests.random_gguf import mixed_kinds, random_contents, tensor_shapes, write_gguf
 from serve_app.errors import ConfigError
 from serve_app.model.checkpoint import quiet
+from serve_app.model.cpu.build import usable_builds
 from serve_app.model.loader import load_model
 from serve_app.model.options import ModelOptions
 from serve_app.model.paged_model import PagedModel
@@ -87,6 +88,10 @@ def test_logits_are_those_of_the_widened_weights(
     assert float((exact - expected).abs().max() / expected.std()) < 1e-3
     int8 = logits(load(path, quantization="int8"), tokens)
     assert 0 < float((int8 - expected).abs().mean() / expected.std()) < 0.1
+    if "avx512bf16" in usable_builds():
+        narrow = load(path, dtype="bfloat16")
+        assert (narrow.attention_backend, narrow.dtype) == ("kernels", torch.bfloat16)
+        assert 0 < float((logits(narrow, tokens) - expected).abs().mean() / expected.std()) < 0.02
 
 
 def test_an_architecture_of_another_kind_is_widened(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -10,12 +10,20 @@ from serve_app.model.loader import from_module, load_model
 from serve_app.model.options import ModelOptions
 from serve_app.model.paged_model import PagedModel
 from tests.model.stepping import Sequences, random_tokens
-from tests.models import needs_compiler, tiny_model
+from tests.models import KERNEL_MODES, in_mode, needs_bfloat16, needs_compiler, tiny_model
 
 
-@pytest.fixture(scope="module", params=["none", pytest.param("int8", marks=needs_compiler)])
+@pytest.fixture(
+    scope="module",
+    params=[
+        {"quantization": "none"},
+        pytest.param({"quantization": "int8"}, marks=needs_compiler),
+        pytest.param({"dtype": "bfloat16"}, marks=[needs_compiler, needs_bfloat16]),
+    ],
+    ids=["none", "int8", "bfloat16"],
+)
 def real(request: pytest.FixtureRequest) -> PagedModel:
-    model = load_model(ModelOptions(quantization=request.param))
+    model = load_model(ModelOptions(**request.param))
     model.allocate_kv_cache(200)
     return model
 
@@ -72,19 +80,19 @@ def test_bits_of_tiny_models_with_torch(arch: str) -> None:
 
 @needs_compiler
 @pytest.mark.parametrize("threads", [1, 2, 3], indirect=True)
-@pytest.mark.parametrize("quantization", ["none", "int8"])
+@pytest.mark.parametrize("mode", KERNEL_MODES)
 @pytest.mark.parametrize("arch", ["llama", "mistral", "qwen2", "qwen3"])
 @pytest.mark.usefixtures("threads")
-def test_bits_of_tiny_models_with_kernels(arch: str, quantization: str) -> None:
-    model = from_module(tiny_model(arch, torch.float32), attention_backend="kernels", quantization=quantization)
+def test_bits_of_tiny_models_with_kernels(arch: str, mode: str) -> None:
+    model = in_mode(mode, tiny_model(arch, torch.float32))
     model.allocate_kv_cache(200)
     check(model)
 
 
 @needs_compiler
-@pytest.mark.parametrize("quantization", ["none", "int8"])
-def test_bits_do_not_depend_on_the_number_of_threads(quantization: str) -> None:
-    model = from_module(tiny_model("qwen3", torch.float32), quantization=quantization)
+@pytest.mark.parametrize("mode", KERNEL_MODES)
+def test_bits_do_not_depend_on_the_number_of_threads(mode: str) -> None:
+    model = in_mode(mode, tiny_model("qwen3", torch.float32))
     model.allocate_kv_cache(60)
     results = []
     for threads in (3, 2, 1):  # the suite runs with one
@@ -95,10 +103,10 @@ def test_bits_do_not_depend_on_the_number_of_threads(quantization: str) -> None:
 
 
 @needs_compiler
-@pytest.mark.parametrize("quantization", ["none", "int8"])
-def test_bits_do_not_depend_on_how_threads_share_sequences(quantization: str) -> None:
+@pytest.mark.parametrize("mode", KERNEL_MODES)
+def test_bits_do_not_depend_on_how_threads_share_sequences(mode: str) -> None:
     """Steps of many sequences are cut between threads, unless one of them outweighs the others (the second step)."""
-    model = from_module(tiny_model("mistral", torch.float32), quantization=quantization)
+    model = in_mode(mode, tiny_model("mistral", torch.float32))
     model.allocate_kv_cache(60)
     lengths = [29, *range(6, 18)]
     tokens = [random_tokens(length + 40, seed) for seed, length in enumerate(lengths)]

@@ -1,9 +1,10 @@
 """Runs a Llama-like model with the C kernels: packs its weights, one call per step, one for the logits.
 
-Two modes. Exact: the file's weights (stored as small as they can be without loss) in float32 arithmetic or, where bytes
-are faster, in sums of 23-bit activations, which are as accurate; keys and values in float32. Int8: products
-with activations rounded to 8 bits in groups of 32, weights of 8 bits or, where the file has them, 4; keys and values in
-bfloat16 where the processor multiplies it, else in float16.
+Three modes. Exact: the file's weights (stored as small as they can be without loss) in float32 arithmetic or, where
+bytes are faster, in sums of 23-bit activations, which are as accurate; keys and values in float32. Int8: products with
+activations rounded to 8 bits in groups of 32, weights of 8 bits or, where the file has them, 4; keys and values in
+bfloat16 where the processor multiplies it, else in float16. Bfloat16, on such processors: weights, the activations
+that products take, keys and values in bfloat16; sums and all else in float32.
 """
 
 import ctypes
@@ -18,6 +19,7 @@ from serve_app.model.attention.c_kernels import CKernelAttention, unsupported_by
 from serve_app.model.cpu.ops import (
     CACHE_FORMATS,
     GROUP,
+    Arithmetic,
     Batch,
     DecoderStruct,
     Format,
@@ -50,9 +52,12 @@ _EXACT_FORMATS = {
 }
 """Which formats beside F32 may hold a file's weights exactly: floats may have been widened from 8 or 4 bits."""
 
+_ANY = {Arithmetic.EXACT: Format.F32, Arithmetic.INT8: Format.Q8, Arithmetic.BFLOAT16: Format.BF16}
+"""The format for weights of any values, rounded but for F32."""
+
 
 class CpuDecoder:
-    """A `ModelExecutor`. int8: the mode. parameters: reads the weights of `model`.
+    """A `ModelExecutor`. arithmetic: the mode. parameters: reads the weights of `model`.
 
     Raises UnsupportedModelError for shapes that the kernels cannot run.
     """
@@ -64,15 +69,16 @@ class CpuDecoder:
         kernels: Kernels,
         model: Llama,
         *,
-        int8: bool,
+        arithmetic: Arithmetic,
         parameters: Parameters | None = None,
         on_progress: Callable[[float], None] = lambda fraction: None,
     ) -> None:
         _check(model)
         self.backend = CKernelAttention(kernels)
-        self.cache_dtype = kernels.narrow_cache if int8 else torch.float32
+        self.cache_dtype = torch.float32 if arithmetic is Arithmetic.EXACT else kernels.narrow_cache
         self._kernels = kernels
-        packing = _Packing(kernels, parameters or ModuleParameters(), int8)
+        self._arithmetic = arithmetic
+        packing = _Packing(kernels, parameters or ModuleParameters(), arithmetic)
         tied = model.head.weights[0] is model.embedding
         self._vocabulary = model.embedding.shape[0]
         self._num_positions = model.cos.shape[0]
@@ -82,15 +88,16 @@ class CpuDecoder:
             dict(zip(_PRODUCTS, weights[first : first + len(_PRODUCTS)], strict=True))
             for first in range(0, len(weights), len(_PRODUCTS))
         ]
-        self._embedding = self._head if tied and self._head.exact else packing.pack_embedding(model.embedding)
+        shares_head = tied and (self._head.exact or arithmetic is Arithmetic.BFLOAT16)
+        self._embedding = self._head if shares_head else packing.pack_embedding(model.embedding)
         self._vectors = [model.cos, model.sin]
         self._layers = (LayerStruct * len(model.layers))()
-        self._struct = self._describe(model, packing.parameters, int8=int8)
+        self._struct = self._describe(model, packing.parameters)
 
     @property
     def quantization(self) -> str:
         """See `ModelExecutor`."""
-        return "int8" if self._struct.int8 else "none"
+        return "int8" if self._arithmetic is Arithmetic.INT8 else "none"
 
     @property
     def build(self) -> str:
@@ -106,7 +113,7 @@ class CpuDecoder:
     @property
     def token_cost(self) -> float:
         """See `ModelExecutor`."""
-        return 0.1 if self._struct.int8 else 0.25
+        return {Arithmetic.EXACT: 0.25, Arithmetic.INT8: 0.1, Arithmetic.BFLOAT16: 0.05}[self._arithmetic]
 
     def attach(self, caches: Sequence[LayerCache] | None, memory: SlotMemory | None = None) -> None:
         """See `ModelExecutor`."""
@@ -130,9 +137,9 @@ class CpuDecoder:
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """See `ModelExecutor`."""
-        return self._kernels.linear(self._head, hidden, int8=bool(self._struct.int8))
+        return self._kernels.linear(self._head, hidden, self._arithmetic)
 
-    def _describe(self, model: Llama, parameters: Parameters, *, int8: bool) -> DecoderStruct:
+    def _describe(self, model: Llama, parameters: Parameters) -> DecoderStruct:
         """The structs for C. What they point to is kept by this object."""
 
         def address(parameter: Tensor) -> int:
@@ -158,7 +165,7 @@ class CpuDecoder:
             head_dim=attention.head_dim,
             rotary_half=model.cos.shape[1],
             activation=model.activation,
-            int8=int8,
+            arithmetic=self._arithmetic,
             cache=CACHE_FORMATS[self.cache_dtype],
             eps=model.eps,
             scale=attention.scale,
@@ -173,10 +180,10 @@ class CpuDecoder:
 class _Packing:
     """Reads weights and packs them, each in the smallest format that the mode allows."""
 
-    def __init__(self, kernels: Kernels, parameters: Parameters, int8: bool) -> None:
+    def __init__(self, kernels: Kernels, parameters: Parameters, arithmetic: Arithmetic) -> None:
         self.parameters = parameters
         self._kernels = kernels
-        self._int8 = int8
+        self._arithmetic = arithmetic
 
     def pack_all(self, linears: Sequence[Linear], on_progress: Callable[[float], None]) -> list[PackedWeight]:
         """In as many threads as torch's operations have."""
@@ -194,26 +201,28 @@ class _Packing:
         whole = all(matrix.outputs % self._kernels.panel == 0 for matrix in matrices[:-1])
         alike = len({matrix.blocks for matrix in matrices}) == 1
         groups = [[matrix] for matrix in matrices] if whole and not alike else [matrices]
-        parts = [self._pack_alike(group, exactly=not self._int8) for group in groups]
+        parts = [self._pack_alike(group, self._arithmetic) for group in groups]
         for weight in linear.weights:
             self.parameters.release(weight)
         return PackedWeight(parts, torch.cat(biases) if biases else None, self._kernels.panel)
 
     def pack_embedding(self, embedding: Tensor) -> PackedWeight:
-        """Exactly in both modes: its rows are no products."""
+        """Exactly in int8 mode too: its rows are no products."""
+        arithmetic = Arithmetic.EXACT if self._arithmetic is Arithmetic.INT8 else self._arithmetic
         return PackedWeight(
-            [self._pack_alike([self.parameters.matrix(embedding)], exactly=True)], None, self._kernels.panel
+            [self._pack_alike([self.parameters.matrix(embedding)], arithmetic)], None, self._kernels.panel
         )
 
-    def _pack_alike(self, matrices: Sequence[StoredMatrix], *, exactly: bool) -> PackedPart:
+    def _pack_alike(self, matrices: Sequence[StoredMatrix], arithmetic: Arithmetic) -> PackedPart:
+        exactly = arithmetic is Arithmetic.EXACT
         formats = frozenset(Format).intersection(*(_EXACT_FORMATS[matrix.blocks] for matrix in matrices))
         for format in sorted(formats, reverse=True):  # the smallest first
-            if exactly or format >= Format.Q8:
+            if exactly or (format >= Format.Q8 and arithmetic is Arithmetic.INT8):
                 packed = self._kernels.pack(matrices, format, exactly=True)
                 if packed is not None:
                     return packed
-        packed = self._kernels.pack(matrices, Format.F32 if exactly else Format.Q8, exactly=exactly)
-        assert packed is not None  # F32 holds everything, and `_check` has looked at the widths
+        packed = self._kernels.pack(matrices, _ANY[arithmetic], exactly=exactly)
+        assert packed is not None  # these formats hold everything, and `_check` has looked at the widths
         return packed
 
 

@@ -39,6 +39,14 @@ class Format(IntEnum):
     Q4K = 4
 
 
+class Arithmetic(IntEnum):
+    """How products are computed; `enum arithmetic` in `kernels/activations.h`."""
+
+    EXACT = 0
+    INT8 = 1
+    BFLOAT16 = 2
+
+
 class PanelStruct(ctypes.Structure):
     """`struct panel`."""
 
@@ -72,7 +80,7 @@ class DecoderStruct(ctypes.Structure):
 
     _fields_ = [
         *((name, c_int32) for name in ("num_layers", "hidden", "intermediate", "num_heads", "num_kv_heads")),
-        *((name, c_int32) for name in ("head_dim", "rotary_half", "activation", "int8", "cache")),
+        *((name, c_int32) for name in ("head_dim", "rotary_half", "activation", "arithmetic", "cache")),
         ("eps", c_float),
         ("scale", c_float),
         ("embedding", WeightStruct),
@@ -118,6 +126,7 @@ class PackedWeight:
         self.outputs = sum(part.outputs for part in parts)
         self.inputs = parts[0].inputs
         self.exact = all(part.exact for part in parts)
+        self.bfloat16 = all(part.format == Format.BF16 for part in parts)
         panels = []
         for part in parts:
             count = -(-part.outputs // panel)
@@ -179,6 +188,7 @@ class Kernels:
         narrow = self._library.narrow_cache()
         self.narrow_cache = next(dtype for dtype, format in CACHE_FORMATS.items() if format == narrow)
         """In which a KV cache is half as large."""
+        self.multiplies_bfloat16 = self.narrow_cache == torch.bfloat16
         self._pool: int | None = None
         self._pool_threads = 0
         self._free_pool: weakref.finalize[Any, Any] | None = None
@@ -211,15 +221,20 @@ class Kernels:
             offset += matrix.outputs
         return PackedPart(data, format, outputs, inputs, exactly)
 
-    def linear(self, weight: PackedWeight, x: Tensor, *, int8: bool) -> Tensor:
-        """x [rows, inputs] float32 -> [rows, outputs], in float arithmetic or with x rounded to 8 bits."""
+    def linear(self, weight: PackedWeight, x: Tensor, arithmetic: Arithmetic) -> Tensor:
+        """x [rows, inputs] float32 -> [rows, outputs] float32. In 8 bits or bfloat16 x is rounded first.
+
+        Raises ValueError for bfloat16 where weight or machine have none."""
         rows, inputs = x.shape
+        if arithmetic is Arithmetic.BFLOAT16 and not (self.multiplies_bfloat16 and weight.bfloat16):
+            raise ValueError("no product in bfloat16")
         if inputs != weight.inputs:
             raise ValueError(f"{inputs} inputs for a weight of {weight.inputs}")
         x, struct = x.contiguous(), weight.struct()
         out = torch.empty(rows, weight.padded_outputs)
         memory = self._workspace(self._library.linear_workspace(ctypes.byref(struct), rows))
-        self._library.linear(self._threads(), ctypes.byref(struct), int8, x.data_ptr(), rows, memory, out.data_ptr())
+        pool = self._threads()
+        self._library.linear(pool, ctypes.byref(struct), arithmetic, x.data_ptr(), rows, memory, out.data_ptr())
         return out[:, : weight.outputs]
 
     def attention(

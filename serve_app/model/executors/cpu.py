@@ -1,4 +1,4 @@
-"""The C kernels: Llama-like models in float32 on a CPU."""
+"""The C kernels: Llama-like models in float32 or bfloat16 on a CPU."""
 
 import logging
 from collections.abc import Sequence
@@ -9,7 +9,7 @@ import torch
 
 from serve_app.model.cpu.build import KernelsUnavailableError, missing_for_faster, usable_builds
 from serve_app.model.cpu.decoder import CpuDecoder
-from serve_app.model.cpu.ops import Kernels
+from serve_app.model.cpu.ops import Arithmetic, Kernels
 from serve_app.model.cpu.stored import Parameters
 from serve_app.model.executors.base import Demand, ModelExecutor, UnsupportedModelError
 from serve_app.model.llama import recognise
@@ -21,10 +21,9 @@ logger = logging.getLogger(__name__)
 
 NAME = "the CPU kernels"
 
-_EXACT_TOLERANCE = 1e-3
-"""Of `verify_model`, for exact mode: it computes the same sums in another order."""
-_INT8_TOLERANCE = 0.5
-"""The same for int8 mode: enough to see that something is broken; how good it is, is measured elsewhere."""
+_TOLERANCE = {Arithmetic.EXACT: 1e-3, Arithmetic.INT8: 0.5, Arithmetic.BFLOAT16: 0.5}
+"""Of `verify_model`. Exact mode computes the same sums in another order. For the others, enough to see that something
+is broken; how good they are, is measured elsewhere."""
 
 
 def demand(facts: ModelFacts, options: ModelOptions) -> Demand:
@@ -52,15 +51,16 @@ def load(source: SourceModel, options: ModelOptions, report: Progress) -> ModelE
 def load_mapped(
     source: SourceModel, module: Any, parameters: Parameters, options: ModelOptions, report: Progress
 ) -> ModelExecutor:
-    """A model whose weights `parameters` reads, for `module` has none. source: the small copy of it, on which the
-    kernels are verified. Raises UnsupportedModelError, and ConfigError for weights that are not finite."""
+    """A model whose weights `parameters` reads, for `module` has none. source: the facts of the whole, and a small copy
+    in float32, on which the kernels are verified. Raises UnsupportedModelError, and ConfigError for weights that are
+    not finite."""
     kernels = _kernels(source.facts, options)
     _verified(source, kernels, options)
     report("verifying", 1.0)
     decoder = CpuDecoder(
         kernels,
         recognise(module, module.base_model, source.facts.layers, source.facts.max_model_len),
-        int8=options.quantization != "none",
+        arithmetic=_arithmetic(source.facts, options),
         parameters=parameters,
         on_progress=lambda fraction: report("loading weights", fraction),
     )
@@ -75,13 +75,18 @@ def _kernels(facts: ModelFacts, options: ModelOptions) -> Kernels:
     if options.uses_fp8:
         raise UnsupportedModelError("fp8, for weights or the KV cache, needs a GPU")
     if not _computes_on(facts.device, facts.dtype):
-        raise UnsupportedModelError(f"they are for float32 on a CPU, not {facts.dtype} on {facts.device}")
+        raise UnsupportedModelError(f"they are for float32 and bfloat16 on a CPU, not {facts.dtype} on {facts.device}")
+    if facts.dtype == torch.bfloat16 and options.quantization == "int8":
+        raise UnsupportedModelError("int8 is for dtype float32, not bfloat16")
     builds = usable_builds()
     if demand(facts, options) is Demand.OPTIONAL:
         builds.remove("portable")
     if not builds:
         raise UnsupportedModelError("this CPU has no AVX2; torch is faster")
-    return _fastest(builds, Path(options.cache_dir).expanduser())
+    kernels = _fastest(builds, Path(options.cache_dir).expanduser())
+    if facts.dtype == torch.bfloat16 and not kernels.multiplies_bfloat16:
+        raise UnsupportedModelError(f"in bfloat16 they need AVX512-BF16, and the best build here is {kernels.build}")
+    return kernels
 
 
 def _fastest(builds: Sequence[str], cache_dir: Path) -> Kernels:
@@ -101,16 +106,21 @@ def _fastest(builds: Sequence[str], cache_dir: Path) -> Kernels:
 
 
 def _verified(source: SourceModel, kernels: Kernels, options: ModelOptions) -> CpuDecoder:
-    """The source's weights in the mode of the options; exact mode is always tried."""
+    """The source's weights in the mode of the options; before int8, exact mode is tried."""
     layers = source.facts.layers
     llama = recognise(source.head, source.base, layers, source.facts.max_model_len)
-    decoder = CpuDecoder(kernels, llama, int8=False)
-    verify_model(decoder, source.reference, layers, _EXACT_TOLERANCE)
-    if options.quantization != "none":
-        decoder = CpuDecoder(kernels, llama, int8=True)
-        verify_model(decoder, source.reference, layers, _INT8_TOLERANCE)
+    wanted = _arithmetic(source.facts, options)
+    for arithmetic in (Arithmetic.EXACT, wanted) if wanted is Arithmetic.INT8 else (wanted,):
+        decoder = CpuDecoder(kernels, llama, arithmetic=arithmetic)
+        verify_model(decoder, source.reference, layers, _TOLERANCE[arithmetic])
     return decoder
 
 
+def _arithmetic(facts: ModelFacts, options: ModelOptions) -> Arithmetic:
+    if facts.dtype == torch.bfloat16:
+        return Arithmetic.BFLOAT16
+    return Arithmetic.EXACT if options.quantization == "none" else Arithmetic.INT8
+
+
 def _computes_on(device: torch.device, dtype: torch.dtype) -> bool:
-    return device.type == "cpu" and dtype == torch.float32
+    return device.type == "cpu" and dtype in (torch.float32, torch.bfloat16)

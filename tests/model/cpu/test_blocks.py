@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from serve_app.model.cpu.ops import Format, Kernels, PackedPart, PackedWeight
+from serve_app.model.cpu.ops import Arithmetic, Format, Kernels, PackedPart, PackedWeight
 from serve_app.model.cpu.stored import Blocks, StoredMatrix
 from tests.model.cpu.test_linear import check, quantized
 
@@ -66,7 +66,7 @@ def test_every_value_is_the_files(kernels: Kernels, blocks: Blocks) -> None:
     for format in {OWN_FORMAT[blocks], Format.F32}:
         floats = pack(kernels, random_blocks(Blocks.F32, 3, 512), Format.F32)
         both = weight(kernels, pack(kernels, matrix, format), floats)
-        values = kernels.linear(both, torch.eye(512), int8=False)[:, : matrix.outputs].T
+        values = kernels.linear(both, torch.eye(512), Arithmetic.EXACT)[:, : matrix.outputs].T
         assert torch.equal(values, widened(matrix))
 
 
@@ -74,7 +74,7 @@ def test_every_value_is_the_files(kernels: Kernels, blocks: Blocks) -> None:
 def test_the_nearest_bytes_are_near(kernels: Kernels, blocks: Blocks) -> None:
     matrix, x = random_blocks(blocks, 50, 512), torch.eye(512)
     expected = widened(matrix)
-    values = kernels.linear(weight(kernels, pack(kernels, matrix, Format.Q8, exactly=False)), x, int8=False).T
+    values = kernels.linear(weight(kernels, pack(kernels, matrix, Format.Q8, exactly=False)), x, Arithmetic.EXACT).T
     groups = expected.view(50, -1, 32)
     step = (groups.amax(-1) - groups.amin(-1)).repeat_interleave(32, dim=1) / 255
     assert bool(((values - expected).abs() <= 0.7 * step + 1e-3 * expected.abs().amax()).all())
@@ -87,8 +87,8 @@ def test_products_of_super_blocks(kernels: Kernels, rows: int, outputs: int, thr
     x = torch.randn(rows, 768) * 3
     x[0, :32] = 0
     packed = weight(kernels, pack(kernels, matrix, Format.Q4K), bias=bias)
-    check(kernels.linear(packed, x, int8=True), widened(matrix), quantized(x), bias)
-    check(kernels.linear(packed, x, int8=False), widened(matrix), x, bias)
+    check(kernels.linear(packed, x, Arithmetic.INT8), widened(matrix), quantized(x), bias)
+    check(kernels.linear(packed, x, Arithmetic.EXACT), widened(matrix), x, bias)
 
 
 def test_parts_of_several_formats_are_one_matrix(kernels: Kernels, threads: None) -> None:
@@ -99,11 +99,11 @@ def test_parts_of_several_formats_are_one_matrix(kernels: Kernels, threads: None
     packed = weight(kernels, *parts, bias=torch.zeros(6 * kernels.panel + 5))
     x = torch.randn(131, 512)
     expected = torch.cat([widened(matrix) for matrix in matrices])
-    for int8 in (False, True):
-        whole = kernels.linear(packed, x, int8=int8)
-        check(whole, expected, quantized(x) if int8 else x, None)
+    for arithmetic in (Arithmetic.EXACT, Arithmetic.INT8):
+        whole = kernels.linear(packed, x, arithmetic)
+        check(whole, expected, quantized(x) if arithmetic is Arithmetic.INT8 else x, None)
         for first, last in ((0, 1), (7, 8), (3, 5), (0, 11), (90, 103)):
-            assert torch.equal(kernels.linear(packed, x[first:last], int8=int8), whole[first:last])
+            assert torch.equal(kernels.linear(packed, x[first:last], arithmetic), whole[first:last])
 
 
 def test_rows_in_another_order(kernels: Kernels) -> None:
@@ -111,7 +111,7 @@ def test_rows_in_another_order(kernels: Kernels) -> None:
     order = np.random.default_rng(0).permutation(40)
     plain = random_blocks(Blocks.Q4_0, 40, 64)
     matrix = StoredMatrix(plain.data, plain.blocks, 40, 64, order)
-    got = kernels.linear(weight(kernels, pack(kernels, matrix, Format.F32)), torch.eye(64), int8=False).T
+    got = kernels.linear(weight(kernels, pack(kernels, matrix, Format.F32)), torch.eye(64), Arithmetic.EXACT).T
     assert torch.equal(got, widened(plain)[torch.from_numpy(order)])
 
 

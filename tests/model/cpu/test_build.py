@@ -115,6 +115,26 @@ def test_a_compiler_that_is_too_old_makes_the_next_build(
 
 
 @needs_compiler
+def test_without_bfloat16_products_torch_runs_a_model_in_bfloat16(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(cpu, "usable_builds", lambda: ["avx2", "portable"])
+    module = tiny_model("llama", torch.bfloat16)
+    with caplog.at_level(logging.WARNING):
+        assert from_module(module).attention_backend == "cpu"
+    need = "in bfloat16 they need AVX512-BF16, and the best build here is avx2"
+    assert need in caplog.text
+    with pytest.raises(ConfigError, match=need):
+        from_module(module, attention_backend="kernels")
+
+
+@needs_compiler
+def test_bfloat16_in_8_bits_is_refused() -> None:
+    with pytest.raises(ConfigError, match="int8 is for dtype float32, not bfloat16"):
+        from_module(tiny_model("llama", torch.bfloat16), quantization="int8")
+
+
+@needs_compiler
 def test_a_struct_that_differs_from_its_twin_in_c_is_an_error(
     monkeypatch: pytest.MonkeyPatch, kernels_folder: Path
 ) -> None:

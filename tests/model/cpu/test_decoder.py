@@ -11,17 +11,18 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from serve_app.model.attention.base import AttentionBatch
 from serve_app.model.cpu.ops import Batch, Kernels
 from serve_app.model.executors import cpu
-from serve_app.model.loader import from_module
 from tests.model.stepping import Sequences, random_tokens
-from tests.models import VOCAB_SIZE
+from tests.models import KERNEL_MODES, VOCAB_SIZE, in_mode
 
 LENGTHS = [1, 5, 2, 9, 1, 1, 3, 17, 1, 4, 1, 1, 6]
 
 
-@pytest.mark.parametrize("quantization", ["none", "int8"])
+@pytest.mark.parametrize("mode", KERNEL_MODES)
 def test_a_half_that_is_given_away_goes_on_where_it_was(
-    kernels: Kernels, shim: ctypes.CDLL, quantization: str, monkeypatch: pytest.MonkeyPatch
+    kernels: Kernels, shim: ctypes.CDLL, mode: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    if mode == "bfloat16" and not kernels.multiplies_bfloat16:
+        pytest.skip(f"the build {kernels.build} has no products in bfloat16")
     monkeypatch.setattr(cpu, "usable_builds", lambda: [kernels.build])
     config = AutoConfig.for_model(
         "llama",
@@ -34,9 +35,7 @@ def test_a_half_that_is_given_away_goes_on_where_it_was(
         max_position_embeddings=64,
     )
     torch.manual_seed(0)
-    model = from_module(
-        AutoModelForCausalLM.from_config(config).eval(), attention_backend="kernels", quantization=quantization
-    )
+    model = in_mode(mode, AutoModelForCausalLM.from_config(config).eval())
     model.allocate_kv_cache(3 * len(LENGTHS) + 1)
     stack: Any = model.executor
     forward, steps = stack.forward, []

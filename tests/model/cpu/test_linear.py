@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from serve_app.model.cpu.ops import GROUP, Format, Kernels, PackedWeight
+from serve_app.model.cpu.ops import GROUP, Arithmetic, Format, Kernels, PackedWeight
 from serve_app.model.cpu.stored import StoredMatrix
 
 WIDENED = [Format.F32, Format.BF16, Format.Q8, Format.Q4]
@@ -55,6 +55,11 @@ def pack(
     return None if part is None else PackedWeight([part], bias, kernels.panel)
 
 
+def need_bfloat16(kernels: Kernels) -> None:
+    if not kernels.multiplies_bfloat16:
+        pytest.skip(f"the build {kernels.build} has no products in bfloat16")
+
+
 def check(got: Tensor, weight: Tensor, x: Tensor, bias: Tensor | None) -> None:
     expected = torch.nn.functional.linear(x.double(), weight.double(), None if bias is None else bias.double())
     size = (x.double().abs() @ weight.double().abs().T).amax().clamp_min(1e-30)
@@ -67,7 +72,7 @@ def test_float_products(kernels: Kernels, format: Format, rows: int, threads: No
     outputs, inputs = ODD_SHAPES[rows % len(ODD_SHAPES)]
     weight = random_weight(format, outputs, inputs)
     x, bias = torch.randn(rows, inputs), torch.randn(outputs) if rows % 2 else None
-    got = kernels.linear(packed(kernels, weight, bias, format), x, int8=False)
+    got = kernels.linear(packed(kernels, weight, bias, format), x, Arithmetic.EXACT)
     assert got.shape == (rows, outputs)
     check(got, weight, x, bias)
 
@@ -89,7 +94,7 @@ def test_exact_products_are_as_near_to_the_truth_as_floats(kernels: Kernels, for
             q[..., 5] = -127
             weight = (0.0078125 * q).view(64, 1536)
     expected = x.double() @ weight.double().T
-    got = kernels.linear(packed(kernels, weight, None, format), x, int8=False)
+    got = kernels.linear(packed(kernels, weight, None, format), x, Arithmetic.EXACT)
     floats = torch.nn.functional.linear(x, weight)
     # One product after the other: what float arithmetic costs without the many partial sums of a library.
     chain = torch.zeros(16, 64)
@@ -106,7 +111,7 @@ def test_int8_products(kernels: Kernels, format: Format, rows: int, shape: tuple
     weight, bias = random_weight(format, *shape), torch.randn(shape[0])
     x = torch.randn(rows, shape[1]) * 3
     x[0, :GROUP] = 0
-    check(kernels.linear(packed(kernels, weight, bias, format), x, int8=True), weight, quantized(x), bias)
+    check(kernels.linear(packed(kernels, weight, bias, format), x, Arithmetic.INT8), weight, quantized(x), bias)
 
 
 def test_extreme_bytes_do_not_saturate(kernels: Kernels) -> None:
@@ -114,20 +119,61 @@ def test_extreme_bytes_do_not_saturate(kernels: Kernels) -> None:
     weight = torch.full((64, 64), 127.0)
     weight[1::2] = -127.0
     x = torch.ones(3, 64)
-    got = kernels.linear(packed(kernels, weight, None, Format.Q8), x, int8=True)
+    got = kernels.linear(packed(kernels, weight, None, Format.Q8), x, Arithmetic.INT8)
     torch.testing.assert_close(got, x @ weight.T, rtol=1e-6, atol=0)
 
 
-@pytest.mark.parametrize("int8", [False, True])
-@pytest.mark.parametrize("format", WIDENED)
-def test_a_row_has_the_same_bits_in_every_batch(kernels: Kernels, format: Format, int8: bool, threads: None) -> None:
-    if int8 and format < Format.Q8:
-        pytest.skip("int8 products are of 8- and 4-bit weights")
+@pytest.mark.parametrize(
+    ("arithmetic", "format"),
+    [
+        *((Arithmetic.EXACT, format) for format in WIDENED),
+        *((Arithmetic.INT8, format) for format in (Format.Q8, Format.Q4)),
+        (Arithmetic.BFLOAT16, Format.BF16),
+    ],
+)
+def test_a_row_has_the_same_bits_in_every_batch(
+    kernels: Kernels, arithmetic: Arithmetic, format: Format, threads: None
+) -> None:
+    if arithmetic is Arithmetic.BFLOAT16:
+        need_bfloat16(kernels)
     weight = packed(kernels, random_weight(format, 70, 224), None, format)
     x = torch.randn(203, 224)
-    whole = kernels.linear(weight, x, int8=int8)
+    whole = kernels.linear(weight, x, arithmetic)
     for first, last in ((0, 1), (7, 8), (3, 5), (0, 11), (90, 103), (101, 203)):
-        assert torch.equal(kernels.linear(weight, x[first:last], int8=int8), whole[first:last])
+        assert torch.equal(kernels.linear(weight, x[first:last], arithmetic), whole[first:last])
+
+
+@given(rows=st.integers(1, 230), outputs=st.integers(1, 170), groups=st.integers(1, 60), seed=st.integers(0, 2**31))
+def test_bfloat16_products(kernels: Kernels, rows: int, outputs: int, groups: int, seed: int) -> None:
+    """Both sides rounded once, sums as near to the truth as floats. Each row's bits are those that it has alone."""
+    need_bfloat16(kernels)
+    generator = torch.Generator().manual_seed(seed)
+    weight = torch.randn(outputs, GROUP * groups, generator=generator)
+    x, bias = torch.randn(rows, GROUP * groups, generator=generator), torch.randn(outputs, generator=generator)
+    packed_weight = pack(kernels, weight, bias, Format.BF16, exactly=False)
+    assert packed_weight is not None
+    got = kernels.linear(packed_weight, x, Arithmetic.BFLOAT16)
+    check(got, weight.bfloat16(), x.bfloat16(), bias)
+    row = seed % rows
+    assert torch.equal(kernels.linear(packed_weight, x[row : row + 1], Arithmetic.BFLOAT16)[0], got[row])
+
+
+def test_bfloat16_does_not_hide_what_is_no_number(kernels: Kernels) -> None:
+    need_bfloat16(kernels)
+    weight = packed(kernels, torch.eye(64), None, Format.BF16)
+    x = torch.zeros(3, 64)
+    x[0, 5], x[1, 6] = float("nan"), float("inf")
+    finite = kernels.linear(weight, x, Arithmetic.BFLOAT16).isfinite().all(1)
+    assert finite.tolist() == [False, False, True]
+
+
+def test_bfloat16_is_refused_where_there_is_none(kernels: Kernels) -> None:
+    weight, x = torch.randn(8, 64), torch.randn(2, 64)
+    with pytest.raises(ValueError, match="no product in bfloat16"):
+        kernels.linear(packed(kernels, weight, None, Format.F32), x, Arithmetic.BFLOAT16)
+    if not kernels.multiplies_bfloat16:
+        with pytest.raises(ValueError, match="no product in bfloat16"):
+            kernels.linear(packed(kernels, weight.bfloat16().float(), None, Format.BF16), x, Arithmetic.BFLOAT16)
 
 
 @pytest.mark.parametrize("format", [Format.BF16, Format.Q8, Format.Q4])
@@ -148,7 +194,7 @@ def test_any_weight_in_8_bits(kernels: Kernels) -> None:
     weight[4, :GROUP] = 0.25
     packed_weight = pack(kernels, weight, None, Format.Q8, exactly=False)
     assert packed_weight is not None
-    got = kernels.linear(packed_weight, torch.eye(96), int8=False).T
+    got = kernels.linear(packed_weight, torch.eye(96), Arithmetic.EXACT).T
     groups = weight.view(50, -1, GROUP)
     step = (groups.amax(-1) - groups.amin(-1)).repeat_interleave(GROUP, dim=1) / 255
     assert bool(((got - weight).abs() <= 0.7 * step + 1e-3 * weight.abs()).all())
@@ -157,7 +203,7 @@ def test_any_weight_in_8_bits(kernels: Kernels) -> None:
 def test_a_weight_of_other_inputs_is_refused(kernels: Kernels) -> None:
     weight = packed(kernels, torch.randn(8, 64), None, Format.F32)
     with pytest.raises(ValueError, match="32 inputs for a weight of 64"):
-        kernels.linear(weight, torch.randn(2, 32), int8=False)
+        kernels.linear(weight, torch.randn(2, 32), Arithmetic.EXACT)
 
 
 @given(
@@ -181,6 +227,6 @@ def test_byte_products_are_exact_integers(
     x[:, extreme] = torch.where(x[:, extreme] > 0, 127, -127)
     weight[..., 3], weight[..., 17], x[..., 5] = low, high, 127  # so that the steps are 1
     packed_weight = packed(kernels, weight.view(outputs, -1).float(), None, format)
-    got = kernels.linear(packed_weight, x.view(rows, -1).float(), int8=True)
+    got = kernels.linear(packed_weight, x.view(rows, -1).float(), Arithmetic.INT8)
     expected = x.view(rows, -1).double() @ weight.view(outputs, -1).double().T
     assert torch.equal(got.double(), expected)

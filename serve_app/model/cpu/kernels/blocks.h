@@ -131,15 +131,11 @@ static void six_bit_floats(const uint8_t *block, float *out) {
 static void read_floats(int type, const uint8_t *from, int count, float *out) {
     const int weights = block_weights(type), bytes = block_bytes(type);
     for (int done = 0; done < count; done += weights, from += bytes, out += weights) {
-        uint32_t bits;
         struct group group;
         switch (type) {
             case FILE_F32: memcpy(out, from, 4); break;
             case FILE_F16: *out = half_to_float(read_half(from)); break;
-            case FILE_BF16:
-                bits = (uint32_t)read_half(from) << 16;
-                memcpy(out, &bits, 4);
-                break;
+            case FILE_BF16: *out = bf16_to_float(read_half(from)); break;
             case FILE_Q4_K: case FILE_Q5_K: super_block_floats(type, from, out); break;
             case FILE_Q6_K: six_bit_floats(from, out); break;
             default: {
@@ -201,7 +197,7 @@ static int pack_row(int type, const uint8_t *row, int64_t inputs, int format, in
 
 /* Pack the rows of a matrix in a file into `to` (zeroed, weight_panel_bytes for each panel), row n as output
  * offset + n. `order`: which row of the file is row n; NULL: the n-th. With `exactly`, returns 0 as soon as a weight
- * does not fit the format; without, Q8 takes the nearest values. `inputs` is a multiple of weight_block(format) and of
+ * does not fit the format; without, BF16 and Q8 take the nearest values. `inputs` is a multiple of weight_block(format) and of
  * the type's blocks. */
 int64_t weight_pack(const uint8_t *rows, int64_t type, const int64_t *order, int64_t num_rows, int64_t inputs,
                     int64_t format, int64_t exactly, int64_t offset, uint8_t *to) {

@@ -61,7 +61,8 @@ static double sequence_cost(const struct decoder *decoder, const struct batch *b
     const struct layer *layer = decoder->layers;
     const struct weight *weights[] = {&layer->qkv, &layer->out, &layer->gate_up, &layer->down};
     double per_token = 2.0 * decoder->num_heads * decoder->head_dim * batch->kv_lens[sequence];
-    for (int i = 0; i < 4; i++) per_token += (decoder->int8 ? 0.25 : 1.0) * weights[i]->outputs * weights[i]->inputs;
+    static const double cost[] = {[EXACT] = 1.0, [INT8] = 0.25, [BFLOAT16] = 0.5};
+    for (int i = 0; i < 4; i++) per_token += cost[decoder->arithmetic] * weights[i]->outputs * weights[i]->inputs;
     return per_token * (batch->query_starts[sequence + 1] - batch->query_starts[sequence]);
 }
 

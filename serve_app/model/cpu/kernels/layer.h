@@ -21,7 +21,7 @@ struct decoder {
     int32_t num_layers, hidden, intermediate, num_heads, num_kv_heads, head_dim;
     int32_t rotary_half; /* pairs of each head that are turned */
     int32_t activation;
-    int32_t int8;        /* products in 8 bits */
+    int32_t arithmetic;  /* of products */
     int32_t cache;       /* its format */
     float eps, scale;
     struct weight embedding;
@@ -98,7 +98,7 @@ static int64_t lay_out(const struct decoder *decoder, int64_t tokens, int64_t se
 /* Token `t`'s input to the product with `next`, as that product takes it. */
 static void prepare_input(const struct step *step, int t, const struct weight *next) {
     const struct input *input = &step->space->input;
-    const int bytes = activation_bytes(next, step->decoder->int8);
+    const int bytes = activation_bytes(next, step->decoder->arithmetic);
     const int64_t first = (int64_t)t * next->inputs, groups = next->inputs / GROUP;
     if (!bytes) return;
     quantize_row(input->x + first, next->inputs, bytes, (int8_t *)input->q + first * bytes,
@@ -186,15 +186,15 @@ static void run_layer(struct pool *pool, struct step *step, int index, int num_t
     };
     const int tokens = step->batch->num_tokens;
     parallel(pool, tokens, input_norm_token, step);
-    matmul(pool, &layer->qkv, decoder->int8, &space->input, tokens, space->qkv);
+    matmul(pool, &layer->qkv, decoder->arithmetic, &space->input, tokens, space->qkv);
     parallel(pool, tokens, position_token, step);
     parallel(pool, attend.num_chunks, attend_chunk, &attend);
     parallel(pool, tokens, attended_token, step);
-    matmul(pool, &layer->out, decoder->int8, &space->input, tokens, space->delta);
+    matmul(pool, &layer->out, decoder->arithmetic, &space->input, tokens, space->delta);
     parallel(pool, tokens, post_norm_token, step);
-    matmul(pool, &layer->gate_up, decoder->int8, &space->input, tokens, space->gate_up);
+    matmul(pool, &layer->gate_up, decoder->arithmetic, &space->input, tokens, space->gate_up);
     parallel(pool, tokens, activate_token, step);
-    matmul(pool, &layer->down, decoder->int8, &space->input, tokens, space->delta);
+    matmul(pool, &layer->down, decoder->arithmetic, &space->input, tokens, space->delta);
 }
 
 #endif

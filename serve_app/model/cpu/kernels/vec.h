@@ -220,6 +220,21 @@ static inline uint16_t float_to_half(float value) {
     return sign | (uint16_t)((bits >> 13) - (112 << 10));
 }
 
+/* Rounds to nearest even. */
+static inline uint16_t float_to_bf16(float value) {
+    uint32_t bits;
+    memcpy(&bits, &value, 4);
+    if (isnan(value)) return (uint16_t)(bits >> 16 | 0x40);
+    return (uint16_t)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+}
+
+static inline float bf16_to_float(uint16_t upper) {
+    const uint32_t bits = (uint32_t)upper << 16;
+    float value;
+    memcpy(&value, &bits, 4);
+    return value;
+}
+
 static inline vec load_half(const uint16_t *from) {
 #if defined(BUILD_AVX512)
     return (vec)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)from));

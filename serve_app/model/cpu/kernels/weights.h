@@ -6,7 +6,8 @@
  *
  *   format  a panel is                                              bytes per weight    stands for
  *   F32     float[inputs][PANEL]                                    4                   anything
- *   BF16    uint16[inputs][PANEL], the upper halves of floats       2                   weights that are bfloat16
+ *   BF16    uint16[inputs / 2][PANEL][2], the upper halves of       2                   weights in bfloat16
+ *           floats, two inputs side by side
  *   Q8      inputs / GROUP groups of                                1.125               d q + m, q in 0..255
  *             half d[PANEL], half m[PANEL],
  *             uint8 q[GROUP / 4][PANEL][4]
@@ -44,13 +45,16 @@ struct weight {
 int64_t weight_panel(void) { return PANEL; }
 
 /* Inputs of which a format needs a multiple. */
-int64_t weight_block(int64_t format) { return format == Q4K ? SUPER * GROUP : format >= Q8 ? GROUP : 1; }
+int64_t weight_block(int64_t format) { return format == Q4K ? SUPER * GROUP : format >= Q8 ? GROUP : format == BF16 ? 2 : 1; }
 
 /* Where the group `g` of a panel of bytes begins, its scales first and then its values. */
 static inline int64_t group_at(int format, int64_t g) {
     if (format == Q4K) return PANEL * (4 + g / SUPER * (4 + SUPER * (2 + GROUP / 2)) + g % SUPER * (2 + GROUP / 2));
     return PANEL * g * (format == Q8 ? 4 + GROUP : 4 + GROUP / 2);
 }
+
+/* Where a panel of bfloat16 has one weight. */
+static inline int64_t bf16_at(int64_t input, int lane) { return 2 * (input / 2 * 2 * PANEL + 2 * lane + input % 2); }
 
 /* Bytes of a group's scales. */
 static inline int64_t scale_bytes(int format) { return PANEL * (format == Q4K ? 2 : 4); }
@@ -147,11 +151,9 @@ static int pack_values(const float *weights, int64_t first, int count, int forma
     }
     if (format == BF16) {
         for (int k = 0; k < count; k++) {
-            uint32_t bits;
-            memcpy(&bits, weights + k, 4);
-            if (bits & 0xffff) return 0;
-            const uint16_t upper = (uint16_t)(bits >> 16);
-            memcpy(panel + 2 * ((first + k) * PANEL + lane), &upper, 2);
+            const uint16_t upper = float_to_bf16(weights[k]);
+            if (exactly && !(bf16_to_float(upper) == weights[k])) return 0;
+            memcpy(panel + bf16_at(first + k, lane), &upper, 2);
         }
         return 1;
     }
@@ -177,9 +179,8 @@ static void weight_row(const struct weight *weight, int64_t row, float *out) {
     if (format == BF16) {
         for (int64_t k = 0; k < inputs; k++) {
             uint16_t upper;
-            memcpy(&upper, panel->data + 2 * (k * PANEL + lane), 2);
-            const uint32_t bits = (uint32_t)upper << 16;
-            memcpy(out + k, &bits, 4);
+            memcpy(&upper, panel->data + bf16_at(k, lane), 2);
+            out[k] = bf16_to_float(upper);
         }
         return;
     }
@@ -202,6 +203,21 @@ static void weight_row(const struct weight *weight, int64_t row, float *out) {
             out[g * GROUP + k] = d * (float)q + m; /* the product is exact: this rounds once, as the products do */
         }
     }
+}
+
+/* Of half a panel's outputs, a group's d and m: its weights are d q + m. */
+SPECIALIZED vec group_step(const int format, const uint8_t *panel, int64_t g, const int half) {
+    const uint8_t *group = panel + group_at(format, g);
+    if (format != Q4K) return load_half((const uint16_t *)group + half);
+    const uint16_t *block = (const uint16_t *)(panel + group_at(Q4K, g / SUPER * SUPER) - 4 * PANEL);
+    return load_half(block + half) * load_bytes(group + half);
+}
+
+SPECIALIZED vec group_minimum(const int format, const uint8_t *panel, int64_t g, const int half) {
+    const uint8_t *group = panel + group_at(format, g);
+    if (format != Q4K) return load_half((const uint16_t *)group + PANEL + half);
+    const uint16_t *block = (const uint16_t *)(panel + group_at(Q4K, g / SUPER * SUPER) - 4 * PANEL);
+    return -(load_half(block + PANEL + half) * load_bytes(group + PANEL + half));
 }
 
 #endif

@@ -1,0 +1,158 @@
+/* Products of fixed-point activations with weights of 8 and 4 bits, in integers within a group. */
+#ifndef SERVE_APP_FIXED_TILE_H
+#define SERVE_APP_FIXED_TILE_H
+
+#include "activations.h"
+
+/* Rows of a tile: as many as the registers hold, two vectors each. */
+#if defined(BUILD_AVX512)
+#define FIXED_ROWS 6
+#elif defined(BUILD_NARROW_DOTS)
+#define FIXED_ROWS 4
+#elif defined(BUILD_AVX2)
+#define FIXED_ROWS 6
+#else
+#define FIXED_ROWS 2
+#endif
+
+/* The weights of one step of a group, for one vector of outputs: four bytes a lane. */
+SPECIALIZED ivec step_weights(const int format, const uint8_t *weights, const int step, const int half) {
+    const uint8_t *line = weights + 4 * (PANEL * (format == Q8 ? step : step % (STEPS / 2)) + half);
+    return format == Q8 ? load_int(line) : (load_int(line) >> 4 * (step / (STEPS / 2))) & 0x0f0f0f0f;
+}
+
+#if defined(BUILD_NARROW_DOTS)
+/* dot_group for weights of 4 bits, whose sums over a group fit 16 bits; activations have one byte. */
+SPECIALIZED void narrow_dot_group(const int rows, const int format, const uint8_t *weights, const int8_t *q,
+                                  int64_t q_stride, ivec dot[][2]) {
+    UNROLL
+    for (int r = 0; r < rows; r++) dot[r][0] = dot[r][1] = (ivec){0};
+    UNROLL
+    for (int step = 0; step < STEPS; step++) {
+        const ivec w0 = step_weights(format, weights, step, 0), w1 = step_weights(format, weights, step, LANES);
+        UNROLL
+        for (int r = 0; r < rows; r++) {
+            const ivec a = splat_bytes(q + r * q_stride + 4 * step);
+            dot[r][0] = narrow_dot(dot[r][0], w0, a);
+            dot[r][1] = narrow_dot(dot[r][1], w1, a);
+        }
+    }
+    UNROLL
+    for (int r = 0; r < rows; r++) {
+        dot[r][0] = add_halves(dot[r][0]);
+        dot[r][1] = add_halves(dot[r][1]);
+    }
+}
+#endif
+
+/* dot[row] = (sum over the group of q a), for the bytes from `first` to `end` of the activations. */
+SPECIALIZED void dot_group(const int rows, const int format, const int first, const int end, const uint8_t *weights,
+                           const int8_t *q, int64_t q_stride, ivec dot[][2]) {
+#if defined(BUILD_NARROW_DOTS)
+    if (format != Q8) {
+        narrow_dot_group(rows, format, weights, q, q_stride, dot);
+        return;
+    }
+#endif
+    for (int byte = first; byte < end; byte++) {
+        UNROLL
+        for (int r = 0; r < rows; r++) {
+            dot[r][0] = byte == first ? (ivec){0} : dot[r][0] << 8;
+            dot[r][1] = byte == first ? (ivec){0} : dot[r][1] << 8;
+        }
+        UNROLL
+        for (int step = 0; step < STEPS; step++) {
+            const ivec w0 = step_weights(format, weights, step, 0), w1 = step_weights(format, weights, step, LANES);
+            UNROLL
+            for (int r = 0; r < rows; r++) {
+                const ivec a = splat_bytes(q + r * q_stride + byte * GROUP + 4 * step);
+                dot[r][0] = dot4(dot[r][0], w0, a);
+                dot[r][1] = dot4(dot[r][1], w1, a);
+            }
+        }
+    }
+}
+
+/* Into the second cache, as long as there is work to do meanwhile: with one row, all is waiting for memory anyway. */
+SPECIALIZED void fetch_group(const uint8_t *group, const int format) {
+    UNROLL
+    for (int line = 0; line < group_at(format, 1) - group_at(format, 0); line += 64)
+        __builtin_prefetch(group + line, 0, 2);
+}
+
+/* All inputs of one panel. The next panel is fetched meanwhile, group by group. */
+SPECIALIZED void fixed_tile(const int rows, const int format, const int bytes, const struct input *input, int inputs,
+                            const uint8_t *panel, const float *bias, float *out, int64_t out_stride) {
+    /* Sums of three bytes times 8 bits need more than 32: the last byte of the activations apart. */
+    const int middle = bytes == 3 && format == Q8 ? 2 : bytes;
+    const int groups = inputs / GROUP;
+    /* Eight bits stand around 128: taken off in integers, where the two large sums would leave their roundings. */
+    const int centred = bytes == 3 && format == Q8;
+    vec total[FIXED_ROWS][2];
+    UNROLL
+    for (int r = 0; r < rows; r++) {
+        total[r][0] = load(bias);
+        total[r][1] = load(bias + LANES);
+    }
+    for (int g = 0; g < groups; g++) {
+        const uint8_t *group = panel + group_at(format, g);
+        const int8_t *q = input->q + (int64_t)g * bytes * GROUP;
+        const float *scale = input->scale + g, *sum = input->sum + g;
+        ivec dot[FIXED_ROWS][2];
+        if (rows > 1) fetch_group(group + weight_panel_bytes(format, inputs), format);
+        UNROLL
+        for (int first = 0, end = middle; first < bytes; first = end, end = bytes) {
+            dot_group(rows, format, first, end, group + scale_bytes(format), q, (int64_t)inputs * bytes, dot);
+            UNROLL
+            for (int v = 0; v < 2; v++) {
+                const vec d = group_step(format, panel, g, v * LANES) * splat(end < bytes ? 256.0f : 1.0f);
+                UNROLL
+                for (int r = 0; r < rows; r++) {
+                    if (centred) dot[r][v] = dot[r][v] - input->centre[2 * (r * groups + g) + (end == bytes)];
+                    total[r][v] = fma_(splat(scale[r * groups]) * d, to_float(dot[r][v]), total[r][v]);
+                }
+            }
+        }
+        UNROLL
+        for (int v = 0; v < 2; v++) {
+            vec m = group_minimum(format, panel, g, v * LANES);
+            if (centred) m = m + splat(128.0f) * group_step(format, panel, g, v * LANES);
+            UNROLL
+            for (int r = 0; r < rows; r++) total[r][v] = fma_(splat(sum[r * groups]), m, total[r][v]);
+        }
+    }
+    UNROLL
+    for (int r = 0; r < rows; r++) {
+        store(out + r * out_stride, total[r][0]);
+        store(out + r * out_stride + LANES, total[r][1]);
+    }
+}
+
+static void fixed_rows(int rows, int format, int bytes, const struct input *input, int inputs, const uint8_t *panel,
+                       const float *bias, float *out, int64_t stride) {
+#define BYTES(n, b) \
+        if (format == Q4) fixed_tile(n, Q4, b, input, inputs, panel, bias, out, stride); \
+        else if (format == Q4K) fixed_tile(n, Q4K, b, input, inputs, panel, bias, out, stride); \
+        else fixed_tile(n, Q8, b, input, inputs, panel, bias, out, stride);
+#define TILE(n) \
+    case n: \
+        if (EXACT_BYTES && bytes == EXACT_BYTES) { BYTES(n, EXACT_BYTES) } \
+        else { BYTES(n, 1) } \
+        break;
+    switch (rows) {
+        TILE(1) TILE(2)
+#if FIXED_ROWS > 2
+        TILE(3)
+#endif
+#if FIXED_ROWS > 3
+        TILE(4)
+#endif
+#if FIXED_ROWS > 4
+        TILE(5) TILE(6)
+#endif
+    }
+#undef TILE
+#undef BYTES
+}
+
+#endif

@@ -1,0 +1,88 @@
+/* Products in float arithmetic: the weights as floats, unpacked for some inputs of a panel at a time. */
+#ifndef SERVE_APP_FLOAT_TILE_H
+#define SERVE_APP_FLOAT_TILE_H
+
+#include "weights.h"
+
+/* Rows of a tile: as many as the registers hold, two vectors each. */
+#if defined(BUILD_AVX512)
+#define FLOAT_ROWS 12
+#elif defined(BUILD_AVX2)
+#define FLOAT_ROWS 6
+#else
+#define FLOAT_ROWS 4
+#endif
+
+enum { DEPTH = 2 * GROUP }; /* inputs whose weights are unpacked to floats at a time; they stay in the first cache */
+
+/* DEPTH or fewer inputs of a panel as floats [depth][PANEL], from input `first` on. */
+static const float *unpack(const struct panel *panel, int first, int depth, float *to) {
+    const int format = (int)panel->format;
+    if (format == F32) return (const float *)panel->data + (int64_t)first * PANEL;
+    if (format == BF16) {
+        for (int k = 0; k < depth; k += 2) {
+            for (int half = 0; half < PANEL; half += LANES) {
+                const ivec pairs = load_int(panel->data + bf16_at(first + k, half));
+                store(to + k * PANEL + half, (vec)(pairs << 16));
+                store(to + (k + 1) * PANEL + half, (vec)(pairs & (int32_t)0xffff0000));
+            }
+        }
+        return to;
+    }
+    const int four = format != Q8;
+    for (int g = first / GROUP; g < (first + depth) / GROUP; g++) {
+        const uint8_t *values = panel->data + group_at(format, g) + scale_bytes(format);
+        for (int half = 0; half < PANEL; half += LANES) {
+            const vec d = group_step(format, panel->data, g, half), m = group_minimum(format, panel->data, g, half);
+            for (int step = 0; step < STEPS; step++) {
+                const int line = four ? step % (STEPS / 2) : step, shift = four && step >= STEPS / 2 ? 4 : 0;
+                const ivec bytes = load_int(values + 4 * (line * PANEL + half)) >> shift;
+                float *out = to + ((g * GROUP - first) + 4 * step) * PANEL + half;
+                UNROLL
+                for (int k = 0; k < 4; k++)
+                    store(out + k * PANEL, fma_(d, to_float((bytes >> (8 * k)) & (four ? 15 : 255)), m));
+            }
+        }
+    }
+    return to;
+}
+
+/* Some inputs of one panel: sums[rows][PANEL] += W x. */
+SPECIALIZED void float_tile(const int rows, const float *x, int64_t x_stride, const float *w, int depth, float *sums) {
+    vec total[FLOAT_ROWS][2];
+    UNROLL
+    for (int r = 0; r < rows; r++) {
+        total[r][0] = load(sums + r * PANEL);
+        total[r][1] = load(sums + r * PANEL + LANES);
+    }
+    for (int k = 0; k < depth; k++, w += PANEL) {
+        const vec w0 = load(w), w1 = load(w + LANES);
+        UNROLL
+        for (int r = 0; r < rows; r++) {
+            const vec value = splat(x[r * x_stride + k]);
+            total[r][0] = fma_(value, w0, total[r][0]);
+            total[r][1] = fma_(value, w1, total[r][1]);
+        }
+    }
+    UNROLL
+    for (int r = 0; r < rows; r++) {
+        store(sums + r * PANEL, total[r][0]);
+        store(sums + r * PANEL + LANES, total[r][1]);
+    }
+}
+
+static void float_rows(int rows, const float *x, int64_t x_stride, const float *w, int depth, float *sums) {
+    switch (rows) {
+#define TILE(n) case n: float_tile(n, x, x_stride, w, depth, sums); break;
+        TILE(1) TILE(2) TILE(3) TILE(4)
+#if FLOAT_ROWS > 4
+        TILE(5) TILE(6)
+#endif
+#if FLOAT_ROWS > 6
+        TILE(7) TILE(8) TILE(9) TILE(10) TILE(11) TILE(12)
+#endif
+#undef TILE
+    }
+}
+
+#endif
