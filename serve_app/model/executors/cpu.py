@@ -78,9 +78,8 @@ def _kernels(facts: ModelFacts, options: ModelOptions) -> Kernels:
         raise UnsupportedModelError(f"they are for float32 and bfloat16 on a CPU, not {facts.dtype} on {facts.device}")
     if facts.dtype == torch.bfloat16 and options.quantization == "int8":
         raise UnsupportedModelError("int8 is for dtype float32, not bfloat16")
-    builds = usable_builds()
-    if demand(facts, options) is Demand.OPTIONAL:
-        builds.remove("portable")
+    optional = demand(facts, options) is Demand.OPTIONAL
+    builds = [build for build in usable_builds() if build != "portable" or not optional]
     if not builds:
         raise UnsupportedModelError("this CPU has no AVX2; torch is faster")
     kernels = _fastest(builds, Path(options.cache_dir).expanduser())
