@@ -49,6 +49,8 @@ def random_contents(seed: int = 0) -> Contents:
     rng = np.random.default_rng(seed)
 
     def contents(name: str, shape: tuple[int, ...], kind: Kind) -> NDArray[Any]:
+        if name == "rope_freqs.weight":  # Llama 3.1's are 1 for short waves and 8 for long ones
+            return np.linspace(1.0, 8.0, shape[0], dtype=np.float32)
         if len(shape) == 1:
             return rng.normal(0.0 if name.endswith("bias") else 1.0, 0.1, shape).astype(np.float32)
         deviation = shape[1] ** -0.5
@@ -74,6 +76,8 @@ def tensor_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
         "token_embd.weight": (config["vocab_size"], hidden),
         "output_norm.weight": (hidden,),
     }
+    if config["rope_parameters"].get("rope_type") == "llama3":
+        shapes["rope_freqs.weight"] = (head_dim // 2,)
     if not config["tie_word_embeddings"]:
         shapes["output.weight"] = (config["vocab_size"], hidden)
     for layer in range(config["num_hidden_layers"]):

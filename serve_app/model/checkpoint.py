@@ -20,8 +20,9 @@ from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from serve_app.errors import ConfigError
-from serve_app.gguf_header import in_transformers
+from serve_app.gguf_header import GgufHeader, in_transformers
 from serve_app.model.options import DTYPES, Progress
+from serve_app.model.rope import divide_frequencies
 from serve_app.model.write_once import write_once
 from serve_app.model_files import ModelFiles, check_model
 
@@ -98,7 +99,7 @@ def _load_gguf(path: Path, cache_dir: Path, dtype: str, device: torch.device, re
     report("reading gguf", 0.0)
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
-    cached = cache_dir / f"gguf-{digest[:32]}-transformers-{transformers.__version__}"
+    cached = cache_dir / f"gguf-floats-{digest[:32]}-transformers-{transformers.__version__}"
     if not (cached / "config.json").is_file():
         report("converting gguf", 0.0)
         _convert_gguf(path, cached)
@@ -118,6 +119,7 @@ def _convert_gguf(path: Path, target: Path) -> None:
                 trust_remote_code=False,
                 output_loading_info=True,
             )
+        divide_frequencies(module.config, GgufHeader(path).tensors)
     except Exception as error:  # the reader raises whatever a damaged file provokes
         raise ConfigError(f"model: cannot read {path}: {_one_line(error)}") from error
     _check_weights(str(path), info)

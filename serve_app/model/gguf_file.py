@@ -25,6 +25,7 @@ from serve_app.errors import ConfigError
 from serve_app.gguf_header import GgufHeader, TensorInfo, in_transformers
 from serve_app.model.cpu.stored import Blocks, StoredMatrix
 from serve_app.model.executors.base import UnsupportedModelError
+from serve_app.model.rope import divide_frequencies
 from serve_app.model.skeleton import empty_module
 from serve_app.model.write_once import write_once
 
@@ -61,7 +62,7 @@ class GgufFile:
         with path.open("rb") as file:
             header = file.read(_HEADER_BYTES)
         content = hashlib.sha256(header + str(path.stat().st_size).encode()).hexdigest()
-        cached = cache_dir / f"gguf-index-{content[:32]}-transformers-{transformers.__version__}"
+        cached = cache_dir / f"gguf-header-{content[:32]}-transformers-{transformers.__version__}"
         if not (cached / "tensors.json").is_file():
             _write_index(path, cached)
         index = json.loads((cached / "tensors.json").read_text())
@@ -124,6 +125,7 @@ def _write_index(path: Path, target: Path) -> None:
         reader = GgufHeader(path)
         with in_transformers():
             config = AutoConfig.from_pretrained(str(path.parent), gguf_file=path.name)
+        divide_frequencies(config, reader.tensors)
         architecture = reader.fields["general.architecture"].parts[0].decode()
     except Exception as error:  # transformers raises whatever a damaged file provokes
         raise ConfigError(f"model: cannot read {path}: {' '.join(str(error).split())[:300]}") from error

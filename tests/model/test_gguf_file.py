@@ -94,6 +94,28 @@ def test_logits_are_those_of_the_widened_weights(
         assert 0 < float((logits(narrow, tokens) - expected).abs().mean() / expected.std()) < 0.02
 
 
+@pytest.mark.parametrize("attention_backend", ["kernels", "cpu"])
+def test_frequencies_are_divided_as_the_file_says(tmp_path: Path, attention_backend: str) -> None:
+    """Llama 3.1's positions: llama.cpp divides by a tensor that transformers does not read. Straight from the file, and
+    widened to floats first."""
+    stretched = config() | {"rope_parameters": {"rope_theta": 10_000.0, "rope_type": "llama3"}}
+    path = write_gguf(tmp_path / "small.gguf", stretched, kinds(Kind.Q8_0))
+    tokens = torch.arange(7, 207) * 7 % VOCAB
+    module = transformers_module(path)
+    with torch.no_grad():
+        undivided = module(tokens[None]).logits[0]
+        module.model.rotary_emb.inv_freq /= torch.linspace(1.0, 8.0, 32)
+        expected = module(tokens[None]).logits[0]
+    model = load(path, quantization="none", attention_backend=attention_backend)
+    model.allocate_kv_cache(15)
+    got = Sequences(model, [tokens], [list(range(1, 15))]).step({0: len(tokens)})[0]
+    assert float((got - expected).abs().max() / expected.std()) < 1e-3
+    assert float((got - undivided).abs().max() / expected.std()) > 0.1
+    shapes = tensor_shapes(stretched) | {"rope_freqs.weight": (31,)}
+    with pytest.raises(ConfigError, match="rope_freqs.weight has 31 numbers for the 32 pairs"):
+        load(write_gguf(tmp_path / "other.gguf", stretched, shapes=shapes), attention_backend=attention_backend)
+
+
 def test_an_architecture_of_another_kind_is_widened(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Gemma's norms are stored with one added to them."""
     path = write_gguf(tmp_path / "small.gguf", config("gemma2"))
