@@ -62,9 +62,17 @@ static inline ivec load_int(const void *from) {
     return value;
 }
 
+/* The lowest byte of each lane. GCC 12 takes AVX2's builtin apart into scalars. */
 static inline void store_bytes(int8_t *to, ivec value) {
+#if defined(BUILD_AVX2)
+    const __m256i every_fourth = _mm256_set1_epi32(0x0c080400);
+    const __m256i words = _mm256_shuffle_epi8((__m256i)value, every_fourth);
+    _mm_storel_epi64((__m128i *)to,
+                     _mm_unpacklo_epi32(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1)));
+#else
     const bytes narrow = __builtin_convertvector(value, bytes);
     memcpy(to, &narrow, sizeof narrow);
+#endif
 }
 
 static inline vec splat(float value) { return value - (vec){0}; }
@@ -247,11 +255,17 @@ static inline vec load_half(const uint16_t *from) {
 #endif
 }
 
-/* Unsigned bytes as floats. */
+/* Unsigned bytes as floats. GCC 12 takes the builtin apart into scalars. */
 static inline vec load_bytes(const uint8_t *from) {
+#if defined(BUILD_AVX512)
+    return (vec)_mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)from)));
+#elif defined(BUILD_AVX2)
+    return (vec)_mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)from)));
+#else
     ubytes value;
     memcpy(&value, from, sizeof value);
     return to_float(__builtin_convertvector(value, ivec));
+#endif
 }
 
 static inline void store_half(uint16_t *to, vec value) {
