@@ -6,6 +6,17 @@ void test_exponential(const float *x, int count, float *out) {
     for (int i = 0; i < count; i += LANES) store(out + i, exponential(load(x + i)));
 }
 
+/* Returns whether this build has it. */
+int test_rough_exponential2(const float *x, int count, float *out) {
+#if defined(BUILD_BF16)
+    for (int i = 0; i < count; i += LANES) store(out + i, rough_exponential2(load(x + i)));
+    return 1;
+#else
+    (void)x, (void)count, (void)out;
+    return 0;
+#endif
+}
+
 void test_rms_norm(const float *x, const float *weight, float eps, int count, float *out) {
     rms_norm(x, weight, eps, count, out);
 }

@@ -25,6 +25,19 @@ def test_exponential(shim: ctypes.CDLL) -> None:
     assert bool(out[:16].isnan().all())
 
 
+def test_rough_exponential2(shim: ctypes.CDLL) -> None:
+    x = torch.cat([torch.linspace(-100, 0, 4000), torch.tensor([0.0, -0.0, -151.0, -1e30, -float("inf"), -1e-30] * 16)])
+    out = torch.empty_like(x)
+    shim.test_rough_exponential2.argtypes = [c_void_p, c_int, c_void_p]
+    if not shim.test_rough_exponential2(x.data_ptr(), x.shape[0], out.data_ptr()):
+        pytest.skip("only the build with bfloat16 has it")
+    torch.testing.assert_close(out[:4000].double(), x[:4000].double().exp2(), rtol=4e-6, atol=0)
+    assert out[4000:4006].tolist() == [1, 1, 0, 0, 0, 1]
+    nan = torch.full((16,), float("nan"))
+    call(shim.test_rough_exponential2, nan, 16, out)
+    assert bool(out[:16].isnan().all())
+
+
 def test_rms_norm(shim: ctypes.CDLL) -> None:
     x, weight = torch.randn(576) * 5, torch.randn(576)
     out = torch.empty(576)

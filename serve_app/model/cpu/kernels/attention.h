@@ -36,6 +36,7 @@ enum {
     PAGE = 16,
     ROUND = 64,
     PAGES = ROUND / PAGE,
+    SLACK = 8,      /* weights may grow to e^SLACK before a row's sums are brought to a new maximum */
     TASK_ROWS = 96, /* rows of a task, unless a single query has more */
 };
 
@@ -87,11 +88,11 @@ struct attend {
 
 /* Rows of one task on the way, in a thread's scratch memory. */
 struct rows {
-    float *query;   /* [rows][head_dim], scaled; in bfloat16 the first half of it */
+    float *query;   /* [tiles][head_dim][ROWS], scaled; in bfloat16 [tiles][head_dim / 2][ROWS] of pairs */
     float *out;     /* [rows][head_dim]: sum of weights times values so far */
     float *score;   /* [ROWS][ROUND]: scores, then weights; in bfloat16 the first half of a row */
     float *sum;     /* [rows][LANES]: weights so far, by lane */
-    float *largest; /* [rows]: largest score so far */
+    float *largest; /* [rows]: what is taken off scores, at most SLACK below the largest one so far */
     int32_t *position; /* [rows]: the query's; it sees no later key */
 };
 
@@ -99,6 +100,7 @@ struct rows {
 struct round {
     const void *keys[PAGES], *values[PAGES];
     const void *next_keys[PAGES], *next_values[PAGES];
+    int fetch; /* whether this is still to be done */
 };
 
 static int task_queries(const struct attention *layer) {
@@ -106,16 +108,19 @@ static int task_queries(const struct attention *layer) {
     return group < TASK_ROWS ? TASK_ROWS / group : 1;
 }
 
+/* Rows of whole tiles. */
+static int64_t tiled(int64_t rows) { return (rows + ROWS - 1) / ROWS * ROWS; }
+
 /* Floats of scratch memory that a thread needs. */
 static int64_t attention_scratch(const struct attention *layer) {
     const int64_t rows = task_queries(layer) * (layer->num_heads / layer->num_kv_heads);
-    return rows * (2 * layer->head_dim + LANES + 2) + ROWS * ROUND;
+    return tiled(rows) * layer->head_dim + rows * (layer->head_dim + LANES + 2) + ROWS * ROUND;
 }
 
 static struct rows rows_in(float *scratch, int num_rows, int head_dim) {
     struct rows rows;
     rows.query = scratch;
-    rows.out = rows.query + num_rows * head_dim;
+    rows.out = rows.query + tiled(num_rows) * head_dim;
     rows.score = rows.out + num_rows * head_dim;
     rows.sum = rows.score + ROWS * ROUND;
     rows.largest = rows.sum + num_rows * LANES;
@@ -123,153 +128,112 @@ static struct rows rows_in(float *scratch, int num_rows, int head_dim) {
     return rows;
 }
 
-SPECIALIZED vec load_cache(const void *cache, int64_t index, const int format) {
-    return format == CACHE_HALF ? load_half((const uint16_t *)cache + index) : load((const float *)cache + index);
-}
-
 SPECIALIZED int number_bytes(const int format) { return format == CACHE_FLOAT ? 4 : 2; }
 
-/* From memory into the second cache. */
-SPECIALIZED void fetch_cache(const void *cache, int64_t index, const int format) {
-    __builtin_prefetch((const char *)cache + index * number_bytes(format), 0, 2);
+/* Numbers of one row or column of the products that stand side by side in the cache, to be multiplied at once. */
+SPECIALIZED int together(const int format) { return format == CACHE_BF16 ? 2 : 1; }
+
+/* A vector's worth of numbers, or of pairs of them. */
+SPECIALIZED vec load_cache(const char *cache, const int format) {
+    return format == CACHE_HALF ? load_half((const uint16_t *)cache) : load((const float *)cache);
 }
 
 SPECIALIZED const void *page_of(const void *cache, int64_t page, int64_t size, const int format) {
     return (const char *)cache + page * size * number_bytes(format);
 }
 
+/* So many bytes from memory into the second cache. Returns where they end. */
+SPECIALIZED const char *fetch_lines(const char *from, const int count) {
+    UNROLL
+    for (int at = 0; at < count; at += 64) __builtin_prefetch(from + at, 0, 2);
+    return from + count;
+}
+
+/* sum + factor times what was loaded from the cache. */
+SPECIALIZED vec add_product(vec sum, const float *factor, vec cached, const int format) {
+    const vec splatted = (vec)splat_bytes((const int8_t *)factor);
+#if defined(BUILD_BF16)
+    if (format == CACHE_BF16) return dot2(sum, (ivec)splatted, (ivec)cached);
+#endif
+    (void)format;
+    return fma_(splatted, cached, sum);
+}
+
 /* Scores of `rows` queries with the keys in `width` vectors, of which the first begins at key `first` of the round. */
 SPECIALIZED void score_keys(const int rows, const int width, const int format, const float *query, int head_dim,
                             const struct round *now, int first, float *score) {
+    const int step_bytes = PAGE * together(format) * number_bytes(format), page_steps = head_dim / together(format) / PAGES;
+    const char *keys[WIDTH];
     vec total[ROWS][WIDTH] = {0};
-    for (int d = 0; d < head_dim; d++) {
-        vec key[WIDTH];
-        UNROLL
-        for (int v = 0; v < width; v++) {
-            const int at = first + v * LANES;
-            key[v] = load_cache(now->keys[at / PAGE], d * PAGE + at % PAGE, format);
-            fetch_cache(now->next_keys[at / PAGE], d * PAGE + at % PAGE, format);
-        }
-        UNROLL
-        for (int r = 0; r < rows; r++) {
-            const vec q = splat(query[r * head_dim + d]);
+    UNROLL
+    for (int v = 0; v < width; v++) {
+        const int key = first + v * LANES;
+        keys[v] = (const char *)now->keys[key / PAGE] + key % PAGE * together(format) * number_bytes(format);
+    }
+    int64_t at = 0;
+    for (int page = 0; page < PAGES; page++) {
+        const char *next = now->next_keys[page];
+        for (int step = 0; step < page_steps; step++, at += step_bytes, query += ROWS) {
+            vec key[WIDTH];
             UNROLL
-            for (int v = 0; v < width; v++) total[r][v] = fma_(q, key[v], total[r][v]);
+            for (int v = 0; v < width; v++) key[v] = pinned(load_cache(keys[v] + at, format));
+            if (now->fetch) next = fetch_lines(next, PAGES * step_bytes);
+            UNROLL
+            for (int r = 0; r < rows; r++)
+                UNROLL
+                for (int v = 0; v < width; v++) total[r][v] = add_product(total[r][v], query + r, key[v], format);
         }
     }
     UNROLL
     for (int r = 0; r < rows; r++)
         UNROLL
         for (int v = 0; v < width; v++) store(score + r * ROUND + first + v * LANES, total[r][v]);
+}
+
+/* One step of add_values. `there`: the bits of the loaded words that may be used. */
+SPECIALIZED void add_value(const int rows, const int width, const int format, const float *weight, const char *values,
+                           const int32_t there, vec total[ROWS][WIDTH]) {
+    vec value[WIDTH];
+    UNROLL
+    for (int v = 0; v < width; v++) {
+        value[v] = pinned(load_cache(values + v * LANES * together(format) * number_bytes(format), format));
+        if (there != -1) value[v] = (vec)((ivec)value[v] & there);
+    }
+    UNROLL
+    for (int r = 0; r < rows; r++)
+        UNROLL
+        for (int v = 0; v < width; v++) total[r][v] = add_product(total[r][v], weight + r * ROUND, value[v], format);
 }
 
 /* out += weights times values, for `width` vectors of dimensions from `dim` on and the round's first `count` keys. */
 SPECIALIZED void add_values(const int rows, const int width, const int format, const float *weight, int head_dim,
                             int dim, const struct round *now, int count, float *out) {
+    const int64_t line = (int64_t)head_dim * together(format) * number_bytes(format);
+    const int64_t first = (int64_t)dim * together(format) * number_bytes(format);
+    const int steps = count / together(format), page_steps = PAGE / together(format);
     vec total[ROWS][WIDTH];
     UNROLL
     for (int r = 0; r < rows; r++)
         UNROLL
         for (int v = 0; v < width; v++) total[r][v] = load(out + r * head_dim + dim + v * LANES);
-    for (int t = 0; t < count; t++) {
-        vec value[WIDTH];
-        UNROLL
-        for (int v = 0; v < width; v++) {
-            const int64_t at = (int64_t)(t % PAGE) * head_dim + dim + v * LANES;
-            value[v] = load_cache(now->values[t / PAGE], at, format);
-            fetch_cache(now->next_values[t / PAGE], at, format);
+    for (int page = 0; page * page_steps < steps; page++) {
+        const char *values = (const char *)now->values[page] + first;
+        const int64_t next = (const char *)now->next_values[page] + first - values;
+        const int left = steps - page * page_steps;
+        const char *end = values + (left < page_steps ? left : page_steps) * line;
+        for (; values < end; values += line, weight++) {
+            add_value(rows, width, format, weight, values, -1, total);
+            if (now->fetch) fetch_lines(values + next, width * LANES * together(format) * number_bytes(format));
         }
-        UNROLL
-        for (int r = 0; r < rows; r++) {
-            const vec w = splat(weight[r * ROUND + t]);
-            UNROLL
-            for (int v = 0; v < width; v++) total[r][v] = fma_(w, value[v], total[r][v]);
-        }
+    }
+    if (count % together(format)) { /* nothing may be there yet of the last pair's second value */
+        const char *values = (const char *)now->values[steps / page_steps] + first + steps % page_steps * line;
+        add_value(rows, width, format, weight, values, 0xffff, total);
     }
     UNROLL
     for (int r = 0; r < rows; r++)
         UNROLL
         for (int v = 0; v < width; v++) store(out + r * head_dim + dim + v * LANES, total[r][v]);
-}
-
-#if defined(BUILD_BF16)
-/* The same two in bfloat16. A pair of dimensions, or of keys, is one number of 32 bits. */
-SPECIALIZED void score_key_pairs(const int rows, const int width, const float *query, int head_dim,
-                                 const struct round *now, int first, float *score) {
-    vec total[ROWS][WIDTH] = {0};
-    for (int d = 0; d < head_dim / 2; d++) {
-        ivec key[WIDTH];
-        UNROLL
-        for (int v = 0; v < width; v++) {
-            const int64_t at = 2 * (d * PAGE);
-            key[v] = load_int((const uint16_t *)now->keys[first / PAGE + v] + at);
-            fetch_cache(now->next_keys[first / PAGE + v], at, CACHE_BF16);
-        }
-        UNROLL
-        for (int r = 0; r < rows; r++) {
-            const ivec q = splat_bytes((const int8_t *)(query + r * head_dim + d));
-            UNROLL
-            for (int v = 0; v < width; v++) total[r][v] = dot2(total[r][v], q, key[v]);
-        }
-    }
-    UNROLL
-    for (int r = 0; r < rows; r++)
-        UNROLL
-        for (int v = 0; v < width; v++) store(score + r * ROUND + first + v * LANES, total[r][v]);
-}
-
-SPECIALIZED void add_value_pairs(const int rows, const int width, const float *weight, int head_dim, int dim,
-                                 const struct round *now, int count, float *out) {
-    vec total[ROWS][WIDTH];
-    UNROLL
-    for (int r = 0; r < rows; r++)
-        UNROLL
-        for (int v = 0; v < width; v++) total[r][v] = load(out + r * head_dim + dim + v * LANES);
-    for (int t = 0; t < count; t += 2) {
-        /* Nothing may be there yet of a pair's second value. */
-        const int32_t there = t + 1 < count ? -1 : 0xffff;
-        ivec value[WIDTH];
-        UNROLL
-        for (int v = 0; v < width; v++) {
-            const int64_t at = 2 * ((int64_t)(t % PAGE / 2) * head_dim + dim + v * LANES);
-            value[v] = load_int((const uint16_t *)now->values[t / PAGE] + at) & there;
-            fetch_cache(now->next_values[t / PAGE], at, CACHE_BF16);
-        }
-        UNROLL
-        for (int r = 0; r < rows; r++) {
-            const ivec w = splat_bytes((const int8_t *)(weight + r * ROUND + t / 2));
-            UNROLL
-            for (int v = 0; v < width; v++) total[r][v] = dot2(total[r][v], w, value[v]);
-        }
-    }
-    UNROLL
-    for (int r = 0; r < rows; r++)
-        UNROLL
-        for (int v = 0; v < width; v++) store(out + r * head_dim + dim + v * LANES, total[r][v]);
-}
-#endif
-
-/* The scores and the values of either kind. */
-SPECIALIZED void score_round(const int rows, const int width, const int format, const float *query, int head_dim,
-                             const struct round *now, int first, float *score) {
-#if defined(BUILD_BF16)
-    if (format == CACHE_BF16) {
-        score_key_pairs(rows, width, query, head_dim, now, first, score);
-        return;
-    }
-#endif
-    score_keys(rows, width, format, query, head_dim, now, first, score);
-}
-
-SPECIALIZED void value_round(const int rows, const int width, const int format, const float *weight, int head_dim,
-                             int dim, const struct round *now, int count, float *out) {
-#if defined(BUILD_BF16)
-    if (format == CACHE_BF16) {
-        add_value_pairs(rows, width, weight, head_dim, dim, now, count, out);
-        return;
-    }
-#endif
-    add_values(rows, width, format, weight, head_dim, dim, now, count, out);
 }
 
 /* A vector of queries or weights as the products take them; `at` is in numbers. Returns what is stored, as floats. */
@@ -280,6 +244,18 @@ SPECIALIZED vec store_factor(float *row, int at, vec value, const int format) {
     (void)format;
     store(row + at, value);
     return value;
+}
+
+/* What scores are times, beside the layer's scale, and the function that makes weights of them. What is rounded to
+ * bfloat16 afterwards needs no more than a rough one. */
+SPECIALIZED float score_unit(const int format) { return format == CACHE_BF16 ? 1.44269504f : 1.0f; }
+
+SPECIALIZED vec weight_of(vec score, const int format) {
+#if defined(BUILD_BF16)
+    if (format == CACHE_BF16) return rough_exponential2(score);
+#endif
+    (void)format;
+    return exponential(score);
 }
 
 /* -inf for the scores of keys (the round's first is `base`) that a query at `position` does not see. */
@@ -303,8 +279,8 @@ SPECIALIZED void soften(const int format, const struct attention *layer, const s
     vec best = load(score);
     for (int i = LANES; i < count; i += LANES) best = maximum(load(score + i), best);
     const float largest = reduce_max(best);
-    if (largest > all->largest[row]) {
-        const vec correction = exponential(splat(all->largest[row] - largest));
+    if (largest > all->largest[row] + SLACK) {
+        const vec correction = weight_of(splat(all->largest[row] - largest), format);
         for (int i = 0; i < layer->head_dim; i += LANES) store(out + i, load(out + i) * correction);
         store(sum, load(sum) * correction);
         all->largest[row] = largest;
@@ -312,7 +288,7 @@ SPECIALIZED void soften(const int format, const struct attention *layer, const s
     const vec maximum_now = splat(all->largest[row]);
     vec total = load(sum);
     for (int i = 0; i < count; i += LANES) {
-        total = total + store_factor(score, i, exponential(load(score + i) - maximum_now), format);
+        total = total + store_factor(score, i, weight_of(load(score + i) - maximum_now, format), format);
     }
     store(sum, total);
 }
@@ -321,18 +297,18 @@ SPECIALIZED void soften(const int format, const struct attention *layer, const s
 SPECIALIZED void attend_round(const int rows, const int format, const struct attention *layer, const struct rows *all,
                               int row, int base, int count, const struct round *now) {
     const int dim = layer->head_dim;
-    const float *query = all->query + row * dim;
+    const float *query = all->query + row * dim; /* row is the first of a tile */
     float *out = all->out + row * dim;
     int done = 0;
     for (; done + WIDTH * LANES <= count; done += WIDTH * LANES)
-        score_round(rows, WIDTH, format, query, dim, now, done, all->score);
+        score_keys(rows, WIDTH, format, query, dim, now, done, all->score);
     for (; done < count; done += WIDTH / 2 * LANES)
-        score_round(rows, WIDTH / 2, format, query, dim, now, done, all->score);
+        score_keys(rows, WIDTH / 2, format, query, dim, now, done, all->score);
     for (int r = 0; r < rows; r++) soften(format, layer, all, row + r, all->score + r * ROUND, done, base);
     int d = 0;
     for (; d + WIDTH * LANES <= dim; d += WIDTH * LANES)
-        value_round(rows, WIDTH, format, all->score, dim, d, now, count, out);
-    for (; d < dim; d += LANES) value_round(rows, 1, format, all->score, dim, d, now, count, out);
+        add_values(rows, WIDTH, format, all->score, dim, d, now, count, out);
+    for (; d < dim; d += LANES) add_values(rows, 1, format, all->score, dim, d, now, count, out);
 }
 
 static void attend_rows(int rows, const struct attention *layer, const struct rows *all, int row, int base, int count,
@@ -387,7 +363,7 @@ static void find_next_pages(const struct attend *job, int chunk, int base, const
 /* All rows of a chunk with the keys of one round. */
 static void chunk_round(const struct attend *job, int chunk, const struct rows *rows, int num_rows, int base) {
     const struct attention *layer = job->layer;
-    struct round now;
+    struct round now = {.fetch = 1};
     find_pages(job, chunk, base, now.keys, now.values);
     find_next_pages(job, chunk, base, now.next_keys, now.next_values);
     for (int row = 0; row < num_rows; row += ROWS) {
@@ -396,6 +372,17 @@ static void chunk_round(const struct attend *job, int chunk, const struct rows *
         if (seen <= 0) continue;
         if (layer->window && base + ROUND <= rows->position[row] - layer->window + 1) continue;
         attend_rows(some, layer, rows, row, base, seen < ROUND ? seen : ROUND, &now);
+        now.fetch = 0;
+    }
+}
+
+/* One query as the products with keys take it: its numbers, or pairs of them, at a distance of ROWS. */
+static void put_query(const struct attention *layer, const float *query, float *to) {
+    const vec scale = splat(layer->scale * score_unit(layer->cache));
+    float lane[LANES];
+    for (int i = 0; i < layer->head_dim; i += LANES) {
+        store_factor(lane, 0, load(query + i) * scale, layer->cache);
+        for (int k = 0; k < LANES / together(layer->cache); k++, to += ROWS) *to = lane[k];
     }
 }
 
@@ -409,10 +396,8 @@ static void attend_chunk(const void *argument, int chunk, int thread) {
     for (int row = 0; row < num_rows; row++) {
         const int token = task->first_query + row / group;
         const float *query = job->queries + token * job->query_stride + (head * group + row % group) * dim;
-        for (int i = 0; i < dim; i += LANES) {
-            store_factor(rows.query + row * dim, i, load(query + i) * splat(layer->scale), layer->cache);
-            store(rows.out + row * dim + i, splat(0.0f));
-        }
+        put_query(layer, query, rows.query + row / ROWS * ROWS * dim + row % ROWS);
+        for (int i = 0; i < dim; i += LANES) store(rows.out + row * dim + i, splat(0.0f));
         store(rows.sum + row * LANES, splat(0.0f));
         rows.largest[row] = -0x1.fffffep127f; /* finite: a round may hide all its keys from a row */
         rows.position[row] = (int32_t)job->batch->positions[token];

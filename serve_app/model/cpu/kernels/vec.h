@@ -84,6 +84,16 @@ static inline ivec splat_bytes(const int8_t *from) {
     return word - (ivec){0};
 }
 
+/* The same value, in a register: else the compiler may load it again for each use. */
+static inline vec pinned(vec value) {
+#if defined(BUILD_AVX512)
+    __asm__("" : "+v"(value));
+#elif defined(BUILD_AVX2)
+    __asm__("" : "+x"(value));
+#endif
+    return value;
+}
+
 static inline vec choose(ivec mask, vec yes, vec no) { return (vec)((mask & (ivec)yes) | (~mask & (ivec)no)); }
 
 /* The larger one; b where either is NaN. */
@@ -201,6 +211,22 @@ static inline vec exponential(vec x) {
     const vec power = (vec)(((ivec)shifted << 23) + 0x3f800000); /* multiplied, so that a NaN stays one */
     return choose(x < splat(-87.3f), splat(0.0f), p * power);
 }
+
+#if defined(BUILD_BF16)
+/* 2^x with an error of 2^-17, for x <= 0; exactly 0 below -150 (-inf included). x = n + r with |r| <= 1/2: a polynomial
+ * of 2^r (Chebyshev's), times 2^n. */
+static inline vec rough_exponential2(vec x) {
+    const vec clamped = maximum(splat(-200.0f), x); /* NaN stays NaN */
+    const vec n = (vec)_mm512_roundscale_ps((__m512)clamped, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+    const vec r = clamped - n;
+    vec p = splat(0.009582843f);
+    p = fma_(p, r, splat(0.055906428f));
+    p = fma_(p, r, splat(0.240240989f));
+    p = fma_(p, r, splat(0.693124193f));
+    p = fma_(p, r, splat(1.0f));
+    return (vec)_mm512_scalef_ps((__m512)p, (__m512)n);
+}
+#endif
 
 /* Half precision, for scales and the KV cache. */
 static inline float half_to_float(uint16_t half) {
