@@ -1,8 +1,8 @@
 """Who is measured: our server in its ways to start, our engine without a server, and the peers near their defaults.
 
 Decides how each is started and spoken to; installs nothing (see `peer_setup`) and measures nothing (see `peers`).
-A peer runs 16 sequences at once, which is our default, and beside it stands the same peer with its own default
-(`NAME_defaults`). All get 4,096 tokens of context for each sequence.
+A peer runs 16 sequences at once, the fewest that ours may choose, and beside it stands the same peer with its own
+default (`NAME_defaults`). All get 4,096 tokens of context for each sequence.
 """
 
 import json
@@ -17,10 +17,11 @@ import yaml
 
 from load_tests.peer_setup import PeerFolder
 from load_tests.servers import ServerCommand
+from serve_app.core.seats import LEAST
 from serve_app.launch.ports import free_port
 from serve_app.settings import ENGINE_ENVIRONMENT
 
-_SEQUENCES, _CONTEXT = 16, 4096
+_SEQUENCES, _CONTEXT = LEAST, 4096
 _BIN = Path(sys.executable).parent
 _QUIET_ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
 

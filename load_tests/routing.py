@@ -124,7 +124,9 @@ def make_config(model: str) -> dict[str, Any]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    args = {"model": model, "device": "cpu", "num_replicas": _REPLICAS, "engine": {"kv_cache_gib": 1.0}}
+    # As many places in each replica whatever its steps take: Ray's routers go by places.
+    engine = {"kv_cache_gib": 1.0, "max_num_seqs": 16}
+    args = {"model": model, "device": "cpu", "num_replicas": _REPLICAS, "engine": engine}
     return {
         "proxy_location": "HeadOnly",
         "http_options": {"host": "127.0.0.1", "port": port},

@@ -37,9 +37,9 @@ VALUES: dict[str, tuple[float, ...]] = {
     "waiting_served_ratio": (0.5, 2.0),
     "max_wait_s": (0.2, 5.0),
     "max_num_batched_tokens": (128, 1024),
-    "max_num_seqs": (4, 32),
+    "max_num_seqs": (4, 16),
 }
-"""Beside the defaults (0, 1 s, 256, 16)."""
+"""Beside the defaults (0, 1 s, 256, auto)."""
 _BESIDE: dict[str, Mapping[str, float]] = {"max_wait_s": {"waiting_served_ratio": 2.0, "max_waiting_steps": 100_000}}
 """Other settings that a knob needs to have an effect: the wait only ends what a ratio began."""
 _PORT = 8102

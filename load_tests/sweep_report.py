@@ -14,7 +14,7 @@ KNOBS = {
     "waiting_served_ratio": "waiting_served_ratio (default 0)",
     "max_wait_s": "max_wait_s with waiting_served_ratio 2 (default: ratio 0, which never waits)",
     "max_num_batched_tokens": "max_num_batched_tokens (default 256)",
-    "max_num_seqs": "max_num_seqs (default 16)",
+    "max_num_seqs": "max_num_seqs (default: auto)",
 }
 """The knobs and the titles of their pictures."""
 _AXES = (("ttft_ms", "p50", "TTFT p50, ms"), ("ttft_ms", "p90", "TTFT p90, ms"), ("itl_ms", "p99", "ITL p99, ms"))

@@ -71,9 +71,7 @@ def engine_options(settings: Settings) -> dict[str, Any]:
     limits = settings.autoscaling
     if limits is None:
         return options | {"num_replicas": settings.num_replicas}
-    policy = AutoscalingPolicy(
-        policy_function=EnginePolicy, policy_kwargs={"max_num_seqs": settings.engine.max_num_seqs}
-    )
+    policy = AutoscalingPolicy(policy_function=EnginePolicy)
     return options | {
         "autoscaling_config": AutoscalingConfig(
             min_replicas=limits.min_replicas,

@@ -7,11 +7,21 @@ plain dataclasses down; nothing below `api` sees pydantic. `setting_rows` is wha
 import difflib
 import os
 from collections.abc import Iterator, Mapping
-from typing import Any, Literal, get_args
+from typing import Annotated, Any, Literal, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, ModelWrapValidatorHandler, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ModelWrapValidatorHandler,
+    PlainValidator,
+    ValidationError,
+    model_validator,
+)
 from pydantic.fields import FieldInfo
+from pydantic_core import PydanticCustomError
 
+from serve_app.core.seats import most_seats
 from serve_app.errors import ConfigError
 
 _HAPROXY = "RAY_SERVE_ENABLE_HA_PROXY"
@@ -64,11 +74,18 @@ class _Frozen(BaseModel):
     )
 
 
+def _seats(value: object) -> object:
+    """By hand, because pydantic's report of a union says each alternative's problem."""
+    if value == "auto" or (type(value) is int and 1 <= value <= 4096):
+        return value
+    raise PydanticCustomError("seats", "must be `auto` or an integer from 1 to 4096")
+
+
 class EngineSettings(_Frozen):
     """The engine of each replica."""
 
-    max_num_seqs: int = Field(default=16, ge=1, le=4096)
-    """Most sequences that run at once in one replica; each of `n` choices is one."""
+    max_num_seqs: Annotated[int | Literal["auto"], PlainValidator(_seats)] = "auto"
+    """Sequences at once in a replica, each of `n` choices one; `auto` = what KV pool and step time allow, 16 to 256."""
     max_num_batched_tokens: int = Field(default=256, ge=1, le=1_048_576)
     """Most tokens in one step, prefill and decode together."""
     max_model_len: int | None = Field(default=None, ge=1)
@@ -176,15 +193,25 @@ class Settings(_Frozen):
     ingress: IngressSettings = IngressSettings()
 
     @property
+    def most_seats(self) -> int:
+        """Sequences that one replica runs at once; with `auto`, the most that it may choose."""
+        engine = self.engine
+        return most_seats(engine.max_num_batched_tokens) if engine.max_num_seqs == "auto" else engine.max_num_seqs
+
+    def with_seats(self, max_num_seqs: int) -> "Settings":
+        """The same for a replica that runs so many sequences at once."""
+        return self.model_copy(update={"engine": self.engine.model_copy(update={"max_num_seqs": max_num_seqs})})
+
+    @property
     def max_num_waiting(self) -> int:
         """Requests that one replica holds beyond its slots."""
         waiting = self.engine.max_num_waiting
-        return self.engine.max_num_seqs if waiting is None else waiting
+        return self.most_seats if waiting is None else waiting
 
     @property
     def max_ongoing_per_replica(self) -> int:
         """Requests that one replica holds at most."""
-        return self.engine.max_num_seqs + self.max_num_waiting
+        return self.most_seats + self.max_num_waiting
 
     @property
     def max_replicas(self) -> int:

@@ -24,7 +24,7 @@ def refusal(args: Any) -> str:
 def test_nothing_given_means_the_defaults() -> None:
     settings = Settings.model_validate({})
     assert (settings.model, settings.device, settings.num_replicas) == ("default", "auto", 1)
-    assert settings.engine.max_num_seqs == 16
+    assert settings.engine.max_num_seqs == "auto"
 
 
 def test_unknown_keys_are_named_with_the_likely_one() -> None:
@@ -40,6 +40,8 @@ def test_unknown_keys_are_named_with_the_likely_one() -> None:
         ({"engine": {"max_num_seqs": 0}}, "engine.max_num_seqs"),
         ({"engine": {"max_num_seqs": "8"}}, "engine.max_num_seqs"),
         ({"engine": {"max_num_seqs": True}}, "engine.max_num_seqs"),
+        ({"engine": {"max_num_seqs": 4097}}, "engine.max_num_seqs"),
+        ({"engine": {"max_num_seqs": None}}, "engine.max_num_seqs"),
         ({"engine": {"max_wait_s": -0.1}}, "engine.max_wait_s"),
         ({"engine": {"max_wait_s": float("nan")}}, "engine.max_wait_s"),
         ({"engine": {"policy": "lifo"}}, "engine.policy"),
@@ -76,6 +78,19 @@ def test_places_follow_from_seats() -> None:
     assert settings.max_ongoing_requests == 4
 
 
+def test_a_wrong_number_of_seats_is_told_what_would_be_right() -> None:
+    text = refusal({"engine": {"max_num_seqs": "automatic"}})
+    assert text == "setting `engine.max_num_seqs`: must be `auto` or an integer from 1 to 4096, got 'automatic'"
+
+
+def test_places_of_automatic_seats_are_the_most_until_the_engine_has_chosen() -> None:
+    settings = Settings.model_validate({"engine": {"max_num_batched_tokens": 100}})
+    assert (settings.most_seats, settings.max_ongoing_per_replica) == (50, 100)
+    chosen = settings.with_seats(24)
+    assert (chosen.most_seats, chosen.max_ongoing_per_replica) == (24, 48)
+    assert chosen.engine.max_num_batched_tokens == 100
+
+
 @pytest.mark.parametrize("name", sorted(path.name for path in DEPLOY.glob("config*.yaml")))
 def test_deploy_files_are_valid(name: str) -> None:
     config = ServeDeploySchema.model_validate(yaml.safe_load((DEPLOY / name).read_text()))
@@ -95,5 +110,5 @@ def test_the_default_config_shows_the_defaults_and_stays_at_home() -> None:
 
 def test_every_setting_is_described() -> None:
     rows = list(setting_rows())
-    assert ("engine.max_num_seqs", "16") in [row[:2] for row in rows]
+    assert ("engine.max_num_seqs", "auto") in [row[:2] for row in rows]
     assert [key for key, _, meaning in rows if not meaning] == []

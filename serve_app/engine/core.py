@@ -16,13 +16,14 @@ from serve_app.core.request import EngineRequest
 from serve_app.core.results import ModelRunnerOutput, TokenDelta
 from serve_app.core.sampling_params import Pooling
 from serve_app.core.scheduler import Scheduler
+from serve_app.core.seats import SEQUENCE_TOKENS, choose_seats
 from serve_app.core.step_cost import DeviceLimits
 from serve_app.core.step_plan import SchedulerOutput
 from serve_app.core.step_record import SchedulerStats, StepRecord
 from serve_app.grammars import Grammars, Vocabulary
 from serve_app.model.limits import measure_limits
 from serve_app.model.loader import load_model
-from serve_app.model.memory import run_largest_step, size_kv_pool
+from serve_app.model.memory import decode_step_s, run_largest_step, size_kv_pool
 from serve_app.model.options import ModelOptions
 from serve_app.model.paged_model import PagedModel
 from serve_app.model.runner import ModelRunner, Pending, set_num_threads
@@ -41,8 +42,9 @@ class EngineConfig(SchedulerKnobs):
     """One engine's settings: the scheduler's knobs, and what it is built with.
 
     kv_cache_gib caps the KV pool (None: no cap on a GPU, 4 GiB on a CPU); memory_fraction is the part of the memory
-    left after loading and warming up that the pool may take. max_num_waiting: requests beyond the slots that an
-    `AsyncEngine` accepts. num_threads: CPU threads of the model (None: torch's choice). overlap: launch a step before
+    left after loading and warming up that the pool may take. auto_seats: `max_num_seqs` is only the most that the
+    engine may choose when it starts, see `core.seats`. max_num_waiting: requests beyond the slots that an `AsyncEngine`
+    accepts. num_threads: CPU threads of the model (None: torch's choice). overlap: launch a step before
     the tokens of the one before are read, and so without prompt lookup (auto: on a GPU; on a CPU the model takes the
     cores).
     """
@@ -50,6 +52,7 @@ class EngineConfig(SchedulerKnobs):
     model: ModelOptions = field(default_factory=ModelOptions)
     kv_cache_gib: float | None = None
     memory_fraction: float = 0.8
+    auto_seats: bool = False
     max_num_waiting: int = 256
     num_threads: int | None = None
     overlap: Literal["auto", "on", "off"] = "auto"
@@ -66,6 +69,8 @@ class ModelInfo:
     pooling: Pooling
     """Of embeddings whose request does not say."""
     eos_token_ids: tuple[int, ...]
+    max_num_seqs: int
+    """As given, or as the engine chose."""
     block_size: int
     num_blocks: int
     dtype: str
@@ -111,7 +116,6 @@ class EngineCore:
         """
         progress = on_progress or (lambda _: None)
         self.clock = clock
-        self.config = config
         self._on_step = on_step
         self._observer_failed = False
         self._cost = model.cost
@@ -125,6 +129,9 @@ class EngineCore:
         num_blocks = size_kv_pool(model, config.kv_cache_gib, config.memory_fraction)
         progress(f"allocating {num_blocks} KV blocks of {model.block_size} tokens")
         self._runner.allocate_kv_cache(num_blocks)
+        if config.auto_seats:
+            config = _with_seats(config, self._runner, num_blocks, limits, progress)
+        self.config = config
         model.capture(config.max_num_seqs, lambda done, of: progress(f"capturing graphs: {done} of {of}"))
         self._scheduler = Scheduler(
             SchedulerConfig(
@@ -137,7 +144,7 @@ class EngineCore:
                 **config.knobs(),
             )
         )
-        self.info = _describe(model, num_blocks, largest_step_s, limits)
+        self.info = _describe(model, config.max_num_seqs, num_blocks, largest_step_s, limits)
 
     @classmethod
     def load(
@@ -294,7 +301,26 @@ class EngineCore:
                 logger.exception("the on_step observer failed; later failures are not logged")
 
 
-def _describe(model: PagedModel, num_blocks: int, largest_step_s: float, limits: DeviceLimits | None) -> ModelInfo:
+def _with_seats(
+    config: EngineConfig, runner: ModelRunner, num_blocks: int, limits: DeviceLimits | None, progress: OnProgress
+) -> EngineConfig:
+    """`config` with as many sequences at once as its pool of `num_blocks` and the steps of this machine bear."""
+    model = runner.model
+    # Decodes that have keys also read these, all of which no cache holds.
+    keys_s = 0.0 if limits is None else model.cost.kv_bytes * SEQUENCE_TOKENS / limits.bytes_per_s
+
+    def step_s(num_rows: int) -> float:
+        return decode_step_s(runner, num_rows) + num_rows * keys_s
+
+    pool_tokens = (num_blocks - 1) * model.block_size
+    seats = choose_seats(config.max_num_seqs, pool_tokens, step_s if model.device.type == "cpu" else None)
+    progress(str(seats))
+    return replace(config, max_num_seqs=seats.number, auto_seats=False)
+
+
+def _describe(
+    model: PagedModel, max_num_seqs: int, num_blocks: int, largest_step_s: float, limits: DeviceLimits | None
+) -> ModelInfo:
     return ModelInfo(
         name=model.name,
         vocab_size=model.vocab_size,
@@ -302,6 +328,7 @@ def _describe(model: PagedModel, num_blocks: int, largest_step_s: float, limits:
         hidden_size=model.hidden_size,
         pooling=model.pooling,
         eos_token_ids=tuple(model.eos_token_ids),
+        max_num_seqs=max_num_seqs,
         block_size=model.block_size,
         num_blocks=num_blocks,
         dtype=str(model.dtype).removeprefix("torch."),

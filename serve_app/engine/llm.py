@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +18,7 @@ import numpy.typing as npt
 from serve_app.core.request import EngineRequest
 from serve_app.core.results import FinishReason, TokenDelta, TokenLogprob
 from serve_app.core.sampling_params import Pooling, SamplingParams
+from serve_app.core.seats import most_seats
 from serve_app.engine.core import BATCH_POLL_S, EngineConfig, EngineCore
 from serve_app.errors import EngineError, InvalidRequestError
 from serve_app.model.options import ModelOptions
@@ -59,9 +60,9 @@ class RequestOutput:
 class LLM:
     """A loaded model; `with LLM(...) as llm:` gives its memory back at the end, as `close` does.
 
-    tokenizer: where it is, as `model` says where that is, or one that is loaded; None: beside the model. `**knobs` are
-    the fields of `EngineConfig`, such as max_num_seqs or kv_cache_gib. Raises `ConfigError` when the model cannot be
-    loaded as asked.
+    tokenizer: where it is, as `model` says where that is, or one that is loaded; None: beside the model. max_num_seqs:
+    sequences that run at once; "auto": as many as the KV pool holds and steps bear, as measured now. `**knobs` are
+    other fields of `EngineConfig`, such as kv_cache_gib. Raises `ConfigError` when the model cannot be loaded as asked.
     """
 
     def __init__(
@@ -73,6 +74,8 @@ class LLM:
         attention_backend: str = "auto",
         quantization: str = "none",
         tokenizer: str | Tokenizer | None = None,
+        max_num_seqs: int | Literal["auto"] = "auto",
+        max_num_batched_tokens: int = 256,
         **knobs: Any,
     ) -> None:
         options = ModelOptions(
@@ -84,7 +87,14 @@ class LLM:
             quantization=quantization,
         )
         self.tokenizer = tokenizer if isinstance(tokenizer, Tokenizer) else load_tokenizer(tokenizer or model)
-        core = EngineCore.load(EngineConfig(model=options, **knobs), vocabulary=self.tokenizer.vocabulary)
+        config = EngineConfig(
+            model=options,
+            max_num_seqs=most_seats(max_num_batched_tokens) if max_num_seqs == "auto" else max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            auto_seats=max_num_seqs == "auto",
+            **knobs,
+        )
+        core = EngineCore.load(config, vocabulary=self.tokenizer.vocabulary)
         self.tokenizer.check_fits(core.info.vocab_size)
         self._core: EngineCore | None = core
         self._ids = itertools.count()

@@ -92,7 +92,7 @@ def _check_application(application: Any, host: str) -> Settings:
     settings = Settings.model_validate(application.args)
     check_model(locate_model(settings.model), settings.engine.max_model_len)
     _check_device(settings)
-    scheduler_knobs(settings.engine)
+    scheduler_knobs(settings)
     check_doors(settings.ingress, host)
     for deployment in application.deployments:
         if deployment.name == ENGINE and isinstance(deployment.user_config, Mapping):

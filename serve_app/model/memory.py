@@ -16,6 +16,7 @@ GIB = 2**30
 # Host memory is shared with everything else on the machine, so the pool takes it all only when told to.
 _DEFAULT_CPU_KV_CACHE_GIB = 4.0
 _SLOW_STEP_S = 1.0
+_DECODE_STEPS, _SLOW_DECODE_S = 3, 0.2
 
 
 def run_largest_step(runner: ModelRunner, max_num_batched_tokens: int, max_num_seqs: int) -> float:
@@ -25,6 +26,13 @@ def run_largest_step(runner: ModelRunner, max_num_batched_tokens: int, max_num_s
     seconds = _time_step(runner, num_tokens, max_num_seqs)
     # The first one may have compiled kernels, or read the weights from a disk.
     return seconds if seconds < _SLOW_STEP_S else min(seconds, _time_step(runner, num_tokens, max_num_seqs))
+
+
+def decode_step_s(runner: ModelRunner, num_rows: int) -> float:
+    """Seconds that a step of `num_rows` decodes takes without their keys: the least of a few, one where it is slow."""
+    seconds = _time_step(runner, num_rows, num_rows)
+    repeats = _DECODE_STEPS - 1 if seconds < _SLOW_DECODE_S else 0
+    return min([seconds, *(_time_step(runner, num_rows, num_rows) for _ in range(repeats))])
 
 
 def _time_step(runner: ModelRunner, num_tokens: int, num_rows: int) -> float:

@@ -85,12 +85,17 @@ class EngineMetrics:
                 ("flops", "Multiplications and additions of a large product, measured at start"),
             )
         ]
+        self._seats = Gauge("serve_app_max_num_seqs", "Sequences that may run at once", registry=registry)
         ttft = _time_to_first_token(registry)
         self._first_token = ttft.labels("engine")
 
     def read_stats_from(self, stats: Callable[[], SchedulerStats]) -> None:
         """Where the gauges ask for the engine's state. Until then there are none."""
         self._state.stats = stats
+
+    def set_seats(self, max_num_seqs: int) -> None:
+        """How many sequences may run at once."""
+        self._seats.set(max_num_seqs)
 
     def set_limits(self, limits: DeviceLimits) -> None:
         """What the device can do."""

@@ -42,8 +42,8 @@ class FleetLoad:
         return (self.queued + self.waiting) / max(self.running, 1.0)
 
 
-def desired_replicas(load: FleetLoad, replicas: int, max_num_seqs: int) -> int:
-    """How many replicas of `max_num_seqs` slots `load` needs, when there are `replicas` (or soon will be); at least 1.
+def desired_replicas(load: FleetLoad, replicas: int, max_num_seqs: float) -> int:
+    """How many replicas of `max_num_seqs` slots (a mean) `load` needs, when there are `replicas`; at least 1.
 
     More if too many wait, and then so many that nobody has to; fewer if the rest would be comfortable. Between the two
     it stays as it is. Waiting sequences are taken to need as many KV blocks as the running ones do.
@@ -59,23 +59,21 @@ def desired_replicas(load: FleetLoad, replicas: int, max_num_seqs: int) -> int:
 
 
 class EnginePolicy:
-    """The engine deployment's policy. Its replicas report `waiting`, `running` and `kv_usage`."""
-
-    def __init__(self, max_num_seqs: int) -> None:
-        self._max_num_seqs = max_num_seqs
+    """The engine deployment's policy. Its replicas report `waiting`, `running`, `kv_usage` and their `seats`."""
 
     def __call__(self, context: "AutoscalingContext") -> tuple[int, dict[str, Any]]:
         """The number of replicas, and no state. While no replica has reported yet, the number stays."""
         reported = context.aggregated_metrics or {}
-        if not reported.get("running"):
+        seats = reported.get("seats")
+        if not seats:
             return context.target_num_replicas, {}
         load = FleetLoad(
             queued=ingress_queues.length(context.app_name),
             waiting=sum(reported.get("waiting", {}).values()),
-            running=sum(reported["running"].values()),
+            running=sum(reported.get("running", {}).values()),
             kv_pools=sum(reported.get("kv_usage", {}).values()),
         )
-        return desired_replicas(load, context.target_num_replicas, self._max_num_seqs), {}
+        return desired_replicas(load, context.target_num_replicas, sum(seats.values()) / len(seats)), {}
 
 
 class IngressPolicy:

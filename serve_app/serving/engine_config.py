@@ -26,7 +26,8 @@ def engine_config(settings: Settings, *, use_gpu: bool) -> EngineConfig:
             quantization=settings.quantization,
             kernel_options=KernelOptions(deterministic=engine.deterministic, fp8_cache=engine.kv_cache_dtype == "fp8"),
         ),
-        **scheduler_knobs(engine).knobs(),
+        **scheduler_knobs(settings).knobs(),
+        auto_seats=engine.max_num_seqs == "auto",
         kv_cache_gib=engine.kv_cache_gib,
         memory_fraction=engine.memory_fraction,
         # The ingress does the counting. The engine's own limit lies beyond, since a request that left the ingress stays

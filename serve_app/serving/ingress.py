@@ -193,6 +193,7 @@ class Ingress:
             settings.ingress.max_queued_requests,
             by_priority=settings.engine.policy == "priority",
         )
+        self._places_of_one = settings.max_ongoing_per_replica
         self._drain = Drain()
         self._metrics = IngressMetrics(lambda: self._queue.queued, lambda: self._queue.ongoing, self._engines_load)
         tasks = Gauge("serve_app_ingress_tasks", "Tasks of the ingress's event loop", registry=self._metrics.registry)
@@ -234,7 +235,10 @@ class Ingress:
 
     def _follow_replicas(self) -> None:
         """Admit what the replicas can hold; without any, what one could: these requests wait, or fail with an error."""
-        self._queue.set_capacity(max(1, len(self._replicas.alive())) * self._settings.max_ongoing_per_replica)
+        seats = [replica.metadata["max_num_seqs"] for replica in self._replicas.alive()]
+        places = [self._settings.with_seats(number).max_ongoing_per_replica for number in seats]
+        self._places_of_one = max(places, default=self._places_of_one)
+        self._queue.set_capacity(sum(places) or self._places_of_one)
 
     def _engines_load(self) -> tuple[int, int]:
         """(waiting, running) sequences in all engines, as they last said. In a thread of the metrics port."""

@@ -8,12 +8,13 @@ from dataclasses import fields
 
 from serve_app.core.config import LIVE_KNOBS, SchedulerKnobs
 from serve_app.errors import ConfigError
-from serve_app.settings import EngineSettings, Settings, suggest
+from serve_app.settings import Settings, suggest
 
 
-def scheduler_knobs(engine: EngineSettings) -> SchedulerKnobs:
-    """What the settings say. Raises `ConfigError` for knobs that contradict each other."""
-    return SchedulerKnobs(**{field.name: getattr(engine, field.name) for field in fields(SchedulerKnobs)})
+def scheduler_knobs(settings: Settings) -> SchedulerKnobs:
+    """What the settings say; for `auto`, the most. Raises `ConfigError` for knobs that contradict each other."""
+    knobs = {field.name: getattr(settings.engine, field.name) for field in fields(SchedulerKnobs)}
+    return SchedulerKnobs(**knobs | {"max_num_seqs": settings.most_seats})
 
 
 def live_knobs(settings: Settings, user_config: object) -> SchedulerKnobs:
@@ -30,6 +31,6 @@ def live_knobs(settings: Settings, user_config: object) -> SchedulerKnobs:
             )
     engine = {**settings.engine.model_dump(), **user_config}
     changed = Settings.model_validate({**settings.model_dump(exclude_unset=True), "engine": engine})
-    knobs = scheduler_knobs(changed.engine)
-    scheduler_knobs(settings.engine).check_change(knobs)
+    knobs = scheduler_knobs(changed)
+    scheduler_knobs(settings).check_change(knobs)
     return knobs

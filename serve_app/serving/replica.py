@@ -64,7 +64,6 @@ class EngineReplica:
         self._links = LinkServer(self.generate, self._heartbeat)
         log_to_terminal()
         bind_replica_port_to_node()
-        self._settings = settings
         self._replica_id = serve.get_replica_context().replica_id.unique_id
         self._last_step = 0
         self._metrics = EngineMetrics(ray.get_gpu_ids())
@@ -78,6 +77,7 @@ class EngineReplica:
             vocabulary=lambda: tokenizer.vocabulary(),  # asked for by the first request that has a grammar
             stream_interval_s=settings.ingress.stream_interval_ms / 1000,
         )
+        self._settings = settings = settings.with_seats(self._engine.info.max_num_seqs)
         self._stall_timeout_s = stall_timeout_s(settings, self._engine.info.largest_step_s)
         tokenizer = await asyncio.to_thread(load_tokenizer, settings.model)
         tokenizer.check_fits(self._engine.info.vocab_size)
@@ -90,6 +90,7 @@ class EngineReplica:
         self._revision = revision_of(self._identity)
         logger.info("revision %s of %s", self._revision, settings.model)
         self._metrics.read_stats_from(self._engine.stats)
+        self._metrics.set_seats(settings.most_seats)
         if (limits := self._engine.info.limits) is not None:
             self._metrics.set_limits(limits)
         to_ingress = HeldBytes(self._links.unsent_bytes, MAX_UNSENT_BYTES)
@@ -136,7 +137,7 @@ class EngineReplica:
             REVISION: self._revision,
             TOKENIZER: self._identity["tokenizer"],
             "identity": self._identity,
-            "max_num_seqs": self._settings.engine.max_num_seqs,
+            "max_num_seqs": self._settings.most_seats,
             "prefix_cache": self._settings.engine.enable_prefix_cache,
             METRICS_ADDRESS: self._metrics_address,
             METRICS_KEY: self._metrics_key,
@@ -152,6 +153,7 @@ class EngineReplica:
         return {
             "waiting": float(stats.waiting),
             "running": float(stats.running),
+            "seats": float(self._settings.most_seats),
             "kv_usage": stats.blocks_used / stats.blocks_total,
         }
 
@@ -161,7 +163,9 @@ class EngineReplica:
         A wrong one is refused in the log and changes nothing: Ray would stop a replica that raises.
         """
         try:
-            self._engine.reconfigure(live_knobs(self._settings, user_config))
+            knobs = live_knobs(self._settings, user_config)
+            self._engine.reconfigure(knobs)
+            self._metrics.set_seats(knobs.max_num_seqs)
         except ConfigError as error:
             logger.error("user_config is refused, the knobs stay as they were: %s", error)
 
@@ -190,7 +194,7 @@ class EngineReplica:
         engine = self._engine
         recorder = Recorder(
             replica=self._replica_id,
-            num_slots=self._settings.engine.max_num_seqs,
+            num_slots=self._settings.most_seats,
             block_size=engine.info.block_size,
             stats=engine.stats,
             step_age_s=lambda: engine.health().last_step_age_s,

@@ -60,6 +60,32 @@ def test_the_model_is_told_about_before_it_is_sized(tiny_llama: PagedModel) -> N
     assert core.info.eos_token_ids == (1,)
 
 
+def test_automatic_seats_are_chosen_told_and_all_taken(tiny_llama: PagedModel) -> None:
+    said: list[str] = []
+    config = EngineConfig(kv_cache_gib=0.1, max_num_seqs=128, auto_seats=True)
+    core = EngineCore(tiny_llama, config, on_progress=said.append)
+    seats = core.info.max_num_seqs
+    assert 16 <= seats <= 128
+    assert core.config.max_num_seqs == seats
+    assert any(line.startswith(f"{seats} sequences at once: ") for line in said)
+    for number in range(seats + 1):
+        core.add(make_request(str(number), 1, 2))
+    core.step()
+    assert (core.stats().running, core.stats().waiting) == (seats, 1)
+
+
+def test_a_small_pool_has_no_more_than_the_fewest_automatic_seats(tiny_llama: PagedModel) -> None:
+    """All of them take part in turns, as many as the pool holds, however long they become."""
+    config = EngineConfig(kv_cache_gib=20 * tiny_llama.kv_bytes_per_block() / GIB, max_num_seqs=128, auto_seats=True)
+    core = EngineCore(tiny_llama, config)
+    assert core.info.max_num_seqs == 16
+    for number in range(16):
+        core.add(make_request(str(number), 20, 40))
+    while core.has_unfinished:
+        core.step()
+    core.check_invariants()
+
+
 def test_who_asks_is_told_that_the_model_is_next_also_when_there_is_nothing_to_run(tiny_llama: PagedModel) -> None:
     told: list[int] = []
     records: list[StepRecord] = []

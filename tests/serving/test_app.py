@@ -94,7 +94,7 @@ def test_autoscaling_takes_the_place_of_a_number() -> None:
     limits = {"min_replicas": 2, "max_replicas": 5, "upscale_delay_s": 3.0, "downscale_delay_s": 60.0}
     engine, ingress = run(AUTOSCALING, json.dumps({"autoscaling": limits, "engine": {"max_num_seqs": 4}}))
     policy = "serve_app.serving.autoscaling"
-    assert engine == [[2, 5, 3.0, 60.0], f"{policy}.EnginePolicy", {"max_num_seqs": 4}, False]
+    assert engine == [[2, 5, 3.0, 60.0], f"{policy}.EnginePolicy", {}, False]
     assert ingress[0][:2] == [1, 1]
     assert ingress[1:] == [f"{policy}.IngressPolicy", {}, False]
 
@@ -126,6 +126,13 @@ def test_the_engine_follows_the_place_and_the_settings() -> None:
     assert (on_cpu.model.max_model_len, on_cpu.policy, on_cpu.max_num_seqs) == (99, "static", 4)
     assert on_gpu.memory_fraction == 0.5
     assert on_cpu.max_num_waiting >= settings.max_num_waiting
+
+
+def test_automatic_seats_are_left_to_the_engine() -> None:
+    config = engine_config(Settings.model_validate({"model": "x"}), use_gpu=False)
+    assert (config.auto_seats, config.max_num_seqs) == (True, 128)
+    given = engine_config(Settings.model_validate({"model": "x", "engine": {"max_num_seqs": 7}}), use_gpu=False)
+    assert (given.auto_seats, given.max_num_seqs) == (False, 7)
 
 
 def test_slow_steps_are_given_their_time_unless_told_otherwise() -> None:

@@ -89,11 +89,12 @@ class Context:
 
 
 def test_the_policies_add_up_replicas_and_hear_of_the_ingress_queue() -> None:
-    engine, ingress = EnginePolicy(SEATS), IngressPolicy()
+    engine, ingress = EnginePolicy(), IngressPolicy()
     metrics = {
         "waiting": {"a": 2.0, "b": 2.0},
         "running": {"a": 16.0, "b": 16.0},
         "kv_usage": {"a": 0.5, "b": 0.5},
+        "seats": {"a": SEATS - 4.0, "b": SEATS + 4.0},
     }
     assert engine(Context(2, metrics, "one")) == (2, {})
     assert ingress(Context(1, {"queued": {"i": 28.0}}, "one")) == (1, {})
@@ -103,9 +104,9 @@ def test_the_policies_add_up_replicas_and_hear_of_the_ingress_queue() -> None:
     assert engine(Context(2, metrics, "one")) == (2, {})
 
 
-@pytest.mark.parametrize("metrics", [None, {}, {"running": {}}])
+@pytest.mark.parametrize("metrics", [None, {}, {"running": {"a": 99.0}, "seats": {}}])
 def test_without_reports_the_number_stays(metrics: dict[str, dict[Any, float]] | None) -> None:
-    assert EnginePolicy(SEATS)(Context(3, metrics)) == (3, {})
+    assert EnginePolicy()(Context(3, metrics)) == (3, {})
 
 
 def test_a_fleet_that_follows_the_answers_settles() -> None:

@@ -16,15 +16,25 @@ BUILT = Settings.model_validate({"engine": {"max_num_seqs": 8, "max_wait_s": 2.0
 
 
 def test_what_it_leaves_out_is_as_built() -> None:
-    assert live_knobs(BUILT, {}) == scheduler_knobs(BUILT.engine) == SchedulerKnobs(max_num_seqs=8, max_wait_s=2.0)
+    assert live_knobs(BUILT, {}) == scheduler_knobs(BUILT) == SchedulerKnobs(max_num_seqs=8, max_wait_s=2.0)
     changed = live_knobs(BUILT, {"waiting_served_ratio": 1.5, "max_num_seqs": 4})
     assert changed == SchedulerKnobs(max_num_seqs=4, max_wait_s=2.0, waiting_served_ratio=1.5)
 
 
+def test_automatic_seats_are_the_most_before_start_and_the_chosen_ones_after() -> None:
+    settings = Settings()
+    assert live_knobs(settings, {}).max_num_seqs == scheduler_knobs(settings).max_num_seqs == 128
+    chosen = settings.with_seats(48)
+    assert live_knobs(chosen, {"max_wait_s": 2.0}).max_num_seqs == 48
+    assert live_knobs(chosen, {"max_num_seqs": 8}).max_num_seqs == 8
+    with pytest.raises(ConfigError, match="max_num_seqs can be at most 48"):
+        live_knobs(chosen, {"max_num_seqs": 64})
+
+
 def test_every_live_knob_can_be_given() -> None:
-    given = {key: value for key, value in scheduler_knobs(BUILT.engine).knobs().items() if key in LIVE_KNOBS}
+    given = {key: value for key, value in scheduler_knobs(BUILT).knobs().items() if key in LIVE_KNOBS}
     assert set(given) == set(LIVE_KNOBS)
-    assert live_knobs(BUILT, given) == scheduler_knobs(BUILT.engine)
+    assert live_knobs(BUILT, given) == scheduler_knobs(BUILT)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,55 @@
+"""How many sequences run at once where the settings leave that to the engine (`max_num_seqs: auto`).
+
+Decides by what was measured at start: as many as the KV pool holds and steps bear. Pure: it measures nothing itself.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+LEAST, MOST = 16, 256
+SEQUENCE_TOKENS = 256
+"""What a sequence is taken to have in the KV pool: a chat's prompt and answer. Longer ones may wait for blocks."""
+_LONGEST_STEP_S = 0.05
+"""Of decodes alone, so that each stream goes on 20 times a second, which is as often as outputs are flushed."""
+_LEAST_GAIN = 0.1
+"""More rows have to be cheaper than those before by this part of their cost; else they only slow all others down."""
+
+
+@dataclass(frozen=True, slots=True)
+class Seats:
+    """A number of sequences, and what kept it from being larger."""
+
+    number: int
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.number} sequences at once: {self.reason}"
+
+
+def most_seats(max_num_batched_tokens: int) -> int:
+    """As many as may be chosen: with half of a step's tokens, so that prompts come along beside decodes."""
+    return min(MOST, max(LEAST, max_num_batched_tokens // 2), max_num_batched_tokens)
+
+
+def choose_seats(most: int, pool_tokens: int, step_s: Callable[[int], float] | None) -> Seats:
+    """At most `most`, and 16 where these are no more.
+
+    pool_tokens: what the KV pool holds. step_s: measures a step of so many decodes, in seconds; None: steps of any
+    number take about as long, as on a GPU.
+    """
+    limit, reason = most, "that leaves prompts their part of a step" if most < MOST else "no more are worth it"
+    if (room := max(LEAST, pool_tokens // SEQUENCE_TOKENS)) < limit:
+        limit, reason = room, f"the KV pool holds {pool_tokens} tokens"
+    if step_s is None:
+        return Seats(limit, reason)
+    rows = min(LEAST, limit)
+    seconds = step_s(rows)
+    while rows < limit:
+        more = min(2 * rows, limit)
+        longer = step_s(more)
+        if longer > _LONGEST_STEP_S:
+            return Seats(rows, f"a step of {more} would take {longer * 1e3:.0f} ms")
+        if (longer - seconds) / (more - rows) > (1 - _LEAST_GAIN) * seconds / rows:
+            return Seats(rows, f"{more} would give hardly more tokens a second")
+        rows, seconds = more, longer
+    return Seats(rows, reason)

@@ -1,0 +1,85 @@
+"""The number of sequences at once: within its limits whatever was measured, and what a few measurements mean."""
+
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from serve_app.core.config import SchedulerKnobs
+from serve_app.core.seats import LEAST, MOST, SEQUENCE_TOKENS, choose_seats, most_seats
+
+LARGE_POOL = MOST * SEQUENCE_TOKENS
+
+
+def linear(fixed_ms: float, row_ms: float) -> Callable[[int], float]:
+    return lambda rows: (fixed_ms + row_ms * rows) / 1e3
+
+
+@given(st.integers(1, 100_000))
+def test_the_most_fits_into_a_step(tokens: int) -> None:
+    most = most_seats(tokens)
+    assert 1 <= most <= MOST
+    SchedulerKnobs(max_num_seqs=most, max_num_batched_tokens=tokens)
+    assert most <= max(LEAST, tokens // 2)
+
+
+@given(
+    most=st.integers(1, MOST),
+    pool_tokens=st.integers(1, 10**6),
+    steps_s=st.none() | st.lists(st.floats(1e-6, 10), min_size=6, max_size=6),
+)
+def test_the_number_is_within_its_limits_whatever_was_measured(
+    most: int, pool_tokens: int, steps_s: list[float] | None
+) -> None:
+    measured: list[int] = []
+
+    def step_s(rows: int) -> float:
+        measured.append(rows)
+        assert steps_s is not None
+        return steps_s[len(measured) - 1]
+
+    seats = choose_seats(most, pool_tokens, None if steps_s is None else step_s)
+    assert min(LEAST, most) <= seats.number <= most
+    assert seats.number <= max(LEAST, pool_tokens // SEQUENCE_TOKENS)
+    assert measured == sorted(set(measured))
+    assert not measured or seats.number in measured
+
+
+@pytest.mark.parametrize(
+    ("step_s", "expected"),
+    [
+        (linear(2.0, 0.4), 64),  # 64 rows take 28 ms, 128 would take 53
+        (linear(2.0, 0.1), MOST),
+        (linear(20.0, 1.0), LEAST),  # 32 rows would take 52 ms
+        (linear(200.0, 1.0), LEAST),  # even these are slow
+        (linear(0.0, 0.1), LEAST),  # a row costs the same with any number beside it
+        (None, MOST),
+    ],
+)
+def test_steps_that_bear_more_get_more(step_s: Callable[[int], float] | None, expected: int) -> None:
+    assert choose_seats(MOST, LARGE_POOL, step_s).number == expected
+
+
+@pytest.mark.parametrize("step_s", [linear(2.0, 0.1), None])
+def test_a_pool_bounds_them(step_s: Callable[[int], float] | None) -> None:
+    seats = choose_seats(MOST, 100 * SEQUENCE_TOKENS + 99, step_s)
+    assert str(seats) == "100 sequences at once: the KV pool holds 25699 tokens"
+    assert choose_seats(MOST, 10, step_s).number == LEAST
+
+
+@pytest.mark.parametrize(
+    ("step_s", "reason"),
+    [
+        (linear(2.0, 0.4), "a step of 128 would take 53 ms"),
+        (linear(0.0, 0.1), "32 would give hardly more tokens a second"),
+        (linear(2.0, 0.1), "no more are worth it"),
+    ],
+)
+def test_the_reason_is_told(step_s: Callable[[int], float], reason: str) -> None:
+    assert choose_seats(MOST, LARGE_POOL, step_s).reason == reason
+
+
+def test_prompts_keep_their_part_of_a_step() -> None:
+    seats = choose_seats(most_seats(256), LARGE_POOL, linear(2.0, 0.1))
+    assert str(seats) == "128 sequences at once: that leaves prompts their part of a step"
