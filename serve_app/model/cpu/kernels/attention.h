@@ -142,10 +142,10 @@ SPECIALIZED const void *page_of(const void *cache, int64_t page, int64_t size, c
     return (const char *)cache + page * size * number_bytes(format);
 }
 
-/* So many bytes from memory into the second cache. Returns where they end. */
+/* So many bytes from memory into the first cache. Returns where they end. */
 SPECIALIZED const char *fetch_lines(const char *from, const int count) {
     UNROLL
-    for (int at = 0; at < count; at += 64) __builtin_prefetch(from + at, 0, 2);
+    for (int at = 0; at < count; at += 64) __builtin_prefetch(from + at, 0, 3);
     return from + count;
 }
 
