@@ -27,9 +27,17 @@ void test_gated(const float *gate, const float *up, int activation, int count, f
     gated(gate, up, activation, count, out);
 }
 
-void test_quantize_row(const float *x, int count, int bytes, int8_t *q, float *scale, float *sum) {
-    int32_t centre[2 * (count / GROUP)];
-    quantize_row(x, count, bytes, q, scale, sum, centre);
+void test_round_activations(const float *x, int count, int bytes, int8_t *q, float *scale, float *sum) {
+    uint8_t rounded[rounded_bytes(count, bytes)];
+    round_activations(x, count, bytes, rounded);
+    for (int g = 0; g < count / GROUP; g++) {
+        const uint8_t *group = rounded + g * activation_group_bytes(bytes);
+        struct group_terms terms;
+        memcpy(q + g * bytes * GROUP, group, (size_t)(bytes * GROUP));
+        memcpy(&terms, group + bytes * GROUP, sizeof terms);
+        scale[g] = terms.scale;
+        sum[g] = terms.sum;
+    }
 }
 
 void test_halves(const float *x, int count, uint16_t *vectors, uint16_t *scalars, float *back, float *scalars_back) {

@@ -64,22 +64,22 @@ def test_gated(shim: ctypes.CDLL, activation: int) -> None:
     torch.testing.assert_close(out.double(), expected, rtol=1e-6, atol=1e-6)
 
 
-def test_quantize_row(shim: ctypes.CDLL) -> None:
+def test_round_activations(shim: ctypes.CDLL) -> None:
     x = torch.randn(320) * torch.logspace(-6, 6, 320)
     x[64:96] = 0
     q, scale, total = torch.empty(320, dtype=torch.int8), torch.empty(10), torch.empty(10)
-    call(shim.test_quantize_row, x, 320, 1, q, scale, total)
+    call(shim.test_round_activations, x, 320, 1, q, scale, total)
     torch.testing.assert_close((q.view(10, 32) * scale[:, None]).view(1, -1), quantized(x[None]), rtol=1e-6, atol=0)
     torch.testing.assert_close(total, scale * q.view(10, 32).sum(1), rtol=1e-6, atol=0)
     assert q.view(10, 32).abs().amax(1).tolist() == [127, 127, 0, *[127] * 7]
 
 
-def test_quantize_row_to_three_bytes(shim: ctypes.CDLL) -> None:
+def test_round_activations_to_three_bytes(shim: ctypes.CDLL) -> None:
     """Their number keeps as many bits of a group's largest value as a float has, and the same step for the others."""
     x = torch.randn(320) * torch.logspace(-6, 6, 320)
     x[64:96] = 0
     q, scale, total = torch.empty(10, 3, 32, dtype=torch.int8), torch.empty(10), torch.empty(10)
-    call(shim.test_quantize_row, x, 320, 3, q, scale, total)
+    call(shim.test_round_activations, x, 320, 3, q, scale, total)
     number = (q.double() * torch.tensor([65536.0, 256.0, 1.0], dtype=torch.float64)[:, None]).sum(1)
     assert number.abs().amax(1).tolist() == [2**22 - 1, 2**22 - 1, 0, *[2**22 - 1] * 7]
     groups = x.double().view(10, 32)
@@ -90,11 +90,11 @@ def test_quantize_row_to_three_bytes(shim: ctypes.CDLL) -> None:
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("num_bytes", [1, 3])
-def test_quantize_row_does_not_hide_what_is_no_number(shim: ctypes.CDLL, num_bytes: int, bad: float) -> None:
+def test_round_activations_does_not_hide_what_is_no_number(shim: ctypes.CDLL, num_bytes: int, bad: float) -> None:
     x = torch.randn(96)
     x[40] = bad
     q, scale, total = torch.empty(3, num_bytes, 32, dtype=torch.int8), torch.empty(3), torch.empty(3)
-    call(shim.test_quantize_row, x, 96, num_bytes, q, scale, total)
+    call(shim.test_round_activations, x, 96, num_bytes, q, scale, total)
     assert total.isnan().tolist() == [False, True, False]
 
 

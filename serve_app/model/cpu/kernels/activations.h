@@ -14,17 +14,34 @@ enum arithmetic { EXACT, INT8, BFLOAT16 };
 #define EXACT_BYTES 0
 #endif
 
-enum { MOST_BYTES = EXACT_BYTES ? EXACT_BYTES : 1 };
+enum { MOST_BYTES = EXACT_BYTES ? EXACT_BYTES : 1 }; /* of fixed-point activations */
 
-/* Activations of some rows. For `float` products only `x`, for `bfloat16` ones only `q`. */
-struct input {
-    const float *x;       /* [rows][inputs] */
-    const int8_t *q;      /* [rows][inputs / GROUP][bytes][GROUP], the highest byte of the numbers first;
-                             or uint16 [rows][inputs] */
-    const float *scale;   /* [rows][inputs / GROUP]: s */
-    const float *sum;     /* [rows][inputs / GROUP]: s times the sum of the group's numbers */
-    const int32_t *centre; /* [rows][inputs / GROUP][2]: 128 times the sums of the first two bytes and of the third */
+/* What belongs to a group of fixed-point activations; it stands behind their bytes. */
+struct group_terms {
+    float scale;       /* s */
+    float sum;         /* s times the sum of the group's numbers */
+    int32_t centre[2]; /* with three bytes: 128 times the sums of the first two and of the third */
 };
+
+/* Activations of some rows. For `float` products only `x`, for the others only `rounded`. */
+struct input {
+    const float *x;         /* [rows][inputs] */
+    const uint8_t *rounded; /* [rows][inputs / GROUP] of int8 [bytes][GROUP], the highest byte of the numbers first,
+                               and struct group_terms; or uint16 [rows][inputs] */
+};
+
+/* Bytes of a group of fixed-point activations. */
+static inline int activation_group_bytes(int bytes) { return bytes * GROUP + (int)sizeof(struct group_terms); }
+
+/* Bytes of a row of rounded activations. */
+static inline int64_t rounded_bytes(int64_t inputs, int bytes) {
+    return bytes == 2 ? 2 * inputs : inputs / GROUP * activation_group_bytes(bytes);
+}
+
+/* The most bytes that a row of so many inputs takes in any arithmetic. */
+static inline int64_t most_rounded_bytes(int64_t inputs) {
+    return (inputs + GROUP - 1) / GROUP * activation_group_bytes(MOST_BYTES);
+}
 
 /* How activations meet this weight: as fixed-point numbers of 1 or 3 bytes, in the 2 of bfloat16, or 0 for floats. */
 static int activation_bytes(const struct weight *weight, int arithmetic) {
@@ -36,11 +53,11 @@ static int activation_bytes(const struct weight *weight, int arithmetic) {
 /* One row as fixed-point numbers of 1 or 3 bytes: in each group x ~ scale a, the largest |a| being 127 or 2^22 - 1.
  * `count` is a multiple of GROUP. The `sum` of a group with an infinity or a NaN is NaN, so
  * that no output hides it. */
-SPECIALIZED void quantize_groups(const int bytes, const float *x, int count, int8_t *q, float *scale, float *sum,
-                                int32_t *centre) {
+SPECIALIZED void quantize_groups(const int bytes, const float *x, int count, uint8_t *to) {
     const float limit = bytes == 1 ? 127.0f : 0x3fffff;
     const vec magic = splat(0x1.8p23f); /* adding it rounds to the nearest integer, ties to even */
-    for (int g = 0; g < count / GROUP; g++, x += GROUP, q += bytes * GROUP) {
+    for (int g = 0; g < count / GROUP; g++, x += GROUP, to += activation_group_bytes(bytes)) {
+        struct group_terms *terms = (void *)(to + bytes * GROUP);
         vec largest = splat(0.0f), finite = splat(0.0f);
         UNROLL
         for (int k = 0; k < GROUP; k += LANES) {
@@ -57,15 +74,15 @@ SPECIALIZED void quantize_groups(const int bytes, const float *x, int count, int
             last += (rounded << 24) >> 24;
             UNROLL
             for (int byte = bytes - 1; byte >= 0; byte--) {
-                store_bytes(q + byte * GROUP + k, rounded);
+                store_bytes((int8_t *)to + byte * GROUP + k, rounded);
                 rounded = (rounded - ((rounded << 24) >> 24)) >> 8; /* the next byte, given that this one has a sign */
             }
         }
-        scale[g] = size / limit;
-        sum[g] = scale[g] * reduce_add(to_float(total) + finite);
+        terms->scale = size / limit;
+        terms->sum = terms->scale * reduce_add(to_float(total) + finite);
         if (bytes == 3) {
-            centre[2 * g] = 128 * (int32_t)reduce_add(to_float((total - last) >> 8));
-            centre[2 * g + 1] = 128 * (int32_t)reduce_add(to_float(last));
+            terms->centre[0] = 128 * (int32_t)reduce_add(to_float((total - last) >> 8));
+            terms->centre[1] = 128 * (int32_t)reduce_add(to_float(last));
         }
     }
 }
@@ -78,13 +95,13 @@ static void round_row(const float *x, int count, uint16_t *out) {
 #endif
 }
 
-static void quantize_row(const float *x, int count, int bytes, int8_t *q, float *scale, float *sum, int32_t *centre) {
+static void round_activations(const float *x, int count, int bytes, uint8_t *to) {
     if (bytes == 2)
-        round_row(x, count, (uint16_t *)q);
+        round_row(x, count, (uint16_t *)to);
     else if (bytes == 1)
-        quantize_groups(1, x, count, q, scale, sum, centre);
+        quantize_groups(1, x, count, to);
     else
-        quantize_groups(3, x, count, q, scale, sum, centre);
+        quantize_groups(3, x, count, to);
 }
 
 #endif

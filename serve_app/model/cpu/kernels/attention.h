@@ -151,7 +151,7 @@ SPECIALIZED const char *fetch_lines(const char *from, const int count) {
 
 /* sum + factor times what was loaded from the cache. */
 SPECIALIZED vec add_product(vec sum, const float *factor, vec cached, const int format) {
-    const vec splatted = (vec)splat_bytes((const int8_t *)factor);
+    const vec splatted = (vec)splat_bytes(factor);
 #if defined(BUILD_BF16)
     if (format == CACHE_BF16) return dot2(sum, (ivec)splatted, (ivec)cached);
 #endif
@@ -162,7 +162,8 @@ SPECIALIZED vec add_product(vec sum, const float *factor, vec cached, const int 
 /* Scores of `rows` queries with the keys in `width` vectors, of which the first begins at key `first` of the round. */
 SPECIALIZED void score_keys(const int rows, const int width, const int format, const float *query, int head_dim,
                             const struct round *now, int first, float *score) {
-    const int step_bytes = PAGE * together(format) * number_bytes(format), page_steps = head_dim / together(format) / PAGES;
+    const int step_bytes = PAGE * together(format) * number_bytes(format);
+    const int page_steps = head_dim / together(format) / PAGES;
     const char *keys[WIDTH];
     vec total[ROWS][WIDTH] = {0};
     UNROLL

@@ -28,7 +28,7 @@ SPECIALIZED void bf16_tile(const int rows, const uint16_t *x, int64_t x_stride, 
         }
         UNROLL
         for (int r = 0; r < rows; r++) {
-            const ivec pair = splat_bytes((const int8_t *)(x + r * x_stride + k));
+            const ivec pair = splat_bytes(x + r * x_stride + k);
             total[r][0] = dot2(total[r][0], w0, pair);
             total[r][1] = dot2(total[r][1], w1, pair);
         }

@@ -1,4 +1,10 @@
-/* Products of fixed-point activations with weights of 8 and 4 bits, in integers within a group. */
+/* Products of fixed-point activations with weights of 8 and 4 bits, in integers within a group.
+ *
+ * A tile is some rows of activations times one panel. Its sums of integers fill the registers while it goes through a
+ * group; its sums of floats lie in memory meanwhile, in the first cache. The code is written for what the compiler
+ * makes of it: one pointer per row and constant distances from it, or else GCC keeps a counter for each load and has
+ * to put most of them into memory.
+ */
 #ifndef SERVE_APP_FIXED_TILE_H
 #define SERVE_APP_FIXED_TILE_H
 
@@ -6,7 +12,7 @@
 
 /* Rows of a tile: as many as the registers hold, two vectors each. */
 #if defined(BUILD_AVX512)
-#define FIXED_ROWS 6
+#define FIXED_ROWS 8
 #elif defined(BUILD_NARROW_DOTS)
 #define FIXED_ROWS 4
 #elif defined(BUILD_AVX2)
@@ -23,8 +29,8 @@ SPECIALIZED ivec step_weights(const int format, const uint8_t *weights, const in
 
 #if defined(BUILD_NARROW_DOTS)
 /* dot_group for weights of 4 bits, whose sums over a group fit 16 bits; activations have one byte. */
-SPECIALIZED void narrow_dot_group(const int rows, const int format, const uint8_t *weights, const int8_t *q,
-                                  int64_t q_stride, ivec dot[][2]) {
+SPECIALIZED void narrow_dot_group(const int rows, const int format, const uint8_t *weights,
+                                  const uint8_t *const *row, ivec dot[][2]) {
     UNROLL
     for (int r = 0; r < rows; r++) dot[r][0] = dot[r][1] = (ivec){0};
     UNROLL
@@ -32,7 +38,7 @@ SPECIALIZED void narrow_dot_group(const int rows, const int format, const uint8_
         const ivec w0 = step_weights(format, weights, step, 0), w1 = step_weights(format, weights, step, LANES);
         UNROLL
         for (int r = 0; r < rows; r++) {
-            const ivec a = splat_bytes(q + r * q_stride + 4 * step);
+            const ivec a = splat_bytes(row[r] + 4 * step);
             dot[r][0] = narrow_dot(dot[r][0], w0, a);
             dot[r][1] = narrow_dot(dot[r][1], w1, a);
         }
@@ -47,13 +53,14 @@ SPECIALIZED void narrow_dot_group(const int rows, const int format, const uint8_
 
 /* dot[row] = (sum over the group of q a), for the bytes from `first` to `end` of the activations. */
 SPECIALIZED void dot_group(const int rows, const int format, const int first, const int end, const uint8_t *weights,
-                           const int8_t *q, int64_t q_stride, ivec dot[][2]) {
+                           const uint8_t *const *row, ivec dot[][2]) {
 #if defined(BUILD_NARROW_DOTS)
     if (format != Q8) {
-        narrow_dot_group(rows, format, weights, q, q_stride, dot);
+        narrow_dot_group(rows, format, weights, row, dot);
         return;
     }
 #endif
+    UNROLL
     for (int byte = first; byte < end; byte++) {
         UNROLL
         for (int r = 0; r < rows; r++) {
@@ -65,7 +72,7 @@ SPECIALIZED void dot_group(const int rows, const int format, const int first, co
             const ivec w0 = step_weights(format, weights, step, 0), w1 = step_weights(format, weights, step, LANES);
             UNROLL
             for (int r = 0; r < rows; r++) {
-                const ivec a = splat_bytes(q + r * q_stride + byte * GROUP + 4 * step);
+                const ivec a = splat_bytes(row[r] + byte * GROUP + 4 * step);
                 dot[r][0] = dot4(dot[r][0], w0, a);
                 dot[r][1] = dot4(dot[r][1], w1, a);
             }
@@ -80,60 +87,68 @@ SPECIALIZED void fetch_group(const uint8_t *group, const int format) {
         __builtin_prefetch(group + line, 0, 2);
 }
 
+/* Hides from the compiler where a pointer comes from. */
+#define OPAQUE(pointer) __asm__("" : "+r"(pointer))
+
 /* All inputs of one panel. The next panel is fetched meanwhile, group by group. */
-SPECIALIZED void fixed_tile(const int rows, const int format, const int bytes, const struct input *input, int inputs,
-                            const uint8_t *panel, const float *bias, float *out, int64_t out_stride) {
+SPECIALIZED void fixed_tile(const int rows, const int format, const int bytes, const uint8_t *x, int inputs,
+                            const uint8_t *panel, int64_t panel_bytes, const float *bias, float *out,
+                            int64_t out_stride) {
     /* Sums of three bytes times 8 bits need more than 32: the last byte of the activations apart. */
     const int middle = bytes == 3 && format == Q8 ? 2 : bytes;
-    const int groups = inputs / GROUP;
     /* Eight bits stand around 128: taken off in integers, where the two large sums would leave their roundings. */
     const int centred = bytes == 3 && format == Q8;
-    vec total[FIXED_ROWS][2];
+    const int groups = inputs / GROUP;
+    float sums[FIXED_ROWS * PANEL] __attribute__((aligned(64)));
+    const uint8_t *row[FIXED_ROWS];
     UNROLL
     for (int r = 0; r < rows; r++) {
-        total[r][0] = load(bias);
-        total[r][1] = load(bias + LANES);
+        row[r] = x + r * groups * activation_group_bytes(bytes);
+        store(sums + r * PANEL, load(bias));
+        store(sums + r * PANEL + LANES, load(bias + LANES));
     }
     for (int g = 0; g < groups; g++) {
         const uint8_t *group = panel + group_at(format, g);
-        const int8_t *q = input->q + (int64_t)g * bytes * GROUP;
-        const float *scale = input->scale + g, *sum = input->sum + g;
+        float *total = sums;
         ivec dot[FIXED_ROWS][2];
-        if (rows > 1) fetch_group(group + weight_panel_bytes(format, inputs), format);
+        OPAQUE(total);
+        UNROLL
+        for (int r = 0; r < rows; r++) OPAQUE(row[r]);
+        if (rows > 1) fetch_group(group + panel_bytes, format);
         UNROLL
         for (int first = 0, end = middle; first < bytes; first = end, end = bytes) {
-            dot_group(rows, format, first, end, group + scale_bytes(format), q, (int64_t)inputs * bytes, dot);
+            dot_group(rows, format, first, end, group + scale_bytes(format), row, dot);
             UNROLL
             for (int v = 0; v < 2; v++) {
                 const vec d = group_step(format, panel, g, v * LANES) * splat(end < bytes ? 256.0f : 1.0f);
+                vec m = splat(0.0f);
+                if (end == bytes) m = group_minimum(format, panel, g, v * LANES);
+                if (end == bytes && centred) m = m + splat(128.0f) * d;
                 UNROLL
                 for (int r = 0; r < rows; r++) {
-                    if (centred) dot[r][v] = dot[r][v] - input->centre[2 * (r * groups + g) + (end == bytes)];
-                    total[r][v] = fma_(splat(scale[r * groups]) * d, to_float(dot[r][v]), total[r][v]);
+                    const struct group_terms *terms = (const void *)(row[r] + bytes * GROUP);
+                    vec sum = load(total + r * PANEL + v * LANES);
+                    if (centred) dot[r][v] = dot[r][v] - terms->centre[end == bytes];
+                    sum = fma_(splat(terms->scale) * d, to_float(dot[r][v]), sum);
+                    if (end == bytes) sum = fma_(splat(terms->sum), m, sum);
+                    store(total + r * PANEL + v * LANES, sum);
                 }
             }
         }
         UNROLL
-        for (int v = 0; v < 2; v++) {
-            vec m = group_minimum(format, panel, g, v * LANES);
-            if (centred) m = m + splat(128.0f) * group_step(format, panel, g, v * LANES);
-            UNROLL
-            for (int r = 0; r < rows; r++) total[r][v] = fma_(splat(sum[r * groups]), m, total[r][v]);
-        }
+        for (int r = 0; r < rows; r++) row[r] += activation_group_bytes(bytes);
     }
     UNROLL
-    for (int r = 0; r < rows; r++) {
-        store(out + r * out_stride, total[r][0]);
-        store(out + r * out_stride + LANES, total[r][1]);
-    }
+    for (int r = 0; r < rows; r++) memcpy(out + r * out_stride, sums + r * PANEL, sizeof(float) * PANEL);
 }
 
-static void fixed_rows(int rows, int format, int bytes, const struct input *input, int inputs, const uint8_t *panel,
+static void fixed_rows(int rows, int format, int bytes, const uint8_t *x, int inputs, const uint8_t *panel,
                        const float *bias, float *out, int64_t stride) {
+    const int64_t panel_bytes = weight_panel_bytes(format, inputs);
 #define BYTES(n, b) \
-        if (format == Q4) fixed_tile(n, Q4, b, input, inputs, panel, bias, out, stride); \
-        else if (format == Q4K) fixed_tile(n, Q4K, b, input, inputs, panel, bias, out, stride); \
-        else fixed_tile(n, Q8, b, input, inputs, panel, bias, out, stride);
+        if (format == Q4) fixed_tile(n, Q4, b, x, inputs, panel, panel_bytes, bias, out, stride); \
+        else if (format == Q4K) fixed_tile(n, Q4K, b, x, inputs, panel, panel_bytes, bias, out, stride); \
+        else fixed_tile(n, Q8, b, x, inputs, panel, panel_bytes, bias, out, stride);
 #define TILE(n) \
     case n: \
         if (EXACT_BYTES && bytes == EXACT_BYTES) { BYTES(n, EXACT_BYTES) } \
@@ -149,6 +164,9 @@ static void fixed_rows(int rows, int format, int bytes, const struct input *inpu
 #endif
 #if FIXED_ROWS > 4
         TILE(5) TILE(6)
+#endif
+#if FIXED_ROWS > 6
+        TILE(7) TILE(8)
 #endif
     }
 #undef TILE

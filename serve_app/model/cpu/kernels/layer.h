@@ -78,17 +78,14 @@ static int64_t lay_out_stream(const struct decoder *decoder, int64_t tokens, cha
 /* The same for the rest of the workspace. */
 static int64_t lay_out(const struct decoder *decoder, int64_t tokens, int64_t sequences, int64_t threads, char *memory,
                        struct workspace *space) {
-    const int64_t wide = widest_input(decoder), groups = (wide + GROUP - 1) / GROUP;
+    const int64_t wide = widest_input(decoder);
     const struct attention attention = attention_of(decoder, NULL);
     int64_t used = 0;
     TAKE(space->normed, 4 * tokens * wide);
     TAKE(space->qkv, 4 * tokens * decoder->layers[0].qkv.outputs);
     TAKE(space->gate_up, 4 * tokens * decoder->layers[0].gate_up.outputs);
     space->input.x = space->normed;
-    TAKE(space->input.q, MOST_BYTES * tokens * wide);
-    TAKE(space->input.scale, 4 * tokens * groups);
-    TAKE(space->input.sum, 4 * tokens * groups);
-    TAKE(space->input.centre, 8 * tokens * groups);
+    TAKE(space->input.rounded, tokens * most_rounded_bytes(wide));
     TAKE(space->tasks, tasks_bytes(&attention, tokens, sequences));
     TAKE(space->scratch, 4 * threads * attention_scratch(&attention));
     return used;
@@ -99,11 +96,9 @@ static int64_t lay_out(const struct decoder *decoder, int64_t tokens, int64_t se
 static void prepare_input(const struct step *step, int t, const struct weight *next) {
     const struct input *input = &step->space->input;
     const int bytes = activation_bytes(next, step->decoder->arithmetic);
-    const int64_t first = (int64_t)t * next->inputs, groups = next->inputs / GROUP;
     if (!bytes) return;
-    quantize_row(input->x + first, next->inputs, bytes, (int8_t *)input->q + first * bytes,
-                 (float *)input->scale + t * groups, (float *)input->sum + t * groups,
-                 (int32_t *)input->centre + 2 * t * groups);
+    round_activations(input->x + (int64_t)t * next->inputs, next->inputs, bytes,
+                      (uint8_t *)input->rounded + t * rounded_bytes(next->inputs, bytes));
 }
 
 static void embed_token(const void *argument, int t, int thread) {

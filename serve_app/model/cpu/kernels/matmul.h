@@ -1,8 +1,8 @@
 /* Products of activations with packed weights: out[row] = W x[row] + b, for many rows at once.
  *
  * Three kinds. `float`: the weights as floats, float arithmetic. `bfloat16`: both sides in bfloat16, sums in float.
- * `fixed`: activations as fixed-point numbers with one scale for each group of 32 (see quantize_row); per group, with
- * x ~ s a and w = d q + m,
+ * `fixed`: activations as fixed-point numbers with one scale for each group of 32 (see quantize_groups); per group,
+ * with x ~ s a and w = d q + m,
  *     sum w x  ~  s d (sum q a)  +  m (s sum a),
  * where sum q a is exact in integers: 4 products of bytes per lane and instruction. In int8 mode a has one byte. In
  * exact mode it has three, of which 23 bits are used: as many as a float has beside its exponent, so that a sum is as
@@ -30,16 +30,6 @@ struct matmul {
     int64_t out_stride;
     int panels_per_chunk, panel_chunks;
 };
-
-static struct input input_from(const struct input *input, int row, int inputs, int bytes) {
-    const int64_t groups = inputs / GROUP;
-    return (struct input){
-        .q = input->q + (int64_t)row * inputs * bytes,
-        .scale = input->scale + row * groups,
-        .sum = input->sum + row * groups,
-        .centre = input->centre + 2 * row * groups,
-    };
-}
 
 /* The sums are collected in one place and copied at the end: `out` has a stride that may map all of its rows onto few
  * lines of the cache. */
@@ -70,7 +60,7 @@ static void bf16_panel(const struct matmul *job, int row, int end, const struct 
         const int depth = inputs - first < BF16_DEPTH ? inputs - first : BF16_DEPTH;
         for (int tile = 0, r = row, next; tile < tiles; tile++, r = next) {
             next = row + (end - row) * (tile + 1) / tiles;
-            bf16_rows(next - r, (const uint16_t *)job->input.q + (int64_t)r * inputs + first, inputs,
+            bf16_rows(next - r, (const uint16_t *)job->input.rounded + (int64_t)r * inputs + first, inputs,
                       panel->data + bf16_at(first, 0), weight_panel_bytes(BF16, inputs), depth,
                       sums + (r - row) * PANEL);
         }
@@ -85,13 +75,13 @@ static void bf16_panel(const struct matmul *job, int row, int end, const struct 
 static void fixed_panel(const struct matmul *job, int row, int end, const struct panel *panel, const float *bias,
                         float *out) {
     const struct weight *weight = job->weight;
+    const int64_t row_bytes = rounded_bytes(weight->inputs, job->bytes);
     /* As few tiles as possible, and all about as high: 8 rows are two tiles of 4, not one of 6 and one of 2. */
     const int tiles = (end - row + FIXED_ROWS - 1) / FIXED_ROWS;
     for (int tile = 0, r = row, next; tile < tiles; tile++, r = next) {
         next = row + (end - row) * (tile + 1) / tiles;
-        const struct input input = input_from(&job->input, r, weight->inputs, job->bytes);
-        fixed_rows(next - r, (int)panel->format, job->bytes, &input, weight->inputs, panel->data, bias,
-                   out + r * job->out_stride, job->out_stride);
+        fixed_rows(next - r, (int)panel->format, job->bytes, job->input.rounded + r * row_bytes, weight->inputs,
+                   panel->data, bias, out + r * job->out_stride, job->out_stride);
     }
 }
 
@@ -130,37 +120,31 @@ static void matmul(struct pool *pool, const struct weight *weight, int arithmeti
     parallel(pool, (num_rows + ROW_BLOCK - 1) / ROW_BLOCK * job.panel_chunks, matmul_chunk, &job);
 }
 
-struct quantization {
+struct rounding {
     const float *x;
-    int8_t *q;
-    float *scale, *sum;
-    int32_t *centre;
-    int width, bytes;
+    uint8_t *to;
+    int inputs, bytes;
 };
 
-static void quantize_chunk(const void *argument, int row, int thread) {
+static void round_chunk(const void *argument, int row, int thread) {
     (void)thread;
-    const struct quantization *job = argument;
-    const int64_t groups = job->width / GROUP, first = (int64_t)row * job->width;
-    quantize_row(job->x + first, job->width, job->bytes, job->q + first * job->bytes, job->scale + row * groups,
-                 job->sum + row * groups, job->centre + 2 * row * groups);
+    const struct rounding *job = argument;
+    round_activations(job->x + (int64_t)row * job->inputs, job->inputs, job->bytes,
+                      job->to + row * rounded_bytes(job->inputs, job->bytes));
 }
 
 int64_t linear_workspace(const struct weight *weight, int64_t rows) {
-    return MOST_BYTES * rows * weight->inputs + 4 * 4 * rows * (weight->inputs / GROUP);
+    return rows * most_rounded_bytes(weight->inputs);
 }
 
 /* out[rows][padded outputs] = W x + b, from float activations [rows][inputs] in every mode. `memory`:
  * linear_workspace bytes. */
 void linear(struct pool *pool, const struct weight *weight, int64_t arithmetic, const float *x, int64_t rows,
             char *memory, float *out) {
-    const int64_t groups = rows * (weight->inputs / GROUP);
     const int bytes = activation_bytes(weight, (int)arithmetic);
-    float *scale = (float *)memory, *sum = scale + groups;
-    int32_t *centre = (int32_t *)(sum + groups);
-    const struct quantization job = {x, (int8_t *)(centre + 2 * groups), scale, sum, centre, weight->inputs, bytes};
-    if (bytes) parallel(pool, (int)rows, quantize_chunk, &job);
-    const struct input input = {x, job.q, scale, sum, centre};
+    const struct rounding job = {x, (uint8_t *)memory, weight->inputs, bytes};
+    if (bytes) parallel(pool, (int)rows, round_chunk, &job);
+    const struct input input = {x, job.to};
     matmul(pool, weight, (int)arithmetic, &input, (int)rows, out);
 }
 

@@ -78,7 +78,7 @@ static inline void store_bytes(int8_t *to, ivec value) {
 static inline vec splat(float value) { return value - (vec){0}; }
 
 /* The same four bytes in every lane. */
-static inline ivec splat_bytes(const int8_t *from) {
+static inline ivec splat_bytes(const void *from) {
     int32_t word;
     memcpy(&word, from, 4);
     return word - (ivec){0};
