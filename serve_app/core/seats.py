@@ -11,8 +11,9 @@ SEQUENCE_TOKENS = 256
 """What a sequence is taken to have in the KV pool: a chat's prompt and answer. Longer ones may wait for blocks."""
 _LONGEST_STEP_S = 0.05
 """Of decodes alone, so that each stream goes on 20 times a second, which is as often as outputs are flushed."""
-_LEAST_GAIN = 0.1
-"""More rows have to be cheaper than those before by this part of their cost; else they only slow all others down."""
+_DEAREST_ROW = 1.25
+"""More rows may cost so many times what those before cost each: they answer a crowd sooner, but must not make it wait
+longer for its last token. Above 1, since a measured step may take a tenth longer than the next one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +50,7 @@ def choose_seats(most: int, pool_tokens: int, step_s: Callable[[int], float] | N
         longer = step_s(more)
         if longer > _LONGEST_STEP_S:
             return Seats(rows, f"a step of {more} would take {longer * 1e3:.0f} ms")
-        if (longer - seconds) / (more - rows) > (1 - _LEAST_GAIN) * seconds / rows:
-            return Seats(rows, f"{more} would give hardly more tokens a second")
+        if (longer - seconds) / (more - rows) > _DEAREST_ROW * seconds / rows:
+            return Seats(rows, f"{more} would give fewer tokens a second")
         rows, seconds = more, longer
     return Seats(rows, reason)
