@@ -32,6 +32,7 @@ logger = logging.getLogger(__name__)
 
 BATCH_POLL_S = 0.01
 """How long an idle engine waits, in seconds, before it looks again whether an incomplete static batch may start."""
+_PROGRESS_PERIOD_S = 5.0
 
 OnStep = Callable[[StepRecord], None]
 OnProgress = Callable[[str], None]
@@ -158,13 +159,15 @@ class EngineCore:
         """Load the model that `config` names and build the engine. Raises `ConfigError`."""
         if config.num_threads is not None:
             set_num_threads(config.num_threads)
-        stage = ""
+        stage, told_at = "", 0.0
 
-        def on_load(name: str, _fraction: float) -> None:
-            nonlocal stage
-            if on_progress is not None and name != stage:
-                on_progress(name)
-            stage = name
+        def on_load(name: str, fraction: float) -> None:
+            nonlocal stage, told_at
+            now = time.monotonic()
+            if on_progress is None or (name == stage and now - told_at < _PROGRESS_PERIOD_S):
+                return
+            on_progress(f"{name}: {fraction:.0%}" if name == stage else name)
+            stage, told_at = name, now
 
         model = load_model(config.model, on_load)
         limits = measure_limits(model.device, model.dtype)

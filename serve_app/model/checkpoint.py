@@ -24,7 +24,7 @@ from serve_app.gguf_header import GgufHeader, in_transformers
 from serve_app.model.options import DTYPES, Progress
 from serve_app.model.rope import divide_frequencies
 from serve_app.model.write_once import write_once
-from serve_app.model_files import ModelFiles, check_model
+from serve_app.model_files import ModelFiles
 
 logger = logging.getLogger(__name__)
 
@@ -36,8 +36,6 @@ def read_checkpoint(
     device on which the model will run. embeds: the checkpoint is for embeddings, and may lack a head.
 
     Raises ConfigError."""
-    if files.kind == "folder":
-        check_model(files, max_model_len=None)
     if files.gguf_file is not None:
         return _load_gguf(Path(files.source, files.gguf_file), cache_dir, dtype, device, report)
     return _load_pretrained(files.source, dtype, device, report, files.commit, embeds=embeds)

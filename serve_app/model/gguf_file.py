@@ -1,30 +1,25 @@
-"""A GGUF file as the weights of transformers' module: its configuration, and its tensors where they lie, mapped.
+"""A GGUF file as a `MappedCheckpoint`: its configuration, and where its tensors are.
 
 Names, and the order of rows where llama.cpp has another one, are found with transformers' own tables, whose imports
 take a second. What they tell is kept: configuration and positions of the tensors, under a hash of the file's beginning.
-The weights themselves are never copied.
 """
 
 import hashlib
 import json
-import mmap
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-import torch
 import transformers
-from numpy.typing import NDArray
-from torch import Tensor
 from transformers import AutoConfig
 
 from serve_app.errors import ConfigError
 from serve_app.gguf_header import GgufHeader, TensorInfo, in_transformers
-from serve_app.model.cpu.stored import Blocks, StoredMatrix
+from serve_app.model.cpu.stored import Blocks
 from serve_app.model.executors.base import UnsupportedModelError
+from serve_app.model.mapped_checkpoint import MappedCheckpoint, StoredTensor, interleaved
 from serve_app.model.rope import divide_frequencies
 from serve_app.model.skeleton import empty_module
 from serve_app.model.write_once import write_once
@@ -33,88 +28,18 @@ _HEADER_BYTES = 64 * 2**20
 """More than any file has before its tensors."""
 
 
-@dataclass(frozen=True, slots=True)
-class StoredTensor:
-    """Where a parameter is in the file. blocks: as in `Blocks`; heads: 0, or of how many heads the rows are, each with
-    its two halves by turns."""
-
-    offset: int
-    num_bytes: int
-    blocks: int
-    shape: tuple[int, ...]
-    heads: int
-
-
-class GgufFile:
-    """The parameters of a causal LM, by their names in transformers' module."""
-
-    def __init__(self, path: Path, config: Any, tensors: Mapping[str, StoredTensor]) -> None:
-        self.path = path
-        self.config = config
-        self.tensors = tensors
-        with path.open("rb") as file:
-            self._map = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
-
-    @classmethod
-    def open(cls, path: Path, cache_dir: Path) -> "GgufFile":
-        """Raises ConfigError for a damaged file or a folder that cannot be written, UnsupportedModelError for one whose
-        tensors are more than rows in some order."""
-        with path.open("rb") as file:
-            header = file.read(_HEADER_BYTES)
-        content = hashlib.sha256(header + str(path.stat().st_size).encode()).hexdigest()
-        cached = cache_dir / f"gguf-header-{content[:32]}-transformers-{transformers.__version__}"
-        if not (cached / "tensors.json").is_file():
-            _write_index(path, cached)
-        index = json.loads((cached / "tensors.json").read_text())
-        tensors = {name: StoredTensor(**{**entry, "shape": tuple(entry["shape"])}) for name, entry in index.items()}
-        return cls(path, AutoConfig.from_pretrained(cached), tensors)
-
-    def bytes(self, name: str) -> NDArray[np.uint8]:
-        """A tensor's, uint8, mapped."""
-        tensor = self.tensors[name]
-        return np.frombuffer(self._map, np.uint8, tensor.num_bytes, tensor.offset)
-
-    def forget(self, name: str) -> None:
-        """Let the system have back the memory of a tensor that was read. Reading it again reads the file again."""
-        tensor = self.tensors[name]
-        first = tensor.offset // mmap.PAGESIZE * mmap.PAGESIZE
-        self._map.madvise(mmap.MADV_DONTNEED, first, tensor.offset + tensor.num_bytes - first)
-
-
-class GgufParameters:
-    """`Parameters` of a module without weights, from a file."""
-
-    def __init__(self, file: GgufFile, module: Any) -> None:
-        """Raises ConfigError when tensors are missing or have other shapes."""
-        self._file = file
-        self._names = {id(parameter): name for name, parameter in module.named_parameters()}
-        for name, parameter in module.named_parameters():
-            if name not in file.tensors:
-                raise ConfigError(f"model: {file.path}: weights are missing: {name}")
-            if tuple(parameter.shape) != file.tensors[name].shape:
-                raise ConfigError(f"model: {file.path}: weights have the wrong shape: {name}")
-
-    def matrix(self, parameter: Tensor) -> StoredMatrix:
-        """See `Parameters`."""
-        name = self._names[id(parameter)]
-        tensor = self._file.tensors[name]
-        outputs, inputs = tensor.shape
-        order = _interleaved(outputs, tensor.heads) if tensor.heads else None
-        return StoredMatrix(self._file.bytes(name), Blocks(tensor.blocks), outputs, inputs, order)
-
-    def vector(self, parameter: Tensor) -> Tensor:
-        """See `Parameters`."""
-        name = self._names[id(parameter)]
-        return torch.from_numpy(self._file.bytes(name).view(np.float32).copy())
-
-    def release(self, parameter: Tensor) -> None:
-        """See `Parameters`."""
-        self._file.forget(self._names[id(parameter)])
-
-
-def _interleaved(outputs: int, heads: int) -> NDArray[np.int64]:
-    """Which row of the file is which output's, where llama.cpp has a head's two halves by turns."""
-    return np.arange(outputs).reshape(heads, -1, 2).swapaxes(1, 2).reshape(-1)
+def open_gguf(path: Path, cache_dir: Path) -> MappedCheckpoint:
+    """Raises ConfigError for a damaged file or a folder that cannot be written, UnsupportedModelError for one whose
+    tensors are more than rows in some order."""
+    with path.open("rb") as file:
+        header = file.read(_HEADER_BYTES)
+    content = hashlib.sha256(header + str(path.stat().st_size).encode()).hexdigest()
+    cached = cache_dir / f"gguf-header-{content[:32]}-transformers-{transformers.__version__}"
+    if not (cached / "tensors.json").is_file():
+        _write_index(path, cached)
+    index = json.loads((cached / "tensors.json").read_text())
+    tensors = {name: StoredTensor(**{**entry, "shape": tuple(entry["shape"])}) for name, entry in index.items()}
+    return MappedCheckpoint(path, [path], AutoConfig.from_pretrained(cached), tensors)
 
 
 def _write_index(path: Path, target: Path) -> None:
@@ -175,7 +100,7 @@ def _stored(tensor: TensorInfo, processor: Any, config: Any) -> StoredTensor:
     column = rows.reshape(-1, *(1 for _ in shape[1:]))
     order = processor.process(weights=column, name=tensor.name, tensor_key_mapping={}, parsed_parameters={}).weights
     known = {0: rows} | {
-        heads: _interleaved(shape[0], heads)
+        heads: interleaved(shape[0], heads)
         for heads in (config.num_attention_heads, config.num_key_value_heads)
         if shape[0] % (2 * heads) == 0
     }

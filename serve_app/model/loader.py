@@ -14,15 +14,17 @@ from serve_app.model.checkpoint import quiet, read_checkpoint, resolve_dtype
 from serve_app.model.executors import cpu
 from serve_app.model.executors.base import Demand, UnsupportedModelError
 from serve_app.model.executors.selection import pick_executor
-from serve_app.model.gguf_file import GgufFile, GgufParameters
+from serve_app.model.gguf_file import open_gguf
+from serve_app.model.mapped_checkpoint import MappedParameters
 from serve_app.model.options import ModelOptions, Progress
 from serve_app.model.paged_model import PagedModel
 from serve_app.model.pooling import read_pooling
 from serve_app.model.rope import fix_frequencies
+from serve_app.model.safetensors_files import check_complete, open_safetensors
 from serve_app.model.skeleton import empty_module, small_copy
 from serve_app.model.source_model import SourceModel
 from serve_app.model.token_samplers import pick_sampler
-from serve_app.model_files import ModelFiles, locate_model
+from serve_app.model_files import ModelFiles, check_model, locate_model
 
 logger = logging.getLogger(__name__)
 
@@ -46,9 +48,10 @@ def load_model(options: ModelOptions, on_progress: Progress | None = None) -> Pa
     files = locate_model(options.model)
     with quiet():
         cache_dir = Path(options.cache_dir).expanduser()
-        if files.gguf_file is not None and (mapped := _load_mapped(files, device, options, report)) is not None:
-            return mapped
+        check_model(files, max_model_len=None)
         pooling = read_pooling(files)
+        if (mapped := _load_mapped(files, device, options, report, pooling)) is not None:
+            return mapped
         embeds = pooling is not None
         module = read_checkpoint(files, options.dtype, device, cache_dir, report, embeds=embeds)
         return prepare(module.to(device), files.name, options, report, pooling or "last")
@@ -71,34 +74,48 @@ def prepare(
     return PagedModel(source.facts, executor, sampler, pooling)
 
 
-def _load_mapped(files: ModelFiles, device: torch.device, options: ModelOptions, report: Progress) -> PagedModel | None:
-    """The weights of a GGUF file straight into the layout of the CPU kernels, one tensor after the other.
+def _load_mapped(
+    files: ModelFiles, device: torch.device, options: ModelOptions, report: Progress, pooling: Pooling | None
+) -> PagedModel | None:
+    """The weights straight from their files into the layout of the CPU kernels, one tensor after the other.
 
-    None where the kernels are not wanted or cannot run the model: it is widened to floats then, as large as they are.
+    None where the kernels are not wanted or cannot run the model: transformers reads it then, as floats.
     """
     dtype = resolve_dtype(options.dtype, None, device)
     if cpu.demand_on(device, dtype, options) is Demand.NONE or files.path is None:
         return None
     try:
-        return _map(files.path, files.name, dtype, options, report)
+        return _map(files, dtype, options, report, pooling)
     except UnsupportedModelError as error:
-        logger.warning("model %s is widened to floats first: %s", files.name, error)
+        level = logging.WARNING if files.kind == "gguf" else logging.INFO
+        logger.log(level, "model %s is widened to floats first: %s", files.name, error)
         return None
 
 
 @torch.inference_mode()
-def _map(path: Path, name: str, dtype: torch.dtype, options: ModelOptions, report: Progress) -> PagedModel:
+def _map(
+    files: ModelFiles, dtype: torch.dtype, options: ModelOptions, report: Progress, pooling: Pooling | None
+) -> PagedModel:
     """Raises UnsupportedModelError, and ConfigError."""
-    report("reading gguf", 0.0)
-    file = GgufFile.open(path, Path(options.cache_dir).expanduser())
-    module = empty_module(file.config)
-    parameters = GgufParameters(file, module)
-    report("reading gguf", 1.0)
-    small = SourceModel.take(small_copy(file.config), name, options.max_model_len)
+    assert files.path is not None
+    reading = "reading gguf" if files.kind == "gguf" else "reading safetensors"
+    report(reading, 0.0)
+    if files.kind == "gguf":
+        checkpoint = open_gguf(files.path, Path(options.cache_dir).expanduser())
+    else:
+        checkpoint = open_safetensors(files.path)
+    module = empty_module(checkpoint.config)
+    if files.kind == "folder":
+        check_complete(checkpoint, module)
+    if checkpoint.generation_config is not None:
+        module.generation_config = checkpoint.generation_config
+    parameters = MappedParameters(checkpoint, module)
+    report(reading, 1.0)
+    small = SourceModel.take(small_copy(checkpoint.config), files.name, options.max_model_len)
     source = replace(small, facts=replace(small.facts.of_whole(module), dtype=dtype))
     fix_frequencies(module, source.facts.max_model_len)
     executor = cpu.load_mapped(source, module, parameters, options, report)
-    return PagedModel(source.facts, executor, pick_sampler(executor, source.facts), "last")
+    return PagedModel(source.facts, executor, pick_sampler(executor, source.facts), pooling or "last")
 
 
 def _device(name: str) -> torch.device:

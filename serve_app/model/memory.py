@@ -48,7 +48,7 @@ def size_kv_pool(model: PagedModel, kv_cache_gib: float | None, memory_fraction:
     pool may take. Raises ConfigError when the pool could not hold one request of max_model_len tokens.
     """
     needed = -(-model.max_model_len // model.block_size) + 1  # and the null block
-    budget = available_memory(model.device) * memory_fraction
+    budget = (available_memory(model.device) - model.mapped_bytes) * memory_fraction
     if kv_cache_gib is None and model.device.type == "cpu":
         kv_cache_gib = _DEFAULT_CPU_KV_CACHE_GIB
     if kv_cache_gib is not None:

@@ -86,6 +86,11 @@ class PagedModel:
             pair_flops=sum(2 * layer.num_heads * (layer.head_dim + layer.value_dim) for layer in self.facts.layers),
         )
 
+    @property
+    def mapped_bytes(self) -> int:
+        """See `ModelExecutor`."""
+        return self.executor.mapped_bytes
+
     def kv_bytes_per_block(self) -> int:
         """Memory of one KV block over all layers, in bytes."""
         return kv_cache.bytes_per_block(self.facts.layers, self.block_size, self.executor.cache_dtype)

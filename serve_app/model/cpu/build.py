@@ -14,6 +14,8 @@ import subprocess
 import tempfile
 from pathlib import Path
 
+from serve_app.one_writer import only_writer
+
 logger = logging.getLogger(__name__)
 
 SOURCES = Path(__file__).parent / "kernels"
@@ -68,7 +70,15 @@ def find_compiler() -> str | None:
 
 
 def load_library(build: str, cache_dir: Path) -> ctypes.CDLL:
-    """The compiled kernels, from `cache_dir` or compiled into it.
+    """The compiled kernels, see `compiled`. Raises KernelsUnavailableError."""
+    try:
+        return ctypes.CDLL(str(compiled(build, cache_dir)))
+    except OSError as error:
+        raise KernelsUnavailableError(" ".join(str(error).split())) from error
+
+
+def compiled(build: str, cache_dir: Path) -> Path:
+    """The library in `cache_dir`, compiled into it by the first process that asks; the others wait.
 
     Raises KernelsUnavailableError when there is no compiler, it fails, or the folder cannot be written.
     """
@@ -79,8 +89,10 @@ def load_library(build: str, cache_dir: Path) -> ctypes.CDLL:
     try:
         path = cache_dir / "kernels" / f"{build}-{_fingerprint(compiler, flags)}.so"
         if not path.exists():
-            _compile([compiler, *flags], path)
-        return ctypes.CDLL(str(path))
+            with only_writer(path):
+                if not path.exists():
+                    _compile([compiler, *flags], path)
+        return path
     except OSError as error:
         raise KernelsUnavailableError(" ".join(str(error).split())) from error
 
@@ -96,9 +108,7 @@ def _fingerprint(compiler: str, flags: list[str]) -> str:
 
 
 def _compile(command: list[str], target: Path) -> None:
-    target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent, prefix="tmp-") as scratch:
-        # Several processes may compile at once; the last rename wins, and all files are the same.
         output = Path(scratch) / target.name
         full = [*command, str(SOURCES / "kernels.c"), "-o", str(output), "-lm"]
         try:

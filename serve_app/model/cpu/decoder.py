@@ -8,8 +8,9 @@ that products take, keys and values in bfloat16; sums and all else in float32.
 """
 
 import ctypes
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -28,10 +29,12 @@ from serve_app.model.cpu.ops import (
     PackedPart,
     PackedWeight,
 )
+from serve_app.model.cpu.packed_file import Matrix, PackedFile, pack_all
 from serve_app.model.cpu.stored import Blocks, ModuleParameters, Parameters, StoredMatrix
 from serve_app.model.executors.base import OnCapture, UnsupportedModelError
 from serve_app.model.input_batch import PackedBatch
 from serve_app.model.llama import Linear, Llama
+from serve_app.model.options import Progress
 from serve_app.model.slot_memory import SlotMemory
 
 _PRODUCTS = ("qkv", "out", "gate_up", "down")
@@ -57,7 +60,8 @@ _ANY = {Arithmetic.EXACT: Format.F32, Arithmetic.INT8: Format.Q8, Arithmetic.BFL
 
 
 class CpuDecoder:
-    """A `ModelExecutor`. arithmetic: the mode. parameters: reads the weights of `model`.
+    """A `ModelExecutor`. arithmetic: the mode. parameters: reads the weights of `model`; where it can tell them from
+    others, they are kept packed in `cache_dir`.
 
     Raises UnsupportedModelError for shapes that the kernels cannot run.
     """
@@ -71,7 +75,8 @@ class CpuDecoder:
         *,
         arithmetic: Arithmetic,
         parameters: Parameters | None = None,
-        on_progress: Callable[[float], None] = lambda fraction: None,
+        cache_dir: Path | None = None,
+        report: Progress = lambda stage, fraction: None,
     ) -> None:
         _check(model)
         self.backend = CKernelAttention(kernels)
@@ -79,17 +84,14 @@ class CpuDecoder:
         self._kernels = kernels
         self._arithmetic = arithmetic
         packing = _Packing(kernels, parameters or ModuleParameters(), arithmetic)
-        tied = model.head.weights[0] is model.embedding
         self._vocabulary = model.embedding.shape[0]
         self._num_positions = model.cos.shape[0]
-        linears = [getattr(layer, name) for layer in model.layers for name in _PRODUCTS]
-        self._head, *weights = packing.pack_all([model.head, *linears], on_progress)
+        (self._head, *own), *weights = packing.pack_all(model, cache_dir, report)
+        self._embedding = own[0] if own else self._head
         self._weights = [
-            dict(zip(_PRODUCTS, weights[first : first + len(_PRODUCTS)], strict=True))
+            dict(zip(_PRODUCTS, (weight for (weight,) in weights[first : first + len(_PRODUCTS)]), strict=True))
             for first in range(0, len(weights), len(_PRODUCTS))
         ]
-        shares_head = tied and (self._head.exact or arithmetic is Arithmetic.BFLOAT16)
-        self._embedding = self._head if shares_head else packing.pack_embedding(model.embedding)
         self._vectors = [model.cos, model.sin]
         self._layers = (LayerStruct * len(model.layers))()
         self._struct = self._describe(model, packing.parameters)
@@ -107,8 +109,16 @@ class CpuDecoder:
     @property
     def weight_bytes(self) -> int:
         """See `ModelExecutor`."""
-        packed = [self._head, *(weight for weights in self._weights for weight in weights.values())]
-        return sum(weight.nbytes for weight in packed)
+        return sum(weight.nbytes for weight in self._products())
+
+    @property
+    def mapped_bytes(self) -> int:
+        """See `ModelExecutor`."""
+        own = [] if self._embedding is self._head else [self._embedding]
+        return sum(weight.mapped_bytes for weight in [*self._products(), *own])
+
+    def _products(self) -> list[PackedWeight]:
+        return [self._head, *(weight for weights in self._weights for weight in weights.values())]
 
     @property
     def token_cost(self) -> float:
@@ -185,33 +195,44 @@ class _Packing:
         self._kernels = kernels
         self._arithmetic = arithmetic
 
-    def pack_all(self, linears: Sequence[Linear], on_progress: Callable[[float], None]) -> list[PackedWeight]:
-        """In as many threads as torch's operations have."""
-        packed = []
-        with ThreadPoolExecutor(torch.get_num_threads()) as pool:
-            for weight in pool.map(self.pack, linears):
-                packed.append(weight)
-                on_progress(len(packed) / len(linears))
-        return packed
+    def pack_all(self, model: Llama, cache_dir: Path | None, report: Progress) -> list[list[PackedWeight]]:
+        """The head, with the embedding where that is another matrix, and each layer's products."""
+        linears = [model.head, *(getattr(layer, name) for layer in model.layers for name in _PRODUCTS)]
+        jobs = [partial(self._pack_head, model), *(partial(self._pack, linear) for linear in linears[1:])]
+        identity = self.parameters.identity
+        file = None
+        if cache_dir is not None and identity is not None:
+            file = PackedFile.of(cache_dir, identity, self._arithmetic.name, self._kernels.library)
+        packed = pack_all(jobs, file, report)
+        return [
+            [PackedWeight(matrices[0], self._bias(linear), self._kernels.panel)]
+            + [PackedWeight(matrix, None, self._kernels.panel) for matrix in matrices[1:]]
+            for linear, matrices in zip(linears, packed, strict=True)
+        ]
 
-    def pack(self, linear: Linear) -> PackedWeight:
+    def _bias(self, linear: Linear) -> Tensor | None:
+        biases = [self.parameters.vector(bias) for bias in linear.biases]
+        return torch.cat(biases) if biases else None
+
+    def _pack_head(self, model: Llama) -> list[Matrix]:
+        """An embedding is packed exactly in int8 mode too: its rows are no products."""
+        (head,) = self._pack(model.head)
+        serves_both = self._arithmetic is Arithmetic.BFLOAT16 or all(part.exact for part in head)
+        if model.head.weights[0] is model.embedding and serves_both:
+            return [head]
+        arithmetic = Arithmetic.EXACT if self._arithmetic is Arithmetic.INT8 else self._arithmetic
+        return [head, [self._pack_alike([self.parameters.matrix(model.embedding)], arithmetic)]]
+
+    def _pack(self, linear: Linear) -> list[Matrix]:
         """The modules that it joins may differ in format, if their outputs are whole panels."""
         matrices = [self.parameters.matrix(weight) for weight in linear.weights]
-        biases = [self.parameters.vector(bias) for bias in linear.biases]
         whole = all(matrix.outputs % self._kernels.panel == 0 for matrix in matrices[:-1])
         alike = len({matrix.blocks for matrix in matrices}) == 1
         groups = [[matrix] for matrix in matrices] if whole and not alike else [matrices]
         parts = [self._pack_alike(group, self._arithmetic) for group in groups]
         for weight in linear.weights:
             self.parameters.release(weight)
-        return PackedWeight(parts, torch.cat(biases) if biases else None, self._kernels.panel)
-
-    def pack_embedding(self, embedding: Tensor) -> PackedWeight:
-        """Exactly in int8 mode too: its rows are no products."""
-        arithmetic = Arithmetic.EXACT if self._arithmetic is Arithmetic.INT8 else self._arithmetic
-        return PackedWeight(
-            [self._pack_alike([self.parameters.matrix(embedding)], arithmetic)], None, self._kernels.panel
-        )
+        return [parts]
 
     def _pack_alike(self, matrices: Sequence[StoredMatrix], arithmetic: Arithmetic) -> PackedPart:
         exactly = arithmetic is Arithmetic.EXACT

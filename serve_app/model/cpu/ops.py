@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from serve_app.model.attention.base import AttentionBatch, AttentionLayer
@@ -106,9 +107,10 @@ class _BatchStruct(ctypes.Structure):
 
 @dataclass(frozen=True, slots=True)
 class PackedPart:
-    """Some outputs of a matrix in panels of one format. exact: whether it has the values that were packed."""
+    """Some outputs of a matrix in panels of one format. data: uint8, contiguous; not writable where it is mapped from a
+    file. exact: whether it has the values that were packed."""
 
-    data: Tensor
+    data: NDArray[np.uint8]
     format: Format
     outputs: int
     inputs: int
@@ -131,7 +133,7 @@ class PackedWeight:
         for part in parts:
             count = -(-part.outputs // panel)
             size = part.data.nbytes // count
-            first = part.data.data_ptr()
+            first = part.data.ctypes.data
             panels += [PanelStruct(first + index * size, part.format) for index in range(count)]
         self._panels = (PanelStruct * len(panels))(*panels)
         self.padded_outputs = panel * len(panels)
@@ -142,6 +144,11 @@ class PackedWeight:
     def nbytes(self) -> int:
         """Memory of the panels."""
         return sum(part.data.nbytes for part in self.parts)
+
+    @property
+    def mapped_bytes(self) -> int:
+        """Of `nbytes`, what is mapped from a file."""
+        return sum(part.data.nbytes for part in self.parts if not part.data.flags.writeable)
 
     def struct(self) -> WeightStruct:
         """For C; valid while this object lives."""
@@ -203,7 +210,7 @@ class Kernels:
         if inputs % self._library.weight_block(format):
             return None
         panels = -(-outputs // self.panel)
-        data = torch.zeros(panels * self._library.weight_panel_bytes(format, inputs), dtype=torch.uint8)
+        data = torch.zeros(panels * self._library.weight_panel_bytes(format, inputs), dtype=torch.uint8).numpy()
         offset = 0
         for matrix in matrices:
             row_bytes = self._library.file_row_bytes(matrix.blocks, inputs)
@@ -214,7 +221,7 @@ class Kernels:
                 matrix.blocks,
                 None if matrix.order is None else matrix.order.ctypes.data,
                 *(matrix.outputs, inputs),
-                *(format, exactly, offset, data.data_ptr()),
+                *(format, exactly, offset, data.ctypes.data),
             )
             if not packed:
                 return None

@@ -50,6 +50,11 @@ class StoredMatrix:
 class Parameters(Protocol):
     """Reads the weights of a module's parameters, which may have none themselves (on torch's device "meta")."""
 
+    @property
+    def identity(self) -> tuple[str, str] | None:
+        """Where they are, and what changes with them; None where nothing tells them from others."""
+        ...
+
     def matrix(self, parameter: Tensor) -> StoredMatrix:
         """One of two dimensions."""
         ...
@@ -65,6 +70,8 @@ class Parameters(Protocol):
 
 class ModuleParameters:
     """`Parameters` of a module that has its weights."""
+
+    identity = None
 
     def matrix(self, parameter: Tensor) -> StoredMatrix:
         """See `Parameters`."""

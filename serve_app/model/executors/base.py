@@ -84,6 +84,11 @@ class ModelExecutor(Protocol):
         ...
 
     @property
+    def mapped_bytes(self) -> int:
+        """Of all weights, what is mapped from files: needed, though the system calls such memory available."""
+        ...
+
+    @property
     def token_cost(self) -> float:
         """The time that one more token adds to a step of few tokens, as a fraction of that step's."""
         ...

@@ -62,7 +62,8 @@ def load_mapped(
         recognise(module, module.base_model, source.facts.layers, source.facts.max_model_len),
         arithmetic=_arithmetic(source.facts, options),
         parameters=parameters,
-        on_progress=lambda fraction: report("loading weights", fraction),
+        cache_dir=Path(options.cache_dir).expanduser(),
+        report=report,
     )
     check_finite(decoder, source.facts.name, source.facts.vocab_size, source.facts.layers)
     return decoder

@@ -50,6 +50,7 @@ class TransformersExecutor:
     """A `ModelExecutor`. Takes the source's modules over, rewires them and makes them faster."""
 
     quantization = "none"
+    mapped_bytes = 0
     token_cost = MEMORY_BOUND_TOKEN_COST
 
     def __init__(self, source: SourceModel, backend: AttentionBackend, on_progress: Callable[[float], None]) -> None:

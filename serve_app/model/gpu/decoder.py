@@ -54,6 +54,7 @@ class GpuDecoder:
     """
 
     token_cost = MEMORY_BOUND_TOKEN_COST
+    mapped_bytes = 0
 
     def __init__(
         self, model: Llama, backend: TritonAttention, max_model_len: int, *, fp8: bool = False, fp8_cache: bool = False

@@ -1,0 +1,109 @@
+"""A checkpoint's weights where they lie in their files, mapped: by their names in transformers' module.
+
+Decides nothing of a file's format: `gguf_file` and `safetensors_files` say what is where. Weights are never copied,
+but for vectors.
+"""
+
+import mmap
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from serve_app.errors import ConfigError
+from serve_app.model.cpu.stored import Blocks, StoredMatrix
+
+_VECTORS = {Blocks.F32: torch.float32, Blocks.F16: torch.float16, Blocks.BF16: torch.bfloat16}
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """Where a parameter is. blocks: as in `Blocks`; heads: 0, or of how many heads the rows are, each with its two
+    halves by turns; file: which of the checkpoint's."""
+
+    offset: int
+    num_bytes: int
+    blocks: int
+    shape: tuple[int, ...]
+    heads: int = 0
+    file: int = 0
+
+
+class MappedCheckpoint:
+    """The parameters of a causal LM, and what else makes its module. source: where it is, in messages."""
+
+    def __init__(
+        self,
+        source: Path,
+        files: list[Path],
+        config: Any,
+        tensors: Mapping[str, StoredTensor],
+        generation_config: Any = None,
+    ) -> None:
+        self.source = source
+        self.config = config
+        self.generation_config = generation_config
+        self.tensors = tensors
+        states = [path.stat() for path in files]
+        self.identity = (str(source.resolve()), " ".join(f"{state.st_size}:{state.st_mtime_ns}" for state in states))
+        """See `Parameters`."""
+        self._maps = [_map(path) for path in files]
+
+    def bytes(self, name: str) -> NDArray[np.uint8]:
+        """A tensor's, uint8, mapped."""
+        tensor = self.tensors[name]
+        return np.frombuffer(self._maps[tensor.file], np.uint8, tensor.num_bytes, tensor.offset)
+
+    def forget(self, name: str) -> None:
+        """Let the system have back the memory of a tensor that was read. Reading it again reads the file again."""
+        tensor = self.tensors[name]
+        first = tensor.offset // mmap.PAGESIZE * mmap.PAGESIZE
+        self._maps[tensor.file].madvise(mmap.MADV_DONTNEED, first, tensor.offset + tensor.num_bytes - first)
+
+
+class MappedParameters:
+    """`Parameters` of a module without weights, from a checkpoint."""
+
+    def __init__(self, checkpoint: MappedCheckpoint, module: Any) -> None:
+        """Raises ConfigError when tensors are missing or have other shapes."""
+        self.identity = checkpoint.identity
+        self._checkpoint = checkpoint
+        self._names = {id(parameter): name for name, parameter in module.named_parameters()}
+        for name, parameter in module.named_parameters():
+            if name not in checkpoint.tensors:
+                raise ConfigError(f"model: {checkpoint.source}: weights are missing: {name}")
+            if tuple(parameter.shape) != checkpoint.tensors[name].shape:
+                raise ConfigError(f"model: {checkpoint.source}: weights have the wrong shape: {name}")
+
+    def matrix(self, parameter: Tensor) -> StoredMatrix:
+        """See `Parameters`."""
+        name = self._names[id(parameter)]
+        tensor = self._checkpoint.tensors[name]
+        outputs, inputs = tensor.shape
+        order = interleaved(outputs, tensor.heads) if tensor.heads else None
+        return StoredMatrix(self._checkpoint.bytes(name), Blocks(tensor.blocks), outputs, inputs, order)
+
+    def vector(self, parameter: Tensor) -> Tensor:
+        """See `Parameters`."""
+        name = self._names[id(parameter)]
+        numbers = torch.from_numpy(self._checkpoint.bytes(name).copy())
+        return numbers.view(_VECTORS[Blocks(self._checkpoint.tensors[name].blocks)]).float()
+
+    def release(self, parameter: Tensor) -> None:
+        """See `Parameters`."""
+        self._checkpoint.forget(self._names[id(parameter)])
+
+
+def interleaved(outputs: int, heads: int) -> NDArray[np.int64]:
+    """Which row of the file is which output's, where a head's two halves are by turns."""
+    return np.arange(outputs).reshape(heads, -1, 2).swapaxes(1, 2).reshape(-1)
+
+
+def _map(path: Path) -> mmap.mmap:
+    with path.open("rb") as file:
+        return mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)

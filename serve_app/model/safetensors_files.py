@@ -1,0 +1,71 @@
+"""A folder of safetensors files as a `MappedCheckpoint`, for the models whose files name what their modules have.
+
+Others, quantized ones among them, are transformers' to read.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoConfig, GenerationConfig
+
+from serve_app.model.cpu.stored import Blocks
+from serve_app.model.executors.base import UnsupportedModelError
+from serve_app.model.mapped_checkpoint import MappedCheckpoint, StoredTensor
+
+_BLOCKS = {"F32": Blocks.F32, "F16": Blocks.F16, "BF16": Blocks.BF16}
+_WHOLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+_MAX_HEADER_BYTES = 100_000_000
+"""The format's own limit."""
+
+
+def open_safetensors(folder: Path) -> MappedCheckpoint:
+    """Raises UnsupportedModelError for what only transformers can read, or refuse in its own words."""
+    try:
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        generation = GenerationConfig.from_pretrained(folder) if (folder / "generation_config.json").is_file() else None
+        files = _files(folder)
+        tensors = {name: tensor for number, path in enumerate(files) for name, tensor in _tensors(path, number)}
+    except Exception as error:  # transformers' validators and a header that makes no sense raise whatever it provokes
+        raise UnsupportedModelError(f"{folder} is not read as it is: {' '.join(str(error).split())[:200]}") from error
+    if getattr(config, "quantization_config", None) is not None:
+        raise UnsupportedModelError("its weights are quantized")
+    return MappedCheckpoint(folder, files, config, tensors, generation)
+
+
+def check_complete(checkpoint: MappedCheckpoint, module: Any) -> None:
+    """Raise UnsupportedModelError unless the files have the module's parameters, and nothing else but a tied head."""
+    known = dict(module.named_parameters())
+    found = checkpoint.tensors.keys() - module.state_dict().keys()
+    missing = known.keys() - checkpoint.tensors.keys()
+    if missing or found:
+        raise UnsupportedModelError(f"its files and its module differ: {', '.join(sorted(missing | found)[:3])}")
+    for name, parameter in known.items():
+        if len(parameter.shape) > 2:
+            raise UnsupportedModelError(f"{name} is no matrix")
+
+
+def _files(folder: Path) -> list[Path]:
+    if (folder / _WHOLE).is_file():
+        return [folder / _WHOLE]
+    return [folder / name for name in sorted({*json.loads((folder / _INDEX).read_text())["weight_map"].values()})]
+
+
+def _tensors(path: Path, number: int) -> list[tuple[str, StoredTensor]]:
+    """What the file's header names. Raises whatever one that makes no sense provokes."""
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if length > min(_MAX_HEADER_BYTES, size - 8):
+            raise ValueError(f"{path} is cut off")
+        header = json.loads(file.read(length))
+    found = []
+    for name, entry in header.items():
+        if name == "__metadata__":
+            continue
+        first, end = entry["data_offsets"]
+        if not 0 <= first <= end <= size - 8 - length:
+            raise ValueError(f"{path} is cut off")
+        blocks, shape = _BLOCKS[entry["dtype"]], tuple(entry["shape"])
+        found.append((name, StoredTensor(8 + length + first, end - first, blocks, shape, file=number)))
+    return found

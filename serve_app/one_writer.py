@@ -1,0 +1,23 @@
+"""Lets one of several processes make a file that all of them want, while the others wait for it."""
+
+import fcntl
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+
+@contextmanager
+def only_writer(target: Path, on_wait: Callable[[], None] = lambda: None) -> Iterator[None]:
+    """Nobody else has this open for `target`, or for another file whose name begins alike up to its first `-`.
+
+    Makes the folder; `on_wait` is called before waiting for another process. Raises OSError where that cannot be
+    written. The lock ends with the process that holds it.
+    """
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with target.with_name(f"{target.name.partition('-')[0]}.lock").open("a") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            on_wait()
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        yield

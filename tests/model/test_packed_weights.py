@@ -1,0 +1,123 @@
+"""Packed weights on disk: mapped, shared by processes, replaced, and done without where the disk takes none."""
+
+import multiprocessing
+import os
+import re
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from load_tests.random_gguf import write_gguf
+from serve_app.model.loader import load_model
+from serve_app.model.options import ModelOptions
+from serve_app.model.paged_model import PagedModel
+from tests.model.stepping import Sequences
+from tests.model.test_gguf_file import config, kinds
+from tests.models import needs_compiler
+
+pytestmark = needs_compiler
+
+TOKENS = torch.arange(3, 40) * 7 % 288
+
+
+@pytest.fixture
+def gguf(tmp_path: Path) -> Path:
+    from gguf import GGMLQuantizationType as Kind
+
+    return write_gguf(tmp_path / "small.gguf", config(tied=True), kinds(Kind.Q8_0, ffn_down=Kind.Q4_0))
+
+
+def load(path: Path, news: list[str] | None = None, **options: Any) -> PagedModel:
+    report = None if news is None else (lambda stage, fraction: news.append(stage))
+    return load_model(ModelOptions(model=str(path), cache_dir=str(path.parent / "cache"), **options), report)
+
+
+def logits(model: PagedModel) -> torch.Tensor:
+    model.allocate_kv_cache(8)
+    return Sequences(model, [TOKENS], [[1, 2, 3]]).step({0: len(TOKENS)})[0]
+
+
+def packed_files(path: Path) -> list[Path]:
+    return sorted((path.parent / "cache" / "packed").glob("*.weights"))
+
+
+@pytest.mark.parametrize("quantization", ["none", "int8"])
+def test_a_second_start_maps_what_the_first_has_packed(gguf: Path, quantization: str) -> None:
+    first = load(gguf, quantization=quantization)
+    news: list[str] = []
+    second = load(gguf, news, quantization=quantization)
+    assert "loading weights" not in news
+    assert "mapping weights" in news
+    assert second.mapped_bytes == first.mapped_bytes >= second.cost.weight_bytes
+    assert torch.equal(logits(second), logits(first))
+    (gguf.parent / "cache" / "packed").rename(gguf.parent / "kept")
+    (gguf.parent / "cache" / "packed").touch()  # where a folder should be
+    in_memory = load(gguf, quantization=quantization)
+    assert in_memory.mapped_bytes == 0
+    assert torch.equal(logits(in_memory), logits(first))
+
+
+def test_each_mode_keeps_its_file_and_a_changed_model_replaces_them(gguf: Path) -> None:
+    load(gguf, quantization="none")
+    load(gguf, quantization="int8")
+    before = packed_files(gguf)
+    assert len(before) == 2
+    os.utime(gguf, ns=(0, 0))
+    changed = load(gguf, quantization="none")
+    after = packed_files(gguf)
+    assert len(after) == 2
+    assert len({*before} & {*after}) == 1
+    assert changed.mapped_bytes > 0
+
+
+@pytest.mark.parametrize("damage", [lambda whole: whole[:-9], lambda whole: b"", lambda whole: whole + b"more"])
+def test_a_damaged_file_is_named_and_not_used(
+    gguf: Path, damage: Callable[[bytes], bytes], caplog: pytest.LogCaptureFixture
+) -> None:
+    expected = logits(load(gguf))
+    (path,) = packed_files(gguf)
+    path.write_bytes(damage(path.read_bytes()))
+    model = load(gguf)
+    assert model.mapped_bytes == 0
+    assert f"cannot keep {path}" in caplog.text
+    assert torch.equal(logits(model), expected)
+
+
+def test_processes_that_start_at_once_share_the_memory(gguf: Path) -> None:
+    """Each of two that find nothing there: one packs, both map the same file."""
+    context = multiprocessing.get_context("spawn")
+    pipes = [context.Pipe() for _ in range(2)]
+    processes = [context.Process(target=_load_and_wait, args=(gguf, theirs)) for _, theirs in pipes]
+    for process in processes:
+        process.start()
+    try:
+        mapped = {ours.recv() for ours, _ in pipes}
+        found = [_of_file(process.pid, packed_files(gguf)[0]) for process in processes]
+    finally:
+        for ours, _ in pipes:
+            ours.send(None)
+        for process in processes:
+            process.join()
+    assert len(mapped) == 1
+    for sizes in found:
+        assert sizes["Rss"] > 0
+        assert sizes["Pss"] <= sizes["Rss"] // 2 + 4
+        assert sizes["Private_Dirty"] == 0
+
+
+def _load_and_wait(path: Path, pipe: Connection) -> None:
+    model = load(path)
+    logits(model)
+    pipe.send(model.mapped_bytes)
+    pipe.recv()
+
+
+def _of_file(pid: int | None, path: Path) -> dict[str, int]:
+    """KiB of a process's mapping of a file, as the kernel counts them."""
+    text = Path(f"/proc/{pid}/smaps").read_text()
+    _, _, entry = text.partition(str(path))
+    return {name: int(size) for name, size in re.findall(r"^(\w+): +(\d+) kB$", entry.partition("VmFlags")[0], re.M)}
