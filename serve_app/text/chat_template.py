@@ -9,14 +9,16 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jinja2
-from transformers import PreTrainedTokenizerBase
 
 from serve_app.errors import InvalidRequestError
 from serve_app.text.hermes import as_text
 from serve_app.text.tool_format import ToolFormat
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 _MAX_MESSAGE = 500
 _CANNOT_RENDER = (
@@ -68,7 +70,7 @@ def _with_text_arguments(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def encode_chat(
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: "PreTrainedTokenizerBase",
     encode: Callable[[str], list[int]],
     control_tokens: Sequence[str],
     messages: Sequence[dict[str, Any]],

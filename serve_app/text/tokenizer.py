@@ -10,16 +10,14 @@ from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import tokenizers
-import transformers
-from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from serve_app.errors import ConfigError
 from serve_app.gguf_header import in_transformers
 from serve_app.grammars import Grammars, Vocabulary
-from serve_app.model_files import ModelFiles, locate_model
+from serve_app.model_files import CACHE_DIR, ModelFiles, locate_model
 from serve_app.text.chat_template import Ending, encode_chat, takes_role, template_variables, write_calls
 from serve_app.text.detokenizer import Detokenizer
 from serve_app.text.fill_in_the_middle import FillInTheMiddle
@@ -34,15 +32,17 @@ from serve_app.text.tool_format import (
     find_tool_format,
 )
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
 _TAIL = 32
 """Tokens of a prompt's end that hold the mark of a reasoning, if it ends with one."""
-DEFAULT_CACHE_DIR = Path("~/.cache/serve_app")
 
 
 class Tokenizer:
     """Wraps a fast transformers tokenizer. All methods only read, so any thread may call them."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, name: str, tools: str = "auto") -> None:
+    def __init__(self, tokenizer: "PreTrainedTokenizerBase", name: str, tools: str = "auto") -> None:
         """tools: `auto`, or `hermes` where the chat template shall not decide how calls of tools are written.
 
         Raises `ConfigError` for a tokenizer without the fast (Rust) backend.
@@ -220,7 +220,7 @@ def _has_calls(messages: Sequence[dict[str, Any]]) -> bool:
     return any(message["role"] == "tool" or "tool_calls" in message for message in messages)
 
 
-def load_tokenizer(model: str, cache_dir: Path | None = DEFAULT_CACHE_DIR, *, tools: str = "auto") -> Tokenizer:
+def load_tokenizer(model: str, cache_dir: Path | None = CACHE_DIR, *, tools: str = "auto") -> Tokenizer:
     """Load the tokenizer of "default", a local folder, a .gguf file or a hub id; `tools` as for `Tokenizer`.
 
     Raises `ConfigError`.
@@ -239,7 +239,7 @@ def load_tokenizer(model: str, cache_dir: Path | None = DEFAULT_CACHE_DIR, *, to
         raise ConfigError(f"model: no usable tokenizer in {files.path or files.source}: {reason}") from error
 
 
-def _load(files: ModelFiles) -> PreTrainedTokenizerBase:
+def _load(files: ModelFiles) -> "PreTrainedTokenizerBase":
     from transformers import AutoTokenizer  # imports torch, which a start from the cache does without
 
     with in_transformers() if files.kind == "gguf" else nullcontext():
@@ -248,9 +248,11 @@ def _load(files: ModelFiles) -> PreTrainedTokenizerBase:
         )
 
 
-def _load_cached(files: ModelFiles, cache_dir: Path | None) -> PreTrainedTokenizerBase:
+def _load_cached(files: ModelFiles, cache_dir: Path | None) -> "PreTrainedTokenizerBase":
     if cache_dir is None or files.path is None:
         return _load(files)
+    import transformers  # half a second, which those who only name this module do without
+
     cache_dir = cache_dir.expanduser()
     stat = files.path.stat()
     identity = f"{files.path}|{stat.st_size}|{stat.st_mtime_ns}|{transformers.__version__}"
@@ -261,10 +263,10 @@ def _load_cached(files: ModelFiles, cache_dir: Path | None) -> PreTrainedTokeniz
         if not (folder / "tokenizer.json").is_file():
             return tokenizer
     # Also where it has just been written: what comes out must not depend on who came first.
-    return PreTrainedTokenizerFast.from_pretrained(folder)
+    return transformers.PreTrainedTokenizerFast.from_pretrained(folder)
 
 
-def _keep(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+def _keep(tokenizer: "PreTrainedTokenizerBase", folder: Path) -> None:
     """Write the whole folder or nothing; several processes may try at once, and a read-only disk is no error."""
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from serve_app.model.attention.base import AttentionBatch, AttentionLayer, LayerCache
 from serve_app.model.cpu.ops import PAGE, Batch, Kernels
+from serve_app.model.cpu.pages import lazy_zeros
 
 
 class CKernelAttention:
@@ -33,8 +34,8 @@ class CKernelAttention:
             raise ValueError(f"no {dtype} on {device}")
         shape = (num_blocks, layer.num_kv_heads)
         return LayerCache(
-            torch.zeros(*shape, layer.head_dim, self.block_size, dtype=dtype),
-            torch.zeros(*shape, self.block_size, layer.head_dim, dtype=dtype),
+            lazy_zeros((*shape, layer.head_dim, self.block_size), dtype),
+            lazy_zeros((*shape, self.block_size, layer.head_dim), dtype),
         )
 
     def warm_up(self, layer: AttentionLayer, dtype: torch.dtype, cache: LayerCache) -> None:
