@@ -94,6 +94,8 @@ def _write(target: PackedFile, jobs: Sequence[Job], report: Progress) -> None:
             text = json.dumps({"source": str(target.source), "index": index}).encode()
             file.write(text + len(text).to_bytes(8, "little"))
             os.fsync(file.fileno())
+            # Read again in huge pages: they fall to pieces where threads write in the order in which they finish.
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         unfinished.rename(target.path)
     _remove_others(target.path)
 
