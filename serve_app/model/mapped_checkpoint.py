@@ -49,8 +49,8 @@ class MappedCheckpoint:
         self.config = config
         self.generation_config = generation_config
         self.tensors = tensors
-        states = [path.stat() for path in files]
-        self.identity = (str(source.resolve()), " ".join(f"{state.st_size}:{state.st_mtime_ns}" for state in states))
+        states = [f"{state.st_size}:{state.st_mtime_ns}" for state in map(Path.stat, files)]
+        self.identity = (str(source.resolve()), " ".join([*states, config.to_json_string()]))
         """See `Parameters`."""
         self._maps = [_map(path) for path in files]
 

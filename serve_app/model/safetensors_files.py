@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from transformers import AutoConfig, GenerationConfig
 
 from serve_app.model.cpu.stored import Blocks
@@ -34,15 +35,22 @@ def open_safetensors(folder: Path) -> MappedCheckpoint:
 
 
 def check_complete(checkpoint: MappedCheckpoint, module: Any) -> None:
-    """Raise UnsupportedModelError unless the files have the module's parameters, and nothing else but a tied head."""
+    """Raise UnsupportedModelError unless the files have the module's parameters, and nothing else but a second copy of
+    what the module ties: transformers unties what differs."""
     known = dict(module.named_parameters())
-    found = checkpoint.tensors.keys() - module.state_dict().keys()
+    named = module.state_dict(keep_vars=True)
+    found = checkpoint.tensors.keys() - named.keys()
     missing = known.keys() - checkpoint.tensors.keys()
     if missing or found:
         raise UnsupportedModelError(f"its files and its module differ: {', '.join(sorted(missing | found)[:3])}")
     for name, parameter in known.items():
         if len(parameter.shape) > 2:
             raise UnsupportedModelError(f"{name} is no matrix")
+    names = {id(parameter): name for name, parameter in known.items()}
+    for name in checkpoint.tensors.keys() - known.keys():
+        twin = names.get(id(named[name]))
+        if twin is None or not np.array_equal(checkpoint.bytes(name), checkpoint.bytes(twin)):
+            raise UnsupportedModelError(f"{name} is no copy of what it is tied to")
 
 
 def _files(folder: Path) -> list[Path]:

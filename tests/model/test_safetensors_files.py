@@ -35,6 +35,11 @@ def load(folder: Path, news: list[str], **options: Any) -> PagedModel:
     )
 
 
+def change_config(folder: Path, **values: Any) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
+
+
 def logits(model: PagedModel) -> torch.Tensor:
     model.allocate_kv_cache(8)
     return Sequences(model, [TOKENS], [[1, 2, 3, 4]]).step({0: len(TOKENS)})[0]
@@ -51,6 +56,30 @@ def test_logits_are_those_of_the_widened_weights(tmp_path: Path, arch: str, dtyp
     exact = logits(load(folder, news, quantization="none"))
     assert list(dict.fromkeys(news)) == ["reading safetensors", "verifying", "loading weights", "mapping weights"]
     assert float((exact - expected).abs().max() / expected.std()) < 1e-3
+
+
+def test_a_head_that_differs_from_what_the_configuration_ties_it_to_is_used(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    save(folder, "llama", torch.float32)
+    assert "lm_head.weight" in load_file(folder / "model.safetensors")
+    change_config(folder, tie_word_embeddings=True)
+    with torch.no_grad():
+        expected = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()(TOKENS[None]).logits[0]
+    found = logits(load(folder, [], quantization="none"))
+    assert float((found - expected).abs().max() / expected.std()) < 1e-3
+
+
+def test_a_changed_configuration_is_not_served_from_what_was_packed_before(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    save(folder, "llama", torch.float32)
+    tensors = load_file(folder / "model.safetensors")
+    save_file({**tensors, "lm_head.weight": tensors["model.embed_tokens.weight"].clone()}, folder / "model.safetensors")
+    load(folder, [], quantization="none")
+    change_config(folder, tie_word_embeddings=True)
+    news: list[str] = []
+    load(folder, news, quantization="none")
+    assert "loading weights" in news
+    assert "mapping weights" in news
 
 
 def test_many_files_and_the_end_of_a_text_that_stands_in_the_generation_config(tmp_path: Path) -> None:
