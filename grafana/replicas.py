@@ -7,9 +7,10 @@ LOAD: Row = (
     [
         lines(
             "Running",
-            "Running sequences",
+            "Running sequences, and how many may run",
             "none",
             (f"serve_app_requests_running{{{ENGINE}}}", "{{replica}} on {{node}}"),
+            (f"serve_app_max_num_seqs{{{ENGINE}}}", "at most, {{replica}}"),
         ),
         lines(
             "Output",
