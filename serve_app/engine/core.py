@@ -128,11 +128,11 @@ class EngineCore:
         progress("warming up")
         largest_step_s = run_largest_step(self._runner, config.max_num_batched_tokens, config.max_num_seqs)
         num_blocks = size_kv_pool(model, config.kv_cache_gib, config.memory_fraction)
-        progress(f"allocating {num_blocks} KV blocks of {model.block_size} tokens")
-        self._runner.allocate_kv_cache(num_blocks)
         if config.auto_seats:
             config = _with_seats(config, self._runner, num_blocks, limits, progress)
         self.config = config
+        progress(f"allocating {num_blocks} KV blocks of {model.block_size} tokens")
+        self._runner.allocate_kv_cache(num_blocks)  # the last, since the system gives the memory beside what follows
         model.capture(config.max_num_seqs, lambda done, of: progress(f"capturing graphs: {done} of {of}"))
         self._scheduler = Scheduler(
             SchedulerConfig(

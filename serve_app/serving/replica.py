@@ -100,6 +100,7 @@ class EngineReplica:
         admits = admits_to_replicas_metrics(settings.ingress, self._metrics_key)
         self._metrics_address = open_metrics_port(self._metrics.registry, settings.metrics_host, pages, admits)
         self._link_address = await self._links.listen(node_address())
+        gc.freeze()  # the first collection would visit them all, for 0.2 s of the first requests' time
         gc.enable()
 
     async def __del__(self) -> None:
