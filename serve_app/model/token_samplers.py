@@ -9,7 +9,8 @@ from torch import Tensor
 
 from serve_app.model.executors.base import ModelExecutor
 from serve_app.model.input_batch import SamplingRows
-from serve_app.model.sampler import PendingSample, sample
+from serve_app.model.sampler import PendingSample, Sampled, sample
+from serve_app.model.sampling_columns import Column
 from serve_app.model.source_model import ModelFacts
 
 logger = logging.getLogger(__name__)
@@ -25,13 +26,18 @@ class TokenSampler(Protocol):
 
 
 class HostSampler:
-    """Reads the logits on the host."""
+    """Reads the logits on the host; where only the largest counts, lets the executor look for it."""
 
     def __init__(self, executor: ModelExecutor, eos_token_ids: Sequence[int]) -> None:
         self._executor, self._eos_token_ids = executor, eos_token_ids
 
     def __call__(self, hidden: Tensor, rows: SamplingRows, history: Tensor) -> PendingSample:
         """See `TokenSampler`."""
+        likeliest = self._executor.likeliest
+        if likeliest is not None and rows.is_plain and not rows.parameters[:, Column.TEMPERATURE].any():
+            token_ids: list[int] = likeliest(hidden).tolist()
+            if min(token_ids) >= 0:
+                return Sampled(token_ids)
         return sample(wide_logits(self._executor, hidden), rows.slots, rows.parameters, self._eos_token_ids, rows.masks)
 
 

@@ -149,6 +149,10 @@ class CpuDecoder:
         """See `ModelExecutor`."""
         return self._kernels.linear(self._head, hidden, self._arithmetic)
 
+    def likeliest(self, hidden: Tensor) -> Tensor:
+        """See `ModelExecutor`."""
+        return self._kernels.likeliest(self._head, hidden, self._arithmetic)
+
     def _describe(self, model: Llama, parameters: Parameters) -> DecoderStruct:
         """The structs for C. What they point to is kept by this object."""
 

@@ -232,17 +232,27 @@ class Kernels:
         """x [rows, inputs] float32 -> [rows, outputs] float32. In 8 bits or bfloat16 x is rounded first.
 
         Raises ValueError for bfloat16 where weight or machine have none."""
+        out = torch.empty(x.shape[0], weight.padded_outputs)
+        self._product(self._library.linear, weight, x, arithmetic, out)
+        return out[:, : weight.outputs]
+
+    def likeliest(self, weight: PackedWeight, x: Tensor, arithmetic: Arithmetic) -> Tensor:
+        """As `linear`, but of each row the first of its largest outputs, int64 [rows]; -1 where any is not finite."""
+        ids = torch.empty(x.shape[0], dtype=torch.int64)
+        self._product(self._library.likeliest, weight, x, arithmetic, ids, weight.outputs)
+        return ids
+
+    def _product(
+        self, run: Any, weight: PackedWeight, x: Tensor, arithmetic: Arithmetic, out: Tensor, *sizes: int
+    ) -> None:
         rows, inputs = x.shape
         if arithmetic is Arithmetic.BFLOAT16 and not (self.multiplies_bfloat16 and weight.bfloat16):
             raise ValueError("no product in bfloat16")
         if inputs != weight.inputs:
             raise ValueError(f"{inputs} inputs for a weight of {weight.inputs}")
-        x, struct = x.contiguous(), weight.struct()
-        out = torch.empty(rows, weight.padded_outputs)
-        memory = self._workspace(self._library.linear_workspace(ctypes.byref(struct), rows))
-        pool = self._threads()
-        self._library.linear(pool, ctypes.byref(struct), arithmetic, x.data_ptr(), rows, memory, out.data_ptr())
-        return out[:, : weight.outputs]
+        x, struct = x.contiguous(), ctypes.byref(weight.struct())
+        memory = self._workspace(self._library.linear_workspace(struct, rows))
+        run(self._threads(), struct, arithmetic, x.data_ptr(), rows, *sizes, memory, out.data_ptr())
 
     def attention(
         self,
@@ -347,6 +357,7 @@ def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
         "weight_pack": (c_int64, [c_void_p, c_int64, c_void_p, *[c_int64] * 5, c_void_p]),
         "linear_workspace": (c_int64, [c_void_p, c_int64]),
         "linear": (None, [c_void_p, c_void_p, c_int64, c_void_p, c_int64, c_void_p, c_void_p]),
+        "likeliest": (None, [c_void_p, c_void_p, c_int64, c_void_p, c_int64, c_int64, c_void_p, c_void_p]),
         "attention_workspace": (c_int64, [c_void_p, c_int64, c_int64, c_int64]),
         "attention": (None, [c_void_p] * 10),
         "decoder_workspace": (c_int64, [c_void_p] * 3),

@@ -99,6 +99,12 @@ class ModelExecutor(Protocol):
         parameters [R, len(Column)]. None where sampling is the host's."""
         ...
 
+    @property
+    def likeliest(self) -> Callable[[Tensor], Tensor] | None:
+        """The first of the largest logits of hidden states [R, hidden], int64 [R]; -1 where one is not finite. None
+        where that is no faster than to look for it among the logits."""
+        ...
+
     def attach(self, caches: Sequence[LayerCache] | None, memory: SlotMemory | None = None) -> None:
         """Use this pool, one cache per layer, and in `decode` this memory; None takes them away."""
         ...

@@ -50,6 +50,7 @@ class TransformersExecutor:
     """A `ModelExecutor`. Takes the source's modules over, rewires them and makes them faster."""
 
     quantization = "none"
+    likeliest = None
     mapped_bytes = 0
     token_cost = MEMORY_BOUND_TOKEN_COST
 

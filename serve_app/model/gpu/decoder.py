@@ -55,6 +55,7 @@ class GpuDecoder:
 
     token_cost = MEMORY_BOUND_TOKEN_COST
     mapped_bytes = 0
+    likeliest = None
 
     def __init__(
         self, model: Llama, backend: TritonAttention, max_model_len: int, *, fp8: bool = False, fp8_cache: bool = False

@@ -230,3 +230,39 @@ def test_byte_products_are_exact_integers(
     got = kernels.linear(packed_weight, x.view(rows, -1).float(), Arithmetic.INT8)
     expected = x.view(rows, -1).double() @ weight.view(outputs, -1).double().T
     assert torch.equal(got.double(), expected)
+
+
+@given(
+    rows=st.sampled_from([1, 2, 7, 97]),
+    shape=st.sampled_from(ODD_SHAPES),
+    format=st.sampled_from(WIDENED),
+    sign=st.sampled_from([1.0, 0.0, -1.0]),
+    seed=st.integers(0, 2**16),
+)
+def test_likeliest_outputs_are_the_first_of_the_largest(
+    kernels: Kernels, rows: int, shape: tuple[int, int], format: Format, sign: float, seed: int
+) -> None:
+    """Also where several are equal (each weight is there twice), both zeros among them, and where all are below what
+    fills the last panel."""
+    outputs, inputs = shape
+    once = random_weight(format, outputs, inputs, seed)
+    bias = None if sign > 0 else torch.zeros(2 * outputs) if sign == 0 else torch.full((2 * outputs,), -1e3)
+    weight = packed(kernels, torch.cat([once, once]), bias, format)
+    x = torch.randn(rows, inputs, generator=torch.Generator().manual_seed(seed)) * abs(sign)
+    logits = kernels.linear(weight, x, Arithmetic.EXACT)
+    assert kernels.likeliest(weight, x, Arithmetic.EXACT).tolist() == logits.numpy().argmax(1).tolist()
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("arithmetic", [Arithmetic.EXACT, Arithmetic.INT8])
+@pytest.mark.parametrize("format", [Format.F32, Format.Q8, Format.Q4])
+def test_likeliest_outputs_are_none_where_one_is_not_finite(
+    kernels: Kernels, format: Format, arithmetic: Arithmetic, bad: float
+) -> None:
+    weight = packed(kernels, random_weight(format, 200, 576), None, format)
+    x = torch.randn(9, 576)
+    x[4, 100] = bad
+    got = kernels.likeliest(weight, x, arithmetic)
+    assert got[4] == -1
+    others = [0, 1, 2, 3, 5, 6, 7, 8]
+    assert got[others].equal(kernels.linear(weight, x, arithmetic)[others].argmax(1))

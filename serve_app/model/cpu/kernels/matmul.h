@@ -46,7 +46,7 @@ static void float_panel(const struct matmul *job, int row, int end, const struct
                        weight->inputs, w, depth, sums + (r - row) * PANEL);
     }
     for (int r = row; r < end; r++)
-        memcpy(out + r * job->out_stride, sums + (r - row) * PANEL, sizeof(float) * PANEL);
+        memcpy(out + (r - row) * job->out_stride, sums + (r - row) * PANEL, sizeof(float) * PANEL);
 }
 
 /* As float_panel. The tiles are about equally high, see fixed_panel. */
@@ -66,7 +66,7 @@ static void bf16_panel(const struct matmul *job, int row, int end, const struct 
         }
     }
     for (int r = row; r < end; r++)
-        memcpy(out + r * job->out_stride, sums + (r - row) * PANEL, sizeof(float) * PANEL);
+        memcpy(out + (r - row) * job->out_stride, sums + (r - row) * PANEL, sizeof(float) * PANEL);
 #else
     (void)job, (void)row, (void)end, (void)panel, (void)bias, (void)out; /* nobody asks for it */
 #endif
@@ -81,43 +81,66 @@ static void fixed_panel(const struct matmul *job, int row, int end, const struct
     for (int tile = 0, r = row, next; tile < tiles; tile++, r = next) {
         next = row + (end - row) * (tile + 1) / tiles;
         fixed_rows(next - r, (int)panel->format, job->bytes, job->input.rounded + r * row_bytes, weight->inputs,
-                   panel->data, bias, out + r * job->out_stride, job->out_stride);
+                   panel->data, bias, out + (r - row) * job->out_stride, job->out_stride);
     }
+}
+
+/* out[rows from `row` to `end` - 1][out_stride]: the outputs of panel `n`. */
+static void one_panel(const struct matmul *job, int row, int end, int n, float *out) {
+    static const float no_bias[PANEL];
+    const struct panel *panel = job->weight->panels + n;
+    const float *bias = job->weight->bias ? job->weight->bias + n * PANEL : no_bias;
+    if (job->bytes == 2)
+        bf16_panel(job, row, end, panel, bias, out);
+    else if (job->bytes)
+        fixed_panel(job, row, end, panel, bias, out);
+    else
+        float_panel(job, row, end, panel, bias, out);
+}
+
+/* What a chunk is: some rows, and some panels. */
+struct part {
+    int row, end, first, last;
+};
+
+static struct part part_of(const struct matmul *job, int chunk) {
+    const int row = chunk / job->panel_chunks * ROW_BLOCK, panels = job->weight->outputs / PANEL;
+    const int first = chunk % job->panel_chunks * job->panels_per_chunk, last = first + job->panels_per_chunk;
+    return (struct part){row, job->num_rows < row + ROW_BLOCK ? job->num_rows : row + ROW_BLOCK,
+                         first, last < panels ? last : panels};
 }
 
 static void matmul_chunk(const void *argument, int chunk, int thread) {
     (void)thread;
-    static const float no_bias[PANEL];
     const struct matmul *job = argument;
-    const struct weight *weight = job->weight;
-    const int row = chunk / job->panel_chunks * ROW_BLOCK;
-    const int end = job->num_rows < row + ROW_BLOCK ? job->num_rows : row + ROW_BLOCK;
-    const int first = chunk % job->panel_chunks * job->panels_per_chunk;
-    for (int n = first; n < first + job->panels_per_chunk && n < weight->outputs / PANEL; n++) {
-        const struct panel *panel = weight->panels + n;
-        const float *bias = weight->bias ? weight->bias + n * PANEL : no_bias;
-        if (job->bytes == 2)
-            bf16_panel(job, row, end, panel, bias, job->out + n * PANEL);
-        else if (job->bytes)
-            fixed_panel(job, row, end, panel, bias, job->out + n * PANEL);
-        else
-            float_panel(job, row, end, panel, bias, job->out + n * PANEL);
-    }
+    const struct part part = part_of(job, chunk);
+    float *out = job->out + part.row * job->out_stride;
+    for (int n = part.first; n < part.last; n++) one_panel(job, part.row, part.end, n, out + n * PANEL);
+}
+
+/* A product that is yet to be run, in how many chunks. */
+static struct matmul plan_product(const struct pool *pool, const struct weight *weight, int arithmetic,
+                                  const struct input *input, int num_rows, int *num_chunks) {
+    /* Few chunks, so that each is one long stream of weights, but enough to even out, and none that takes long. */
+    enum { CHUNKS_PER_THREAD = 4, MOST_PANELS = 32 };
+    const int panels = weight->outputs / PANEL;
+    struct matmul job = {weight, *input, activation_bytes(weight, arithmetic), num_rows, NULL, 0, 1, 0};
+    if (panels > CHUNKS_PER_THREAD * pool->num_threads)
+        job.panels_per_chunk = panels / (CHUNKS_PER_THREAD * pool->num_threads);
+    if (job.panels_per_chunk > MOST_PANELS) job.panels_per_chunk = MOST_PANELS;
+    job.panel_chunks = (panels + job.panels_per_chunk - 1) / job.panels_per_chunk;
+    *num_chunks = (num_rows + ROW_BLOCK - 1) / ROW_BLOCK * job.panel_chunks;
+    return job;
 }
 
 /* out[rows][weight->outputs] = W x + b. */
 static void matmul(struct pool *pool, const struct weight *weight, int arithmetic, const struct input *input,
                    int num_rows, float *out) {
-    /* Few chunks, so that each is one long stream of weights, but enough to even out, and none that takes long. */
-    enum { CHUNKS_PER_THREAD = 4, MOST_PANELS = 32 };
-    const int panels = weight->outputs / PANEL;
-    struct matmul job = {weight, *input, activation_bytes(weight, arithmetic), num_rows, out,
-                         weight->outputs, 1, 0};
-    if (panels > CHUNKS_PER_THREAD * pool->num_threads)
-        job.panels_per_chunk = panels / (CHUNKS_PER_THREAD * pool->num_threads);
-    if (job.panels_per_chunk > MOST_PANELS) job.panels_per_chunk = MOST_PANELS;
-    job.panel_chunks = (panels + job.panels_per_chunk - 1) / job.panels_per_chunk;
-    parallel(pool, (num_rows + ROW_BLOCK - 1) / ROW_BLOCK * job.panel_chunks, matmul_chunk, &job);
+    int num_chunks;
+    struct matmul job = plan_product(pool, weight, arithmetic, input, num_rows, &num_chunks);
+    job.out = out;
+    job.out_stride = weight->outputs;
+    parallel(pool, num_chunks, matmul_chunk, &job);
 }
 
 struct rounding {
@@ -133,6 +156,14 @@ static void round_chunk(const void *argument, int row, int thread) {
                       job->to + row * rounded_bytes(job->inputs, job->bytes));
 }
 
+static struct input round_rows(struct pool *pool, const struct weight *weight, int64_t arithmetic, const float *x,
+                               int64_t rows, char *memory) {
+    const int bytes = activation_bytes(weight, (int)arithmetic);
+    const struct rounding job = {x, (uint8_t *)memory, weight->inputs, bytes};
+    if (bytes) parallel(pool, (int)rows, round_chunk, &job);
+    return (struct input){x, job.to};
+}
+
 int64_t linear_workspace(const struct weight *weight, int64_t rows) {
     return rows * most_rounded_bytes(weight->inputs);
 }
@@ -141,11 +172,75 @@ int64_t linear_workspace(const struct weight *weight, int64_t rows) {
  * linear_workspace bytes. */
 void linear(struct pool *pool, const struct weight *weight, int64_t arithmetic, const float *x, int64_t rows,
             char *memory, float *out) {
-    const int bytes = activation_bytes(weight, (int)arithmetic);
-    const struct rounding job = {x, (uint8_t *)memory, weight->inputs, bytes};
-    if (bytes) parallel(pool, (int)rows, round_chunk, &job);
-    const struct input input = {x, job.to};
+    const struct input input = round_rows(pool, weight, arithmetic, x, rows, memory);
     matmul(pool, weight, (int)arithmetic, &input, (int)rows, out);
+}
+
+struct largest {
+    struct matmul product;
+    int64_t count;          /* of outputs; those behind fill the last panel */
+    _Atomic uint64_t *keys; /* [rows]; see key_of */
+};
+
+/* Of two outputs the larger one has the larger key, of equal ones the first. */
+static uint64_t key_of(float value, int64_t index) {
+    uint32_t bits;
+    value += 0.0f; /* minus zero is zero */
+    memcpy(&bits, &value, sizeof bits);
+    bits = bits >> 31 ? ~bits : bits | 0x80000000u;
+    return (uint64_t)bits << 32 | (0xffffffffu - (uint32_t)index);
+}
+
+/* Of a row with an infinity or a NaN. */
+static const uint64_t NOT_FINITE = UINT64_MAX;
+
+static void largest_chunk(const void *argument, int chunk, int thread) {
+    (void)thread;
+    const struct largest *job = argument;
+    const struct part part = part_of(&job->product, chunk);
+    float out[ROW_BLOCK * PANEL] __attribute__((aligned(64)));
+    float best[ROW_BLOCK];
+    uint64_t keys[ROW_BLOCK] = {0};
+    for (int r = 0; r < part.end - part.row; r++) best[r] = -INFINITY;
+    for (int n = part.first; n < part.last; n++) {
+        const int64_t left = job->count - (int64_t)n * PANEL;
+        one_panel(&job->product, part.row, part.end, n, out);
+        for (int r = 0; r < part.end - part.row; r++) {
+            const float *row = out + r * PANEL;
+            const vec a = load(row), b = load(row + LANES);
+            /* The differences are zero, or NaN. Few panels have a new largest. */
+            const float odd = reduce_add((a - a) + (b - b));
+            if (reduce_max(maximum(a, b)) <= best[r] && odd == 0) continue;
+            for (int i = 0; i < PANEL && i < left; i++) {
+                if (row[i] - row[i] != 0) keys[r] = NOT_FINITE;
+                if (!(row[i] > best[r])) continue;
+                best[r] = row[i];
+                if (keys[r] != NOT_FINITE) keys[r] = key_of(row[i], (int64_t)n * PANEL + i);
+            }
+        }
+    }
+    for (int r = part.row; r < part.end; r++) {
+        uint64_t known = atomic_load(&job->keys[r]);
+        while (known < keys[r - part.row] && !atomic_compare_exchange_weak(&job->keys[r], &known, keys[r - part.row]))
+            ;
+    }
+}
+
+/* The first of the largest of each row's `count` outputs; -1 where any is not finite. As `linear`, without writing the
+ * outputs down. */
+void likeliest(struct pool *pool, const struct weight *weight, int64_t arithmetic, const float *x, int64_t rows,
+               int64_t count, char *memory, int64_t *ids) {
+    const struct input input = round_rows(pool, weight, arithmetic, x, rows, memory);
+    int num_chunks;
+    struct largest job = {plan_product(pool, weight, (int)arithmetic, &input, (int)rows, &num_chunks), count,
+                          (_Atomic uint64_t *)ids};
+    job.product.out_stride = PANEL;
+    memset(ids, 0, sizeof *ids * (size_t)rows);
+    parallel(pool, num_chunks, largest_chunk, &job);
+    for (int64_t r = 0; r < rows; r++) {
+        const uint64_t key = atomic_load(&job.keys[r]);
+        ids[r] = key == NOT_FINITE ? -1 : 0xffffffff - (int64_t)(key & 0xffffffff);
+    }
 }
 
 #endif
