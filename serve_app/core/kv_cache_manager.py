@@ -1,6 +1,6 @@
 """Block tables of requests: what a request can share, whether it fits, what must be copied before it writes.
 
-Queries (`find_prefix`, `match`, `fork`) commit nothing; `allocate`, `grow` and `free` commit. Decides nothing about who
+Queries (`find_prefixes`, `match`, `fork`) commit nothing; `allocate`, `grow` and `free` commit. Decides nothing about who
 runs. Order of side effects in `allocate`: shared blocks are taken first, so that making room cannot evict them.
 """
 
@@ -68,18 +68,22 @@ class KVCacheManager:
         whole, rest = divmod(num_tokens, self.block_size)
         return Prefix(num_tokens, source.blocks[:whole], source.blocks[whole] if rest else None)
 
-    def find_prefix(self, request: Request) -> Prefix:
-        """The tokens that `request` need not compute: its leader's while that one runs, or published ones."""
+    def find_prefixes(self, request: Request) -> tuple[Prefix, ...]:
+        """What `request` may start from, the most tokens first: published ones, its leader's while that one runs.
+
+        The leader's blocks are in use, so they take no free one; what is only published may not fit where they do.
+        """
         leader = request.leader
         forked = Prefix()
         if leader is not None and leader.num_computed_tokens >= leader.num_prompt_tokens:
             forked = self.fork(request, leader)
         # A prompt's logprobs, and its mean, exist only where its tokens are computed.
         if not self._caches_prefixes or not request.num_reusable_tokens:
-            return forked
+            return (forked,)
         published = self.match(request)
-        # The leader's blocks are in use, so they take no free one; an equal prefix that is only cached takes as many.
-        return forked if forked.num_tokens and forked.num_tokens >= published.num_tokens else published
+        if forked.num_tokens == 0:
+            return (published,)
+        return (forked,) if forked.num_tokens >= published.num_tokens else (published, forked)
 
     def allocate(self, request: Request, prefix: Prefix, reserve: int) -> bool:
         """Give `request` a table for all its known tokens, the first of them from `prefix`; all of it or nothing.

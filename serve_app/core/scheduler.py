@@ -200,8 +200,9 @@ class Scheduler:
         The whole table at once, so that a prompt's first chunk never waits for room for its last. One block per
         running request stays free, or the next decodes would preempt the newcomer at once.
         """
-        prefix = self._kv.find_prefix(request)
-        if not self._kv.allocate(request, prefix, reserve=len(self._running)):
+        reserve, prefixes = len(self._running), self._kv.find_prefixes(request)
+        prefix = next((prefix for prefix in prefixes if self._kv.allocate(request, prefix, reserve)), None)
+        if prefix is None:
             return False
         self._queue.remove(request)
         self._gate.started()

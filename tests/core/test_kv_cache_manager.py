@@ -74,9 +74,29 @@ def test_another_choice_shares_what_runs_rather_than_what_is_only_cached() -> No
     leader, choice = make_choices(request, CONFIG, 0, 0.0)
     kv.allocate(leader, Prefix(), reserve=0)
     leader.num_computed_tokens = 5
-    prefix = kv.find_prefix(choice)
+    (prefix,) = kv.find_prefixes(choice)
     assert (prefix.num_tokens, prefix.shared) == (4, leader.blocks[:2])
     assert kv.allocate(choice, prefix, reserve=16)  # one new block of 17
+    kv.check_invariants([leader, choice])
+
+
+def test_where_a_longer_published_prefix_does_not_fit_another_choice_starts_from_its_leader() -> None:
+    """The published blocks are another copy: the leader computed the same tokens at the same time."""
+    kv = KVCacheManager(CONFIG)
+    request = EngineRequest("a", (1, 2, 3, 4, 5), SamplingParams(max_tokens=4, n=2))
+    leader, choice = make_choices(request, CONFIG, 0, 0.0)
+    other = make_request("b", (1, 2, 3, 4, 5, 6, 7))
+    for computed in (leader, other):
+        kv.allocate(computed, Prefix(), reserve=0)
+        computed.num_computed_tokens = computed.num_tokens
+    kv.publish(other)
+    kv.free(other)
+    choice.append((6, 7))
+    published, forked = kv.find_prefixes(choice)
+    assert (published.num_tokens, forked.num_tokens) == (6, 5)
+    reserve = kv.pool.num_free - 2
+    assert not kv.allocate(choice, published, reserve)
+    assert kv.allocate(choice, forked, reserve)
     kv.check_invariants([leader, choice])
 
 

@@ -428,6 +428,21 @@ def test_separate_prefill_pauses_decodes_until_the_group_is_in() -> None:
     driver.check_outputs(*workload)
 
 
+def test_the_rest_of_a_group_starts_before_who_came_after_it() -> None:
+    """With separate prefill: whoever came later waits until there have been decodes."""
+    driver = Driver(make_config(prefill="separate", max_num_batched_tokens=8, max_num_seqs=4))
+    driver.add(make_request("a", 4, max_tokens=5))
+    driver.step()
+    driver.step()
+    driver.add(make_request("b", 8))
+    driver.add(make_request("c", 2))
+    driver.step()
+    driver.add(make_request("d", 2))
+    steps = [driver.step() for _ in range(3)]
+    assert [rows(step) for step in steps[:2]] == [{"c": (0, 2)}, {"a": (5, 1), "b": (8, 1), "c": (2, 1)}]
+    assert steps[2].admitted == (("d", 0),)
+
+
 def steps_between_decodes(driver: Driver, arrivals: Callable[[int], list[EngineRequest]]) -> int:
     """The most steps that a running request waits for its next token while `arrivals(step)` come."""
     driver.add(make_request("victim", 3, max_tokens=40))

@@ -103,13 +103,13 @@ class WatchfulDriver(Driver):
         failing: Callable[[SchedulerOutput], Collection[int]] = lambda output: (),
         meanwhile: Callable[[], None] = lambda: None,
     ) -> SchedulerOutput:
-        group_is_in = not self.scheduler._gate.is_open(self.scheduler._queue)
+        last_of_group = self.scheduler._gate._last_of_group
         if all(request.is_prefilling for request in self.scheduler._running):
             self.starts_since_decodes = 0  # nobody waits for them
 
         def check(output: SchedulerOutput) -> Collection[int]:
             if self.in_flight is None or output.rows:  # else that one is to be committed first
-                self._check_room(output, group_is_in)
+                self._check_room(output, last_of_group)
                 if any(not row.is_prefill for row in output.rows):
                     self.starts_since_decodes = 0
                 self.starts_since_decodes += len(output.admitted)
@@ -117,22 +117,25 @@ class WatchfulDriver(Driver):
 
         return super().step(check, meanwhile)
 
-    def _check_room(self, output: SchedulerOutput, group_is_in: bool) -> None:
+    def _check_room(self, output: SchedulerOutput, last_of_group: int) -> None:
         """The one excuse, with separate prefill: somebody has started since the last decodes, so that these come before
         another group, and before any more than `max_num_seqs` starts. They come in this step, or after the prefills
         that it goes on with; the step after them has no excuse."""
-        config, started = self.config, self.starts_since_decodes
+        config, started = self.config, self.starts_since_decodes + len(output.admitted)
+        newcomer, last_of_group = self.scheduler._queue.new_head, max(last_of_group, self.scheduler._gate._last_of_group)
+        group_is_in = newcomer is None or newcomer.arrival > last_of_group
         decodes_first = config.prefill == "separate" and (
-            (started > 0 and group_is_in) or started + len(output.admitted) >= config.max_num_seqs
+            (started > 0 and group_is_in) or started >= config.max_num_seqs
         )
         overdue = self.now >= self.scheduler._queue.oldest_arrival + config.max_wait_s
         if not overdue or config.policy == "static" or output.preempted or decodes_first:
             return
         head = self.scheduler._queue.head(gate_open=True)
         assert head is not None
-        prefix = self.scheduler._kv.find_prefix(head)
-        needed = -(-head.num_tokens // config.block_size) - len(prefix.shared)
-        needed += sum(block.ref_count == 0 for block in prefix.shared)
+        needed = min(
+            -(-head.num_tokens // config.block_size) - sum(block.ref_count > 0 for block in prefix.shared)
+            for prefix in self.scheduler._kv.find_prefixes(head)
+        )
         assert (
             len(self.scheduler._running) == config.max_num_seqs
             or output.num_tokens == config.max_num_batched_tokens
