@@ -1,7 +1,7 @@
 """Block tables of requests: what a request can share, whether it fits, what must be copied before it writes.
 
-Queries (`find_prefixes`, `match`, `fork`) commit nothing; `allocate`, `grow` and `free` commit. Decides nothing about who
-runs. Order of side effects in `allocate`: shared blocks are taken first, so that making room cannot evict them.
+Queries (`find_prefixes`, `match`, `fork`) commit nothing; `allocate`, `grow` and `free` commit. Decides nothing about
+who runs. Order of side effects in `allocate`: shared blocks are taken first, so that making room cannot evict them.
 """
 
 from collections.abc import Iterable

@@ -176,7 +176,9 @@ class InputBatch:
         num_tokens, seq_slots = host[1, tokens] + 1, host[3, tokens]
         parameters = np.empty((len(row), len(Column)))
         parameters[:, : Column.NOISE] = self._parameters[seq_slots]
-        parameters[:, Column.NOISE] = noise.at(self._noise_keys[seq_slots], num_tokens)
+        parameters[:, Column.NOISE] = 0.0
+        if parameters[:, Column.TEMPERATURE].any():
+            parameters[:, Column.NOISE] = noise.at(self._noise_keys[seq_slots], num_tokens)
         states = [slots[i] for i in row.tolist()]
         if num_samples.max() > 1:
             states = [replace(slot, num_tokens=count) for slot, count in zip(states, num_tokens.tolist(), strict=True)]

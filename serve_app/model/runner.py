@@ -14,7 +14,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -141,15 +140,11 @@ class ModelRunner:
             return Sampled([])
         if forwarded.choose is not None and rows.is_plain:
             return forwarded.choose()
-        tokens, seq_slots, num_tokens = to_device(
-            np.stack([rows.tokens, rows.seq_slots, rows.num_tokens]), hidden.device
-        )
-        if len(tokens) < len(hidden):
+        if len(rows.tokens) < len(hidden):
             with one_thread():
-                hidden = hidden[tokens]
+                hidden = hidden[to_device(rows.tokens, hidden.device)]
         sampled = self.model.sample(hidden, rows, self._memory.history)
-        token_ids = torch.as_tensor(sampled.token_ids, device=hidden.device)
-        self._memory.history[seq_slots, num_tokens] = token_ids.clamp_min(0).int()
+        self._memory.note(rows, sampled.token_ids)
         return sampled
 
     def _resolve(

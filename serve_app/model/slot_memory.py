@@ -4,12 +4,14 @@ Decides how a step's packed tokens reach the device: in one copy, those that the
 history, and on the way the blocks that they fill are noted. Decode graphs do the same by a kernel.
 """
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 from torch import Tensor
 
 from serve_app.core.step_plan import SlotStart
-from serve_app.model.input_batch import PackedBatch
+from serve_app.model.input_batch import PackedBatch, SamplingRows
 from serve_app.model.transfer import to_device
 
 
@@ -27,7 +29,10 @@ class SlotMemory:
     ) -> None:
         self._block_size, self._device = block_size, device
         # On a CPU, numpy's zeroed pages cost memory only as far as they are written.
-        self.history = torch.from_numpy(np.zeros((num_slots, max_model_len + 1), dtype=np.int32)).to(device)
+        lines = np.zeros((num_slots, max_model_len + 1), dtype=np.int32)
+        self.history = torch.from_numpy(lines).to(device)
+        # The history, where the host has it: after a step all code is cold, and numpy's way is much the shorter one.
+        self._lines = lines if device.type == "cpu" else None
         blocks = -(-max_model_len // block_size)
         self.tables = torch.zeros(num_slots, blocks, dtype=torch.int32, device=device) if keeps_tables else None
 
@@ -40,6 +45,15 @@ class SlotMemory:
 
     def _write(self, lines: Tensor, slot: int, ids: tuple[int, ...]) -> None:
         lines[slot, : len(ids)] = to_device(np.array(ids, dtype=np.int32), self._device)
+
+    def note(self, rows: SamplingRows, token_ids: Sequence[int] | Tensor) -> None:
+        """What a step has sampled at `rows`: ids, negative where one failed; the host may not know them yet."""
+        if self._lines is not None:
+            self._lines[rows.seq_slots, rows.num_tokens] = np.maximum(np.asarray(token_ids), 0)
+            return
+        seq_slots, num_tokens = to_device(np.stack([rows.seq_slots, rows.num_tokens]), self._device)
+        ids = torch.as_tensor(token_ids, device=self._device)
+        self.history[seq_slots, num_tokens] = ids.clamp_min(0).int()
 
     def place(self, packed: PackedBatch) -> tuple[Tensor, Tensor, Tensor]:
         """Input ids, positions and KV slots of the packed tokens, int64 [T] on the device."""

@@ -122,7 +122,8 @@ class WatchfulDriver(Driver):
         another group, and before any more than `max_num_seqs` starts. They come in this step, or after the prefills
         that it goes on with; the step after them has no excuse."""
         config, started = self.config, self.starts_since_decodes + len(output.admitted)
-        newcomer, last_of_group = self.scheduler._queue.new_head, max(last_of_group, self.scheduler._gate._last_of_group)
+        last_of_group = max(last_of_group, self.scheduler._gate._last_of_group)
+        newcomer = self.scheduler._queue.new_head
         group_is_in = newcomer is None or newcomer.arrival > last_of_group
         decodes_first = config.prefill == "separate" and (
             (started > 0 and group_is_in) or started >= config.max_num_seqs

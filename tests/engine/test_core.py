@@ -1,5 +1,5 @@
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
@@ -12,6 +12,7 @@ from serve_app.core.step_record import StepRecord
 from serve_app.engine.core import EngineConfig, EngineCore
 from serve_app.errors import ConfigError, InvalidRequestError
 from serve_app.model import memory
+from serve_app.model.input_batch import SamplingRows
 from serve_app.model.limits import measure_limits
 from serve_app.model.loader import from_module
 from serve_app.model.memory import GIB
@@ -217,30 +218,24 @@ def _interrupted(*_: object) -> None:
 
 @pytest.mark.parametrize("overlap", ["off", "on"])
 def test_a_step_that_fails_at_its_very_end_is_run_again_with_the_same_tokens(
-    tiny_llama: PagedModel, overlap: str
+    tiny_llama: PagedModel, overlap: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The device's memory may run out wherever something is allocated: what is sampled must not have moved on."""
-
-    class FullOnce:
-        def __init__(self, ids: torch.Tensor) -> None:
-            self.ids, self.writes = ids, 0
-
-        def __getitem__(self, key: torch.Tensor) -> torch.Tensor:
-            return self.ids[key]
-
-        def __setitem__(self, key: torch.Tensor, value: torch.Tensor) -> None:
-            self.writes += 1
-            if self.writes == 4:
-                raise RuntimeError("out of memory")
-            self.ids[key] = value
 
     requests = [make_request(name, max_tokens=20) for name in ("a", "b")]
     expected = Harness(tiny_llama, speculation="off").run(requests).outcomes
     harness = Harness(tiny_llama, speculation="off", overlap=overlap)
-    ids = FullOnce(harness.core._runner._memory.history)
-    harness.core._runner._memory.history = ids  # type: ignore[assignment]
+    slots, writes = harness.core._runner._memory, itertools.count(1)
+    note = slots.note
+
+    def full_once(rows: SamplingRows, token_ids: Sequence[int]) -> None:
+        if next(writes) == 4:
+            raise RuntimeError("out of memory")
+        note(rows, token_ids)
+
+    monkeypatch.setattr(slots, "note", full_once)
     assert harness.run(requests).outcomes == expected
-    assert ids.writes > 4
+    assert next(writes) > 5
 
 
 def test_a_seed_that_is_missing_is_drawn(tiny_llama: PagedModel) -> None:

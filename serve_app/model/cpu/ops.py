@@ -4,7 +4,6 @@ Tensors must be contiguous; the wrappers check shapes that could make C read bey
 """
 
 import ctypes
-import itertools
 import weakref
 from collections.abc import Sequence
 from ctypes import c_float, c_int, c_int32, c_int64, c_void_p
@@ -101,7 +100,8 @@ class _BatchStruct(ctypes.Structure):
     _fields_ = [
         ("num_tokens", c_int32),
         ("num_sequences", c_int32),
-        *((name, c_void_p) for name in ("positions", "slots", "query_starts", "kv_lens", "block_starts", "blocks")),
+        ("table_width", c_int64),
+        *((name, c_void_p) for name in ("positions", "slots", "query_starts", "kv_lens", "blocks")),
     ]
 
 
@@ -161,21 +161,19 @@ class Batch:
     """`struct batch` with the arrays it points to. positions: int64 [T]."""
 
     def __init__(self, batch: AttentionBatch, positions: Tensor) -> None:
-        lengths = [-(-kv_len // PAGE) for kv_len in batch.kv_lens]
-        tables = [table[:length] for table, length in zip(batch.block_tables, lengths, strict=True)]
-        self.num_tokens, self.num_sequences = positions.shape[0], len(lengths)
+        self.num_tokens, self.num_sequences = positions.shape[0], len(batch.kv_lens)
         self._arrays = [
-            np.array(batch.query_starts, dtype=np.int32),
-            np.array(batch.kv_lens, dtype=np.int32),
-            np.array([0, *itertools.accumulate(lengths)], dtype=np.int32),
-            np.concatenate(tables, dtype=np.int32, casting="unsafe"),
+            positions.contiguous(),
+            batch.kv_slots.contiguous(),
+            torch.tensor(batch.query_starts, dtype=torch.int32),
+            torch.tensor(batch.kv_lens, dtype=torch.int32),
+            torch.from_numpy(np.ascontiguousarray(batch.block_tables)),
         ]
-        self._tensors = [positions.contiguous(), batch.kv_slots.contiguous()]
         self.struct = _BatchStruct(
             self.num_tokens,
             self.num_sequences,
-            *(tensor.data_ptr() for tensor in self._tensors),
-            *(array.ctypes.data for array in self._arrays),
+            batch.block_tables.shape[1],
+            *(array.data_ptr() for array in self._arrays),
         )
 
 

@@ -61,12 +61,12 @@ struct attention {
 /* The ragged batch; see AttentionBatch in attention/base.py. */
 struct batch {
     int32_t num_tokens, num_sequences;
+    int64_t table_width;
     const int64_t *positions;    /* [tokens] */
     const int64_t *slots;        /* [tokens] */
     const int32_t *query_starts; /* [sequences + 1] */
     const int32_t *kv_lens;      /* [sequences] */
-    const int32_t *block_starts; /* [sequences]: where each sequence's table begins in `blocks` */
-    const int32_t *blocks;
+    const int32_t *blocks;       /* [sequences][table_width]: of each the first that hold its keys, then anything */
 };
 
 struct task {
@@ -338,7 +338,7 @@ static int first_base(const struct attend *job, const struct task *task) {
 static void find_pages(const struct attend *job, int chunk, int base, const void **keys, const void **values) {
     const struct attention *layer = job->layer;
     const struct task *task = job->tasks + chunk / layer->num_kv_heads;
-    const int32_t *blocks = job->batch->blocks + job->batch->block_starts[task->sequence];
+    const int32_t *blocks = job->batch->blocks + task->sequence * job->batch->table_width;
     const int head = chunk % layer->num_kv_heads, last_page = last_position(job, task) / PAGE;
     const int64_t size = (int64_t)PAGE * layer->head_dim;
     for (int page = 0; page < PAGES; page++) {

@@ -157,8 +157,8 @@ static void run_share(struct apart *apart, struct share share, char *memory) {
         .delta = apart->stream.delta + (int64_t)token * decoder->hidden,
     };
     struct batch part = {
-        0, 0, batch->positions + token, batch->slots + token, starts,
-        batch->kv_lens + share.first, batch->block_starts + share.first, batch->blocks,
+        0, 0, batch->table_width, batch->positions + token, batch->slots + token, starts,
+        batch->kv_lens + share.first, batch->blocks + share.first * batch->table_width,
     };
     struct step step = {decoder, NULL, &part, apart->ids + token, &space, attention_of(decoder, NULL),
                         apart->hidden + (int64_t)token * decoder->hidden};
