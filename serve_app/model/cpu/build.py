@@ -23,8 +23,11 @@ SOURCES = Path(__file__).parent / "kernels"
 _AVX2 = ("avx2", "fma", "f16c")
 _AVX512 = ("avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512vnni", *_AVX2)
 
+_AVX512BF16 = (*_AVX512, "avx512bf16")
+
 BUILDS: dict[str, tuple[str, ...]] = {
-    "avx512bf16": (*_AVX512, "avx512bf16"),
+    "amx": (*_AVX512BF16, "amx-tile", "amx-bf16"),
+    "avx512bf16": _AVX512BF16,
     "avx512": _AVX512,
     "avxvnni": (*_AVX2, "avxvnni"),
     "avx2": _AVX2,
@@ -56,12 +59,13 @@ def missing_for_faster(build: str, cpuinfo: Path = Path("/proc/cpuinfo")) -> dic
 
 
 def _instruction_sets(cpuinfo: Path) -> set[str]:
-    """By the compiler's names: Linux writes avx512_vnni where the compiler says avx512vnni."""
+    """By the compiler's names: Linux writes avx512_vnni and amx_tile for its avx512vnni and amx-tile."""
     try:
         lines = [line for line in cpuinfo.read_text().splitlines() if line.startswith("flags")]
     except OSError:
         lines = []
-    return set(re.sub(r"\b(avx|avx512)_", r"\1", lines[0]).split()) if lines else set()
+    names = re.sub(r"\b(avx|avx512)_", r"\1", lines[0]).replace("amx_", "amx-") if lines else ""
+    return set(names.split())
 
 
 def find_compiler() -> str | None:

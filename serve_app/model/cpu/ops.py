@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from serve_app.model.attention.base import AttentionBatch, AttentionLayer
-from serve_app.model.cpu.build import load_library
+from serve_app.model.cpu.build import KernelsUnavailableError, load_library
 from serve_app.model.cpu.stored import StoredMatrix
 
 GROUP = 32
@@ -185,10 +185,12 @@ class Kernels:
 
     def __init__(self, build: str, cache_dir: Path) -> None:
         self.build = build
-        library = load_library(build, cache_dir)
+        library = _declare(load_library(build, cache_dir))
+        if not library.build_allowed():
+            raise KernelsUnavailableError("the system does not let this process use it")
         self.library = Path(library._name).stem
         """Names the sources, the compiler and the flags."""
-        self._library = _declare(library)
+        self._library = library
         self.panel: int = self._library.weight_panel()
         narrow = self._library.narrow_cache()
         self.narrow_cache = next(dtype for dtype, format in CACHE_FORMATS.items() if format == narrow)
@@ -347,6 +349,7 @@ def _check_sizes(library: ctypes.CDLL) -> None:
 def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
     _check_sizes(library)
     signatures: dict[str, tuple[Any, list[Any]]] = {
+        "build_allowed": (c_int64, []),
         "narrow_cache": (c_int64, []),
         "weight_panel": (c_int64, []),
         "weight_panel_bytes": (c_int64, [c_int64, c_int64]),

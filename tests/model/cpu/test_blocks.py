@@ -8,7 +8,7 @@ from torch import Tensor
 
 from serve_app.model.cpu.ops import Arithmetic, Format, Kernels, PackedPart, PackedWeight
 from serve_app.model.cpu.stored import Blocks, StoredMatrix
-from tests.model.cpu.test_linear import check, quantized
+from tests.model.cpu.test_linear import check, seen_by_int8
 
 OWN_FORMAT = {
     Blocks.F32: Format.F32,
@@ -86,8 +86,10 @@ def test_products_of_super_blocks(kernels: Kernels, rows: int, outputs: int, thr
     matrix, bias = random_blocks(Blocks.Q4_K, outputs, 768), torch.randn(outputs)
     x = torch.randn(rows, 768) * 3
     x[0, :32] = 0
-    packed = weight(kernels, pack(kernels, matrix, Format.Q4K), bias=bias)
-    check(kernels.linear(packed, x, Arithmetic.INT8), widened(matrix), quantized(x), bias)
+    part = pack(kernels, matrix, Format.Q4K)
+    packed = weight(kernels, part, bias=bias)
+    seen = seen_by_int8(kernels, weight(kernels, part), widened(matrix), x)
+    check(kernels.linear(packed, x, Arithmetic.INT8), *seen, bias)
     check(kernels.linear(packed, x, Arithmetic.EXACT), widened(matrix), x, bias)
 
 
@@ -99,9 +101,13 @@ def test_parts_of_several_formats_are_one_matrix(kernels: Kernels, threads: None
     packed = weight(kernels, *parts, bias=torch.zeros(6 * kernels.panel + 5))
     x = torch.randn(131, 512)
     expected = torch.cat([widened(matrix) for matrix in matrices])
-    for arithmetic in (Arithmetic.EXACT, Arithmetic.INT8):
+    seen = {
+        Arithmetic.EXACT: (expected, x),
+        Arithmetic.INT8: seen_by_int8(kernels, weight(kernels, *parts), expected, x),
+    }
+    for arithmetic, (weights, inputs) in seen.items():
         whole = kernels.linear(packed, x, arithmetic)
-        check(whole, expected, quantized(x) if arithmetic is Arithmetic.INT8 else x, None)
+        check(whole, weights, inputs, None)
         for first, last in ((0, 1), (7, 8), (3, 5), (0, 11), (90, 103)):
             assert torch.equal(kernels.linear(packed, x[first:last], arithmetic), whole[first:last])
 

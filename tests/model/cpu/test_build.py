@@ -20,7 +20,8 @@ SKYLAKE = "fpu avx avx2 fma f16c avx512f avx512bw avx512dq avx512vl avx512cd"
 @pytest.mark.parametrize(
     ("flags", "expected"),
     [
-        (SKYLAKE + " avx512_vnni avx512_bf16 avx_vnni", list(build.BUILDS)),
+        (SKYLAKE + " avx512_vnni avx512_bf16 avx_vnni amx_bf16 amx_tile", list(build.BUILDS)),
+        (SKYLAKE + " avx512_vnni avx512_bf16 avx_vnni amx_tile", list(build.BUILDS)[1:]),
         (SKYLAKE + " avx512_vnni", ["avx512", "avx2", "portable"]),
         (SKYLAKE, ["avx2", "portable"]),
         ("fpu avx avx2 fma f16c avx_vnni", ["avxvnni", "avx2", "portable"]),
@@ -112,6 +113,20 @@ def test_a_compiler_that_is_too_old_makes_the_next_build(
     (line,) = [record.getMessage() for record in caplog.records if "run in the build portable" in record.getMessage()]
     assert "future: " in line
     assert "avx9999" in line
+
+
+@needs_compiler
+def test_a_build_that_the_system_does_not_allow_is_not_used(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """As Linux keeps AMX's registers from processes in some sandboxes."""
+    sources = tmp_path / "sources"
+    shutil.copytree(build.SOURCES, sources)
+    text = (sources / "kernels.c").read_text()
+    (sources / "kernels.c").write_text(text.replace("#if defined(BUILD_AMX)\n    return", "#if LANES == 4\n    return"))
+    (sources / "amx_tile.h").write_text((sources / "amx_tile.h").read_text() + "\n#define tiles_allowed() 0\n")
+    monkeypatch.setattr(build, "SOURCES", sources)
+    monkeypatch.setattr(cpu, "usable_builds", lambda: ["portable"])
+    with pytest.raises(ConfigError, match="the system does not let this process use it"):
+        from_module(tiny_model("llama", torch.float32), quantization="int8", cache_dir=str(tmp_path))
 
 
 @needs_compiler

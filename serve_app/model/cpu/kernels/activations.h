@@ -1,7 +1,8 @@
-/* Activations as products take them: floats, fixed-point numbers, or bfloat16. */
+/* Activations as products take them. */
 #ifndef SERVE_APP_ACTIVATIONS_H
 #define SERVE_APP_ACTIVATIONS_H
 
+#include "amx_tile.h"
 #include "weights.h"
 
 /* How the products of a model compute; see matmul.h. */
@@ -14,7 +15,13 @@ enum arithmetic { EXACT, INT8, BFLOAT16 };
 #define EXACT_BYTES 0
 #endif
 
-enum { MOST_BYTES = EXACT_BYTES ? EXACT_BYTES : 1 }; /* of fixed-point activations */
+/* The forms of a row of activations. */
+enum form {
+    AS_FLOATS = 0,
+    AS_BYTES = 1,       /* fixed-point numbers of so many bytes: [inputs / GROUP] of int8 [1][GROUP], and group_terms */
+    AS_BF16 = 2,        /* uint16 [inputs] */
+    AS_THREE_BYTES = 3, /* the same of three, the highest byte of all numbers first */
+};
 
 /* What belongs to a group of fixed-point activations; it stands behind their bytes. */
 struct group_terms {
@@ -26,28 +33,33 @@ struct group_terms {
 /* Activations of some rows. For `float` products only `x`, for the others only `rounded`. */
 struct input {
     const float *x;         /* [rows][inputs] */
-    const uint8_t *rounded; /* [rows][inputs / GROUP] of int8 [bytes][GROUP], the highest byte of the numbers first,
-                               and struct group_terms; or uint16 [rows][inputs] */
+    const uint8_t *rounded; /* [rows] in their form */
 };
 
 /* Bytes of a group of fixed-point activations. */
 static inline int activation_group_bytes(int bytes) { return bytes * GROUP + (int)sizeof(struct group_terms); }
 
 /* Bytes of a row of rounded activations. */
-static inline int64_t rounded_bytes(int64_t inputs, int bytes) {
-    return bytes == 2 ? 2 * inputs : inputs / GROUP * activation_group_bytes(bytes);
+static inline int64_t rounded_bytes(int64_t inputs, enum form form) {
+    switch (form) {
+        case AS_FLOATS: return 0;
+        case AS_BF16: return 2 * inputs;
+        default: return inputs / GROUP * activation_group_bytes(form);
+    }
 }
 
-/* The most bytes that a row of so many inputs takes in any arithmetic. */
+/* The most bytes that a row of so many inputs takes in any form. */
 static inline int64_t most_rounded_bytes(int64_t inputs) {
-    return (inputs + GROUP - 1) / GROUP * activation_group_bytes(MOST_BYTES);
+    const int64_t bytes = rounded_bytes(inputs + GROUP - 1, EXACT_BYTES ? AS_THREE_BYTES : AS_BYTES);
+    return bytes > 2 * inputs ? bytes : 2 * inputs;
 }
 
-/* How activations meet this weight: as fixed-point numbers of 1 or 3 bytes, in the 2 of bfloat16, or 0 for floats. */
-static int activation_bytes(const struct weight *weight, int arithmetic) {
-    if (arithmetic == BFLOAT16) return 2;
-    if (!weight->fixed) return 0;
-    return arithmetic == INT8 ? 1 : EXACT_BYTES;
+/* How activations meet this weight. */
+static enum form form_for(const struct weight *weight, int arithmetic) {
+    if (arithmetic == BFLOAT16) return AS_BF16;
+    if (!weight->fixed) return AS_FLOATS;
+    if (arithmetic == INT8) return TILES ? AS_BF16 : AS_BYTES;
+    return EXACT_BYTES;
 }
 
 /* One row as fixed-point numbers of 1 or 3 bytes: in each group x ~ scale a, the largest |a| being 127 or 2^22 - 1.
@@ -95,13 +107,13 @@ static void round_row(const float *x, int count, uint16_t *out) {
 #endif
 }
 
-static void round_activations(const float *x, int count, int bytes, uint8_t *to) {
-    if (bytes == 2)
-        round_row(x, count, (uint16_t *)to);
-    else if (bytes == 1)
-        quantize_groups(1, x, count, to);
-    else
-        quantize_groups(3, x, count, to);
+static void round_activations(const float *x, int count, enum form form, uint8_t *to) {
+    switch (form) {
+        case AS_FLOATS: break;
+        case AS_BYTES: quantize_groups(1, x, count, to); break;
+        case AS_BF16: round_row(x, count, (uint16_t *)to); break;
+        case AS_THREE_BYTES: quantize_groups(3, x, count, to); break;
+    }
 }
 
 #endif

@@ -21,6 +21,7 @@
 #ifndef SERVE_APP_ATTENTION_H
 #define SERVE_APP_ATTENTION_H
 
+#include "amx_tile.h"
 #include "threads.h"
 #include "vec.h"
 
@@ -88,10 +89,12 @@ struct attend {
 
 /* Rows of one task on the way, in a thread's scratch memory. */
 struct rows {
-    float *query;   /* [tiles][head_dim][ROWS], scaled; in bfloat16 [tiles][head_dim / 2][ROWS] of pairs */
+    float *query;   /* [tiles][head_dim][ROWS], scaled; in bfloat16 [tiles][head_dim / 2][ROWS] of pairs; in AMX's tiles
+                       uint16 [tiles][head_dim / 32][TILE_ROWS][32] */
     float *out;     /* [rows][head_dim]: sum of weights times values so far */
-    float *score;   /* [ROWS][ROUND]: scores, then weights; in bfloat16 the first half of a row */
+    float *score;   /* [ROWS][ROUND]: scores, then weights; in bfloat16 the first half of a row. Of AMX's tiles two. */
     float *sum;     /* [rows][LANES]: weights so far, by lane */
+    float *last_values; /* [PAGE / 2][head_dim] of pairs; see tiles_round */
     float *largest; /* [rows]: what is taken off scores, at most SLACK below the largest one so far */
     int32_t *position; /* [rows]: the query's; it sees no later key */
 };
@@ -108,23 +111,35 @@ static int task_queries(const struct attention *layer) {
     return group < TASK_ROWS ? TASK_ROWS / group : 1;
 }
 
-/* Rows of whole tiles. */
-static int64_t tiled(int64_t rows) { return (rows + ROWS - 1) / ROWS * ROWS; }
+/* Whether both products run in AMX's tiles. */
+static int in_tiles(const struct attention *layer) {
+    return TILES && layer->cache == CACHE_BF16 && layer->head_dim % 32 == 0;
+}
 
-/* Floats of scratch memory that a thread needs. */
+/* Rows of whole tiles of any kind. */
+static int64_t tiled(int64_t rows) {
+    enum { WHOLE = TILES ? ROWS * TILE_ROWS / 2 : ROWS };
+    return (rows + WHOLE - 1) / WHOLE * WHOLE;
+}
+
+enum { SCORE_ROWS = TILES ? 2 * TILE_ROWS : ROWS };
+
+/* Floats of scratch memory that a thread needs; whole lines of the cache. */
 static int64_t attention_scratch(const struct attention *layer) {
-    const int64_t rows = task_queries(layer) * (layer->num_heads / layer->num_kv_heads);
-    return tiled(rows) * layer->head_dim + rows * (layer->head_dim + LANES + 2) + ROWS * ROUND;
+    const int64_t rows = tiled(task_queries(layer) * (layer->num_heads / layer->num_kv_heads));
+    return (rows * (2 * layer->head_dim + LANES + 2) + SCORE_ROWS * ROUND + PAGE / 2 * layer->head_dim + 15) / 16 * 16;
 }
 
 static struct rows rows_in(float *scratch, int num_rows, int head_dim) {
+    const int64_t whole = tiled(num_rows);
     struct rows rows;
     rows.query = scratch;
-    rows.out = rows.query + tiled(num_rows) * head_dim;
-    rows.score = rows.out + num_rows * head_dim;
-    rows.sum = rows.score + ROWS * ROUND;
-    rows.largest = rows.sum + num_rows * LANES;
-    rows.position = (int32_t *)(rows.largest + num_rows);
+    rows.out = rows.query + whole * head_dim;
+    rows.score = rows.out + whole * head_dim;
+    rows.sum = rows.score + SCORE_ROWS * ROUND;
+    rows.last_values = rows.sum + whole * LANES;
+    rows.largest = rows.last_values + PAGE / 2 * head_dim;
+    rows.position = (int32_t *)(rows.largest + whole);
     return rows;
 }
 
@@ -361,9 +376,138 @@ static void find_next_pages(const struct attend *job, int chunk, int base, const
         find_pages(job, chunk, base, keys, values);
 }
 
+#if defined(BUILD_AMX)
+/* Half a tile from memory into the second cache; from memory straight into the first takes longer. */
+SPECIALIZED void fetch_tile(const char *from, int64_t stride) {
+    UNROLL
+    for (int line = 0; line < 8; line++) __builtin_prefetch(from + line * stride, 0, 2);
+}
+
+/* Tiles of TILE_ROWS rows: scores of the round's keys, in C 0 to 3 by page. */
+static void score_tile(const uint16_t *query, int head_dim, const struct round *now, float *score) {
+    const char *const *keys = (const char *const *)now->keys;
+    TILE_ZERO(0);
+    TILE_ZERO(1);
+    TILE_ZERO(2);
+    TILE_ZERO(3);
+    for (int64_t at = 0; at < head_dim / 32 * 1024; at += 1024) {
+        TILE_LOAD(4, (const char *)query + at, 64);
+#define PAGE_SCORES(page) \
+        TILE_LOAD(6, keys[page] + at, 64); \
+        TILE_DOT(page, 4, 6); \
+        if (now->fetch) { \
+            fetch_tile((const char *)now->next_keys[page] + at, 64); \
+            fetch_tile((const char *)now->next_keys[page] + at + 512, 64); \
+        }
+        PAGE_SCORES(0) PAGE_SCORES(1) PAGE_SCORES(2) PAGE_SCORES(3)
+#undef PAGE_SCORES
+    }
+    TILE_STORE(0, score, 4 * ROUND);
+    TILE_STORE(1, score + PAGE, 4 * ROUND);
+    TILE_STORE(2, score + 2 * PAGE, 4 * ROUND);
+    TILE_STORE(3, score + 3 * PAGE, 4 * ROUND);
+}
+
+/* out += weights times values for `width` (2 or 4) tiles of dimensions from `dim` on and the round's first pages. A page is
+ * half a tile of B. */
+SPECIALIZED void value_tile(const int width, const float *weight, int head_dim, int dim, int pages,
+                            const struct round *now, float *out) {
+    const int64_t line = 4 * head_dim;
+    out += dim;
+    TILE_LOAD(0, out, line);
+    TILE_LOAD(1, out + 16, line);
+    if (width == 4) {
+        TILE_LOAD(2, out + 32, line);
+        TILE_LOAD(3, out + 48, line);
+    }
+    for (int page = 0; page < pages; page++) {
+        const char *values = (const char *)now->values[page] + 4 * dim;
+        if (now->fetch)
+            for (int i = 0; i < 64 * width; i += 64) fetch_tile((const char *)now->next_values[page] + 4 * dim + i, line);
+        TILE_LOAD(5, (const char *)weight + 2 * PAGE * page, 4 * ROUND);
+        TILE_LOAD(7, values, line);
+        TILE_DOT(0, 5, 7);
+        TILE_LOAD(7, values + 64, line);
+        TILE_DOT(1, 5, 7);
+        if (width == 4) {
+            TILE_LOAD(7, values + 128, line);
+            TILE_DOT(2, 5, 7);
+            TILE_LOAD(7, values + 192, line);
+            TILE_DOT(3, 5, 7);
+        }
+    }
+    TILE_STORE(0, out, line);
+    TILE_STORE(1, out + 16, line);
+    if (width == 4) {
+        TILE_STORE(2, out + 32, line);
+        TILE_STORE(3, out + 48, line);
+    }
+}
+
+/* The weights of a tile whose scores are there, and the values. */
+static void finish_tile(const struct attention *layer, const struct rows *all, int row, int end, float *score, int base,
+                        const struct round *now) {
+    const int dim = layer->head_dim, seen = all->position[end - 1] + 1 - base;
+    const int pages = seen < ROUND ? (seen + PAGE - 1) / PAGE : PAGES;
+    for (int r = row; r < end; r++) soften(CACHE_BF16, layer, all, r, score + (r - row) * ROUND, pages * PAGE, base);
+    int d = 0;
+    for (; d + 64 <= dim; d += 64) value_tile(4, score, dim, d, pages, now, all->out + row * dim);
+    for (; d < dim; d += 32) value_tile(2, score, dim, d, pages, now, all->out + row * dim);
+}
+
+/* Of the page that has the chunk's last key, `there` keys are its sequence's: what lies behind them is no number that may
+ * meet even a weight of 0. */
+static const void *whole_page(const void *values, int there, int head_dim, float *to) {
+    const uint32_t *from = values;
+    uint32_t *pairs = (uint32_t *)to;
+    for (int key = 0; key < PAGE; key += 2, from += head_dim, pairs += head_dim) {
+        const uint32_t mask = key + 1 < there ? 0xffffffff : key < there ? 0xffff : 0;
+        for (int i = 0; i < head_dim; i++) pairs[i] = mask ? from[i] & mask : 0;
+    }
+    return to;
+}
+
+/* All rows of a chunk with the keys of one round, in tiles. While the vector units make weights of one tile's scores, the
+ * next one's are computed. */
+static void tiles_round(const struct attend *job, int chunk, const struct rows *rows, int num_rows, int base) {
+    const struct attention *layer = job->layer;
+    const int dim = layer->head_dim, there = rows->position[num_rows - 1] + 1 - base;
+    struct round now = {.fetch = 1};
+    find_pages(job, chunk, base, now.keys, now.values);
+    find_next_pages(job, chunk, base, now.next_keys, now.next_values);
+    if (there < ROUND && there % PAGE) {
+        const void *last = whole_page(now.values[there / PAGE], there % PAGE, dim, rows->last_values);
+        for (int page = there / PAGE; page < PAGES; page++) now.values[page] = last;
+    }
+    int before = -1, before_end = 0, buffer = 0;
+    for (int row = 0; row < num_rows; row += TILE_ROWS) {
+        const int end = row + TILE_ROWS < num_rows ? row + TILE_ROWS : num_rows;
+        if (rows->position[end - 1] < base) continue;
+        if (layer->window && base + ROUND <= rows->position[row] - layer->window + 1) continue;
+        score_tile((const uint16_t *)rows->query + (int64_t)row * dim, dim, &now, rows->score + buffer * TILE_ROWS * ROUND);
+        buffer ^= 1;
+        if (before >= 0) {
+            finish_tile(layer, rows, before, before_end, rows->score + buffer * TILE_ROWS * ROUND, base, &now);
+            now.fetch = 0;
+        }
+        before = row;
+        before_end = end;
+    }
+    buffer ^= 1;
+    if (before >= 0)
+        finish_tile(layer, rows, before, before_end, rows->score + buffer * TILE_ROWS * ROUND, base, &now);
+}
+#endif
+
 /* All rows of a chunk with the keys of one round. */
 static void chunk_round(const struct attend *job, int chunk, const struct rows *rows, int num_rows, int base) {
     const struct attention *layer = job->layer;
+#if defined(BUILD_AMX)
+    if (in_tiles(layer)) {
+        tiles_round(job, chunk, rows, num_rows, base);
+        return;
+    }
+#endif
     struct round now = {.fetch = 1};
     find_pages(job, chunk, base, now.keys, now.values);
     find_next_pages(job, chunk, base, now.next_keys, now.next_values);
@@ -377,10 +521,16 @@ static void chunk_round(const struct attend *job, int chunk, const struct rows *
     }
 }
 
-/* One query as the products with keys take it: its numbers, or pairs of them, at a distance of ROWS. */
-static void put_query(const struct attention *layer, const float *query, float *to) {
+/* One query as the products with keys take it, at its place in `queries`. */
+static void put_query(const struct attention *layer, const float *query, int row, float *queries) {
     const vec scale = splat(layer->scale * score_unit(layer->cache));
-    float lane[LANES];
+    if (in_tiles(layer)) {
+        float *to = queries + row / TILE_ROWS * TILE_ROWS * layer->head_dim / 2 + row % TILE_ROWS * 16;
+        for (int i = 0; i < layer->head_dim; i += LANES)
+            store_factor(to + i / 32 * TILE_ROWS * 16, i % 32, load(query + i) * scale, layer->cache);
+        return;
+    }
+    float lane[LANES], *to = queries + row / ROWS * ROWS * layer->head_dim + row % ROWS;
     for (int i = 0; i < layer->head_dim; i += LANES) {
         store_factor(lane, 0, load(query + i) * scale, layer->cache);
         for (int k = 0; k < LANES / together(layer->cache); k++, to += ROWS) *to = lane[k];
@@ -397,14 +547,16 @@ static void attend_chunk(const void *argument, int chunk, int thread) {
     for (int row = 0; row < num_rows; row++) {
         const int token = task->first_query + row / group;
         const float *query = job->queries + token * job->query_stride + (head * group + row % group) * dim;
-        put_query(layer, query, rows.query + row / ROWS * ROWS * dim + row % ROWS);
+        put_query(layer, query, row, rows.query);
         for (int i = 0; i < dim; i += LANES) store(rows.out + row * dim + i, splat(0.0f));
         store(rows.sum + row * LANES, splat(0.0f));
         rows.largest[row] = -0x1.fffffep127f; /* finite: a round may hide all its keys from a row */
         rows.position[row] = (int32_t)job->batch->positions[token];
     }
+    if (in_tiles(layer)) begin_tiles(TILE_BYTES / 2);
     for (int base = first_base(job, task); base <= rows.position[num_rows - 1]; base += ROUND)
         chunk_round(job, chunk, &rows, num_rows, base);
+    if (in_tiles(layer)) end_tiles();
     for (int row = 0; row < num_rows; row++) {
         const int64_t token = task->first_query + row / group;
         float *out = job->out + (token * layer->num_heads + head * group + row % group) * dim;

@@ -1,15 +1,137 @@
-/* Products in bfloat16: per lane and instruction two activations times two weights, summed in float. */
+/* Products in bfloat16, summed in float: per lane and instruction two activations times two weights, or in tiles. */
 #ifndef SERVE_APP_BF16_TILE_H
 #define SERVE_APP_BF16_TILE_H
 
+#include "amx_tile.h"
 #include "weights.h"
 
-/* Rows of a tile: as many as the registers hold, two vectors each. */
+/* Rows that are multiplied at once, without AMX: as many as the registers hold, two vectors each. */
 #define BF16_ROWS 12
 
+#if defined(BUILD_AMX)
+enum {
+    DEPTH_GROUPS = 9, /* of a panel are multiplied with all rows before the next ones; unpacked, half of the first cache */
+    UNPACKED_AT_ONCE = 3, /* a tile cannot be loaded for long after its numbers were stored */
+};
+
+/* A float whose lower half is cut off gets smaller by up to a unit of bfloat16, on the mean by half of one. This factor
+ * makes up for it: numbers that are cut afterwards are rounded, to at most 0.7 units. */
+#define BEFORE_CUTTING (1.0f + 0.69f * 0x1p-8f)
+
+/* Group `g` of a panel of bytes as uint16 [GROUP / 2][PANEL][2] of bfloat16. */
+SPECIALIZED void unpack_group(const int format, const uint8_t *panel, int64_t g, uint8_t *to) {
+    const uint8_t *values = panel + group_at(format, g) + scale_bytes(format);
+    UNROLL
+    for (int half = 0; half < PANEL; half += LANES) {
+        const vec d = group_step(format, panel, g, half) * splat(BEFORE_CUTTING);
+        vec m = group_minimum(format, panel, g, half) * splat(BEFORE_CUTTING);
+        if (format == Q8) m = fma_(splat(-BYTE_ZERO), d, m);
+        UNROLL
+        for (int k = 0; k < GROUP; k += 2) {
+            const int step = k / 4, line = format == Q8 ? step : step % (STEPS / 2);
+            const ivec bytes = load_int(values + 4 * (line * PANEL + half));
+            vec value[2];
+            UNROLL
+            for (int i = 0; i < 2; i++) {
+                const int byte = k % 4 + i, shift = 8 * byte + (step < STEPS / 2 ? 0 : 4);
+                value[i] = fma_(d, format == Q8 ? byte_number(bytes, byte) : four_bits(bytes >> shift), m);
+            }
+            const ivec pairs = upper_halves(value[0], value[1]);
+            memcpy(to + 4 * (k / 2 * PANEL + half), &pairs, sizeof pairs);
+        }
+    }
+}
+
+/* Up to UNPACKED_AT_ONCE groups, and the same of the next panel, `panel_bytes` on, into the second cache. */
+SPECIALIZED void unpack_groups(const int format, const uint8_t *panel, int64_t panel_bytes, int first, int end,
+                               uint8_t *to) {
+    for (int g = first; g < end; g++, to += 2 * GROUP * PANEL) {
+        const uint8_t *group = panel + group_at(format, g);
+        UNROLL
+        for (int at = 0; at < group_at(format, 1) - group_at(format, 0); at += 64)
+            __builtin_prefetch(group + panel_bytes + at, 0, 2);
+        unpack_group(format, panel, g, to);
+    }
+}
+
+/* One or two tiles of rows times some groups of one panel: C += W x. w: uint16 [inputs / 2][PANEL][2]. */
+SPECIALIZED void multiply_tiles(const int tiles, const uint8_t *x, int64_t x_bytes, const uint8_t *w, int groups) {
+    const uint8_t *below = x + TILE_ROWS * x_bytes;
+    for (const uint8_t *end = w + groups * 2 * GROUP * PANEL; w < end; w += 2 * GROUP * PANEL) {
+        TILE_LOAD(4, x, x_bytes);
+        TILE_LOAD(6, w, 4 * PANEL);
+        TILE_DOT(0, 4, 6);
+        if (tiles == 2) {
+            TILE_LOAD(5, below, x_bytes);
+            TILE_DOT(2, 5, 6);
+        }
+        TILE_LOAD(7, w + TILE_BYTES, 4 * PANEL);
+        TILE_DOT(1, 4, 7);
+        if (tiles == 2) TILE_DOT(3, 5, 7);
+        x += TILE_BYTES;
+        below += TILE_BYTES;
+    }
+}
+
+/* One or two tiles of rows times the groups from `first` to end - 1 of one panel: sums[rows][PANEL] += W x. `unpacked`: those
+ * groups of a panel of bytes; they are put there if `fresh`. */
+SPECIALIZED void tile_rows(const int tiles, const int format, const int fresh, const uint16_t *x, int inputs,
+                           const uint8_t *panel, int first, int end, uint8_t *unpacked, float *sums) {
+    const int64_t x_bytes = 2 * inputs, line = 4 * PANEL, panel_bytes = weight_panel_bytes(format, inputs);
+    float *below = sums + TILE_ROWS * PANEL;
+    TILE_LOAD(0, sums, line);
+    TILE_LOAD(1, sums + LANES, line);
+    if (tiles == 2) {
+        TILE_LOAD(2, below, line);
+        TILE_LOAD(3, below + LANES, line);
+    }
+    const int at_once = fresh ? UNPACKED_AT_ONCE : DEPTH_GROUPS;
+    for (int g = first, next; g < end; g = next) {
+        next = g + at_once < end ? g + at_once : end;
+        const uint8_t *w = unpacked + (g - first) * 2 * GROUP * PANEL;
+        if (fresh && format != BF16)
+            unpack_groups(format, panel, panel_bytes, g, next, (uint8_t *)w);
+        if (format == BF16) w = panel + bf16_at(g * GROUP, 0);
+        if (fresh && format == BF16)
+            for (int at = 0; at < (next - g) * 2 * GROUP * PANEL; at += 64) __builtin_prefetch(w + panel_bytes + at, 0, 2);
+        multiply_tiles(tiles, (const uint8_t *)(x + g * GROUP), x_bytes, w, next - g);
+    }
+    TILE_STORE(0, sums, line);
+    TILE_STORE(1, sums + LANES, line);
+    if (tiles == 2) {
+        TILE_STORE(2, below, line);
+        TILE_STORE(3, below + LANES, line);
+    }
+}
+
+/* sums[rows][PANEL] += W x, for one panel. */
+SPECIALIZED void tile_panel(const int format, int rows, const uint16_t *x, int inputs, const uint8_t *panel,
+                            float *sums) {
+    uint8_t unpacked[2 * DEPTH_GROUPS * GROUP * PANEL] __attribute__((aligned(64)));
+    for (int first = 0; first < inputs / GROUP; first += DEPTH_GROUPS) {
+        const int end = first + DEPTH_GROUPS < inputs / GROUP ? first + DEPTH_GROUPS : inputs / GROUP;
+#define ROWS_FROM(row, tiles, fresh) \
+    tile_rows(tiles, format, fresh, x + (int64_t)(row) * inputs, inputs, panel, first, end, unpacked, sums + (row) * PANEL)
+        if (rows <= TILE_ROWS) ROWS_FROM(0, 1, 1);
+        else ROWS_FROM(0, 2, 1);
+        for (int row = 2 * TILE_ROWS; row < rows; row += 2 * TILE_ROWS)
+            if (rows - row <= TILE_ROWS) ROWS_FROM(row, 1, 0);
+            else ROWS_FROM(row, 2, 0);
+#undef ROWS_FROM
+    }
+}
+
+static void bf16_sums(int format, int rows, const uint16_t *x, int inputs, const uint8_t *panel, float *sums) {
+    switch (format) {
+        case Q4: tile_panel(Q4, rows, x, inputs, panel, sums); break;
+        case Q4K: tile_panel(Q4K, rows, x, inputs, panel, sums); break;
+        case Q8: tile_panel(Q8, rows, x, inputs, panel, sums); break;
+        default: tile_panel(BF16, rows, x, inputs, panel, sums);
+    }
+}
+#elif defined(BUILD_BF16)
 enum { BF16_DEPTH = 24 * GROUP }; /* inputs of a panel that are multiplied with all rows before the next ones */
 
-#if defined(BUILD_BF16)
 /* Some inputs of one panel: sums[rows][PANEL] += W x. The next panel, `panel_bytes` on, is fetched meanwhile, as long as
  * there is work to do: with one row, all is waiting for memory anyway. */
 SPECIALIZED void bf16_tile(const int rows, const uint16_t *x, int64_t x_stride, const uint8_t *w, int64_t panel_bytes,
@@ -46,6 +168,20 @@ static void bf16_rows(int rows, const uint16_t *x, int64_t x_stride, const uint8
 #define TILE(n) case n: bf16_tile(n, x, x_stride, w, panel_bytes, depth, sums); break;
         TILE(1) TILE(2) TILE(3) TILE(4) TILE(5) TILE(6) TILE(7) TILE(8) TILE(9) TILE(10) TILE(11) TILE(12)
 #undef TILE
+    }
+}
+
+/* sums[rows][PANEL] += W x, for one panel. The tiles are about equally high, see fixed_panel. */
+static void bf16_sums(int format, int rows, const uint16_t *x, int inputs, const uint8_t *panel, float *sums) {
+    (void)format;
+    const int tiles = (rows + BF16_ROWS - 1) / BF16_ROWS;
+    for (int first = 0; first < inputs; first += BF16_DEPTH) {
+        const int depth = inputs - first < BF16_DEPTH ? inputs - first : BF16_DEPTH;
+        for (int tile = 0, r = 0, next; tile < tiles; tile++, r = next) {
+            next = rows * (tile + 1) / tiles;
+            bf16_rows(next - r, x + (int64_t)r * inputs + first, inputs, panel + bf16_at(first, 0),
+                      weight_panel_bytes(BF16, inputs), depth, sums + r * PANEL);
+        }
     }
 }
 #endif

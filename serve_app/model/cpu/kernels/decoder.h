@@ -30,7 +30,7 @@ static int64_t together_bytes(const struct decoder *decoder, const struct pool *
            lay_out(decoder, batch->num_tokens, batch->num_sequences, pool->num_threads, NULL, &space);
 }
 
-enum { MOST_SHARES = 64, LEAST_SHARE_TOKENS = 4, LEAST_SHARE_LAYERS = 3 };
+enum { MOST_SHARES = 64, LEAST_SHARE_TOKENS = 32, LEAST_SHARE_LAYERS = 3 };
 
 /* Sequences first to end - 1, which have passed `layer` layers. */
 struct share {

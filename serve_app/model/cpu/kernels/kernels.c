@@ -1,7 +1,16 @@
 /* The whole library in one compilation unit. Read in this order: vec.h, threads.h, weights.h, blocks.h,
- * activations.h, float_tile.h, fixed_tile.h, bf16_tile.h, matmul.h, elementwise.h, attention.h, layer.h, decoder.h. */
+ * activations.h, float_tile.h, fixed_tile.h, amx_tile.h, bf16_tile.h, matmul.h, elementwise.h, attention.h, layer.h, decoder.h. */
 #include "blocks.h"
 #include "decoder.h"
+
+/* Whether the system lets this process use all that the build needs; to be asked before anything is computed. */
+int64_t build_allowed(void) {
+#if defined(BUILD_AMX)
+    return tiles_allowed();
+#else
+    return 1;
+#endif
+}
 
 /* For ops.py, which fills these structs in and compares their sizes with its own when it loads the library. */
 #define SIZE_OF(name) int64_t sizeof_##name(void) { return sizeof(struct name); }

@@ -85,7 +85,7 @@ static int64_t lay_out(const struct decoder *decoder, int64_t tokens, int64_t se
     TAKE(space->qkv, 4 * tokens * decoder->layers[0].qkv.outputs);
     TAKE(space->gate_up, 4 * tokens * decoder->layers[0].gate_up.outputs);
     space->input.x = space->normed;
-    TAKE(space->input.rounded, tokens * most_rounded_bytes(wide));
+    TAKE(space->input.rounded, (tokens + ROWS_BEYOND) * most_rounded_bytes(wide));
     TAKE(space->tasks, tasks_bytes(&attention, tokens, sequences));
     TAKE(space->scratch, 4 * threads * attention_scratch(&attention));
     return used;
@@ -95,10 +95,9 @@ static int64_t lay_out(const struct decoder *decoder, int64_t tokens, int64_t se
 /* Token `t`'s input to the product with `next`, as that product takes it. */
 static void prepare_input(const struct step *step, int t, const struct weight *next) {
     const struct input *input = &step->space->input;
-    const int bytes = activation_bytes(next, step->decoder->arithmetic);
-    if (!bytes) return;
-    round_activations(input->x + (int64_t)t * next->inputs, next->inputs, bytes,
-                      (uint8_t *)input->rounded + t * rounded_bytes(next->inputs, bytes));
+    const enum form form = form_for(next, step->decoder->arithmetic);
+    round_activations(input->x + (int64_t)t * next->inputs, next->inputs, form,
+                      (uint8_t *)input->rounded + t * rounded_bytes(next->inputs, form));
 }
 
 static void embed_token(const void *argument, int t, int thread) {

@@ -19,12 +19,17 @@
 #include "float_tile.h"
 #include "threads.h"
 
-enum { ROW_BLOCK = 96 }; /* rows of a chunk; their activations stay in the second cache. A multiple of all tiles */
+/* Rows of a chunk; their activations stay in the second cache. A multiple of all tiles. */
+#if defined(BUILD_AMX)
+enum { ROW_BLOCK = 256 };
+#else
+enum { ROW_BLOCK = 96 };
+#endif
 
 struct matmul {
     const struct weight *weight;
     struct input input;
-    int bytes; /* of an activation; see activation_bytes */
+    enum form form; /* of the input */
     int num_rows;
     float *out; /* [rows][out_stride]; overwritten */
     int64_t out_stride;
@@ -49,22 +54,15 @@ static void float_panel(const struct matmul *job, int row, int end, const struct
         memcpy(out + (r - row) * job->out_stride, sums + (r - row) * PANEL, sizeof(float) * PANEL);
 }
 
-/* As float_panel. The tiles are about equally high, see fixed_panel. */
+/* As float_panel, with activations in bfloat16. */
 static void bf16_panel(const struct matmul *job, int row, int end, const struct panel *panel, const float *bias,
                        float *out) {
 #if defined(BUILD_BF16)
-    const int inputs = job->weight->inputs, tiles = (end - row + BF16_ROWS - 1) / BF16_ROWS;
-    float sums[ROW_BLOCK * PANEL];
+    const int inputs = job->weight->inputs;
+    float sums[ROW_BLOCK * PANEL] __attribute__((aligned(64)));
     for (int r = 0; r < end - row; r++) memcpy(sums + r * PANEL, bias, sizeof(float) * PANEL);
-    for (int first = 0; first < inputs; first += BF16_DEPTH) {
-        const int depth = inputs - first < BF16_DEPTH ? inputs - first : BF16_DEPTH;
-        for (int tile = 0, r = row, next; tile < tiles; tile++, r = next) {
-            next = row + (end - row) * (tile + 1) / tiles;
-            bf16_rows(next - r, (const uint16_t *)job->input.rounded + (int64_t)r * inputs + first, inputs,
-                      panel->data + bf16_at(first, 0), weight_panel_bytes(BF16, inputs), depth,
-                      sums + (r - row) * PANEL);
-        }
-    }
+    bf16_sums((int)panel->format, end - row, (const uint16_t *)job->input.rounded + (int64_t)row * inputs, inputs,
+              panel->data, sums);
     for (int r = row; r < end; r++)
         memcpy(out + (r - row) * job->out_stride, sums + (r - row) * PANEL, sizeof(float) * PANEL);
 #else
@@ -75,12 +73,12 @@ static void bf16_panel(const struct matmul *job, int row, int end, const struct 
 static void fixed_panel(const struct matmul *job, int row, int end, const struct panel *panel, const float *bias,
                         float *out) {
     const struct weight *weight = job->weight;
-    const int64_t row_bytes = rounded_bytes(weight->inputs, job->bytes);
+    const int64_t row_bytes = rounded_bytes(weight->inputs, job->form);
     /* As few tiles as possible, and all about as high: 8 rows are two tiles of 4, not one of 6 and one of 2. */
     const int tiles = (end - row + FIXED_ROWS - 1) / FIXED_ROWS;
     for (int tile = 0, r = row, next; tile < tiles; tile++, r = next) {
         next = row + (end - row) * (tile + 1) / tiles;
-        fixed_rows(next - r, (int)panel->format, job->bytes, job->input.rounded + r * row_bytes, weight->inputs,
+        fixed_rows(next - r, (int)panel->format, (int)job->form, job->input.rounded + r * row_bytes, weight->inputs,
                    panel->data, bias, out + (r - row) * job->out_stride, job->out_stride);
     }
 }
@@ -90,12 +88,11 @@ static void one_panel(const struct matmul *job, int row, int end, int n, float *
     static const float no_bias[PANEL];
     const struct panel *panel = job->weight->panels + n;
     const float *bias = job->weight->bias ? job->weight->bias + n * PANEL : no_bias;
-    if (job->bytes == 2)
-        bf16_panel(job, row, end, panel, bias, out);
-    else if (job->bytes)
-        fixed_panel(job, row, end, panel, bias, out);
-    else
-        float_panel(job, row, end, panel, bias, out);
+    switch (job->form) {
+        case AS_FLOATS: float_panel(job, row, end, panel, bias, out); break;
+        case AS_BYTES: case AS_THREE_BYTES: fixed_panel(job, row, end, panel, bias, out); break;
+        case AS_BF16: bf16_panel(job, row, end, panel, bias, out);
+    }
 }
 
 /* What a chunk is: some rows, and some panels. */
@@ -115,7 +112,9 @@ static void matmul_chunk(const void *argument, int chunk, int thread) {
     const struct matmul *job = argument;
     const struct part part = part_of(job, chunk);
     float *out = job->out + part.row * job->out_stride;
+    begin_tiles(TILE_BYTES);
     for (int n = part.first; n < part.last; n++) one_panel(job, part.row, part.end, n, out + n * PANEL);
+    end_tiles();
 }
 
 /* A product that is yet to be run, in how many chunks. */
@@ -124,7 +123,7 @@ static struct matmul plan_product(const struct pool *pool, const struct weight *
     /* Few chunks, so that each is one long stream of weights, but enough to even out, and none that takes long. */
     enum { CHUNKS_PER_THREAD = 4, MOST_PANELS = 32 };
     const int panels = weight->outputs / PANEL;
-    struct matmul job = {weight, *input, activation_bytes(weight, arithmetic), num_rows, NULL, 0, 1, 0};
+    struct matmul job = {weight, *input, form_for(weight, arithmetic), num_rows, NULL, 0, 1, 0};
     if (panels > CHUNKS_PER_THREAD * pool->num_threads)
         job.panels_per_chunk = panels / (CHUNKS_PER_THREAD * pool->num_threads);
     if (job.panels_per_chunk > MOST_PANELS) job.panels_per_chunk = MOST_PANELS;
@@ -146,26 +145,27 @@ static void matmul(struct pool *pool, const struct weight *weight, int arithmeti
 struct rounding {
     const float *x;
     uint8_t *to;
-    int inputs, bytes;
+    int inputs;
+    enum form form;
 };
 
 static void round_chunk(const void *argument, int row, int thread) {
     (void)thread;
     const struct rounding *job = argument;
-    round_activations(job->x + (int64_t)row * job->inputs, job->inputs, job->bytes,
-                      job->to + row * rounded_bytes(job->inputs, job->bytes));
+    round_activations(job->x + (int64_t)row * job->inputs, job->inputs, job->form,
+                      job->to + row * rounded_bytes(job->inputs, job->form));
 }
 
 static struct input round_rows(struct pool *pool, const struct weight *weight, int64_t arithmetic, const float *x,
                                int64_t rows, char *memory) {
-    const int bytes = activation_bytes(weight, (int)arithmetic);
-    const struct rounding job = {x, (uint8_t *)memory, weight->inputs, bytes};
-    if (bytes) parallel(pool, (int)rows, round_chunk, &job);
+    const enum form form = form_for(weight, (int)arithmetic);
+    const struct rounding job = {x, (uint8_t *)memory, weight->inputs, form};
+    if (form != AS_FLOATS) parallel(pool, (int)rows, round_chunk, &job);
     return (struct input){x, job.to};
 }
 
 int64_t linear_workspace(const struct weight *weight, int64_t rows) {
-    return rows * most_rounded_bytes(weight->inputs);
+    return (rows + ROWS_BEYOND) * most_rounded_bytes(weight->inputs);
 }
 
 /* out[rows][padded outputs] = W x + b, from float activations [rows][inputs] in every mode. `memory`:
@@ -202,6 +202,7 @@ static void largest_chunk(const void *argument, int chunk, int thread) {
     float best[ROW_BLOCK];
     uint64_t keys[ROW_BLOCK] = {0};
     for (int r = 0; r < part.end - part.row; r++) best[r] = -INFINITY;
+    begin_tiles(TILE_BYTES);
     for (int n = part.first; n < part.last; n++) {
         const int64_t left = job->count - (int64_t)n * PANEL;
         one_panel(&job->product, part.row, part.end, n, out);
@@ -219,6 +220,7 @@ static void largest_chunk(const void *argument, int chunk, int thread) {
             }
         }
     }
+    end_tiles();
     for (int r = part.row; r < part.end; r++) {
         uint64_t known = atomic_load(&job->keys[r]);
         while (known < keys[r - part.row] && !atomic_compare_exchange_weak(&job->keys[r], &known, keys[r - part.row]))

@@ -1,13 +1,14 @@
 /* Vectors of floats, as wide as the instruction set the file is compiled for has them.
  *
  *   build       LANES   needs
+ *   amx         16      the next line's, and AMX with BF16: tiles of bfloat16
  *   avx512bf16  16      the next line's, and AVX-512 BF16
  *   avx512      16      AVX-512 F, BW, DQ, VL and VNNI
  *   avxvnni      8      the next line's, and AVX-VNNI
  *   avx2         8      AVX2, FMA, F16C
  *   portable     4      nothing: the compiler's own vectors
  *
- * Everything that differs between the builds is in this file. Expressions on vectors are GCC's vector extensions;
+ * Almost everything that differs between the builds is in this file. Expressions on vectors are GCC's vector extensions;
  * products and sums are fused only where `fma` says so (the file is compiled with -ffp-contract=off), so a result's
  * bits never depend on how the compiler arranged a loop.
  */
@@ -24,6 +25,9 @@
 #define LANES 16
 #if defined(__AVX512BF16__)
 #define BUILD_BF16 1
+#if defined(__AMX_TILE__) && defined(__AMX_BF16__)
+#define BUILD_AMX 1
+#endif
 #endif
 #elif defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
 #define BUILD_AVX2 1
@@ -166,6 +170,23 @@ static inline vec store_bf16(uint16_t *to, vec value) {
     _mm256_storeu_si256((__m256i *)to, narrow);
     return (vec)(_mm512_slli_epi32(_mm512_cvtepu16_epi32(narrow), 16));
 }
+
+/* Pairs of the upper half of each of the first and of the second. */
+static inline ivec upper_halves(vec first, vec second) {
+    return (ivec)_mm512_mask_blend_epi16(0xaaaaaaaa, _mm512_srli_epi32((__m512i)first, 16), (__m512i)second);
+}
+
+/* The lowest four bits of each lane, and 256 + byte `index` of each lane: there it is the upper bits of the fraction. */
+#define BYTE_ZERO 256.0f
+static inline vec four_bits(ivec value) {
+    const vec numbers = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    return (vec)_mm512_permutexvar_ps((__m512i)value, (__m512)numbers); /* which ignores the other bits */
+}
+
+static inline vec byte_number(ivec bytes, int index) {
+    const int shift = 15 - 8 * index;
+    return (vec)(((shift > 0 ? bytes << shift : bytes >> -shift) & 0x7f8000) | 0x43800000);
+}
 #endif
 
 /* Reductions in one fixed order: halves onto each other until one lane is left. */
@@ -213,18 +234,18 @@ static inline vec exponential(vec x) {
 }
 
 #if defined(BUILD_BF16)
-/* 2^x with an error of 2^-17, for x <= 0; exactly 0 below -150 (-inf included). x = n + r with |r| <= 1/2: a polynomial
- * of 2^r (Chebyshev's), times 2^n. */
+/* 2^x with an error of 2^-17, for x <= 0; exactly 0 below -126 (-inf included): Intel's processors need 60 ns for a result
+ * that is too small to be normal. x = n + r with |r| <= 1/2: a polynomial of 2^r (Chebyshev's), times 2^n. */
 static inline vec rough_exponential2(vec x) {
-    const vec clamped = maximum(splat(-200.0f), x); /* NaN stays NaN */
-    const vec n = (vec)_mm512_roundscale_ps((__m512)clamped, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-    const vec r = clamped - n;
+    const __mmask16 normal = _mm512_cmp_ps_mask((__m512)x, (__m512)splat(-126.0f), _CMP_NLT_UQ); /* NaN stays NaN */
+    const vec n = (vec)_mm512_roundscale_ps((__m512)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+    const vec r = (vec)_mm512_maskz_sub_ps(normal, (__m512)x, (__m512)n);
     vec p = splat(0.009582843f);
     p = fma_(p, r, splat(0.055906428f));
     p = fma_(p, r, splat(0.240240989f));
     p = fma_(p, r, splat(0.693124193f));
     p = fma_(p, r, splat(1.0f));
-    return (vec)_mm512_scalef_ps((__m512)p, (__m512)n);
+    return (vec)_mm512_maskz_scalef_ps(normal, (__m512)p, (__m512)n);
 }
 #endif
 

@@ -1,0 +1,57 @@
+/* Products of bfloat16 in AMX's tiles: registers of 16 rows of 64 bytes, and an instruction that multiplies two of them.
+ *
+ * Activations are the tiles A, 16 rows of 32 inputs; weights the tiles B, 16 pairs of inputs of 16 outputs, as panels of
+ * bfloat16 have them. An instruction adds the products of 32 inputs to each of the 16 x 16 sums of C, in float, in one
+ * order that depends on no other row. It takes as long with fewer rows: the tiles always have all 16, and what lies behind the
+ * last row of a batch is multiplied too, and forgotten.
+ */
+#ifndef SERVE_APP_AMX_TILE_H
+#define SERVE_APP_AMX_TILE_H
+
+#include "vec.h"
+
+enum { TILE_ROWS = 16, TILE_BYTES = 64 };
+
+#if defined(BUILD_AMX)
+enum { TILES = 1, ROWS_BEYOND = TILE_ROWS - 1 }; /* rows of memory behind the last one, which are read */
+#include <sys/syscall.h>
+#include <unistd.h>
+
+/* In assembly, because GCC's intrinsics do not say that they read and write memory. `stride`: the distance of two rows
+ * in bytes. */
+#define TILE_LOAD(tile, from, stride) \
+    __asm__ volatile("tileloadd (%0,%1,1), %%tmm" #tile : : "r"(from), "r"((int64_t)(stride)) : "memory")
+#define TILE_STORE(tile, to, stride) \
+    __asm__ volatile("tilestored %%tmm" #tile ", (%0,%1,1)" : : "r"(to), "r"((int64_t)(stride)) : "memory")
+#define TILE_ZERO(tile) __asm__ volatile("tilezero %%tmm" #tile : :)
+#define TILE_DOT(c, a, b) __asm__ volatile("tdpbf16ps %%tmm" #b ", %%tmm" #a ", %%tmm" #c : :)
+
+/* Whether the system lets this process use tiles (ARCH_REQ_XCOMP_PERM for XFEATURE_XTILEDATA). */
+static inline int tiles_allowed(void) { return syscall(SYS_arch_prctl, 0x1023, 18) == 0; }
+
+/* A chunk that uses tiles begins with this: whoever else computes in the thread may want them in other sizes. C are 0 to 3,
+ * A 4 and 5, B 6 and 7. `bytes`: of a row of A 5; B 7 is as deep. */
+static inline void begin_tiles(int bytes) {
+    struct {
+        uint8_t palette, start_row, reserved[14];
+        uint16_t row_bytes[16];
+        uint8_t rows[16];
+    } sizes = {.palette = 1};
+    for (int tile = 0; tile < 8; tile++) {
+        sizes.row_bytes[tile] = (uint16_t)(tile == 5 ? bytes : TILE_BYTES);
+        sizes.rows[tile] = (uint8_t)(tile == 7 ? bytes / 4 : TILE_ROWS);
+    }
+    __asm__ volatile("ldtilecfg %0" : : "m"(sizes));
+}
+
+/* And ends with this: a thread that is put aside has the tiles saved that it uses. */
+static inline void end_tiles(void) { __asm__ volatile("tilerelease" : :); }
+
+#else
+enum { TILES = 0, ROWS_BEYOND = 0 };
+
+static inline void begin_tiles(int bytes) { (void)bytes; }
+static inline void end_tiles(void) {}
+#endif
+
+#endif
