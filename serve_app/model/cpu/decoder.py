@@ -1,10 +1,10 @@
 """Runs a Llama-like model with the C kernels: packs its weights, one call per step, one for the logits.
 
 Three modes. Exact: the file's weights (stored as small as they can be without loss) in float32 arithmetic or, where
-bytes are faster, in sums of 23-bit activations, which are as accurate; keys and values in float32. Int8: products with
-activations rounded to 8 bits in groups of 32, weights of 8 bits or, where the file has them, 4; keys and values in
-bfloat16 where the processor multiplies it, else in float16. Bfloat16, on such processors: weights, the activations
-that products take, keys and values in bfloat16; sums and all else in float32.
+bytes are faster, in sums of 23-bit activations, which are as accurate; keys and values in float32. Int8: weights of 8
+bits or, where the file has them, 4, products with activations rounded to 8 bits in groups of 32 or, in AMX's tiles, both
+sides rounded to bfloat16; keys and values in bfloat16 where the processor multiplies it, else in float16. Bfloat16, on
+such processors: weights, the activations that products take, keys and values in bfloat16; sums and all else in float32.
 """
 
 import ctypes
@@ -123,6 +123,8 @@ class CpuDecoder:
     @property
     def token_cost(self) -> float:
         """See `ModelExecutor`."""
+        if self._kernels.has_tiles and self._arithmetic is not Arithmetic.EXACT:
+            return 0.03  # up to 16 rows are one tile
         return {Arithmetic.EXACT: 0.25, Arithmetic.INT8: 0.1, Arithmetic.BFLOAT16: 0.05}[self._arithmetic]
 
     def attach(self, caches: Sequence[LayerCache] | None, memory: SlotMemory | None = None) -> None:

@@ -196,6 +196,7 @@ class Kernels:
         self.narrow_cache = next(dtype for dtype, format in CACHE_FORMATS.items() if format == narrow)
         """In which a KV cache is half as large."""
         self.multiplies_bfloat16 = self.narrow_cache == torch.bfloat16
+        self.has_tiles = build == "amx"
         self._pool: int | None = None
         self._pool_threads = 0
         self._free_pool: weakref.finalize[Any, Any] | None = None

@@ -67,7 +67,7 @@ void test_giving_halves(const struct decoder *decoder, struct pool *pool, const 
     const struct share all = {0, batch->num_sequences, 0};
     struct apart apart = {
         decoder, batch, ids, hidden,
-        .least_tokens = LEAST_SHARE_TOKENS,
+        .least_tokens = 4,
         .last_giving = last_giving(decoder),
         .mutex = PTHREAD_MUTEX_INITIALIZER,
         .changed = PTHREAD_COND_INITIALIZER,

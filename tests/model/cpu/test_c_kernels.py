@@ -17,6 +17,7 @@ LAYERS = {
     "narrow": AttentionLayer(5, 5, 16, 16, 0.3),
     "more queries than a task's rows": AttentionLayer(71, 1, 64, 64, 0.125),
     "wide": AttentionLayer(2, 1, 256, 256, 0.06),
+    "six tiles": AttentionLayer(4, 2, 96, 96, 0.1),
     "window": AttentionLayer(4, 2, 64, 64, 0.125, sliding_window=7),
     "window of rounds": AttentionLayer(4, 2, 64, 64, 0.125, sliding_window=130),
 }

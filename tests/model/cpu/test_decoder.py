@@ -1,4 +1,4 @@
-"""Sequences that change hands between two layers, as they do on a busy machine."""
+"""Steps that threads share out: in blocks of tokens, or by sequences, which change hands on a busy machine."""
 
 import ctypes
 from typing import Any
@@ -11,31 +11,58 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from serve_app.model.attention.base import AttentionBatch
 from serve_app.model.cpu.ops import Batch, Kernels
 from serve_app.model.executors import cpu
+from serve_app.model.paged_model import PagedModel
 from tests.model.stepping import Sequences, random_tokens
 from tests.models import KERNEL_MODES, VOCAB_SIZE, in_mode
 
 LENGTHS = [1, 5, 2, 9, 1, 1, 3, 17, 1, 4, 1, 1, 6]
 
 
+def llama(layers: int, **shape: int) -> Any:
+    """Untrained."""
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2} | shape
+    config = AutoConfig.for_model(
+        "llama", vocab_size=VOCAB_SIZE, num_hidden_layers=layers, max_position_embeddings=512, **sizes
+    )
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(config).eval()
+
+
+def in_mode_of(kernels: Kernels, mode: str, module: Any, monkeypatch: pytest.MonkeyPatch) -> PagedModel:
+    if mode == "bfloat16" and not kernels.multiplies_bfloat16:
+        pytest.skip(f"the build {kernels.build} has no products in bfloat16")
+    monkeypatch.setattr(cpu, "usable_builds", lambda: [kernels.build])
+    return in_mode(mode, module)
+
+
+@pytest.mark.parametrize("mode", KERNEL_MODES)
+def test_a_row_has_the_same_bits_in_blocks_of_tokens(
+    kernels: Kernels, mode: str, threads: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prompts that begin and end within blocks, beside single tokens, against the same in steps too small for blocks.
+    Also where the MLP is no whole number of panels, so that its activation is a step of its own."""
+    lengths = [3, 100, 1, 170, 1, 29]
+    for shape in ({"head_dim": 32}, {"intermediate_size": 160, "head_dim": 16}):
+        model = in_mode_of(kernels, mode, llama(3, **shape), monkeypatch)
+        tokens = [random_tokens(length + 1, seed) for seed, length in enumerate(lengths)]
+        tables = [range(1 + 12 * i, 13 + 12 * i) for i in range(len(lengths))]
+        model.allocate_kv_cache(12 * len(lengths) + 1)
+        whole = Sequences(model, tokens, tables)
+        logits = whole.step(dict(enumerate(lengths)))
+        after = whole.step(dict.fromkeys(range(len(lengths)), 1))
+        model.allocate_kv_cache(12 * len(lengths) + 1)
+        alone = Sequences(model, tokens, tables)
+        for index, length in enumerate(lengths):
+            parts = [alone.step({index: min(14, length - first)})[index] for first in range(0, length, 14)]
+            assert torch.equal(torch.cat(parts), logits[index])
+            assert torch.equal(alone.step({index: 1})[index], after[index])
+
+
 @pytest.mark.parametrize("mode", KERNEL_MODES)
 def test_a_half_that_is_given_away_goes_on_where_it_was(
     kernels: Kernels, shim: ctypes.CDLL, mode: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if mode == "bfloat16" and not kernels.multiplies_bfloat16:
-        pytest.skip(f"the build {kernels.build} has no products in bfloat16")
-    monkeypatch.setattr(cpu, "usable_builds", lambda: [kernels.build])
-    config = AutoConfig.for_model(
-        "llama",
-        vocab_size=VOCAB_SIZE,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=9,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=64,
-    )
-    torch.manual_seed(0)
-    model = in_mode(mode, AutoModelForCausalLM.from_config(config).eval())
+    model = in_mode_of(kernels, mode, llama(9), monkeypatch)
     model.allocate_kv_cache(3 * len(LENGTHS) + 1)
     stack: Any = model.executor
     forward, steps = stack.forward, []

@@ -43,9 +43,9 @@ def quantized(x: Tensor) -> Tensor:
 
 
 def seen_by_int8(kernels: Kernels, weight: PackedWeight, values: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
-    """A weight without a bias, whose values are `values`, and x as int8 mode multiplies them in this build. In tiles both are
-    rounded to bfloat16, weights by at most 0.7 of its units."""
-    if kernels.build != "amx":
+    """A weight without a bias, which has these values, and x as int8 mode multiplies them in this build. In tiles both
+    are rounded to bfloat16, weights by at most 0.7 of its units."""
+    if not kernels.has_tiles:
         return values, quantized(x)
     rounded = kernels.linear(weight, torch.eye(weight.inputs), Arithmetic.INT8).T
     unit = torch.exp2(values.abs().clamp_min(1e-30).log2().floor() - 7)

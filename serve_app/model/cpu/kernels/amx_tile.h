@@ -1,7 +1,7 @@
-/* Products of bfloat16 in AMX's tiles: registers of 16 rows of 64 bytes, and an instruction that multiplies two of them.
+/* AMX's tiles: registers of 16 rows of 64 bytes, and an instruction that multiplies two of them.
  *
- * Activations are the tiles A, 16 rows of 32 inputs; weights the tiles B, 16 pairs of inputs of 16 outputs, as panels of
- * bfloat16 have them. An instruction adds the products of 32 inputs to each of the 16 x 16 sums of C, in float, in one
+ * Activations are the tiles A, 16 rows of 32 inputs in bfloat16; weights the tiles B, 16 pairs of inputs of 16 outputs, as
+ * panels of bfloat16 have them. An instruction adds the products of 32 inputs to each of the 16 x 16 sums of C, in float, in one
  * order that depends on no other row. It takes as long with fewer rows: the tiles always have all 16, and what lies behind the
  * last row of a batch is multiplied too, and forgotten.
  */

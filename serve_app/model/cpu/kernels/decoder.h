@@ -1,15 +1,20 @@
 /* One step of a Llama-like decoder over the packed tokens of all sequences: from token ids to final hidden states.
  *
- * Two ways to use many threads. Apart: each thread takes some of the sequences through all layers, and they meet once a
- * step; who is done first takes over half of what another one still has before it (other processes use these cores
- * too). Every thread reads all weights, so it takes some tokens each to pay. Together: the threads share out each loop
- * within a layer and meet ten times a layer; for few tokens, and for a prompt that outweighs the other sequences. A
- * row's bits are the same either way.
+ * Three ways to use many threads; a row's bits are the same in each.
+ * In blocks, for many tokens: each thread takes blocks of tokens through a layer, up to the next one's attention, before which
+ * they meet. What a block has between its products stays in the thread's cache.
+ * Apart: each thread takes some of the sequences through all layers, and they meet once a step; who is done first takes over
+ * half of what another one still has before it (other processes use these cores too). Every thread reads all weights, so it
+ * takes some tokens each to pay.
+ * Together, for few tokens: the threads share out each loop within a layer and meet ten times a layer.
  */
 #ifndef SERVE_APP_DECODER_H
 #define SERVE_APP_DECODER_H
 
 #include "layer.h"
+
+/* Memory for the starts of so many sequences. */
+static int64_t starts_bytes(int sequences) { return (4 * ((int64_t)sequences + 1) + 63) / 64 * 64; }
 
 /* All sequences of `batch`, with all threads of `pool`. `memory`: together_bytes. */
 static void run_together(const struct decoder *decoder, struct pool *pool, const struct batch *batch,
@@ -30,7 +35,92 @@ static int64_t together_bytes(const struct decoder *decoder, const struct pool *
            lay_out(decoder, batch->num_tokens, batch->num_sequences, pool->num_threads, NULL, &space);
 }
 
-enum { MOST_SHARES = 64, LEAST_SHARE_TOKENS = 32, LEAST_SHARE_LAYERS = 3 };
+/* A step whose tokens are shared out in blocks, which lie in the cache of the thread that works on them. Before attention all
+ * of them wait for each other's keys. */
+enum { MOST_BLOCKS = 64, BLOCK_TOKENS = 128 };
+
+struct in_blocks {
+    const struct decoder *decoder;
+    const struct batch *batch;
+    const int64_t *ids;
+    float *hidden;
+    struct workspace stream; /* of all tokens */
+    char *memory;            /* thread_bytes for each thread */
+    int64_t thread_bytes;
+    int num_blocks;
+    int layer; /* that is begun; the one before is ended */
+};
+
+static int first_of_block(const struct in_blocks *job, int block) {
+    return (int)((int64_t)job->batch->num_tokens * block / job->num_blocks);
+}
+
+/* The sequences that have tokens from `first` to end - 1, as a batch of these alone. */
+static struct batch part_of_batch(const struct batch *batch, int first, int end, int32_t *starts) {
+    int s = 0, count = 0;
+    while (batch->query_starts[s + 1] <= first) s++;
+    for (int last = s; batch->query_starts[last] < end; last++, count++) {
+        const int start = batch->query_starts[last];
+        starts[count] = start < first ? 0 : start - first;
+    }
+    starts[count] = end - first;
+    return (struct batch){
+        end - first, count, batch->table_width, batch->positions + first, batch->slots + first, starts,
+        batch->kv_lens + s, batch->blocks + s * batch->table_width,
+    };
+}
+
+static void block_layer(const void *argument, int chunk, int thread) {
+    const struct in_blocks *job = argument;
+    const struct decoder *decoder = job->decoder;
+    struct pool alone = {.num_threads = 1};
+    const int block = job->num_blocks - 1 - chunk; /* the longest first */
+    const int first = first_of_block(job, block), end = first_of_block(job, block + 1);
+    char *memory = job->memory + thread * job->thread_bytes;
+    const struct batch part = part_of_batch(job->batch, first, end, (int32_t *)memory);
+    struct workspace space = {
+        .x = job->stream.x + (int64_t)first * decoder->hidden,
+        .delta = job->stream.delta + (int64_t)first * decoder->hidden,
+        .qkv = job->stream.qkv + (int64_t)first * decoder->layers[0].qkv.outputs,
+    };
+    lay_out(decoder, part.num_tokens, part.num_sequences, 1, memory + starts_bytes(part.num_sequences), &space);
+    struct step step = {decoder, NULL, &part, job->ids + first, &space, attention_of(decoder, NULL),
+                        job->hidden + (int64_t)first * decoder->hidden};
+    if (job->layer == 0)
+        parallel(&alone, part.num_tokens, embed_token, &step);
+    else
+        end_layer(&alone, &step, job->layer - 1, make_tasks(&step.attention, &part, space.tasks));
+    if (job->layer < decoder->num_layers)
+        begin_layer(&alone, &step, job->layer);
+    else
+        parallel(&alone, part.num_tokens, final_norm_token, &step);
+}
+
+/* How many blocks a step is to be cut into; 0 if it has too few tokens for that. */
+static int blocks_of(const struct pool *pool, const struct batch *batch) {
+    const int tokens = batch->num_tokens, threads = pool->num_threads;
+    if (threads == 1 ? tokens <= BLOCK_TOKENS : tokens < threads * BLOCK_TOKENS / 4) return 0;
+    const int rounds = (tokens + threads * BLOCK_TOKENS - 1) / (threads * BLOCK_TOKENS);
+    return rounds * threads < MOST_BLOCKS ? rounds * threads : MOST_BLOCKS;
+}
+
+static int64_t block_bytes_of(const struct decoder *decoder, const struct batch *batch, int num_blocks) {
+    struct workspace space;
+    const int tokens = (batch->num_tokens + num_blocks - 1) / num_blocks;
+    const int sequences = batch->num_sequences < tokens ? batch->num_sequences : tokens;
+    return starts_bytes(sequences) + lay_out(decoder, tokens, sequences, 1, NULL, &space);
+}
+
+static void run_in_blocks(const struct decoder *decoder, struct pool *pool, const struct batch *batch,
+                          const int64_t *ids, int num_blocks, char *memory, float *hidden) {
+    struct in_blocks job = {decoder, batch, ids, hidden, .num_blocks = num_blocks};
+    job.memory = memory + lay_out_stream(decoder, batch->num_tokens, memory, &job.stream);
+    job.thread_bytes = block_bytes_of(decoder, batch, num_blocks);
+    for (job.layer = 0; job.layer <= decoder->num_layers; job.layer++) parallel(pool, num_blocks, block_layer, &job);
+}
+
+/* In tiles a few tokens cost as much as many. */
+enum { MOST_SHARES = 64, LEAST_SHARE_TOKENS = TILES ? 2 * TILE_ROWS : 4, LEAST_SHARE_LAYERS = 3 };
 
 /* Sequences first to end - 1, which have passed `layer` layers. */
 struct share {
@@ -100,8 +190,6 @@ static int cut_step(const struct decoder *decoder, const struct pool *pool, cons
 }
 
 /* Working memory of a thread, enough for any of `shares`: the starts of its sequences, then its workspace. */
-static int64_t starts_bytes(int sequences) { return (4 * ((int64_t)sequences + 1) + 63) / 64 * 64; }
-
 static int64_t share_bytes(const struct decoder *decoder, const struct batch *batch, const struct share *shares,
                            int count) {
     int64_t most = 0;
@@ -155,6 +243,7 @@ static void run_share(struct apart *apart, struct share share, char *memory) {
     struct workspace space = {
         .x = apart->stream.x + (int64_t)token * decoder->hidden,
         .delta = apart->stream.delta + (int64_t)token * decoder->hidden,
+        .qkv = apart->stream.qkv + (int64_t)token * decoder->layers[0].qkv.outputs,
     };
     struct batch part = {
         0, 0, batch->table_width, batch->positions + token, batch->slots + token, starts,
@@ -204,6 +293,10 @@ static void run_shares(const void *argument, int chunk, int thread) {
 int64_t decoder_workspace(const struct decoder *decoder, const struct pool *pool, const struct batch *batch) {
     struct share shares[MOST_SHARES];
     struct workspace space;
+    const int num_blocks = blocks_of(pool, batch);
+    if (num_blocks)
+        return lay_out_stream(decoder, batch->num_tokens, NULL, &space) +
+               pool->num_threads * block_bytes_of(decoder, batch, num_blocks);
     if (!cut_step(decoder, pool, batch, shares)) return together_bytes(decoder, pool, batch);
     return lay_out_stream(decoder, batch->num_tokens, NULL, &space) +
            pool->num_threads * share_bytes(decoder, batch, shares, pool->num_threads);
@@ -222,6 +315,11 @@ void decoder_step(const struct decoder *decoder, struct pool *pool, const struct
         .givers = pool->num_threads,
         .num_untaken = pool->num_threads,
     };
+    const int num_blocks = blocks_of(pool, batch);
+    if (num_blocks) {
+        run_in_blocks(decoder, pool, batch, ids, num_blocks, memory, hidden);
+        return;
+    }
     if (!cut_step(decoder, pool, batch, apart.untaken)) {
         run_together(decoder, pool, batch, ids, memory, hidden);
         return;

@@ -24,7 +24,13 @@ static void add(float *x, const float *more, int count) {
 /* Rotary position embedding of one head: the pairs (i, i + half) of its first 2 half numbers are turned by the
  * position's angles, given as cos and sin [half]. */
 static void rotate(float *head, const float *cos, const float *sin, int half) {
-    for (int i = 0; i < half; i++) {
+    int i = 0;
+    for (; i + LANES <= half; i += LANES) {
+        const vec a = load(head + i), b = load(head + i + half);
+        store(head + i, a * load(cos + i) - b * load(sin + i));
+        store(head + i + half, b * load(cos + i) + a * load(sin + i));
+    }
+    for (; i < half; i++) {
         const float a = head[i], b = head[i + half];
         head[i] = a * cos[i] - b * sin[i];
         head[i + half] = b * cos[i] + a * sin[i];

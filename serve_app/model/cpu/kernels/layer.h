@@ -31,12 +31,12 @@ struct decoder {
 };
 
 /* Memory of some tokens' way through the layers. Sizes are in floats per token. The first two are all that one layer
- * leaves to the next. */
+ * leaves to the next, the first three all that begin_layer leaves to end_layer. */
 struct workspace {
     float *x;       /* [hidden] the residual stream */
     float *delta;   /* [hidden] what is added to it next */
-    float *normed;  /* [widest input of a product] */
     float *qkv;     /* [padded outputs of qkv] */
+    float *normed;  /* [widest input of a product] */
     float *gate_up; /* [padded outputs of gate_up] */
     struct input input; /* `normed`, also in fixed point where the next product wants it */
     struct task *tasks;
@@ -67,11 +67,12 @@ static struct attention attention_of(const struct decoder *decoder, const struct
 
 #define TAKE(pointer, bytes) (pointer = (void *)(memory + used), used += ((bytes) + 63) / 64 * 64)
 
-/* Lays out from `memory` on what one layer leaves to the next; returns its size in bytes (so NULL asks for the size). */
+/* Lays out from `memory` on what outlives a part of a layer; returns its size in bytes (so NULL asks for the size). */
 static int64_t lay_out_stream(const struct decoder *decoder, int64_t tokens, char *memory, struct workspace *space) {
     int64_t used = 0;
     TAKE(space->x, 4 * tokens * decoder->hidden);
     TAKE(space->delta, 4 * tokens * decoder->hidden);
+    TAKE(space->qkv, 4 * tokens * decoder->layers[0].qkv.outputs);
     return used;
 }
 
@@ -82,7 +83,6 @@ static int64_t lay_out(const struct decoder *decoder, int64_t tokens, int64_t se
     const struct attention attention = attention_of(decoder, NULL);
     int64_t used = 0;
     TAKE(space->normed, 4 * tokens * wide);
-    TAKE(space->qkv, 4 * tokens * decoder->layers[0].qkv.outputs);
     TAKE(space->gate_up, 4 * tokens * decoder->layers[0].gate_up.outputs);
     space->input.x = space->normed;
     TAKE(space->input.rounded, (tokens + ROWS_BEYOND) * most_rounded_bytes(wide));
@@ -168,8 +168,71 @@ static void activate_token(const void *argument, int t, int thread) {
     prepare_input(step, t, &step->layer->down);
 }
 
-/* Layer `index` for all sequences of the step's batch, of which `num_tasks` attention tasks were made. */
-static void run_layer(struct pool *pool, struct step *step, int index, int num_tasks) {
+/* The MLP's first product with its activation, panel by panel of gate and up: in tiles, where a product takes no longer than
+ * writing its floats down and reading them again. */
+struct gated_product {
+    struct matmul product;
+    int activation, panels; /* of the gate, and as many of up behind them */
+    uint16_t *out;          /* [rows][panels][PANEL] */
+};
+
+static void gated_chunk(const void *argument, int chunk, int thread) {
+    (void)thread;
+    const struct gated_product *job = argument;
+    const struct part part = part_of(&job->product, chunk);
+    float gate[ROW_BLOCK * PANEL] __attribute__((aligned(64))), up[ROW_BLOCK * PANEL] __attribute__((aligned(64)));
+    begin_tiles(TILE_BYTES);
+    for (int n = part.first; n < part.last; n++) {
+        one_panel(&job->product, part.row, part.end, n, gate);
+        one_panel(&job->product, part.row, part.end, job->panels + n, up);
+        for (int r = 0; r < part.end - part.row; r++) {
+            gated(gate + r * PANEL, up + r * PANEL, job->activation, PANEL, gate + r * PANEL);
+            round_row(gate + r * PANEL, PANEL, job->out + ((int64_t)(part.row + r) * job->panels + n) * PANEL);
+        }
+    }
+    end_tiles();
+}
+
+static int gates_in_tiles(const struct decoder *decoder, const struct layer *layer) {
+    return TILES && form_for(&layer->gate_up, decoder->arithmetic) == AS_BF16 &&
+           form_for(&layer->down, decoder->arithmetic) == AS_BF16 && decoder->intermediate % PANEL == 0;
+}
+
+/* The input of the MLP's second product. */
+static void gate(struct pool *pool, struct step *step, const struct layer *layer) {
+    const struct decoder *decoder = step->decoder;
+    const struct workspace *space = step->space;
+    const int tokens = step->batch->num_tokens;
+    if (!gates_in_tiles(decoder, layer)) {
+        matmul(pool, &layer->gate_up, decoder->arithmetic, &space->input, tokens, space->gate_up);
+        parallel(pool, tokens, activate_token, step);
+        return;
+    }
+    int num_chunks;
+    struct weight gate_alone = layer->gate_up;
+    gate_alone.outputs = decoder->intermediate;
+    struct gated_product job = {
+        plan_product(pool, &gate_alone, decoder->arithmetic, &space->input, tokens, &num_chunks),
+        decoder->activation, decoder->intermediate / PANEL, (uint16_t *)space->gate_up,
+    };
+    job.product.out_stride = PANEL;
+    parallel(pool, num_chunks, gated_chunk, &job);
+}
+
+/* Layer `index` up to its keys and values, for all tokens of the step's batch. */
+static void begin_layer(struct pool *pool, struct step *step, int index) {
+    const struct layer *layer = step->layer = step->decoder->layers + index;
+    const struct workspace *space = step->space;
+    const int tokens = step->batch->num_tokens;
+    step->attention = attention_of(step->decoder, layer);
+    parallel(pool, tokens, input_norm_token, step);
+    matmul(pool, &layer->qkv, step->decoder->arithmetic, &space->input, tokens, space->qkv);
+    parallel(pool, tokens, position_token, step);
+}
+
+/* The rest of it, once the keys and values are there of all tokens that these see. `num_tasks` attention tasks were made of
+ * the batch. */
+static void end_layer(struct pool *pool, struct step *step, int index, int num_tasks) {
     const struct decoder *decoder = step->decoder;
     const struct layer *layer = step->layer = decoder->layers + index;
     const struct workspace *space = step->space;
@@ -179,16 +242,19 @@ static void run_layer(struct pool *pool, struct step *step, int index, int num_t
         layer->qkv.outputs, space->normed, space->scratch, num_tasks * decoder->num_kv_heads, pool->num_threads,
     };
     const int tokens = step->batch->num_tokens;
-    parallel(pool, tokens, input_norm_token, step);
-    matmul(pool, &layer->qkv, decoder->arithmetic, &space->input, tokens, space->qkv);
-    parallel(pool, tokens, position_token, step);
     parallel(pool, attend.num_chunks, attend_chunk, &attend);
     parallel(pool, tokens, attended_token, step);
     matmul(pool, &layer->out, decoder->arithmetic, &space->input, tokens, space->delta);
     parallel(pool, tokens, post_norm_token, step);
-    matmul(pool, &layer->gate_up, decoder->arithmetic, &space->input, tokens, space->gate_up);
-    parallel(pool, tokens, activate_token, step);
-    matmul(pool, &layer->down, decoder->arithmetic, &space->input, tokens, space->delta);
+    gate(pool, step, layer);
+    struct input gated = space->input;
+    if (gates_in_tiles(decoder, layer)) gated.rounded = (const uint8_t *)space->gate_up;
+    matmul(pool, &layer->down, decoder->arithmetic, &gated, tokens, space->delta);
+}
+
+static void run_layer(struct pool *pool, struct step *step, int index, int num_tasks) {
+    begin_layer(pool, step, index);
+    end_layer(pool, step, index, num_tasks);
 }
 
 #endif

@@ -1,7 +1,7 @@
 /* Vectors of floats, as wide as the instruction set the file is compiled for has them.
  *
  *   build       LANES   needs
- *   amx         16      the next line's, and AMX with BF16: tiles of bfloat16
+ *   amx         16      the next line's, and AMX with BF16: products in tiles
  *   avx512bf16  16      the next line's, and AVX-512 BF16
  *   avx512      16      AVX-512 F, BW, DQ, VL and VNNI
  *   avxvnni      8      the next line's, and AVX-VNNI
