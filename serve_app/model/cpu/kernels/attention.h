@@ -645,7 +645,7 @@ void attention(const struct attention *layer, struct pool *pool, const struct ba
     struct task *tasks = (struct task *)memory;
     float *scratch = (float *)(memory + tasks_bytes(layer, batch->num_tokens, batch->num_sequences));
     const struct cache_write write = {layer, batch, new_keys, new_values, keys, values};
-    parallel(pool, batch->num_tokens, write_chunk, &write);
+    parallel_rows(pool, batch->num_tokens, write_chunk, &write);
     const int num_chunks = make_tasks(layer, batch, tasks) * layer->num_kv_heads;
     const struct attend attend = {
         layer, batch, tasks, keys, values, queries, (int64_t)layer->num_heads * layer->head_dim, out, scratch,

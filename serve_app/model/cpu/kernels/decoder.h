@@ -24,9 +24,9 @@ static void run_together(const struct decoder *decoder, struct pool *pool, const
     lay_out(decoder, batch->num_tokens, batch->num_sequences, pool->num_threads, memory, &space);
     struct step step = {decoder, NULL, batch, ids, &space, attention_of(decoder, NULL), hidden};
     const int num_tasks = make_tasks(&step.attention, batch, space.tasks);
-    parallel(pool, batch->num_tokens, embed_token, &step);
+    parallel_rows(pool, batch->num_tokens, embed_token, &step);
     for (int i = 0; i < decoder->num_layers; i++) run_layer(pool, &step, i, num_tasks);
-    parallel(pool, batch->num_tokens, final_norm_token, &step);
+    parallel_rows(pool, batch->num_tokens, final_norm_token, &step);
 }
 
 static int64_t together_bytes(const struct decoder *decoder, const struct pool *pool, const struct batch *batch) {
@@ -87,13 +87,13 @@ static void block_layer(const void *argument, int chunk, int thread) {
     struct step step = {decoder, NULL, &part, job->ids + first, &space, attention_of(decoder, NULL),
                         job->hidden + (int64_t)first * decoder->hidden};
     if (job->layer == 0)
-        parallel(&alone, part.num_tokens, embed_token, &step);
+        parallel_rows(&alone, part.num_tokens, embed_token, &step);
     else
         end_layer(&alone, &step, job->layer - 1, make_tasks(&step.attention, &part, space.tasks));
     if (job->layer < decoder->num_layers)
         begin_layer(&alone, &step, job->layer);
     else
-        parallel(&alone, part.num_tokens, final_norm_token, &step);
+        parallel_rows(&alone, part.num_tokens, final_norm_token, &step);
 }
 
 /* How many blocks a step is to be cut into; 0 if it has too few tokens for that. */
@@ -261,10 +261,10 @@ static void run_share(struct apart *apart, struct share share, char *memory) {
             num_tasks = make_tasks(&step.attention, &part, space.tasks);
         }
         if (share.layer == apart->last_giving) end_giving(apart);
-        if (share.layer == 0) parallel(&alone, part.num_tokens, embed_token, &step);
+        if (share.layer == 0) parallel_rows(&alone, part.num_tokens, embed_token, &step);
         run_layer(&alone, &step, share.layer, num_tasks);
     }
-    parallel(&alone, part.num_tokens, final_norm_token, &step);
+    parallel_rows(&alone, part.num_tokens, final_norm_token, &step);
 }
 
 /* A share that nobody works on, once there is one. 0 when there will be none. */

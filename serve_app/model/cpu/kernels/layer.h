@@ -205,7 +205,7 @@ static void gate(struct pool *pool, struct step *step, const struct layer *layer
     const int tokens = step->batch->num_tokens;
     if (!gates_in_tiles(decoder, layer)) {
         matmul(pool, &layer->gate_up, decoder->arithmetic, &space->input, tokens, space->gate_up);
-        parallel(pool, tokens, activate_token, step);
+        parallel_rows(pool, tokens, activate_token, step);
         return;
     }
     int num_chunks;
@@ -225,9 +225,9 @@ static void begin_layer(struct pool *pool, struct step *step, int index) {
     const struct workspace *space = step->space;
     const int tokens = step->batch->num_tokens;
     step->attention = attention_of(step->decoder, layer);
-    parallel(pool, tokens, input_norm_token, step);
+    parallel_rows(pool, tokens, input_norm_token, step);
     matmul(pool, &layer->qkv, step->decoder->arithmetic, &space->input, tokens, space->qkv);
-    parallel(pool, tokens, position_token, step);
+    parallel_rows(pool, tokens, position_token, step);
 }
 
 /* The rest of it, once the keys and values are there of all tokens that these see. `num_tasks` attention tasks were made of
@@ -243,9 +243,9 @@ static void end_layer(struct pool *pool, struct step *step, int index, int num_t
     };
     const int tokens = step->batch->num_tokens;
     parallel(pool, attend.num_chunks, attend_chunk, &attend);
-    parallel(pool, tokens, attended_token, step);
+    parallel_rows(pool, tokens, attended_token, step);
     matmul(pool, &layer->out, decoder->arithmetic, &space->input, tokens, space->delta);
-    parallel(pool, tokens, post_norm_token, step);
+    parallel_rows(pool, tokens, post_norm_token, step);
     gate(pool, step, layer);
     struct input gated = space->input;
     if (gates_in_tiles(decoder, layer)) gated.rounded = (const uint8_t *)space->gate_up;

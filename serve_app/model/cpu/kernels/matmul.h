@@ -160,7 +160,7 @@ static struct input round_rows(struct pool *pool, const struct weight *weight, i
                                int64_t rows, char *memory) {
     const enum form form = form_for(weight, (int)arithmetic);
     const struct rounding job = {x, (uint8_t *)memory, weight->inputs, form};
-    if (form != AS_FLOATS) parallel(pool, (int)rows, round_chunk, &job);
+    if (form != AS_FLOATS) parallel_rows(pool, (int)rows, round_chunk, &job);
     return (struct input){x, job.to};
 }
 
