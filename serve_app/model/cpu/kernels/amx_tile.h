@@ -29,17 +29,17 @@ enum { TILES = 1, ROWS_BEYOND = TILE_ROWS - 1 }; /* rows of memory behind the la
 /* Whether the system lets this process use tiles (ARCH_REQ_XCOMP_PERM for XFEATURE_XTILEDATA). */
 static inline int tiles_allowed(void) { return syscall(SYS_arch_prctl, 0x1023, 18) == 0; }
 
-/* A chunk that uses tiles begins with this: whoever else computes in the thread may want them in other sizes. C are 0 to 3,
- * A 4 and 5, B 6 and 7. `bytes`: of a row of A 5; B 7 is as deep. */
-static inline void begin_tiles(int bytes) {
+/* A chunk that uses tiles begins with this: whoever else computes in the thread may want them in other sizes. C are 0 to
+ * 3, A 4 and 5, B 6 and 7. */
+static inline void begin_tiles(void) {
     struct {
         uint8_t palette, start_row, reserved[14];
         uint16_t row_bytes[16];
         uint8_t rows[16];
     } sizes = {.palette = 1};
     for (int tile = 0; tile < 8; tile++) {
-        sizes.row_bytes[tile] = (uint16_t)(tile == 5 ? bytes : TILE_BYTES);
-        sizes.rows[tile] = (uint8_t)(tile == 7 ? bytes / 4 : TILE_ROWS);
+        sizes.row_bytes[tile] = TILE_BYTES;
+        sizes.rows[tile] = TILE_ROWS;
     }
     __asm__ volatile("ldtilecfg %0" : : "m"(sizes));
 }
@@ -50,7 +50,7 @@ static inline void end_tiles(void) { __asm__ volatile("tilerelease" : :); }
 #else
 enum { TILES = 0, ROWS_BEYOND = 0 };
 
-static inline void begin_tiles(int bytes) { (void)bytes; }
+static inline void begin_tiles(void) {}
 static inline void end_tiles(void) {}
 #endif
 

@@ -94,7 +94,7 @@ struct rows {
     float *out;     /* [rows][head_dim]: sum of weights times values so far */
     float *score;   /* [ROWS][ROUND]: scores, then weights; in bfloat16 the first half of a row. Of AMX's tiles two. */
     float *sum;     /* [rows][LANES]: weights so far, by lane */
-    float *last_values; /* [PAGE / 2][head_dim] of pairs; see tiles_round */
+    float *values; /* [ROUND / 2][head_dim] of pairs; only for tiles */
     float *largest; /* [rows]: what is taken off scores, at most SLACK below the largest one so far */
     int32_t *position; /* [rows]: the query's; it sees no later key */
 };
@@ -122,12 +122,12 @@ static int64_t tiled(int64_t rows) {
     return (rows + WHOLE - 1) / WHOLE * WHOLE;
 }
 
-enum { SCORE_ROWS = TILES ? 2 * TILE_ROWS : ROWS };
+enum { SCORE_ROWS = TILES ? 2 * TILE_ROWS : ROWS, VALUE_ROWS = TILES ? ROUND / 2 : 0 };
 
 /* Floats of scratch memory that a thread needs; whole lines of the cache. */
 static int64_t attention_scratch(const struct attention *layer) {
     const int64_t rows = tiled(task_queries(layer) * (layer->num_heads / layer->num_kv_heads));
-    return (rows * (2 * layer->head_dim + LANES + 2) + SCORE_ROWS * ROUND + PAGE / 2 * layer->head_dim + 15) / 16 * 16;
+    return (rows * (2 * layer->head_dim + LANES + 2) + SCORE_ROWS * ROUND + VALUE_ROWS * layer->head_dim + 15) / 16 * 16;
 }
 
 static struct rows rows_in(float *scratch, int num_rows, int head_dim) {
@@ -137,8 +137,8 @@ static struct rows rows_in(float *scratch, int num_rows, int head_dim) {
     rows.out = rows.query + whole * head_dim;
     rows.score = rows.out + whole * head_dim;
     rows.sum = rows.score + SCORE_ROWS * ROUND;
-    rows.last_values = rows.sum + whole * LANES;
-    rows.largest = rows.last_values + PAGE / 2 * head_dim;
+    rows.values = rows.sum + whole * LANES;
+    rows.largest = rows.values + VALUE_ROWS * head_dim;
     rows.position = (int32_t *)(rows.largest + whole);
     return rows;
 }
@@ -377,10 +377,10 @@ static void find_next_pages(const struct attend *job, int chunk, int base, const
 }
 
 #if defined(BUILD_AMX)
-/* Half a tile from memory into the second cache; from memory straight into the first takes longer. */
-SPECIALIZED void fetch_tile(const char *from, int64_t stride) {
+/* From memory into the second cache; straight into the first takes longer. */
+SPECIALIZED void fetch_tile(const char *from) {
     UNROLL
-    for (int line = 0; line < 8; line++) __builtin_prefetch(from + line * stride, 0, 2);
+    for (int line = 0; line < TILE_ROWS; line++) __builtin_prefetch(from + line * TILE_BYTES, 0, 2);
 }
 
 /* Tiles of TILE_ROWS rows: scores of the round's keys, in C 0 to 3 by page. */
@@ -395,10 +395,7 @@ static void score_tile(const uint16_t *query, int head_dim, const struct round *
 #define PAGE_SCORES(page) \
         TILE_LOAD(6, keys[page] + at, 64); \
         TILE_DOT(page, 4, 6); \
-        if (now->fetch) { \
-            fetch_tile((const char *)now->next_keys[page] + at, 64); \
-            fetch_tile((const char *)now->next_keys[page] + at + 512, 64); \
-        }
+        if (now->fetch) fetch_tile((const char *)now->next_keys[page] + at);
         PAGE_SCORES(0) PAGE_SCORES(1) PAGE_SCORES(2) PAGE_SCORES(3)
 #undef PAGE_SCORES
     }
@@ -408,11 +405,11 @@ static void score_tile(const uint16_t *query, int head_dim, const struct round *
     TILE_STORE(3, score + 3 * PAGE, 4 * ROUND);
 }
 
-/* out += weights times values for `width` (2 or 4) tiles of dimensions from `dim` on and the round's first pages. A page is
- * half a tile of B. */
-SPECIALIZED void value_tile(const int width, const float *weight, int head_dim, int dim, int pages,
-                            const struct round *now, float *out) {
+/* out += weights times values for `width` (2 or 4) tiles of dimensions from `dim` on and the round's first keys, 32 a step. */
+SPECIALIZED void value_tile(const int width, const float *weight, const float *values, int head_dim, int dim, int steps,
+                            float *out) {
     const int64_t line = 4 * head_dim;
+    values += dim;
     out += dim;
     TILE_LOAD(0, out, line);
     TILE_LOAD(1, out + 16, line);
@@ -420,20 +417,17 @@ SPECIALIZED void value_tile(const int width, const float *weight, int head_dim, 
         TILE_LOAD(2, out + 32, line);
         TILE_LOAD(3, out + 48, line);
     }
-    for (int page = 0; page < pages; page++) {
-        const char *values = (const char *)now->values[page] + 4 * dim;
-        if (now->fetch)
-            for (int i = 0; i < 64 * width; i += 64) fetch_tile((const char *)now->next_values[page] + 4 * dim + i, line);
-        TILE_LOAD(5, (const char *)weight + 2 * PAGE * page, 4 * ROUND);
-        TILE_LOAD(7, values, line);
-        TILE_DOT(0, 5, 7);
-        TILE_LOAD(7, values + 64, line);
-        TILE_DOT(1, 5, 7);
+    for (int step = 0; step < steps; step++, values += TILE_ROWS * head_dim) {
+        TILE_LOAD(4, (const char *)weight + TILE_BYTES * step, 4 * ROUND);
+        TILE_LOAD(6, values, line);
+        TILE_DOT(0, 4, 6);
+        TILE_LOAD(7, values + 16, line);
+        TILE_DOT(1, 4, 7);
         if (width == 4) {
-            TILE_LOAD(7, values + 128, line);
-            TILE_DOT(2, 5, 7);
-            TILE_LOAD(7, values + 192, line);
-            TILE_DOT(3, 5, 7);
+            TILE_LOAD(6, values + 32, line);
+            TILE_DOT(2, 4, 6);
+            TILE_LOAD(7, values + 48, line);
+            TILE_DOT(3, 4, 7);
         }
     }
     TILE_STORE(0, out, line);
@@ -445,40 +439,39 @@ SPECIALIZED void value_tile(const int width, const float *weight, int head_dim, 
 }
 
 /* The weights of a tile whose scores are there, and the values. */
-static void finish_tile(const struct attention *layer, const struct rows *all, int row, int end, float *score, int base,
-                        const struct round *now) {
+static void finish_tile(const struct attention *layer, const struct rows *all, int row, int end, float *score, int base) {
     const int dim = layer->head_dim, seen = all->position[end - 1] + 1 - base;
-    const int pages = seen < ROUND ? (seen + PAGE - 1) / PAGE : PAGES;
-    for (int r = row; r < end; r++) soften(CACHE_BF16, layer, all, r, score + (r - row) * ROUND, pages * PAGE, base);
+    const int steps = seen < ROUND ? (seen + 31) / 32 : ROUND / 32;
+    float *out = all->out + row * dim;
+    for (int r = row; r < end; r++) soften(CACHE_BF16, layer, all, r, score + (r - row) * ROUND, steps * 32, base);
     int d = 0;
-    for (; d + 64 <= dim; d += 64) value_tile(4, score, dim, d, pages, now, all->out + row * dim);
-    for (; d < dim; d += 32) value_tile(2, score, dim, d, pages, now, all->out + row * dim);
+    for (; d + 64 <= dim; d += 64) value_tile(4, score, all->values, dim, d, steps, out);
+    for (; d < dim; d += 32) value_tile(2, score, all->values, dim, d, steps, out);
 }
 
-/* Of the page that has the chunk's last key, `there` keys are its sequence's: what lies behind them is no number that may
- * meet even a weight of 0. */
-static const void *whole_page(const void *values, int there, int head_dim, float *to) {
-    const uint32_t *from = values;
-    uint32_t *pairs = (uint32_t *)to;
-    for (int key = 0; key < PAGE; key += 2, from += head_dim, pairs += head_dim) {
-        const uint32_t mask = key + 1 < there ? 0xffffffff : key < there ? 0xffff : 0;
-        for (int i = 0; i < head_dim; i++) pairs[i] = mask ? from[i] & mask : 0;
+/* A round's values side by side, as many as are `there`, and zeros: what lies behind the sequence's last key is no number
+ * that may meet even a weight of 0. The next round's are fetched meanwhile. */
+static void gather_values(const struct round *now, int there, int head_dim, float *to) {
+    for (int key = 0; key < ROUND; key += 2, to += head_dim) {
+        const int64_t at = key % PAGE / 2 * head_dim;
+        const float *from = (const float *)now->values[key / PAGE] + at, *next = (const float *)now->next_values[key / PAGE] + at;
+        const ivec used = splat_bytes(&(int32_t){key + 1 < there ? -1 : key < there ? 0xffff : 0});
+        for (int i = 0; i < head_dim; i += LANES) {
+            store(to + i, (vec)(load_int(from + i) & used));
+            __builtin_prefetch(next + i, 0, 2);
+        }
     }
-    return to;
 }
 
 /* All rows of a chunk with the keys of one round, in tiles. While the vector units make weights of one tile's scores, the
  * next one's are computed. */
 static void tiles_round(const struct attend *job, int chunk, const struct rows *rows, int num_rows, int base) {
     const struct attention *layer = job->layer;
-    const int dim = layer->head_dim, there = rows->position[num_rows - 1] + 1 - base;
+    const int dim = layer->head_dim;
     struct round now = {.fetch = 1};
     find_pages(job, chunk, base, now.keys, now.values);
     find_next_pages(job, chunk, base, now.next_keys, now.next_values);
-    if (there < ROUND && there % PAGE) {
-        const void *last = whole_page(now.values[there / PAGE], there % PAGE, dim, rows->last_values);
-        for (int page = there / PAGE; page < PAGES; page++) now.values[page] = last;
-    }
+    gather_values(&now, rows->position[num_rows - 1] + 1 - base, dim, rows->values);
     int before = -1, before_end = 0, buffer = 0;
     for (int row = 0; row < num_rows; row += TILE_ROWS) {
         const int end = row + TILE_ROWS < num_rows ? row + TILE_ROWS : num_rows;
@@ -486,16 +479,13 @@ static void tiles_round(const struct attend *job, int chunk, const struct rows *
         if (layer->window && base + ROUND <= rows->position[row] - layer->window + 1) continue;
         score_tile((const uint16_t *)rows->query + (int64_t)row * dim, dim, &now, rows->score + buffer * TILE_ROWS * ROUND);
         buffer ^= 1;
-        if (before >= 0) {
-            finish_tile(layer, rows, before, before_end, rows->score + buffer * TILE_ROWS * ROUND, base, &now);
-            now.fetch = 0;
-        }
+        if (before >= 0) finish_tile(layer, rows, before, before_end, rows->score + buffer * TILE_ROWS * ROUND, base);
+        now.fetch = 0;
         before = row;
         before_end = end;
     }
     buffer ^= 1;
-    if (before >= 0)
-        finish_tile(layer, rows, before, before_end, rows->score + buffer * TILE_ROWS * ROUND, base, &now);
+    if (before >= 0) finish_tile(layer, rows, before, before_end, rows->score + buffer * TILE_ROWS * ROUND, base);
 }
 #endif
 
@@ -553,7 +543,7 @@ static void attend_chunk(const void *argument, int chunk, int thread) {
         rows.largest[row] = -0x1.fffffep127f; /* finite: a round may hide all its keys from a row */
         rows.position[row] = (int32_t)job->batch->positions[token];
     }
-    if (in_tiles(layer)) begin_tiles(TILE_BYTES / 2);
+    if (in_tiles(layer)) begin_tiles();
     for (int base = first_base(job, task); base <= rows.position[num_rows - 1]; base += ROUND)
         chunk_round(job, chunk, &rows, num_rows, base);
     if (in_tiles(layer)) end_tiles();
@@ -586,8 +576,7 @@ static void write_narrow(const struct attention *layer, const float *key, const 
 #if defined(BUILD_BF16)
         store_bf16(lane, load(key + i));
         for (int j = 0; j < LANES; j += 2) memcpy(keys + 2 * ((i + j) / 2 * PAGE + offset), lane + j, 4);
-        store_bf16(lane, load(value + i));
-        for (int j = 0; j < LANES; j++) values[2 * (offset / 2 * dim + i + j) + offset % 2] = lane[j];
+        store_every_second_bf16(values + 2 * (offset / 2 * dim + i), (int)(offset % 2), load(value + i));
 #else
         store_half(lane, load(key + i));
         for (int j = 0; j < LANES; j++) keys[(i + j) * PAGE + offset] = lane[j];

@@ -181,7 +181,7 @@ static void gated_chunk(const void *argument, int chunk, int thread) {
     const struct gated_product *job = argument;
     const struct part part = part_of(&job->product, chunk);
     float gate[ROW_BLOCK * PANEL] __attribute__((aligned(64))), up[ROW_BLOCK * PANEL] __attribute__((aligned(64)));
-    begin_tiles(TILE_BYTES);
+    begin_tiles();
     for (int n = part.first; n < part.last; n++) {
         one_panel(&job->product, part.row, part.end, n, gate);
         one_panel(&job->product, part.row, part.end, job->panels + n, up);

@@ -112,7 +112,7 @@ static void matmul_chunk(const void *argument, int chunk, int thread) {
     const struct matmul *job = argument;
     const struct part part = part_of(job, chunk);
     float *out = job->out + part.row * job->out_stride;
-    begin_tiles(TILE_BYTES);
+    begin_tiles();
     for (int n = part.first; n < part.last; n++) one_panel(job, part.row, part.end, n, out + n * PANEL);
     end_tiles();
 }
@@ -202,7 +202,7 @@ static void largest_chunk(const void *argument, int chunk, int thread) {
     float best[ROW_BLOCK];
     uint64_t keys[ROW_BLOCK] = {0};
     for (int r = 0; r < part.end - part.row; r++) best[r] = -INFINITY;
-    begin_tiles(TILE_BYTES);
+    begin_tiles();
     for (int n = part.first; n < part.last; n++) {
         const int64_t left = job->count - (int64_t)n * PANEL;
         one_panel(&job->product, part.row, part.end, n, out);

@@ -171,6 +171,15 @@ static inline vec store_bf16(uint16_t *to, vec value) {
     return (vec)(_mm512_slli_epi32(_mm512_cvtepu16_epi32(narrow), 16));
 }
 
+/* Rounded, into the first or second of each pair. The others are not touched: another thread may be writing them. */
+static inline void store_every_second_bf16(uint16_t *pairs, int second, vec value) {
+    const __m512i wide = _mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh((__m512)value));
+    if (second)
+        _mm512_mask_storeu_epi16(pairs, 0xaaaaaaaa, _mm512_slli_epi32(wide, 16));
+    else
+        _mm512_mask_storeu_epi16(pairs, 0x55555555, wide);
+}
+
 /* Pairs of the upper half of each of the first and of the second. */
 static inline ivec upper_halves(vec first, vec second) {
     return (ivec)_mm512_mask_blend_epi16(0xaaaaaaaa, _mm512_srli_epi32((__m512i)first, 16), (__m512i)second);
