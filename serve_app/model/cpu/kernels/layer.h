@@ -248,7 +248,7 @@ static void end_layer(struct pool *pool, struct step *step, int index, int num_t
     parallel_rows(pool, tokens, post_norm_token, step);
     gate(pool, step, layer);
     struct input gated = space->input;
-    if (gates_in_tiles(decoder, layer)) gated.rounded = (const uint8_t *)space->gate_up;
+    if (gates_in_tiles(decoder, layer)) gated.rounded = (const uint8_t *)space->gate_up; /* rounded lies behind it */
     matmul(pool, &layer->down, decoder->arithmetic, &gated, tokens, space->delta);
 }
 

@@ -1,0 +1,117 @@
+/* attention_round.h's round in AMX's tiles: both products in bfloat16, for tiles of 16 rows. */
+#ifndef SERVE_APP_AMX_ATTENTION_H
+#define SERVE_APP_AMX_ATTENTION_H
+
+#include "attention_round.h"
+
+#if defined(BUILD_AMX)
+/* From memory into the second cache; straight into the first takes longer. */
+SPECIALIZED void fetch_tile(const char *from) {
+    UNROLL
+    for (int line = 0; line < TILE_ROWS; line++) __builtin_prefetch(from + line * TILE_BYTES, 0, 2);
+}
+
+/* Tiles of TILE_ROWS rows: scores of the round's keys, in C 0 to 3 by page. */
+static void score_tile(const uint16_t *query, int head_dim, const struct round *now, float *score) {
+    const char *const *keys = (const char *const *)now->keys;
+    TILE_ZERO(0);
+    TILE_ZERO(1);
+    TILE_ZERO(2);
+    TILE_ZERO(3);
+    for (int64_t at = 0; at < head_dim / 32 * 1024; at += 1024) {
+        TILE_LOAD(4, (const char *)query + at, 64);
+#define PAGE_SCORES(page) \
+        TILE_LOAD(6, keys[page] + at, 64); \
+        TILE_DOT(page, 4, 6); \
+        if (now->fetch) fetch_tile((const char *)now->next_keys[page] + at);
+        PAGE_SCORES(0) PAGE_SCORES(1) PAGE_SCORES(2) PAGE_SCORES(3)
+#undef PAGE_SCORES
+    }
+    TILE_STORE(0, score, 4 * ROUND);
+    TILE_STORE(1, score + PAGE, 4 * ROUND);
+    TILE_STORE(2, score + 2 * PAGE, 4 * ROUND);
+    TILE_STORE(3, score + 3 * PAGE, 4 * ROUND);
+}
+
+/* out += weights times values for `width` (2 or 4) tiles of dimensions from `dim` on and the round's first keys, 32 a step. */
+SPECIALIZED void value_tile(const int width, const float *weight, const float *values, int head_dim, int dim, int steps,
+                            float *out) {
+    const int64_t line = 4 * head_dim;
+    values += dim;
+    out += dim;
+    TILE_LOAD(0, out, line);
+    TILE_LOAD(1, out + 16, line);
+    if (width == 4) {
+        TILE_LOAD(2, out + 32, line);
+        TILE_LOAD(3, out + 48, line);
+    }
+    for (int step = 0; step < steps; step++, values += TILE_ROWS * head_dim) {
+        TILE_LOAD(4, (const char *)weight + TILE_BYTES * step, 4 * ROUND);
+        TILE_LOAD(6, values, line);
+        TILE_DOT(0, 4, 6);
+        TILE_LOAD(7, values + 16, line);
+        TILE_DOT(1, 4, 7);
+        if (width == 4) {
+            TILE_LOAD(6, values + 32, line);
+            TILE_DOT(2, 4, 6);
+            TILE_LOAD(7, values + 48, line);
+            TILE_DOT(3, 4, 7);
+        }
+    }
+    TILE_STORE(0, out, line);
+    TILE_STORE(1, out + 16, line);
+    if (width == 4) {
+        TILE_STORE(2, out + 32, line);
+        TILE_STORE(3, out + 48, line);
+    }
+}
+
+/* The weights of a tile whose scores are there, and the values. */
+static void finish_tile(const struct attention *layer, const struct rows *all, int row, int end, float *score, int base) {
+    const int dim = layer->head_dim, seen = all->position[end - 1] + 1 - base;
+    const int steps = seen < ROUND ? (seen + 31) / 32 : ROUND / 32;
+    float *out = all->out + row * dim;
+    for (int r = row; r < end; r++) soften(CACHE_BF16, layer, all, r, score + (r - row) * ROUND, steps * 32, base);
+    int d = 0;
+    for (; d + 64 <= dim; d += 64) value_tile(4, score, all->values, dim, d, steps, out);
+    for (; d < dim; d += 32) value_tile(2, score, all->values, dim, d, steps, out);
+}
+
+/* A round's values side by side, as many as are `there`, and zeros: what lies behind the sequence's last key is no number
+ * that may meet even a weight of 0. The next round's are fetched meanwhile. */
+static void gather_values(const struct round *now, int there, int head_dim, float *to) {
+    for (int key = 0; key < ROUND; key += 2, to += head_dim) {
+        const int64_t at = key % PAGE / 2 * head_dim;
+        const float *from = (const float *)now->values[key / PAGE] + at, *next = (const float *)now->next_values[key / PAGE] + at;
+        const ivec used = splat_bytes(&(int32_t){key + 1 < there ? -1 : key < there ? 0xffff : 0});
+        for (int i = 0; i < head_dim; i += LANES) {
+            store(to + i, (vec)(load_int(from + i) & used));
+            __builtin_prefetch(next + i, 0, 2);
+        }
+    }
+}
+
+/* All rows of a chunk with the keys of one round, in tiles. While the vector units make weights of one tile's scores, the
+ * next one's are computed. */
+static void tiles_round(const struct attention *layer, const struct rows *rows, int num_rows, int base,
+                        struct round *now) {
+    const int dim = layer->head_dim;
+    gather_values(now, rows->position[num_rows - 1] + 1 - base, dim, rows->values);
+    int before = -1, before_end = 0, buffer = 0;
+    for (int row = 0; row < num_rows; row += TILE_ROWS) {
+        const int end = row + TILE_ROWS < num_rows ? row + TILE_ROWS : num_rows;
+        if (rows->position[end - 1] < base) continue;
+        if (layer->window && base + ROUND <= rows->position[row] - layer->window + 1) continue;
+        score_tile((const uint16_t *)rows->query + (int64_t)row * dim, dim, now, rows->score + buffer * TILE_ROWS * ROUND);
+        buffer ^= 1;
+        if (before >= 0) finish_tile(layer, rows, before, before_end, rows->score + buffer * TILE_ROWS * ROUND, base);
+        now->fetch = 0;
+        before = row;
+        before_end = end;
+    }
+    buffer ^= 1;
+    if (before >= 0) finish_tile(layer, rows, before, before_end, rows->score + buffer * TILE_ROWS * ROUND, base);
+}
+#endif
+
+#endif
