@@ -57,6 +57,10 @@ class Server:
         assert self._settled.wait(START_TIMEOUT_S), self.lines
         assert self.process.poll() is None, self.lines
 
+    def line_with(self, part: str) -> str:
+        """The first one; the log of the request that tried the server may come behind the launcher's last line."""
+        return next(line for line in self.lines if part in line)
+
     def descendants(self) -> list[psutil.Process]:
         return psutil.Process(self.process.pid).children(recursive=True)
 

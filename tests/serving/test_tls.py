@@ -62,7 +62,7 @@ def test_haproxy_ends_tls_and_takes_a_new_certificate_under_a_stream(
 ) -> None:
     server, certificate, first = serve({}), tmp_path / "server.crt", tmp_path / "first.crt"
     server.wait_ready()
-    assert f"curl -k {server.url}/v1/chat" in server.lines[-1]
+    assert f"curl -k {server.url}/v1/chat" in server.line_with("  curl ")
     first.write_bytes(certificate.read_bytes())
     private = (tmp_path / "server.key").read_text().splitlines()
     text = ask(server, first)
