@@ -33,7 +33,8 @@ static void score_tile(const uint16_t *query, int head_dim, const struct round *
     TILE_STORE(3, score + 3 * PAGE, 4 * ROUND);
 }
 
-/* out += weights times values for `width` (2 or 4) tiles of dimensions from `dim` on and the round's first keys, 32 a step. */
+/* out += weights times values for `width` (2 or 4) tiles of dimensions from `dim` on and the round's first keys, 32 a
+ * step. */
 SPECIALIZED void value_tile(const int width, const float *weight, const float *values, int head_dim, int dim, int steps,
                             float *out) {
     const int64_t line = 4 * head_dim;
@@ -66,23 +67,30 @@ SPECIALIZED void value_tile(const int width, const float *weight, const float *v
     }
 }
 
+/* Where the scores of the tile that begins with `row` are: of two tiles, one after the other. */
+static float *tile_scores(const struct rows *all, int row) {
+    return all->score + row / TILE_ROWS % 2 * TILE_ROWS * ROUND;
+}
+
 /* The weights of a tile whose scores are there, and the values. */
-static void finish_tile(const struct attention *layer, const struct rows *all, int row, int end, float *score, int base) {
+static void finish_tile(const struct attention *layer, const struct rows *all, int row, int num_rows, int base) {
+    const int end = row + TILE_ROWS < num_rows ? row + TILE_ROWS : num_rows;
     const int dim = layer->head_dim, seen = all->position[end - 1] + 1 - base;
     const int steps = seen < ROUND ? (seen + 31) / 32 : ROUND / 32;
-    float *out = all->out + row * dim;
+    float *score = tile_scores(all, row), *out = all->out + row * dim;
     for (int r = row; r < end; r++) soften(CACHE_BF16, layer, all, r, score + (r - row) * ROUND, steps * 32, base);
     int d = 0;
     for (; d + 64 <= dim; d += 64) value_tile(4, score, all->values, dim, d, steps, out);
     for (; d < dim; d += 32) value_tile(2, score, all->values, dim, d, steps, out);
 }
 
-/* A round's values side by side, as many as are `there`, and zeros: what lies behind the sequence's last key is no number
- * that may meet even a weight of 0. The next round's are fetched meanwhile. */
+/* A round's values side by side, as many as are `there`, and zeros: what lies behind the sequence's last key is no
+ * number that may meet even a weight of 0. The next round's are fetched meanwhile. */
 static void gather_values(const struct round *now, int there, int head_dim, float *to) {
     for (int key = 0; key < ROUND; key += 2, to += head_dim) {
         const int64_t at = key % PAGE / 2 * head_dim;
-        const float *from = (const float *)now->values[key / PAGE] + at, *next = (const float *)now->next_values[key / PAGE] + at;
+        const float *from = (const float *)now->values[key / PAGE] + at;
+        const float *next = (const float *)now->next_values[key / PAGE] + at;
         const ivec used = splat_bytes(&(int32_t){key + 1 < there ? -1 : key < there ? 0xffff : 0});
         for (int i = 0; i < head_dim; i += LANES) {
             store(to + i, (vec)(load_int(from + i) & used));
@@ -91,26 +99,23 @@ static void gather_values(const struct round *now, int there, int head_dim, floa
     }
 }
 
-/* All rows of a chunk with the keys of one round, in tiles. While the vector units make weights of one tile's scores, the
- * next one's are computed. */
+/* All rows of a chunk with the keys of one round, in tiles. While the vector units make weights of one tile's scores,
+ * the next one's are computed. */
 static void tiles_round(const struct attention *layer, const struct rows *rows, int num_rows, int base,
                         struct round *now) {
     const int dim = layer->head_dim;
     gather_values(now, rows->position[num_rows - 1] + 1 - base, dim, rows->values);
-    int before = -1, before_end = 0, buffer = 0;
+    int before = -1;
     for (int row = 0; row < num_rows; row += TILE_ROWS) {
         const int end = row + TILE_ROWS < num_rows ? row + TILE_ROWS : num_rows;
         if (rows->position[end - 1] < base) continue;
         if (layer->window && base + ROUND <= rows->position[row] - layer->window + 1) continue;
-        score_tile((const uint16_t *)rows->query + (int64_t)row * dim, dim, now, rows->score + buffer * TILE_ROWS * ROUND);
-        buffer ^= 1;
-        if (before >= 0) finish_tile(layer, rows, before, before_end, rows->score + buffer * TILE_ROWS * ROUND, base);
+        score_tile((const uint16_t *)rows->query + (int64_t)row * dim, dim, now, tile_scores(rows, row));
+        if (before >= 0) finish_tile(layer, rows, before, num_rows, base);
         now->fetch = 0;
         before = row;
-        before_end = end;
     }
-    buffer ^= 1;
-    if (before >= 0) finish_tile(layer, rows, before, before_end, rows->score + buffer * TILE_ROWS * ROUND, base);
+    if (before >= 0) finish_tile(layer, rows, before, num_rows, base);
 }
 #endif
 

@@ -1,9 +1,9 @@
 /* AMX's tiles: registers of 16 rows of 64 bytes, and an instruction that multiplies two of them.
  *
- * Activations are the tiles A, 16 rows of 32 inputs in bfloat16; weights the tiles B, 16 pairs of inputs of 16 outputs, as
- * panels of bfloat16 have them. An instruction adds the products of 32 inputs to each of the 16 x 16 sums of C, in float, in one
- * order that depends on no other row. It takes as long with fewer rows: the tiles always have all 16, and what lies behind the
- * last row of a batch is multiplied too, and forgotten.
+ * Activations are the tiles A, 16 rows of 32 inputs in bfloat16; weights the tiles B, 16 pairs of inputs of 16
+ * outputs, as panels of bfloat16 have them. An instruction adds the products of 32 inputs to each of the 16 x 16 sums
+ * of C, in float, in one order that depends on no other row. It takes as long with fewer rows: the tiles always have
+ * all 16, and what lies behind the last row of a batch is multiplied too, and forgotten.
  */
 #ifndef SERVE_APP_AMX_TILE_H
 #define SERVE_APP_AMX_TILE_H
@@ -13,9 +13,10 @@
 enum { TILE_ROWS = 16, TILE_BYTES = 64 };
 
 #if defined(BUILD_AMX)
-enum { TILES = 1, ROWS_BEYOND = TILE_ROWS - 1 }; /* rows of memory behind the last one, which are read */
 #include <sys/syscall.h>
 #include <unistd.h>
+
+enum { TILES = 1, ROWS_BEYOND = TILE_ROWS - 1 }; /* rows of memory behind the last one, which are read */
 
 /* In assembly, because GCC's intrinsics do not say that they read and write memory. `stride`: the distance of two rows
  * in bytes. */
@@ -29,8 +30,8 @@ enum { TILES = 1, ROWS_BEYOND = TILE_ROWS - 1 }; /* rows of memory behind the la
 /* Whether the system lets this process use tiles (ARCH_REQ_XCOMP_PERM for XFEATURE_XTILEDATA). */
 static inline int tiles_allowed(void) { return syscall(SYS_arch_prctl, 0x1023, 18) == 0; }
 
-/* A chunk that uses tiles begins with this: whoever else computes in the thread may want them in other sizes. C are 0 to
- * 3, A 4 and 5, B 6 and 7. */
+/* A chunk that uses tiles begins with this: whoever else computes in the thread may want them in other sizes. C are 0
+ * to 3, A 4 and 5, B 6 and 7. */
 static inline void begin_tiles(void) {
     struct {
         uint8_t palette, start_row, reserved[14];

@@ -10,7 +10,7 @@
 
 #if defined(BUILD_AMX)
 enum {
-    DEPTH_GROUPS = 9, /* of a panel are multiplied with all rows before the next ones; unpacked, half of the first cache */
+    DEPTH_GROUPS = 9, /* of a panel are multiplied with all rows before the next ones; half of the first cache */
     UNPACKED_AT_ONCE = 3, /* a tile cannot be loaded for long after its numbers were stored */
 };
 
@@ -73,8 +73,8 @@ SPECIALIZED void multiply_tiles(const int tiles, const uint8_t *x, int64_t x_byt
     }
 }
 
-/* One or two tiles of rows times the groups from `first` to end - 1 of one panel: sums[rows][PANEL] += W x. `unpacked`: those
- * groups of a panel of bytes; they are put there if `fresh`. */
+/* One or two tiles of rows times the groups from `first` to end - 1 of one panel: sums[rows][PANEL] += W x.
+ * `unpacked`: those groups of a panel of bytes; they are put there if `fresh`. */
 SPECIALIZED void tile_rows(const int tiles, const int format, const int fresh, const uint16_t *x, int inputs,
                            const uint8_t *panel, int first, int end, uint8_t *unpacked, float *sums) {
     const int64_t x_bytes = 2 * inputs, line = 4 * PANEL, panel_bytes = weight_panel_bytes(format, inputs);
@@ -93,7 +93,8 @@ SPECIALIZED void tile_rows(const int tiles, const int format, const int fresh, c
             unpack_groups(format, panel, panel_bytes, g, next, (uint8_t *)w);
         if (format == BF16) w = panel + bf16_at(g * GROUP, 0);
         if (fresh && format == BF16)
-            for (int at = 0; at < (next - g) * 2 * GROUP * PANEL; at += 64) __builtin_prefetch(w + panel_bytes + at, 0, 2);
+            for (int at = 0; at < (next - g) * 2 * GROUP * PANEL; at += 64)
+                __builtin_prefetch(w + panel_bytes + at, 0, 2);
         multiply_tiles(tiles, (const uint8_t *)(x + g * GROUP), x_bytes, w, next - g);
     }
     TILE_STORE(0, sums, line);
@@ -111,7 +112,8 @@ SPECIALIZED void tile_panel(const int format, int rows, const uint16_t *x, int i
     for (int first = 0; first < inputs / GROUP; first += DEPTH_GROUPS) {
         const int end = first + DEPTH_GROUPS < inputs / GROUP ? first + DEPTH_GROUPS : inputs / GROUP;
 #define ROWS_FROM(row, tiles, fresh) \
-    tile_rows(tiles, format, fresh, x + (int64_t)(row) * inputs, inputs, panel, first, end, unpacked, sums + (row) * PANEL)
+    tile_rows(tiles, format, fresh, x + (int64_t)(row) * inputs, inputs, panel, first, end, unpacked, \
+              sums + (row) * PANEL)
         if (rows <= TILE_ROWS) ROWS_FROM(0, 1, 1);
         else ROWS_FROM(0, 2, 1);
         for (int row = 2 * TILE_ROWS; row < rows; row += 2 * TILE_ROWS)
@@ -132,8 +134,8 @@ static void bf16_sums(int format, int rows, const uint16_t *x, int inputs, const
 #elif defined(BUILD_BF16)
 enum { BF16_DEPTH = 24 * GROUP }; /* inputs of a panel that are multiplied with all rows before the next ones */
 
-/* Some inputs of one panel: sums[rows][PANEL] += W x. The next panel, `panel_bytes` on, is fetched meanwhile, as long as
- * there is work to do: with one row, all is waiting for memory anyway. */
+/* Some inputs of one panel: sums[rows][PANEL] += W x. The next panel, `panel_bytes` on, is fetched meanwhile, as long
+ * as there is work to do: with one row, all is waiting for memory anyway. */
 SPECIALIZED void bf16_tile(const int rows, const uint16_t *x, int64_t x_stride, const uint8_t *w, int64_t panel_bytes,
                            int depth, float *sums) {
     vec total[BF16_ROWS][2];

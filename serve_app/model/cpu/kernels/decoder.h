@@ -1,11 +1,11 @@
 /* One step of a Llama-like decoder over the packed tokens of all sequences: from token ids to final hidden states.
  *
  * Three ways to use many threads; a row's bits are the same in each.
- * In blocks, for many tokens: each thread takes blocks of tokens through a layer, up to the next one's attention, before which
- * they meet. What a block has between its products stays in the thread's cache.
- * Apart: each thread takes some of the sequences through all layers, and they meet once a step; who is done first takes over
- * half of what another one still has before it (other processes use these cores too). Every thread reads all weights, so it
- * takes some tokens each to pay.
+ * In blocks, for many tokens: each thread takes blocks of tokens through a layer, up to the next one's attention,
+ * before which they meet. What a block has between its products stays in the thread's cache.
+ * Apart: each thread takes some of the sequences through all layers, and they meet once a step; who is done first
+ * takes over half of what another one still has before it (other processes use these cores too). Every thread reads
+ * all weights, so it takes some tokens each to pay.
  * Together, for few tokens: the threads share out each loop within a layer and meet ten times a layer.
  */
 #ifndef SERVE_APP_DECODER_H
@@ -35,8 +35,8 @@ static int64_t together_bytes(const struct decoder *decoder, const struct pool *
            lay_out(decoder, batch->num_tokens, batch->num_sequences, pool->num_threads, NULL, &space);
 }
 
-/* A step whose tokens are shared out in blocks, which lie in the cache of the thread that works on them. Before attention all
- * of them wait for each other's keys. */
+/* A step whose tokens are shared out in blocks, which lie in the cache of the thread that works on them. Before
+ * attention all of them wait for each other's keys. */
 enum { MOST_BLOCKS = 64, BLOCK_TOKENS = 128 };
 
 struct in_blocks {
@@ -70,6 +70,15 @@ static struct batch part_of_batch(const struct batch *batch, int first, int end,
     };
 }
 
+/* What outlives a part of a layer, of the tokens from `first` on. */
+static struct workspace stream_from(const struct decoder *decoder, const struct workspace *stream, int first) {
+    return (struct workspace){
+        .x = stream->x + (int64_t)first * decoder->hidden,
+        .delta = stream->delta + (int64_t)first * decoder->hidden,
+        .qkv = stream->qkv + (int64_t)first * decoder->layers[0].qkv.outputs,
+    };
+}
+
 static void block_layer(const void *argument, int chunk, int thread) {
     const struct in_blocks *job = argument;
     const struct decoder *decoder = job->decoder;
@@ -78,11 +87,7 @@ static void block_layer(const void *argument, int chunk, int thread) {
     const int first = first_of_block(job, block), end = first_of_block(job, block + 1);
     char *memory = job->memory + thread * job->thread_bytes;
     const struct batch part = part_of_batch(job->batch, first, end, (int32_t *)memory);
-    struct workspace space = {
-        .x = job->stream.x + (int64_t)first * decoder->hidden,
-        .delta = job->stream.delta + (int64_t)first * decoder->hidden,
-        .qkv = job->stream.qkv + (int64_t)first * decoder->layers[0].qkv.outputs,
-    };
+    struct workspace space = stream_from(decoder, &job->stream, first);
     lay_out(decoder, part.num_tokens, part.num_sequences, 1, memory + starts_bytes(part.num_sequences), &space);
     struct step step = {decoder, NULL, &part, job->ids + first, &space, attention_of(decoder, NULL),
                         job->hidden + (int64_t)first * decoder->hidden};
@@ -156,8 +161,8 @@ static double sequence_cost(const struct decoder *decoder, const struct batch *b
     return per_token * (batch->query_starts[sequence + 1] - batch->query_starts[sequence]);
 }
 
-/* Cut a share's sequences, in their order, into `count` shares. Whether that pays: each is at most a fifth above the mean
- * (nobody takes over a part of a sequence) and they have `least_tokens` on the mean. */
+/* Cut a share's sequences, in their order, into `count` shares. Whether that pays: each is at most a fifth above the
+ * mean (nobody takes over a part of a sequence) and they have `least_tokens` on the mean. */
 static int cut_evenly(const struct decoder *decoder, const struct batch *batch, struct share whole, int count,
                       int least_tokens, struct share *shares) {
     double total = 0, reached = 0, begun = 0;
@@ -240,23 +245,14 @@ static void run_share(struct apart *apart, struct share share, char *memory) {
     struct pool alone = {.num_threads = 1};
     const int token = batch->query_starts[share.first];
     int32_t *starts = (int32_t *)memory;
-    struct workspace space = {
-        .x = apart->stream.x + (int64_t)token * decoder->hidden,
-        .delta = apart->stream.delta + (int64_t)token * decoder->hidden,
-        .qkv = apart->stream.qkv + (int64_t)token * decoder->layers[0].qkv.outputs,
-    };
-    struct batch part = {
-        0, 0, batch->table_width, batch->positions + token, batch->slots + token, starts,
-        batch->kv_lens + share.first, batch->blocks + share.first * batch->table_width,
-    };
+    struct workspace space = stream_from(decoder, &apart->stream, token);
+    struct batch part = {0};
     struct step step = {decoder, NULL, &part, apart->ids + token, &space, attention_of(decoder, NULL),
                         apart->hidden + (int64_t)token * decoder->hidden};
     const int begun = share.layer;
     for (int num_tasks = 0; share.layer < decoder->num_layers; share.layer++) {
         if (give_half(apart, &share) || share.layer == begun) {
-            part.num_sequences = share.end - share.first;
-            for (int s = 0; s <= part.num_sequences; s++) starts[s] = batch->query_starts[share.first + s] - token;
-            part.num_tokens = starts[part.num_sequences];
+            part = part_of_batch(batch, token, batch->query_starts[share.end], starts);
             lay_out(decoder, part.num_tokens, part.num_sequences, 1, memory + starts_bytes(part.num_sequences), &space);
             num_tasks = make_tasks(&step.attention, &part, space.tasks);
         }

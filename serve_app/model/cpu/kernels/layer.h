@@ -1,6 +1,6 @@
-/* One layer of a Llama-like decoder over packed tokens: norm, q k v, rotary positions and cache write, attention, output
- * product, norm, gated MLP. Every loop is shared out over the threads of a pool: by tokens, by panels of weights, or by
- * attention tasks.
+/* One layer of a Llama-like decoder over packed tokens: norm, q k v, rotary positions and cache write, attention,
+ * output product, norm, gated MLP. Every loop is shared out over the threads of a pool: by tokens, by panels of
+ * weights, or by attention tasks.
  */
 #ifndef SERVE_APP_LAYER_H
 #define SERVE_APP_LAYER_H
@@ -168,8 +168,8 @@ static void activate_token(const void *argument, int t, int thread) {
     prepare_input(step, t, &step->layer->down);
 }
 
-/* The MLP's first product with its activation, panel by panel of gate and up: in tiles, where a product takes no longer than
- * writing its floats down and reading them again. */
+/* The MLP's first product with its activation, panel by panel of gate and up: in tiles, where a product takes no
+ * longer than writing its floats down and reading them again. */
 struct gated_product {
     struct matmul product;
     int activation, panels; /* of the gate, and as many of up behind them */
@@ -199,14 +199,14 @@ static int gates_in_tiles(const struct decoder *decoder, const struct layer *lay
 }
 
 /* The input of the MLP's second product. */
-static void gate(struct pool *pool, struct step *step, const struct layer *layer) {
+static struct input gate(struct pool *pool, struct step *step, const struct layer *layer) {
     const struct decoder *decoder = step->decoder;
     const struct workspace *space = step->space;
     const int tokens = step->batch->num_tokens;
     if (!gates_in_tiles(decoder, layer)) {
         matmul(pool, &layer->gate_up, decoder->arithmetic, &space->input, tokens, space->gate_up);
         parallel_rows(pool, tokens, activate_token, step);
-        return;
+        return space->input;
     }
     int num_chunks;
     struct weight gate_alone = layer->gate_up;
@@ -217,6 +217,7 @@ static void gate(struct pool *pool, struct step *step, const struct layer *layer
     };
     job.product.out_stride = PANEL;
     parallel(pool, num_chunks, gated_chunk, &job);
+    return (struct input){NULL, (const uint8_t *)job.out}; /* rows beyond the last one lie in space->input.rounded */
 }
 
 /* Layer `index` up to its keys and values, for all tokens of the step's batch. */
@@ -230,8 +231,8 @@ static void begin_layer(struct pool *pool, struct step *step, int index) {
     parallel_rows(pool, tokens, position_token, step);
 }
 
-/* The rest of it, once the keys and values are there of all tokens that these see. `num_tasks` attention tasks were made of
- * the batch. */
+/* The rest of it, once the keys and values are there of all tokens that these see. `num_tasks` attention tasks were
+ * made of the batch. */
 static void end_layer(struct pool *pool, struct step *step, int index, int num_tasks) {
     const struct decoder *decoder = step->decoder;
     const struct layer *layer = step->layer = decoder->layers + index;
@@ -246,9 +247,7 @@ static void end_layer(struct pool *pool, struct step *step, int index, int num_t
     parallel_rows(pool, tokens, attended_token, step);
     matmul(pool, &layer->out, decoder->arithmetic, &space->input, tokens, space->delta);
     parallel_rows(pool, tokens, post_norm_token, step);
-    gate(pool, step, layer);
-    struct input gated = space->input;
-    if (gates_in_tiles(decoder, layer)) gated.rounded = (const uint8_t *)space->gate_up; /* rounded lies behind it */
+    const struct input gated = gate(pool, step, layer);
     matmul(pool, &layer->down, decoder->arithmetic, &gated, tokens, space->delta);
 }
 

@@ -8,9 +8,9 @@
  *   avx2         8      AVX2, FMA, F16C
  *   portable     4      nothing: the compiler's own vectors
  *
- * Almost everything that differs between the builds is in this file. Expressions on vectors are GCC's vector extensions;
- * products and sums are fused only where `fma` says so (the file is compiled with -ffp-contract=off), so a result's
- * bits never depend on how the compiler arranged a loop.
+ * Almost everything that differs between the builds is in this file. Expressions on vectors are GCC's vector
+ * extensions; products and sums are fused only where `fma` says so (the file is compiled with -ffp-contract=off), so
+ * a result's bits never depend on how the compiler arranged a loop.
  */
 #ifndef SERVE_APP_VEC_H
 #define SERVE_APP_VEC_H
@@ -243,8 +243,8 @@ static inline vec exponential(vec x) {
 }
 
 #if defined(BUILD_BF16)
-/* 2^x with an error of 2^-17, for x <= 0; exactly 0 below -126 (-inf included): Intel's processors need 60 ns for a result
- * that is too small to be normal. x = n + r with |r| <= 1/2: a polynomial of 2^r (Chebyshev's), times 2^n. */
+/* 2^x with an error of 2^-17, for x <= 0; exactly 0 below -126 (-inf included): Intel's processors need 60 ns for a
+ * result that is too small to be normal. x = n + r with |r| <= 1/2: a polynomial of 2^r (Chebyshev's), times 2^n. */
 static inline vec rough_exponential2(vec x) {
     const __mmask16 normal = _mm512_cmp_ps_mask((__m512)x, (__m512)splat(-126.0f), _CMP_NLT_UQ); /* NaN stays NaN */
     const vec n = (vec)_mm512_roundscale_ps((__m512)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
