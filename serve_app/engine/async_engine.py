@@ -31,6 +31,7 @@ from serve_app.errors import (
     UnavailableError,
 )
 from serve_app.grammars import Vocabulary
+from serve_app.precedence import interrupt_as_usual
 
 logger = logging.getLogger(__name__)
 
@@ -212,6 +213,7 @@ class AsyncEngine:
     # In the engine's thread.
 
     def _run(self) -> None:
+        interrupt_as_usual()
         try:
             self._core = self._build()
             self.info = self._core.info

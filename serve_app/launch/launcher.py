@@ -32,6 +32,7 @@ from serve_app.launch.ports import free_port
 from serve_app.launch.readiness import example, first_token, write_internal_key
 from serve_app.launch.terminal import Terminal
 from serve_app.launch.tls import HAPROXY_SOCKET, WatchedKeyPair
+from serve_app.precedence import interrupt_nobody
 from serve_app.settings import (
     FAST_PATH_ENVIRONMENT,
     HAPROXY_METRICS_PORT,
@@ -77,6 +78,7 @@ def launch(config_path: Path) -> int:
             _complain(f"{config_path}: {error}")
             return 2
         _bound_requests(Path(scratch), target)
+        interrupt_nobody()  # nor does anything that Ray starts, except for the engines' threads
         return _Launch(config_path, target, started, Path(scratch), internal_key, key_pair).run()
 
 

@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -155,6 +156,13 @@ def test_a_deployment_that_fails_ends_it_with_the_cause(start: StartServer, tmp_
     assert psutil.wait_procs(family, timeout=10)[1] == []
 
 
+def num_interrupting(process: psutil.Process) -> int:
+    """How many of its threads interrupt others when they wake."""
+    with suppress(psutil.NoSuchProcess, ProcessLookupError):  # it, or a thread, has ended since
+        return sum(os.sched_getscheduler(thread.id) != os.SCHED_BATCH for thread in process.threads())
+    return 0
+
+
 @pytest.mark.cluster
 def test_from_ready_to_ctrl_c_with_the_default_config(start: StartServer) -> None:
     """The printed curl works; Ctrl-C, which a terminal sends to every process at once, lets a running stream end."""
@@ -164,6 +172,10 @@ def test_from_ready_to_ctrl_c_with_the_default_config(start: StartServer) -> Non
     assert "SmolLM2-135M-Instruct served its first token" in server.line_with("ready: ")
     answer = subprocess.run(server.line_with("  curl "), shell=True, capture_output=True, timeout=120, check=True)
     assert "Paris" in json.loads(answer.stdout)["choices"][0]["message"]["content"]
+    (engine,) = server.running("EngineReplica")
+    interrupting = {process: num_interrupting(process) for process in server.descendants()}
+    assert 0 < interrupting.pop(engine) < engine.num_threads()
+    assert not any(interrupting.values())
 
     request: dict[str, Any] = {
         "model": "SmolLM2-135M-Instruct",
