@@ -73,17 +73,25 @@ SPECIALIZED void multiply_tiles(const int tiles, const uint8_t *x, int64_t x_byt
     }
 }
 
-/* One or two tiles of rows times the groups from `first` to end - 1 of one panel: sums[rows][PANEL] += W x.
+/* Sums of some rows, `line` bytes apart. */
+struct sums {
+    float *at;
+    int64_t line;
+};
+
+static inline float *tile_below(struct sums sums) { return (float *)((char *)sums.at + TILE_ROWS * sums.line); }
+
+/* One or two tiles of rows times the groups from `first` to end - 1 of one panel: to[rows][PANEL] = from + W x.
  * `unpacked`: those groups of a panel of bytes; they are put there if `fresh`. */
 SPECIALIZED void tile_rows(const int tiles, const int format, const int fresh, const uint16_t *x, int inputs,
-                           const uint8_t *panel, int first, int end, uint8_t *unpacked, float *sums) {
-    const int64_t x_bytes = 2 * inputs, line = 4 * PANEL, panel_bytes = weight_panel_bytes(format, inputs);
-    float *below = sums + TILE_ROWS * PANEL;
-    TILE_LOAD(0, sums, line);
-    TILE_LOAD(1, sums + LANES, line);
+                           const uint8_t *panel, int first, int end, uint8_t *unpacked, struct sums from,
+                           struct sums to) {
+    const int64_t x_bytes = 2 * inputs, panel_bytes = weight_panel_bytes(format, inputs);
+    TILE_LOAD(0, from.at, from.line);
+    TILE_LOAD(1, from.at + LANES, from.line);
     if (tiles == 2) {
-        TILE_LOAD(2, below, line);
-        TILE_LOAD(3, below + LANES, line);
+        TILE_LOAD(2, tile_below(from), from.line);
+        TILE_LOAD(3, tile_below(from) + LANES, from.line);
     }
     const int at_once = fresh ? UNPACKED_AT_ONCE : DEPTH_GROUPS;
     for (int g = first, next; g < end; g = next) {
@@ -97,23 +105,28 @@ SPECIALIZED void tile_rows(const int tiles, const int format, const int fresh, c
                 __builtin_prefetch(w + panel_bytes + at, 0, 2);
         multiply_tiles(tiles, (const uint8_t *)(x + g * GROUP), x_bytes, w, next - g);
     }
-    TILE_STORE(0, sums, line);
-    TILE_STORE(1, sums + LANES, line);
+    TILE_STORE(0, to.at, to.line);
+    TILE_STORE(1, to.at + LANES, to.line);
     if (tiles == 2) {
-        TILE_STORE(2, below, line);
-        TILE_STORE(3, below + LANES, line);
+        TILE_STORE(2, tile_below(to), to.line);
+        TILE_STORE(3, tile_below(to) + LANES, to.line);
     }
 }
 
-/* sums[rows][PANEL] += W x, for one panel. */
+/* out[rows][out_stride] = bias + W x, for one panel. sums: [rows, in whole tiles][PANEL]. */
 SPECIALIZED void tile_panel(const int format, int rows, const uint16_t *x, int inputs, const uint8_t *panel,
-                            float *sums) {
+                            const float *bias, float *sums, float *out, int64_t out_stride) {
     uint8_t unpacked[2 * DEPTH_GROUPS * GROUP * PANEL] __attribute__((aligned(64)));
-    for (int first = 0; first < inputs / GROUP; first += DEPTH_GROUPS) {
-        const int end = first + DEPTH_GROUPS < inputs / GROUP ? first + DEPTH_GROUPS : inputs / GROUP;
-#define ROWS_FROM(row, tiles, fresh) \
-    tile_rows(tiles, format, fresh, x + (int64_t)(row) * inputs, inputs, panel, first, end, unpacked, \
-              sums + (row) * PANEL)
+    const int groups = inputs / GROUP, in_whole_tiles = rows / TILE_ROWS * TILE_ROWS;
+    for (int first = 0; first < groups; first += DEPTH_GROUPS) {
+        const int end = first + DEPTH_GROUPS < groups ? first + DEPTH_GROUPS : groups;
+#define ROWS_FROM(row, tiles, fresh) do { \
+            const struct sums here = {sums + (row) * PANEL, 4 * PANEL}; \
+            const struct sums there = {out + (row) * out_stride, 4 * out_stride}; \
+            tile_rows(tiles, format, fresh, x + (int64_t)(row) * inputs, inputs, panel, first, end, unpacked, \
+                      first ? here : (struct sums){(float *)bias, 0}, \
+                      end == groups && (row) + (tiles) * TILE_ROWS <= rows ? there : here); \
+        } while (0)
         if (rows <= TILE_ROWS) ROWS_FROM(0, 1, 1);
         else ROWS_FROM(0, 2, 1);
         for (int row = 2 * TILE_ROWS; row < rows; row += 2 * TILE_ROWS)
@@ -121,14 +134,17 @@ SPECIALIZED void tile_panel(const int format, int rows, const uint16_t *x, int i
             else ROWS_FROM(row, 2, 0);
 #undef ROWS_FROM
     }
+    const int copied = rows % (2 * TILE_ROWS) > TILE_ROWS ? in_whole_tiles - TILE_ROWS : in_whole_tiles;
+    for (int r = copied; r < rows; r++) memcpy(out + r * out_stride, sums + r * PANEL, sizeof(float) * PANEL);
 }
 
-static void bf16_sums(int format, int rows, const uint16_t *x, int inputs, const uint8_t *panel, float *sums) {
+static void bf16_product(int format, int rows, const uint16_t *x, int inputs, const uint8_t *panel, const float *bias,
+                         float *sums, float *out, int64_t out_stride) {
     switch (format) {
-        case Q4: tile_panel(Q4, rows, x, inputs, panel, sums); break;
-        case Q4K: tile_panel(Q4K, rows, x, inputs, panel, sums); break;
-        case Q8: tile_panel(Q8, rows, x, inputs, panel, sums); break;
-        default: tile_panel(BF16, rows, x, inputs, panel, sums);
+        case Q4: tile_panel(Q4, rows, x, inputs, panel, bias, sums, out, out_stride); break;
+        case Q4K: tile_panel(Q4K, rows, x, inputs, panel, bias, sums, out, out_stride); break;
+        case Q8: tile_panel(Q8, rows, x, inputs, panel, bias, sums, out, out_stride); break;
+        default: tile_panel(BF16, rows, x, inputs, panel, bias, sums, out, out_stride);
     }
 }
 #elif defined(BUILD_BF16)
@@ -173,10 +189,13 @@ static void bf16_rows(int rows, const uint16_t *x, int64_t x_stride, const uint8
     }
 }
 
-/* sums[rows][PANEL] += W x, for one panel. The tiles are about equally high, see fixed_panel. */
-static void bf16_sums(int format, int rows, const uint16_t *x, int inputs, const uint8_t *panel, float *sums) {
+/* out[rows][out_stride] = bias + W x, for one panel. The tiles are about equally high, see fixed_panel. sums:
+ * [rows][PANEL]. */
+static void bf16_product(int format, int rows, const uint16_t *x, int inputs, const uint8_t *panel, const float *bias,
+                         float *sums, float *out, int64_t out_stride) {
     (void)format;
     const int tiles = (rows + BF16_ROWS - 1) / BF16_ROWS;
+    for (int r = 0; r < rows; r++) memcpy(sums + r * PANEL, bias, sizeof(float) * PANEL);
     for (int first = 0; first < inputs; first += BF16_DEPTH) {
         const int depth = inputs - first < BF16_DEPTH ? inputs - first : BF16_DEPTH;
         for (int tile = 0, r = 0, next; tile < tiles; tile++, r = next) {
@@ -185,6 +204,7 @@ static void bf16_sums(int format, int rows, const uint16_t *x, int inputs, const
                       weight_panel_bytes(BF16, inputs), depth, sums + r * PANEL);
         }
     }
+    for (int r = 0; r < rows; r++) memcpy(out + r * out_stride, sums + r * PANEL, sizeof(float) * PANEL);
 }
 #endif
 

@@ -60,11 +60,8 @@ static void bf16_panel(const struct matmul *job, int row, int end, const struct 
 #if defined(BUILD_BF16)
     const int inputs = job->weight->inputs;
     float sums[ROW_BLOCK * PANEL] __attribute__((aligned(64)));
-    for (int r = 0; r < end - row; r++) memcpy(sums + r * PANEL, bias, sizeof(float) * PANEL);
-    bf16_sums((int)panel->format, end - row, (const uint16_t *)job->input.rounded + (int64_t)row * inputs, inputs,
-              panel->data, sums);
-    for (int r = row; r < end; r++)
-        memcpy(out + (r - row) * job->out_stride, sums + (r - row) * PANEL, sizeof(float) * PANEL);
+    bf16_product((int)panel->format, end - row, (const uint16_t *)job->input.rounded + (int64_t)row * inputs, inputs,
+                 panel->data, bias, sums, out, job->out_stride);
 #else
     (void)job, (void)row, (void)end, (void)panel, (void)bias, (void)out; /* nobody asks for it */
 #endif
