@@ -1,7 +1,7 @@
 """Whose threads interrupt others on cores that they share. Only Linux knows this; elsewhere nothing happens.
 
-All threads of a step on a CPU wait for one that was interrupted. Ray's processes and ours wake up two thousand times a
-second, each time for some microseconds that can wait.
+All threads of a step on a CPU wait for one that was interrupted. Ray's processes and ours wake up more than a thousand
+times a second even when idle, each time for some microseconds that can wait.
 """
 
 import os
