@@ -11,26 +11,20 @@ SPECIALIZED void fetch_tile(const char *from) {
     for (int line = 0; line < TILE_ROWS; line++) __builtin_prefetch(from + line * TILE_BYTES, 0, 2);
 }
 
-/* Tiles of TILE_ROWS rows: scores of the round's keys, in C 0 to 3 by page. */
+/* A tile's scores of the round's keys, page by page, as the pages lie in memory. */
 static void score_tile(const uint16_t *query, int head_dim, const struct round *now, float *score) {
-    const char *const *keys = (const char *const *)now->keys;
-    TILE_ZERO(0);
-    TILE_ZERO(1);
-    TILE_ZERO(2);
-    TILE_ZERO(3);
-    for (int64_t at = 0; at < head_dim / 32 * 1024; at += 1024) {
-        TILE_LOAD(4, (const char *)query + at, 64);
+    const int64_t tiles = head_dim / 32 * 1024;
 #define PAGE_SCORES(page) \
-        TILE_LOAD(6, keys[page] + at, 64); \
+    TILE_ZERO(page); \
+    for (int64_t at = 0; at < tiles; at += 1024) { \
+        TILE_LOAD(4, (const char *)query + at, 64); \
+        TILE_LOAD(6, (const char *)now->keys[page] + at, 64); \
         TILE_DOT(page, 4, 6); \
-        if (now->fetch) fetch_tile((const char *)now->next_keys[page] + at);
-        PAGE_SCORES(0) PAGE_SCORES(1) PAGE_SCORES(2) PAGE_SCORES(3)
+        if (now->fetch) fetch_tile((const char *)now->next_keys[page] + at); \
+    } \
+    TILE_STORE(page, score + page * PAGE, 4 * ROUND);
+    PAGE_SCORES(0) PAGE_SCORES(1) PAGE_SCORES(2) PAGE_SCORES(3)
 #undef PAGE_SCORES
-    }
-    TILE_STORE(0, score, 4 * ROUND);
-    TILE_STORE(1, score + PAGE, 4 * ROUND);
-    TILE_STORE(2, score + 2 * PAGE, 4 * ROUND);
-    TILE_STORE(3, score + 3 * PAGE, 4 * ROUND);
 }
 
 /* out += weights times values for `width` (2 or 4) tiles of dimensions from `dim` on and the round's first keys, 32 a
@@ -72,13 +66,33 @@ static float *tile_scores(const struct rows *all, int row) {
     return all->score + row / TILE_ROWS % 2 * TILE_ROWS * ROUND;
 }
 
+/* `soften` for a tile's row: two vectors of weights at once become pairs, and a product with ones sums them. */
+static void soften_pairs(const struct attention *layer, const struct rows *all, int row, float *score, int count,
+                         int base) {
+    const int position = all->position[row], window = layer->window;
+    const int first_seen = window && position >= window ? position - window + 1 : 0;
+    if (base + count > position + 1 || base < first_seen) hide_keys(score, count, base, position, first_seen);
+    vec best = maximum(load(score), load(score + LANES));
+    for (int i = 2 * LANES; i < count; i += 2 * LANES)
+        best = maximum(maximum(load(score + i), load(score + i + LANES)), best);
+    if (any_above(best, all->largest[row] + SLACK)) raise_largest(CACHE_BF16, layer, all, row, reduce_max(best));
+    const vec largest = splat(all->largest[row]);
+    vec total = load(all->sum + row * LANES);
+    for (int i = 0; i < count; i += 2 * LANES) {
+        const vec first = rough_exponential2(load(score + i) - largest);
+        const vec second = rough_exponential2(load(score + i + LANES) - largest);
+        total = store_pairs((uint16_t *)score + i, first, second, total);
+    }
+    store(all->sum + row * LANES, total);
+}
+
 /* The weights of a tile whose scores are there, and the values. */
 static void finish_tile(const struct attention *layer, const struct rows *all, int row, int num_rows, int base) {
     const int end = row + TILE_ROWS < num_rows ? row + TILE_ROWS : num_rows;
     const int dim = layer->head_dim, seen = all->position[end - 1] + 1 - base;
     const int steps = seen < ROUND ? (seen + 31) / 32 : ROUND / 32;
     float *score = tile_scores(all, row), *out = all->out + row * dim;
-    for (int r = row; r < end; r++) soften(CACHE_BF16, layer, all, r, score + (r - row) * ROUND, steps * 32, base);
+    for (int r = row; r < end; r++) soften_pairs(layer, all, r, score + (r - row) * ROUND, steps * 32, base);
     int d = 0;
     for (; d + 64 <= dim; d += 64) value_tile(4, score, all->values, dim, d, steps, out);
     for (; d < dim; d += 32) value_tile(2, score, all->values, dim, d, steps, out);

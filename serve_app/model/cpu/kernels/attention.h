@@ -36,7 +36,7 @@ struct batch {
 };
 
 struct task {
-    int32_t sequence, first_query, num_queries;
+    int32_t sequence, head, first_query, num_queries; /* head: of keys and values */
 };
 
 struct attend {
@@ -48,8 +48,7 @@ struct attend {
     int64_t query_stride;
     float *out;           /* [tokens][num_heads][head_dim] */
     float *scratch;       /* [threads][attention_scratch] */
-    int num_chunks;       /* a chunk is a task of one kv head */
-    int num_threads;
+    int num_tasks, num_threads;
 };
 
 static int last_position(const struct attend *job, const struct task *task) {
@@ -62,40 +61,41 @@ static int first_base(const struct attend *job, const struct task *task) {
     return window && first >= window ? (first - window + 1) / ROUND * ROUND : 0;
 }
 
-/* Where a chunk's keys and values of the round that begins at key `base` are. Past the chunk's last key that key's page
+/* Where a task's keys and values of the round that begins at key `base` are. Past the task's last key that key's page
  * again: no row sees what is there. */
-static void find_pages(const struct attend *job, int chunk, int base, const void **keys, const void **values) {
+static void find_pages(const struct attend *job, const struct task *task, int base, const void **keys,
+                       const void **values) {
     const struct attention *layer = job->layer;
-    const struct task *task = job->tasks + chunk / layer->num_kv_heads;
     const int32_t *blocks = job->batch->blocks + task->sequence * job->batch->table_width;
-    const int head = chunk % layer->num_kv_heads, last_page = last_position(job, task) / PAGE;
+    const int last_page = last_position(job, task) / PAGE;
     const int64_t size = (int64_t)PAGE * layer->head_dim;
     for (int page = 0; page < PAGES; page++) {
         const int wanted = base / PAGE + page, found = wanted < last_page ? wanted : last_page;
-        const int64_t index = (int64_t)blocks[found] * layer->num_kv_heads + head;
+        const int64_t index = (int64_t)blocks[found] * layer->num_kv_heads + task->head;
         keys[page] = page_of(job->keys, index, size, layer->cache);
         values[page] = page_of(job->values, index, size, layer->cache);
     }
 }
 
 /* The pages that this thread is likely to need after the round. */
-static void find_next_pages(const struct attend *job, int chunk, int base, const void **keys, const void **values) {
-    const struct task *tasks = job->tasks;
-    const int heads = job->layer->num_kv_heads, next = chunk + job->num_threads;
-    if (base + ROUND <= last_position(job, tasks + chunk / heads))
-        find_pages(job, chunk, base + ROUND, keys, values);
-    else if (next < job->num_chunks)
-        find_pages(job, next, first_base(job, tasks + next / heads), keys, values);
+static void find_next_pages(const struct attend *job, const struct task *task, int base, const void **keys,
+                            const void **values) {
+    const struct task *next = task + job->num_threads;
+    if (base + ROUND <= last_position(job, task))
+        find_pages(job, task, base + ROUND, keys, values);
+    else if (next < job->tasks + job->num_tasks)
+        find_pages(job, next, first_base(job, next), keys, values);
     else
-        find_pages(job, chunk, base, keys, values);
+        find_pages(job, task, base, keys, values);
 }
 
-/* All rows of a chunk with the keys of one round. */
-static void chunk_round(const struct attend *job, int chunk, const struct rows *rows, int num_rows, int base) {
+/* All rows of a task with the keys of one round. */
+static void task_round(const struct attend *job, const struct task *task, const struct rows *rows, int num_rows,
+                       int base) {
     const struct attention *layer = job->layer;
     struct round now = {.fetch = 1};
-    find_pages(job, chunk, base, now.keys, now.values);
-    find_next_pages(job, chunk, base, now.next_keys, now.next_values);
+    find_pages(job, task, base, now.keys, now.values);
+    find_next_pages(job, task, base, now.next_keys, now.next_values);
 #if defined(BUILD_AMX)
     if (in_tiles(layer)) {
         tiles_round(layer, rows, num_rows, base, &now);
@@ -128,11 +128,11 @@ static void put_query(const struct attention *layer, const float *query, int row
     }
 }
 
-static void attend_chunk(const void *argument, int chunk, int thread) {
+static void attend_task(const void *argument, int index, int thread) {
     const struct attend *job = argument;
     const struct attention *layer = job->layer;
-    const struct task *task = job->tasks + chunk / layer->num_kv_heads;
-    const int head = chunk % layer->num_kv_heads, dim = layer->head_dim;
+    const struct task *task = job->tasks + index;
+    const int head = task->head, dim = layer->head_dim;
     const int group = layer->num_heads / layer->num_kv_heads, num_rows = task->num_queries * group;
     const struct rows rows = rows_in(job->scratch + thread * attention_scratch(layer), num_rows, dim);
     for (int row = 0; row < num_rows; row++) {
@@ -146,7 +146,7 @@ static void attend_chunk(const void *argument, int chunk, int thread) {
     }
     if (in_tiles(layer)) begin_tiles();
     for (int base = first_base(job, task); base <= rows.position[num_rows - 1]; base += ROUND)
-        chunk_round(job, chunk, &rows, num_rows, base);
+        task_round(job, task, &rows, num_rows, base);
     if (in_tiles(layer)) end_tiles();
     for (int row = 0; row < num_rows; row++) {
         const int64_t token = task->first_query + row / group;
@@ -156,14 +156,16 @@ static void attend_chunk(const void *argument, int chunk, int thread) {
     }
 }
 
-/* Cut the batch into tasks, of a sequence the longest first, so that threads end together. Returns how many. */
+/* Cut the batch into tasks; returns how many. A head's tasks of a sequence follow each other, since they have keys and
+ * values in common, the longest first, so that threads end together. */
 static int make_tasks(const struct attention *layer, const struct batch *batch, struct task *tasks) {
     const int size = task_queries(layer);
     int count = 0;
     for (int s = 0; s < batch->num_sequences; s++) {
         const int start = batch->query_starts[s], end = batch->query_starts[s + 1];
-        for (int first = start + (end - start - 1) / size * size; first >= start; first -= size)
-            tasks[count++] = (struct task){s, first, end - first < size ? end - first : size};
+        for (int head = 0; head < layer->num_kv_heads; head++)
+            for (int first = start + (end - start - 1) / size * size; first >= start; first -= size)
+                tasks[count++] = (struct task){s, head, first, end - first < size ? end - first : size};
     }
     return count;
 }
@@ -221,7 +223,8 @@ static void write_chunk(const void *argument, int token, int thread) {
 }
 
 static int64_t tasks_bytes(const struct attention *layer, int64_t tokens, int64_t sequences) {
-    return ((int64_t)sizeof(struct task) * (sequences + tokens / task_queries(layer)) + 63) / 64 * 64;
+    const int64_t most = (sequences + tokens / task_queries(layer)) * layer->num_kv_heads;
+    return ((int64_t)sizeof(struct task) * most + 63) / 64 * 64;
 }
 
 int64_t attention_workspace(const struct attention *layer, int64_t tokens, int64_t sequences, int64_t threads) {
@@ -236,12 +239,12 @@ void attention(const struct attention *layer, struct pool *pool, const struct ba
     float *scratch = (float *)(memory + tasks_bytes(layer, batch->num_tokens, batch->num_sequences));
     const struct cache_write write = {layer, batch, new_keys, new_values, keys, values};
     parallel_rows(pool, batch->num_tokens, write_chunk, &write);
-    const int num_chunks = make_tasks(layer, batch, tasks) * layer->num_kv_heads;
+    const int num_tasks = make_tasks(layer, batch, tasks);
     const struct attend attend = {
         layer, batch, tasks, keys, values, queries, (int64_t)layer->num_heads * layer->head_dim, out, scratch,
-        num_chunks, pool->num_threads,
+        num_tasks, pool->num_threads,
     };
-    parallel(pool, num_chunks, attend_chunk, &attend);
+    parallel(pool, num_tasks, attend_task, &attend);
 }
 
 #endif

@@ -22,7 +22,7 @@ enum {
     ROUND = 64,
     PAGES = ROUND / PAGE,
     SLACK = 8,      /* weights may grow to e^SLACK before a row's sums are brought to a new maximum */
-    TASK_ROWS = 96, /* rows of a task, unless a single query has more */
+    TASK_ROWS = TILES ? 192 : 96, /* rows of a task, unless a single query has more */
 };
 
 enum cache_format { CACHE_FLOAT, CACHE_HALF, CACHE_BF16 };
@@ -240,6 +240,16 @@ static void hide_keys(float *score, int count, int base, int position, int first
     }
 }
 
+/* A row's sums brought to a new maximum. */
+SPECIALIZED void raise_largest(const int format, const struct attention *layer, const struct rows *all, int row,
+                               float largest) {
+    float *sum = all->sum + row * LANES, *out = all->out + row * layer->head_dim;
+    const vec correction = weight_of(splat(all->largest[row] - largest), format);
+    for (int i = 0; i < layer->head_dim; i += LANES) store(out + i, load(out + i) * correction);
+    store(sum, load(sum) * correction);
+    all->largest[row] = largest;
+}
+
 /* Turn one row's first `count` scores of the round that begins at key `base` into weights; bring its sums to the new
  * maximum. */
 SPECIALIZED void soften(const int format, const struct attention *layer, const struct rows *all, int row, float *score,
@@ -247,16 +257,11 @@ SPECIALIZED void soften(const int format, const struct attention *layer, const s
     const int position = all->position[row], window = layer->window;
     const int first_seen = window && position >= window ? position - window + 1 : 0;
     if (base + count > position + 1 || base < first_seen) hide_keys(score, count, base, position, first_seen);
-    float *sum = all->sum + row * LANES, *out = all->out + row * layer->head_dim;
+    float *sum = all->sum + row * LANES;
     vec best = load(score);
     for (int i = LANES; i < count; i += LANES) best = maximum(load(score + i), best);
     const float largest = reduce_max(best);
-    if (largest > all->largest[row] + SLACK) {
-        const vec correction = weight_of(splat(all->largest[row] - largest), format);
-        for (int i = 0; i < layer->head_dim; i += LANES) store(out + i, load(out + i) * correction);
-        store(sum, load(sum) * correction);
-        all->largest[row] = largest;
-    }
+    if (largest > all->largest[row] + SLACK) raise_largest(format, layer, all, row, largest);
     const vec maximum_now = splat(all->largest[row]);
     vec total = load(sum);
     for (int i = 0; i < count; i += LANES) {

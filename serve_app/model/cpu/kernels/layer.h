@@ -240,10 +240,10 @@ static void end_layer(struct pool *pool, struct step *step, int index, int num_t
     step->attention = attention_of(decoder, layer);
     const struct attend attend = {
         &step->attention, step->batch, space->tasks, layer->keys, layer->values, space->qkv,
-        layer->qkv.outputs, space->normed, space->scratch, num_tasks * decoder->num_kv_heads, pool->num_threads,
+        layer->qkv.outputs, space->normed, space->scratch, num_tasks, pool->num_threads,
     };
     const int tokens = step->batch->num_tokens;
-    parallel(pool, attend.num_chunks, attend_chunk, &attend);
+    parallel(pool, num_tasks, attend_task, &attend);
     parallel_rows(pool, tokens, attended_token, step);
     matmul(pool, &layer->out, decoder->arithmetic, &space->input, tokens, space->delta);
     parallel_rows(pool, tokens, post_norm_token, step);
