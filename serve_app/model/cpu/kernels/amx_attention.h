@@ -69,9 +69,7 @@ static float *tile_scores(const struct rows *all, int row) {
 /* `soften` for a tile's row: two vectors of weights at once become pairs, and a product with ones sums them. */
 static void soften_pairs(const struct attention *layer, const struct rows *all, int row, float *score, int count,
                          int base) {
-    const int position = all->position[row], window = layer->window;
-    const int first_seen = window && position >= window ? position - window + 1 : 0;
-    if (base + count > position + 1 || base < first_seen) hide_keys(score, count, base, position, first_seen);
+    hide_keys(layer, all, row, score, count, base);
     vec best = maximum(load(score), load(score + LANES));
     for (int i = 2 * LANES; i < count; i += 2 * LANES)
         best = maximum(maximum(load(score + i), load(score + i + LANES)), best);

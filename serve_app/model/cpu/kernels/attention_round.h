@@ -230,8 +230,12 @@ SPECIALIZED vec weight_of(vec score, const int format) {
     return exponential(score);
 }
 
-/* -inf for the scores of keys (the round's first is `base`) that a query at `position` does not see. */
-static void hide_keys(float *score, int count, int base, int position, int first_seen) {
+/* -inf for those of a row's scores whose keys (the round's first is `base`) it does not see. */
+static void hide_keys(const struct attention *layer, const struct rows *all, int row, float *score, int count,
+                      int base) {
+    const int position = all->position[row], window = layer->window;
+    const int first_seen = window && position >= window ? position - window + 1 : 0;
+    if (base + count <= position + 1 && base >= first_seen) return;
     ivec key;
     for (int i = 0; i < LANES; i++) key[i] = base + i;
     for (int i = 0; i < count; i += LANES, key += LANES) {
@@ -254,9 +258,7 @@ SPECIALIZED void raise_largest(const int format, const struct attention *layer, 
  * maximum. */
 SPECIALIZED void soften(const int format, const struct attention *layer, const struct rows *all, int row, float *score,
                         int count, int base) {
-    const int position = all->position[row], window = layer->window;
-    const int first_seen = window && position >= window ? position - window + 1 : 0;
-    if (base + count > position + 1 || base < first_seen) hide_keys(score, count, base, position, first_seen);
+    hide_keys(layer, all, row, score, count, base);
     float *sum = all->sum + row * LANES;
     vec best = load(score);
     for (int i = LANES; i < count; i += LANES) best = maximum(load(score + i), best);
