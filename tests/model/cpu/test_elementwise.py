@@ -31,8 +31,8 @@ def test_rough_exponential2(shim: ctypes.CDLL) -> None:
     shim.test_rough_exponential2.argtypes = [c_void_p, c_int, c_void_p]
     if not shim.test_rough_exponential2(x.data_ptr(), x.shape[0], out.data_ptr()):
         pytest.skip("only the build with bfloat16 has it")
-    torch.testing.assert_close(out[:4000].double(), x[:4000].double().exp2(), rtol=2**-13, atol=0)
-    assert out[4000:4006].tolist() == pytest.approx([1, 1, 0, 0, 0, 1], rel=2**-13, abs=0)
+    torch.testing.assert_close(out[:4000].double(), x[:4000].double().exp2(), rtol=4e-6, atol=0)
+    assert out[4000:4006].tolist() == [1, 1, 0, 0, 0, 1]
     nan = torch.full((16,), float("nan"))
     call(shim.test_rough_exponential2, nan, 16, out)
     assert bool(out[:16].isnan().all())

@@ -13,10 +13,10 @@ SPECIALIZED void fetch_tile(const char *from) {
 
 /* A tile's scores of the round's keys, page by page, as the pages lie in memory. */
 static void score_tile(const uint16_t *query, int head_dim, const struct round *now, float *score) {
-    const int64_t tiles = head_dim / 32 * 1024;
+    const int64_t page_bytes = head_dim / 32 * 1024;
 #define PAGE_SCORES(page) \
     TILE_ZERO(page); \
-    for (int64_t at = 0; at < tiles; at += 1024) { \
+    for (int64_t at = 0; at < page_bytes; at += 1024) { \
         TILE_LOAD(4, (const char *)query + at, 64); \
         TILE_LOAD(6, (const char *)now->keys[page] + at, 64); \
         TILE_DOT(page, 4, 6); \
@@ -111,7 +111,7 @@ static void gather_values(const struct round *now, int there, int head_dim, floa
     }
 }
 
-/* All rows of a chunk with the keys of one round, in tiles. While the vector units make weights of one tile's scores,
+/* All rows of a task with the keys of one round, in tiles. While the vector units make weights of one tile's scores,
  * the next one's are computed. */
 static void tiles_round(const struct attention *layer, const struct rows *rows, int num_rows, int base,
                         struct round *now) {
