@@ -26,7 +26,7 @@ _AVX512 = ("avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512vnni", *_AVX2)
 _AVX512BF16 = (*_AVX512, "avx512bf16")
 
 BUILDS: dict[str, tuple[str, ...]] = {
-    "amx": (*_AVX512BF16, "amx-tile", "amx-bf16"),
+    "amx": (*_AVX512BF16, "amx-tile", "amx-bf16", "amx-int8"),
     "avx512bf16": _AVX512BF16,
     "avx512": _AVX512,
     "avxvnni": (*_AVX2, "avxvnni"),

@@ -39,6 +39,10 @@ class Format(IntEnum):
     Q4K = 4
 
 
+BITS = {Format.Q8: 8, Format.Q4: 4, Format.Q4K: 4}
+"""Of a weight in the formats that fixed-point activations can meet."""
+
+
 class Arithmetic(IntEnum):
     """How products are computed; `enum arithmetic` in `kernels/activations.h`."""
 
@@ -153,7 +157,8 @@ class PackedWeight:
     def struct(self) -> WeightStruct:
         """For C; valid while this object lives."""
         bias = None if self._bias is None else self._bias.data_ptr()
-        fixed = all(part.format >= Format.Q8 for part in self.parts)
+        bits = max(BITS.get(part.format, 0) for part in self.parts)
+        fixed = bits if all(part.format in BITS for part in self.parts) else 0
         return WeightStruct(ctypes.addressof(self._panels), bias, self.padded_outputs, self.inputs, fixed)
 
 

@@ -29,7 +29,7 @@ void test_gated(const float *gate, const float *up, int activation, int count, f
 
 void test_round_activations(const float *x, int count, int bytes, int8_t *q, float *scale, float *sum) {
     uint8_t rounded[rounded_bytes(count, bytes)];
-    round_activations(x, count, bytes, rounded);
+    round_activations(x, count, bytes, 0, 1, rounded);
     for (int g = 0; g < count / GROUP; g++) {
         const uint8_t *group = rounded + g * activation_group_bytes(bytes);
         struct group_terms terms;

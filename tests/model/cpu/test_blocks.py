@@ -93,9 +93,10 @@ def test_products_of_super_blocks(kernels: Kernels, rows: int, outputs: int, thr
     check(kernels.linear(packed, x, Arithmetic.EXACT), widened(matrix), x, bias)
 
 
-def test_parts_of_several_formats_are_one_matrix(kernels: Kernels, threads: None) -> None:
+@pytest.mark.parametrize("second", [Blocks.Q8_0, Blocks.Q4_0])
+def test_parts_of_several_formats_are_one_matrix(kernels: Kernels, second: Blocks, threads: None) -> None:
     """As q, k and v of a file are. A row has the same bits alone and in every batch."""
-    matrices = [random_blocks(blocks, 2 * kernels.panel, 512) for blocks in (Blocks.Q4_K, Blocks.Q8_0, Blocks.Q4_1)]
+    matrices = [random_blocks(blocks, 2 * kernels.panel, 512) for blocks in (Blocks.Q4_K, second, Blocks.Q4_1)]
     matrices.append(random_blocks(Blocks.Q4_K, 5, 512, seed=1))
     parts = [pack(kernels, matrix, OWN_FORMAT[matrix.blocks]) for matrix in matrices]
     packed = weight(kernels, *parts, bias=torch.zeros(6 * kernels.panel + 5))

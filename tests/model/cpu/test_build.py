@@ -20,7 +20,7 @@ SKYLAKE = "fpu avx avx2 fma f16c avx512f avx512bw avx512dq avx512vl avx512cd"
 @pytest.mark.parametrize(
     ("flags", "expected"),
     [
-        (SKYLAKE + " avx512_vnni avx512_bf16 avx_vnni amx_bf16 amx_tile", list(build.BUILDS)),
+        (SKYLAKE + " avx512_vnni avx512_bf16 avx_vnni amx_bf16 amx_int8 amx_tile", list(build.BUILDS)),
         (SKYLAKE + " avx512_vnni avx512_bf16 avx_vnni amx_tile", list(build.BUILDS)[1:]),
         (SKYLAKE + " avx512_vnni", ["avx512", "avx2", "portable"]),
         (SKYLAKE, ["avx2", "portable"]),

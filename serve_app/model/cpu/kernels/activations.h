@@ -14,13 +14,21 @@ enum arithmetic { EXACT, INT8, BFLOAT16 };
 #else
 #define EXACT_BYTES 0
 #endif
+#define MOST_OF_THREE_BYTES 0x3fffffp0f
 
-/* The forms of a row of activations. */
+/* The forms of activations. */
 enum form {
     AS_FLOATS = 0,
     AS_BYTES = 1,       /* fixed-point numbers of so many bytes: [inputs / GROUP] of int8 [1][GROUP], and group_terms */
     AS_BF16 = 2,        /* uint16 [inputs] */
     AS_THREE_BYTES = 3, /* the same of three, the highest byte of all numbers first */
+    AS_DIGITS = 4,      /* the numbers of AS_THREE_BYTES for products in tiles: digit_tile [rows / 16][inputs / GROUP] */
+};
+
+/* Fixed-point numbers of 16 rows and one group: (16 a + b) 2^12 + 16 c + d, of which b and d are 0 to 15. */
+struct digit_tile {
+    int8_t digits[2][TILE_ROWS][2 * GROUP]; /* b, a; d, c */
+    float scale[TILE_ROWS], sum[TILE_ROWS]; /* see group_terms */
 };
 
 /* What belongs to a group of fixed-point activations; it stands behind their bytes. */
@@ -39,63 +47,115 @@ struct input {
 /* Bytes of a group of fixed-point activations. */
 static inline int activation_group_bytes(int bytes) { return bytes * GROUP + (int)sizeof(struct group_terms); }
 
-/* Bytes of a row of rounded activations. */
+/* Group 0 of the tile that has this row. */
+static inline struct digit_tile *tile_of(const uint8_t *rounded, int64_t row, int inputs) {
+    return (struct digit_tile *)rounded + row / TILE_ROWS * (inputs / GROUP);
+}
+
+/* Bytes of a row of rounded activations; of AS_DIGITS, of which only whole tiles of rows exist, a share. */
 static inline int64_t rounded_bytes(int64_t inputs, enum form form) {
     switch (form) {
         case AS_FLOATS: return 0;
         case AS_BF16: return 2 * inputs;
+        case AS_DIGITS: return inputs / GROUP * (int64_t)sizeof(struct digit_tile) / TILE_ROWS;
         default: return inputs / GROUP * activation_group_bytes(form);
     }
 }
 
 /* The most bytes that a row of so many inputs takes in any form. */
 static inline int64_t most_rounded_bytes(int64_t inputs) {
-    const int64_t bytes = rounded_bytes(inputs + GROUP - 1, EXACT_BYTES ? AS_THREE_BYTES : AS_BYTES);
+    const int64_t bytes = rounded_bytes(inputs + GROUP - 1, TILES ? AS_DIGITS : EXACT_BYTES ? AS_THREE_BYTES : AS_BYTES);
     return bytes > 2 * inputs ? bytes : 2 * inputs;
 }
 
-/* How activations meet this weight. */
-static enum form form_for(const struct weight *weight, int arithmetic) {
+/* From so many rows on tiles pay in exact mode. */
+enum { LEAST_DIGIT_ROWS = 12 };
+
+/* How activations of so many rows meet this weight. */
+static enum form form_for(const struct weight *weight, int arithmetic, int rows) {
     if (arithmetic == BFLOAT16) return AS_BF16;
     if (!weight->fixed) return AS_FLOATS;
     if (arithmetic == INT8) return TILES ? AS_BF16 : AS_BYTES;
-    return EXACT_BYTES;
+    return TILES && weight->fixed == 4 && rows >= LEAST_DIGIT_ROWS ? AS_DIGITS : EXACT_BYTES;
 }
 
-/* One row as fixed-point numbers of 1 or 3 bytes: in each group x ~ scale a, the largest |a| being 127 or 2^22 - 1.
- * `count` is a multiple of GROUP. The `sum` of a group with an infinity or a NaN is NaN, so
- * that no output hides it. */
-SPECIALIZED void quantize_groups(const int bytes, const float *x, int count, uint8_t *to) {
-    const float limit = bytes == 1 ? 127.0f : 0x3fffff;
+/* A group as fixed-point numbers: x ~ scale a, the largest |a| being `limit`. The `sum` of a group with an infinity or
+ * a NaN is NaN, so that no output hides it. */
+struct fixed_group {
+    ivec a[GROUP / LANES];
+    float scale, sum;
+};
+
+SPECIALIZED struct fixed_group round_group(const float *x, const float limit) {
     const vec magic = splat(0x1.8p23f); /* adding it rounds to the nearest integer, ties to even */
+    struct fixed_group group;
+    vec largest = splat(0.0f), finite = splat(0.0f);
+    UNROLL
+    for (int k = 0; k < GROUP; k += LANES) {
+        largest = maximum(absolute(load(x + k)), largest);
+        finite = finite + (load(x + k) - load(x + k)); /* zero, or NaN for an infinity or a NaN */
+    }
+    /* What is so small that the quotient would be infinite counts as zero. */
+    const float size = reduce_max(largest), inverse = size > limit * 0x1p-126f ? limit / size : 0.0f;
+    ivec total = {0};
+    UNROLL
+    for (int k = 0; k < GROUP; k += LANES) {
+        group.a[k / LANES] = (ivec)(load(x + k) * splat(inverse) + magic) - (ivec)magic;
+        total += group.a[k / LANES];
+    }
+    group.scale = size / limit;
+    group.sum = group.scale * reduce_add(to_float(total) + finite);
+    return group;
+}
+
+/* The number that the last `bits` bits of each lane are, with a sign. */
+static inline ivec low_bits(ivec value, int bits) { return (value << (32 - bits)) >> (32 - bits); }
+
+/* One row as fixed-point numbers of 1 or 3 bytes: the largest |a| is 127 or 2^22 - 1. `count` is a multiple of
+ * GROUP. */
+SPECIALIZED void quantize_groups(const int bytes, const float *x, int count, uint8_t *to) {
     for (int g = 0; g < count / GROUP; g++, x += GROUP, to += activation_group_bytes(bytes)) {
+        const struct fixed_group group = round_group(x, bytes == 1 ? 127.0f : MOST_OF_THREE_BYTES);
         struct group_terms *terms = (void *)(to + bytes * GROUP);
-        vec largest = splat(0.0f), finite = splat(0.0f);
+        ivec last = {0}, others = {0};
         UNROLL
         for (int k = 0; k < GROUP; k += LANES) {
-            largest = maximum(absolute(load(x + k)), largest);
-            finite = finite + (load(x + k) - load(x + k)); /* zero, or NaN for an infinity or a NaN */
-        }
-        /* What is so small that the quotient would be infinite counts as zero. */
-        const float size = reduce_max(largest), inverse = size > limit * 0x1p-126f ? limit / size : 0.0f;
-        ivec total = {0}, last = {0};
-        UNROLL
-        for (int k = 0; k < GROUP; k += LANES) {
-            ivec rounded = (ivec)(load(x + k) * splat(inverse) + magic) - (ivec)magic;
-            total += rounded;
-            last += (rounded << 24) >> 24;
+            ivec rounded = group.a[k / LANES];
+            last += low_bits(rounded, 8);
+            others += (rounded - low_bits(rounded, 8)) >> 8;
             UNROLL
             for (int byte = bytes - 1; byte >= 0; byte--) {
                 store_bytes((int8_t *)to + byte * GROUP + k, rounded);
-                rounded = (rounded - ((rounded << 24) >> 24)) >> 8; /* the next byte, given that this one has a sign */
+                rounded = (rounded - low_bits(rounded, 8)) >> 8; /* the next byte, given that this one has a sign */
             }
         }
-        terms->scale = size / limit;
-        terms->sum = terms->scale * reduce_add(to_float(total) + finite);
+        terms->scale = group.scale;
+        terms->sum = group.sum;
         if (bytes == 3) {
-            terms->centre[0] = 128 * (int32_t)reduce_add(to_float((total - last) >> 8));
+            terms->centre[0] = 128 * (int32_t)reduce_add(to_float(others));
             terms->centre[1] = 128 * (int32_t)reduce_add(to_float(last));
         }
+    }
+}
+
+/* The same numbers as of three bytes. After the last row follow rows of zeros up to a whole tile. */
+static void digit_groups(const float *x, int count, int row, int rows, uint8_t *memory) {
+    struct digit_tile *to = tile_of(memory, row, count);
+    const int end = row == rows - 1 ? TILE_ROWS : row % TILE_ROWS + 1;
+    for (int g = 0; g < count / GROUP; g++, x += GROUP, to++) {
+        const struct fixed_group group = round_group(x, MOST_OF_THREE_BYTES);
+        int r = row % TILE_ROWS;
+        UNROLL
+        for (int k = 0; k < GROUP; k += LANES) {
+            const ivec low = low_bits(group.a[k / LANES], 12), high = (group.a[k / LANES] - low) >> 12;
+            store_bytes(to->digits[0][r] + k, high & 15);
+            store_bytes(to->digits[0][r] + GROUP + k, high >> 4);
+            store_bytes(to->digits[1][r] + k, low & 15);
+            store_bytes(to->digits[1][r] + GROUP + k, low >> 4);
+        }
+        to->scale[r] = group.scale;
+        to->sum[r] = group.sum;
+        while (++r < end) to->scale[r] = to->sum[r] = 0.0f;
     }
 }
 
@@ -107,12 +167,15 @@ static void round_row(const float *x, int count, uint16_t *out) {
 #endif
 }
 
-static void round_activations(const float *x, int count, enum form form, uint8_t *to) {
+/* Row `row` of `rows`, into the memory of all of them. */
+static void round_activations(const float *x, int count, enum form form, int row, int rows, uint8_t *memory) {
+    uint8_t *to = memory + row * rounded_bytes(count, form);
     switch (form) {
         case AS_FLOATS: break;
         case AS_BYTES: quantize_groups(1, x, count, to); break;
         case AS_BF16: round_row(x, count, (uint16_t *)to); break;
         case AS_THREE_BYTES: quantize_groups(3, x, count, to); break;
+        case AS_DIGITS: digit_groups(x, count, row, rows, memory); break;
     }
 }
 

@@ -3,7 +3,8 @@
  * Activations are the tiles A, 16 rows of 32 inputs in bfloat16; weights the tiles B, 16 pairs of inputs of 16
  * outputs, as panels of bfloat16 have them. An instruction adds the products of 32 inputs to each of the 16 x 16 sums
  * of C, in float, in one order that depends on no other row. It takes as long with fewer rows: the tiles always have
- * all 16, and what lies behind the last row of a batch is multiplied too, and forgotten.
+ * all 16, and what lies behind the last row of a batch is multiplied too, and forgotten. Of bytes a tile has twice as
+ * many in a row, and its products are integers.
  */
 #ifndef SERVE_APP_AMX_TILE_H
 #define SERVE_APP_AMX_TILE_H
@@ -25,7 +26,16 @@ enum { TILES = 1, ROWS_BEYOND = TILE_ROWS - 1 }; /* rows of memory behind the la
 #define TILE_STORE(tile, to, stride) \
     __asm__ volatile("tilestored %%tmm" #tile ", (%0,%1,1)" : : "r"(to), "r"((int64_t)(stride)) : "memory")
 #define TILE_ZERO(tile) __asm__ volatile("tilezero %%tmm" #tile : :)
+#define TILE_DOT_BYTES(c, a, b) __asm__ volatile("tdpbsud %%tmm" #b ", %%tmm" #a ", %%tmm" #c : :)
 #define TILE_DOT(c, a, b) __asm__ volatile("tdpbf16ps %%tmm" #b ", %%tmm" #a ", %%tmm" #c : :)
+
+/* Sums of some rows, `line` bytes apart. */
+struct sums {
+    float *at;
+    int64_t line;
+};
+
+static inline float *row_of(struct sums sums, int row) { return (float *)((char *)sums.at + row * sums.line); }
 
 /* Whether the system lets this process use tiles (ARCH_REQ_XCOMP_PERM for XFEATURE_XTILEDATA). */
 static inline int tiles_allowed(void) { return syscall(SYS_arch_prctl, 0x1023, 18) == 0; }

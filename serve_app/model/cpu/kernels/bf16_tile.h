@@ -73,14 +73,6 @@ SPECIALIZED void multiply_tiles(const int tiles, const uint8_t *x, int64_t x_byt
     }
 }
 
-/* Sums of some rows, `line` bytes apart. */
-struct sums {
-    float *at;
-    int64_t line;
-};
-
-static inline float *tile_below(struct sums sums) { return (float *)((char *)sums.at + TILE_ROWS * sums.line); }
-
 /* One or two tiles of rows times the groups from `first` to end - 1 of one panel: to[rows][PANEL] = from + W x.
  * `unpacked`: those groups of a panel of bytes; they are put there if `fresh`. */
 SPECIALIZED void tile_rows(const int tiles, const int format, const int fresh, const uint16_t *x, int inputs,
@@ -90,8 +82,8 @@ SPECIALIZED void tile_rows(const int tiles, const int format, const int fresh, c
     TILE_LOAD(0, from.at, from.line);
     TILE_LOAD(1, from.at + LANES, from.line);
     if (tiles == 2) {
-        TILE_LOAD(2, tile_below(from), from.line);
-        TILE_LOAD(3, tile_below(from) + LANES, from.line);
+        TILE_LOAD(2, row_of(from, TILE_ROWS), from.line);
+        TILE_LOAD(3, row_of(from, TILE_ROWS) + LANES, from.line);
     }
     const int at_once = fresh ? UNPACKED_AT_ONCE : DEPTH_GROUPS;
     for (int g = first, next; g < end; g = next) {
@@ -108,8 +100,8 @@ SPECIALIZED void tile_rows(const int tiles, const int format, const int fresh, c
     TILE_STORE(0, to.at, to.line);
     TILE_STORE(1, to.at + LANES, to.line);
     if (tiles == 2) {
-        TILE_STORE(2, tile_below(to), to.line);
-        TILE_STORE(3, tile_below(to) + LANES, to.line);
+        TILE_STORE(2, row_of(to, TILE_ROWS), to.line);
+        TILE_STORE(3, row_of(to, TILE_ROWS) + LANES, to.line);
     }
 }
 

@@ -95,9 +95,9 @@ static int64_t lay_out(const struct decoder *decoder, int64_t tokens, int64_t se
 /* Token `t`'s input to the product with `next`, as that product takes it. */
 static void prepare_input(const struct step *step, int t, const struct weight *next) {
     const struct input *input = &step->space->input;
-    const enum form form = form_for(next, step->decoder->arithmetic);
-    round_activations(input->x + (int64_t)t * next->inputs, next->inputs, form,
-                      (uint8_t *)input->rounded + t * rounded_bytes(next->inputs, form));
+    const int tokens = step->batch->num_tokens;
+    round_activations(input->x + (int64_t)t * next->inputs, next->inputs,
+                      form_for(next, step->decoder->arithmetic, tokens), t, tokens, (uint8_t *)input->rounded);
 }
 
 static void embed_token(const void *argument, int t, int thread) {
@@ -193,9 +193,9 @@ static void gated_chunk(const void *argument, int chunk, int thread) {
     end_tiles();
 }
 
-static int gates_in_tiles(const struct decoder *decoder, const struct layer *layer) {
-    return TILES && form_for(&layer->gate_up, decoder->arithmetic) == AS_BF16 &&
-           form_for(&layer->down, decoder->arithmetic) == AS_BF16 && decoder->intermediate % PANEL == 0;
+static int gates_in_tiles(const struct decoder *decoder, const struct layer *layer, int tokens) {
+    return TILES && form_for(&layer->gate_up, decoder->arithmetic, tokens) == AS_BF16 &&
+           form_for(&layer->down, decoder->arithmetic, tokens) == AS_BF16 && decoder->intermediate % PANEL == 0;
 }
 
 /* The input of the MLP's second product. */
@@ -203,7 +203,7 @@ static struct input gate(struct pool *pool, struct step *step, const struct laye
     const struct decoder *decoder = step->decoder;
     const struct workspace *space = step->space;
     const int tokens = step->batch->num_tokens;
-    if (!gates_in_tiles(decoder, layer)) {
+    if (!gates_in_tiles(decoder, layer, tokens)) {
         matmul(pool, &layer->gate_up, decoder->arithmetic, &space->input, tokens, space->gate_up);
         parallel_rows(pool, tokens, activate_token, step);
         return space->input;

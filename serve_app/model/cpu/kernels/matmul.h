@@ -7,6 +7,7 @@
  * where sum q a is exact in integers: 4 products of bytes per lane and instruction. In int8 mode a has one byte. In
  * exact mode it has three, of which 23 bits are used: as many as a float has beside its exponent, so that a sum is as
  * near to the truth as in float arithmetic; and three byte products cost less than unpacking and multiplying floats.
+ * With AMX, many rows and weights of 4 bits the same numbers have four digits instead (see digit_tile): the same sums.
  *
  * Work is shared out as chunks of (rows, panels). Whatever the tile that an output falls into, its sum runs over the
  * inputs (or groups) in order, in one accumulator: a row's result has the same bits alone and in any batch.
@@ -14,8 +15,8 @@
 #ifndef SERVE_APP_MATMUL_H
 #define SERVE_APP_MATMUL_H
 
+#include "amx_fixed_tile.h"
 #include "bf16_tile.h"
-#include "fixed_tile.h"
 #include "float_tile.h"
 #include "threads.h"
 
@@ -67,6 +68,18 @@ static void bf16_panel(const struct matmul *job, int row, int end, const struct 
 #endif
 }
 
+static void digits_panel(const struct matmul *job, int row, int end, const struct panel *panel, const float *bias,
+                         float *out) {
+#if defined(BUILD_AMX)
+    const int inputs = job->weight->inputs;
+    float sums[ROW_BLOCK * PANEL] __attribute__((aligned(64)));
+    fixed_tile_product((int)panel->format, end - row, tile_of(job->input.rounded, row, inputs), inputs, panel->data,
+                       bias, sums, out, job->out_stride);
+#else
+    (void)job, (void)row, (void)end, (void)panel, (void)bias, (void)out; /* nobody asks for it */
+#endif
+}
+
 static void fixed_panel(const struct matmul *job, int row, int end, const struct panel *panel, const float *bias,
                         float *out) {
     const struct weight *weight = job->weight;
@@ -88,6 +101,7 @@ static void one_panel(const struct matmul *job, int row, int end, int n, float *
     switch (job->form) {
         case AS_FLOATS: float_panel(job, row, end, panel, bias, out); break;
         case AS_BYTES: case AS_THREE_BYTES: fixed_panel(job, row, end, panel, bias, out); break;
+        case AS_DIGITS: digits_panel(job, row, end, panel, bias, out); break;
         case AS_BF16: bf16_panel(job, row, end, panel, bias, out);
     }
 }
@@ -120,7 +134,7 @@ static struct matmul plan_product(const struct pool *pool, const struct weight *
     /* Few chunks, so that each is one long stream of weights, but enough to even out, and none that takes long. */
     enum { CHUNKS_PER_THREAD = 4, MOST_PANELS = 32 };
     const int panels = weight->outputs / PANEL;
-    struct matmul job = {weight, *input, form_for(weight, arithmetic), num_rows, NULL, 0, 1, 0};
+    struct matmul job = {weight, *input, form_for(weight, arithmetic, num_rows), num_rows, NULL, 0, 1, 0};
     if (panels > CHUNKS_PER_THREAD * pool->num_threads)
         job.panels_per_chunk = panels / (CHUNKS_PER_THREAD * pool->num_threads);
     if (job.panels_per_chunk > MOST_PANELS) job.panels_per_chunk = MOST_PANELS;
@@ -142,21 +156,20 @@ static void matmul(struct pool *pool, const struct weight *weight, int arithmeti
 struct rounding {
     const float *x;
     uint8_t *to;
-    int inputs;
+    int inputs, rows;
     enum form form;
 };
 
 static void round_chunk(const void *argument, int row, int thread) {
     (void)thread;
     const struct rounding *job = argument;
-    round_activations(job->x + (int64_t)row * job->inputs, job->inputs, job->form,
-                      job->to + row * rounded_bytes(job->inputs, job->form));
+    round_activations(job->x + (int64_t)row * job->inputs, job->inputs, job->form, row, job->rows, job->to);
 }
 
 static struct input round_rows(struct pool *pool, const struct weight *weight, int64_t arithmetic, const float *x,
                                int64_t rows, char *memory) {
-    const enum form form = form_for(weight, (int)arithmetic);
-    const struct rounding job = {x, (uint8_t *)memory, weight->inputs, form};
+    const enum form form = form_for(weight, (int)arithmetic, (int)rows);
+    const struct rounding job = {x, (uint8_t *)memory, weight->inputs, (int)rows, form};
     if (form != AS_FLOATS) parallel_rows(pool, (int)rows, round_chunk, &job);
     return (struct input){x, job.to};
 }

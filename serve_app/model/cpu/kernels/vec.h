@@ -1,7 +1,7 @@
 /* Vectors of floats, as wide as the instruction set the file is compiled for has them.
  *
  *   build       LANES   needs
- *   amx         16      the next line's, and AMX with BF16: products in tiles
+ *   amx         16      the next line's, and AMX with BF16 and INT8: products in tiles
  *   avx512bf16  16      the next line's, and AVX-512 BF16
  *   avx512      16      AVX-512 F, BW, DQ, VL and VNNI
  *   avxvnni      8      the next line's, and AVX-VNNI
@@ -25,7 +25,7 @@
 #define LANES 16
 #if defined(__AVX512BF16__)
 #define BUILD_BF16 1
-#if defined(__AMX_TILE__) && defined(__AMX_BF16__)
+#if defined(__AMX_TILE__) && defined(__AMX_BF16__) && defined(__AMX_INT8__)
 #define BUILD_AMX 1
 #endif
 #endif
