@@ -93,7 +93,7 @@ SPECIALIZED void tile_rows(const int tiles, const int format, const int fresh, c
             unpack_groups(format, panel, panel_bytes, g, next, (uint8_t *)w);
         if (format == BF16) w = panel + bf16_at(g * GROUP, 0);
         if (fresh && format == BF16)
-            for (int at = 0; at < (next - g) * 2 * GROUP * PANEL; at += 64)
+            for (int at = 0; at < (next - g) * 2 * GROUP * PANEL; at += 1024)
                 __builtin_prefetch(w + panel_bytes + at, 0, 2);
         multiply_tiles(tiles, (const uint8_t *)(x + g * GROUP), x_bytes, w, next - g);
     }
