@@ -157,8 +157,8 @@ class PackedWeight:
     def struct(self) -> WeightStruct:
         """For C; valid while this object lives."""
         bias = None if self._bias is None else self._bias.data_ptr()
-        bits = max(BITS.get(part.format, 0) for part in self.parts)
-        fixed = bits if all(part.format in BITS for part in self.parts) else 0
+        bits = [BITS.get(part.format, 0) for part in self.parts]
+        fixed = max(bits) if all(bits) else 0
         return WeightStruct(ctypes.addressof(self._panels), bias, self.padded_outputs, self.inputs, fixed)
 
 

@@ -22,7 +22,7 @@ enum form {
     AS_BYTES = 1,       /* fixed-point numbers of so many bytes: [inputs / GROUP] of int8 [1][GROUP], and group_terms */
     AS_BF16 = 2,        /* uint16 [inputs] */
     AS_THREE_BYTES = 3, /* the same of three, the highest byte of all numbers first */
-    AS_DIGITS = 4,      /* the numbers of AS_THREE_BYTES for products in tiles: digit_tile [rows / 16][inputs / GROUP] */
+    AS_DIGITS = 4,      /* the numbers of AS_THREE_BYTES for tiles: digit_tile [rows / 16][inputs / GROUP] */
 };
 
 /* Fixed-point numbers of 16 rows and one group: (16 a + b) 2^12 + 16 c + d, of which b and d are 0 to 15. */
@@ -64,7 +64,8 @@ static inline int64_t rounded_bytes(int64_t inputs, enum form form) {
 
 /* The most bytes that a row of so many inputs takes in any form. */
 static inline int64_t most_rounded_bytes(int64_t inputs) {
-    const int64_t bytes = rounded_bytes(inputs + GROUP - 1, TILES ? AS_DIGITS : EXACT_BYTES ? AS_THREE_BYTES : AS_BYTES);
+    const enum form widest = TILES ? AS_DIGITS : EXACT_BYTES ? AS_THREE_BYTES : AS_BYTES;
+    const int64_t bytes = rounded_bytes(inputs + GROUP - 1, widest);
     return bytes > 2 * inputs ? bytes : 2 * inputs;
 }
 
@@ -138,7 +139,8 @@ SPECIALIZED void quantize_groups(const int bytes, const float *x, int count, uin
     }
 }
 
-/* The same numbers as of three bytes. After the last row follow rows of zeros up to a whole tile. */
+/* The same numbers as of three bytes. Rows behind the last one, up to a whole tile, get scales of zero: whatever floats
+ * the memory held would be multiplied, slowly where they are denormal. */
 static void digit_groups(const float *x, int count, int row, int rows, uint8_t *memory) {
     struct digit_tile *to = tile_of(memory, row, count);
     const int end = row == rows - 1 ? TILE_ROWS : row % TILE_ROWS + 1;

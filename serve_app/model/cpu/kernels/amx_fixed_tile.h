@@ -49,7 +49,7 @@ struct dots {
     struct half_sums *now, *next;
 };
 
-static inline void make(struct factors factors, struct half_sums *to) {
+static inline void dot_halves(struct factors factors, struct half_sums *to) {
     TILE_LOAD(6, factors.q, TILE_BYTES);
     TILE_LOAD(4, factors.x->digits[0], TILE_BYTES);
     TILE_LOAD(5, factors.x->digits[1], TILE_BYTES);
@@ -61,8 +61,8 @@ static inline void make(struct factors factors, struct half_sums *to) {
     TILE_STORE(1, to->of[1], TILE_BYTES);
 }
 
-/* to = from + W x: 16 rows, some groups of half a panel's outputs. `dots` begins with the first
- * group's sums, and ends with those of `next`. */
+/* to = from + W x: 16 rows, some groups of half a panel's outputs. `dots` begins with the first group's
+ * sums, and ends with those of `next`. */
 static void fixed_tile_rows(const struct digit_tile *x, const struct four_bit_tiles *weights, int half, int groups,
                             struct factors next, struct dots *dots, struct sums from, struct sums to) {
     vec total[TILE_ROWS];
@@ -70,7 +70,7 @@ static void fixed_tile_rows(const struct digit_tile *x, const struct four_bit_ti
     for (int r = 0; r < TILE_ROWS; r++) total[r] = load(row_of(from, r));
     for (int g = 0; g < groups; g++, x++) {
         const vec d = weights->step[g][half], m = weights->minimum[g][half];
-        make(g + 1 < groups ? (struct factors){x + 1, weights->q[g + 1][half]} : next, dots->next);
+        dot_halves(g + 1 < groups ? (struct factors){x + 1, weights->q[g + 1][half]} : next, dots->next);
         UNROLL
         for (int r = 0; r < TILE_ROWS; r++) {
             const ivec dot = (load_int(dots->now->of[0][r]) << 12) + load_int(dots->now->of[1][r]);
@@ -94,7 +94,7 @@ SPECIALIZED void fixed_tile_panel(const int format, int rows, const struct digit
     for (int first = 0; first < groups; first += TILE_DEPTH) {
         const int count = groups - first < TILE_DEPTH ? groups - first : TILE_DEPTH;
         unpack_four_bits(format, panel, weight_panel_bytes(format, inputs), first, count, &weights);
-        make((struct factors){x + first, weights.q[0][0]}, dots.now);
+        dot_halves((struct factors){x + first, weights.q[0][0]}, dots.now);
         for (int row = 0; row < rows; row += TILE_ROWS) {
             const struct digit_tile *tile = x + row / TILE_ROWS * groups + first;
             const int ends = row + TILE_ROWS >= rows;

@@ -12,6 +12,7 @@
 enum {
     DEPTH_GROUPS = 9, /* of a panel are multiplied with all rows before the next ones; half of the first cache */
     UNPACKED_AT_ONCE = 3, /* a tile cannot be loaded for long after its numbers were stored */
+    FETCH_EVERY = 1024, /* bytes of bfloat16: one line makes the processor fetch on, all would stop the products */
 };
 
 /* A float whose lower half is cut off gets smaller by up to a unit of bfloat16, on the mean by half of one. This factor
@@ -93,7 +94,7 @@ SPECIALIZED void tile_rows(const int tiles, const int format, const int fresh, c
             unpack_groups(format, panel, panel_bytes, g, next, (uint8_t *)w);
         if (format == BF16) w = panel + bf16_at(g * GROUP, 0);
         if (fresh && format == BF16)
-            for (int at = 0; at < (next - g) * 2 * GROUP * PANEL; at += 1024)
+            for (int at = 0; at < (next - g) * 2 * GROUP * PANEL; at += FETCH_EVERY)
                 __builtin_prefetch(w + panel_bytes + at, 0, 2);
         multiply_tiles(tiles, (const uint8_t *)(x + g * GROUP), x_bytes, w, next - g);
     }

@@ -39,7 +39,7 @@ struct weight {
     const float *bias; /* [padded outputs] or NULL */
     int32_t outputs;   /* padded to whole panels */
     int32_t inputs;
-    int32_t fixed; /* bits of a weight if all panels have bytes, so that activations may be fixed-point numbers; else 0 */
+    int32_t fixed; /* most bits of a weight, if activations may be fixed-point numbers: all panels have bytes; else 0 */
 };
 
 int64_t weight_panel(void) { return PANEL; }
