@@ -39,7 +39,7 @@ VALUES: dict[str, tuple[float, ...]] = {
     "max_num_batched_tokens": (128, 1024),
     "max_num_seqs": (4, 16),
 }
-"""Beside the defaults (0, 1 s, 256, auto)."""
+"""Beside the defaults (0, 1 s, auto, auto)."""
 _BESIDE: dict[str, Mapping[str, float]] = {"max_wait_s": {"waiting_served_ratio": 2.0, "max_waiting_steps": 100_000}}
 """Other settings that a knob needs to have an effect: the wait only ends what a ratio began."""
 _PORT = 8102

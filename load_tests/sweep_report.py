@@ -13,7 +13,7 @@ from serve_app.workloads.report import page, table
 KNOBS = {
     "waiting_served_ratio": "waiting_served_ratio (default 0)",
     "max_wait_s": "max_wait_s with waiting_served_ratio 2 (default: ratio 0, which never waits)",
-    "max_num_batched_tokens": "max_num_batched_tokens (default 256)",
+    "max_num_batched_tokens": "max_num_batched_tokens (default: auto)",
     "max_num_seqs": "max_num_seqs (default: auto)",
 }
 """The knobs and the titles of their pictures."""

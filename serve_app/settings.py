@@ -21,6 +21,7 @@ from pydantic import (
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError
 
+from serve_app.core import step_tokens
 from serve_app.core.seats import most_seats
 from serve_app.errors import ConfigError
 
@@ -74,20 +75,24 @@ class _Frozen(BaseModel):
     )
 
 
-def _seats(value: object) -> object:
+def _auto_or_up_to(most: int) -> PlainValidator:
     """By hand, because pydantic's report of a union says each alternative's problem."""
-    if value == "auto" or (type(value) is int and 1 <= value <= 4096):
-        return value
-    raise PydanticCustomError("seats", "must be `auto` or an integer from 1 to 4096")
+
+    def check(value: object) -> object:
+        if value == "auto" or (type(value) is int and 1 <= value <= most):
+            return value
+        raise PydanticCustomError("auto_or_number", f"must be `auto` or an integer from 1 to {most}")
+
+    return PlainValidator(check)
 
 
 class EngineSettings(_Frozen):
     """The engine of each replica."""
 
-    max_num_seqs: Annotated[int | Literal["auto"], PlainValidator(_seats)] = "auto"
+    max_num_seqs: Annotated[int | Literal["auto"], _auto_or_up_to(4096)] = "auto"
     """Sequences at once in a replica, each of `n` choices one; `auto` = what KV pool and step time allow, 16 to 256."""
-    max_num_batched_tokens: int = Field(default=256, ge=1, le=1_048_576)
-    """Most tokens in one step, prefill and decode together."""
+    max_num_batched_tokens: Annotated[int | Literal["auto"], _auto_or_up_to(1_048_576)] = "auto"
+    """Most tokens in one step, prefill and decode together; `auto` = by step time on CPUs, 8192 on GPUs."""
     max_model_len: int | None = Field(default=None, ge=1)
     """Longest prompt plus output, in tokens; null = the model's context. Decides `longrope`'s frequencies."""
     kv_cache_gib: float | None = Field(default=None, gt=0)
@@ -193,14 +198,20 @@ class Settings(_Frozen):
     ingress: IngressSettings = IngressSettings()
 
     @property
+    def most_step_tokens(self) -> int:
+        """Tokens in one step; with `auto`, the most that a replica may choose."""
+        tokens = self.engine.max_num_batched_tokens
+        return step_tokens.MOST if tokens == "auto" else tokens
+
+    @property
     def most_seats(self) -> int:
         """Sequences that one replica runs at once; with `auto`, the most that it may choose."""
-        engine = self.engine
-        return most_seats(engine.max_num_batched_tokens) if engine.max_num_seqs == "auto" else engine.max_num_seqs
+        seats = self.engine.max_num_seqs
+        return most_seats(self.most_step_tokens) if seats == "auto" else seats
 
-    def with_seats(self, max_num_seqs: int) -> "Settings":
-        """The same for a replica that runs so many sequences at once."""
-        return self.model_copy(update={"engine": self.engine.model_copy(update={"max_num_seqs": max_num_seqs})})
+    def with_chosen(self, **engine: int) -> "Settings":
+        """The same for a replica that has chosen these settings of its engine."""
+        return self.model_copy(update={"engine": self.engine.model_copy(update=engine)})
 
     @property
     def max_num_waiting(self) -> int:

@@ -24,7 +24,7 @@ def refusal(args: Any) -> str:
 def test_nothing_given_means_the_defaults() -> None:
     settings = Settings.model_validate({})
     assert (settings.model, settings.device, settings.num_replicas) == ("default", "auto", 1)
-    assert settings.engine.max_num_seqs == "auto"
+    assert settings.engine.max_num_seqs == settings.engine.max_num_batched_tokens == "auto"
 
 
 def test_unknown_keys_are_named_with_the_likely_one() -> None:
@@ -78,15 +78,17 @@ def test_places_follow_from_seats() -> None:
     assert settings.max_ongoing_requests == 4
 
 
-def test_a_wrong_number_of_seats_is_told_what_would_be_right() -> None:
+def test_who_gives_neither_a_number_nor_auto_is_told_what_would_be_right() -> None:
     text = refusal({"engine": {"max_num_seqs": "automatic"}})
     assert text == "setting `engine.max_num_seqs`: must be `auto` or an integer from 1 to 4096, got 'automatic'"
+    text = refusal({"engine": {"max_num_batched_tokens": 0}})
+    assert text == "setting `engine.max_num_batched_tokens`: must be `auto` or an integer from 1 to 1048576, got 0"
 
 
 def test_places_of_automatic_seats_are_the_most_until_the_engine_has_chosen() -> None:
     settings = Settings.model_validate({"engine": {"max_num_batched_tokens": 100}})
     assert (settings.most_seats, settings.max_ongoing_per_replica) == (50, 100)
-    chosen = settings.with_seats(24)
+    chosen = settings.with_chosen(max_num_seqs=24)
     assert (chosen.most_seats, chosen.max_ongoing_per_replica) == (24, 48)
     assert chosen.engine.max_num_batched_tokens == 100
 

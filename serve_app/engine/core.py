@@ -9,6 +9,7 @@ import secrets
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import Literal
 
 from serve_app.core.config import SchedulerConfig, SchedulerKnobs
@@ -16,14 +17,15 @@ from serve_app.core.request import EngineRequest
 from serve_app.core.results import ModelRunnerOutput, TokenDelta
 from serve_app.core.sampling_params import Pooling
 from serve_app.core.scheduler import Scheduler
-from serve_app.core.seats import SEQUENCE_TOKENS, choose_seats
+from serve_app.core.seats import SEQUENCE_TOKENS, choose_seats, most_seats
 from serve_app.core.step_cost import DeviceLimits
 from serve_app.core.step_plan import SchedulerOutput
 from serve_app.core.step_record import SchedulerStats, StepRecord
+from serve_app.core.step_tokens import choose_step_tokens
 from serve_app.grammars import Grammars, Vocabulary
 from serve_app.model.limits import measure_limits
 from serve_app.model.loader import load_model
-from serve_app.model.memory import decode_step_s, run_largest_step, size_kv_pool
+from serve_app.model.memory import decode_step_s, largest_step_s, size_kv_pool, warm_up
 from serve_app.model.options import ModelOptions
 from serve_app.model.paged_model import PagedModel
 from serve_app.model.runner import ModelRunner, Pending, set_num_threads
@@ -43,17 +45,18 @@ class EngineConfig(SchedulerKnobs):
     """One engine's settings: the scheduler's knobs, and what it is built with.
 
     kv_cache_gib caps the KV pool (None: no cap on a GPU, 4 GiB on a CPU); memory_fraction is the part of the memory
-    left after loading and warming up that the pool may take. auto_seats: `max_num_seqs` is only the most that the
-    engine may choose when it starts, see `core.seats`. max_num_waiting: requests beyond the slots that an `AsyncEngine`
-    accepts. num_threads: CPU threads of the model (None: torch's choice). overlap: launch a step before
-    the tokens of the one before are read, and so without prompt lookup (auto: on a GPU; on a CPU the model takes the
-    cores).
+    left after loading and warming up that the pool may take. auto_seats, auto_step_tokens: `max_num_seqs` and
+    `max_num_batched_tokens` are only the most that the engine may choose when it starts, see `core.seats` and
+    `core.step_tokens`. max_num_waiting: requests beyond the slots that an `AsyncEngine` accepts. num_threads: CPU
+    threads of the model (None: torch's choice). overlap: launch a step before the tokens of the one before are read,
+    and so without prompt lookup (auto: on a GPU; on a CPU the model takes the cores).
     """
 
     model: ModelOptions = field(default_factory=ModelOptions)
     kv_cache_gib: float | None = None
     memory_fraction: float = 0.8
     auto_seats: bool = False
+    auto_step_tokens: bool = False
     max_num_waiting: int = 256
     num_threads: int | None = None
     overlap: Literal["auto", "on", "off"] = "auto"
@@ -71,7 +74,8 @@ class ModelInfo:
     """Of embeddings whose request does not say."""
     eos_token_ids: tuple[int, ...]
     max_num_seqs: int
-    """As given, or as the engine chose."""
+    max_num_batched_tokens: int
+    """These two as given, or as the engine chose."""
     block_size: int
     num_blocks: int
     dtype: str
@@ -126,7 +130,8 @@ class EngineCore:
         self.grammars = None if vocabulary is None else Grammars(vocabulary, model.eos_token_ids, model.vocab_size)
         self._runner = ModelRunner(model, config.max_num_seqs, self.grammars)
         progress("warming up")
-        largest_step_s = run_largest_step(self._runner, config.max_num_batched_tokens, config.max_num_seqs)
+        warm_up(self._runner)
+        config, step_s = _with_step_tokens(config, self._runner, progress)
         num_blocks = size_kv_pool(model, config.kv_cache_gib, config.memory_fraction)
         if config.auto_seats:
             config = _with_seats(config, self._runner, num_blocks, limits, progress)
@@ -145,7 +150,7 @@ class EngineCore:
                 **config.knobs(),
             )
         )
-        self.info = _describe(model, config.max_num_seqs, num_blocks, largest_step_s, limits)
+        self.info = _describe(model, config, num_blocks, step_s, limits)
 
     @classmethod
     def load(
@@ -304,6 +309,30 @@ class EngineCore:
                 logger.exception("the on_step observer failed; later failures are not logged")
 
 
+def _with_step_tokens(config: EngineConfig, runner: ModelRunner, progress: OnProgress) -> tuple[EngineConfig, float]:
+    """`config` with as many tokens in a step as this machine bears, and how many seconds its largest step takes."""
+
+    def seats(num_tokens: int) -> int:
+        return min(config.max_num_seqs, most_seats(num_tokens)) if config.auto_seats else config.max_num_seqs
+
+    @cache
+    def step_s(num_tokens: int) -> float:
+        return largest_step_s(runner, num_tokens, seats(num_tokens))
+
+    if config.auto_step_tokens:
+        on_cpu = runner.model.device.type == "cpu"
+        least, most = 1 if config.auto_seats else config.max_num_seqs, config.max_num_batched_tokens
+        chosen = choose_step_tokens(least, most, step_s if on_cpu else None)
+        progress(str(chosen))
+        config = replace(
+            config,
+            max_num_batched_tokens=chosen.number,
+            max_num_seqs=seats(chosen.number),
+            auto_step_tokens=False,
+        )
+    return config, step_s(config.max_num_batched_tokens)
+
+
 def _with_seats(
     config: EngineConfig, runner: ModelRunner, num_blocks: int, limits: DeviceLimits | None, progress: OnProgress
 ) -> EngineConfig:
@@ -322,7 +351,7 @@ def _with_seats(
 
 
 def _describe(
-    model: PagedModel, max_num_seqs: int, num_blocks: int, largest_step_s: float, limits: DeviceLimits | None
+    model: PagedModel, config: EngineConfig, num_blocks: int, largest_step_s: float, limits: DeviceLimits | None
 ) -> ModelInfo:
     return ModelInfo(
         name=model.name,
@@ -331,7 +360,8 @@ def _describe(
         hidden_size=model.hidden_size,
         pooling=model.pooling,
         eos_token_ids=tuple(model.eos_token_ids),
-        max_num_seqs=max_num_seqs,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
         block_size=model.block_size,
         num_blocks=num_blocks,
         dtype=str(model.dtype).removeprefix("torch."),

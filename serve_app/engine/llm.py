@@ -15,10 +15,10 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
+from serve_app.core import seats, step_tokens
 from serve_app.core.request import EngineRequest
 from serve_app.core.results import FinishReason, TokenDelta, TokenLogprob
 from serve_app.core.sampling_params import Pooling, SamplingParams
-from serve_app.core.seats import most_seats
 from serve_app.engine.core import BATCH_POLL_S, EngineConfig, EngineCore
 from serve_app.errors import EngineError, InvalidRequestError
 from serve_app.model.options import ModelOptions
@@ -61,8 +61,9 @@ class LLM:
     """A loaded model; `with LLM(...) as llm:` gives its memory back at the end, as `close` does.
 
     tokenizer: where it is, as `model` says where that is, or one that is loaded; None: beside the model. max_num_seqs:
-    sequences that run at once; "auto": as many as the KV pool holds and steps bear, as measured now. `**knobs` are
-    other fields of `EngineConfig`, such as kv_cache_gib. Raises `ConfigError` when the model cannot be loaded as asked.
+    sequences that run at once; "auto": as many as the KV pool holds and steps bear, as measured now, and so with
+    max_num_batched_tokens. `**knobs` are other fields of `EngineConfig`, such as kv_cache_gib. Raises `ConfigError`
+    when the model cannot be loaded as asked.
     """
 
     def __init__(
@@ -75,7 +76,7 @@ class LLM:
         quantization: str = "none",
         tokenizer: str | Tokenizer | None = None,
         max_num_seqs: int | Literal["auto"] = "auto",
-        max_num_batched_tokens: int = 256,
+        max_num_batched_tokens: int | Literal["auto"] = "auto",
         **knobs: Any,
     ) -> None:
         options = ModelOptions(
@@ -87,11 +88,13 @@ class LLM:
             quantization=quantization,
         )
         self.tokenizer = tokenizer if isinstance(tokenizer, Tokenizer) else load_tokenizer(tokenizer or model)
+        most_tokens = step_tokens.MOST if max_num_batched_tokens == "auto" else max_num_batched_tokens
         config = EngineConfig(
             model=options,
-            max_num_seqs=most_seats(max_num_batched_tokens) if max_num_seqs == "auto" else max_num_seqs,
-            max_num_batched_tokens=max_num_batched_tokens,
+            max_num_seqs=seats.most_seats(most_tokens) if max_num_seqs == "auto" else max_num_seqs,
+            max_num_batched_tokens=most_tokens,
             auto_seats=max_num_seqs == "auto",
+            auto_step_tokens=max_num_batched_tokens == "auto",
             **knobs,
         )
         core = EngineCore.load(config, vocabulary=self.tokenizer.vocabulary)

@@ -22,6 +22,7 @@ from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
+from serve_app.core.config import SchedulerKnobs
 from serve_app.core.step_cost import DeviceLimits
 from serve_app.core.step_record import SchedulerStats, StepRecord
 from serve_app.observability.gpu_state import GpuState
@@ -86,6 +87,7 @@ class EngineMetrics:
             )
         ]
         self._seats = Gauge("serve_app_max_num_seqs", "Sequences that may run at once", registry=registry)
+        self._step_tokens = Gauge("serve_app_max_num_batched_tokens", "Most tokens in one step", registry=registry)
         ttft = _time_to_first_token(registry)
         self._first_token = ttft.labels("engine")
 
@@ -93,9 +95,10 @@ class EngineMetrics:
         """Where the gauges ask for the engine's state. Until then there are none."""
         self._state.stats = stats
 
-    def set_seats(self, max_num_seqs: int) -> None:
-        """How many sequences may run at once."""
-        self._seats.set(max_num_seqs)
+    def set_knobs(self, knobs: SchedulerKnobs) -> None:
+        """How much a step may have."""
+        self._seats.set(knobs.max_num_seqs)
+        self._step_tokens.set(knobs.max_num_batched_tokens)
 
     def set_limits(self, limits: DeviceLimits) -> None:
         """What the device can do."""

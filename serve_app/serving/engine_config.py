@@ -28,6 +28,7 @@ def engine_config(settings: Settings, *, use_gpu: bool) -> EngineConfig:
         ),
         **scheduler_knobs(settings).knobs(),
         auto_seats=engine.max_num_seqs == "auto",
+        auto_step_tokens=engine.max_num_batched_tokens == "auto",
         kv_cache_gib=engine.kv_cache_gib,
         memory_fraction=engine.memory_fraction,
         # The ingress does the counting. The engine's own limit lies beyond, since a request that left the ingress stays

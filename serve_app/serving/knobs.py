@@ -14,11 +14,14 @@ from serve_app.settings import Settings, suggest
 def scheduler_knobs(settings: Settings) -> SchedulerKnobs:
     """What the settings say; for `auto`, the most. Raises `ConfigError` for knobs that contradict each other."""
     knobs = {field.name: getattr(settings.engine, field.name) for field in fields(SchedulerKnobs)}
-    return SchedulerKnobs(**knobs | {"max_num_seqs": settings.most_seats})
+    chosen = {"max_num_seqs": settings.most_seats, "max_num_batched_tokens": settings.most_step_tokens}
+    return SchedulerKnobs(**knobs | chosen)
 
 
 def live_knobs(settings: Settings, user_config: object) -> SchedulerKnobs:
-    """The knobs of an engine built with `settings` once `user_config` has changed some; what it leaves out is as built.
+    """The knobs of an engine built with `settings` once `user_config` has changed some.
+
+    What it leaves out, or leaves to the engine (`auto`), is as built.
 
     Raises `ConfigError` naming the key.
     """
@@ -29,7 +32,8 @@ def live_knobs(settings: Settings, user_config: object) -> SchedulerKnobs:
             raise ConfigError(
                 f"user_config: `{key}` cannot change in a running engine {suggest(str(key), list(LIVE_KNOBS))}"
             )
-    engine = {**settings.engine.model_dump(), **user_config}
+    given = {key: value for key, value in user_config.items() if value != "auto"}
+    engine = {**settings.engine.model_dump(), **given}
     changed = Settings.model_validate({**settings.model_dump(exclude_unset=True), "engine": engine})
     knobs = scheduler_knobs(changed)
     scheduler_knobs(settings).check_change(knobs)

@@ -31,7 +31,7 @@ from serve_app.observability.logging import log_to_terminal
 from serve_app.observability.metrics import EngineMetrics
 from serve_app.observability.step_ring import Recorder, StepRing
 from serve_app.serving.doors import admits_to_replicas_metrics
-from serve_app.serving.knobs import live_knobs
+from serve_app.serving.knobs import live_knobs, scheduler_knobs
 from serve_app.serving.ray_patches import bind_replica_port_to_node, node_address
 from serve_app.serving.revision import identify, revision_of
 from serve_app.serving.scraping import METRICS_ADDRESS, METRICS_KEY, open_metrics_port
@@ -77,7 +77,8 @@ class EngineReplica:
             vocabulary=lambda: tokenizer.vocabulary(),  # asked for by the first request that has a grammar
             stream_interval_s=settings.ingress.stream_interval_ms / 1000,
         )
-        self._settings = settings = settings.with_seats(self._engine.info.max_num_seqs)
+        chosen = {name: getattr(self._engine.info, name) for name in ("max_num_seqs", "max_num_batched_tokens")}
+        self._settings = settings = settings.with_chosen(**chosen)
         self._stall_timeout_s = stall_timeout_s(settings, self._engine.info.largest_step_s)
         tokenizer = await asyncio.to_thread(load_tokenizer, settings.model)
         tokenizer.check_fits(self._engine.info.vocab_size)
@@ -90,7 +91,7 @@ class EngineReplica:
         self._revision = revision_of(self._identity)
         logger.info("revision %s of %s", self._revision, settings.model)
         self._metrics.read_stats_from(self._engine.stats)
-        self._metrics.set_seats(settings.most_seats)
+        self._metrics.set_knobs(scheduler_knobs(settings))
         if (limits := self._engine.info.limits) is not None:
             self._metrics.set_limits(limits)
         to_ingress = HeldBytes(self._links.unsent_bytes, MAX_UNSENT_BYTES)
@@ -166,7 +167,7 @@ class EngineReplica:
         try:
             knobs = live_knobs(self._settings, user_config)
             self._engine.reconfigure(knobs)
-            self._metrics.set_seats(knobs.max_num_seqs)
+            self._metrics.set_knobs(knobs)
         except ConfigError as error:
             logger.error("user_config is refused, the knobs stay as they were: %s", error)
 

@@ -1,5 +1,6 @@
 import itertools
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -73,6 +74,23 @@ def test_automatic_seats_are_chosen_told_and_all_taken(tiny_llama: PagedModel) -
         core.add(make_request(str(number), 1, 2))
     core.step()
     assert (core.stats().running, core.stats().waiting) == (seats, 1)
+
+
+@pytest.mark.parametrize("seats", [{"auto_seats": True, "max_num_seqs": 256}, {"max_num_seqs": 200}])
+def test_automatic_tokens_of_a_step_are_chosen_and_told(tiny_llama: PagedModel, seats: dict[str, Any]) -> None:
+    said: list[str] = []
+    records: list[StepRecord] = []
+    config = EngineConfig(kv_cache_gib=0.1, max_num_batched_tokens=2048, auto_step_tokens=True, **seats)
+    core = EngineCore(tiny_llama, config, on_progress=said.append, on_step=records.append)
+    tokens = core.info.max_num_batched_tokens
+    assert 128 <= tokens <= 2048
+    assert core.info.max_num_seqs == 200 or core.info.max_num_seqs <= tokens // 2
+    assert core.config.max_num_batched_tokens == tokens >= core.info.max_num_seqs
+    assert any(line.startswith(f"{tokens} tokens in a step at most: ") for line in said)
+    for number in range(tokens // 190 + 1):
+        core.add(make_request(str(number), 190, 2))
+    core.step()
+    assert records[0].num_prefill_tokens == tokens
 
 
 def test_a_small_pool_has_no_more_than_the_fewest_automatic_seats(tiny_llama: PagedModel) -> None:

@@ -12,7 +12,7 @@ from serve_app.serving.knobs import live_knobs, scheduler_knobs
 from serve_app.settings import Settings
 
 REPOSITORY = Path(__file__).parents[2]
-BUILT = Settings.model_validate({"engine": {"max_num_seqs": 8, "max_wait_s": 2.0}})
+BUILT = Settings.model_validate({"engine": {"max_num_seqs": 8, "max_num_batched_tokens": 256, "max_wait_s": 2.0}})
 
 
 def test_what_it_leaves_out_is_as_built() -> None:
@@ -21,10 +21,13 @@ def test_what_it_leaves_out_is_as_built() -> None:
     assert changed == SchedulerKnobs(max_num_seqs=4, max_wait_s=2.0, waiting_served_ratio=1.5)
 
 
-def test_automatic_seats_are_the_most_before_start_and_the_chosen_ones_after() -> None:
+def test_what_is_automatic_is_the_most_before_start_and_what_was_chosen_after() -> None:
     settings = Settings()
-    assert live_knobs(settings, {}).max_num_seqs == scheduler_knobs(settings).max_num_seqs == 128
-    chosen = settings.with_seats(48)
+    assert live_knobs(settings, {}) == scheduler_knobs(settings)
+    assert scheduler_knobs(settings) == SchedulerKnobs(max_num_seqs=256, max_num_batched_tokens=8192)
+    chosen = settings.with_chosen(max_num_seqs=48, max_num_batched_tokens=256)
+    left = {"max_num_seqs": "auto", "max_num_batched_tokens": "auto"}
+    assert live_knobs(chosen, left) == SchedulerKnobs(max_num_seqs=48, max_num_batched_tokens=256)
     assert live_knobs(chosen, {"max_wait_s": 2.0}).max_num_seqs == 48
     assert live_knobs(chosen, {"max_num_seqs": 8}).max_num_seqs == 8
     with pytest.raises(ConfigError, match="max_num_seqs can be at most 48"):

@@ -1,0 +1,47 @@
+"""How many tokens a step has at most where the settings leave that to the engine (`max_num_batched_tokens: auto`).
+
+Decides by what was measured at start: the more tokens a step has, the less each costs, and the longer all streams wait
+for it. Pure: it measures nothing itself.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+LEAST, MOST = 128, 8192
+_USUAL = 256
+"""A larger step must be as short as `_SHORT_STEP_S`, the time between two events of a stream: then none shows it."""
+_SHORT_STEP_S = 0.05
+_WORTH = 0.95
+"""What a token may cost at most in a step of twice as many, for these to be worth it. Below 1, since a measured step
+may take a few hundredths longer than the next one."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepTokens:
+    """A number of tokens, and what kept it from being larger."""
+
+    number: int
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.number} tokens in a step at most: {self.reason}"
+
+
+def choose_step_tokens(least: int, most: int, step_s: Callable[[int], float] | None) -> StepTokens:
+    """At most `most`, and at least `least`, the sequences that need a token each.
+
+    step_s: measures a step of so many tokens, in seconds; None: the more the better, as on a GPU.
+    """
+    if step_s is None:
+        return StepTokens(most, "no more are worth it")
+    tokens = min(max(LEAST, least), most)
+    seconds = step_s(tokens)
+    while (more := 2 * tokens) <= most:
+        longest = math.inf if more <= _USUAL else _SHORT_STEP_S
+        if seconds > longest or (longer := step_s(more)) > longest:
+            return StepTokens(tokens, f"a step of {more} would take more than {longest * 1e3:.0f} ms")
+        if longer > _WORTH * 2 * seconds:
+            return StepTokens(tokens, f"{more} would compute hardly more tokens a second")
+        tokens, seconds = more, longer
+    return StepTokens(tokens, "no more are worth it")

@@ -1,0 +1,68 @@
+"""The tokens of a step: within their limits whatever was measured, and what a few measurements mean."""
+
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from serve_app.core.step_tokens import LEAST, MOST, choose_step_tokens
+
+
+def linear(fixed_ms: float, token_ms: float) -> Callable[[int], float]:
+    return lambda tokens: (fixed_ms + token_ms * tokens) / 1e3
+
+
+@given(
+    least=st.integers(1, MOST),
+    spare=st.integers(0, MOST),
+    steps_s=st.none() | st.lists(st.floats(1e-6, 10), min_size=8, max_size=8),
+)
+def test_the_number_is_within_its_limits_whatever_was_measured(
+    least: int, spare: int, steps_s: list[float] | None
+) -> None:
+    measured: list[int] = []
+
+    def step_s(tokens: int) -> float:
+        measured.append(tokens)
+        assert steps_s is not None
+        return steps_s[len(measured) - 1]
+
+    most = least + spare
+    chosen = choose_step_tokens(least, most, None if steps_s is None else step_s)
+    assert least <= chosen.number <= most
+    assert chosen.number >= min(LEAST, most)
+    assert measured == sorted(set(measured))
+    assert not measured or chosen.number in measured
+
+
+@pytest.mark.parametrize(
+    ("step_s", "expected"),
+    [
+        (linear(10.0, 0.15), "256 tokens in a step at most: a step of 512 would take more than 50 ms"),
+        (linear(300.0, 10.0), "256 tokens in a step at most: a step of 512 would take more than 50 ms"),
+        (linear(50.0, 10.0), "128 tokens in a step at most: 256 would compute hardly more tokens a second"),
+        (linear(0.0, 1.0), "128 tokens in a step at most: 256 would compute hardly more tokens a second"),
+        (linear(10.0, 0.02), "1024 tokens in a step at most: a step of 2048 would take more than 50 ms"),
+        (linear(1.0, 0.004), "4096 tokens in a step at most: 8192 would compute hardly more tokens a second"),
+        (linear(1.0, 1e-6), "8192 tokens in a step at most: no more are worth it"),
+        (None, "8192 tokens in a step at most: no more are worth it"),
+    ],
+)
+def test_cheaper_tokens_count_until_streams_would_stutter(step_s: Callable[[int], float] | None, expected: str) -> None:
+    assert str(choose_step_tokens(1, MOST, step_s)) == expected
+
+
+def test_a_step_that_must_be_longer_than_one_that_is_too_long_is_not_measured() -> None:
+    measured: list[int] = []
+
+    def step_s(tokens: int) -> float:
+        measured.append(tokens)
+        return linear(300.0, 10.0)(tokens)
+
+    choose_step_tokens(1, MOST, step_s)
+    assert measured == [128, 256]
+
+
+def test_every_sequence_has_its_token() -> None:
+    assert choose_step_tokens(300, MOST, linear(0.0, 1.0)).number == 300
