@@ -65,6 +65,7 @@ STEP: Row = (
             "Tokens of a step, 99th percentile",
             "none",
             (quantile(0.99, "serve_app_batch_tokens", ENGINE, by="replica"), "{{replica}}"),
+            (f"serve_app_max_num_batched_tokens{{{ENGINE}}}", "at most, {{replica}}"),
         ),
         lines(
             "Steps",

@@ -13,6 +13,7 @@ from serve_app.engine.core import EngineConfig, EngineCore
 from serve_app.model import checkpoint, loader
 from serve_app.model.options import ModelOptions
 from serve_app.model.paged_model import PagedModel
+from serve_app.model.quiet import quiet
 from serve_app.model_files import locate_model
 from tests.fleets import fleet, references, small_model
 from tests.models import tiny_model
@@ -39,7 +40,7 @@ def default_module() -> Any:
     path = locate_model(options.model).path
     assert isinstance(path, Path)
     cache_dir = Path(options.cache_dir).expanduser()
-    with checkpoint.quiet():
+    with quiet():
         return checkpoint._load_gguf(path, cache_dir, "float32", torch.device("cpu"), lambda stage, fraction: None)
 
 

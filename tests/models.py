@@ -1,5 +1,6 @@
 """Tiny random transformers models, one per architecture, for tests, and what tests of the CPU kernels need."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from serve_app.model.cpu.build import find_compiler, usable_builds
 from serve_app.model.loader import from_module
 from serve_app.model.paged_model import PagedModel
+from serve_app.model_files import CACHE_DIR
 
 needs_compiler = pytest.mark.skipif(
     find_compiler() is None, reason="there is no C compiler (cc, gcc or clang) for the CPU kernels"
@@ -91,3 +93,13 @@ def in_mode(mode: str, module: Any, **options: Any) -> PagedModel:
     if mode == "bfloat16":
         return from_module(module.bfloat16(), attention_backend="kernels", **options)
     return from_module(module, attention_backend="kernels", quantization=mode, **options)
+
+
+def own_cache(folder: Path) -> str:
+    """A `cache_dir` in `folder` that is empty but for the compiled kernels, which are everybody's."""
+    cache, kernels = folder / "cache", CACHE_DIR.expanduser() / "kernels"
+    kernels.mkdir(parents=True, exist_ok=True)
+    cache.mkdir(exist_ok=True)
+    if not (cache / "kernels").is_symlink():
+        (cache / "kernels").symlink_to(kernels)
+    return str(cache)

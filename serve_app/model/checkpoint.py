@@ -9,8 +9,6 @@ import copy
 import hashlib
 import io
 import logging
-import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from serve_app.errors import ConfigError
 from serve_app.gguf_header import GgufHeader, in_transformers
-from serve_app.model.options import DTYPES, Progress
+from serve_app.model.options import Progress, resolve_dtype
 from serve_app.model.rope import divide_frequencies
 from serve_app.model.write_once import write_once
 from serve_app.model_files import ModelFiles
@@ -39,15 +37,6 @@ def read_checkpoint(
     if files.gguf_file is not None:
         return _load_gguf(Path(files.source, files.gguf_file), cache_dir, dtype, device, report)
     return _load_pretrained(files.source, dtype, device, report, files.commit, embeds=embeds)
-
-
-def resolve_dtype(name: str, saved: Any, device: torch.device) -> torch.dtype:
-    """What `ModelOptions.dtype` means for a checkpoint saved in `saved`."""
-    if name != "auto":
-        return DTYPES[name]
-    if device.type == "cpu":
-        return torch.float32
-    return saved if saved in (torch.float16, torch.bfloat16) else torch.bfloat16
 
 
 def _load_pretrained(
@@ -153,20 +142,3 @@ def _check_weights(source: str, info: Any) -> None:
 
 def _one_line(error: Exception) -> str:
     return " ".join(str(error).split())[:300] or type(error).__name__
-
-
-@contextlib.contextmanager
-def quiet() -> Iterator[None]:
-    """Silence the progress bars and warnings of transformers: what matters is reported or refused here."""
-    log = transformers.utils.logging
-    verbosity, bars = log.get_verbosity(), log.is_progress_bar_enabled()
-    log.set_verbosity_error()
-    log.disable_progress_bar()
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        log.set_verbosity(verbosity)
-        if bars:
-            log.enable_progress_bar()

@@ -7,13 +7,12 @@ take a second. What they tell is kept: configuration and positions of the tensor
 import hashlib
 import json
 from dataclasses import asdict
+from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-import transformers
-from transformers import AutoConfig
 
 from serve_app.errors import ConfigError
 from serve_app.gguf_header import GgufHeader, TensorInfo, in_transformers
@@ -21,7 +20,6 @@ from serve_app.model.cpu.stored import Blocks
 from serve_app.model.executors.base import UnsupportedModelError
 from serve_app.model.mapped_checkpoint import MappedCheckpoint, StoredTensor, interleaved
 from serve_app.model.rope import divide_frequencies
-from serve_app.model.skeleton import empty_module
 from serve_app.model.write_once import write_once
 
 _HEADER_BYTES = 64 * 2**20
@@ -34,21 +32,25 @@ def open_gguf(path: Path, cache_dir: Path) -> MappedCheckpoint:
     with path.open("rb") as file:
         header = file.read(_HEADER_BYTES)
     content = hashlib.sha256(header + str(path.stat().st_size).encode()).hexdigest()
-    cached = cache_dir / f"gguf-header-{content[:32]}-transformers-{transformers.__version__}"
+    cached = cache_dir / f"gguf-header-{content[:32]}-transformers-{version('transformers')}"
     if not (cached / "tensors.json").is_file():
         _write_index(path, cached)
     index = json.loads((cached / "tensors.json").read_text())
     tensors = {name: StoredTensor(**{**entry, "shape": tuple(entry["shape"])}) for name, entry in index.items()}
-    return MappedCheckpoint(path, [path], AutoConfig.from_pretrained(cached), tensors)
+    return MappedCheckpoint(path, [path], cached, tensors)
 
 
 def _write_index(path: Path, target: Path) -> None:
     # A start from the index does without.
+    from transformers import AutoConfig
     from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor
+
+    from serve_app.model.quiet import quiet
+    from serve_app.model.skeleton import empty_module
 
     try:
         reader = GgufHeader(path)
-        with in_transformers():
+        with quiet(), in_transformers():
             config = AutoConfig.from_pretrained(str(path.parent), gguf_file=path.name)
         divide_frequencies(config, reader.tensors)
         architecture = reader.fields["general.architecture"].parts[0].decode()

@@ -2,7 +2,6 @@
 
 import copy
 import logging
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,19 +9,14 @@ import torch
 
 from serve_app.core.sampling_params import Pooling
 from serve_app.errors import ConfigError
-from serve_app.model.checkpoint import quiet, read_checkpoint, resolve_dtype
+from serve_app.model.blueprint import Blueprint, blueprint_path
 from serve_app.model.executors import cpu
 from serve_app.model.executors.base import Demand, UnsupportedModelError
-from serve_app.model.executors.selection import pick_executor
 from serve_app.model.gguf_file import open_gguf
-from serve_app.model.mapped_checkpoint import MappedParameters
-from serve_app.model.options import ModelOptions, Progress
+from serve_app.model.options import ModelOptions, Progress, resolve_dtype
 from serve_app.model.paged_model import PagedModel
 from serve_app.model.pooling import read_pooling
-from serve_app.model.rope import fix_frequencies
-from serve_app.model.safetensors_files import check_complete, open_safetensors
-from serve_app.model.skeleton import empty_module, small_copy
-from serve_app.model.source_model import SourceModel
+from serve_app.model.safetensors_files import open_safetensors
 from serve_app.model.token_samplers import pick_sampler
 from serve_app.model_files import ModelFiles, check_model, locate_model
 
@@ -46,15 +40,10 @@ def load_model(options: ModelOptions, on_progress: Progress | None = None) -> Pa
         # Triton launches on the thread's current device, whichever tensors it is given; events are recorded there too.
         torch.cuda.set_device(device)
     files = locate_model(options.model)
-    with quiet():
-        cache_dir = Path(options.cache_dir).expanduser()
-        check_model(files, max_model_len=None)
-        pooling = read_pooling(files)
-        if (mapped := _load_mapped(files, device, options, report, pooling)) is not None:
-            return mapped
-        embeds = pooling is not None
-        module = read_checkpoint(files, options.dtype, device, cache_dir, report, embeds=embeds)
-        return prepare(module.to(device), files.name, options, report, pooling or "last")
+    check_model(files, max_model_len=None)
+    pooling = read_pooling(files)
+    mapped = _load_mapped(files, device, options, report, pooling)
+    return mapped or _load_floats(files, device, options, report, pooling)
 
 
 def from_module(module: Any, **options: Any) -> PagedModel:
@@ -68,10 +57,27 @@ def prepare(
     module: Any, name: str, options: ModelOptions, report: Progress = _no_report, pooling: Pooling = "last"
 ) -> PagedModel:
     """Take over a transformers causal LM in eval mode. Raises ConfigError for one that cannot be served this way."""
+    # These import transformers' modules, which most models on a CPU do without once they have a blueprint.
+    from serve_app.model.executors.selection import pick_executor
+    from serve_app.model.source_model import SourceModel
+
     source = SourceModel.take(module, name, options.max_model_len)
     executor = pick_executor(source, options, report)
     sampler = pick_sampler(executor, source.facts)
     return PagedModel(source.facts, executor, sampler, pooling)
+
+
+def _load_floats(
+    files: ModelFiles, device: torch.device, options: ModelOptions, report: Progress, pooling: Pooling | None
+) -> PagedModel:
+    """By way of transformers, which can read any model."""
+    from serve_app.model.checkpoint import read_checkpoint
+    from serve_app.model.quiet import quiet
+
+    cache_dir = Path(options.cache_dir).expanduser()
+    with quiet():
+        module = read_checkpoint(files, options.dtype, device, cache_dir, report, embeds=pooling is not None)
+        return prepare(module.to(device), files.name, options, report, pooling or "last")
 
 
 def _load_mapped(
@@ -98,24 +104,25 @@ def _map(
 ) -> PagedModel:
     """Raises UnsupportedModelError, and ConfigError."""
     assert files.path is not None
+    cache_dir = Path(options.cache_dir).expanduser()
     reading = "reading gguf" if files.kind == "gguf" else "reading safetensors"
     report(reading, 0.0)
-    if files.kind == "gguf":
-        checkpoint = open_gguf(files.path, Path(options.cache_dir).expanduser())
-    else:
-        checkpoint = open_safetensors(files.path)
-    module = empty_module(checkpoint.config)
-    if files.kind == "folder":
-        check_complete(checkpoint, module)
-    if checkpoint.generation_config is not None:
-        module.generation_config = checkpoint.generation_config
-    parameters = MappedParameters(checkpoint, module)
+    checkpoint = open_gguf(files.path, cache_dir) if files.kind == "gguf" else open_safetensors(files.path)
     report(reading, 1.0)
-    small = SourceModel.take(small_copy(checkpoint.config), files.name, options.max_model_len)
-    source = replace(small, facts=replace(small.facts.of_whole(module), dtype=dtype))
-    fix_frequencies(module, source.facts.max_model_len)
-    executor = cpu.load_mapped(source, module, parameters, options, report)
-    return PagedModel(source.facts, executor, pick_sampler(executor, source.facts), pooling or "last")
+    kernels = cpu.pick_kernels(torch.device("cpu"), dtype, options)
+    decisive = dtype, options.quantization, options.max_model_len, kernels.library
+    path = blueprint_path(cache_dir, checkpoint.identity, *decisive)
+    blueprint = Blueprint.read(path)
+    if blueprint is None:
+        # Imports transformers' modules.
+        from serve_app.model.drawing import draw_blueprint
+
+        blueprint = draw_blueprint(files, checkpoint, kernels, dtype, options)
+        blueprint.write(path)
+    report("verifying", 1.0)
+    executor = cpu.load_mapped(blueprint, checkpoint, kernels, options, report)
+    sampler = pick_sampler(executor, blueprint.facts)
+    return PagedModel(blueprint.facts, executor, sampler, pooling or "last")
 
 
 def _device(name: str) -> torch.device:

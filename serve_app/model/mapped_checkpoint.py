@@ -8,7 +8,6 @@ import mmap
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -18,6 +17,8 @@ from torch import Tensor
 from serve_app.errors import ConfigError
 from serve_app.model.cpu.stored import Blocks, StoredMatrix
 
+GENERATION_CONFIG = "generation_config.json"
+_CONFIGS = "config.json", GENERATION_CONFIG
 _VECTORS = {Blocks.F32: torch.float32, Blocks.F16: torch.float16, Blocks.BF16: torch.bfloat16}
 
 
@@ -35,22 +36,17 @@ class StoredTensor:
 
 
 class MappedCheckpoint:
-    """The parameters of a causal LM, and what else makes its module. source: where it is, in messages."""
+    """The parameters of a causal LM. source: where it is, in messages; config_folder: where its configuration is."""
 
     def __init__(
-        self,
-        source: Path,
-        files: list[Path],
-        config: Any,
-        tensors: Mapping[str, StoredTensor],
-        generation_config: Any = None,
+        self, source: Path, files: list[Path], config_folder: Path, tensors: Mapping[str, StoredTensor]
     ) -> None:
         self.source = source
-        self.config = config
-        self.generation_config = generation_config
+        self.config_folder = config_folder
         self.tensors = tensors
         states = [f"{state.st_size}:{state.st_mtime_ns}" for state in map(Path.stat, files)]
-        self.identity = (str(source.resolve()), " ".join([*states, config.to_json_string()]))
+        configs = [path.read_text() for name in _CONFIGS if (path := config_folder / name).is_file()]
+        self.identity = (str(source.resolve()), " ".join([*states, *configs]))
         """See `Parameters`."""
         self._maps = [_map(path) for path in files]
 
@@ -69,12 +65,13 @@ class MappedCheckpoint:
 class MappedParameters:
     """`Parameters` of a module without weights, from a checkpoint."""
 
-    def __init__(self, checkpoint: MappedCheckpoint, module: Any) -> None:
-        """Raises ConfigError when tensors are missing or have other shapes."""
+    def __init__(self, checkpoint: MappedCheckpoint, parameters: Mapping[str, Tensor]) -> None:
+        """parameters: the module's, by name. Raises ConfigError when tensors are missing or have other shapes."""
         self.identity = checkpoint.identity
         self._checkpoint = checkpoint
-        self._names = {id(parameter): name for name, parameter in module.named_parameters()}
-        for name, parameter in module.named_parameters():
+        self._parameters = parameters  # or others could get their ids
+        self._names = {id(parameter): name for name, parameter in parameters.items()}
+        for name, parameter in parameters.items():
             if name not in checkpoint.tensors:
                 raise ConfigError(f"model: {checkpoint.source}: weights are missing: {name}")
             if tuple(parameter.shape) != checkpoint.tensors[name].shape:

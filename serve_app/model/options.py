@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -46,8 +47,8 @@ class ModelOptions:
     quantization: "none" (the file's weights in the arithmetic of `dtype`), "int8" (products in 8 bits, on CPUs in
         float32), "fp8" (weights in 8 bits, on GPUs) or "auto" (int8 where the CPU kernels run the model in float32).
     kernel_options: how the Triton kernels compute.
-    cache_dir: where compiled kernels are kept, the weights that they have packed, what stands in GGUF files before the
-        weights, and the weights of those that the CPU kernels do not run, in float32.
+    cache_dir: where compiled kernels are kept, the weights that they have packed, what is known of the models that they
+        run, what stands in GGUF files before the weights, and the weights of those that they do not run, in float32.
     """
 
     model: str = "default"
@@ -71,3 +72,12 @@ class ModelOptions:
     def uses_fp8(self) -> bool:
         """Whether weights, or keys and values, are to be in 8-bit floating point."""
         return self.quantization == "fp8" or self.kernel_options.fp8_cache
+
+
+def resolve_dtype(name: str, saved: Any, device: torch.device) -> torch.dtype:
+    """What `ModelOptions.dtype` means for a checkpoint saved in `saved`."""
+    if name != "auto":
+        return DTYPES[name]
+    if device.type == "cpu":
+        return torch.float32
+    return saved if saved in (torch.float16, torch.bfloat16) else torch.bfloat16

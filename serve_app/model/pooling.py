@@ -12,7 +12,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
-from transformers.utils import cached_file
 
 from serve_app.core.results import EMBEDDING, Results
 from serve_app.core.sampling_params import Pooling
@@ -92,12 +91,24 @@ def read_pooling(files: ModelFiles) -> Pooling | None:
 
 
 def _read(files: ModelFiles, name: str) -> Any:
-    """A JSON file of the checkpoint's; None if there is none. Of a hub id that cannot be asked, none is there."""
+    """A JSON file of the checkpoint's; None if there is none."""
     if files.kind == "gguf":
         return None
-    lenient = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
     try:
-        path = cached_file(files.source, name, revision=files.commit, **lenient)
-        return None if path is None else json.loads(Path(path).read_text())
+        path = _of_hub(files, name) if files.kind == "hub" else Path(files.source, name)
+        return None if path is None or not path.is_file() else json.loads(path.read_text())
     except (OSError, ValueError) as error:
         raise ConfigError(f"model: cannot read {name} of {files.source}: {error}") from error
+
+
+def _of_hub(files: ModelFiles, name: str) -> Path | None:
+    """Of a hub id that cannot be asked, no file is there."""
+    # Half a second, which local files do without.
+    from transformers.utils import cached_file
+
+    from serve_app.model.quiet import quiet
+
+    lenient = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
+    with quiet():
+        path = cached_file(files.source, name, revision=files.commit, **lenient)
+    return None if path is None else Path(path)

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from transformers import AutoConfig, GenerationConfig
 
 from serve_app.model.cpu.stored import Blocks
 from serve_app.model.executors.base import UnsupportedModelError
@@ -23,15 +22,11 @@ _MAX_HEADER_BYTES = 100_000_000
 def open_safetensors(folder: Path) -> MappedCheckpoint:
     """Raises UnsupportedModelError for what only transformers can read, or refuse in its own words."""
     try:
-        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-        generation = GenerationConfig.from_pretrained(folder) if (folder / "generation_config.json").is_file() else None
         files = _files(folder)
         tensors = {name: tensor for number, path in enumerate(files) for name, tensor in _tensors(path, number)}
-    except Exception as error:  # transformers' validators and a header that makes no sense raise whatever it provokes
+    except Exception as error:  # a header that makes no sense raises whatever it provokes
         raise UnsupportedModelError(f"{folder} is not read as it is: {' '.join(str(error).split())[:200]}") from error
-    if getattr(config, "quantization_config", None) is not None:
-        raise UnsupportedModelError("its weights are quantized")
-    return MappedCheckpoint(folder, files, config, tensors, generation)
+    return MappedCheckpoint(folder, files, folder, tensors)
 
 
 def check_complete(checkpoint: MappedCheckpoint, module: Any) -> None:

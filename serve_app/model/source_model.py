@@ -1,51 +1,18 @@
 """A causal LM of transformers, taken apart: what every executor needs to know of it, and the modules to build from."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttentions
 
 from serve_app.errors import ConfigError
 from serve_app.model.attention import transformers_hook
 from serve_app.model.attention.base import AttentionLayer
+from serve_app.model.facts import ModelFacts, count_weights, eos_token_ids
 from serve_app.model.fusion import watch_inputs
 from serve_app.model.rope import fix_frequencies
 from serve_app.model.verification import ReferenceLogits
-
-
-@dataclass(frozen=True, slots=True)
-class ModelFacts:
-    """What stays known of a model once it runs. Plain data; holds no weights.
-
-    vocab_size: width of the logits; hidden_size: of the hidden states that they are made from. layer_weights,
-    head_weights: how many numbers they have; of an embedding that is not the head too, few rows are read.
-    """
-
-    name: str
-    device: torch.device
-    dtype: torch.dtype
-    max_model_len: int
-    vocab_size: int
-    eos_token_ids: tuple[int, ...]
-    layers: tuple[AttentionLayer, ...]
-    layer_weights: int
-    head_weights: int
-    hidden_size: int
-
-    def of_whole(self, module: Any) -> "ModelFacts":
-        """Those of a module of which these are the facts of a small copy."""
-        layer_weights, head_weights = _count_weights(module)
-        vocab_size, hidden_size = module.get_output_embeddings().weight.shape
-        return replace(
-            self,
-            vocab_size=vocab_size,
-            eos_token_ids=_eos_token_ids(module),
-            layer_weights=layer_weights,
-            head_weights=head_weights,
-            hidden_size=hidden_size,
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +38,7 @@ class SourceModel:
         module.requires_grad_(False)
         parameter = next(module.parameters())
         max_model_len = _max_model_len(module.config, max_model_len)
-        layer_weights, head_weights = _count_weights(module)
+        layer_weights, head_weights = count_weights(module)
         hidden_size = module.get_output_embeddings().weight.shape[1]
         fix_frequencies(module, max_model_len)
         reference = ReferenceLogits.compute(module, name, max_model_len)
@@ -85,7 +52,7 @@ class SourceModel:
             dtype=parameter.dtype,
             max_model_len=max_model_len,
             vocab_size=reference.logits[0].shape[1],
-            eos_token_ids=_eos_token_ids(module),
+            eos_token_ids=eos_token_ids(module),
             layers=tuple(layer for _, layer in calls),
             layer_weights=layer_weights,
             head_weights=head_weights,
@@ -134,13 +101,6 @@ def _check_layers(name: str, config: Any, calls: list[tuple[nn.Module, Attention
         )
 
 
-def _count_weights(module: Any) -> tuple[int, int]:
-    """Numbers in the layers, and in the head."""
-    total = sum(parameter.numel() for parameter in module.parameters())
-    embedding, head = module.get_input_embeddings().weight, module.get_output_embeddings().weight
-    return total - embedding.numel() - (0 if head is embedding else head.numel()), head.numel()
-
-
 def _max_model_len(config: Any, wanted: int | None) -> int:
     limit: int | None = getattr(config.get_text_config(), "max_position_embeddings", None)
     if wanted is None:
@@ -150,11 +110,3 @@ def _max_model_len(config: Any, wanted: int | None) -> int:
     if wanted < 1 or (limit is not None and wanted > limit):
         raise ConfigError(f"max_model_len: {wanted} is not between 1 and the model's context length of {limit}")
     return wanted
-
-
-def _eos_token_ids(module: Any) -> tuple[int, ...]:
-    for config in (module.generation_config, module.config):
-        ids = getattr(config, "eos_token_id", None)
-        if ids is not None:
-            return (ids,) if isinstance(ids, int) else tuple(ids)
-    return ()

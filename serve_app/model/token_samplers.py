@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from serve_app.model.executors.base import ModelExecutor
+from serve_app.model.facts import ModelFacts
 from serve_app.model.input_batch import SamplingRows
 from serve_app.model.sampler import PendingSample, Sampled, sample
 from serve_app.model.sampling_columns import Column
-from serve_app.model.source_model import ModelFacts
 
 logger = logging.getLogger(__name__)
 

@@ -70,17 +70,18 @@ class EngineReplica:
         self._steps = StepRing()
         # Beside the loading of the weights: both take their time, mostly with reading.
         digesting = asyncio.create_task(asyncio.to_thread(digest_content, locate_model(settings.model)))
+        # Before them, as imports take three times as long while the system gives the KV pool its memory.
+        tokenizer = await asyncio.to_thread(load_tokenizer, settings.model)
         self._engine = await AsyncEngine.start(
             engine_config(settings, use_gpu=use_gpu),
             on_step=self._on_step,
             on_progress=logger.info,
-            vocabulary=lambda: tokenizer.vocabulary(),  # asked for by the first request that has a grammar
+            vocabulary=tokenizer.vocabulary,
             stream_interval_s=settings.ingress.stream_interval_ms / 1000,
         )
         chosen = {name: getattr(self._engine.info, name) for name in ("max_num_seqs", "max_num_batched_tokens")}
         self._settings = settings = settings.with_chosen(**chosen)
         self._stall_timeout_s = stall_timeout_s(settings, self._engine.info.largest_step_s)
-        tokenizer = await asyncio.to_thread(load_tokenizer, settings.model)
         tokenizer.check_fits(self._engine.info.vocab_size)
         self._identity = identify(
             asdict(self._engine.info),

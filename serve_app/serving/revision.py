@@ -7,14 +7,11 @@ Decides which replicas may continue each other's streams. Settings do not tell t
 import hashlib
 import json
 from collections.abc import Mapping
-from functools import cache
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 from typing import Any
 
-import serve_app
+from serve_app.code_digest import digest_code
 
-_CODE = (".py", ".c", ".h")
 _LIBRARIES = ("torch", "transformers", "triton", "llguidance")
 _OF_THE_ENGINE = ("dtype", "quantization", "kv_cache_dtype", "backend", "build", "max_model_len", "eos_token_ids")
 
@@ -34,16 +31,6 @@ def identify(info: Mapping[str, Any], *, weights: str, tokenizer: str, determini
 def revision_of(identity: Mapping[str, Any]) -> str:
     """Equal for replicas that give the same tokens for the same request, so that one may continue the other's."""
     return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:12]
-
-
-@cache
-def digest_code() -> str:
-    """Of this package's sources, as they lie on disk."""
-    folder = Path(serve_app.__file__).parent
-    digest = hashlib.sha256()
-    for path in sorted(path for path in folder.rglob("*") if path.suffix in _CODE):
-        digest.update(f"{path.relative_to(folder)}\0".encode() + path.read_bytes() + b"\0")
-    return digest.hexdigest()[:12]
 
 
 def _version(name: str) -> str | None:

@@ -12,13 +12,13 @@ from transformers import AutoModelForCausalLM
 
 from load_tests.random_gguf import mixed_kinds, random_contents, tensor_shapes, write_gguf
 from serve_app.errors import ConfigError
-from serve_app.model.checkpoint import quiet
 from serve_app.model.cpu.build import usable_builds
 from serve_app.model.loader import load_model
 from serve_app.model.options import ModelOptions
 from serve_app.model.paged_model import PagedModel
+from serve_app.model.quiet import quiet
 from tests.model.stepping import Sequences
-from tests.models import needs_compiler
+from tests.models import needs_compiler, own_cache
 
 pytestmark = needs_compiler
 
@@ -55,7 +55,7 @@ def transformers_module(path: Path) -> Any:
 
 def load(path: Path, news: list[str] | None = None, **options: Any) -> PagedModel:
     report = None if news is None else (lambda stage, fraction: news.append(stage))
-    return load_model(ModelOptions(model=str(path), cache_dir=str(path.parent / "cache"), **options), report)
+    return load_model(ModelOptions(model=str(path), cache_dir=own_cache(path.parent), **options), report)
 
 
 def logits(model: PagedModel, tokens: torch.Tensor) -> torch.Tensor:

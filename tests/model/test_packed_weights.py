@@ -17,11 +17,11 @@ from serve_app.model.options import ModelOptions
 from serve_app.model.paged_model import PagedModel
 from tests.model.stepping import Sequences
 from tests.model.test_gguf_file import config, kinds
-from tests.models import needs_compiler
+from tests.models import needs_compiler, own_cache
 
 pytestmark = needs_compiler
 
-TOKENS = torch.arange(3, 40) * 7 % 288
+TOKENS = torch.arange(3, 40) * 7 % 200
 
 
 @pytest.fixture
@@ -33,7 +33,7 @@ def gguf(tmp_path: Path) -> Path:
 
 def load(path: Path, news: list[str] | None = None, **options: Any) -> PagedModel:
     report = None if news is None else (lambda stage, fraction: news.append(stage))
-    return load_model(ModelOptions(model=str(path), cache_dir=str(path.parent / "cache"), **options), report)
+    return load_model(ModelOptions(model=str(path), cache_dir=own_cache(path.parent), **options), report)
 
 
 def logits(model: PagedModel) -> torch.Tensor:

@@ -15,7 +15,7 @@ from serve_app.model.loader import load_model
 from serve_app.model.options import ModelOptions
 from serve_app.model.paged_model import PagedModel
 from tests.model.stepping import Sequences
-from tests.models import needs_compiler, tiny_model
+from tests.models import needs_compiler, own_cache, tiny_model
 
 pytestmark = needs_compiler
 
@@ -30,7 +30,7 @@ def save(folder: Path, arch: str, dtype: torch.dtype, **how: Any) -> Any:
 
 def load(folder: Path, news: list[str], **options: Any) -> PagedModel:
     return load_model(
-        ModelOptions(model=str(folder), cache_dir=str(folder.parent / "cache"), **options),
+        ModelOptions(model=str(folder), cache_dir=own_cache(folder.parent), **options),
         lambda stage, fraction: news.append(stage),
     )
 

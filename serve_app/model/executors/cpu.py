@@ -3,19 +3,23 @@
 import logging
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 
+from serve_app.model.blueprint import Blueprint
 from serve_app.model.cpu.build import KernelsUnavailableError, missing_for_faster, usable_builds
 from serve_app.model.cpu.decoder import CpuDecoder
 from serve_app.model.cpu.ops import Arithmetic, Kernels
-from serve_app.model.cpu.stored import Parameters
 from serve_app.model.executors.base import Demand, ModelExecutor, UnsupportedModelError
+from serve_app.model.facts import ModelFacts
 from serve_app.model.llama import recognise
+from serve_app.model.mapped_checkpoint import MappedCheckpoint, MappedParameters
 from serve_app.model.options import ModelOptions, Progress
-from serve_app.model.source_model import ModelFacts, SourceModel
 from serve_app.model.verification import check_finite, verify_model
+
+if TYPE_CHECKING:
+    from serve_app.model.source_model import SourceModel  # imports transformers' modules
 
 logger = logging.getLogger(__name__)
 
@@ -40,51 +44,49 @@ def demand_on(device: torch.device, dtype: torch.dtype, options: ModelOptions) -
     return Demand.OPTIONAL
 
 
-def load(source: SourceModel, options: ModelOptions, report: Progress) -> ModelExecutor:
+def load(source: "SourceModel", options: ModelOptions, report: Progress) -> ModelExecutor:
     """The model on the C kernels. Raises UnsupportedModelError."""
-    decoder = _verified(source, _kernels(source.facts, options), options)
+    decoder = verify(source, pick_kernels(source.facts.device, source.facts.dtype, options), options)
     report("optimizing", 1.0)
     report("verifying", 1.0)
     return decoder
 
 
 def load_mapped(
-    source: SourceModel, module: Any, parameters: Parameters, options: ModelOptions, report: Progress
+    blueprint: Blueprint, checkpoint: MappedCheckpoint, kernels: Kernels, options: ModelOptions, report: Progress
 ) -> ModelExecutor:
-    """A model whose weights `parameters` reads, for `module` has none. source: the facts of the whole, and a small copy
-    in float32, on which the kernels are verified. Raises UnsupportedModelError, and ConfigError for weights that are
-    not finite."""
-    kernels = _kernels(source.facts, options)
-    _verified(source, kernels, options)
-    report("verifying", 1.0)
+    """The model of a blueprint, its weights straight from their files.
+
+    Raises UnsupportedModelError, and ConfigError for weights that are missing or not finite."""
+    facts = blueprint.facts
     decoder = CpuDecoder(
         kernels,
-        recognise(module, module.base_model, source.facts.layers, source.facts.max_model_len),
-        arithmetic=_arithmetic(source.facts, options),
-        parameters=parameters,
+        blueprint.llama,
+        arithmetic=_arithmetic(facts.dtype, options),
+        parameters=MappedParameters(checkpoint, blueprint.parameters),
         cache_dir=Path(options.cache_dir).expanduser(),
         report=report,
     )
-    check_finite(decoder, source.facts.name, source.facts.vocab_size, source.facts.layers)
+    check_finite(decoder, facts.name, facts.vocab_size, facts.layers)
     return decoder
 
 
-def _kernels(facts: ModelFacts, options: ModelOptions) -> Kernels:
+def pick_kernels(device: torch.device, dtype: torch.dtype, options: ModelOptions) -> Kernels:
     """Compiled, and allowed by the options. Raises UnsupportedModelError."""
     if options.attention_backend not in ("auto", "kernels"):
         raise UnsupportedModelError(f"attention_backend is {options.attention_backend}")
     if options.uses_fp8:
         raise UnsupportedModelError("fp8, for weights or the KV cache, needs a GPU")
-    if not _computes_on(facts.device, facts.dtype):
-        raise UnsupportedModelError(f"they are for float32 and bfloat16 on a CPU, not {facts.dtype} on {facts.device}")
-    if facts.dtype == torch.bfloat16 and options.quantization == "int8":
+    if not _computes_on(device, dtype):
+        raise UnsupportedModelError(f"they are for float32 and bfloat16 on a CPU, not {dtype} on {device}")
+    if dtype == torch.bfloat16 and options.quantization == "int8":
         raise UnsupportedModelError("int8 is for dtype float32, not bfloat16")
-    optional = demand(facts, options) is Demand.OPTIONAL
+    optional = demand_on(device, dtype, options) is Demand.OPTIONAL
     builds = [build for build in usable_builds() if build != "portable" or not optional]
     if not builds:
         raise UnsupportedModelError("this CPU has no AVX2; torch is faster")
     kernels = _fastest(builds, Path(options.cache_dir).expanduser())
-    if facts.dtype == torch.bfloat16 and not kernels.multiplies_bfloat16:
+    if dtype == torch.bfloat16 and not kernels.multiplies_bfloat16:
         raise UnsupportedModelError(f"in bfloat16 they need AVX512-BF16, and the best build here is {kernels.build}")
     return kernels
 
@@ -105,19 +107,20 @@ def _fastest(builds: Sequence[str], cache_dir: Path) -> Kernels:
     raise UnsupportedModelError(next(iter(failures.values())))
 
 
-def _verified(source: SourceModel, kernels: Kernels, options: ModelOptions) -> CpuDecoder:
-    """The source's weights in the mode of the options; before int8, exact mode is tried."""
+def verify(source: "SourceModel", kernels: Kernels, options: ModelOptions) -> CpuDecoder:
+    """The source's weights in the mode of the options; before int8, exact mode is tried. Raises UnsupportedModelError
+    where the kernels cannot run it or give other logits."""
     layers = source.facts.layers
     llama = recognise(source.head, source.base, layers, source.facts.max_model_len)
-    wanted = _arithmetic(source.facts, options)
+    wanted = _arithmetic(source.facts.dtype, options)
     for arithmetic in (Arithmetic.EXACT, wanted) if wanted is Arithmetic.INT8 else (wanted,):
         decoder = CpuDecoder(kernels, llama, arithmetic=arithmetic)
         verify_model(decoder, source.reference, layers, _TOLERANCE[arithmetic])
     return decoder
 
 
-def _arithmetic(facts: ModelFacts, options: ModelOptions) -> Arithmetic:
-    if facts.dtype == torch.bfloat16:
+def _arithmetic(dtype: torch.dtype, options: ModelOptions) -> Arithmetic:
+    if dtype == torch.bfloat16:
         return Arithmetic.BFLOAT16
     return Arithmetic.EXACT if options.quantization == "none" else Arithmetic.INT8
 
