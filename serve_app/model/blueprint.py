@@ -41,7 +41,7 @@ class Blueprint:
 
     @classmethod
     def read(cls, path: Path) -> "Blueprint | None":
-        """None where there is none that can be read."""
+        """None where there is none that can be read. The folder is trusted, as that of the compiled kernels is."""
         try:
             with path.open("rb") as file:
                 reader = _Unpickler(file)
@@ -54,7 +54,7 @@ class Blueprint:
         return cls(facts, llama, reader.parameters)
 
     def write(self, path: Path) -> None:
-        """In place of others of the same source and mode. A disk that does not take it is no error."""
+        """In place of others of the same source and choices. A disk that does not take it is no error."""
         with suppress(OSError):
             path.parent.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryDirectory(dir=path.parent, prefix="tmp-") as scratch:
@@ -67,11 +67,11 @@ class Blueprint:
                     other.unlink(missing_ok=True)
 
 
-def blueprint_path(cache_dir: Path, identity: tuple[str, str], *parts: object) -> Path:
-    """Where it is kept. identity: see `Parameters`; parts: what else decides what is in it."""
-    same = hashlib.sha256(f"{identity[0]} {parts}".encode()).hexdigest()
-    libraries = [version(name) for name in _LIBRARIES]
-    exact = hashlib.sha256(f"{identity} {parts} {libraries} {digest_code()}".encode()).hexdigest()
+def blueprint_path(cache_dir: Path, identity: tuple[str, str], library: str, *choices: object) -> Path:
+    """Where it is kept. identity: see `Parameters`; library: see `Kernels`; choices: of who starts the model."""
+    same = hashlib.sha256(f"{identity[0]} {choices}".encode()).hexdigest()
+    libraries = [library, *map(version, _LIBRARIES)]
+    exact = hashlib.sha256(f"{identity} {choices} {libraries} {digest_code()}".encode()).hexdigest()
     return cache_dir / "blueprints" / f"{same[:16]}-{exact[:32]}"
 
 

@@ -110,8 +110,8 @@ def _map(
     checkpoint = open_gguf(files.path, cache_dir) if files.kind == "gguf" else open_safetensors(files.path)
     report(reading, 1.0)
     kernels = cpu.pick_kernels(torch.device("cpu"), dtype, options)
-    decisive = dtype, options.quantization, options.max_model_len, kernels.library
-    path = blueprint_path(cache_dir, checkpoint.identity, *decisive)
+    choices = files.name, dtype, options.quantization, options.max_model_len
+    path = blueprint_path(cache_dir, checkpoint.identity, kernels.library, *choices)
     blueprint = Blueprint.read(path)
     if blueprint is None:
         # Imports transformers' modules.

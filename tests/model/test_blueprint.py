@@ -81,6 +81,12 @@ def test_each_choice_has_its_own_and_a_changed_model_replaces_it(gguf: Path) -> 
     assert len({*before} & {*after}) == 2
 
 
+def test_a_file_of_two_names_keeps_them_apart(gguf: Path) -> None:
+    link = gguf.with_name("link.gguf")
+    link.symlink_to(gguf)
+    assert [load(path).name for path in (gguf, link, gguf, link)] == ["small", "link"] * 2
+
+
 def test_a_changed_configuration_is_seen(folder: Path) -> None:
     before = logits(load(folder))
     path = folder / "config.json"
