@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 LEAST, MOST = 128, 8192
 _USUAL = 256
-"""A larger step must be as short as `_SHORT_STEP_S`, the time between two events of a stream: then none shows it."""
+"""A larger step must be as short as `_SHORT_STEP_S`, by default the time between two events of a stream."""
 _SHORT_STEP_S = 0.05
 _WORTH = 0.95
 """What a token may cost at most in a step of twice as many, for these to be worth it. Below 1, since a measured step
@@ -29,7 +29,7 @@ class StepTokens:
 
 
 def choose_step_tokens(least: int, most: int, step_s: Callable[[int], float] | None) -> StepTokens:
-    """At most `most`, and at least `least`, the sequences that need a token each.
+    """At most `most`, and at least `least` where that is not more.
 
     step_s: measures a step of so many tokens, in seconds; None: the more the better, as on a GPU.
     """

@@ -321,7 +321,8 @@ def _with_step_tokens(config: EngineConfig, runner: ModelRunner, progress: OnPro
 
     if config.auto_step_tokens:
         on_cpu = runner.model.device.type == "cpu"
-        least, most = 1 if config.auto_seats else config.max_num_seqs, config.max_num_batched_tokens
+        # As with automatic seats, prompts keep half of a step in which all sequences have a token.
+        least, most = 1 if config.auto_seats else 2 * config.max_num_seqs, config.max_num_batched_tokens
         chosen = choose_step_tokens(least, most, step_s if on_cpu else None)
         progress(str(chosen))
         config = replace(

@@ -46,7 +46,7 @@ class Blueprint:
             with path.open("rb") as file:
                 reader = _Unpickler(file)
                 facts, llama = reader.load()
-        except FileNotFoundError:
+        except OSError:
             return None
         except Exception as error:  # a damaged file raises whatever its bytes provoke
             logger.warning("%s is damaged, and made again: %r", path, error)

@@ -119,7 +119,7 @@ def _map(
 
         blueprint = draw_blueprint(files, checkpoint, kernels, dtype, options)
         blueprint.write(path)
-    report("verifying", 1.0)
+        report("verifying", 1.0)
     executor = cpu.load_mapped(blueprint, checkpoint, kernels, options, report)
     sampler = pick_sampler(executor, blueprint.facts)
     return PagedModel(blueprint.facts, executor, sampler, pooling or "last")

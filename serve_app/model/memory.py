@@ -25,9 +25,18 @@ def warm_up(runner: ModelRunner) -> None:
 
 
 def largest_step_s(runner: ModelRunner, max_num_batched_tokens: int, max_num_seqs: int) -> float:
-    """Run a step as large as any that can occur, without keys of earlier ones; returns how many seconds it takes."""
+    """Run a step as large as any that can occur, without keys of earlier ones; returns how many seconds it takes.
+
+    Raises ConfigError when the memory is too small for it.
+    """
     num_tokens = min(max_num_batched_tokens, max_num_seqs * runner.model.max_model_len)
-    return _least_step_s(runner, num_tokens, max_num_seqs, repeats=2)
+    try:
+        return _least_step_s(runner, num_tokens, max_num_seqs, repeats=2)
+    except torch.OutOfMemoryError as error:
+        raise ConfigError(
+            f"max_num_batched_tokens: a step of {num_tokens} tokens does not fit into the memory of "
+            f"{runner.model.device}; lower it"
+        ) from error
 
 
 def decode_step_s(runner: ModelRunner, num_rows: int) -> float:

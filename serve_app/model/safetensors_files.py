@@ -24,9 +24,9 @@ def open_safetensors(folder: Path) -> MappedCheckpoint:
     try:
         files = _files(folder)
         tensors = {name: tensor for number, path in enumerate(files) for name, tensor in _tensors(path, number)}
+        return MappedCheckpoint(folder, files, folder, tensors)
     except Exception as error:  # a header that makes no sense raises whatever it provokes
         raise UnsupportedModelError(f"{folder} is not read as it is: {' '.join(str(error).split())[:200]}") from error
-    return MappedCheckpoint(folder, files, folder, tensors)
 
 
 def check_complete(checkpoint: MappedCheckpoint, module: Any) -> None:

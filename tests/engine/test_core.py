@@ -84,7 +84,7 @@ def test_automatic_tokens_of_a_step_are_chosen_and_told(tiny_llama: PagedModel, 
     core = EngineCore(tiny_llama, config, on_progress=said.append, on_step=records.append)
     tokens = core.info.max_num_batched_tokens
     assert 128 <= tokens <= 2048
-    assert core.info.max_num_seqs == 200 or core.info.max_num_seqs <= tokens // 2
+    assert core.info.max_num_seqs <= tokens // 2
     assert core.config.max_num_batched_tokens == tokens >= core.info.max_num_seqs
     assert any(line.startswith(f"{tokens} tokens in a step at most: ") for line in said)
     for number in range(tokens // 190 + 1):

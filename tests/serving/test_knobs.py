@@ -34,6 +34,13 @@ def test_what_is_automatic_is_the_most_before_start_and_what_was_chosen_after() 
         live_knobs(chosen, {"max_num_seqs": 64})
 
 
+def test_other_knobs_have_an_auto_of_their_own() -> None:
+    built = Settings.model_validate({"engine": {"speculation": "off"}})
+    assert live_knobs(built, {"speculation": "auto"}).speculation == "auto"
+    with pytest.raises(ConfigError, match=r"setting `engine.max_wait_s`"):
+        live_knobs(built, {"max_wait_s": "auto"})
+
+
 def test_every_live_knob_can_be_given() -> None:
     given = {key: value for key, value in scheduler_knobs(BUILT).knobs().items() if key in LIVE_KNOBS}
     assert set(given) == set(LIVE_KNOBS)
