@@ -10,7 +10,7 @@ from serve_app.core.config import LIVE_KNOBS, SchedulerKnobs
 from serve_app.errors import ConfigError
 from serve_app.settings import Settings, suggest
 
-_CHOSEN = ("max_num_seqs", "max_num_batched_tokens")
+CHOSEN = ("max_num_seqs", "max_num_batched_tokens")
 """`auto` means that the engine chooses them when it starts."""
 
 
@@ -35,7 +35,7 @@ def live_knobs(settings: Settings, user_config: object) -> SchedulerKnobs:
             raise ConfigError(
                 f"user_config: `{key}` cannot change in a running engine {suggest(str(key), list(LIVE_KNOBS))}"
             )
-    given = {key: value for key, value in user_config.items() if key not in _CHOSEN or value != "auto"}
+    given = {key: value for key, value in user_config.items() if key not in CHOSEN or value != "auto"}
     engine = {**settings.engine.model_dump(), **given}
     changed = Settings.model_validate({**settings.model_dump(exclude_unset=True), "engine": engine})
     knobs = scheduler_knobs(changed)

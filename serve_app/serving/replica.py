@@ -31,7 +31,7 @@ from serve_app.observability.logging import log_to_terminal
 from serve_app.observability.metrics import EngineMetrics
 from serve_app.observability.step_ring import Recorder, StepRing
 from serve_app.serving.doors import admits_to_replicas_metrics
-from serve_app.serving.knobs import live_knobs, scheduler_knobs
+from serve_app.serving.knobs import CHOSEN, live_knobs, scheduler_knobs
 from serve_app.serving.ray_patches import bind_replica_port_to_node, node_address
 from serve_app.serving.revision import identify, revision_of
 from serve_app.serving.scraping import METRICS_ADDRESS, METRICS_KEY, open_metrics_port
@@ -79,7 +79,7 @@ class EngineReplica:
             vocabulary=tokenizer.vocabulary,
             stream_interval_s=settings.ingress.stream_interval_ms / 1000,
         )
-        chosen = {name: getattr(self._engine.info, name) for name in ("max_num_seqs", "max_num_batched_tokens")}
+        chosen = {name: getattr(self._engine.info, name) for name in CHOSEN}
         self._settings = settings = settings.with_chosen(**chosen)
         self._stall_timeout_s = stall_timeout_s(settings, self._engine.info.largest_step_s)
         tokenizer.check_fits(self._engine.info.vocab_size)
