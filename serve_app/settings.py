@@ -112,7 +112,7 @@ class EngineSettings(_Frozen):
     enable_prefix_cache: bool = True
     """Share the KV blocks of prompts that begin alike."""
     speculation: Literal["auto", "off"] = "auto"
-    """`auto` = prompt-lookup speculation while few requests run; same tokens as without."""
+    """`auto` = prompt-lookup speculation where it saves time; same tokens as without."""
     deterministic: bool = False
     """On GPUs, batch-invariant results at the price of speed. On CPUs they always are."""
     kv_cache_dtype: Literal["auto", "fp8"] = "auto"

@@ -4,6 +4,7 @@ import math
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
+from serve_app.core.draft_cost import DraftCost
 from serve_app.errors import ConfigError
 
 _CHOICES = {
@@ -51,7 +52,7 @@ class SchedulerKnobs:
     policy: fcfs = by arrival; priority = lower number first, then by arrival; static = by arrival, in closed batches,
     the baseline that continuous batching is compared with. prefill: fused = prefill chunks ride in the packed step;
     separate = while a group is admitted and prefilled, decodes pause; between two groups they compute a token at least.
-    speculation: auto = tokens that a request's own text suggests are computed ahead while few requests run.
+    speculation: auto = tokens that a request's own text suggests are computed ahead where that saves time.
     """
 
     max_num_seqs: int = 16
@@ -101,8 +102,7 @@ class SchedulerConfig(SchedulerKnobs):
     """The knobs, and what the model and its memory set. Construction raises ConfigError naming the key.
 
     num_blocks counts the null block (block 0); block_size is in tokens and comes from the attention backend.
-    vocab_size is the logits' width. token_cost: the time that one more token adds to a step of few tokens, as a
-    fraction of that step's.
+    vocab_size is the logits' width. draft_cost: what drafts cost on this machine.
     """
 
     num_blocks: int
@@ -110,7 +110,7 @@ class SchedulerConfig(SchedulerKnobs):
     max_model_len: int
     vocab_size: int
     eos_token_ids: tuple[int, ...] = ()
-    token_cost: float = 0.1
+    draft_cost: DraftCost = DraftCost()
 
     def __post_init__(self) -> None:
         SchedulerKnobs.__post_init__(self)  # not super(): `slots` makes a new class, which super() would not know

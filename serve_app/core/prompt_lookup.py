@@ -7,9 +7,8 @@ Decides what is guessed and how likely it is to be right. Whether a guess is rig
 it samples after every guessed token as if there were no guesses, and what is sampled counts.
 """
 
+from array import array
 from collections.abc import Sequence
-
-from serve_app.core.config import SchedulerKnobs
 
 MAX_MATCH = 4
 """Newest tokens that are looked up together; where these have not occurred before, fewer."""
@@ -17,11 +16,8 @@ _PRIOR = (0.1, 0.3, 0.5, 0.5)
 """How often guesses after a match of 1, 2, ... tokens are right, until more is known. Low where a wrong one costs."""
 _WEIGHT = 0.1
 """Of the newest guess in the mean."""
-_SPECULATION_TOKENS = 6
-"""Decode tokens of a step, drafts among them: with the 8-bit kernel the next one costs as much as a step of one."""
-
-_MAX_FORCED = 16
-"""Drafts of one row that its grammar leaves no choice about: each is computed once, now or in a later step."""
+_MOST_CANDIDATES = 64
+"""So many earlier places are compared with the newest tokens; some pairs of tokens are everywhere."""
 
 
 class PromptLookup:
@@ -32,7 +28,10 @@ class PromptLookup:
     """
 
     def __init__(self) -> None:
-        self._follower: dict[tuple[int, ...], int] = {}  # n-gram -> where its last occurrence ended
+        # Where the last occurrence of a token, and of two, ended; and for each such end of two, the one before it.
+        self._token_end: dict[int, int] = {}
+        self._pair_end: dict[tuple[int, int], int] = {}
+        self._earlier = array("l", (0, 0))
         self._num_indexed = 0
         self._guess: tuple[int, ...] = ()
         self._guessed_from = 0
@@ -46,16 +45,26 @@ class PromptLookup:
         """
         self._learn(token_ids)
         self._index(token_ids)
-        self._guess = self._look_up(token_ids, at_most + 1)
+        begin = self._look_up(token_ids)
+        if begin is None:
+            self._guess = ()
+            return ()
+        count = self._num_likely(at_most, min_chance)
+        # One more than is returned, to see whether it would have been right.
+        self._guess = _continuation(token_ids, begin, count + 1)
         self._guessed_from = len(token_ids)
+        return self._guess[:count]
+
+    def _num_likely(self, at_most: int, min_chance: float) -> int:
+        """How many guesses in a row are likely enough, after the match that was found."""
         match, count, chance = self._match, 0, 1.0
-        while count < min(at_most, len(self._guess)):
+        while count < at_most:
             chance *= self._chances[match]
             if chance < min_chance:
                 break
             count += 1
             match = min(match + 1, MAX_MATCH)
-        return self._guess[:count]
+        return count
 
     def _learn(self, token_ids: Sequence[int]) -> None:
         """Compare the last guess with what came: moving means of how often guesses are right. A right one makes the
@@ -68,31 +77,41 @@ class PromptLookup:
             match = min(match + 1, MAX_MATCH)
 
     def _index(self, token_ids: Sequence[int]) -> None:
-        """Enter the n-grams that ended since the last call; not those that end the text, which are to be looked up."""
+        """Enter what ended since the last call; not what ends the text, which is to be looked up."""
         for end in range(max(self._num_indexed, 1), len(token_ids)):
-            for begin in range(max(0, end - MAX_MATCH), end):
-                self._follower[tuple(token_ids[begin:end])] = end
+            self._token_end[token_ids[end - 1]] = end
+            if end > 1:
+                pair = token_ids[end - 2], token_ids[end - 1]
+                self._earlier.append(self._pair_end.get(pair, 0))
+                self._pair_end[pair] = end
         self._num_indexed = len(token_ids)
 
-    def _look_up(self, token_ids: Sequence[int], count: int) -> tuple[int, ...]:
-        """The `count` tokens after the last occurrence of as many of the newest tokens as possible; or nothing."""
-        end = len(token_ids)
-        for match in range(min(MAX_MATCH, end), 0, -1):
-            begin = self._follower.get(tuple(token_ids[end - match :]))
-            if begin is not None:
-                self._match = match
-                # Where the text since then is shorter than the guess, it is taken to go round once more.
-                return tuple(token_ids[begin + i % (end - begin)] for i in range(count))
-        return ()
+    def _look_up(self, token_ids: Sequence[int]) -> int | None:
+        """Where the last occurrence of as many of the newest tokens as possible ended."""
+        self._match = 1
+        found = self._token_end.get(token_ids[-1]) if token_ids else None
+        end = self._pair_end.get((token_ids[-2], token_ids[-1]), 0) if len(token_ids) > 1 else 0
+        for _ in range(_MOST_CANDIDATES):
+            if not end or self._match == MAX_MATCH:
+                break
+            match = _match(token_ids, end)
+            if match > self._match:
+                self._match, found = match, end
+            end = self._earlier[end]
+        return found
 
 
-def max_drafts(knobs: SchedulerKnobs, num_decodes: int) -> int:
-    """The most draft tokens for each of `num_decodes` rows; together they take at most half of a step's tokens."""
-    if knobs.speculation == "off" or num_decodes == 0:
-        return 0
-    return max(0, min(_SPECULATION_TOKENS, knobs.max_num_batched_tokens // 2) // num_decodes - 1)
+def _match(token_ids: Sequence[int], end: int) -> int:
+    """How many of the newest tokens are those before `end`, of which two are known to be, up to `MAX_MATCH`."""
+    match = 2
+    while match < min(MAX_MATCH, end) and token_ids[end - 1 - match] == token_ids[-1 - match]:
+        match += 1
+    return match
 
 
-def forced_drafts(knobs: SchedulerKnobs, room: int) -> int:
-    """Draft tokens that a decode may have of those that its grammar leaves no choice about; `room`: tokens left."""
-    return 0 if knobs.speculation == "off" else max(0, min(_MAX_FORCED, room))
+def _continuation(token_ids: Sequence[int], begin: int, count: int) -> tuple[int, ...]:
+    """The `count` tokens from `begin` on; where the text is shorter, it is taken to go round once more."""
+    end = len(token_ids)
+    if begin + count <= end:
+        return tuple(token_ids[begin : begin + count])
+    return tuple(token_ids[begin + i % (end - begin)] for i in range(count))

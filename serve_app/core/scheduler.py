@@ -8,10 +8,9 @@ running requests (decodes, which may preempt; then prefill chunks), the admissio
 slots and blocks last. With `prefill: separate` decodes come last, in steps without any prefill; the gate sees to it
 that such steps come.
 
-While few requests decode, their rows go on with draft tokens, which the runner verifies (see `prompt_lookup`). Drafts
-never cause a preemption, never take the last free blocks, and are at most half of a step's tokens. A draft makes the
-step longer for all rows and helps one: the more rows decode, the likelier it must be to be right. Tokens forced by a
-grammar are drafts however many rows decode, as far as the step's tokens reach.
+Decodes go on with draft tokens (see `drafts`), which the runner verifies. Drafts never cause a preemption, never take
+the last free blocks, and leave half of a step's tokens to prompts. Tokens forced by a grammar are drafts too, as far as
+the step's tokens reach.
 
 A step may be planned while the one before it is in flight: rows of both then go on with a token whose id nobody knows
 yet. What cannot be planned without that id waits for the commit. A row whose request turns out to have ended is
@@ -29,8 +28,8 @@ from operator import attrgetter
 
 from serve_app.core.admission_gate import AdmissionGate
 from serve_app.core.config import SchedulerConfig, SchedulerKnobs
+from serve_app.core.drafts import StepDrafts
 from serve_app.core.kv_cache_manager import KVCacheManager
-from serve_app.core.prompt_lookup import forced_drafts, max_drafts
 from serve_app.core.request import EngineRequest, Request, RequestStatus, make_choices
 from serve_app.core.request_queue import RequestQueue, pick_victim
 from serve_app.core.results import NO_RESULTS, FinishReason, ModelRunnerOutput, TokenDelta
@@ -164,12 +163,11 @@ class Scheduler:
         """
         self._gate.decodes_planned()
         decodes = [request for request in self._running if request.can_decode]
-        at_most, min_chance = max_drafts(self.config, len(decodes)), self.config.token_cost * len(decodes)
+        proposals = StepDrafts(self.config, len(decodes))
         for others, request in zip(range(len(decodes) - 1, -1, -1), decodes, strict=True):
             if plan.preempted and request.status is not RequestStatus.RUNNING:
                 return
-            forced = forced_drafts(self.config, plan.budget - others - 1) if request.forced else 0
-            drafts = request.draft(forced or at_most, min_chance) if forced or at_most else ()
+            drafts = proposals.propose(request, plan.budget - others - 1)
             if drafts and not self._kv.can_grow(request, 1 + len(drafts), reserve=len(self._running)):
                 drafts = ()
             while (new_block_ids := self._kv.grow(request, 1 + len(drafts))) is None:

@@ -13,6 +13,7 @@ from functools import cache
 from typing import Literal
 
 from serve_app.core.config import SchedulerConfig, SchedulerKnobs
+from serve_app.core.draft_cost import FOR_FEW, measure_draft_cost
 from serve_app.core.request import EngineRequest
 from serve_app.core.results import ModelRunnerOutput, TokenDelta
 from serve_app.core.sampling_params import Pooling
@@ -131,10 +132,14 @@ class EngineCore:
         self._runner = ModelRunner(model, config.max_num_seqs, self.grammars)
         progress("warming up")
         warm_up(self._runner)
-        config, step_s = _with_step_tokens(config, self._runner, progress)
+        config, longest_s = _with_step_tokens(config, self._runner, progress)
         num_blocks = size_kv_pool(model, config.kv_cache_gib, config.memory_fraction)
+        step_s = _decode_times(self._runner, limits)
         if config.auto_seats:
-            config = _with_seats(config, self._runner, num_blocks, limits, progress)
+            config = _with_seats(config, model, num_blocks, step_s, progress)
+        draft_cost = FOR_FEW
+        if step_s is not None:
+            draft_cost = measure_draft_cost(config.max_num_seqs, config.max_num_batched_tokens, step_s)
         self.config = config
         progress(f"allocating {num_blocks} KV blocks of {model.block_size} tokens")
         self._runner.allocate_kv_cache(num_blocks)  # the last, since the system gives the memory beside what follows
@@ -146,11 +151,11 @@ class EngineCore:
                 max_model_len=model.max_model_len,
                 vocab_size=model.vocab_size,
                 eos_token_ids=tuple(model.eos_token_ids),
-                token_cost=model.token_cost,
+                draft_cost=draft_cost,
                 **config.knobs(),
             )
         )
-        self.info = _describe(model, config, num_blocks, step_s, limits)
+        self.info = _describe(model, config, num_blocks, longest_s, limits)
 
     @classmethod
     def load(
@@ -334,19 +339,31 @@ def _with_step_tokens(config: EngineConfig, runner: ModelRunner, progress: OnPro
     return config, step_s(config.max_num_batched_tokens)
 
 
+def _decode_times(runner: ModelRunner, limits: DeviceLimits | None) -> Callable[[int, int], float] | None:
+    """What measures the seconds of a step of so many decodes with so many drafts each, of ordinary length; None where
+    rows hardly count, as on a GPU."""
+    if runner.model.device.type != "cpu":
+        return None
+    # Decodes that have keys also read these, all of which no cache holds.
+    keys_s = 0.0 if limits is None else runner.model.cost.kv_bytes * SEQUENCE_TOKENS / limits.bytes_per_s
+
+    @cache
+    def step_s(num_rows: int, num_drafts: int) -> float:
+        return decode_step_s(runner, num_rows, num_drafts) + num_rows * keys_s
+
+    return step_s
+
+
 def _with_seats(
-    config: EngineConfig, runner: ModelRunner, num_blocks: int, limits: DeviceLimits | None, progress: OnProgress
+    config: EngineConfig,
+    model: PagedModel,
+    num_blocks: int,
+    step_s: Callable[[int, int], float] | None,
+    progress: OnProgress,
 ) -> EngineConfig:
     """`config` with as many sequences at once as its pool of `num_blocks` and the steps of this machine bear."""
-    model = runner.model
-    # Decodes that have keys also read these, all of which no cache holds.
-    keys_s = 0.0 if limits is None else model.cost.kv_bytes * SEQUENCE_TOKENS / limits.bytes_per_s
-
-    def step_s(num_rows: int) -> float:
-        return decode_step_s(runner, num_rows) + num_rows * keys_s
-
     pool_tokens = (num_blocks - 1) * model.block_size
-    seats = choose_seats(config.max_num_seqs, pool_tokens, step_s if model.device.type == "cpu" else None)
+    seats = choose_seats(config.max_num_seqs, pool_tokens, None if step_s is None else lambda rows: step_s(rows, 0))
     progress(str(seats))
     return replace(config, max_num_seqs=seats.number, auto_seats=False)
 

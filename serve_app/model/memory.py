@@ -4,6 +4,7 @@ On Linux CPUs a control group's limit counts as well as the machine's memory.
 """
 
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -31,7 +32,7 @@ def largest_step_s(runner: ModelRunner, max_num_batched_tokens: int, max_num_seq
     """
     num_tokens = min(max_num_batched_tokens, max_num_seqs * runner.model.max_model_len)
     try:
-        return _least_step_s(runner, num_tokens, max_num_seqs, repeats=2)
+        return _least_step_s(runner, lambda: runner.profile_step(num_tokens, max_num_seqs), repeats=2)
     except torch.OutOfMemoryError as error:
         raise ConfigError(
             f"max_num_batched_tokens: a step of {num_tokens} tokens does not fit into the memory of "
@@ -39,22 +40,22 @@ def largest_step_s(runner: ModelRunner, max_num_batched_tokens: int, max_num_seq
         ) from error
 
 
-def decode_step_s(runner: ModelRunner, num_rows: int) -> float:
-    """Seconds that a step of `num_rows` decodes takes without their keys."""
-    return _least_step_s(runner, num_rows, num_rows, repeats=3)
+def decode_step_s(runner: ModelRunner, num_rows: int, num_drafts: int = 0) -> float:
+    """Seconds that a step of `num_rows` decodes, each with so many drafts, takes without their keys."""
+    return _least_step_s(runner, lambda: runner.profile_decodes(num_rows, num_drafts), repeats=3)
 
 
-def _least_step_s(runner: ModelRunner, num_tokens: int, num_rows: int, repeats: int) -> float:
+def _least_step_s(runner: ModelRunner, step: Callable[[], None], repeats: int) -> float:
     """The least time of a few steps; where it is slow of one, but on a GPU, whose first may have compiled kernels."""
-    seconds = _time_step(runner, num_tokens, num_rows)
+    seconds = _time(step)
     if seconds >= _SLOW_STEP_S and runner.model.device.type == "cpu":
         return seconds
-    return min([seconds, *(_time_step(runner, num_tokens, num_rows) for _ in range(repeats - 1))])
+    return min([seconds, *(_time(step) for _ in range(repeats - 1))])
 
 
-def _time_step(runner: ModelRunner, num_tokens: int, num_rows: int) -> float:
+def _time(step: Callable[[], None]) -> float:
     started_at = time.perf_counter()
-    runner.profile_step(num_tokens, num_rows)
+    step()
     return time.perf_counter() - started_at
 
 

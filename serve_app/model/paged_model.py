@@ -68,14 +68,6 @@ class PagedModel:
         return self.executor.cache_dtype
 
     @property
-    def token_cost(self) -> float:
-        """The time that one more token adds to a step of few tokens, as a fraction of that step's.
-
-        Measured on one core with the default model.
-        """
-        return self.executor.token_cost
-
-    @property
     def cost(self) -> ModelCost:
         """What steps must read and compute."""
         return ModelCost(

@@ -245,8 +245,22 @@ class ModelRunner:
         Takes the time and the working memory of such a step.
         """
         num_rows = min(num_rows, num_tokens)
-        block_size, device = self.model.block_size, self.model.device
         counts = [num_tokens // num_rows + (i < num_tokens % num_rows) for i in range(num_rows)]
+        hidden = self._profile_forward(counts)
+        last = torch.tensor(counts, device=self.model.device).cumsum(0) - 1
+        self.model.compute_logits(hidden[last]).amax().item()
+
+    @torch.inference_mode()
+    def profile_decodes(self, num_rows: int, num_drafts: int) -> None:
+        """As `profile_step`, a step of `num_rows` greedy decodes without keys, each with so many drafts."""
+        hidden = self._profile_forward([1 + num_drafts] * num_rows)
+        likeliest = self.model.executor.likeliest
+        token_ids = self.model.compute_logits(hidden).argmax(-1) if likeliest is None else likeliest(hidden)
+        token_ids.tolist()
+
+    def _profile_forward(self, counts: list[int]) -> Tensor:
+        """Hidden states of zeros, so many in each row."""
+        block_size, device = self.model.block_size, self.model.device
         positions = torch.cat([torch.arange(count) for count in counts])
         batch = AttentionBatch(
             query_starts=[0, *itertools.accumulate(counts)],
@@ -254,9 +268,7 @@ class ModelRunner:
             block_tables=block_matrix([[self._scratch_block] * -(-count // block_size) for count in counts]),
             kv_slots=(positions % block_size + self._scratch_block * block_size).to(device),
         )
-        hidden = self.model.forward(torch.zeros_like(positions, device=device), positions.to(device), batch)
-        last = torch.tensor(batch.query_starts[1:], device=device) - 1
-        self.model.compute_logits(hidden[last]).amax().item()
+        return self.model.forward(torch.zeros_like(positions, device=device), positions.to(device), batch)
 
 
 def set_num_threads(num_threads: int) -> None:

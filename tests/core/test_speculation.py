@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from serve_app.core.config import SchedulerConfig
+from serve_app.core.draft_cost import DraftCost
 from serve_app.core.request import EngineRequest
 from serve_app.core.results import FinishReason
 from serve_app.core.sampling_params import SamplingParams
@@ -50,18 +51,28 @@ def test_accepted_drafts_save_steps_and_change_nothing() -> None:
     assert max(map(num_drafts, driver.outputs)) > 3
 
 
-def test_drafts_are_for_few() -> None:
-    """Six decode tokens in a step at most, drafts among them, shared alike."""
-    driver = Driver(make_config())
+@pytest.mark.parametrize(
+    ("draft_s", "most_decodes"), [(0.01, 6), (0.24, 4), (2.0, 0)], ids=["cheap", "as long as few decode", "dear"]
+)
+def test_the_more_decode_the_surer_drafts_must_be(draft_s: float, most_decodes: int) -> None:
+    """A step takes a second here, so that with 6 decodes a draft of 0.24 s would have to be surer than sure."""
+    driver = Driver(make_config(draft_cost=DraftCost(draft_s=(draft_s,))))
     requests = [make_request(name, 20 + 8 * i) for i, name in enumerate("abcdef")]
     driver.run(*requests)
     driver.check_outputs(*requests)
-    assert any(map(num_drafts, driver.outputs))
-    for output in driver.outputs:
-        decodes = [row for row in output.rows if not row.is_prefill]
-        if num_drafts(output):
-            assert sum(row.num_tokens for row in decodes) <= 6
-            assert max(row.num_tokens for row in decodes) <= 6 // len(decodes)
+    numbers = [sum(not row.is_prefill for row in output.rows) for output in driver.outputs if num_drafts(output)]
+    assert max(numbers, default=0) <= most_decodes
+    assert bool(numbers) == bool(most_decodes)
+    assert most_decodes < 6 or 6 in numbers
+
+
+def test_drafts_of_all_together_leave_half_of_a_step() -> None:
+    driver = Driver(make_config(max_num_batched_tokens=30, draft_cost=DraftCost(draft_s=(0.0,))))
+    requests = [make_request(name) for name in "abcdef"]
+    driver.run(*requests)
+    driver.check_outputs(*requests)
+    decode_tokens = [sum(row.num_tokens for row in o.rows if not row.is_prefill) for o in driver.outputs]
+    assert max(decode_tokens) == 15
 
 
 def test_drafts_leave_half_of_a_step_to_prefills() -> None:

@@ -76,6 +76,13 @@ def test_automatic_seats_are_chosen_told_and_all_taken(tiny_llama: PagedModel) -
     assert (core.stats().running, core.stats().waiting) == (seats, 1)
 
 
+def test_what_drafts_cost_is_measured(tiny_llama: PagedModel) -> None:
+    core = EngineCore(tiny_llama, EngineConfig(kv_cache_gib=0.1, max_num_seqs=24, max_num_batched_tokens=48))
+    cost = core._scheduler.config.draft_cost
+    assert cost.rows == [1, 16, 24]
+    assert all(0 < seconds < 1 for seconds in (*cost.step_s, *cost.draft_s))
+
+
 @pytest.mark.parametrize("seats", [{"auto_seats": True, "max_num_seqs": 256}, {"max_num_seqs": 200}])
 def test_automatic_tokens_of_a_step_are_chosen_and_told(tiny_llama: PagedModel, seats: dict[str, Any]) -> None:
     said: list[str] = []

@@ -1,5 +1,8 @@
 """With draft tokens every request's tokens, log-probabilities and end are bitwise those without, on real models: the C
-kernels in both modes and plain torch, alone and among others, and whatever happens to the request meanwhile."""
+kernels in both modes and plain torch, alone and among others, and whatever happens to the request meanwhile.
+
+Drafts are taken to be cheap here, so that how many there are depends on no clock.
+"""
 
 from dataclasses import replace
 from typing import Any
@@ -8,9 +11,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from serve_app.core.draft_cost import DraftCost
 from serve_app.core.request import EngineRequest
 from serve_app.core.results import FinishReason
 from serve_app.core.sampling_params import SamplingParams
+from serve_app.engine import core
 from serve_app.model.loader import from_module
 from serve_app.model.paged_model import PagedModel
 from serve_app.text.tokenizer import load_tokenizer
@@ -43,6 +48,11 @@ PARAMS: dict[str, SamplingParams] = {
 def subjects() -> list[EngineRequest]:
     prompt = (5, *(20, 21, 22) * 6, 9)
     return [EngineRequest(name, (3 + i, *prompt), params) for i, (name, params) in enumerate(PARAMS.items())]
+
+
+@pytest.fixture(autouse=True)
+def cheap_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(core, "measure_draft_cost", lambda *_: DraftCost(draft_s=(0.02,)))
 
 
 def counts(run: Run) -> tuple[int, int]:
@@ -104,6 +114,7 @@ def test_the_default_model_copies(default_model: PagedModel) -> None:
     greedy = SamplingParams(temperature=0.0, max_tokens=40, logprobs=2)
     warm = SamplingParams(temperature=0.8, seed=3, frequency_penalty=0.05, max_tokens=40, logprobs=0)
     requests = [EngineRequest("greedy", prompt, greedy), EngineRequest("warm", prompt[5:], warm)]
+    requests += [EngineRequest(f"plain {i}", prompt[i:], replace(greedy, logprobs=None)) for i in range(7)]
     plain, drafting = (Harness(default_model, speculation=how).run(requests) for how in ("off", "auto"))
     assert drafting.outcomes == plain.outcomes
     assert counts(drafting)[1] > 30
@@ -118,14 +129,13 @@ def test_the_subjects_end_in_both_ways(plain: dict[tuple[str, int], Outcome]) ->
 
 @pytest.mark.parametrize("together", [["greedy", "seeded"], ["penalties", "stop"], ["choices"], [*PARAMS]])
 def test_among_others(model: PagedModel, plain: dict[tuple[str, int], Outcome], together: list[str]) -> None:
-    """In chunks, with a long prompt among them, the second time from the prefix cache. For all at once there is no
-    speculation, until some have ended."""
+    """In chunks, with a long prompt among them, the second time from the prefix cache."""
     requests = [request for request in subjects() if request.request_id in together]
     late = EngineRequest("late", tuple(range(2, 150)), SamplingParams(max_tokens=3, seed=1))
     harness = Harness(model, max_num_batched_tokens=24)
     for _ in range(2):
         run = harness.run([*requests, late])
-        assert counts(run)[0] > 0 or len(together) > 2
+        assert counts(run)[1] > 0
         check(run.outcomes, plain)
 
 

@@ -50,7 +50,7 @@ def test_the_largest_step_has_as_many_tokens_as_fit_and_a_slow_one_is_not_timed_
     assert memory.largest_step_s(runner, 100, 2) >= 0.0
     assert steps == [(100, 2)] * 2
     seconds = iter([0.1, 0.05, 30.0, 7.0])
-    monkeypatch.setattr(memory, "_time_step", lambda *_: next(seconds))
+    monkeypatch.setattr(memory, "_time", lambda _: next(seconds))
     assert memory.largest_step_s(runner, 500, 2) == 0.05
     assert memory.largest_step_s(runner, 500, 2) == 30.0
 
@@ -60,6 +60,6 @@ def test_a_step_that_does_not_fit_is_refused_by_its_setting(monkeypatch: pytest.
         raise torch.OutOfMemoryError
 
     model = loader.from_module(tiny_model("llama", torch.float64), max_model_len=64)
-    monkeypatch.setattr(memory, "_time_step", out_of_memory)
+    monkeypatch.setattr(memory, "_time", out_of_memory)
     with pytest.raises(ConfigError, match="max_num_batched_tokens: a step of 100 tokens does not fit"):
         memory.largest_step_s(ModelRunner(model, 2, None), 100, 2)

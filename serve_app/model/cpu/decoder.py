@@ -121,13 +121,6 @@ class CpuDecoder:
     def _products(self) -> list[PackedWeight]:
         return [self._head, *(weight for weights in self._weights for weight in weights.values())]
 
-    @property
-    def token_cost(self) -> float:
-        """See `ModelExecutor`."""
-        if self._kernels.has_tiles and self._arithmetic is not Arithmetic.EXACT:
-            return 0.03  # up to 16 rows are one tile
-        return {Arithmetic.EXACT: 0.25, Arithmetic.INT8: 0.1, Arithmetic.BFLOAT16: 0.05}[self._arithmetic]
-
     def attach(self, caches: Sequence[LayerCache] | None, memory: SlotMemory | None = None) -> None:
         """See `ModelExecutor`."""
         for index, struct in enumerate(self._layers):

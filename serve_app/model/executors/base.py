@@ -21,9 +21,6 @@ from serve_app.model.slot_memory import SlotMemory
 OnCapture = Callable[[int, int], None]
 """Called now and then with how many graphs have been captured, and how many there will be."""
 
-MEMORY_BOUND_TOKEN_COST = 0.05
-"""`token_cost` where reading the weights takes the time."""
-
 
 class Demand(Enum):
     """Whether the options want an executor for a model: not at all, if it can run the model, or no other."""
@@ -86,11 +83,6 @@ class ModelExecutor(Protocol):
     @property
     def mapped_bytes(self) -> int:
         """Of all weights, what is mapped from files: needed, though the system calls such memory available."""
-        ...
-
-    @property
-    def token_cost(self) -> float:
-        """The time that one more token adds to a step of few tokens, as a fraction of that step's."""
         ...
 
     @property

@@ -13,7 +13,7 @@ from serve_app.errors import ConfigError
 from serve_app.model.attention import transformers_hook
 from serve_app.model.attention.base import AttentionBackend, AttentionBatch, LayerCache
 from serve_app.model.attention.selection import pick_backend
-from serve_app.model.executors.base import MEMORY_BOUND_TOKEN_COST, Demand, ModelExecutor, OnCapture, torch_build
+from serve_app.model.executors.base import Demand, ModelExecutor, OnCapture, torch_build
 from serve_app.model.facts import ModelFacts
 from serve_app.model.fusion import optimize
 from serve_app.model.input_batch import PackedBatch
@@ -53,7 +53,6 @@ class TransformersExecutor:
     quantization = "none"
     likeliest = None
     mapped_bytes = 0
-    token_cost = MEMORY_BOUND_TOKEN_COST
 
     def __init__(self, source: SourceModel, backend: AttentionBackend, on_progress: Callable[[float], None]) -> None:
         facts = source.facts

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from serve_app.model.attention.base import AttentionBatch, AttentionLayer, LayerCache
 from serve_app.model.executors.base import (
-    MEMORY_BOUND_TOKEN_COST,
     Decoded,
     OnCapture,
     UnsupportedModelError,
@@ -53,7 +52,6 @@ class GpuDecoder:
     Raises UnsupportedModelError for what the kernels cannot do.
     """
 
-    token_cost = MEMORY_BOUND_TOKEN_COST
     mapped_bytes = 0
     likeliest = None
 
