@@ -44,6 +44,9 @@ class DraftCost:
         return values[below] + part * (values[above] - values[below])
 
 
+NEVER = DraftCost(draft_s=(2.0,))
+"""With overlap: a draft needs the token that is still being computed, and ends the overlap."""
+
 FOR_FEW = DraftCost((1, 3, 4), (1.0, 1.0, 1.0), (0.05, 0.05, 1.0))
 """Where steps are not measured: reading the weights takes the time, and more rows than a few are launched in ways that
 know no drafts."""

@@ -135,11 +135,11 @@ class Request:
         return FinishReason.LENGTH if total >= self.max_num_tokens else None
 
     def draft(self, at_most: int, min_chance: float) -> tuple[int, ...]:
-        """Guesses of the next tokens, while the last one is known.
+        """Guesses of the next tokens; the last one is known.
 
         The last that may come is not among them: it comes out of the one before it.
         """
-        if self.num_awaited or self.sat_out:
+        if self.sat_out:
             return ()
         at_most = min(at_most, self.max_num_tokens - self.num_tokens - 1)
         if self.forced:

@@ -5,12 +5,11 @@ Chunked prefill, prefix hits, forks, preemption and failover are that one rule.
 
 `schedule` plans and allocates, `update` commits; only `update` publishes prefix blocks. Order inside `schedule`:
 running requests (decodes, which may preempt; then prefill chunks), the admission gate, then the queue while tokens,
-slots and blocks last. With `prefill: separate` decodes come last, in steps without any prefill; the gate sees to it
-that such steps come.
+slots and blocks last; then drafts. With `prefill: separate` decodes come last, in steps without any prefill; the gate
+sees to it that such steps come.
 
-Decodes go on with draft tokens (see `drafts`), which the runner verifies. Drafts never cause a preemption, never take
-the last free blocks, and leave half of a step's tokens to prompts. Tokens forced by a grammar are drafts too, as far as
-the step's tokens reach.
+Decodes go on with draft tokens (see `drafts`), which the runner verifies, as far as prompts left room in the step.
+Drafts never cause a preemption and never take the last free blocks.
 
 A step may be planned while the one before it is in flight: rows of both then go on with a token whose id nobody knows
 yet. What cannot be planned without that id waits for the commit. A row whose request turns out to have ended is
@@ -28,7 +27,7 @@ from operator import attrgetter
 
 from serve_app.core.admission_gate import AdmissionGate
 from serve_app.core.config import SchedulerConfig, SchedulerKnobs
-from serve_app.core.drafts import StepDrafts
+from serve_app.core.drafts import add_drafts
 from serve_app.core.kv_cache_manager import KVCacheManager
 from serve_app.core.request import EngineRequest, Request, RequestStatus, make_choices
 from serve_app.core.request_queue import RequestQueue, pick_victim
@@ -149,6 +148,7 @@ class Scheduler:
             self._admit(plan, now)
         if self.config.prefill == "separate" and not plan.rows:
             self._schedule_decodes(plan)
+        add_drafts(plan, self.config, self._kv, len(self._running))
         output = plan.finish(self._num_steps, self._kv.take_copies(), gate_open)
         if plan.rows:
             self._in_flight.append((output.step, plan))
@@ -163,18 +163,14 @@ class Scheduler:
         """
         self._gate.decodes_planned()
         decodes = [request for request in self._running if request.can_decode]
-        proposals = StepDrafts(self.config, len(decodes))
-        for others, request in zip(range(len(decodes) - 1, -1, -1), decodes, strict=True):
+        for request in decodes:
             if plan.preempted and request.status is not RequestStatus.RUNNING:
                 return
-            drafts = proposals.propose(request, plan.budget - others - 1)
-            if drafts and not self._kv.can_grow(request, 1 + len(drafts), reserve=len(self._running)):
-                drafts = ()
-            while (new_block_ids := self._kv.grow(request, 1 + len(drafts))) is None:
+            while (new_block_ids := self._kv.grow(request, 1)) is None:
                 self._preempt(pick_victim(self._running), plan)
                 if request.status is not RequestStatus.RUNNING:
                     return
-            plan.add_row(request, new_block_ids, drafts)
+            plan.add_row(request, new_block_ids)
 
     def _preempt(self, request: Request, plan: StepPlan) -> None:
         self._leave_slot(request)

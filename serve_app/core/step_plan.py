@@ -94,11 +94,11 @@ class StepPlan:
     hit_tokens: int = 0
     queried_tokens: int = 0
 
-    def add_row(self, request: Request, new_block_ids: tuple[int, ...] = (), drafts: tuple[int, ...] = ()) -> None:
-        """Let `request` compute as many of its tokens as the budget allows; or its last one, and `drafts` behind it."""
+    def add_row(self, request: Request, new_block_ids: tuple[int, ...] = ()) -> None:
+        """Let `request` compute as many of its tokens as the budget allows."""
         start = request.num_computed_tokens + request.num_in_flight
         known = len(request.token_ids) + request.num_awaited
-        num_tokens = known + len(drafts) - start
+        num_tokens = known - start
         if num_tokens > self.budget:
             num_tokens = self.budget
         samples = start + num_tokens >= known
@@ -112,16 +112,34 @@ class StepPlan:
                 new_block_ids,
                 samples,
                 start < request.num_prefill_tokens,
-                drafts,
-                request.num_awaited > 0,
-                request.params.grammar is not None,
-                bool(drafts and request.forced),
+                token_in_flight=request.num_awaited > 0,
+                constrained=request.params.grammar is not None,
             )
         )
         request.num_in_flight += num_tokens
         request.num_awaited += samples
         self.budget -= num_tokens
         self.requests.append(request)
+
+    def decodes(self) -> list[tuple[int, Request]]:
+        """Rows that compute a known last token, by index."""
+        return [
+            (index, request)
+            for index, (row, request) in enumerate(zip(self.rows, self.requests, strict=True))
+            if not row.is_prefill and not row.token_in_flight
+        ]
+
+    def add_drafts(self, index: int, new_block_ids: tuple[int, ...], drafts: tuple[int, ...]) -> None:
+        """Let the row go on with `drafts` behind its last token."""
+        row, request = self.rows[index], self.requests[index]
+        self.rows[index] = row._replace(
+            num_tokens=row.num_tokens + len(drafts),
+            new_block_ids=row.new_block_ids + new_block_ids,
+            draft_token_ids=drafts,
+            forced=bool(request.forced),
+        )
+        request.num_in_flight += len(drafts)
+        self.budget -= len(drafts)
 
     def add_prefills(self, running: Iterable[Request]) -> None:
         """Let those whose known tokens are not all computed go on, in their order, while the budget lasts."""

@@ -13,7 +13,7 @@ from functools import cache
 from typing import Literal
 
 from serve_app.core.config import SchedulerConfig, SchedulerKnobs
-from serve_app.core.draft_cost import FOR_FEW, measure_draft_cost
+from serve_app.core.draft_cost import FOR_FEW, NEVER, measure_draft_cost
 from serve_app.core.request import EngineRequest
 from serve_app.core.results import ModelRunnerOutput, TokenDelta
 from serve_app.core.sampling_params import Pooling
@@ -138,7 +138,9 @@ class EngineCore:
         if config.auto_seats:
             config = _with_seats(config, model, num_blocks, step_s, progress)
         draft_cost = FOR_FEW
-        if step_s is not None:
+        if self._overlap:
+            draft_cost = NEVER
+        elif step_s is not None:
             draft_cost = measure_draft_cost(config.max_num_seqs, config.max_num_batched_tokens, step_s)
         self.config = config
         progress(f"allocating {num_blocks} KV blocks of {model.block_size} tokens")

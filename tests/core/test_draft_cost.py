@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serve_app.core.draft_cost import FOR_FEW, DraftCost, measure_draft_cost
+from serve_app.core.draft_cost import FOR_FEW, NEVER, DraftCost, measure_draft_cost
 
 
 def linear(fixed_ms: float, row_ms: float, draft_ms: float) -> Callable[[int, int], float]:
@@ -24,7 +24,8 @@ def test_where_reading_weights_takes_the_time_drafts_are_cheap_and_where_rows_do
     assert measure_draft_cost(16, 256, linear(0.1, 1.0, 1.1)).least_chance(16) > 1
 
 
-def test_unmeasured_drafts_are_for_few() -> None:
+def test_unmeasured_drafts_are_for_few_and_with_overlap_for_nobody() -> None:
+    assert all(NEVER.least_chance(rows) > 1 for rows in (1, 16))
     assert [FOR_FEW.least_chance(rows) > 1 for rows in (1, 2, 3, 4, 16)] == [False, False, False, True, True]
 
 
