@@ -12,6 +12,9 @@ LEAST, MOST = 128, 8192
 _USUAL = 256
 """A larger step must be as short as `_SHORT_STEP_S`, by default the time between two events of a stream."""
 _SHORT_STEP_S = 0.05
+_USUAL_STEP_S = 0.1
+"""A step of the usual number that takes no longer needs no other reason: twice as many tokens of a prompt share the
+reading of the keys before them, and drafts have room, neither of which is measured."""
 _WORTH = 0.95
 """What a token may cost at most in a step of twice as many, for these to be worth it. Below 1, since a measured step
 may take a few hundredths longer than the next one."""
@@ -41,7 +44,8 @@ def choose_step_tokens(least: int, most: int, step_s: Callable[[int], float] | N
         longest = math.inf if more <= _USUAL else _SHORT_STEP_S
         if seconds > longest or (longer := step_s(more)) > longest:
             return StepTokens(tokens, f"a step of {more} would take more than {longest * 1e3:.0f} ms")
-        if longer > _WORTH * 2 * seconds:
+        is_usual = more == _USUAL and longer <= _USUAL_STEP_S
+        if longer > _WORTH * 2 * seconds and not is_usual:
             return StepTokens(tokens, f"{more} would compute hardly more tokens a second")
         tokens, seconds = more, longer
     return StepTokens(tokens, "no more are worth it")

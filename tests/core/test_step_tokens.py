@@ -41,6 +41,7 @@ def test_the_number_is_within_its_limits_whatever_was_measured(
         (linear(300.0, 10.0), "256 tokens in a step at most: a step of 512 would take more than 50 ms"),
         (linear(50.0, 10.0), "128 tokens in a step at most: 256 would compute hardly more tokens a second"),
         (linear(0.0, 1.0), "128 tokens in a step at most: 256 would compute hardly more tokens a second"),
+        (linear(0.0, 0.3), "256 tokens in a step at most: a step of 512 would take more than 50 ms"),
         (linear(10.0, 0.02), "1024 tokens in a step at most: a step of 2048 would take more than 50 ms"),
         (linear(1.0, 0.004), "4096 tokens in a step at most: 8192 would compute hardly more tokens a second"),
         (linear(1.0, 1e-6), "8192 tokens in a step at most: no more are worth it"),
