@@ -45,6 +45,13 @@ def test_a_longer_match_counts_more_than_a_later_one() -> None:
     assert PromptLookup().propose([1, 2, 3, 4, 9, 3, 7, 1, 2, 3], 1, COST) == (4,)
 
 
+def test_of_very_many_places_only_the_latest_are_compared() -> None:
+    """A match of three, and behind it a pair again and again, each time behind another token."""
+    pairs = [token_id for i in range(63) for token_id in (100 + i, 1, 2)]
+    assert PromptLookup().propose([9, 1, 2, 7, *pairs, 9, 1, 2], 1, COST) == (7,)
+    assert PromptLookup().propose([9, 1, 2, 7, 99, 1, 2, *pairs, 9, 1, 2], 1, COST) == (9,)
+
+
 def test_too_little_to_go_by_is_no_guess() -> None:
     for token_ids in ([1], [1, 2], TEXT, [*TEXT, 6, 5]):
         assert PromptLookup().propose(token_ids, 7, COST) == ()
