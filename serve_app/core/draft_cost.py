@@ -28,6 +28,10 @@ class DraftCost:
     step_s: Sequence[float] = (1.0,)
     draft_s: Sequence[float] = (0.1,)
 
+    def __str__(self) -> str:
+        chances = ", ".join(f"{self.least_chance(rows):.0%} beside {rows}" for rows in self.rows)
+        return f"drafts are tried from a chance of {chances} decodes on"
+
     def least_chance(self, num_decodes: int) -> float:
         """How likely a draft must be to be right where so many rows decode, at least one; above 1: none is worth it."""
         draft_s, step_s = self._at(num_decodes, self.draft_s), self._at(num_decodes, self.step_s)

@@ -142,6 +142,7 @@ class EngineCore:
             draft_cost = NEVER
         elif step_s is not None:
             draft_cost = measure_draft_cost(config.max_num_seqs, config.max_num_batched_tokens, step_s)
+            progress(str(draft_cost))
         self.config = config
         progress(f"allocating {num_blocks} KV blocks of {model.block_size} tokens")
         self._runner.allocate_kv_cache(num_blocks)  # the last, since the system gives the memory beside what follows

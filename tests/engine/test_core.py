@@ -57,7 +57,7 @@ def test_the_model_is_told_about_before_it_is_sized(tiny_llama: PagedModel) -> N
     said: list[str] = []
     core = EngineCore(tiny_llama, EngineConfig(kv_cache_gib=0.1), on_progress=said.append)
     assert said[0] == "warming up"
-    assert str(core.info.num_blocks) in said[1]
+    assert str(core.info.num_blocks) in said[2]
     assert (core.info.vocab_size, core.info.max_model_len, core.info.device) == (200, 256, "cpu")
     assert core.info.eos_token_ids == (1,)
 
@@ -76,9 +76,11 @@ def test_automatic_seats_are_chosen_told_and_all_taken(tiny_llama: PagedModel) -
     assert (core.stats().running, core.stats().waiting) == (seats, 1)
 
 
-def test_what_drafts_cost_is_measured(tiny_llama: PagedModel) -> None:
-    core = EngineCore(tiny_llama, EngineConfig(kv_cache_gib=0.1, max_num_seqs=24, max_num_batched_tokens=48))
-    cost = core._scheduler.config.draft_cost
+def test_what_drafts_cost_is_measured_and_told(tiny_llama: PagedModel) -> None:
+    said: list[str] = []
+    config = EngineConfig(kv_cache_gib=0.1, max_num_seqs=24, max_num_batched_tokens=48)
+    cost = EngineCore(tiny_llama, config, on_progress=said.append)._scheduler.config.draft_cost
+    assert str(cost) in said
     assert cost.rows == [1, 16, 24]
     assert all(0 < seconds < 1 for seconds in (*cost.step_s, *cost.draft_s))
 
