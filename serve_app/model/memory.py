@@ -40,7 +40,7 @@ def largest_step_s(runner: ModelRunner, max_num_batched_tokens: int, max_num_seq
         ) from error
 
 
-def decode_step_s(runner: ModelRunner, num_rows: int, num_drafts: int = 0) -> float:
+def decode_step_s(runner: ModelRunner, num_rows: int, num_drafts: int) -> float:
     """Seconds that a step of `num_rows` decodes, each with so many drafts, takes without their keys."""
     return _least_step_s(runner, lambda: runner.profile_decodes(num_rows, num_drafts), repeats=3)
 
