@@ -99,6 +99,18 @@ class PackedBatch:
     has_drafts: bool
     sampling: SamplingRows
 
+    def wanted(self) -> npt.NDArray[np.bool_] | None:
+        """See `AttentionBatch.wanted`: the sampling positions, and of prompts with results of their own all tokens."""
+        num_tokens = self.query_starts[-1]
+        if len(self.sampling.tokens) == num_tokens:
+            return None
+        wanted = np.zeros(num_tokens, dtype=np.bool_)
+        wanted[self.sampling.tokens] = True
+        for i, slot in enumerate(self.slots):
+            if slot.params.wants_prompt_results or slot.params.pooling == "mean":
+                wanted[self.query_starts[i] : self.query_starts[i + 1]] = True
+        return wanted
+
 
 class InputBatch:
     """Per-slot state of everything that runs."""

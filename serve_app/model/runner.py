@@ -14,6 +14,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -105,7 +107,7 @@ class ModelRunner:
             tables = self._batch.block_tables(packed)
         else:
             resident = ResidentTables(self._memory.tables, packed.seq_slots)
-        batch = AttentionBatch(packed.query_starts, packed.kv_lens, tables, kv_slots, resident)
+        batch = AttentionBatch(packed.query_starts, packed.kv_lens, tables, kv_slots, resident, packed.wanted())
         return Forwarded(packed, self.model.forward(input_ids, positions, batch), awaited)
 
     @torch.inference_mode()
@@ -246,9 +248,9 @@ class ModelRunner:
         """
         num_rows = min(num_rows, num_tokens)
         counts = [num_tokens // num_rows + (i < num_tokens % num_rows) for i in range(num_rows)]
-        hidden = self._profile_forward(counts)
-        last = torch.tensor(counts, device=self.model.device).cumsum(0) - 1
-        self.model.compute_logits(hidden[last]).amax().item()
+        last = np.cumsum(counts) - 1
+        hidden = self._profile_forward(counts, np.isin(np.arange(num_tokens), last))
+        self.model.compute_logits(hidden[to_device(last, self.model.device)]).amax().item()
 
     @torch.inference_mode()
     def profile_decodes(self, num_rows: int, num_drafts: int) -> None:
@@ -258,7 +260,7 @@ class ModelRunner:
         token_ids = self.model.compute_logits(hidden).argmax(-1) if likeliest is None else likeliest(hidden)
         token_ids.tolist()
 
-    def _profile_forward(self, counts: list[int]) -> Tensor:
+    def _profile_forward(self, counts: list[int], wanted: npt.NDArray[np.bool_] | None = None) -> Tensor:
         """Hidden states of zeros, so many in each row."""
         block_size, device = self.model.block_size, self.model.device
         positions = torch.cat([torch.arange(count) for count in counts])
@@ -267,6 +269,7 @@ class ModelRunner:
             kv_lens=counts,
             block_tables=block_matrix([[self._scratch_block] * -(-count // block_size) for count in counts]),
             kv_slots=(positions % block_size + self._scratch_block * block_size).to(device),
+            wanted=wanted,
         )
         return self.model.forward(torch.zeros_like(positions, device=device), positions.to(device), batch)
 

@@ -2,6 +2,8 @@
 
 from collections.abc import Sequence
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -18,8 +20,8 @@ class Sequences:
         self.tables = tables
         self.done = [0] * len(tokens)
 
-    def step(self, counts: dict[int, int]) -> dict[int, Tensor]:
-        """Compute the next counts[i] tokens of each sequence i, packed in this order; their logits."""
+    def step(self, counts: dict[int, int], wanted: npt.NDArray[np.bool_] | None = None) -> dict[int, Tensor]:
+        """Compute the next counts[i] tokens of each sequence i, packed in this order; their logits, if `wanted`."""
         size, device = self.model.block_size, self.model.device
         starts, slots, ids, positions = [0], [], [], []
         for index, count in counts.items():
@@ -34,6 +36,7 @@ class Sequences:
             kv_lens=[self.done[index] for index in counts],
             block_tables=block_matrix([self.tables[index] for index in counts]),
             kv_slots=torch.tensor(slots, device=device),
+            wanted=wanted,
         )
         packed = torch.cat(ids).to(device), torch.tensor(positions, device=device)
         logits = self.model.compute_logits(self.model.forward(*packed, batch))

@@ -34,6 +34,7 @@ class AttentionBatch:
     block_tables: int32 [R, B]; the first ceil(kv_len / block_size) ids of a line are the row's blocks. Empty where
     `resident` has them, for a backend that keeps tables.
     kv_slots: int64 [T] on the model's device; where each packed token's key and value go.
+    wanted: bool [T]; whose hidden states are read. What an executor returns as the others' is undefined. None: all are.
     """
 
     query_starts: list[int]
@@ -41,6 +42,7 @@ class AttentionBatch:
     block_tables: npt.NDArray[np.int32]
     kv_slots: Tensor
     resident: ResidentTables | None = None
+    wanted: npt.NDArray[np.bool_] | None = None
 
 
 def block_matrix(tables: Sequence[Sequence[int]]) -> npt.NDArray[np.int32]:

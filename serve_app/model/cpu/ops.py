@@ -105,7 +105,7 @@ class _BatchStruct(ctypes.Structure):
         ("num_tokens", c_int32),
         ("num_sequences", c_int32),
         ("table_width", c_int64),
-        *((name, c_void_p) for name in ("positions", "slots", "query_starts", "kv_lens", "blocks")),
+        *((name, c_void_p) for name in ("positions", "slots", "query_starts", "kv_lens", "blocks", "wanted")),
     ]
 
 
@@ -174,6 +174,8 @@ class Batch:
             torch.tensor(batch.kv_lens, dtype=torch.int32),
             torch.from_numpy(np.ascontiguousarray(batch.block_tables)),
         ]
+        if batch.wanted is not None:
+            self._arrays.append(torch.from_numpy(np.ascontiguousarray(batch.wanted)))
         self.struct = _BatchStruct(
             self.num_tokens,
             self.num_sequences,
@@ -298,7 +300,7 @@ class Kernels:
         return out
 
     def step(self, decoder: DecoderStruct, ids: Tensor, batch: Batch) -> Tensor:
-        """Final hidden states [T, hidden] of token ids int64 [T]."""
+        """Final hidden states [T, hidden] of token ids int64 [T]; of those that are not `wanted`, anything."""
         ids = ids.contiguous()
         pool, hidden = self._threads(), torch.empty(batch.num_tokens, decoder.hidden)
         size = self._library.decoder_workspace(ctypes.byref(decoder), pool, ctypes.byref(batch.struct))

@@ -106,7 +106,8 @@ class ModelExecutor(Protocol):
         ...
 
     def forward(self, input_ids: Tensor, positions: Tensor, batch: AttentionBatch) -> Tensor:
-        """Hidden states [T, hidden] of T packed tokens; their keys and values are written into the pool."""
+        """Hidden states [T, hidden] of T packed tokens; their keys and values are written into the pool. Those that are
+        not `batch.wanted` may be anything."""
         ...
 
     def decode(self, packed: PackedBatch) -> Decoded | None:

@@ -3,6 +3,7 @@
 import ctypes
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -56,6 +57,31 @@ def test_a_row_has_the_same_bits_in_blocks_of_tokens(
             parts = [alone.step({index: min(14, length - first)})[index] for first in range(0, length, 14)]
             assert torch.equal(torch.cat(parts), logits[index])
             assert torch.equal(alone.step({index: 1})[index], after[index])
+
+
+@pytest.mark.parametrize("mode", KERNEL_MODES)
+@pytest.mark.parametrize("lengths", [[3, 100, 1, 170, 1, 29], [5, 7, 1, 1, 9, 4], [6]], ids=["blocks", "apart", "together"])
+def test_wanted_tokens_have_the_bits_they_have_when_all_are(
+    kernels: Kernels, mode: str, lengths: list[int], threads: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And what comes after them too: keys and values are written for the others as well."""
+    model = in_mode_of(kernels, mode, llama(3, head_dim=32), monkeypatch)
+    tokens = [random_tokens(length + 1, seed) for seed, length in enumerate(lengths)]
+    tables = [range(1 + 12 * i, 13 + 12 * i) for i in range(len(lengths))]
+    prompts, following = dict(enumerate(lengths)), dict.fromkeys(range(len(lengths)), 1)
+    random = np.random.default_rng(7)
+    last, some, none = np.zeros((3, sum(lengths)), dtype=np.bool_)
+    last[np.cumsum(lengths) - 1] = True
+    some[random.random(len(some)) < 0.3] = True
+    model.allocate_kv_cache(12 * len(lengths) + 1)
+    whole = Sequences(model, tokens, tables)
+    expected, after = torch.cat([*whole.step(prompts).values()]), whole.step(following)
+    for wanted in (last, some, none):
+        model.allocate_kv_cache(12 * len(lengths) + 1)
+        sequences = Sequences(model, tokens, tables)
+        logits = torch.cat([*sequences.step(prompts, wanted).values()])
+        assert torch.equal(logits[wanted], expected[wanted])
+        assert all(torch.equal(row, after[i]) for i, row in sequences.step(following).items())
 
 
 @pytest.mark.parametrize("mode", KERNEL_MODES)

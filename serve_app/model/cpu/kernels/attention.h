@@ -33,6 +33,7 @@ struct batch {
     const int32_t *query_starts; /* [sequences + 1] */
     const int32_t *kv_lens;      /* [sequences] */
     const int32_t *blocks;       /* [sequences][table_width]: of each the first that hold its keys, then anything */
+    const uint8_t *wanted;       /* [tokens]: whether its hidden states are asked for; NULL: all are */
 };
 
 struct task {
@@ -163,6 +164,7 @@ static int make_tasks(const struct attention *layer, const struct batch *batch, 
     int count = 0;
     for (int s = 0; s < batch->num_sequences; s++) {
         const int start = batch->query_starts[s], end = batch->query_starts[s + 1];
+        if (start == end) continue;
         for (int head = 0; head < layer->num_kv_heads; head++)
             for (int first = start + (end - start - 1) / size * size; first >= start; first -= size)
                 tasks[count++] = (struct task){s, head, first, end - first < size ? end - first : size};

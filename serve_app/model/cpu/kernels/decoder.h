@@ -25,8 +25,11 @@ static void run_together(const struct decoder *decoder, struct pool *pool, const
     struct step step = {decoder, NULL, batch, ids, &space, attention_of(decoder, NULL), hidden};
     const int num_tasks = make_tasks(&step.attention, batch, space.tasks);
     parallel_rows(pool, batch->num_tokens, embed_token, &step);
-    for (int i = 0; i < decoder->num_layers; i++) run_layer(pool, &step, i, num_tasks);
-    parallel_rows(pool, batch->num_tokens, final_norm_token, &step);
+    for (int i = 0; i < decoder->num_layers; i++) {
+        begin_layer(pool, &step, i);
+        if (i < decoder->num_layers - 1) end_layer(pool, &step, i, num_tasks);
+    }
+    end_last_layer(pool, &step);
 }
 
 static int64_t together_bytes(const struct decoder *decoder, const struct pool *pool, const struct batch *batch) {
@@ -37,7 +40,7 @@ static int64_t together_bytes(const struct decoder *decoder, const struct pool *
 
 /* A step whose tokens are shared out in blocks, which lie in the cache of the thread that works on them. Before
  * attention all of them wait for each other's keys. */
-enum { MOST_BLOCKS = 64, BLOCK_TOKENS = 128 };
+enum { MOST_BLOCKS = 64, BLOCK_TOKENS = 64 };
 
 struct in_blocks {
     const struct decoder *decoder;
@@ -66,7 +69,7 @@ static struct batch part_of_batch(const struct batch *batch, int first, int end,
     starts[count] = end - first;
     return (struct batch){
         end - first, count, batch->table_width, batch->positions + first, batch->slots + first, starts,
-        batch->kv_lens + s, batch->blocks + s * batch->table_width,
+        batch->kv_lens + s, batch->blocks + s * batch->table_width, batch->wanted ? batch->wanted + first : NULL,
     };
 }
 
@@ -93,18 +96,17 @@ static void block_layer(const void *argument, int chunk, int thread) {
                         job->hidden + (int64_t)first * decoder->hidden};
     if (job->layer == 0)
         parallel_rows(&alone, part.num_tokens, embed_token, &step);
+    else if (job->layer == decoder->num_layers)
+        end_last_layer(&alone, &step);
     else
         end_layer(&alone, &step, job->layer - 1, make_tasks(&step.attention, &part, space.tasks));
-    if (job->layer < decoder->num_layers)
-        begin_layer(&alone, &step, job->layer);
-    else
-        parallel_rows(&alone, part.num_tokens, final_norm_token, &step);
+    if (job->layer < decoder->num_layers) begin_layer(&alone, &step, job->layer);
 }
 
 /* How many blocks a step is to be cut into; 0 if it has too few tokens for that. */
 static int blocks_of(const struct pool *pool, const struct batch *batch) {
     const int tokens = batch->num_tokens, threads = pool->num_threads;
-    if (threads == 1 ? tokens <= BLOCK_TOKENS : tokens < threads * BLOCK_TOKENS / 4) return 0;
+    if (threads == 1 ? tokens <= BLOCK_TOKENS : tokens < threads * BLOCK_TOKENS / 2) return 0;
     const int rounds = (tokens + threads * BLOCK_TOKENS - 1) / (threads * BLOCK_TOKENS);
     return rounds * threads < MOST_BLOCKS ? rounds * threads : MOST_BLOCKS;
 }
@@ -258,9 +260,10 @@ static void run_share(struct apart *apart, struct share share, char *memory) {
         }
         if (share.layer == apart->last_giving) end_giving(apart);
         if (share.layer == 0) parallel_rows(&alone, part.num_tokens, embed_token, &step);
-        run_layer(&alone, &step, share.layer, num_tasks);
+        begin_layer(&alone, &step, share.layer);
+        if (share.layer < decoder->num_layers - 1) end_layer(&alone, &step, share.layer, num_tasks);
     }
-    parallel_rows(&alone, part.num_tokens, final_norm_token, &step);
+    end_last_layer(&alone, &step);
 }
 
 /* A share that nobody works on, once there is one. 0 when there will be none. */

@@ -41,6 +41,9 @@ struct workspace {
     struct input input; /* `normed`, also in fixed point where the next product wants it */
     struct task *tasks;
     float *scratch;
+    /* Of the tokens whose hidden states are asked for; see keep_wanted. */
+    int32_t *kept, *starts;
+    int64_t *positions;
 };
 
 /* What the loops over tokens need. */
@@ -88,6 +91,9 @@ static int64_t lay_out(const struct decoder *decoder, int64_t tokens, int64_t se
     TAKE(space->input.rounded, (tokens + ROWS_BEYOND) * most_rounded_bytes(wide));
     TAKE(space->tasks, tasks_bytes(&attention, tokens, sequences));
     TAKE(space->scratch, 4 * threads * attention_scratch(&attention));
+    TAKE(space->kept, 4 * tokens);
+    TAKE(space->starts, 4 * (sequences + 1));
+    TAKE(space->positions, 8 * tokens);
     return used;
 }
 #undef TAKE
@@ -133,7 +139,8 @@ static void final_norm_token(const void *argument, int t, int thread) {
     const int hidden = step->decoder->hidden;
     float *x = step->space->x + (int64_t)t * hidden;
     add(x, step->space->delta + (int64_t)t * hidden, hidden);
-    rms_norm(x, step->decoder->final_norm, step->decoder->eps, hidden, step->out + (int64_t)t * hidden);
+    rms_norm(x, step->decoder->final_norm, step->decoder->eps, hidden,
+             step->out + (int64_t)step->space->kept[t] * hidden);
 }
 
 static void position_token(const void *argument, int t, int thread) {
@@ -251,9 +258,42 @@ static void end_layer(struct pool *pool, struct step *step, int index, int num_t
     matmul(pool, &layer->down, decoder->arithmetic, &gated, tokens, space->delta);
 }
 
-static void run_layer(struct pool *pool, struct step *step, int index, int num_tasks) {
-    begin_layer(pool, step, index);
-    end_layer(pool, step, index, num_tasks);
+/* The batch of those tokens alone whose hidden states are asked for: their residual streams and queries close up. */
+static struct batch keep_wanted(const struct step *step) {
+    const struct decoder *decoder = step->decoder;
+    const struct workspace *space = step->space;
+    const struct batch *batch = step->batch;
+    const int64_t hidden = decoder->hidden, qkv = step->layer->qkv.outputs;
+    int kept = 0;
+    for (int s = 0; s < batch->num_sequences; s++) {
+        space->starts[s] = kept;
+        for (int t = batch->query_starts[s]; t < batch->query_starts[s + 1]; t++) {
+            if (batch->wanted && !batch->wanted[t]) continue;
+            space->kept[kept] = t;
+            space->positions[kept] = batch->positions[t];
+            memmove(space->x + kept * hidden, space->x + t * hidden, sizeof(float) * (size_t)hidden);
+            memmove(space->qkv + kept * qkv, space->qkv + t * qkv,
+                    sizeof(float) * (size_t)(decoder->num_heads * decoder->head_dim));
+            kept++;
+        }
+    }
+    space->starts[batch->num_sequences] = kept;
+    return (struct batch){
+        kept, batch->num_sequences, batch->table_width, space->positions, NULL, space->starts, batch->kv_lens,
+        batch->blocks, NULL,
+    };
+}
+
+/* What comes behind the last layer's keys and values, and the final norm. No other token needs it, so it is done only
+ * for those whose hidden states are asked for. */
+static void end_last_layer(struct pool *pool, struct step *step) {
+    const int last = step->decoder->num_layers - 1;
+    step->layer = step->decoder->layers + last;
+    const struct batch wanted = keep_wanted(step);
+    if (!wanted.num_tokens) return;
+    step->batch = &wanted;
+    end_layer(pool, step, last, make_tasks(&step->attention, &wanted, step->space->tasks));
+    parallel_rows(pool, wanted.num_tokens, final_norm_token, step);
 }
 
 #endif
