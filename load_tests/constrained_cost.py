@@ -131,7 +131,7 @@ class Dictated:
     def __init__(self, inner: TokenSampler, token_ids: Sequence[int], num_prompt_tokens: int) -> None:
         self._inner, self._token_ids, self._num_prompt_tokens = inner, token_ids, num_prompt_tokens
 
-    def __call__(self, hidden: Tensor, rows: SamplingRows, history: Tensor) -> PendingSample:
+    def __call__(self, hidden: Tensor, rows: SamplingRows, history: Tensor | None) -> PendingSample:
         """See `TokenSampler`."""
         self._inner(hidden, rows, history).resolve()
         last = len(self._token_ids) - 1

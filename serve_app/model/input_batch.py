@@ -64,7 +64,7 @@ class SamplingRows:
     seq_slots: int64 [R], slot indices.
     generations: int64 [R], how many sequences had started in those slots by then.
     num_tokens: int64 [R], how many tokens of the sequence come before the new one.
-    slots: the R slots, each as it is at that position.
+    slots: the R slots; see `states`.
     parameters: float64 [R, len(Column)].
     is_plain: nothing changes the logits before a token is chosen, and no log-probabilities are asked for.
     masks: the ids that a grammar allows, by row; written after the forward pass.
@@ -78,6 +78,14 @@ class SamplingRows:
     parameters: Float64Array
     is_plain: bool
     masks: dict[int, TokenSet] = field(default_factory=dict)
+
+    def states(self) -> list[Slot]:
+        """The R slots, each as it is at that position."""
+        counts: list[int] = self.num_tokens.tolist()
+        return [
+            slot if slot.num_tokens == count else replace(slot, num_tokens=count)
+            for slot, count in zip(self.slots, counts, strict=True)
+        ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,8 +123,9 @@ class PackedBatch:
 class InputBatch:
     """Per-slot state of everything that runs."""
 
-    def __init__(self, max_num_seqs: int, max_model_len: int, block_size: int) -> None:
-        self.block_size = block_size
+    def __init__(self, max_num_seqs: int, max_model_len: int, block_size: int, *, knows_samples: bool = False) -> None:
+        """knows_samples: whether a step's samples are always remembered before the next step is packed."""
+        self.block_size, self._knows_samples = block_size, knows_samples
         # One more than the context: the last token that a request may be given is never an input. numpy asks the
         # system for zeroed pages, so the table costs memory only as far as it is written.
         self._token_ids = np.zeros((max_num_seqs, max_model_len + 1), dtype=np.int64)
@@ -149,13 +158,14 @@ class InputBatch:
         seq_slots, counts, starts = (
             np.array(column, dtype=np.int64) for column in (columns.slot, columns.num_tokens, columns.start)
         )
-        ends, kv_lens = np.cumsum(counts), starts + counts
+        ends, kv_lens = counts.cumsum(), starts + counts
         host = np.empty((4, int(ends[-1])), dtype=np.int64)
         input_ids, positions, kv_slots, token_seq_slots = host
-        token_seq_slots[:] = np.repeat(seq_slots, counts)
-        positions[:] = np.arange(host.shape[1]) + np.repeat(kv_lens - ends, counts)
+        token_seq_slots[:] = seq_slots.repeat(counts)
+        positions[:] = np.arange(host.shape[1])
+        positions += (kv_lens - ends).repeat(counts)
         input_ids[:] = self._token_ids[token_seq_slots, positions]
-        has_unknown_ids = any(columns.token_in_flight)
+        has_unknown_ids = not self._knows_samples and any(columns.token_in_flight)
         if has_unknown_ids:
             input_ids[ends[np.array(columns.token_in_flight)] - 1] = -1
         block, offset = np.divmod(positions, self.block_size)
@@ -183,19 +193,17 @@ class InputBatch:
     def _sampling_rows(
         self, slots: tuple[Slot, ...], host: Int64Array, ends: Int64Array, num_samples: Int64Array
     ) -> SamplingRows:
-        row = np.repeat(np.arange(len(slots)), num_samples)
-        tokens = (ends - np.cumsum(num_samples))[row] + np.arange(len(row))
+        row = np.arange(len(slots)).repeat(num_samples)
+        tokens = (ends - num_samples.cumsum())[row] + np.arange(len(row))
         num_tokens, seq_slots = host[1, tokens] + 1, host[3, tokens]
         parameters = np.empty((len(row), len(Column)))
         parameters[:, : Column.NOISE] = self._parameters[seq_slots]
         parameters[:, Column.NOISE] = 0.0
         if parameters[:, Column.TEMPERATURE].any():
             parameters[:, Column.NOISE] = noise.at(self._noise_keys[seq_slots], num_tokens)
-        states = [slots[i] for i in row.tolist()]
-        if num_samples.max() > 1:
-            states = [replace(slot, num_tokens=count) for slot, count in zip(states, num_tokens.tolist(), strict=True)]
+        owners = [slots[i] for i in row.tolist()]
         is_plain = bool((num_tokens >= self._plain_from[seq_slots]).all())
-        return SamplingRows(tokens, seq_slots, self._generations[seq_slots], num_tokens, states, parameters, is_plain)
+        return SamplingRows(tokens, seq_slots, self._generations[seq_slots], num_tokens, owners, parameters, is_plain)
 
     def remember(self, rows: SamplingRows, token_ids: Sequence[int]) -> None:
         """Record what was sampled, an id for each row, except in slots where another sequence has started meanwhile."""

@@ -48,6 +48,11 @@ class PagedModel:
         return self.executor.backend.keeps_tables
 
     @property
+    def samples_on_device(self) -> bool:
+        """Whether the host does not know what a step samples before it asks for it."""
+        return isinstance(self._sampler, DeviceSampler)
+
+    @property
     def attention_backend(self) -> str:
         """Name of the backend that was picked."""
         return self.executor.backend.name
@@ -115,10 +120,9 @@ class PagedModel:
         """Copy whole KV blocks in every layer."""
         self._allocated().copy_blocks(copies)
 
-    @torch.inference_mode()
     def decode(self, packed: PackedBatch) -> Decoded | None:
         """See `ModelExecutor.decode`; None also where sampling has to be the host's."""
-        return self.executor.decode(packed) if isinstance(self._sampler, DeviceSampler) else None
+        return self.executor.decode(packed) if self.samples_on_device else None
 
     @torch.inference_mode()
     def forward(self, input_ids: Tensor, positions: Tensor, batch: AttentionBatch) -> Tensor:
@@ -132,10 +136,9 @@ class PagedModel:
         """Logits [R, vocab_size] of hidden states [R, hidden]; float32, or float64 for a float64 model."""
         return wide_logits(self.executor, hidden)
 
-    @torch.inference_mode()
-    def sample(self, hidden: Tensor, rows: SamplingRows, history: Tensor) -> PendingSample:
-        """One token for each row of hidden states [R, hidden]; on a GPU, without waiting for it. history: int32
-        [slots, positions] on the device, where slots with penalties have their tokens."""
+    def sample(self, hidden: Tensor, rows: SamplingRows, history: Tensor | None) -> PendingSample:
+        """One token for each row of hidden states [R, hidden]; on a GPU, without waiting for it. history: see
+        `TokenSampler`."""
         return self._sampler(hidden, rows, history)
 
     def _allocated(self) -> kv_cache.KVCache:

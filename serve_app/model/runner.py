@@ -68,23 +68,26 @@ class ModelRunner:
     def __init__(self, model: PagedModel, max_num_seqs: int, grammars: Grammars | None = None) -> None:
         self.model = model
         self._masks = GrammarMasks(grammars)
-        self._batch = InputBatch(max_num_seqs, model.max_model_len, model.block_size)
+        sizes = (max_num_seqs, model.max_model_len, model.block_size)
+        self._batch = InputBatch(*sizes, knows_samples=not model.samples_on_device)
         self._scratch_block = 0
-        self._memory = SlotMemory(
-            max_num_seqs, model.max_model_len, model.block_size, model.device, keeps_tables=model.keeps_tables
-        )
+        self._memory: SlotMemory | None = None
+        if model.samples_on_device or model.keeps_tables:
+            self._memory = SlotMemory(*sizes, model.device, keeps_tables=model.keeps_tables)
 
     def allocate_kv_cache(self, num_blocks: int) -> None:
         """A pool for a scheduler of `num_blocks` blocks, and one block more that only `profile_step` writes."""
         self.model.allocate_kv_cache(num_blocks + 1, self._memory)
         self._scratch_block = num_blocks
 
+    @torch.inference_mode()
     def execute(self, output: SchedulerOutput) -> Pending:
         """Launch one step. The one before it may still be unresolved, unless that has drafts."""
         self._batch.apply(output)
         for start in output.slot_starts:
             self._batch.slot(start.slot).follower = self._masks.follower(start.params)
-            self._memory.start(start)
+            if self._memory is not None:
+                self._memory.start(start)
         if output.block_copies:
             self.model.copy_blocks(output.block_copies)
         try:
@@ -93,7 +96,6 @@ class ModelRunner:
             result = self._run_one_by_one(output.rows, error)
             return Pending(lambda: result)
 
-    @torch.inference_mode()
     def forward(self, rows: Sequence[ScheduledRequest]) -> Forwarded:
         """Launch the forward pass of `rows`, whose slots and blocks are in place. Writes their keys and values."""
         packed = self._batch.pack(rows)
@@ -101,16 +103,18 @@ class ModelRunner:
         decoded = self.model.decode(packed)
         if decoded is not None:
             return Forwarded(packed, decoded.hidden, awaited, decoded.choose)
-        input_ids, positions, kv_slots = self._memory.place(packed)
-        tables, resident = _NO_TABLES, None
-        if self._memory.tables is None:
+        memory, tables, resident = self._memory, _NO_TABLES, None
+        if memory is None:
+            input_ids, positions, kv_slots = (to_device(line, self.model.device) for line in packed.host[:3])
+        else:
+            input_ids, positions, kv_slots = memory.place(packed)
+        if memory is None or memory.tables is None:
             tables = self._batch.block_tables(packed)
         else:
-            resident = ResidentTables(self._memory.tables, packed.seq_slots)
+            resident = ResidentTables(memory.tables, packed.seq_slots)
         batch = AttentionBatch(packed.query_starts, packed.kv_lens, tables, kv_slots, resident, packed.wanted())
         return Forwarded(packed, self.model.forward(input_ids, positions, batch), awaited)
 
-    @torch.inference_mode()
     def sample(self, forwarded: Forwarded) -> Pending:
         """Launch the rest of a step: tokens for each row that samples, and the log-probabilities asked for."""
         packed = forwarded.packed
@@ -145,6 +149,8 @@ class ModelRunner:
         if len(rows.tokens) < len(hidden):
             with one_thread():
                 hidden = hidden[to_device(rows.tokens, hidden.device)]
+        if self._memory is None:
+            return self.model.sample(hidden, rows, None)
         sampled = self.model.sample(hidden, rows, self._memory.history)
         self._memory.note(rows, sampled.token_ids)
         return sampled

@@ -28,11 +28,7 @@ class SlotMemory:
         self, num_slots: int, max_model_len: int, block_size: int, device: torch.device, *, keeps_tables: bool
     ) -> None:
         self._block_size, self._device = block_size, device
-        # On a CPU, numpy's zeroed pages cost memory only as far as they are written.
-        lines = np.zeros((num_slots, max_model_len + 1), dtype=np.int32)
-        self.history = torch.from_numpy(lines).to(device)
-        # The history, where the host has it: after a step all code is cold, and numpy's way is much the shorter one.
-        self._lines = lines if device.type == "cpu" else None
+        self.history = torch.zeros(num_slots, max_model_len + 1, dtype=torch.int32, device=device)
         blocks = -(-max_model_len // block_size)
         self.tables = torch.zeros(num_slots, blocks, dtype=torch.int32, device=device) if keeps_tables else None
 
@@ -48,9 +44,6 @@ class SlotMemory:
 
     def note(self, rows: SamplingRows, token_ids: Sequence[int] | Tensor) -> None:
         """What a step has sampled at `rows`: ids, negative where one failed; the host may not know them yet."""
-        if self._lines is not None:
-            self._lines[rows.seq_slots, rows.num_tokens] = np.maximum(np.asarray(token_ids), 0)
-            return
         seq_slots, num_tokens = to_device(np.stack([rows.seq_slots, rows.num_tokens]), self._device)
         ids = torch.as_tensor(token_ids, device=self._device)
         self.history[seq_slots, num_tokens] = ids.clamp_min(0).int()

@@ -19,9 +19,9 @@ logger = logging.getLogger(__name__)
 class TokenSampler(Protocol):
     """Chooses one token for each row."""
 
-    def __call__(self, hidden: Tensor, rows: SamplingRows, history: Tensor) -> PendingSample:
+    def __call__(self, hidden: Tensor, rows: SamplingRows, history: Tensor | None) -> PendingSample:
         """hidden: [R, hidden]; history: int32 [slots, positions] on the device, where slots with penalties have their
-        tokens."""
+        tokens; None where the host samples."""
         ...
 
 
@@ -31,14 +31,15 @@ class HostSampler:
     def __init__(self, executor: ModelExecutor, eos_token_ids: Sequence[int]) -> None:
         self._executor, self._eos_token_ids = executor, eos_token_ids
 
-    def __call__(self, hidden: Tensor, rows: SamplingRows, history: Tensor) -> PendingSample:
+    def __call__(self, hidden: Tensor, rows: SamplingRows, history: Tensor | None) -> PendingSample:
         """See `TokenSampler`."""
         likeliest = self._executor.likeliest
         if likeliest is not None and rows.is_plain and not rows.parameters[:, Column.TEMPERATURE].any():
             token_ids: list[int] = likeliest(hidden).tolist()
             if min(token_ids) >= 0:
                 return Sampled(token_ids)
-        return sample(wide_logits(self._executor, hidden), rows.slots, rows.parameters, self._eos_token_ids, rows.masks)
+        logits = wide_logits(self._executor, hidden)
+        return sample(logits, rows.states(), rows.parameters, self._eos_token_ids, rows.masks)
 
 
 class DeviceSampler:
@@ -49,12 +50,13 @@ class DeviceSampler:
     ) -> None:
         self._executor, self._eos_token_ids, self._choose = executor, eos_token_ids, choose
 
-    def __call__(self, hidden: Tensor, rows: SamplingRows, history: Tensor) -> PendingSample:
+    def __call__(self, hidden: Tensor, rows: SamplingRows, history: Tensor | None) -> PendingSample:
         """See `TokenSampler`."""
         from serve_app.model.gpu import sampling
 
         if rows.is_plain:
             return sampling.sample_plain(hidden, rows.parameters, self._choose)
+        assert history is not None
         return sampling.sample(wide_logits(self._executor, hidden), rows, history, self._eos_token_ids)
 
 

@@ -1,5 +1,5 @@
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,12 +12,13 @@ from serve_app.core.sampling_params import SamplingParams
 from serve_app.core.step_record import StepRecord
 from serve_app.engine.core import EngineConfig, EngineCore
 from serve_app.errors import ConfigError, InvalidRequestError
-from serve_app.model import memory
-from serve_app.model.input_batch import SamplingRows
+from serve_app.model import memory, runner
+from serve_app.model.input_batch import PackedBatch
 from serve_app.model.limits import measure_limits
 from serve_app.model.loader import from_module
 from serve_app.model.memory import GIB
 from serve_app.model.paged_model import PagedModel
+from serve_app.model.pooling import Pooled
 from tests.engine.harness import Harness
 from tests.models import needs_compiler, tiny_model
 
@@ -247,22 +248,21 @@ def _interrupted(*_: object) -> None:
 def test_a_step_that_fails_at_its_very_end_is_run_again_with_the_same_tokens(
     tiny_llama: PagedModel, overlap: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The device's memory may run out wherever something is allocated: what is sampled must not have moved on."""
+    """The memory may run out wherever something is allocated: what is sampled must not have moved on."""
 
     requests = [make_request(name, max_tokens=20) for name in ("a", "b")]
     expected = Harness(tiny_llama, speculation="off").run(requests).outcomes
     harness = Harness(tiny_llama, speculation="off", overlap=overlap)
-    slots, writes = harness.core._runner._memory, itertools.count(1)
-    note = slots.note
+    pool, calls = runner.pool, itertools.count(1)
 
-    def full_once(rows: SamplingRows, token_ids: Sequence[int]) -> None:
-        if next(writes) == 4:
+    def full_once(packed: PackedBatch, hidden: Tensor) -> Pooled:
+        if next(calls) == 4:
             raise RuntimeError("out of memory")
-        note(rows, token_ids)
+        return pool(packed, hidden)
 
-    monkeypatch.setattr(slots, "note", full_once)
+    monkeypatch.setattr(runner, "pool", full_once)
     assert harness.run(requests).outcomes == expected
-    assert next(writes) > 5
+    assert next(calls) > 5
 
 
 def test_a_seed_that_is_missing_is_drawn(tiny_llama: PagedModel) -> None:

@@ -132,7 +132,7 @@ def test_a_token_is_sampled_after_the_last_one_and_after_each_draft() -> None:
     sampling = packed.sampling
     assert sampling.tokens.tolist() == [2, 3, 4, 12]
     assert sampling.seq_slots.tolist() == [2, 2, 2, 3]
-    assert sampling.num_tokens.tolist() == [slot.num_tokens for slot in sampling.slots] == [4, 5, 6, 8]
+    assert sampling.num_tokens.tolist() == [slot.num_tokens for slot in sampling.states()] == [4, 5, 6, 8]
     assert sampling.parameters[:3, :4].tolist() == [[0.5, 0, 0.9, 0.1]] * 3
     expected = noise.at(noise.keys([3] * 3, [0] * 3), np.array([4, 5, 6]))
     assert sampling.parameters[:3, 4].tolist() == expected.tolist()

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -133,8 +134,8 @@ class CpuDecoder:
 
     def forward(self, input_ids: Tensor, positions: Tensor, batch: AttentionBatch) -> Tensor:
         """See `ModelExecutor`. Raises IndexError for a token id or a position that does not exist."""
-        ids = input_ids.numpy()
-        if ids.min() < 0 or ids.max() >= self._vocabulary or positions.numpy().max() >= self._num_positions:
+        ids = input_ids.numpy().view(np.uint64)  # in which negative ones are large
+        if ids.max() >= self._vocabulary or positions.numpy().max() >= self._num_positions:
             raise IndexError("token ids or positions out of range")
         return self._kernels.step(self._struct, input_ids, Batch(batch, positions))
 

@@ -170,8 +170,7 @@ class Batch:
         self._arrays = [
             positions.contiguous(),
             batch.kv_slots.contiguous(),
-            torch.tensor(batch.query_starts, dtype=torch.int32),
-            torch.tensor(batch.kv_lens, dtype=torch.int32),
+            *(torch.from_numpy(np.array(numbers, dtype=np.int32)) for numbers in (batch.query_starts, batch.kv_lens)),
             torch.from_numpy(np.ascontiguousarray(batch.block_tables)),
         ]
         if batch.wanted is not None:

@@ -78,7 +78,7 @@ def chosen(token_ids: Tensor) -> Drawn:
 
 def sample(logits: Tensor, rows: SamplingRows, history: Tensor, eos_token_ids: Sequence[int]) -> Drawn:
     """Choose one token for each row. logits: float32 [R, vocab], changed in place; history: as in `penalize`."""
-    slots = rows.slots
+    slots = rows.states()
     num_top = {i: slot.params.logprobs for i, slot in enumerate(slots) if slot.params.logprobs is not None}
     masked = {i for i, slot in enumerate(slots) if slot.num_output_tokens < slot.params.min_tokens}
     raw = None

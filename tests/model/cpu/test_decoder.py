@@ -60,7 +60,9 @@ def test_a_row_has_the_same_bits_in_blocks_of_tokens(
 
 
 @pytest.mark.parametrize("mode", KERNEL_MODES)
-@pytest.mark.parametrize("lengths", [[3, 100, 1, 170, 1, 29], [5, 7, 1, 1, 9, 4], [6]], ids=["blocks", "apart", "together"])
+@pytest.mark.parametrize(
+    "lengths", [[3, 100, 1, 170, 1, 29], [5, 7, 1, 1, 9, 4], [6]], ids=["in blocks", "apart", "together"]
+)
 def test_wanted_tokens_have_the_bits_they_have_when_all_are(
     kernels: Kernels, mode: str, lengths: list[int], threads: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
