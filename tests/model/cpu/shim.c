@@ -60,26 +60,3 @@ static void count_chunk(const void *job, int chunk, int thread) {
 void test_parallel(struct pool *pool, int num_chunks, int repeats, int32_t *counts) {
     for (int i = 0; i < repeats; i++) parallel(pool, num_chunks, count_chunk, counts);
 }
-
-/* decoder_step, but that at first one thread has all sequences, so that the others ask for some at once. */
-void test_giving_halves(const struct decoder *decoder, struct pool *pool, const struct batch *batch, const int64_t *ids,
-                        float *hidden) {
-    const struct share all = {0, batch->num_sequences, 0};
-    struct apart apart = {
-        decoder, batch, ids, hidden,
-        .least_tokens = 4,
-        .last_giving = last_giving(decoder),
-        .mutex = PTHREAD_MUTEX_INITIALIZER,
-        .changed = PTHREAD_COND_INITIALIZER,
-        .givers = 1,
-        .num_untaken = 1,
-        .untaken = {all},
-    };
-    apart.thread_bytes = share_bytes(decoder, batch, &all, 1);
-    const int64_t bytes = lay_out_stream(decoder, batch->num_tokens, NULL, &apart.stream);
-    char *memory = aligned_alloc(64, (size_t)(bytes + pool->num_threads * apart.thread_bytes + 63) / 64 * 64);
-    apart.memory = memory + lay_out_stream(decoder, batch->num_tokens, memory, &apart.stream);
-    struct apart *shared = &apart;
-    parallel(pool, pool->num_threads, run_shares, &shared);
-    free(memory);
-}
