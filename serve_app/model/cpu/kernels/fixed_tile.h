@@ -10,15 +10,20 @@
 
 #include "activations.h"
 
-/* Rows of a tile: as many as the registers hold, two vectors each. */
+/* Rows of a tile: at most as many as the registers hold, two vectors each. MANY_ROWS: of one tile among several. With
+ * fewer sums, more of the next group's products start before this one's last sums are there. */
 #if defined(BUILD_AVX512)
 #define FIXED_ROWS 8
+#define MANY_ROWS 6
 #elif defined(BUILD_NARROW_DOTS)
 #define FIXED_ROWS 4
 #elif defined(BUILD_AVX2)
 #define FIXED_ROWS 6
 #else
 #define FIXED_ROWS 2
+#endif
+#if !defined(MANY_ROWS)
+#define MANY_ROWS FIXED_ROWS
 #endif
 
 /* The weights of one step of a group, for one vector of outputs: four bytes a lane. */
