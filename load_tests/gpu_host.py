@@ -38,6 +38,7 @@ class NoModel:
 
     block_size = TritonAttention.block_size
     keeps_tables = TritonAttention.keeps_tables
+    samples_on_device = True
     device = torch.device("cpu")
     vocab_size = VOCAB
 
@@ -59,7 +60,7 @@ class NoModel:
         self._backend.build(batch)
         return torch.zeros(input_ids.shape[0], 1)
 
-    def sample(self, hidden: Tensor, rows: SamplingRows, history: Tensor) -> sampling.Drawn:
+    def sample(self, hidden: Tensor, rows: SamplingRows, history: Tensor | None) -> sampling.Drawn:
         """Zeros; what is copied to the device for them has been made."""
         return sampling.sample_plain(
             hidden, rows.parameters, lambda hidden, params: torch.zeros(len(hidden), dtype=torch.int64)
