@@ -138,6 +138,19 @@ def test_a_token_is_sampled_after_the_last_one_and_after_each_draft() -> None:
     assert sampling.parameters[:3, 4].tolist() == expected.tolist()
 
 
+def test_hidden_states_are_wanted_where_something_is_made_of_them() -> None:
+    batch = InputBatch(max_num_seqs=5, max_model_len=12, block_size=BLOCK)
+    starts = [start(slot, range(4), (slot + 1,), 4) for slot in range(5)]
+    starts[3] = replace(starts[3], params=SamplingParams(prompt_logprobs=0))
+    starts[4] = replace(starts[4], params=SamplingParams.for_embedding("mean"))
+    parts = [row(slot, 0, 2)._replace(samples=False) for slot in (1, 3, 4)]
+    batch.apply(step([row(0, 0, 4), *parts, row(2, 3, 1)], starts))
+    wanted = batch.pack([row(0, 0, 4), *parts, row(2, 3, 1)]).wanted()
+    assert wanted is not None
+    assert wanted.tolist() == [False, False, False, True, False, False, True, True, True, True, True]
+    assert batch.pack([row(0, 3, 1), row(2, 3, 1)]).wanted() is None
+
+
 @pytest.mark.parametrize(
     ("fields", "plain"),
     [
