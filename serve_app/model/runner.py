@@ -149,10 +149,10 @@ class ModelRunner:
         if len(rows.tokens) < len(hidden):
             with one_thread():
                 hidden = hidden[to_device(rows.tokens, hidden.device)]
-        if self._memory is None:
-            return self.model.sample(hidden, rows, None)
-        sampled = self.model.sample(hidden, rows, self._memory.history)
-        self._memory.note(rows, sampled.token_ids)
+        memory = self._memory
+        sampled = self.model.sample(hidden, rows, None if memory is None else memory.history)
+        if memory is not None:
+            memory.note(rows, sampled.token_ids)
         return sampled
 
     def _resolve(
