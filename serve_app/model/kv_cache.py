@@ -4,6 +4,7 @@ Which request owns a block is the scheduler's business; the layout inside a bloc
 """
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import numpy as np
 import torch
@@ -11,7 +12,7 @@ import torch
 from serve_app.core.step_plan import BlockCopy
 from serve_app.errors import ConfigError
 from serve_app.model.attention.base import AttentionBackend, AttentionLayer
-from serve_app.model.cpu.pages import populate
+from serve_app.model.cpu.pages import Prefault
 from serve_app.model.transfer import to_device
 
 
@@ -32,8 +33,9 @@ class KVCache:
             self.layers = [backend.allocate(layer, num_blocks, dtype, device) for layer in layers]
         except (RuntimeError, MemoryError) as error:
             raise ConfigError(f"cannot allocate a KV pool of {num_blocks} blocks on {device}: {error}") from error
-        if device.type == "cpu":
-            populate([pool for layer in self.layers for pool in layer])
+        pools = [pool for layer in self.layers for pool in layer]
+        self.in_use: AbstractContextManager[None] = Prefault(pools) if device.type == "cpu" else nullcontext()
+        """Around each step."""
         self._block_dim = backend.block_dim
 
     def copy_blocks(self, copies: Sequence[BlockCopy]) -> None:

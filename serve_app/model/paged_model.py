@@ -128,8 +128,8 @@ class PagedModel:
     def forward(self, input_ids: Tensor, positions: Tensor, batch: AttentionBatch) -> Tensor:
         """Hidden states [T, hidden] of the packed tokens (input_ids, positions: int64 [T]); their keys and values
         are written into the pool on the way."""
-        self._allocated()
-        return self.executor.forward(input_ids, positions, batch)
+        with self._allocated().in_use:
+            return self.executor.forward(input_ids, positions, batch)
 
     @torch.inference_mode()
     def compute_logits(self, hidden: Tensor) -> Tensor:

@@ -1,6 +1,7 @@
-"""Zeroed memory for a KV pool, which the system gives when it is written to, or in the background.
+"""Zeroed memory for a KV pool, which the system gives when it is written to, or beforehand while the model is idle.
 
-To write a gigabyte takes a second of a start, in which nothing else of the pool is needed.
+To write a gigabyte takes a second of a start, in which nothing else of the pool is needed; on virtual machines whose
+memory comes from their host as late, more than two.
 """
 
 import ctypes
@@ -8,6 +9,8 @@ import math
 import mmap
 import os
 import threading
+import time
+import weakref
 from collections.abc import Sequence
 
 import numpy as np
@@ -18,6 +21,8 @@ _MADV_POPULATE_WRITE = 23
 _LEAST_PRIORITY = 19
 _AT_ONCE = 2**21
 """Bytes; a huge page. Meanwhile nobody else in the process can map memory."""
+_IDLE_S = 0.05
+"""So long after a step the next one is not expected."""
 
 
 def lazy_zeros(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -27,20 +32,51 @@ def lazy_zeros(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     return torch.from_numpy(memory).view(dtype).view(*shape)
 
 
-def populate(tensors: Sequence[Tensor]) -> None:
-    """Have the system give all their memory, in a thread of its own; what is in it stays as it is."""
-    threading.Thread(target=_populate, args=(list(tensors),), name="populate", daemon=True).start()
+class Prefault:
+    """Has the system give all memory of some tensors, in a thread of its own; what is in them stays as it is.
+
+    A context manager around each use of the tensors: between two that follow each other closely nothing is given, as
+    it would cost the second one more than the memory it needs.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self._switches = 0
+        """Ends and beginnings of uses: odd during one."""
+        # Weak: a pool is dropped to make room for the next one.
+        sizes = [(weakref.ref(tensor), tensor.nbytes) for tensor in tensors]
+        self.thread = threading.Thread(target=self._run, args=(sizes,), name="prefault", daemon=True)
+        self.thread.start()
+
+    def __enter__(self) -> None:
+        self._switches += 1
+
+    def __exit__(self, *_: object) -> None:
+        self._switches += 1
+
+    def _run(self, tensors: Sequence[tuple["weakref.ref[Tensor]", int]]) -> None:
+        # Linux's threads each have their own: whoever else works comes first.
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LEAST_PRIORITY)
+        libc = ctypes.CDLL(None)
+        libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+        seen = self._switches
+        # Those parts first that are used first: the beginnings of all tensors.
+        for offset in range(0, max(size for _, size in tensors), _AT_ONCE):
+            for tensor, size in tensors:
+                while seen % 2 or seen != self._switches:
+                    seen = self._switches
+                    time.sleep(_IDLE_S)
+                if offset < size and not _populate(libc, tensor(), offset):
+                    return
 
 
-def _populate(tensors: list[Tensor]) -> None:
-    # Linux's threads each have their own: steps come first.
-    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LEAST_PRIORITY)
-    libc = ctypes.CDLL(None)
-    libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-    for tensor in tensors:
-        first = -(-tensor.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
-        end = (tensor.data_ptr() + tensor.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
-        for start in range(first, end, _AT_ONCE):
-            # Linux before 5.14 refuses, and gives the memory when it is written to.
-            if libc.madvise(start, min(_AT_ONCE, end - start), _MADV_POPULATE_WRITE):
-                return
+def _populate(libc: ctypes.CDLL, tensor: Tensor | None, offset: int) -> bool:
+    """The part of `tensor` that begins at byte `offset`. False where it is gone, or the system can't.
+
+    Linux before 5.14 can't, and gives the memory when it is written to.
+    """
+    if tensor is None:
+        return False
+    page = mmap.PAGESIZE
+    first = -(-(tensor.data_ptr() + offset) // page) * page
+    end = min(first + _AT_ONCE, (tensor.data_ptr() + tensor.nbytes) // page * page)
+    return end <= first or libc.madvise(first, end - first, _MADV_POPULATE_WRITE) == 0
