@@ -204,36 +204,56 @@ static uint64_t key_of(float value, int64_t index) {
 /* Of a row with an infinity or a NaN. */
 static const uint64_t NOT_FINITE = UINT64_MAX;
 
+/* A row's largest output so far among those of a chunk. */
+struct best {
+    float value;
+    uint64_t key;
+};
+
+/* Of one panel's first `left` outputs, from output `first` on. */
+static void take_larger(const float *row, int64_t first, int64_t left, struct best *best) {
+    for (int i = 0; i < PANEL && i < left; i++) {
+        if (!(row[i] > best->value)) continue;
+        best->value = row[i];
+        if (best->key != NOT_FINITE) best->key = key_of(row[i], first + i);
+    }
+}
+
+/* Zero where all lanes are finite, else NaN. */
+static inline vec oddness(const float *row) {
+    const vec a = load(row), b = load(row + LANES);
+    return (a - a) + (b - b);
+}
+
 static void largest_chunk(const void *argument, int chunk, int thread) {
     (void)thread;
     const struct largest *job = argument;
     const struct part part = part_of(&job->product, chunk);
+    const int rows = part.end - part.row;
     float out[ROW_BLOCK * PANEL] __attribute__((aligned(64)));
-    float best[ROW_BLOCK];
-    uint64_t keys[ROW_BLOCK] = {0};
-    for (int r = 0; r < part.end - part.row; r++) best[r] = -INFINITY;
+    struct best best[ROW_BLOCK];
+    for (int r = 0; r < rows; r++) best[r] = (struct best){-INFINITY, 0};
     begin_tiles();
     for (int n = part.first; n < part.last; n++) {
-        const int64_t left = job->count - (int64_t)n * PANEL;
+        const int64_t first = (int64_t)n * PANEL;
+        vec odd = splat(0.0f);
         one_panel(&job->product, part.row, part.end, n, out);
-        for (int r = 0; r < part.end - part.row; r++) {
+        for (int r = 0; r < rows; r++) {
             const float *row = out + r * PANEL;
-            const vec a = load(row), b = load(row + LANES);
-            /* The differences are zero, or NaN. Few panels have a new largest. */
-            const float odd = reduce_add((a - a) + (b - b));
-            if (reduce_max(maximum(a, b)) <= best[r] && odd == 0) continue;
-            for (int i = 0; i < PANEL && i < left; i++) {
-                if (row[i] - row[i] != 0) keys[r] = NOT_FINITE;
-                if (!(row[i] > best[r])) continue;
-                best[r] = row[i];
-                if (keys[r] != NOT_FINITE) keys[r] = key_of(row[i], (int64_t)n * PANEL + i);
-            }
+            odd = odd + oddness(row);
+            /* Few panels have a new largest. */
+            if (any_above(maximum(load(row), load(row + LANES)), best[r].value))
+                take_larger(row, first, job->count - first, best + r);
         }
+        if (reduce_add(odd) == 0) continue;
+        for (int r = 0; r < rows; r++)
+            if (reduce_add(oddness(out + r * PANEL)) != 0) best[r].key = NOT_FINITE;
     }
     end_tiles();
-    for (int r = part.row; r < part.end; r++) {
-        uint64_t known = atomic_load(&job->keys[r]);
-        while (known < keys[r - part.row] && !atomic_compare_exchange_weak(&job->keys[r], &known, keys[r - part.row]))
+    for (int r = 0; r < rows; r++) {
+        uint64_t known = atomic_load(&job->keys[part.row + r]);
+        while (known < best[r].key &&
+               !atomic_compare_exchange_weak(&job->keys[part.row + r], &known, best[r].key))
             ;
     }
 }

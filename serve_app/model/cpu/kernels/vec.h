@@ -111,6 +111,19 @@ static inline vec maximum(vec a, vec b) {
 #endif
 }
 
+/* Whether a lane is. */
+static inline int any_above(vec value, float limit) {
+#if defined(BUILD_AVX512)
+    return _mm512_cmp_ps_mask((__m512)value, (__m512)splat(limit), _CMP_GT_OQ) != 0;
+#elif defined(BUILD_AVX2)
+    return _mm256_movemask_ps(_mm256_cmp_ps((__m256)value, (__m256)splat(limit), _CMP_GT_OQ)) != 0;
+#else
+    for (int i = 0; i < LANES; i++)
+        if (value[i] > limit) return 1;
+    return 0;
+#endif
+}
+
 static inline vec absolute(vec a) { return (vec)((ivec)a & 0x7fffffff); }
 
 static inline vec to_float(ivec value) { return __builtin_convertvector(value, vec); }
@@ -176,11 +189,6 @@ static inline vec store_pairs(uint16_t *to, vec first, vec second, vec total) {
     const __m512bh pairs = _mm512_cvtne2ps_pbh((__m512)second, (__m512)first);
     _mm512_storeu_si512(to, (__m512i)pairs);
     return dot2(total, (ivec)pairs, (ivec)_mm512_set1_epi32(0x3f803f80)); /* times 1 */
-}
-
-/* Whether a lane is. */
-static inline int any_above(vec value, float limit) {
-    return _mm512_cmp_ps_mask((__m512)value, (__m512)splat(limit), _CMP_GT_OQ) != 0;
 }
 
 /* Rounded, into the first or second of each pair. The others are not touched: another thread may be writing them. */
