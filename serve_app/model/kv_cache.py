@@ -11,7 +11,7 @@ import torch
 
 from serve_app.core.step_plan import BlockCopy
 from serve_app.errors import ConfigError
-from serve_app.model.attention.base import AttentionBackend, AttentionLayer
+from serve_app.model.attention.base import SCALE_BYTES, AttentionBackend, AttentionLayer
 from serve_app.model.cpu.pages import Prefault
 from serve_app.model.transfer import to_device
 
@@ -55,4 +55,5 @@ class KVCache:
 def bytes_per_block(layers: Sequence[AttentionLayer], block_size: int, dtype: torch.dtype) -> int:
     """Memory of one block over all layers, in bytes."""
     values = sum(layer.num_kv_heads * (layer.head_dim + layer.value_dim) for layer in layers)
-    return values * block_size * dtype.itemsize
+    scales = sum(layer.num_kv_heads for layer in layers) * 2 * SCALE_BYTES if dtype == torch.int8 else 0
+    return (values * dtype.itemsize + scales) * block_size

@@ -66,6 +66,10 @@ class AttentionLayer:
     softcap: float | None = None
 
 
+SCALE_BYTES = 4
+"""Of each head's key or value in int8."""
+
+
 class LayerCache(NamedTuple):
     """Keys and values of one layer, every block of the pool."""
 

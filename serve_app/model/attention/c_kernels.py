@@ -5,7 +5,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from serve_app.model.attention.base import AttentionBatch, AttentionLayer, LayerCache
+from serve_app.model.attention.base import SCALE_BYTES, AttentionBatch, AttentionLayer, LayerCache
 from serve_app.model.cpu.ops import PAGE, Batch, Kernels
 from serve_app.model.cpu.pages import lazy_zeros
 
@@ -30,9 +30,13 @@ class CKernelAttention:
         """Zeroed pool for one layer. Raises ValueError for what the kernel cannot do."""
         if unsupported := unsupported_by_kernels(layer):
             raise ValueError(unsupported)
-        if dtype not in (torch.float32, self._kernels.narrow_cache) or device.type != "cpu":
+        kernels = self._kernels
+        if dtype not in (torch.float32, kernels.narrow_cache, kernels.smallest_cache) or device.type != "cpu":
             raise ValueError(f"no {dtype} on {device}")
         shape = (num_blocks, layer.num_kv_heads)
+        if dtype == torch.int8:
+            page = self.block_size * (layer.head_dim + SCALE_BYTES)
+            return LayerCache(lazy_zeros((*shape, page), dtype), lazy_zeros((*shape, page), dtype))
         return LayerCache(
             lazy_zeros((*shape, layer.head_dim, self.block_size), dtype),
             lazy_zeros((*shape, self.block_size, layer.head_dim), dtype),

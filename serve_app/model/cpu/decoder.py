@@ -82,7 +82,7 @@ class CpuDecoder:
     ) -> None:
         _check(model)
         self.backend = CKernelAttention(kernels)
-        self.cache_dtype = torch.float32 if arithmetic is Arithmetic.EXACT else kernels.narrow_cache
+        self.cache_dtype = _cache_dtype(kernels, model, arithmetic)
         self._kernels = kernels
         self._arithmetic = arithmetic
         packing = _Packing(kernels, parameters or ModuleParameters(), arithmetic)
@@ -186,6 +186,15 @@ class CpuDecoder:
             sin=model.sin.data_ptr(),
             layers=ctypes.cast(self._layers, ctypes.POINTER(LayerStruct)),
         )
+
+
+def _cache_dtype(kernels: Kernels, model: Llama, arithmetic: Arithmetic) -> torch.dtype:
+    if arithmetic is Arithmetic.EXACT:
+        return torch.float32
+    # A bias makes some dimensions of all keys so large that one scale leaves nothing of the others (Qwen 2).
+    if arithmetic is Arithmetic.INT8 and not any(layer.qkv.biases for layer in model.layers):
+        return kernels.smallest_cache
+    return kernels.narrow_cache
 
 
 class _Packing:

@@ -25,7 +25,7 @@ GROUP = 32
 """Inputs that share a scale in the 8- and 4-bit formats."""
 PAGE = 16
 """Tokens per KV block."""
-CACHE_FORMATS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
+CACHE_FORMATS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2, torch.int8: 3}
 """`enum cache_format` by the dtype of keys and values."""
 
 
@@ -198,9 +198,11 @@ class Kernels:
         """Names the sources, the compiler and the flags."""
         self._library = library
         self.panel: int = self._library.weight_panel()
-        narrow = self._library.narrow_cache()
-        self.narrow_cache = next(dtype for dtype, format in CACHE_FORMATS.items() if format == narrow)
+        dtypes = {format: dtype for dtype, format in CACHE_FORMATS.items()}
+        self.narrow_cache = dtypes[self._library.narrow_cache()]
         """In which a KV cache is half as large."""
+        self.smallest_cache = dtypes[self._library.smallest_cache()]
+        """Where keys and values may be rounded to 8 bits; the same where those have no fast products."""
         self.multiplies_bfloat16 = self.narrow_cache == torch.bfloat16
         self.has_tiles = build == "amx"
         self._pool: int | None = None
@@ -358,6 +360,7 @@ def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
     signatures: dict[str, tuple[Any, list[Any]]] = {
         "build_allowed": (c_int64, []),
         "narrow_cache": (c_int64, []),
+        "smallest_cache": (c_int64, []),
         "weight_panel": (c_int64, []),
         "weight_panel_bytes": (c_int64, [c_int64, c_int64]),
         "weight_block": (c_int64, [c_int64]),

@@ -8,7 +8,7 @@ void test_exponential(const float *x, int count, float *out) {
 
 /* Returns whether this build has it. */
 int test_rough_exponential2(const float *x, int count, float *out) {
-#if defined(BUILD_BF16)
+#if defined(BUILD_AVX512)
     for (int i = 0; i < count; i += LANES) store(out + i, rough_exponential2(load(x + i)));
     return 1;
 #else
@@ -22,6 +22,17 @@ void test_rms_norm(const float *x, const float *weight, float eps, int count, fl
 }
 
 void test_rotate(float *head, const float *cos, const float *sin, int half) { rotate(head, cos, sin, half); }
+
+/* Returns whether this build has it. */
+int test_spread(float *head, int head_dim) {
+#if defined(BUILD_AVX512)
+    spread(head, head_dim);
+    return 1;
+#else
+    (void)head, (void)head_dim;
+    return 0;
+#endif
+}
 
 void test_gated(const float *gate, const float *up, int activation, int count, float *out) {
     gated(gate, up, activation, count, out);

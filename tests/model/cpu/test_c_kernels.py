@@ -3,11 +3,12 @@
 import pytest
 import torch
 
-from serve_app.model.attention.base import AttentionBatch, AttentionLayer, block_matrix
+from serve_app.model.attention.base import AttentionBatch, AttentionLayer, LayerCache, block_matrix
 from serve_app.model.attention.c_kernels import CKernelAttention
 from serve_app.model.attention.reference import ReferenceAttention
 from serve_app.model.attention.verification import verify_backend
 from serve_app.model.cpu.ops import Kernels
+from serve_app.model.kv_cache import bytes_per_block
 
 CPU = torch.device("cpu")
 LAYERS = {
@@ -21,7 +22,21 @@ LAYERS = {
     "window": AttentionLayer(4, 2, 64, 64, 0.125, sliding_window=7),
     "window of rounds": AttentionLayer(4, 2, 64, 64, 0.125, sliding_window=130),
 }
-TOLERANCES = {torch.float32: 1e-5, torch.float16: 5e-3, torch.bfloat16: 4e-2}
+TOLERANCES = {torch.float32: 1e-5, torch.float16: 5e-3, torch.bfloat16: 4e-2, torch.int8: 6e-2}
+
+
+def poison(cache: LayerCache) -> None:
+    """What no token of the sequence has written must not be used."""
+    for pool in cache:
+        if pool.dtype != torch.int8:
+            pool.fill_(torch.nan)
+    if cache.key.dtype == torch.int8:
+        cache.key.fill_(-1)  # also the scales, which are NaN then
+        cache.value.fill_(0x7E)  # whose scales are always finite: these are 8e37
+
+
+def cache_dtypes(kernels: Kernels) -> dict[str, torch.dtype]:
+    return {"float32": torch.float32, "narrow": kernels.narrow_cache, "smallest": kernels.smallest_cache}
 
 
 def run(
@@ -35,8 +50,7 @@ def run(
     dtypes = (dtype, torch.float32)
     caches = [backend.allocate(layer, num_blocks, d, CPU) for backend, d in zip(backends, dtypes, strict=True)]
     for cache in caches:
-        for pool in cache:
-            pool.fill_(float("nan"))
+        poison(cache)
     sequences = sorted({sequence for step in steps for sequence, _ in step})
     tables = {sequence: order[index :: len(sequences)].tolist() for index, sequence in enumerate(sequences)}
     results = []
@@ -66,12 +80,19 @@ STEPS = [[(0, 70), (1, 5)], [(1, 1), (0, 1), (2, 150)], [(0, 200), (2, 1), (1, 1
 
 
 @pytest.mark.parametrize("layer", LAYERS.values(), ids=LAYERS)
-@pytest.mark.parametrize("narrow", [False, True], ids=["float32", "narrow"])
-def test_agrees_with_the_reference(kernels: Kernels, layer: AttentionLayer, narrow: bool, threads: None) -> None:
-    dtype = kernels.narrow_cache if narrow else torch.float32
+@pytest.mark.parametrize("size", ["float32", "narrow", "smallest"])
+def test_agrees_with_the_reference(kernels: Kernels, layer: AttentionLayer, size: str, threads: None) -> None:
+    dtype = cache_dtypes(kernels)[size]
     for step in run(kernels, layer, dtype, STEPS):
         for got, expected in step:
             torch.testing.assert_close(got, expected, rtol=0, atol=TOLERANCES[dtype])
+
+
+@pytest.mark.parametrize("size", ["float32", "narrow", "smallest"])
+def test_size_is_what_is_allocated(kernels: Kernels, size: str) -> None:
+    backend, dtype, layers = CKernelAttention(kernels), cache_dtypes(kernels)[size], list(LAYERS.values())
+    pools = [pool for layer in layers for pool in backend.allocate(layer, 5, dtype, CPU)]
+    assert sum(pool.nbytes for pool in pools) == 5 * bytes_per_block(layers, backend.block_size, dtype)
 
 
 def test_the_probe_of_backends_accepts_it(kernels: Kernels) -> None:
@@ -84,6 +105,22 @@ def test_large_scores_and_equal_scores(kernels: Kernels) -> None:
         for step in run(kernels, AttentionLayer(4, 2, 32, 32, scale), torch.float32, STEPS):
             for got, expected in step:
                 torch.testing.assert_close(got, expected, rtol=0, atol=tolerance)
+
+
+@pytest.mark.parametrize("size", ["float32", "narrow", "smallest"])
+@pytest.mark.parametrize("of", ["query", "key", "value"])
+def test_what_is_no_number_is_not_hidden(kernels: Kernels, size: str, of: str) -> None:
+    """From those that see it; other kv heads do not."""
+    layer, backend, tokens, where = LAYERS["gqa"], CKernelAttention(kernels), 70, 66
+    cache = backend.allocate(layer, 6, cache_dtypes(kernels)[size], CPU)
+    heads = {"query": 9, "key": 3, "value": 3}
+    tensors = {name: torch.randn(count, tokens, 64) for name, count in heads.items()}
+    tensors[of][0, where, 5] = torch.nan
+    batch = AttentionBatch([0, tokens], [tokens], block_matrix([range(1, 6)]), torch.arange(16, 16 + tokens))
+    finite = backend.forward(layer, *tensors.values(), cache, backend.build(batch)).isfinite().all(-1)
+    seen = slice(where, where + 1) if of == "query" else slice(where, tokens)
+    assert not finite[seen, 0].any()
+    assert finite[:, 3:].all()
 
 
 def test_keys_too_large_for_half_precision_stay_finite(kernels: Kernels) -> None:

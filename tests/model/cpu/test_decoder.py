@@ -11,7 +11,7 @@ from serve_app.model.cpu.ops import Kernels
 from serve_app.model.executors import cpu
 from serve_app.model.paged_model import PagedModel
 from tests.model.stepping import Sequences, random_tokens
-from tests.models import KERNEL_MODES, VOCAB_SIZE, in_mode
+from tests.models import KERNEL_MODES, VOCAB_SIZE, in_mode, tiny_model
 
 
 def llama(layers: int, **shape: int) -> Any:
@@ -77,3 +77,11 @@ def test_wanted_tokens_have_the_bits_they_have_when_all_are(
         logits = torch.cat([*sequences.step(prompts, wanted).values()])
         assert torch.equal(logits[wanted], expected[wanted])
         assert all(torch.equal(row, after[i]) for i, row in sequences.step(following).items())
+
+
+def test_keys_are_rounded_to_bytes_where_no_bias_makes_some_of_them_large(
+    kernels: Kernels, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for arch, dtype in (("llama", kernels.smallest_cache), ("qwen2", kernels.narrow_cache)):
+        module = tiny_model(arch, torch.float32)
+        assert in_mode_of(kernels, "int8", module, monkeypatch).cache_dtype == dtype

@@ -1,7 +1,7 @@
 /* Causal attention over the paged KV cache.
  *
  * One layer's cache, for blocks of PAGE tokens, in floats or narrow: in half precision or, where the machine multiplies
- * pairs of them, in bfloat16:
+ * pairs of them, in bfloat16; or in bytes (see byte_attention.h):
  *   keys    [blocks][kv_heads][head_dim][PAGE]   transposed, so that a vector holds one dimension of many keys
  *   values  [blocks][kv_heads][PAGE][head_dim]
  * In bfloat16 two dimensions of a key and two values of a dimension stand side by side; queries and weights are rounded
@@ -22,6 +22,7 @@
 #define SERVE_APP_ATTENTION_H
 
 #include "amx_attention.h"
+#include "byte_attention.h"
 #include "threads.h"
 
 /* The ragged batch; see AttentionBatch in attention/base.py. */
@@ -69,12 +70,12 @@ static void find_pages(const struct attend *job, const struct task *task, int ba
     const struct attention *layer = job->layer;
     const int32_t *blocks = job->batch->blocks + task->sequence * job->batch->table_width;
     const int last_page = last_position(job, task) / PAGE;
-    const int64_t size = (int64_t)PAGE * layer->head_dim;
+    const int64_t size = page_bytes(layer);
     for (int page = 0; page < PAGES; page++) {
         const int wanted = base / PAGE + page, found = wanted < last_page ? wanted : last_page;
-        const int64_t index = (int64_t)blocks[found] * layer->num_kv_heads + task->head;
-        keys[page] = page_of(job->keys, index, size, layer->cache);
-        values[page] = page_of(job->values, index, size, layer->cache);
+        const int64_t at = ((int64_t)blocks[found] * layer->num_kv_heads + task->head) * size;
+        keys[page] = (const char *)job->keys + at;
+        values[page] = (const char *)job->values + at;
     }
 }
 
@@ -88,6 +89,24 @@ static void find_next_pages(const struct attend *job, const struct task *task, i
         find_pages(job, next, first_base(job, next), keys, values);
     else
         find_pages(job, task, base, keys, values);
+}
+
+static void attend_rows(int rows, const struct attention *layer, const struct rows *all, int row, int base, int count,
+                        const struct round *now) {
+#if defined(BUILD_AVX512)
+#define BYTES(n) if (layer->cache == CACHE_BYTES) attend_byte_round(n, layer, all, row, base, count, now); else
+#else
+#define BYTES(n)
+#endif
+#define CASE(n) \
+    case n: \
+        BYTES(n) \
+        if (layer->cache == CACHE_FLOAT) attend_round(n, CACHE_FLOAT, layer, all, row, base, count, now); \
+        else attend_round(n, CACHE_NARROW, layer, all, row, base, count, now); \
+        break;
+    switch (rows) { CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) }
+#undef CASE
+#undef BYTES
 }
 
 /* All rows of a task with the keys of one round. */
@@ -116,6 +135,12 @@ static void task_round(const struct attend *job, const struct task *task, const 
 /* One query as the products with keys take it, at its place in `queries`. */
 static void put_query(const struct attention *layer, const float *query, int row, float *queries) {
     const vec scale = splat(layer->scale * score_unit(layer->cache));
+#if defined(BUILD_AVX512)
+    if (layer->cache == CACHE_BYTES) {
+        put_byte_query(layer, query, row % ROWS, queries + row / ROWS * ROWS * layer->head_dim);
+        return;
+    }
+#endif
     if (in_tiles(layer)) {
         float *to = queries + row / TILE_ROWS * TILE_ROWS * layer->head_dim / 2 + row % TILE_ROWS * 16;
         for (int i = 0; i < layer->head_dim; i += LANES)
@@ -202,11 +227,16 @@ static void write_cache(const struct attention *layer, const float *key, const f
                         void *values) {
     const int dim = layer->head_dim;
     for (int head = 0; head < layer->num_kv_heads; head++, key += dim, value += dim) {
-        const int64_t page = (slot / PAGE * layer->num_kv_heads + head) * PAGE * dim, offset = slot % PAGE;
+        const int64_t page = (slot / PAGE * layer->num_kv_heads + head) * page_bytes(layer), offset = slot % PAGE;
+        void *key_page = (char *)keys + page, *value_page = (char *)values + page;
         if (layer->cache == CACHE_FLOAT)
-            write_float(layer, key, value, offset, (float *)keys + page, (float *)values + page);
+            write_float(layer, key, value, offset, key_page, value_page);
+        else if (layer->cache == CACHE_NARROW)
+            write_narrow(layer, key, value, offset, key_page, value_page);
+#if defined(BUILD_AVX512)
         else
-            write_narrow(layer, key, value, offset, (uint16_t *)keys + page, (uint16_t *)values + page);
+            write_bytes(dim, key, value, (int)offset, key_page, value_page);
+#endif
     }
 }
 

@@ -25,7 +25,7 @@ enum {
     TASK_ROWS = TILES ? 192 : 96, /* rows of a task, unless a single query has more */
 };
 
-enum cache_format { CACHE_FLOAT, CACHE_HALF, CACHE_BF16 };
+enum cache_format { CACHE_FLOAT, CACHE_HALF, CACHE_BF16, CACHE_BYTES };
 
 #if defined(BUILD_BF16)
 #define CACHE_NARROW CACHE_BF16
@@ -33,8 +33,16 @@ enum cache_format { CACHE_FLOAT, CACHE_HALF, CACHE_BF16 };
 #define CACHE_NARROW CACHE_HALF
 #endif
 
-/* This build computes with this one and with floats. */
+#if defined(BUILD_AVX512) && !defined(BUILD_AMX)
+#define CACHE_SMALLEST CACHE_BYTES
+#else
+#define CACHE_SMALLEST CACHE_NARROW /* which is faster in tiles, and where bytes have no fast products */
+#endif
+
+/* This build computes with floats, this format, */
 int64_t narrow_cache(void) { return CACHE_NARROW; }
+/* and this one, where queries, keys and values may be rounded to bytes. */
+int64_t smallest_cache(void) { return CACHE_SMALLEST; }
 
 struct attention {
     int num_heads, num_kv_heads, head_dim;
@@ -99,7 +107,14 @@ static struct rows rows_in(float *scratch, int num_rows, int head_dim) {
     return rows;
 }
 
-SPECIALIZED int number_bytes(const int format) { return format == CACHE_FLOAT ? 4 : 2; }
+SPECIALIZED int number_bytes(const int format) {
+    return format == CACHE_FLOAT ? 4 : format == CACHE_BYTES ? 1 : 2;
+}
+
+/* Of the keys or values of one head; of bytes with their scales. */
+static int64_t page_bytes(const struct attention *layer) {
+    return PAGE * (layer->head_dim * number_bytes(layer->cache) + (layer->cache == CACHE_BYTES ? 4 : 0));
+}
 
 /* Numbers of one row or column of the products that stand side by side in the cache, to be multiplied at once. */
 SPECIALIZED int together(const int format) { return format == CACHE_BF16 ? 2 : 1; }
@@ -107,10 +122,6 @@ SPECIALIZED int together(const int format) { return format == CACHE_BF16 ? 2 : 1
 /* A vector's worth of numbers, or of pairs of them. */
 SPECIALIZED vec load_cache(const char *cache, const int format) {
     return format == CACHE_HALF ? load_half((const uint16_t *)cache) : load((const float *)cache);
-}
-
-SPECIALIZED const void *page_of(const void *cache, int64_t page, int64_t size, const int format) {
-    return (const char *)cache + page * size * number_bytes(format);
 }
 
 /* So many bytes from memory into the first cache. Returns where they end. */
@@ -219,12 +230,12 @@ SPECIALIZED vec store_factor(float *row, int at, vec value, const int format) {
 }
 
 /* What scores are times, beside the layer's scale, and the function that makes weights of them. What is rounded to
- * bfloat16 afterwards needs no more than a rough one. */
-SPECIALIZED float score_unit(const int format) { return format == CACHE_BF16 ? 1.44269504f : 1.0f; }
+ * bfloat16 or bytes afterwards needs no more than a rough one. */
+SPECIALIZED float score_unit(const int format) { return format >= CACHE_BF16 ? 1.44269504f : 1.0f; }
 
 SPECIALIZED vec weight_of(vec score, const int format) {
-#if defined(BUILD_BF16)
-    if (format == CACHE_BF16) return rough_exponential2(score);
+#if defined(BUILD_AVX512)
+    if (format >= CACHE_BF16) return rough_exponential2(score);
 #endif
     (void)format;
     return exponential(score);
@@ -288,17 +299,6 @@ SPECIALIZED void attend_round(const int rows, const int format, const struct att
     for (; d + WIDTH * LANES <= dim; d += WIDTH * LANES)
         add_values(rows, WIDTH, format, all->score, dim, d, now, count, out);
     for (; d < dim; d += LANES) add_values(rows, 1, format, all->score, dim, d, now, count, out);
-}
-
-static void attend_rows(int rows, const struct attention *layer, const struct rows *all, int row, int base, int count,
-                        const struct round *now) {
-#define CASE(n) \
-    case n: \
-        if (layer->cache == CACHE_FLOAT) attend_round(n, CACHE_FLOAT, layer, all, row, base, count, now); \
-        else attend_round(n, CACHE_NARROW, layer, all, row, base, count, now); \
-        break;
-    switch (rows) { CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) }
-#undef CASE
 }
 
 #endif

@@ -37,6 +37,36 @@ static void rotate(float *head, const float *cos, const float *sin, int half) {
     }
 }
 
+#if defined(BUILD_AVX512)
+/* One head turned by Hadamard matrices of up to 64 numbers, divided by the root of their size: products of two heads stay
+ * what they are, but no number is much larger than the others, and bytes with one scale lose less (Ashkboos et al.,
+ * QuaRot, 2024). */
+static void spread(float *head, int head_dim) {
+    const int width = head_dim % 64 == 0 ? 4 : head_dim % 32 == 0 ? 2 : 1;
+    const ivec lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    const vec root = splat(width == 4 ? 0.125f : width == 2 ? 0.17677669f : 0.25f);
+    for (float *x = head; x < head + head_dim; x += width * LANES) {
+        vec part[4];
+        for (int v = 0; v < width; v++) {
+            part[v] = load(x + v * LANES) * root;
+            UNROLL
+            for (int apart = 1; apart < LANES; apart *= 2) {
+                const vec sign = choose((lane & apart) == 0, splat(1.0f), splat(-1.0f));
+                part[v] = fma_(part[v], sign, __builtin_shuffle(part[v], lane ^ apart));
+            }
+        }
+        for (int apart = 1; apart < width; apart *= 2)
+            for (int v = 0; v < width; v++) {
+                if (v & apart) continue;
+                const vec a = part[v], b = part[v + apart];
+                part[v] = a + b;
+                part[v + apart] = a - b;
+            }
+        for (int v = 0; v < width; v++) store(x + v * LANES, part[v]);
+    }
+}
+#endif
+
 /* out = act(gate) * up. SiLU is x / (1 + e^-x); GELU in its tanh form is x / (1 + e^-2u) with
  * u = sqrt(2 / pi) (x + 0.044715 x^3). */
 static void gated(const float *gate, const float *up, int activation, int count, float *out) {

@@ -155,6 +155,9 @@ static void position_token(const void *argument, int t, int thread) {
         const float *norm = head < decoder->num_heads ? layer->query_norm : layer->key_norm;
         if (norm) rms_norm(qkv + head * dim, norm, decoder->eps, dim, qkv + head * dim);
         rotate(qkv + head * dim, decoder->cos + at, decoder->sin + at, decoder->rotary_half);
+#if defined(BUILD_AVX512)
+        if (decoder->cache == CACHE_BYTES) spread(qkv + head * dim, dim);
+#endif
     }
     write_cache(&step->attention, qkv + decoder->num_heads * dim, qkv + turned * dim, step->batch->slots[t],
                 layer->keys, layer->values);

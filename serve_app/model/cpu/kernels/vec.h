@@ -262,7 +262,7 @@ static inline vec exponential(vec x) {
     return choose(x < splat(-87.3f), splat(0.0f), p * power);
 }
 
-#if defined(BUILD_BF16)
+#if defined(BUILD_AVX512)
 /* 2^x with an error of 2^-17; exactly 0 below -126 (-inf included): Intel's processors need 60 ns for a result that is
  * too small to be normal. x = n + r with |r| <= 1/2: a polynomial of 2^r (Chebyshev's), times 2^n. */
 static inline vec rough_exponential2(vec x) {
@@ -275,6 +275,14 @@ static inline vec rough_exponential2(vec x) {
     p = fma_(p, r, splat(0.693124193f));
     p = fma_(p, r, splat(1.0f));
     return (vec)_mm512_maskz_scalef_ps(normal, (__m512)p, (__m512)n);
+}
+#endif
+
+#if defined(BUILD_AVX512)
+/* The lanes' lowest bytes into every fourth byte from `first` on. The others are not touched: another thread may be
+ * writing them. */
+static inline void store_every_fourth(uint8_t *to, int first, ivec value) {
+    _mm512_mask_storeu_epi8(to, 0x1111111111111111 << first, _mm512_slli_epi32((__m512i)value, 8 * (unsigned)first));
 }
 #endif
 

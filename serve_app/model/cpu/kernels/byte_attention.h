@@ -1,0 +1,199 @@
+/* attention_round.h's round in bytes: both products in integers.
+ *
+ * A key or value of one head is int8 numbers times a scale; a page of them is
+ *   keys    uint8 [head_dim / 4][PAGE][4], the numbers plus 128, then float scale[PAGE]
+ *   values  int8 [PAGE / 4][head_dim][4], then float scale[PAGE]
+ * Queries are rounded in the same way. A round's weights take the values' scales first, and are then bytes times a
+ * 255th of the largest of them: many small ones do not vanish beside a large one of another round. The softmax's sum
+ * has them unrounded.
+ *
+ * A value's scale is finite whatever its page held before, so that a weight of 0 hides it: a token that has a number
+ * which is none, in its key or value, gets the key's scale that is none.
+ */
+#ifndef SERVE_APP_BYTE_ATTENTION_H
+#define SERVE_APP_BYTE_ATTENTION_H
+
+#include "attention_round.h"
+
+#if defined(BUILD_AVX512)
+/* What a tile of queries has behind its words [head_dim / 4][ROWS]. */
+struct query_terms {
+    float scale[ROWS];
+    int32_t start[ROWS]; /* of its sums: what the keys' 128 add to them is taken off */
+};
+
+static struct query_terms *terms_of(float *tile, int head_dim) {
+    return (struct query_terms *)(tile + head_dim / 4 * ROWS);
+}
+
+/* The scale that makes the largest of `count` numbers 127; NaN where one is no number, or infinite. */
+static float byte_scale(const float *x, int count) {
+    vec largest = splat(0.0f), finite = splat(0.0f);
+    for (int i = 0; i < count; i += LANES) {
+        largest = maximum(absolute(load(x + i)), largest);
+        finite = finite + (load(x + i) - load(x + i));
+    }
+    return reduce_max(largest) / 127.0f + reduce_add(finite);
+}
+
+/* What is so small that the quotient would be infinite counts as zero. */
+static vec inverse_of(float scale) { return splat(scale > 0x1p-126f ? 1.0f / scale : 0.0f); }
+
+/* To the nearest integers, ties to even. */
+static inline ivec nearest(vec value) {
+    const vec magic = splat(0x1.8p23f);
+    return (ivec)(value + magic) - (ivec)magic;
+}
+
+/* One query, in row `row` of its tile. */
+static void put_byte_query(const struct attention *layer, const float *query, int row, float *tile) {
+    struct query_terms *terms = terms_of(tile, layer->head_dim);
+    const float scale = byte_scale(query, layer->head_dim);
+    const vec inverse = inverse_of(scale);
+    ivec sum = {0};
+    int8_t bytes[LANES];
+    for (int i = 0; i < layer->head_dim; i += LANES) {
+        const ivec numbers = nearest(load(query + i) * inverse);
+        sum += numbers;
+        store_bytes(bytes, numbers);
+        for (int k = 0; k < LANES; k += 4) memcpy(tile + (i + k) / 4 * ROWS + row, bytes + k, 4);
+    }
+    terms->scale[row] = scale * layer->scale * score_unit(CACHE_BYTES);
+    terms->start[row] = -128 * (int32_t)reduce_add(to_float(sum));
+}
+
+/* One token's key and value of one head into its place in their pages. Other threads may write other tokens' there. */
+static void write_bytes(int head_dim, const float *key, const float *value, int offset, uint8_t *keys,
+                        uint8_t *values) {
+    float key_scale = byte_scale(key, head_dim), value_scale = byte_scale(value, head_dim);
+    const vec key_inverse = inverse_of(key_scale), value_inverse = inverse_of(value_scale);
+    uint8_t bytes[LANES];
+    uint8_t *lines = values + offset / 4 * 4 * head_dim;
+    for (int i = 0; i < head_dim; i += LANES) {
+        store_bytes((int8_t *)bytes, nearest(load(key + i) * key_inverse) + 128);
+        for (int k = 0; k < LANES; k += 4) memcpy(keys + (i + k) * PAGE + 4 * offset, bytes + k, 4);
+        store_every_fourth(lines + 4 * i, offset % 4, nearest(load(value + i) * value_inverse));
+    }
+    if (value_scale - value_scale != 0) {
+        key_scale = value_scale - value_scale;
+        value_scale = 0.0f;
+    }
+    memcpy(keys + PAGE * head_dim + 4 * offset, &key_scale, 4);
+    memcpy(values + PAGE * head_dim + 4 * offset, &value_scale, 4);
+}
+
+/* As score_keys: of `width` pages from `first` on. */
+SPECIALIZED void score_byte_keys(const int rows, const int width, float *tile, int head_dim, const struct round *now,
+                                 int first, float *score) {
+    const struct query_terms *terms = terms_of(tile, head_dim);
+    const float *query = tile;
+    ivec total[ROWS][WIDTH];
+    UNROLL
+    for (int r = 0; r < rows; r++)
+        UNROLL
+        for (int v = 0; v < width; v++) total[r][v] = splat_bytes(terms->start + r);
+    int at = 0;
+    for (; at < PAGE * head_dim; at += 4 * PAGE, query += ROWS) {
+        ivec key[WIDTH];
+        UNROLL
+        for (int v = 0; v < width; v++) key[v] = (ivec)pinned((vec)load_int((const char *)now->keys[first + v] + at));
+        if (now->fetch)
+            UNROLL
+            for (int page = 0; page < PAGES; page++) __builtin_prefetch((const char *)now->next_keys[page] + at, 0, 3);
+        UNROLL
+        for (int r = 0; r < rows; r++) {
+            const ivec word = splat_bytes(query + r);
+            UNROLL
+            for (int v = 0; v < width; v++) total[r][v] = dot4(total[r][v], key[v], word);
+        }
+    }
+    UNROLL
+    for (int v = 0; v < width; v++) {
+        const vec scale = load((const float *)((const char *)now->keys[first + v] + at));
+        if (now->fetch) __builtin_prefetch((const char *)now->next_keys[first + v] + at, 0, 3);
+        UNROLL
+        for (int r = 0; r < rows; r++)
+            store(score + r * ROUND + (first + v) * PAGE, to_float(total[r][v]) * (scale * splat(terms->scale[r])));
+    }
+}
+
+/* As add_values: weights [rows][4 ROUND] in bytes times `unit`, for `width` vectors of dimensions from `dim` on. */
+SPECIALIZED void add_byte_values(const int rows, const int width, const float *weight, const float *unit, int head_dim,
+                                 int dim, const struct round *now, int count, float *out) {
+    ivec total[ROWS][WIDTH] = {0};
+    for (int page = 0; page * PAGE < count; page++) {
+        const int left = count - page * PAGE, line = 4 * head_dim;
+        const char *values = (const char *)now->values[page] + 4 * dim;
+        const int64_t next = (const char *)now->next_values[page] + 4 * dim - values;
+        const char *end = values + (left < PAGE ? (left + 3) / 4 : PAGE / 4) * line;
+        for (; values < end; values += line, weight++) {
+            ivec value[WIDTH];
+            UNROLL
+            for (int v = 0; v < width; v++) value[v] = (ivec)pinned((vec)load_int(values + 4 * LANES * v));
+            if (now->fetch) fetch_lines(values + next, width * 4 * LANES);
+            UNROLL
+            for (int r = 0; r < rows; r++) {
+                const ivec word = splat_bytes(weight + r * ROUND);
+                UNROLL
+                for (int v = 0; v < width; v++) total[r][v] = dot4(total[r][v], word, value[v]);
+            }
+        }
+        if (now->fetch && dim == 0)
+            __builtin_prefetch((const char *)now->next_values[page] + PAGE * head_dim, 0, 3);
+    }
+    UNROLL
+    for (int r = 0; r < rows; r++)
+        UNROLL
+        for (int v = 0; v < width; v++) {
+            float *to = out + r * head_dim + dim + v * LANES;
+            store(to, fma_(to_float(total[r][v]), splat(unit[r]), load(to)));
+        }
+}
+
+/* As soften, for `pages` pages. Returns the unit of the weights. */
+SPECIALIZED float soften_bytes(const int pages, const struct attention *layer, const struct rows *all, int row,
+                               const struct round *now, int base, float *score) {
+    hide_keys(layer, all, row, score, pages * PAGE, base);
+    vec weight[PAGES], best = load(score);
+    UNROLL
+    for (int p = 1; p < pages; p++) best = maximum(load(score + p * PAGE), best);
+    if (any_above(best, all->largest[row] + SLACK)) raise_largest(CACHE_BYTES, layer, all, row, reduce_max(best));
+    const vec maximum_now = splat(all->largest[row]);
+    vec total = load(all->sum + row * LANES), most = splat(0.0f);
+    UNROLL
+    for (int p = 0; p < pages; p++) {
+        weight[p] = weight_of(load(score + p * PAGE) - maximum_now, CACHE_BYTES);
+        total = total + weight[p];
+        weight[p] = weight[p] * load((const float *)((const char *)now->values[p] + PAGE * layer->head_dim));
+        most = maximum(weight[p], most);
+    }
+    store(all->sum + row * LANES, total);
+    const float unit = reduce_max(most) / 255.0f;
+    const vec inverse = inverse_of(unit);
+    UNROLL
+    for (int p = 0; p < pages; p++) store_bytes((int8_t *)score + p * PAGE, nearest(weight[p] * inverse));
+    return unit;
+}
+
+/* As attend_round. */
+SPECIALIZED void attend_byte_round(const int rows, const struct attention *layer, const struct rows *all, int row,
+                                   int base, int count, const struct round *now) {
+    const int dim = layer->head_dim, whole = count > ROUND / 2;
+    float *tile = all->query + row * dim, *out = all->out + row * dim, unit[ROWS];
+    if (whole) {
+        score_byte_keys(rows, PAGES, tile, dim, now, 0, all->score);
+        for (int r = 0; r < rows; r++)
+            unit[r] = soften_bytes(PAGES, layer, all, row + r, now, base, all->score + r * ROUND);
+    } else {
+        score_byte_keys(rows, PAGES / 2, tile, dim, now, 0, all->score);
+        for (int r = 0; r < rows; r++)
+            unit[r] = soften_bytes(PAGES / 2, layer, all, row + r, now, base, all->score + r * ROUND);
+    }
+    int d = 0;
+    for (; d + WIDTH * LANES <= dim; d += WIDTH * LANES)
+        add_byte_values(rows, WIDTH, all->score, unit, dim, d, now, count, out);
+    for (; d < dim; d += LANES) add_byte_values(rows, 1, all->score, unit, dim, d, now, count, out);
+}
+#endif
+
+#endif
