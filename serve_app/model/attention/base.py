@@ -67,7 +67,7 @@ class AttentionLayer:
 
 
 SCALE_BYTES = 4
-"""Of each head's key or value in int8."""
+"""Of the scale that one head's key or value in int8 has."""
 
 
 class LayerCache(NamedTuple):

@@ -5,7 +5,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from serve_app.model.attention.base import SCALE_BYTES, AttentionBatch, AttentionLayer, LayerCache
+from serve_app.model.attention.base import AttentionBatch, AttentionLayer, LayerCache
 from serve_app.model.cpu.ops import PAGE, Batch, Kernels
 from serve_app.model.cpu.pages import lazy_zeros
 
@@ -13,7 +13,8 @@ from serve_app.model.cpu.pages import lazy_zeros
 class CKernelAttention:
     """Caches are [num_blocks, num_kv_heads, head_dim, block_size] for keys (a vector holds one dimension of many
     keys) and [num_blocks, num_kv_heads, block_size, head_dim] for values, in float32 or narrow: float16 or, where the
-    processor multiplies it, bfloat16 (whose pairs `kernels/attention.h` arranges otherwise).
+    processor multiplies it, bfloat16 (whose pairs `kernels/attention.h` arranges otherwise). In int8 both are
+    [num_blocks, num_kv_heads, page_bytes], numbers and scales (`kernels/byte_attention.h`).
 
     No softcap; head_dim a multiple of 16, values as wide as keys.
     """
@@ -35,7 +36,7 @@ class CKernelAttention:
             raise ValueError(f"no {dtype} on {device}")
         shape = (num_blocks, layer.num_kv_heads)
         if dtype == torch.int8:
-            page = self.block_size * (layer.head_dim + SCALE_BYTES)
+            page = kernels.page_bytes(layer.head_dim, dtype)
             return LayerCache(lazy_zeros((*shape, page), dtype), lazy_zeros((*shape, page), dtype))
         return LayerCache(
             lazy_zeros((*shape, layer.head_dim, self.block_size), dtype),

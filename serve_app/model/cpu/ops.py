@@ -202,13 +202,17 @@ class Kernels:
         self.narrow_cache = dtypes[self._library.narrow_cache()]
         """In which a KV cache is half as large."""
         self.smallest_cache = dtypes[self._library.smallest_cache()]
-        """Where keys and values may be rounded to 8 bits; the same where those have no fast products."""
+        """Where keys and values may be rounded to 8 bits; the same in builds without attention in bytes."""
         self.multiplies_bfloat16 = self.narrow_cache == torch.bfloat16
         self.has_tiles = build == "amx"
         self._pool: int | None = None
         self._pool_threads = 0
         self._free_pool: weakref.finalize[Any, Any] | None = None
         self._memory = torch.empty(0, dtype=torch.uint8)
+
+    def page_bytes(self, head_dim: int, dtype: torch.dtype) -> int:
+        """Memory of one head's keys, or values, in a block of a cache in `dtype`."""
+        return int(self._library.cache_page_bytes(head_dim, CACHE_FORMATS[dtype]))
 
     def pack(self, matrices: Sequence[StoredMatrix], format: Format, *, exactly: bool) -> PackedPart | None:
         """Pack matrices of equal inputs, one below the other, in one format. May run in several threads at once.
@@ -361,6 +365,7 @@ def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
         "build_allowed": (c_int64, []),
         "narrow_cache": (c_int64, []),
         "smallest_cache": (c_int64, []),
+        "cache_page_bytes": (c_int64, [c_int64, c_int64]),
         "weight_panel": (c_int64, []),
         "weight_panel_bytes": (c_int64, [c_int64, c_int64]),
         "weight_block": (c_int64, [c_int64]),

@@ -4,6 +4,7 @@ To write a gigabyte takes a second of a start, in which nothing else of the pool
 memory comes from their host as late, more than two.
 """
 
+import contextlib
 import ctypes
 import math
 import mmap
@@ -23,6 +24,9 @@ _AT_ONCE = 2**21
 """Bytes; a huge page. Meanwhile nobody else in the process can map memory."""
 _IDLE_S = 0.05
 """So long after a step the next one is not expected."""
+_MOST_WAITS = 20
+"""Waits of `_IDLE_S` for an idle moment before a part comes anyway: whoever measures what memory is left, to share it
+out, should find a busy engine's taken in the end."""
 
 
 def lazy_zeros(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -35,13 +39,15 @@ def lazy_zeros(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
 class Prefault:
     """Has the system give all memory of some tensors, in a thread of its own; what is in them stays as it is.
 
-    A context manager around each use of the tensors: between two that follow each other closely nothing is given, as
-    it would cost the second one more than the memory it needs.
+    A context manager around each use of the tensors: between two that follow each other closely next to nothing is
+    given, as it would cost the second one more than the memory it needs.
     """
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self._switches = 0
         """Ends and beginnings of uses: odd during one."""
+        self._idle_at: int | None = 0
+        """Their number when no use was seen last."""
         # Weak: a pool is dropped to make room for the next one.
         sizes = [(weakref.ref(tensor), tensor.nbytes) for tensor in tensors]
         self.thread = threading.Thread(target=self._run, args=(sizes,), name="prefault", daemon=True)
@@ -55,18 +61,26 @@ class Prefault:
 
     def _run(self, tensors: Sequence[tuple["weakref.ref[Tensor]", int]]) -> None:
         # Linux's threads each have their own: whoever else works comes first.
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LEAST_PRIORITY)
+        with contextlib.suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LEAST_PRIORITY)
         libc = ctypes.CDLL(None)
         libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-        seen = self._switches
         # Those parts first that are used first: the beginnings of all tensors.
         for offset in range(0, max(size for _, size in tensors), _AT_ONCE):
             for tensor, size in tensors:
-                while seen % 2 or seen != self._switches:
-                    seen = self._switches
-                    time.sleep(_IDLE_S)
-                if offset < size and not _populate(libc, tensor(), offset):
+                if offset >= size:
+                    continue
+                self._await_idleness()
+                if not _populate(libc, tensor(), offset):
                     return
+
+    def _await_idleness(self) -> None:
+        """Until there has been no use for some time, but not for long."""
+        for _ in range(_MOST_WAITS):
+            if self._switches == self._idle_at:
+                return
+            self._idle_at = None if self._switches % 2 else self._switches
+            time.sleep(_IDLE_S)
 
 
 def _populate(libc: ctypes.CDLL, tensor: Tensor | None, offset: int) -> bool:

@@ -1,7 +1,7 @@
 /* Causal attention over the paged KV cache.
  *
- * One layer's cache, for blocks of PAGE tokens, in floats or narrow: in half precision or, where the machine multiplies
- * pairs of them, in bfloat16; or in bytes (see byte_attention.h):
+ * One layer's cache, for blocks of PAGE tokens, is in bytes (see byte_attention.h), in floats or narrow: in half
+ * precision or, where the machine multiplies pairs of them, in bfloat16. In floats and half precision:
  *   keys    [blocks][kv_heads][head_dim][PAGE]   transposed, so that a vector holds one dimension of many keys
  *   values  [blocks][kv_heads][PAGE][head_dim]
  * In bfloat16 two dimensions of a key and two values of a dimension stand side by side; queries and weights are rounded
@@ -70,7 +70,7 @@ static void find_pages(const struct attend *job, const struct task *task, int ba
     const struct attention *layer = job->layer;
     const int32_t *blocks = job->batch->blocks + task->sequence * job->batch->table_width;
     const int last_page = last_position(job, task) / PAGE;
-    const int64_t size = page_bytes(layer);
+    const int64_t size = cache_page_bytes(layer->head_dim, layer->cache);
     for (int page = 0; page < PAGES; page++) {
         const int wanted = base / PAGE + page, found = wanted < last_page ? wanted : last_page;
         const int64_t at = ((int64_t)blocks[found] * layer->num_kv_heads + task->head) * size;
@@ -134,13 +134,13 @@ static void task_round(const struct attend *job, const struct task *task, const 
 
 /* One query as the products with keys take it, at its place in `queries`. */
 static void put_query(const struct attention *layer, const float *query, int row, float *queries) {
-    const vec scale = splat(layer->scale * score_unit(layer->cache));
 #if defined(BUILD_AVX512)
     if (layer->cache == CACHE_BYTES) {
         put_byte_query(layer, query, row % ROWS, queries + row / ROWS * ROWS * layer->head_dim);
         return;
     }
 #endif
+    const vec scale = splat(layer->scale * score_unit(layer->cache));
     if (in_tiles(layer)) {
         float *to = queries + row / TILE_ROWS * TILE_ROWS * layer->head_dim / 2 + row % TILE_ROWS * 16;
         for (int i = 0; i < layer->head_dim; i += LANES)
@@ -226,8 +226,9 @@ static void write_float(const struct attention *layer, const float *key, const f
 static void write_cache(const struct attention *layer, const float *key, const float *value, int64_t slot, void *keys,
                         void *values) {
     const int dim = layer->head_dim;
+    const int64_t size = cache_page_bytes(dim, layer->cache);
     for (int head = 0; head < layer->num_kv_heads; head++, key += dim, value += dim) {
-        const int64_t page = (slot / PAGE * layer->num_kv_heads + head) * page_bytes(layer), offset = slot % PAGE;
+        const int64_t page = (slot / PAGE * layer->num_kv_heads + head) * size, offset = slot % PAGE;
         void *key_page = (char *)keys + page, *value_page = (char *)values + page;
         if (layer->cache == CACHE_FLOAT)
             write_float(layer, key, value, offset, key_page, value_page);

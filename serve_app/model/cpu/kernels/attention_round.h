@@ -36,7 +36,7 @@ enum cache_format { CACHE_FLOAT, CACHE_HALF, CACHE_BF16, CACHE_BYTES };
 #if defined(BUILD_AVX512) && !defined(BUILD_AMX)
 #define CACHE_SMALLEST CACHE_BYTES
 #else
-#define CACHE_SMALLEST CACHE_NARROW /* which is faster in tiles, and where bytes have no fast products */
+#define CACHE_SMALLEST CACHE_NARROW /* faster in tiles; the other builds have no products of bytes here */
 #endif
 
 /* This build computes with floats, this format, */
@@ -54,9 +54,10 @@ struct attention {
 /* Rows of one task on the way, in a thread's scratch memory. */
 struct rows {
     float *query;   /* [tiles][head_dim][ROWS], scaled; in bfloat16 [tiles][head_dim / 2][ROWS] of pairs; in AMX's tiles
-                       uint16 [tiles][head_dim / 32][TILE_ROWS][32] */
+                       uint16 [tiles][head_dim / 32][TILE_ROWS][32]; in bytes see query_terms */
     float *out;     /* [rows][head_dim]: sum of weights times values so far */
-    float *score;   /* [ROWS][ROUND]: scores, then weights; in bfloat16 the first half of a row. Of AMX's tiles two. */
+    float *score;   /* [ROWS][ROUND]: scores, then weights; in bfloat16 the first half of a row, in bytes a quarter. Of
+                       AMX's tiles two. */
     float *sum;     /* [rows][LANES]: weights so far, by lane */
     float *values; /* [ROUND / 2][head_dim] of pairs; only for tiles */
     float *largest; /* [rows]: what is taken off scores, at most SLACK below the largest one so far */
@@ -111,9 +112,9 @@ SPECIALIZED int number_bytes(const int format) {
     return format == CACHE_FLOAT ? 4 : format == CACHE_BYTES ? 1 : 2;
 }
 
-/* Of the keys or values of one head; of bytes with their scales. */
-static int64_t page_bytes(const struct attention *layer) {
-    return PAGE * (layer->head_dim * number_bytes(layer->cache) + (layer->cache == CACHE_BYTES ? 4 : 0));
+/* Of the keys or values of one head in a block; bytes have scales. */
+int64_t cache_page_bytes(int64_t head_dim, int64_t format) {
+    return PAGE * (head_dim * number_bytes((int)format) + (format == CACHE_BYTES ? 4 : 0));
 }
 
 /* Numbers of one row or column of the products that stand side by side in the cache, to be multiplied at once. */

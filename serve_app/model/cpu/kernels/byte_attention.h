@@ -7,8 +7,8 @@
  * 255th of the largest of them: many small ones do not vanish beside a large one of another round. The softmax's sum
  * has them unrounded.
  *
- * A value's scale is finite whatever its page held before, so that a weight of 0 hides it: a token that has a number
- * which is none, in its key or value, gets the key's scale that is none.
+ * A value's scale is finite whatever its page held before, so that a weight of 0 hides it. If a token's key or value
+ * has a NaN or an infinity, its key's scale is NaN, and so is every row that sees it.
  */
 #ifndef SERVE_APP_BYTE_ATTENTION_H
 #define SERVE_APP_BYTE_ATTENTION_H
@@ -16,10 +16,10 @@
 #include "attention_round.h"
 
 #if defined(BUILD_AVX512)
-/* What a tile of queries has behind its words [head_dim / 4][ROWS]. */
+/* A tile's queries are words of four numbers [head_dim / 4][ROWS], and behind them: */
 struct query_terms {
     float scale[ROWS];
-    int32_t start[ROWS]; /* of its sums: what the keys' 128 add to them is taken off */
+    int32_t start[ROWS]; /* where sums begin: it takes off what the keys' 128 add */
 };
 
 static struct query_terms *terms_of(float *tile, int head_dim) {
@@ -36,7 +36,7 @@ static float byte_scale(const float *x, int count) {
     return reduce_max(largest) / 127.0f + reduce_add(finite);
 }
 
-/* What is so small that the quotient would be infinite counts as zero. */
+/* A scale that is no normal number counts as zero. */
 static vec inverse_of(float scale) { return splat(scale > 0x1p-126f ? 1.0f / scale : 0.0f); }
 
 /* To the nearest integers, ties to even. */
@@ -51,12 +51,12 @@ static void put_byte_query(const struct attention *layer, const float *query, in
     const float scale = byte_scale(query, layer->head_dim);
     const vec inverse = inverse_of(scale);
     ivec sum = {0};
-    int8_t bytes[LANES];
+    int8_t packed[LANES];
     for (int i = 0; i < layer->head_dim; i += LANES) {
         const ivec numbers = nearest(load(query + i) * inverse);
         sum += numbers;
-        store_bytes(bytes, numbers);
-        for (int k = 0; k < LANES; k += 4) memcpy(tile + (i + k) / 4 * ROWS + row, bytes + k, 4);
+        store_bytes(packed, numbers);
+        for (int k = 0; k < LANES; k += 4) memcpy(tile + (i + k) / 4 * ROWS + row, packed + k, 4);
     }
     terms->scale[row] = scale * layer->scale * score_unit(CACHE_BYTES);
     terms->start[row] = -128 * (int32_t)reduce_add(to_float(sum));
@@ -67,11 +67,11 @@ static void write_bytes(int head_dim, const float *key, const float *value, int 
                         uint8_t *values) {
     float key_scale = byte_scale(key, head_dim), value_scale = byte_scale(value, head_dim);
     const vec key_inverse = inverse_of(key_scale), value_inverse = inverse_of(value_scale);
-    uint8_t bytes[LANES];
+    int8_t packed[LANES];
     uint8_t *lines = values + offset / 4 * 4 * head_dim;
     for (int i = 0; i < head_dim; i += LANES) {
-        store_bytes((int8_t *)bytes, nearest(load(key + i) * key_inverse) + 128);
-        for (int k = 0; k < LANES; k += 4) memcpy(keys + (i + k) * PAGE + 4 * offset, bytes + k, 4);
+        store_bytes(packed, nearest(load(key + i) * key_inverse) + 128);
+        for (int k = 0; k < LANES; k += 4) memcpy(keys + (i + k) * PAGE + 4 * offset, packed + k, 4);
         store_every_fourth(lines + 4 * i, offset % 4, nearest(load(value + i) * value_inverse));
     }
     if (value_scale - value_scale != 0) {
@@ -82,21 +82,21 @@ static void write_bytes(int head_dim, const float *key, const float *value, int 
     memcpy(values + PAGE * head_dim + 4 * offset, &value_scale, 4);
 }
 
-/* As score_keys: of `width` pages from `first` on. */
-SPECIALIZED void score_byte_keys(const int rows, const int width, float *tile, int head_dim, const struct round *now,
-                                 int first, float *score) {
+/* As score_keys: of the first `pages` pages. */
+SPECIALIZED void score_byte_keys(const int rows, const int pages, float *tile, int head_dim, const struct round *now,
+                                 float *score) {
     const struct query_terms *terms = terms_of(tile, head_dim);
     const float *query = tile;
-    ivec total[ROWS][WIDTH];
+    ivec total[ROWS][PAGES];
     UNROLL
     for (int r = 0; r < rows; r++)
         UNROLL
-        for (int v = 0; v < width; v++) total[r][v] = splat_bytes(terms->start + r);
+        for (int p = 0; p < pages; p++) total[r][p] = splat_bytes(terms->start + r);
     int at = 0;
     for (; at < PAGE * head_dim; at += 4 * PAGE, query += ROWS) {
-        ivec key[WIDTH];
+        ivec key[PAGES];
         UNROLL
-        for (int v = 0; v < width; v++) key[v] = (ivec)pinned((vec)load_int((const char *)now->keys[first + v] + at));
+        for (int p = 0; p < pages; p++) key[p] = (ivec)pinned((vec)load_int((const char *)now->keys[p] + at));
         if (now->fetch)
             UNROLL
             for (int page = 0; page < PAGES; page++) __builtin_prefetch((const char *)now->next_keys[page] + at, 0, 3);
@@ -104,16 +104,16 @@ SPECIALIZED void score_byte_keys(const int rows, const int width, float *tile, i
         for (int r = 0; r < rows; r++) {
             const ivec word = splat_bytes(query + r);
             UNROLL
-            for (int v = 0; v < width; v++) total[r][v] = dot4(total[r][v], key[v], word);
+            for (int p = 0; p < pages; p++) total[r][p] = dot4(total[r][p], key[p], word);
         }
     }
     UNROLL
-    for (int v = 0; v < width; v++) {
-        const vec scale = load((const float *)((const char *)now->keys[first + v] + at));
-        if (now->fetch) __builtin_prefetch((const char *)now->next_keys[first + v] + at, 0, 3);
+    for (int p = 0; p < pages; p++) {
+        const vec scale = load((const float *)((const char *)now->keys[p] + at));
+        if (now->fetch) __builtin_prefetch((const char *)now->next_keys[p] + at, 0, 3);
         UNROLL
         for (int r = 0; r < rows; r++)
-            store(score + r * ROUND + (first + v) * PAGE, to_float(total[r][v]) * (scale * splat(terms->scale[r])));
+            store(score + r * ROUND + p * PAGE, to_float(total[r][p]) * (scale * splat(terms->scale[r])));
     }
 }
 
@@ -175,20 +175,23 @@ SPECIALIZED float soften_bytes(const int pages, const struct attention *layer, c
     return unit;
 }
 
+/* The weights of the first `pages` pages, and their units. */
+SPECIALIZED void weigh_pages(const int rows, const int pages, const struct attention *layer, const struct rows *all,
+                             int row, int base, const struct round *now, float *unit) {
+    score_byte_keys(rows, pages, all->query + row * layer->head_dim, layer->head_dim, now, all->score);
+    for (int r = 0; r < rows; r++)
+        unit[r] = soften_bytes(pages, layer, all, row + r, now, base, all->score + r * ROUND);
+}
+
 /* As attend_round. */
 SPECIALIZED void attend_byte_round(const int rows, const struct attention *layer, const struct rows *all, int row,
                                    int base, int count, const struct round *now) {
-    const int dim = layer->head_dim, whole = count > ROUND / 2;
-    float *tile = all->query + row * dim, *out = all->out + row * dim, unit[ROWS];
-    if (whole) {
-        score_byte_keys(rows, PAGES, tile, dim, now, 0, all->score);
-        for (int r = 0; r < rows; r++)
-            unit[r] = soften_bytes(PAGES, layer, all, row + r, now, base, all->score + r * ROUND);
-    } else {
-        score_byte_keys(rows, PAGES / 2, tile, dim, now, 0, all->score);
-        for (int r = 0; r < rows; r++)
-            unit[r] = soften_bytes(PAGES / 2, layer, all, row + r, now, base, all->score + r * ROUND);
-    }
+    const int dim = layer->head_dim;
+    float *out = all->out + row * dim, unit[ROWS];
+    if (count > ROUND / 2)
+        weigh_pages(rows, PAGES, layer, all, row, base, now, unit);
+    else
+        weigh_pages(rows, PAGES / 2, layer, all, row, base, now, unit);
     int d = 0;
     for (; d + WIDTH * LANES <= dim; d += WIDTH * LANES)
         add_byte_values(rows, WIDTH, all->score, unit, dim, d, now, count, out);

@@ -38,9 +38,9 @@ static void rotate(float *head, const float *cos, const float *sin, int half) {
 }
 
 #if defined(BUILD_AVX512)
-/* One head turned by Hadamard matrices of up to 64 numbers, divided by the root of their size: products of two heads stay
- * what they are, but no number is much larger than the others, and bytes with one scale lose less (Ashkboos et al.,
- * QuaRot, 2024). */
+/* One head turned by Hadamard matrices of up to 64 numbers, divided by the root of their size: products of two heads
+ * stay what they are, but no number is much larger than the others, and bytes with one scale lose less (Ashkboos et
+ * al., QuaRot, 2024). */
 static void spread(float *head, int head_dim) {
     const int width = head_dim % 64 == 0 ? 4 : head_dim % 32 == 0 ? 2 : 1;
     const ivec lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
@@ -52,7 +52,7 @@ static void spread(float *head, int head_dim) {
             UNROLL
             for (int apart = 1; apart < LANES; apart *= 2) {
                 const vec sign = choose((lane & apart) == 0, splat(1.0f), splat(-1.0f));
-                part[v] = fma_(part[v], sign, __builtin_shuffle(part[v], lane ^ apart));
+                part[v] = fma_(part[v], sign, permuted(part[v], lane ^ apart));
             }
         }
         for (int apart = 1; apart < width; apart *= 2)

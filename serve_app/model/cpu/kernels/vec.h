@@ -111,7 +111,7 @@ static inline vec maximum(vec a, vec b) {
 #endif
 }
 
-/* Whether a lane is. */
+/* Whether any lane is above `limit`. */
 static inline int any_above(vec value, float limit) {
 #if defined(BUILD_AVX512)
     return _mm512_cmp_ps_mask((__m512)value, (__m512)splat(limit), _CMP_GT_OQ) != 0;
@@ -276,13 +276,16 @@ static inline vec rough_exponential2(vec x) {
     p = fma_(p, r, splat(1.0f));
     return (vec)_mm512_maskz_scalef_ps(normal, (__m512)p, (__m512)n);
 }
-#endif
 
-#if defined(BUILD_AVX512)
+/* Lane `from[i]` of `value` in lane i. */
+static inline vec permuted(vec value, ivec from) {
+    return (vec)_mm512_permutexvar_ps((__m512i)from, (__m512)value);
+}
+
 /* The lanes' lowest bytes into every fourth byte from `first` on. The others are not touched: another thread may be
  * writing them. */
 static inline void store_every_fourth(uint8_t *to, int first, ivec value) {
-    _mm512_mask_storeu_epi8(to, 0x1111111111111111 << first, _mm512_slli_epi32((__m512i)value, 8 * (unsigned)first));
+    _mm512_mask_storeu_epi8(to, 0x1111111111111111ull << first, _mm512_slli_epi32((__m512i)value, 8 * (unsigned)first));
 }
 #endif
 
