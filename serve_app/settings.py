@@ -116,7 +116,7 @@ class EngineSettings(_Frozen):
     deterministic: bool = False
     """On GPUs, batch-invariant results at the price of speed. On CPUs they always are."""
     kv_cache_dtype: Literal["auto", "fp8"] = "auto"
-    """`fp8` = keys and values in 8 bits, on GPUs: twice the tokens; `auto` = the mode's own format (docs/precision.md)."""
+    """`fp8` = keys and values in 8 bits, on GPUs: twice the tokens; `auto` = what the mode has (docs/precision.md)."""
     max_num_waiting: int | None = Field(default=None, ge=0, le=1_000_000)
     """Sequences that may wait in a replica for its admission gate; null = `max_num_seqs`."""
     stall_timeout_s: float | None = Field(default=None, gt=0, le=3600)
