@@ -7,6 +7,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from serve_app.model.attention.base import LayerCache
 from serve_app.model.cpu.build import find_compiler, usable_builds
 from serve_app.model.loader import from_module
 from serve_app.model.paged_model import PagedModel
@@ -93,6 +94,13 @@ def in_mode(mode: str, module: Any, **options: Any) -> PagedModel:
     if mode == "bfloat16":
         return from_module(module.bfloat16(), attention_backend="kernels", **options)
     return from_module(module, attention_backend="kernels", quantization=mode, **options)
+
+
+def poison(cache: LayerCache, block_dim: int = 0, first_block: int = 0) -> None:
+    """What no token of a sequence has written must not be used: NaN from `first_block` on. In int8 the keys' scales are
+    NaN; the values', which are always finite, are 8e37."""
+    for pool, byte in zip(cache, (-1, 0x7E), strict=True):
+        pool.movedim(block_dim, 0)[first_block:].fill_(byte if pool.dtype == torch.int8 else torch.nan)
 
 
 def own_cache(folder: Path) -> str:

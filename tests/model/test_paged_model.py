@@ -16,7 +16,7 @@ from serve_app.model.attention import transformers_hook
 from serve_app.model.attention.base import AttentionLayer
 from serve_app.model.loader import from_module
 from tests.model.stepping import Sequences, random_tokens
-from tests.models import ARCHITECTURES, MIXTURES_OF_EXPERTS, needs_compiler, tiny_model
+from tests.models import ARCHITECTURES, MIXTURES_OF_EXPERTS, needs_compiler, poison, tiny_model
 
 
 @pytest.fixture(autouse=True)
@@ -99,8 +99,7 @@ def test_stale_nan_of_a_former_owner_does_not_reach_the_next(backend: str, quant
     clean = Sequences(model, [random_tokens(20, 0)], [[1, 2]])
     expected = [clean.step({0: 18})[0], clean.step({0: 2})[0]]
     for cache in model._cache.layers:  # type: ignore[union-attr]
-        for pool in cache:
-            pool.narrow(model.executor.backend.block_dim, 3, 3).fill_(float("nan"))
+        poison(cache, model.executor.backend.block_dim, first_block=3)
     reused = Sequences(model, [random_tokens(20, 0)], [[5, 3]])
     assert torch.equal(reused.step({0: 18})[0], expected[0])
     assert torch.equal(reused.step({0: 2})[0], expected[1])

@@ -3,12 +3,13 @@
 import pytest
 import torch
 
-from serve_app.model.attention.base import AttentionBatch, AttentionLayer, LayerCache, block_matrix
+from serve_app.model.attention.base import AttentionBatch, AttentionLayer, block_matrix
 from serve_app.model.attention.c_kernels import CKernelAttention
 from serve_app.model.attention.reference import ReferenceAttention
 from serve_app.model.attention.verification import verify_backend
 from serve_app.model.cpu.ops import Kernels
 from serve_app.model.kv_cache import bytes_per_block
+from tests.models import poison
 
 CPU = torch.device("cpu")
 LAYERS = {
@@ -23,16 +24,6 @@ LAYERS = {
     "window of rounds": AttentionLayer(4, 2, 64, 64, 0.125, sliding_window=130),
 }
 TOLERANCES = {torch.float32: 1e-5, torch.float16: 5e-3, torch.bfloat16: 4e-2, torch.int8: 6e-2}
-
-
-def poison(cache: LayerCache) -> None:
-    """What no token of the sequence has written must not be used."""
-    for pool in cache:
-        if pool.dtype != torch.int8:
-            pool.fill_(torch.nan)
-    if cache.key.dtype == torch.int8:
-        cache.key.fill_(-1)  # also the scales, which are NaN then
-        cache.value.fill_(0x7E)  # whose scales are always finite: these are 8e37
 
 
 def cache_dtypes(kernels: Kernels) -> dict[str, torch.dtype]:
