@@ -191,7 +191,7 @@ class CpuDecoder:
 def _cache_dtype(kernels: Kernels, model: Llama, arithmetic: Arithmetic) -> torch.dtype:
     if arithmetic is Arithmetic.EXACT:
         return torch.float32
-    # A bias makes some dimensions of all keys so large that one scale leaves nothing of the others (Qwen 2).
+    # A bias can make all keys so large in some dimensions that one scale leaves little of the others (Qwen 2).
     if arithmetic is Arithmetic.INT8 and not any(layer.qkv.biases for layer in model.layers):
         return kernels.smallest_cache
     return kernels.narrow_cache

@@ -88,7 +88,6 @@ struct fixed_group {
 };
 
 SPECIALIZED struct fixed_group round_group(const float *x, const float limit) {
-    const vec magic = splat(0x1.8p23f); /* adding it rounds to the nearest integer, ties to even */
     struct fixed_group group;
     vec largest = splat(0.0f), finite = splat(0.0f);
     UNROLL
@@ -101,7 +100,7 @@ SPECIALIZED struct fixed_group round_group(const float *x, const float limit) {
     ivec total = {0};
     UNROLL
     for (int k = 0; k < GROUP; k += LANES) {
-        group.a[k / LANES] = (ivec)(load(x + k) * splat(inverse) + magic) - (ivec)magic;
+        group.a[k / LANES] = nearest(load(x + k) * splat(inverse));
         total += group.a[k / LANES];
     }
     group.scale = size / limit;

@@ -39,12 +39,6 @@ static float byte_scale(const float *x, int count) {
 /* A scale that is no normal number counts as zero. */
 static vec inverse_of(float scale) { return splat(scale > 0x1p-126f ? 1.0f / scale : 0.0f); }
 
-/* To the nearest integers, ties to even. */
-static inline ivec nearest(vec value) {
-    const vec magic = splat(0x1.8p23f);
-    return (ivec)(value + magic) - (ivec)magic;
-}
-
 /* One query, in row `row` of its tile. */
 static void put_byte_query(const struct attention *layer, const float *query, int row, float *tile) {
     struct query_terms *terms = terms_of(tile, layer->head_dim);

@@ -128,6 +128,12 @@ static inline vec absolute(vec a) { return (vec)((ivec)a & 0x7fffffff); }
 
 static inline vec to_float(ivec value) { return __builtin_convertvector(value, vec); }
 
+/* To the nearest integers, ties to even; of numbers below 2^22. */
+static inline ivec nearest(vec value) {
+    const vec magic = splat(0x1.8p23f);
+    return (ivec)(value + magic) - (ivec)magic;
+}
+
 /* a * b + c, rounded once where the machine can. */
 static inline vec fma_(vec a, vec b, vec c) {
 #if defined(BUILD_AVX512)
