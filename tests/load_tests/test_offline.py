@@ -52,7 +52,8 @@ def test_every_request_gets_its_tokens(baseline: str, config: Path, tmp_path: Pa
     ]
     for run in runs.values():
         assert (run["failures"], run["wrong_length"], run["prompt_mismatch"]) == (0, 0, 0)
-        assert run["output_tok_s"] == pytest.approx(run["output_tokens"] / run["seconds"], rel=0.01)
+        # To the millisecond that the seconds are rounded to, which is much of a tiny model's run.
+        assert run["output_tokens"] / run["output_tok_s"] == pytest.approx(run["seconds"], abs=0.001)
         assert run["server_pss_mib"] > 1
     latencies = runs["single"]["ttft_ms"], runs["single"]["itl_ms"]
     if baseline == "engine":
