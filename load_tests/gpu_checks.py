@@ -134,6 +134,15 @@ def kernels(bench: Bench) -> None:
             bench.check(f"{name}, {str(dtype)[6:]}", "agrees", partial(compare, bench.device, dtype))
 
 
+def features(bench: Bench, shape: str) -> None:
+    """Every parameter of a request, here and on the CPU."""
+    from load_tests import gpu_features
+
+    bench.check(
+        f"{shape}, all parameters", "as on the CPU", lambda: gpu_features.features(config_of(shape), bench.device)
+    )
+
+
 def parity(bench: Bench, shape: str) -> None:
     """The engine's tokens in float32, and its logits in the machine's dtype, against transformers'."""
     from load_tests import gpu_steps
@@ -359,9 +368,10 @@ def free() -> None:
 
 STAGES: dict[str, Callable[..., None]] = {
     stage.__name__: stage
-    for stage in (
-        *(smoke, kernels, parity, graphs, steps, attention, transformers, vllm, overlap, prices, host, sanitizer),
-    )
+    for stage in [
+        *(smoke, kernels, features, parity, graphs, steps, attention),
+        *(transformers, vllm, overlap, prices, host, sanitizer),
+    ]
 }
 
 

@@ -32,6 +32,7 @@ _INTERRUPTED, _LEFT_OUT = "interrupted", "left out"
 GPU_STAGES = (
     "smoke",
     "kernels",
+    "features tiny",
     "parity tiny",
     "parity qwen3-0.6b",
     "graphs tiny",
@@ -55,6 +56,7 @@ GPU_STAGES = (
 CPU_STAGES = (
     "smoke",
     "kernels",
+    "features tiny",
     "parity tiny",
     "graphs tiny",
     "steps tiny",

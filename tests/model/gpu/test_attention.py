@@ -111,14 +111,14 @@ def test_however_keys_are_split(keys: int, name: str, device: torch.device, monk
     there are key tiles too."""
     from serve_app.model.gpu import attention
 
-    monkeypatch.setattr(attention, "_SPLIT_KEYS", keys)
+    monkeypatch.setattr(attention, "_split_keys", lambda rows, layer: keys)
     step = Step(LAYERS[name], [(0, 1), (129, 1), (17, 40), (400, 1), (200, 3)], torch.float32, device)
     assert largest_difference(step.run("triton")[0], step.run("reference")[0]) <= TOLERANCE[torch.float32]
 
 
 @pytest.mark.parametrize("name", ["group of 4, wide heads", "narrow window"])
-def test_neighbours_do_not_change_how_a_row_is_split(name: str, device: torch.device) -> None:
-    """Not their number, nor their lengths: the same bits alone, beside rows of other lengths and beside a prompt."""
+def test_few_neighbours_do_not_change_how_a_row_is_split(name: str, device: torch.device) -> None:
+    """Nor do their lengths: the same bits alone, beside rows of other lengths and beside a prompt."""
     row, layer = (300, 1), LAYERS[name]
     alone = Step(layer, [row], torch.float32, device)
     expected = alone.run("triton")[0]
@@ -161,12 +161,23 @@ def test_each_rows_own_length_says_how_it_is_split(window: int | None, device: t
     )
     metadata = TritonAttention().build(batch)
     split, whole = metadata.tiles(layer, torch.bfloat16)
-    expected = [1, 1, 2, 3, 1, 3, 0] if window else [1, 1, 2, 32, 1, 16, 0]
+    expected = [1, 1, 2, 3, 1, 3, 0] if window else [1, 1, 2, 64, 1, 16, 0]
     assert split.firsts.diff().tolist() == expected
     assert split.rows[: sum(expected)].tolist() == [row for row, count in enumerate(expected) for _ in range(count)]
     assert (split.kept, whole.kept) == (12, 0)
     assert whole.rows.tolist() == [6] * 16
     assert sorted(whole.firsts.tolist()) == list(range(0, 512, 32))
+
+
+@pytest.mark.parametrize(("rows", "splits"), [(8, 16), (16, 8), (17, 2)])
+def test_many_rows_are_split_less(rows: int, splits: int, device: torch.device) -> None:
+    from serve_app.model.gpu.attention import TritonAttention
+
+    layer = AttentionLayer(32, 8, 128, 128, 0.1)
+    slots = torch.zeros(rows, dtype=torch.int64, device=device)
+    batch = AttentionBatch(list(range(rows + 1)), [2000] * rows, block_matrix([[0]] * rows), slots)
+    (tiles,) = TritonAttention().build(batch).tiles(layer, torch.bfloat16)
+    assert tiles.firsts.diff().tolist() == [splits] * rows
 
 
 def test_the_probe_takes_it(device: torch.device) -> None:

@@ -7,8 +7,8 @@ decode rows differ only in how many lines of a tile are used.
 With `SPLIT` the keys of a row are shared out over as many tiles as its own length asks for: key tile i, counted from
 the first that the row's first query sees, belongs to split i modulo their number. Each split leaves an unnormalised
 sum, its peak and its total; `merge` adds them up. So which keys are summed with which, and in what order, depends on
-the row's positions and on tile sizes alone: not on the rest of the batch, nor, without a window, on how a prompt was
-cut into chunks of more than a few tokens.
+the row's positions, on tile sizes and on the number of rows: not on what the others hold, nor, without a window, on how
+a prompt was cut into chunks of more than a few tokens.
 
 Online softmax: Milakov and Gimelshein, 2018; tiles of it: Dao et al., FlashAttention, 2022; split keys: Flash-Decoding,
 Dao et al., 2023.
@@ -85,33 +85,38 @@ def share_out(
 
 
 @triton.jit
+def _blocks(table, start, kv_len, PAGE: tl.constexpr, BLOCK_N: tl.constexpr):
+    """The blocks of BLOCK_N keys from `start`. Beyond the row's end there may be none: the null block, all zeros."""
+    keys = start + tl.arange(0, BLOCK_N)
+    return tl.load(table + keys // PAGE, mask=keys < kv_len, other=0)
+
+
+@triton.jit
 def _visit(
-    sums, total, peak, query, start, position, kv_len, table, key_cache, value_cache, head, scale, softcap,
+    sums, total, peak, query, start, blocks, position, key_cache, value_cache, head, scale, softcap,
     KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, DIMS: tl.constexpr,
     VALUE_DIMS: tl.constexpr, PAGE: tl.constexpr, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr, CAPPED: tl.constexpr,
     PRECISION: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """One key tile: BLOCK_N keys from `start`. MASKED where some line may not see some of them."""
+    """One key tile: BLOCK_N keys from `start`, in these blocks. MASKED where some line may not see some of them."""
     keys = start + tl.arange(0, BLOCK_N)
-    # Beyond the row's end there may be no block, and in its last block a former owner's NaN, which no weight of zero
-    # removes. The null block is all zeros.
-    block = tl.load(table + keys // PAGE, mask=keys < kv_len, other=0) if MASKED else tl.load(table + keys // PAGE)
-    place = (block.to(tl.int64) * KV_HEADS + head) * PAGE + keys % PAGE
+    place = (blocks.to(tl.int64) * KV_HEADS + head) * PAGE + keys % PAGE
     dims = tl.arange(0, DIMS)
     key = tl.load(key_cache + place[None, :] * HEAD_DIM + dims[:, None], mask=(dims < HEAD_DIM)[:, None], other=0.0)
     # Pools in 8 bits are widened here.
-    scores = tl.dot(query, key.to(query.dtype), input_precision=PRECISION) * scale
+    scores = tl.dot(query, key.to(query.dtype), input_precision=PRECISION)
     if CAPPED:
-        scores = softcap * (2 * tl.sigmoid(2 * scores / softcap) - 1)
+        scores = softcap * (2 * tl.sigmoid(2 * scores * scale / softcap) - 1)
     if MASKED:
         visible = keys[None, :] <= position[:, None]
         if WINDOW > 0:
             visible = visible & (keys[None, :] > position[:, None] - WINDOW)
         scores = tl.where(visible, scores, float("-inf"))
-    highest = tl.maximum(peak, tl.max(scores, 1))
+    factor = 1.0 if CAPPED else scale
+    highest = tl.maximum(peak, tl.max(scores, 1) * factor)
     # A line that has seen no key yet has a peak of -inf, from which nothing can be subtracted.
     level = tl.where(highest == float("-inf"), 0.0, highest)
-    weights = tl.exp2(scores - level[:, None])
+    weights = tl.exp2(scores * factor - level[:, None])
     fade = tl.exp2(peak - level)
     value_dims = tl.arange(0, VALUE_DIMS)
     value = tl.load(
@@ -153,19 +158,26 @@ def _attend_tile(
     end = tl.minimum(kv_len, low + BLOCK_M // GROUP)
     start, masked = _key_range(low, split, BLOCK_N, WINDOW, SPLIT)
     table = tables + tl.load(table_lines + row).to(tl.int64) * table_stride
+    step = splits * BLOCK_N
+    # Found a tile ahead, so that loads of keys and values wait for no other load.
+    blocks = _blocks(table, start, kv_len, PAGE, BLOCK_N)
     sums = tl.zeros([BLOCK_M, VALUE_DIMS], dtype=tl.float32)
     total = tl.zeros([BLOCK_M], dtype=tl.float32)
     peak = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
-    for at in range(start, masked, splits * BLOCK_N):
+    for at in range(start, masked, step):
+        following = _blocks(table, at + step, kv_len, PAGE, BLOCK_N)
         sums, total, peak = _visit(
-            sums, total, peak, queries, at, position, kv_len, table, key_cache, value_cache, head, scale, softcap,
+            sums, total, peak, queries, at, blocks, position, key_cache, value_cache, head, scale, softcap,
             KV_HEADS, HEAD_DIM, VALUE_DIM, DIMS, VALUE_DIMS, PAGE, BLOCK_N, WINDOW, CAPPED, PRECISION, False,
         )  # fmt: skip
-    for at in range(masked, end, splits * BLOCK_N):
+        blocks = following
+    for at in range(masked, end, step):
+        following = _blocks(table, at + step, kv_len, PAGE, BLOCK_N)
         sums, total, peak = _visit(
-            sums, total, peak, queries, at, position, kv_len, table, key_cache, value_cache, head, scale, softcap,
+            sums, total, peak, queries, at, blocks, position, key_cache, value_cache, head, scale, softcap,
             KV_HEADS, HEAD_DIM, VALUE_DIM, DIMS, VALUE_DIMS, PAGE, BLOCK_N, WINDOW, CAPPED, PRECISION, True,
         )  # fmt: skip
+        blocks = following
     value_dims = tl.arange(0, VALUE_DIMS)
     wanted = used[:, None] & (value_dims < VALUE_DIM)[None, :]
     # A padding row of a captured graph has no keys and so no weight.

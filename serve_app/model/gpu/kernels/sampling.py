@@ -23,10 +23,10 @@ ABOVE_ONE = tl.constexpr(0x3F800001)
 
 
 @triton.jit
-def scan_parts(logits, params, maxima, firsts, sums, vocab, parts, PART: tl.constexpr):
+def scan_parts(logits, parameters, maxima, firsts, sums, vocab, parts, PART: tl.constexpr):
     """Grid (rows, parts): each part's largest logit, the first token that has it, and the sum of the weights in it.
 
-    logits: [rows, vocab]; params: float64 [rows, COLUMNS], by `Column`; maxima, sums: float32
+    logits: [rows, vocab]; parameters: float64 [rows, COLUMNS], by `Column`; maxima, sums: float32
     [rows, parts], of which sums is relative to the part's own maximum; firsts: int32 [rows, parts]. A part with NaN has
     a maximum of infinity.
     """
@@ -35,7 +35,7 @@ def scan_parts(logits, params, maxima, firsts, sums, vocab, parts, PART: tl.cons
     values = tl.load(logits + row.to(tl.int64) * vocab + token, mask=token < vocab, other=float("-inf")).to(tl.float32)
     broken = tl.max((values != values).to(tl.int32), 0) > 0
     largest = tl.max(values, 0)
-    temperature = tl.load(params + row * COLUMNS + TEMPERATURE).to(tl.float32)
+    temperature = tl.load(parameters + row * COLUMNS + TEMPERATURE).to(tl.float32)
     level = tl.where(largest == float("-inf"), 0.0, largest)
     total = tl.sum(tl.exp((values - level) / tl.where(temperature > 0.0, temperature, 1.0)), 0)
     place = row * parts + part
@@ -107,7 +107,7 @@ def _first_above(weights, index, target):
 
 @triton.jit
 def draw(
-    logits, params, maxima, firsts, sums, token_ids, vocab, parts,
+    logits, parameters, maxima, firsts, sums, token_ids, vocab, parts,
     PART: tl.constexpr, PARTS: tl.constexpr, WAYS: tl.constexpr,
 ):  # fmt: skip
     """Grid (rows): token_ids int64 [rows], after `scan_parts`. -1 where the largest logit is no finite number, -2 where
@@ -121,11 +121,11 @@ def draw(
     token = tl.load(firsts + row * parts + tl.argmax(best, 0, tie_break_left=True))
     token = tl.where(largest < float("inf"), token, -1)
     token = tl.where(largest > float("-inf"), token, -2)
-    temperature = tl.load(params + row * COLUMNS + TEMPERATURE).to(tl.float32)
+    temperature = tl.load(parameters + row * COLUMNS + TEMPERATURE).to(tl.float32)
     if (token >= 0) & (temperature > 0.0):
-        top_k = tl.load(params + row * COLUMNS + TOP_K).to(tl.float32)
-        top_p = tl.load(params + row * COLUMNS + TOP_P).to(tl.float32)
-        min_p = tl.load(params + row * COLUMNS + MIN_P).to(tl.float32)
+        top_k = tl.load(parameters + row * COLUMNS + TOP_K).to(tl.float32)
+        top_p = tl.load(parameters + row * COLUMNS + TOP_P).to(tl.float32)
+        min_p = tl.load(parameters + row * COLUMNS + MIN_P).to(tl.float32)
         threshold = tl.full([], 0, tl.int32)
         kept = tl.load(sums + row * parts + index, mask=index < parts, other=0.0)
         kept = (kept * tl.exp((best - largest) / temperature)).to(tl.float64)
@@ -142,7 +142,7 @@ def draw(
         threshold = tl.maximum(threshold, min_p.to(tl.int32, bitcast=True))
         if (top_p < 1.0) | (min_p > 0.0):
             kept = _sums_above(logits, maxima, parts, largest, temperature, vocab, threshold, PART, PARTS)
-        target = tl.load(params + row * COLUMNS + NOISE) * tl.sum(kept, 0)
+        target = tl.load(parameters + row * COLUMNS + NOISE) * tl.sum(kept, 0)
         part = _first_above(kept, index, target)
         weights = _weights(logits, part, largest, temperature, vocab, PART)
         weights = tl.where(weights.to(tl.int32, bitcast=True) >= threshold, weights, 0.0).to(tl.float64)
