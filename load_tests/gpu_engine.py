@@ -102,6 +102,7 @@ class Report:
 
 def main() -> int:
     """Run the stages, print what they find, write it down."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # the stage that runs is ended too
     arguments = _arguments()
     report = Report.opened(arguments.json, resume=arguments.resume)
     deadline = time.monotonic() + 60 * arguments.minutes

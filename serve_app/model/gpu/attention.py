@@ -251,7 +251,7 @@ def _launch(
     wide = query.dtype == torch.float32 or dims > 128
     # More than what the registers of four warps hold.
     large = tiles.lines > 64 or tiles.lines * dims > 64 * 128
-    kernels.attend[(tiles.programs, kv_heads)](
+    kernels.attend[(kv_heads, tiles.programs)](
         query, cache.key, cache.value, out, sums, stats, tiles.rows, tiles.firsts, metadata.query_starts,
         metadata.kv_lens, metadata.tables, metadata.table_lines, metadata.tables.stride(0), query.stride(0), num_rows,
         kept, layer.scale * _LOG2_E, (layer.softcap or 0.0) * _LOG2_E,

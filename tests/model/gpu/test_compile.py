@@ -126,6 +126,12 @@ KERNELS = {
     "gate": Kernel("gate_times_up", GATED, {"GELU": False, "BLOCK": 1024}, 4, 3, 40, 0),
     "rotate, few": Kernel("rotate_and_store", ROTATE, {**SHAPE, "HALF": 64, "NORMED": True, "BLOCK": 1}, 1, 3, 40, 1),
     "rotate, many": Kernel("rotate_and_store", ROTATE, {**SHAPE, "HALF": 64, "NORMED": True, "BLOCK": 8}, 4, 3, 40, 1),
+    "rotate, fp8 cache": Kernel(
+        "rotate_and_store",
+        {**ROTATE, **FP8_CACHE},
+        {**SHAPE, "HALF": 64, "NORMED": False, "BLOCK": 8},
+        *(4, 3, 40, 1),
+    ),
     "prepare": Kernel("prepare", STEP, {"PAGE": 16, "BLOCK": 32}, 1, 3, 40, 0),
     "remember": Kernel("remember", STEP, {"BLOCK": 32}, 1, 3, 40, 0),
     "scan": Kernel("scan_parts", PARTS, {"PART": 1024}, 4, 3, 40, 1),

@@ -62,6 +62,8 @@ def first_token(hidden: Tensor, params: Tensor) -> Tensor:
 
 def test_every_row_arrives_and_padding_touches_nothing(steps: Steps, device: torch.device) -> None:
     """Long tables before short ones, many rows before few: nothing of an earlier step may show."""
+    if device.type == "cuda":
+        pytest.skip("a captured step runs no Python, by which noise is looked at here")
     from serve_app.model.gpu.attention import TritonAttention, TritonMetadata
     from serve_app.model.gpu.graphs import DecodeGraphs, Recorder
 
@@ -163,7 +165,7 @@ def test_what_a_captured_step_reads_outlives_its_capture(steps: Steps, fake_cuda
         return input_ids[:, None] + 1
 
     kept: list[object] = []
-    example = torch.zeros(1, 1, dtype=torch.int64)
+    example = torch.zeros(1, 1, dtype=torch.int64, device=steps.memory.history.device)
     recorder = Recorder(torch.device("cuda"))
     graphs = DecodeGraphs(run, first_token, recorder, TritonAttention(), LENGTH, steps.memory, example)
     buffers = [weakref.ref(buffer) for buffer in (graphs._buffer, graphs._kv_lens, graphs._table_lines, graphs._hidden)]

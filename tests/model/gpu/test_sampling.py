@@ -169,5 +169,5 @@ def test_the_check_at_start(broken: str, device: torch.device, monkeypatch: pyte
     from serve_app.model.gpu import sampling
 
     assert sampling.agrees(2000, device)
-    monkeypatch.setattr(sampling, broken, lambda logits, *rest: torch.zeros(len(logits), dtype=torch.int64))
+    monkeypatch.setattr(sampling, broken, lambda logits, *rest: torch.zeros_like(logits[:, 0], dtype=torch.int64))
     assert not sampling.agrees(2000, device)

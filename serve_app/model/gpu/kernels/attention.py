@@ -138,7 +138,7 @@ def _attend_tile(
 ):  # fmt: skip
     """One tile of `attend`."""
     GROUP: tl.constexpr = HEADS // KV_HEADS
-    head = tl.program_id(1)
+    head = tl.program_id(0)
     row = tl.load(tile_rows + tile)
     if SPLIT:
         begin = tl.load(tile_firsts + row)
@@ -206,8 +206,8 @@ def attend(
     VALUE_DIMS: tl.constexpr, PAGE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPLIT: tl.constexpr,
     WINDOW: tl.constexpr, CAPPED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Grid (tiles, KV_HEADS), or with SPLIT (any number, KV_HEADS): the device knows how many tiles there are, of which
-    each program takes its share.
+    """Grid (KV_HEADS, tiles), or with SPLIT (KV_HEADS, any number): the device knows how many tiles there are, of which
+    each program takes its share. Heads come first, so that the programs that find a tile are on different processors.
 
     query: [tokens, HEADS, HEAD_DIM], `query_stride` between tokens. Caches: [blocks, KV_HEADS, PAGE, dim].
     out: [tokens, HEADS, VALUE_DIM]. What is split is left for `merge`, partial_sums: float32 [tiles, KV_HEADS, kept,
@@ -217,7 +217,7 @@ def attend(
     which row r has line table_lines[r]. scale, softcap: times log2(e), as exp2 is used.
     """
     if SPLIT:
-        for tile in range(tl.program_id(0), tl.load(tile_firsts + num_rows), tl.num_programs(0)):
+        for tile in range(tl.program_id(1), tl.load(tile_firsts + num_rows), tl.num_programs(1)):
             _attend_tile(
                 tile, query, key_cache, value_cache, out, partial_sums, partial_stats, tile_rows, tile_firsts,
                 query_starts, kv_lens, tables, table_lines, table_stride, query_stride, kept, scale, softcap,
@@ -226,7 +226,7 @@ def attend(
             )  # fmt: skip
     else:
         _attend_tile(
-            tl.program_id(0), query, key_cache, value_cache, out, partial_sums, partial_stats, tile_rows, tile_firsts,
+            tl.program_id(1), query, key_cache, value_cache, out, partial_sums, partial_stats, tile_rows, tile_firsts,
             query_starts, kv_lens, tables, table_lines, table_stride, query_stride, kept, scale, softcap,
             HEADS, KV_HEADS, HEAD_DIM, VALUE_DIM, DIMS, VALUE_DIMS, PAGE, BLOCK_M, BLOCK_N, SPLIT, WINDOW, CAPPED,
             PRECISION,

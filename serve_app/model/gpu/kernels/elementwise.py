@@ -78,9 +78,9 @@ def rotate_and_store(
     stored = inside & (slot >= 0)[:, None]
     if head >= HEADS + KV_HEADS:
         place = (slot // PAGE * KV_HEADS + head - HEADS - KV_HEADS) * PAGE + slot % PAGE
-        target = value_cache + place[:, None] * HEAD_DIM + dim[None, :]
-        tl.store(target, low.to(value_cache.dtype.element_ty), mask=stored)
-        tl.store(target + HEAD_DIM // 2, high.to(value_cache.dtype.element_ty), mask=stored)
+        value = value_cache + place[:, None] * HEAD_DIM + dim[None, :]
+        tl.store(value, low.to(value_cache.dtype.element_ty), mask=stored)
+        tl.store(value + HEAD_DIM // 2, high.to(value_cache.dtype.element_ty), mask=stored)
     else:
         wide_low, wide_high = low.to(tl.float32), high.to(tl.float32)
         if NORMED:
@@ -98,11 +98,11 @@ def rotate_and_store(
         turned_low = (wide_low * cosine - wide_high * sine).to(low.dtype)
         turned_high = (wide_high * cosine + wide_low * sine).to(low.dtype)
         if head < HEADS:
-            target = query + (token.to(tl.int64)[:, None] * HEADS + head) * HEAD_DIM + dim[None, :]
-            tl.store(target, turned_low, mask=inside)
-            tl.store(target + HEAD_DIM // 2, turned_high, mask=inside)
+            turned = query + (token.to(tl.int64)[:, None] * HEADS + head) * HEAD_DIM + dim[None, :]
+            tl.store(turned, turned_low, mask=inside)
+            tl.store(turned + HEAD_DIM // 2, turned_high, mask=inside)
         else:
             place = (slot // PAGE * KV_HEADS + head - HEADS) * PAGE + slot % PAGE
-            target = key_cache + place[:, None] * HEAD_DIM + dim[None, :]
-            tl.store(target, turned_low.to(key_cache.dtype.element_ty), mask=stored)
-            tl.store(target + HEAD_DIM // 2, turned_high.to(key_cache.dtype.element_ty), mask=stored)
+            key = key_cache + place[:, None] * HEAD_DIM + dim[None, :]
+            tl.store(key, turned_low.to(key_cache.dtype.element_ty), mask=stored)
+            tl.store(key + HEAD_DIM // 2, turned_high.to(key_cache.dtype.element_ty), mask=stored)
