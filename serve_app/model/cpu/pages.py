@@ -20,6 +20,8 @@ from torch import Tensor
 
 _MADV_POPULATE_WRITE = 23
 _LEAST_PRIORITY = 19
+_CACHE_LINE = 64
+"""Bytes; the vectors of a page that lies across two lines take two loads each."""
 _AT_ONCE = 2**21
 """Bytes; a huge page. Meanwhile nobody else in the process can map memory."""
 _IDLE_S = 0.05
@@ -31,9 +33,11 @@ out, should find a busy engine's taken in the end."""
 
 def lazy_zeros(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     """A tensor on the CPU in memory that nobody has written to; in huge pages where the system has them."""
-    # numpy's, unlike torch's, leaves the zeroing to the system.
-    memory = np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)
-    return torch.from_numpy(memory).view(dtype).view(*shape)
+    size = math.prod(shape) * dtype.itemsize
+    # numpy's, unlike torch's, leaves the zeroing to the system, and begins anywhere in a cache line.
+    memory = np.zeros(size + _CACHE_LINE, np.uint8)
+    first = -memory.ctypes.data % _CACHE_LINE
+    return torch.from_numpy(memory[first : first + size]).view(dtype).view(*shape)
 
 
 class Prefault:
