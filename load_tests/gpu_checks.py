@@ -368,10 +368,10 @@ def free() -> None:
 
 STAGES: dict[str, Callable[..., None]] = {
     stage.__name__: stage
-    for stage in [
+    for stage in (
         *(smoke, kernels, features, parity, graphs, steps, attention),
         *(transformers, vllm, overlap, prices, host, sanitizer),
-    ]
+    )
 }
 
 

@@ -1,5 +1,6 @@
 """Packed weights on disk: mapped, shared by processes, replaced, and done without where the disk takes none."""
 
+import errno
 import multiprocessing
 import os
 import re
@@ -12,6 +13,7 @@ import pytest
 import torch
 
 from load_tests.random_gguf import write_gguf
+from serve_app.model.cpu import packed_file
 from serve_app.model.loader import load_model
 from serve_app.model.options import ModelOptions
 from serve_app.model.paged_model import PagedModel
@@ -59,6 +61,30 @@ def test_a_second_start_maps_what_the_first_has_packed(gguf: Path, quantization:
     in_memory = load(gguf, quantization=quantization)
     assert in_memory.mapped_bytes == 0
     assert torch.equal(logits(in_memory), logits(first))
+
+
+@pytest.mark.parametrize("direct", [True, False])
+def test_the_file_is_the_same_in_many_writes_and_through_the_cache(
+    gguf: Path, direct: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Matrices in more than one piece; a file system that cannot be written to past the system's cache."""
+    expected = logits(load(gguf))
+    (packed,) = packed_files(gguf)
+    packed.unlink()
+    monkeypatch.setattr(packed_file, "_AT_ONCE", 4096)
+    opened, refused = os.open, []
+
+    def no_direct(path: Any, flags: int, mode: int = 0o777, **options: Any) -> int:
+        if flags & os.O_DIRECT:
+            refused.append(path)
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        return opened(path, flags, mode, **options)
+
+    if not direct:
+        monkeypatch.setattr(os, "open", no_direct)
+    assert torch.equal(logits(load(gguf)), expected)
+    assert bool(refused) != direct
+    assert packed_files(gguf) == [packed]
 
 
 def test_each_mode_keeps_its_file_and_a_changed_model_replaces_them(gguf: Path) -> None:

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from serve_app.model.cpu.ops import Format, PackedPart
@@ -35,6 +36,8 @@ Job = Callable[[], Sequence[Matrix]]
 
 _PACKING, _MAPPING = "loading weights", "mapping weights"
 _ALIGNMENT = 4096
+_AT_ONCE = 8 * 2**20
+"""Bytes that a thread hands to the disk."""
 _STRIDE = 256 * 2**20
 """How much is read in before progress is told."""
 _MADV_POPULATE_READ = 22
@@ -86,16 +89,14 @@ def _in_threads(run: Callable[[Job], Any], jobs: Sequence[Job], report: Progress
 def _write(target: PackedFile, jobs: Sequence[Job], report: Progress) -> None:
     with tempfile.TemporaryDirectory(dir=target.path.parent, prefix="tmp-") as scratch:
         unfinished = Path(scratch) / target.path.name
-        with unfinished.open("wb", buffering=0) as file:
-            writer = _Writer(file.fileno())
+        with _Writer(unfinished) as writer:
             # Each thread writes what it has packed and forgets it: all together may be more than fits into memory.
             index = _in_threads(lambda job: [[writer.add(part) for part in matrix] for matrix in job()], jobs, report)
-            file.seek(0, os.SEEK_END)
-            text = json.dumps({"source": str(target.source), "index": index}).encode()
+        text = json.dumps({"source": str(target.source), "index": index}).encode()
+        with unfinished.open("ab") as file:
             file.write(text + len(text).to_bytes(8, "little"))
+            file.flush()
             os.fsync(file.fileno())
-            # Read again in huge pages: they fall to pieces where threads write in the order in which they finish.
-            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         unfinished.rename(target.path)
     _remove_others(target.path)
 
@@ -119,23 +120,50 @@ def _trailer(path: Path) -> dict[str, Any]:
 
 
 class _Writer:
-    """Puts parts into a file, one behind the other, from several threads."""
+    """Puts parts into a new file, one behind the other, from several threads; past the system's cache, where the file
+    system can. Copying into the cache took longer than packing, and what threads put there in the order in which they
+    finish is not in huge pages."""
 
-    def __init__(self, descriptor: int) -> None:
-        self._descriptor = descriptor
+    def __init__(self, path: Path) -> None:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
+        try:
+            self._descriptor = os.open(path, flags | os.O_DIRECT, 0o644)
+        except OSError:  # tmpfs, before Linux 6.6
+            self._descriptor = os.open(path, flags, 0o644)
         self._end = 0
         self._lock = threading.Lock()
+        self._own = threading.local()
+
+    def __enter__(self) -> "_Writer":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        os.close(self._descriptor)
 
     def add(self, part: PackedPart) -> tuple[Any, ...]:
         """The part's entry in the index."""
         size = part.data.nbytes
         with self._lock:
             offset = self._end
-            self._end += -(-size // _ALIGNMENT) * _ALIGNMENT
-        left = part.data.data
-        while left:
-            left = left[os.pwrite(self._descriptor, left, offset + size - len(left)) :]
+            self._end += _aligned(size)
+        for first in range(0, size, _AT_ONCE):
+            self._write(part.data[first : first + _AT_ONCE], offset + first)
         return offset, size, part.format, part.outputs, part.inputs, part.exact
+
+    def _write(self, data: npt.NDArray[np.uint8], offset: int) -> None:
+        """Data of at most `_AT_ONCE` bytes, from a buffer that begins and ends at pages, as the disk wants it."""
+        buffer = getattr(self._own, "buffer", None)
+        if buffer is None:
+            buffer = self._own.buffer = np.frombuffer(mmap.mmap(-1, _AT_ONCE), np.uint8)
+        buffer[: data.size] = data
+        left = buffer[: _aligned(data.size)].data
+        end = offset + len(left)
+        while left:
+            left = left[os.pwrite(self._descriptor, left, end - len(left)) :]
+
+
+def _aligned(size: int) -> int:
+    return -(-size // _ALIGNMENT) * _ALIGNMENT
 
 
 def _map(path: Path, report: Progress) -> list[Sequence[Matrix]]:
