@@ -129,6 +129,29 @@ def _visit(
 
 
 @triton.jit
+def _store(
+    out, partial_sums, partial_stats, sums, total, peak, tile, token, head, query_head, used, splits, kept,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, VALUE_DIM: tl.constexpr, VALUE_DIMS: tl.constexpr,
+    BLOCK_M: tl.constexpr, SPLIT: tl.constexpr,
+):  # fmt: skip
+    """What a tile has found: the result, or the part of one that `merge` needs."""
+    value_dims = tl.arange(0, VALUE_DIMS)
+    wanted = used[:, None] & (value_dims < VALUE_DIM)[None, :]
+    # A padding row of a captured graph has no keys and so no weight.
+    result = sums / tl.where(total == 0.0, 1.0, total)[:, None]
+    place = (token[:, None] * HEADS + query_head[:, None]) * VALUE_DIM + value_dims[None, :]
+    tl.store(out + place, result.to(out.dtype.element_ty), mask=wanted & (splits == 1))
+    if SPLIT:  # noqa: SIM102 -- one is known when it is compiled, the other is not
+        if splits > 1:
+            line = tl.arange(0, BLOCK_M)
+            part = tl.cast(tile, tl.int64) * KV_HEADS + head
+            place = (part * kept + line[:, None]) * VALUE_DIM + value_dims[None, :]
+            tl.store(partial_sums + place, sums, mask=wanted)
+            tl.store(partial_stats + part * 2 * kept + line, peak, mask=used)
+            tl.store(partial_stats + (part * 2 + 1) * kept + line, total, mask=used)
+
+
+@triton.jit
 def _attend_tile(
     tile, query, key_cache, value_cache, out, partial_sums, partial_stats, tile_rows, tile_firsts, query_starts,
     kv_lens, tables, table_lines, table_stride, query_stride, kept, scale, softcap,
@@ -178,20 +201,10 @@ def _attend_tile(
             KV_HEADS, HEAD_DIM, VALUE_DIM, DIMS, VALUE_DIMS, PAGE, BLOCK_N, WINDOW, CAPPED, PRECISION, True,
         )  # fmt: skip
         blocks = following
-    value_dims = tl.arange(0, VALUE_DIMS)
-    wanted = used[:, None] & (value_dims < VALUE_DIM)[None, :]
-    # A padding row of a captured graph has no keys and so no weight.
-    result = sums / tl.where(total == 0.0, 1.0, total)[:, None]
-    place = (token[:, None] * HEADS + query_head[:, None]) * VALUE_DIM + value_dims[None, :]
-    tl.store(out + place, result.to(out.dtype.element_ty), mask=wanted & (splits == 1))
-    if SPLIT:  # noqa: SIM102 -- one is known when it is compiled, the other is not
-        if splits > 1:
-            line = tl.arange(0, BLOCK_M)
-            part = tl.cast(tile, tl.int64) * KV_HEADS + head
-            place = (part * kept + line[:, None]) * VALUE_DIM + value_dims[None, :]
-            tl.store(partial_sums + place, sums, mask=wanted)
-            tl.store(partial_stats + part * 2 * kept + line, peak, mask=used)
-            tl.store(partial_stats + (part * 2 + 1) * kept + line, total, mask=used)
+    _store(
+        out, partial_sums, partial_stats, sums, total, peak, tile, token, head, query_head, used, splits, kept,
+        HEADS, KV_HEADS, VALUE_DIM, VALUE_DIMS, BLOCK_M, SPLIT,
+    )  # fmt: skip
 
 
 # What changes from step to step must not make a kernel of its own: compiling one takes longer than many steps.
