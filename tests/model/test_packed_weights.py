@@ -1,6 +1,7 @@
 """Packed weights on disk: mapped, shared by processes, replaced, and done without where the disk takes none."""
 
 import errno
+import fcntl
 import multiprocessing
 import os
 import re
@@ -72,16 +73,16 @@ def test_the_file_is_the_same_in_many_writes_and_through_the_cache(
     (packed,) = packed_files(gguf)
     packed.unlink()
     monkeypatch.setattr(packed_file, "_AT_ONCE", 4096)
-    opened, refused = os.open, []
+    written, refused = os.pwrite, []
 
-    def no_direct(path: Any, flags: int, mode: int = 0o777, **options: Any) -> int:
-        if flags & os.O_DIRECT:
-            refused.append(path)
+    def no_direct(descriptor: int, data: Any, offset: int) -> int:
+        if fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_DIRECT:
+            refused.append(offset)
             raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
-        return opened(path, flags, mode, **options)
+        return written(descriptor, data, offset)
 
     if not direct:
-        monkeypatch.setattr(os, "open", no_direct)
+        monkeypatch.setattr(os, "pwrite", no_direct)
     assert torch.equal(logits(load(gguf)), expected)
     assert bool(refused) != direct
     assert packed_files(gguf) == [packed]

@@ -5,6 +5,7 @@ takes none, each process packs them into memory of its own. Linux maps files in 
 system has large folios (ext4 since 6.16, XFS for longer).
 """
 
+import fcntl
 import hashlib
 import json
 import logging
@@ -125,11 +126,13 @@ class _Writer:
     finish is not in huge pages."""
 
     def __init__(self, path: Path) -> None:
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
+        self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+        flags = fcntl.fcntl(self._descriptor, fcntl.F_GETFL)
         try:
-            self._descriptor = os.open(path, flags | os.O_DIRECT, 0o644)
-        except OSError:  # tmpfs, before Linux 6.6
-            self._descriptor = os.open(path, flags, 0o644)
+            fcntl.fcntl(self._descriptor, fcntl.F_SETFL, flags | os.O_DIRECT)
+            os.pwrite(self._descriptor, mmap.mmap(-1, _ALIGNMENT), 0)
+        except OSError:  # it cannot, or not in blocks of this size
+            fcntl.fcntl(self._descriptor, fcntl.F_SETFL, flags)
         self._end = 0
         self._lock = threading.Lock()
         self._own = threading.local()
