@@ -47,8 +47,8 @@ def features(config: dict[str, Any], device: torch.device) -> dict[str, Any]:
     expected = _answers(deepcopy(module), work, vocabulary)
     found = _answers(module.to(device), work, vocabulary)
     wrong = sorted({name for name, _ in expected if not _same(expected, found, name)})
-    passed = not wrong and found.keys() == expected.keys()
-    return {"passed": passed, "of": len(work), "wrong": ", ".join(wrong), "grammars": _has_grammars()}
+    complete = found.keys() == expected.keys() and {name for name, _ in expected} == {one.request_id for one in work}
+    return {"passed": complete and not wrong, "of": len(work), "wrong": ", ".join(wrong), "grammars": _has_grammars()}
 
 
 def _has_grammars() -> bool:
@@ -118,7 +118,9 @@ def _answers(
             outcome.logprobs += delta.logprobs
             outcome.prompt_logprobs += delta.prompt_logprobs
             outcome.embedding = delta.embedding or outcome.embedding
-            outcome.end = str(delta.error or delta.finish_reason)
+            outcome.end = str(delta.finish_reason)
+            if delta.error is not None:
+                raise delta.error
     return found
 
 

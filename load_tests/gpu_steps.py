@@ -141,7 +141,7 @@ def parity(config: dict[str, Any], device: torch.device) -> dict[str, Any]:
 
 
 def logits_parity(config: dict[str, Any], machine: Machine) -> dict[str, Any]:
-    """Largest difference from transformers' logits of packed prompts and one decode step, in standard deviations: the
+    """Difference from transformers' logits of packed prompts and one decode step, as `ReferenceLogits` measures it: the
     engine's, and that of transformers' modules on the reference backend."""
     differences = {}
     for name in ("auto", "reference"):

@@ -174,19 +174,22 @@ async def test_beyond_its_queue_the_server_refuses_with_retry_after(server: Serv
 
     async with httpx.AsyncClient(limits=httpx.Limits(max_connections=None), timeout=120) as http:
         url = f"{server.url}/v1/completions"
-        # Every place is taken for longer than the others need to ask, however fast the machine is.
-        long = [asyncio.create_task(http.post(url, json=body(max_tokens=4000))) for _ in range(PLACES)]
-        await asyncio.to_thread(wait_for, all_there, "every place is taken")
-        answers = await asyncio.gather(*(http.post(url, json=body(max_tokens=1)) for _ in range(20)))
-        assert not any(post.done() for post in long)
-        for post in long:
-            post.cancel()
-        await asyncio.gather(*long, return_exceptions=True)
+        # Every place is taken for longer than the others need to ask. What is drawn repeats nothing, so no draft is right.
+        asks = (body(max_tokens=4000, temperature=1, seed=number) for number in range(PLACES))
+        long = [asyncio.create_task(http.post(url, json=ask)) for ask in asks]
+        try:
+            await asyncio.to_thread(wait_for, all_there, "every place is taken")
+            answers = await asyncio.gather(*(http.post(url, json=body(max_tokens=1)) for _ in range(20)))
+            assert not any(post.done() for post in long)
+        finally:
+            for post in long:
+                post.cancel()
+            await asyncio.gather(*long, return_exceptions=True)
+            wait_idle(server)
     for answer in answers:
         assert answer.status_code == 429
         assert int(answer.headers["retry-after"]) >= 1
         assert answer.json()["error"]["type"] == "rate_limit_error"
-    wait_idle(server)
 
 
 async def test_counters_equal_what_the_client_counted(server: Server) -> None:

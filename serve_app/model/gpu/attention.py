@@ -195,9 +195,8 @@ def _split_tiles(metadata: TritonMetadata, layer: AttentionLayer, queries: int, 
     firsts = torch.empty(num_rows + 1, dtype=torch.int32, device=device)
     lines = _short_lines(group)
     kernels.share_out[(num_rows + 1,)](
-        metadata.query_starts, metadata.kv_lens, rows, firsts, num_rows,
-        GROUP=group, BLOCK_M=lines, WINDOW=layer.sliding_window or 0, SPLIT_KEYS=split_keys,
-        MOST=_most_splits(layer), BLOCK=256, num_warps=4,
+        metadata.query_starts, metadata.kv_lens, rows, firsts, num_rows, split_keys,
+        GROUP=group, BLOCK_M=lines, WINDOW=layer.sliding_window or 0, MOST=_most_splits(layer), BLOCK=256, num_warps=4,
     )  # fmt: skip
     programs = min(most, -(-_PROGRAMS_PER_PROCESSOR * _processors(device) // layer.num_kv_heads))
     return Tiles(rows, firsts, lines, programs, queries * group)
@@ -262,7 +261,7 @@ def _launch(
         # Tensor cores would round float32 factors to 10 bits.
         PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
         # A third stage pays where registers leave room for one program only.
-        num_warps=8 if large else 4, num_stages=3 if tiles.lines > 64 else 2,
+        num_warps=8 if large else 4, num_stages=3 if tiles.lines > 64 and not wide else 2,
         # So that `_PROGRAMS_PER_PROCESSOR` run at once.
         maxnreg=128 if kept and not wide else None,
     )  # fmt: skip

@@ -64,7 +64,7 @@ ROTATE = {
 }
 NORM = {**dict.fromkeys(("residual", "x", "weight", "out"), "*bf16"), "width": "i32", "eps": "fp32"}
 MERGED = {"partial_sums": "*fp32", "partial_stats": "*fp32", "out": "*bf16", **INDICES, "kept": "i32"}
-SHARED = {**INDICES, "num_rows": "i32"}
+SHARED = {**INDICES, **dict.fromkeys(("num_rows", "split_keys"), "i32")}
 GATED = {"gate_up": "*bf16", "out": "*bf16", "width": "i32"}
 PARTS = {
     "logits": "*fp32",
@@ -85,7 +85,7 @@ D256 = {**TILE, "HEAD_DIM": 256, "VALUE_DIM": 256, "VALUE_DIMS": 256, "DIMS": 25
 SPLIT = {**TILE, "BLOCK_M": 16, "SPLIT": True}
 LONG = {**TILE, "BLOCK_M": 128, "SPLIT": False}
 MERGE = {"HEADS": 32, "KV_HEADS": 8, **VALUES, "MOST": 64, "CHUNK": 16}
-SHARE = {"GROUP": 4, "BLOCK_M": 16, "WINDOW": 4096, "SPLIT_KEYS": 128, "MOST": 64, "BLOCK": 256}
+SHARE = {"GROUP": 4, "BLOCK_M": 16, "WINDOW": 4096, "MOST": 64, "BLOCK": 256}
 STEP = {
     **dict.fromkeys(("tokens", "token_ids"), "*i64"),
     **dict.fromkeys(("history", "tables", "kv_lens", "table_lines"), "*i32"),

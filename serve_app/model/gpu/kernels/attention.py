@@ -45,7 +45,7 @@ def _key_range(low, split, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr, SPLIT: t
 @triton.jit
 def _num_splits(
     rows, inside, query_starts, kv_lens,
-    GROUP: tl.constexpr, BLOCK_M: tl.constexpr, WINDOW: tl.constexpr, SPLIT_KEYS: tl.constexpr, MOST: tl.constexpr,
+    split_keys, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, WINDOW: tl.constexpr, MOST: tl.constexpr,
 ):  # fmt: skip
     """Over how many tiles each row's keys are shared out; 0 for rows with more queries than fit in a tile."""
     begin = tl.load(query_starts + rows, mask=inside, other=0)
@@ -53,18 +53,17 @@ def _num_splits(
     keys = tl.load(kv_lens + rows, mask=inside, other=0)
     if WINDOW > 0:
         keys = tl.minimum(keys, WINDOW)
-    splits = tl.minimum(tl.maximum(tl.cdiv(keys, SPLIT_KEYS), 1), MOST)
+    splits = tl.minimum(tl.maximum(tl.cdiv(keys, split_keys), 1), MOST)
     return tl.where(inside & (num_queries * GROUP <= BLOCK_M), splits, 0)
 
 
 @triton.jit(
-    do_not_specialize=["num_rows"],
+    do_not_specialize=["num_rows", "split_keys"],
     do_not_specialize_on_alignment=["query_starts", "kv_lens", "tile_rows", "row_tiles"],
 )
 def share_out(
-    query_starts, kv_lens, tile_rows, row_tiles, num_rows,
-    GROUP: tl.constexpr, BLOCK_M: tl.constexpr, WINDOW: tl.constexpr, SPLIT_KEYS: tl.constexpr, MOST: tl.constexpr,
-    BLOCK: tl.constexpr,
+    query_starts, kv_lens, tile_rows, row_tiles, num_rows, split_keys,
+    GROUP: tl.constexpr, BLOCK_M: tl.constexpr, WINDOW: tl.constexpr, MOST: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Grid (rows + 1): the tiles of short rows, one row's after another's; MOST at most for a row, a power of two.
 
@@ -76,10 +75,10 @@ def share_out(
     for begin in range(0, row, BLOCK):
         others = begin + tl.arange(0, BLOCK)
         first += tl.sum(
-            _num_splits(others, others < row, query_starts, kv_lens, GROUP, BLOCK_M, WINDOW, SPLIT_KEYS, MOST)
+            _num_splits(others, others < row, query_starts, kv_lens, split_keys, GROUP, BLOCK_M, WINDOW, MOST)
         )
     tl.store(row_tiles + row, first)
-    own = _num_splits(row, row < num_rows, query_starts, kv_lens, GROUP, BLOCK_M, WINDOW, SPLIT_KEYS, MOST)
+    own = _num_splits(row, row < num_rows, query_starts, kv_lens, split_keys, GROUP, BLOCK_M, WINDOW, MOST)
     split = tl.arange(0, MOST)
     tl.store(tile_rows + first + split, tl.zeros_like(split) + row, mask=split < own)
 
