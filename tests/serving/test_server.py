@@ -174,7 +174,7 @@ async def test_beyond_its_queue_the_server_refuses_with_retry_after(server: Serv
 
     async with httpx.AsyncClient(limits=httpx.Limits(max_connections=None), timeout=120) as http:
         url = f"{server.url}/v1/completions"
-        # Every place is taken for longer than the others need to ask. What is drawn repeats nothing, so no draft is right.
+        # Every place is taken for longer than the others need to ask: what is drawn repeats nothing to be drafted.
         asks = (body(max_tokens=4000, temperature=1, seed=number) for number in range(PLACES))
         long = [asyncio.create_task(http.post(url, json=ask)) for ask in asks]
         try:
