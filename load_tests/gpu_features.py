@@ -6,7 +6,6 @@ A tensor on the wrong device shows on a GPU only, and most parameters are nobody
 import importlib.util
 from collections.abc import Callable, Sequence
 from copy import deepcopy
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -15,7 +14,7 @@ import torch
 from load_tests.gpu_steps import paged, random_module
 from serve_app import grammars
 from serve_app.core.request import EngineRequest
-from serve_app.core.results import TokenLogprob
+from serve_app.core.results import TokenDelta, join_deltas
 from serve_app.core.sampling_params import SamplingParams
 from serve_app.engine.core import EngineConfig, EngineCore
 from serve_app.grammars import Vocabulary
@@ -26,28 +25,17 @@ _TOLERANCE = 1e-3
 """Of log-probabilities and vectors."""
 
 
-@dataclass
-class _Outcome:
-    """One choice of one request."""
-
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[TokenLogprob] = field(default_factory=list)
-    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
-    embedding: bytes | None = None
-    end: str = ""
-
-
 def features(config: dict[str, Any], device: torch.device) -> dict[str, Any]:
     """One engine's answers on the device against one's on the CPU, all requests at once and a KV pool that is too small
     for them."""
     module = random_module(config, torch.device("cpu"), torch.float32)
     module.generation_config.eos_token_id = 1
-    work = list(_requests(config["vocab_size"]))
+    work = _requests(config["vocab_size"])
     vocabulary = _vocabulary(config["vocab_size"])
     expected = _answers(deepcopy(module), work, vocabulary)
     found = _answers(module.to(device), work, vocabulary)
-    wrong = sorted({name for name, _ in expected if not _same(expected, found, name)})
     complete = found.keys() == expected.keys() and {name for name, _ in expected} == {one.request_id for one in work}
+    wrong = sorted({key[0] for key in expected.keys() & found.keys() if not _same(expected[key], found[key])})
     return {"passed": complete and not wrong, "of": len(work), "wrong": ", ".join(wrong), "grammars": _has_grammars()}
 
 
@@ -55,7 +43,7 @@ def _has_grammars() -> bool:
     return importlib.util.find_spec("llguidance") is not None
 
 
-def _requests(vocab: int) -> Sequence[EngineRequest]:
+def _requests(vocab: int) -> list[EngineRequest]:
     drawn: dict[str, dict[str, Any]] = {
         "plain": {},
         "top-k": {"top_k": 20},
@@ -97,7 +85,8 @@ def _vocabulary(vocab: int) -> Callable[[], Vocabulary]:
 
 def _answers(
     module: Any, work: Sequence[EngineRequest], vocabulary: Callable[[], Vocabulary]
-) -> dict[tuple[str, int], _Outcome]:
+) -> dict[tuple[str, int], TokenDelta]:
+    """All that came of each choice, by its request's id and its number."""
     model = paged(module, max_model_len=256)
     blocks = 64
     settings = EngineConfig(
@@ -110,34 +99,23 @@ def _answers(
     for request in work:
         core.prepare(request)
         core.add(request)
-    found: dict[tuple[str, int], _Outcome] = {}
+    deltas: dict[str, list[TokenDelta]] = {}
     while core.has_unfinished:
         for delta in core.step() or ():
-            outcome = found.setdefault((delta.request_id, delta.choice), _Outcome())
-            outcome.token_ids += delta.token_ids
-            outcome.logprobs += delta.logprobs
-            outcome.prompt_logprobs += delta.prompt_logprobs
-            outcome.embedding = delta.embedding or outcome.embedding
-            outcome.end = str(delta.finish_reason)
             if delta.error is not None:
                 raise delta.error
-    return found
+            deltas.setdefault(delta.request_id, []).append(delta)
+    return {(whole.request_id, whole.choice): whole for parts in deltas.values() for whole in join_deltas(parts)}
 
 
-def _same(expected: dict[tuple[str, int], _Outcome], found: dict[tuple[str, int], _Outcome], name: str) -> bool:
-    for key, wanted in expected.items():
-        if key[0] != name:
-            continue
-        got = found.get(key, _Outcome())
-        exact = (got.token_ids, got.end) == (wanted.token_ids, wanted.end)
-        if not exact or not all(
-            len(ours) == len(theirs) and np.allclose(ours, theirs, rtol=0, atol=_TOLERANCE)
-            for ours, theirs in zip(_numbers(got), _numbers(wanted), strict=True)
-        ):
-            return False
-    return True
+def _same(expected: TokenDelta, found: TokenDelta) -> bool:
+    exact = (found.token_ids, found.finish_reason) == (expected.token_ids, expected.finish_reason)
+    return exact and all(
+        len(ours) == len(theirs) and np.allclose(ours, theirs, rtol=0, atol=_TOLERANCE)
+        for ours, theirs in zip(_numbers(found), _numbers(expected), strict=True)
+    )
 
 
-def _numbers(outcome: _Outcome) -> tuple[list[float], list[float], list[float]]:
-    vector = np.frombuffer(outcome.embedding or b"", "<f4").tolist()
-    return [entry.logprob for entry in outcome.logprobs], [entry.logprob for entry in outcome.prompt_logprobs], vector
+def _numbers(answer: TokenDelta) -> tuple[list[float], list[float], list[float]]:
+    vector = np.frombuffer(answer.embedding or b"", "<f4").tolist()
+    return [entry.logprob for entry in answer.logprobs], [entry.logprob for entry in answer.prompt_logprobs], vector

@@ -23,37 +23,34 @@ def reference(vocab: int) -> ReferenceLogits:
     )
 
 
+EXECUTOR: Any = None
+"""Its logits are what `gives` was told."""
+
+
 @pytest.fixture
-def difference(monkeypatch: pytest.MonkeyPatch) -> Callable[..., float]:
-    """Of logits that an executor would have given."""
-
-    def measured(known: ReferenceLogits, got: list[Tensor]) -> float:
-        monkeypatch.setattr(verification, "_run", lambda *_: got)
-        executor: Any = None
-        return known.difference(executor, ())
-
-    return measured
+def gives(monkeypatch: pytest.MonkeyPatch) -> Callable[[list[Tensor]], None]:
+    return lambda logits: monkeypatch.setattr(verification, "_run", lambda *_: logits)
 
 
 @pytest.mark.parametrize("vocab", [500, 50_000])
-def test_noise_counts_alike_in_every_vocabulary(vocab: int, difference: Callable[..., float]) -> None:
+def test_noise_counts_alike_in_every_vocabulary(vocab: int, gives: Callable[[list[Tensor]], None]) -> None:
     known = reference(vocab)
-    got = [row + NOISE * row.std() * torch.randn(row.shape) for row in known.logits]
-    assert difference(known, got) == pytest.approx(NOISE, rel=0.2)
+    gives([row + NOISE * row.std() * torch.randn(row.shape) for row in known.logits])
+    assert known.difference(EXECUTOR, ()) == pytest.approx(NOISE, rel=0.2)
 
 
-def test_one_wrong_token_is_not_hidden_by_the_others(difference: Callable[..., float]) -> None:
+def test_one_wrong_token_is_not_hidden_by_the_others(gives: Callable[[list[Tensor]], None]) -> None:
     known = reference(500)
     got = [row.clone() for row in known.logits]
     got[1][4] = got[1][3]
-    assert difference(known, got) > 1
+    gives(got)
+    assert known.difference(EXECUTOR, ()) > 1
 
 
-def test_no_number_is_no_agreement(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_number_is_no_agreement(gives: Callable[[list[Tensor]], None]) -> None:
     known = reference(500)
     got = [row.clone() for row in known.logits]
     got[0][1, 7] = torch.nan
-    monkeypatch.setattr(verification, "_run", lambda *_: got)
-    executor: Any = None
+    gives(got)
     with pytest.raises(UnsupportedModelError, match="would differ by nan"):
-        verify_model(executor, known, (), 1.0)
+        verify_model(EXECUTOR, known, (), 1.0)

@@ -135,7 +135,7 @@ class _Writer:
             fcntl.fcntl(self._descriptor, fcntl.F_SETFL, flags)
         self._end = 0
         self._lock = threading.Lock()
-        self._own = threading.local()
+        self._buffer = _PageBuffer()
 
     def __enter__(self) -> "_Writer":
         return self
@@ -154,15 +154,20 @@ class _Writer:
         return offset, size, part.format, part.outputs, part.inputs, part.exact
 
     def _write(self, data: npt.NDArray[np.uint8], offset: int) -> None:
-        """Data of at most `_AT_ONCE` bytes, from a buffer that begins and ends at pages, as the disk wants it."""
-        buffer = getattr(self._own, "buffer", None)
-        if buffer is None:
-            buffer = self._own.buffer = np.frombuffer(mmap.mmap(-1, _AT_ONCE), np.uint8)
+        """Data of at most `_AT_ONCE` bytes, in whole pages."""
+        buffer = self._buffer.content
         buffer[: data.size] = data
         left = buffer[: _aligned(data.size)].data
         end = offset + len(left)
         while left:
             left = left[os.pwrite(self._descriptor, left, end - len(left)) :]
+
+
+class _PageBuffer(threading.local):
+    """Each thread's own memory that begins at a page, as writes past the system's cache must."""
+
+    def __init__(self) -> None:
+        self.content = np.frombuffer(mmap.mmap(-1, _AT_ONCE), np.uint8)
 
 
 def _aligned(size: int) -> int:

@@ -62,6 +62,7 @@ ROTATE = {
     "num_tokens": "i32",
     "eps": "fp32",
 }
+TURN = {**SHAPE, "HALF": 64, "NORMED": True, "BLOCK": 8}
 NORM = {**dict.fromkeys(("residual", "x", "weight", "out"), "*bf16"), "width": "i32", "eps": "fp32"}
 MERGED = {"partial_sums": "*fp32", "partial_stats": "*fp32", "out": "*bf16", **INDICES, "kept": "i32"}
 SHARED = {**INDICES, **dict.fromkeys(("num_rows", "split_keys"), "i32")}
@@ -124,14 +125,9 @@ KERNELS = {
     "merge, one head": Kernel("merge", MERGED, {**MERGE, "KV_HEADS": 1, "MOST": 512}, 4, 3, 64, 8),
     "norm": Kernel("add_rms_norm", NORM, {"ADD": True, "BLOCK": 4096}, 8, 3, 48, 1),
     "gate": Kernel("gate_times_up", GATED, {"GELU": False, "BLOCK": 1024}, 4, 3, 40, 0),
-    "rotate, few": Kernel("rotate_and_store", ROTATE, {**SHAPE, "HALF": 64, "NORMED": True, "BLOCK": 1}, 1, 3, 40, 1),
-    "rotate, many": Kernel("rotate_and_store", ROTATE, {**SHAPE, "HALF": 64, "NORMED": True, "BLOCK": 8}, 4, 3, 40, 1),
-    "rotate, fp8 cache": Kernel(
-        "rotate_and_store",
-        {**ROTATE, **FP8_CACHE},
-        {**SHAPE, "HALF": 64, "NORMED": False, "BLOCK": 8},
-        *(4, 3, 40, 1),
-    ),
+    "rotate, few": Kernel("rotate_and_store", ROTATE, {**TURN, "BLOCK": 1}, 1, 3, 40, 1),
+    "rotate, many": Kernel("rotate_and_store", ROTATE, TURN, 4, 3, 40, 1),
+    "rotate, fp8 cache": Kernel("rotate_and_store", {**ROTATE, **FP8_CACHE}, {**TURN, "NORMED": False}, 4, 3, 40, 1),
     "prepare": Kernel("prepare", STEP, {"PAGE": 16, "BLOCK": 32}, 1, 3, 40, 0),
     "remember": Kernel("remember", STEP, {"BLOCK": 32}, 1, 3, 40, 0),
     "scan": Kernel("scan_parts", PARTS, {"PART": 1024}, 4, 3, 40, 1),

@@ -44,10 +44,11 @@ def _key_range(low, split, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr, SPLIT: t
 
 @triton.jit
 def _num_splits(
-    rows, inside, query_starts, kv_lens,
-    split_keys, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, WINDOW: tl.constexpr, MOST: tl.constexpr,
+    rows, inside, query_starts, kv_lens, split_keys,
+    GROUP: tl.constexpr, BLOCK_M: tl.constexpr, WINDOW: tl.constexpr, MOST: tl.constexpr,
 ):  # fmt: skip
-    """Over how many tiles each row's keys are shared out; 0 for rows with more queries than fit in a tile."""
+    """Over how many tiles each row's keys are shared out, `split_keys` to each unless these are more than MOST; 0 for
+    rows with more queries than fit in a tile."""
     begin = tl.load(query_starts + rows, mask=inside, other=0)
     num_queries = tl.load(query_starts + rows + 1, mask=inside, other=0) - begin
     keys = tl.load(kv_lens + rows, mask=inside, other=0)
@@ -85,7 +86,8 @@ def share_out(
 
 @triton.jit
 def _blocks(table, start, kv_len, PAGE: tl.constexpr, BLOCK_N: tl.constexpr):
-    """The blocks of BLOCK_N keys from `start`. Beyond the row's end there may be none: the null block, all zeros."""
+    """The blocks of BLOCK_N keys from `start`; the null block, which is all zeros, beyond the row's end: there may be
+    none, and in its last one a former owner's NaN, which no weight of zero removes."""
     keys = start + tl.arange(0, BLOCK_N)
     return tl.load(table + keys // PAGE, mask=keys < kv_len, other=0)
 
