@@ -50,7 +50,7 @@ _EXACT_FORMATS = {
     Blocks.Q5_1: {Format.Q8},
     Blocks.Q8_0: {Format.Q8},
     Blocks.Q5_K: frozenset[Format](),
-    Blocks.Q6_K: frozenset[Format](),
+    Blocks.Q6_K: {Format.Q6K},
     Blocks.BF16: {Format.BF16},
     Blocks.F16: _WIDENED,
     Blocks.F32: _WIDENED,

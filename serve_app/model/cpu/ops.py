@@ -37,9 +37,10 @@ class Format(IntEnum):
     Q8 = 2
     Q4 = 3
     Q4K = 4
+    Q6K = 5
 
 
-BITS = {Format.Q8: 8, Format.Q4: 4, Format.Q4K: 4}
+BITS = {Format.Q8: 8, Format.Q4: 4, Format.Q4K: 4, Format.Q6K: 6}
 """Of a weight in the formats that fixed-point activations can meet."""
 
 

@@ -21,7 +21,7 @@ OWN_FORMAT = {
     Blocks.Q8_0: Format.Q8,
     Blocks.Q4_K: Format.Q4K,
     Blocks.Q5_K: Format.F32,
-    Blocks.Q6_K: Format.F32,
+    Blocks.Q6_K: Format.Q6K,
 }
 """Which format holds the values of each kind of block exactly."""
 HALVES = {Blocks.Q4_1: (0, 1), Blocks.Q5_1: (0, 1), Blocks.Q4_K: (0, 1), Blocks.Q5_K: (0, 1), Blocks.Q6_K: (104,)}
@@ -82,18 +82,19 @@ def test_the_nearest_bytes_are_near(kernels: Kernels, blocks: Blocks) -> None:
 
 @pytest.mark.parametrize("rows", [1, 2, 5, 6, 13, 97])
 @pytest.mark.parametrize("outputs", [1, 31, 70])
-def test_products_of_super_blocks(kernels: Kernels, rows: int, outputs: int, threads: None) -> None:
-    matrix, bias = random_blocks(Blocks.Q4_K, outputs, 768), torch.randn(outputs)
+@pytest.mark.parametrize("blocks", [Blocks.Q4_K, Blocks.Q6_K])
+def test_products_of_super_blocks(kernels: Kernels, blocks: Blocks, rows: int, outputs: int, threads: None) -> None:
+    matrix, bias = random_blocks(blocks, outputs, 768), torch.randn(outputs)
     x = torch.randn(rows, 768) * 3
     x[0, :32] = 0
-    part = pack(kernels, matrix, Format.Q4K)
+    part = pack(kernels, matrix, OWN_FORMAT[blocks])
     packed = weight(kernels, part, bias=bias)
     seen = seen_by_int8(kernels, weight(kernels, part), widened(matrix), x)
     check(kernels.linear(packed, x, Arithmetic.INT8), *seen, bias)
     check(kernels.linear(packed, x, Arithmetic.EXACT), widened(matrix), x, bias)
 
 
-@pytest.mark.parametrize("second", [Blocks.Q8_0, Blocks.Q4_0])
+@pytest.mark.parametrize("second", [Blocks.Q8_0, Blocks.Q6_K, Blocks.Q4_0])
 def test_parts_of_several_formats_are_one_matrix(kernels: Kernels, second: Blocks, threads: None) -> None:
     """As q, k and v of a file are. A row has the same bits alone and in every batch."""
     matrices = [random_blocks(blocks, 2 * kernels.panel, 512) for blocks in (Blocks.Q4_K, second, Blocks.Q4_1)]
@@ -111,6 +112,41 @@ def test_parts_of_several_formats_are_one_matrix(kernels: Kernels, second: Block
         check(whole, weights, inputs, None)
         for first, last in ((0, 1), (7, 8), (3, 5), (0, 11), (90, 103)):
             assert torch.equal(kernels.linear(packed, x[first:last], arithmetic), whole[first:last])
+
+
+@pytest.mark.parametrize("blocks", [Blocks.Q4_K, Blocks.Q6_K])
+def test_whole_numbers_at_the_ends_of_their_ranges(kernels: Kernels, blocks: Blocks) -> None:
+    """No build may round or saturate: sums of the largest weights and activations of one sign, and of both."""
+    matrix = random_blocks(blocks, 2, 256)
+    ends = np.frombuffer(matrix.data, np.uint8).reshape(2, -1).copy()
+    ends[1] = 0xFF
+    words = ends.view(np.uint16)
+    for place in HALVES[blocks]:
+        words[:, place] = np.float16(1).view(np.uint16)
+    matrix = StoredMatrix(ends.reshape(-1), blocks, 2, 256)
+    packed = weight(kernels, pack(kernels, matrix, OWN_FORMAT[blocks]))
+    x = torch.full((9, 256), 127.0)
+    x[3:6] *= -1
+    x[6:, 1::2] *= -1
+    got = kernels.linear(packed, x, Arithmetic.INT8)
+    expected = seen_by_int8(kernels, packed, widened(matrix), x)
+    assert torch.equal(got.double(), expected[1].double() @ expected[0].double().T)
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("arithmetic", [Arithmetic.EXACT, Arithmetic.INT8])
+@pytest.mark.parametrize("blocks", [Blocks.Q4_0, Blocks.Q8_0, Blocks.Q4_K, Blocks.Q6_K])
+def test_what_is_not_finite_shows_in_every_output(
+    kernels: Kernels, blocks: Blocks, arithmetic: Arithmetic, bad: float
+) -> None:
+    packed = weight(kernels, pack(kernels, random_blocks(blocks, 70, 512), OWN_FORMAT[blocks]))
+    x = torch.randn(14, 512)
+    good = kernels.linear(packed, x, arithmetic)
+    x[2, 77], x[11, 500] = bad, bad
+    got = kernels.linear(packed, x, arithmetic)
+    assert not bool(got[[2, 11]].isfinite().any())
+    others = [row for row in range(14) if row not in (2, 11)]
+    assert torch.equal(got[others], good[others])
 
 
 def test_rows_in_another_order(kernels: Kernels) -> None:

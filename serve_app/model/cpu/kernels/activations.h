@@ -35,7 +35,8 @@ struct digit_tile {
 struct group_terms {
     float scale;       /* s */
     float sum;         /* s times the sum of the group's numbers */
-    int32_t centre[2]; /* with three bytes: 128 times the sums of the first two and of the third */
+    int32_t halves[2]; /* 32 times the sums of the first half and of the second */
+    int32_t bytes[2];  /* only with three bytes: 128 times the sums of the first two and of the third */
 };
 
 /* Activations of some rows. For `float` products only `x`, for the others only `rounded`. */
@@ -45,7 +46,9 @@ struct input {
 };
 
 /* Bytes of a group of fixed-point activations. */
-static inline int activation_group_bytes(int bytes) { return bytes * GROUP + (int)sizeof(struct group_terms); }
+static inline int activation_group_bytes(int bytes) {
+    return bytes * GROUP + (int)(bytes == 3 ? sizeof(struct group_terms) : offsetof(struct group_terms, bytes));
+}
 
 /* Group 0 of the tile that has this row. */
 static inline struct digit_tile *tile_of(const uint8_t *rounded, int64_t row, int inputs) {
@@ -80,31 +83,33 @@ static enum form form_for(const struct weight *weight, int arithmetic, int rows)
     return TILES && weight->fixed == 4 && rows >= LEAST_DIGIT_ROWS ? AS_DIGITS : EXACT_BYTES;
 }
 
-/* A group as fixed-point numbers: x ~ scale a, the largest |a| being `limit`. The `sum` of a group with an infinity or
+/* A group as fixed-point numbers: x ~ scale a, the largest |a| being `limit`. The scale of a group with an infinity or
  * a NaN is NaN, so that no output hides it. */
 struct fixed_group {
     ivec a[GROUP / LANES];
+    struct lane_sums halves;
     float scale, sum;
 };
 
 SPECIALIZED struct fixed_group round_group(const float *x, const float limit) {
     struct fixed_group group;
-    vec largest = splat(0.0f), finite = splat(0.0f);
+    vec largest = splat(0.0f), odd = splat(0.0f);
+    ivec half[2] = {{0}, {0}};
     UNROLL
     for (int k = 0; k < GROUP; k += LANES) {
         largest = maximum(absolute(load(x + k)), largest);
-        finite = finite + (load(x + k) - load(x + k)); /* zero, or NaN for an infinity or a NaN */
+        odd = odd + (load(x + k) - load(x + k)); /* zero, or NaN for an infinity or a NaN */
     }
     /* What is so small that the quotient would be infinite counts as zero. */
     const float size = reduce_max(largest), inverse = size > limit * 0x1p-126f ? limit / size : 0.0f;
-    ivec total = {0};
     UNROLL
     for (int k = 0; k < GROUP; k += LANES) {
         group.a[k / LANES] = nearest(load(x + k) * splat(inverse));
-        total += group.a[k / LANES];
+        half[k >= GROUP / 2] += group.a[k / LANES];
     }
-    group.scale = size / limit;
-    group.sum = group.scale * reduce_add(to_float(total) + finite);
+    group.halves = add_lanes(half[0], half[1]);
+    group.scale = any_nan(odd) ? NAN : size / limit;
+    group.sum = group.scale * (float)(group.halves.first + group.halves.second);
     return group;
 }
 
@@ -131,9 +136,12 @@ SPECIALIZED void quantize_groups(const int bytes, const float *x, int count, uin
         }
         terms->scale = group.scale;
         terms->sum = group.sum;
+        terms->halves[0] = 32 * group.halves.first;
+        terms->halves[1] = 32 * group.halves.second;
         if (bytes == 3) {
-            terms->centre[0] = 128 * (int32_t)reduce_add(to_float(others));
-            terms->centre[1] = 128 * (int32_t)reduce_add(to_float(last));
+            const struct lane_sums sums = add_lanes(others, last);
+            terms->bytes[0] = 128 * sums.first;
+            terms->bytes[1] = 128 * sums.second;
         }
     }
 }

@@ -21,11 +21,11 @@ SPECIALIZED void unpack_four_bits(const int format, const uint8_t *panel, int64_
         fetch_group(group + panel_bytes, format);
         UNROLL
         for (int half = 0; half < 2; half++) {
-            to->step[g][half] = group_step(format, panel, first + g, half * LANES);
-            to->minimum[g][half] = group_minimum(format, panel, first + g, half * LANES);
+            to->step[g][half] = group_step(format, panel, first + g, 0, half * LANES);
+            to->minimum[g][half] = group_minimum(format, panel, first + g, 0, half * LANES);
             UNROLL
             for (int step = 0; step < STEPS; step++) {
-                const ivec q = step_weights(format, group + scale_bytes(format), step, half * LANES), q16 = q << 4;
+                const ivec q = step_values(format, group + scale_bytes(format), step, half * LANES), q16 = q << 4;
                 memcpy(to->q[g][half][step], &q, sizeof q);
                 memcpy(to->q[g][half][STEPS + step], &q16, sizeof q16);
             }

@@ -22,23 +22,28 @@ enum {
 /* Group `g` of a panel of bytes as uint16 [GROUP / 2][PANEL][2] of bfloat16. */
 SPECIALIZED void unpack_group(const int format, const uint8_t *panel, int64_t g, uint8_t *to) {
     const uint8_t *values = panel + group_at(format, g) + scale_bytes(format);
+    const int four = format == Q4 || format == Q4K, parts = group_parts(format);
     UNROLL
     for (int half = 0; half < PANEL; half += LANES) {
-        const vec d = group_step(format, panel, g, half) * splat(BEFORE_CUTTING);
-        vec m = group_minimum(format, panel, g, half) * splat(BEFORE_CUTTING);
-        if (format == Q8) m = fma_(splat(-BYTE_ZERO), d, m);
         UNROLL
-        for (int k = 0; k < GROUP; k += 2) {
-            const int step = k / 4, line = format == Q8 ? step : step % (STEPS / 2);
-            const ivec bytes = load_int(values + 4 * (line * PANEL + half));
-            vec value[2];
+        for (int part = 0; part < parts; part++) {
+            const vec d = group_step(format, panel, g, part, half) * splat(BEFORE_CUTTING);
+            vec m = group_minimum(format, panel, g, part, half) * splat(BEFORE_CUTTING);
+            if (!four) m = fma_(splat(-BYTE_ZERO), d, m);
             UNROLL
-            for (int i = 0; i < 2; i++) {
-                const int byte = k % 4 + i, shift = 8 * byte + (step < STEPS / 2 ? 0 : 4);
-                value[i] = fma_(d, format == Q8 ? byte_number(bytes, byte) : four_bits(bytes >> shift), m);
+            for (int k = part * GROUP / parts; k < (part + 1) * GROUP / parts; k += 2) {
+                const int step = k / 4, shift = step < STEPS / 2 ? 0 : 4;
+                const ivec bytes = four ? load_int(values + step_line(format, step) + 4 * half) >> shift
+                                        : step_values(format, values, step, half);
+                vec value[2];
+                UNROLL
+                for (int i = 0; i < 2; i++) {
+                    const int byte = k % 4 + i;
+                    value[i] = fma_(d, four ? four_bits(bytes >> 8 * byte) : byte_number(bytes, byte), m);
+                }
+                const ivec pairs = upper_halves(value[0], value[1]);
+                memcpy(to + 4 * (k / 2 * PANEL + half), &pairs, sizeof pairs);
             }
-            const ivec pairs = upper_halves(value[0], value[1]);
-            memcpy(to + 4 * (k / 2 * PANEL + half), &pairs, sizeof pairs);
         }
     }
 }
@@ -136,6 +141,7 @@ static void bf16_product(int format, int rows, const uint16_t *x, int inputs, co
     switch (format) {
         case Q4: tile_panel(Q4, rows, x, inputs, panel, bias, sums, out, out_stride); break;
         case Q4K: tile_panel(Q4K, rows, x, inputs, panel, bias, sums, out, out_stride); break;
+        case Q6K: tile_panel(Q6K, rows, x, inputs, panel, bias, sums, out, out_stride); break;
         case Q8: tile_panel(Q8, rows, x, inputs, panel, bias, sums, out, out_stride); break;
         default: tile_panel(BF16, rows, x, inputs, panel, bias, sums, out, out_stride);
     }

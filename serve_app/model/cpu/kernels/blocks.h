@@ -115,16 +115,30 @@ static void super_block_floats(int type, const uint8_t *block, float *out) {
     }
 }
 
-static void six_bit_floats(const uint8_t *block, float *out) {
-    const uint8_t *low = block, *upper = block + BLOCK / 2;
-    const int8_t *s = (const int8_t *)upper + BLOCK / 4;
-    const float d = half_to_float(read_half(block + BLOCK / 2 + BLOCK / 4 + BLOCK / 16));
+/* A block of Q6_K. */
+struct six_bits {
+    uint16_t scale;
+    int8_t s[BLOCK / 16];
+    uint8_t q[BLOCK];
+};
+
+static void read_six_bits(const uint8_t *block, struct six_bits *to) {
+    const uint8_t *low = block, *upper = block + BLOCK / 2, *s = upper + BLOCK / 4;
     for (int k = 0; k < BLOCK; k++) {
         const int half = k / 128, quarter = k % 128 / 32, lane = k % 32;
         const int four = low[64 * half + 32 * (quarter % 2) + lane] >> (quarter < 2 ? 0 : 4) & 15;
         const int two = upper[32 * half + lane] >> (2 * quarter) & 3;
-        out[k] = d * s[k / 16] * (float)((four | two << 4) - 32);
+        to->q[k] = (uint8_t)(four | two << 4);
     }
+    memcpy(to->s, s, sizeof to->s);
+    to->scale = read_half(s + sizeof to->s);
+}
+
+static void six_bit_floats(const uint8_t *block, float *out) {
+    struct six_bits six;
+    read_six_bits(block, &six);
+    const float d = half_to_float(six.scale);
+    for (int k = 0; k < BLOCK; k++) out[k] = d * six.s[k / 16] * (float)(six.q[k] - 32);
 }
 
 /* `count` weights as floats; whole blocks. */
@@ -153,30 +167,46 @@ static void read_floats(int type, const uint8_t *from, int count, float *out) {
 static int holds(int format, int type) {
     if (format == Q4) return type == FILE_Q4_0 || type == FILE_Q4_1;
     if (format == Q8) return type == FILE_Q5_0 || type == FILE_Q5_1 || type == FILE_Q8_0;
-    return format == Q4K && type == FILE_Q4_K;
+    return (format == Q4K && type == FILE_Q4_K) || (format == Q6K && type == FILE_Q6_K);
+}
+
+/* The block of Q4_K at `from`, as the block at `to` has it. */
+static void pack_four_bits(const uint8_t *from, int lane, uint8_t *to) {
+    uint8_t s[SUPER], t[SUPER], q[GROUP];
+    memcpy(to + 2 * lane, from, 2);
+    memcpy(to + 2 * PANEL + 2 * lane, from + 2, 2);
+    read_scales(from + 4, s, t);
+    for (int g = 0; g < SUPER; g++) {
+        uint8_t *group = to + group_at(Q4K, g);
+        group[lane] = s[g];
+        group[PANEL + lane] = t[g];
+        read_super_group(FILE_Q4_K, from, g, q);
+        put_values(group + scale_bytes(Q4K), Q4K, lane, q);
+    }
+}
+
+/* The block of Q6_K at `from`. */
+static void pack_six_bits(const uint8_t *from, int lane, uint8_t *to) {
+    struct six_bits six;
+    read_six_bits(from, &six);
+    memcpy(to + 2 * lane, &six.scale, 2);
+    for (int g = 0; g < SUPER; g++) {
+        uint8_t *group = to + group_at(Q6K, g);
+        for (int part = 0; part < 2; part++) group[part * PANEL + lane] = (uint8_t)(six.s[2 * g + part] + 128);
+        put_values(group + scale_bytes(Q6K), Q6K, lane, six.q + g * GROUP);
+    }
 }
 
 static int pack_numbers(int type, const uint8_t *row, int64_t inputs, int format, int lane, uint8_t *panel) {
-    if (format != Q4K) {
-        for (int64_t g = 0; g < inputs / GROUP; g++, row += block_bytes(type)) {
-            struct group group;
+    for (int64_t g = 0; g < inputs / GROUP; g += block_weights(type) / GROUP, row += block_bytes(type)) {
+        struct group group;
+        if (format == Q4K) {
+            pack_four_bits(row, lane, panel + block_at(Q4K, g));
+        } else if (format == Q6K) {
+            pack_six_bits(row, lane, panel + block_at(Q6K, g));
+        } else {
             if (!read_group(type, row, &group)) return 0;
             put_group(panel + group_at(format, g), format, lane, &group);
-        }
-        return 1;
-    }
-    for (int64_t first = 0; first < inputs / GROUP; first += SUPER, row += block_bytes(type)) {
-        uint8_t s[SUPER], t[SUPER], q[GROUP];
-        uint8_t *block = panel + group_at(Q4K, first) - 4 * PANEL;
-        memcpy(block + 2 * lane, row, 2);
-        memcpy(block + 2 * PANEL + 2 * lane, row + 2, 2);
-        read_scales(row + 4, s, t);
-        for (int g = 0; g < SUPER; g++) {
-            uint8_t *group = panel + group_at(Q4K, first + g);
-            group[lane] = s[g];
-            group[PANEL + lane] = t[g];
-            read_super_group(type, row, g, q);
-            put_values(group + scale_bytes(Q4K), Q4K, lane, q);
         }
     }
     return 1;
@@ -184,7 +214,7 @@ static int pack_numbers(int type, const uint8_t *row, int64_t inputs, int format
 
 static int pack_row(int type, const uint8_t *row, int64_t inputs, int format, int exactly, int lane, uint8_t *panel) {
     if (holds(format, type) && pack_numbers(type, row, inputs, format, lane, panel)) return 1;
-    if (format == Q4K) return 0;
+    if (format >= Q4K) return 0;
     const int weights = block_weights(type);
     float values[BLOCK];
     for (int64_t first = 0; first < inputs; first += BLOCK) {

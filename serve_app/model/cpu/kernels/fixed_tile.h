@@ -1,4 +1,4 @@
-/* Products of fixed-point activations with weights of 8 and 4 bits, in integers within a group.
+/* Products of fixed-point activations with weights of 8, 6 and 4 bits, in integers within a group.
  *
  * A tile is some rows of activations times one panel. Its sums of integers fill the registers while it goes through a
  * group; its sums of floats lie in memory meanwhile, in the first cache. The code is written for what the compiler
@@ -26,42 +26,45 @@
 #define MANY_ROWS FIXED_ROWS
 #endif
 
-/* The weights of one step of a group, for one vector of outputs: four bytes a lane. */
-SPECIALIZED ivec step_weights(const int format, const uint8_t *weights, const int step, const int half) {
-    const uint8_t *line = weights + 4 * (PANEL * (format == Q8 ? step : step % (STEPS / 2)) + half);
-    return format == Q8 ? load_int(line) : (load_int(line) >> 4 * (step / (STEPS / 2))) & 0x0f0f0f0f;
-}
-
 #if defined(BUILD_NARROW_DOTS)
-/* dot_group for weights of 4 bits, whose sums over a group fit 16 bits; activations have one byte. */
-SPECIALIZED void narrow_dot_group(const int rows, const int format, const uint8_t *weights,
-                                  const uint8_t *const *row, ivec dot[][2]) {
+/* dot_part for weights of 4 or 6 bits, whose sums over 8 or 2 steps fit 16 bits; activations have one byte. */
+SPECIALIZED void narrow_dot_part(const int rows, const int format, const int part, const uint8_t *values,
+                                 const uint8_t *const *row, ivec dot[][2]) {
+    const int steps = STEPS / group_parts(format), narrow = format == Q6K ? 2 : STEPS;
     UNROLL
-    for (int r = 0; r < rows; r++) dot[r][0] = dot[r][1] = (ivec){0};
-    UNROLL
-    for (int step = 0; step < STEPS; step++) {
-        const ivec w0 = step_weights(format, weights, step, 0), w1 = step_weights(format, weights, step, LANES);
+    for (int first = part * steps; first < (part + 1) * steps; first += narrow) {
+        ivec sums[FIXED_ROWS][2];
+        UNROLL
+        for (int r = 0; r < rows; r++) sums[r][0] = sums[r][1] = (ivec){0};
+        UNROLL
+        for (int step = first; step < first + narrow; step++) {
+            const ivec w0 = step_values(format, values, step, 0), w1 = step_values(format, values, step, LANES);
+            UNROLL
+            for (int r = 0; r < rows; r++) {
+                const ivec a = splat_bytes(row[r] + 4 * step);
+                sums[r][0] = narrow_dot(sums[r][0], w0, a);
+                sums[r][1] = narrow_dot(sums[r][1], w1, a);
+            }
+        }
         UNROLL
         for (int r = 0; r < rows; r++) {
-            const ivec a = splat_bytes(row[r] + 4 * step);
-            dot[r][0] = narrow_dot(dot[r][0], w0, a);
-            dot[r][1] = narrow_dot(dot[r][1], w1, a);
+            UNROLL
+            for (int v = 0; v < 2; v++) {
+                const ivec sum = add_halves(sums[r][v]);
+                dot[r][v] = first == part * steps ? sum : dot[r][v] + sum;
+            }
         }
-    }
-    UNROLL
-    for (int r = 0; r < rows; r++) {
-        dot[r][0] = add_halves(dot[r][0]);
-        dot[r][1] = add_halves(dot[r][1]);
     }
 }
 #endif
 
-/* dot[row] = (sum over the group of q a), for the bytes from `first` to `end` of the activations. */
-SPECIALIZED void dot_group(const int rows, const int format, const int first, const int end, const uint8_t *weights,
-                           const uint8_t *const *row, ivec dot[][2]) {
+/* dot[row] = (sum over a part of a group of q a), for the bytes from `first` to `end` of the activations. */
+SPECIALIZED void dot_part(const int rows, const int format, const int part, const int first, const int end,
+                          const uint8_t *values, const uint8_t *const *row, ivec dot[][2]) {
+    const int steps = STEPS / group_parts(format);
 #if defined(BUILD_NARROW_DOTS)
     if (format != Q8) {
-        narrow_dot_group(rows, format, weights, row, dot);
+        narrow_dot_part(rows, format, part, values, row, dot);
         return;
     }
 #endif
@@ -73,8 +76,8 @@ SPECIALIZED void dot_group(const int rows, const int format, const int first, co
             dot[r][1] = byte == first ? (ivec){0} : dot[r][1] << 8;
         }
         UNROLL
-        for (int step = 0; step < STEPS; step++) {
-            const ivec w0 = step_weights(format, weights, step, 0), w1 = step_weights(format, weights, step, LANES);
+        for (int step = part * steps; step < (part + 1) * steps; step++) {
+            const ivec w0 = step_values(format, values, step, 0), w1 = step_values(format, values, step, LANES);
             UNROLL
             for (int r = 0; r < rows; r++) {
                 const ivec a = splat_bytes(row[r] + byte * GROUP + 4 * step);
@@ -85,7 +88,11 @@ SPECIALIZED void dot_group(const int rows, const int format, const int first, co
     }
 }
 
-/* Into the second cache, as long as there is work to do meanwhile: with one row, all is waiting for memory anyway. */
+/* What a tile fetches while it computes. Bytes leave little to do meanwhile: they are fetched a panel ahead, and with
+ * one row all is waiting for memory anyway. */
+enum { AHEAD = 8192 };
+
+/* Into the second cache. */
 SPECIALIZED void fetch_group(const uint8_t *group, const int format) {
     UNROLL
     for (int line = 0; line < group_at(format, 1) - group_at(format, 0); line += 64)
@@ -95,14 +102,15 @@ SPECIALIZED void fetch_group(const uint8_t *group, const int format) {
 /* Hides from the compiler where a pointer comes from. */
 #define OPAQUE(pointer) __asm__("" : "+r"(pointer))
 
-/* All inputs of one panel. The next panel is fetched meanwhile, group by group. */
+/* All inputs of one panel. What comes next is fetched meanwhile, group by group. */
 SPECIALIZED void fixed_tile(const int rows, const int format, const int bytes, const uint8_t *x, int inputs,
                             const uint8_t *panel, int64_t panel_bytes, const float *bias, float *out,
                             int64_t out_stride) {
-    /* Sums of three bytes times 8 bits need more than 32: the last byte of the activations apart. */
-    const int middle = bytes == 3 && format == Q8 ? 2 : bytes;
-    /* Eight bits stand around 128: taken off in integers, where the two large sums would leave their roundings. */
-    const int centred = bytes == 3 && format == Q8;
+    /* A group's sum in one piece or in two: six bits have a scale for each half, and the sums of three bytes times 8
+     * bits need more than 32, so that the last byte of the activations goes apart. */
+    const int halves = format == Q6K, last_apart = bytes == 3 && format == Q8;
+    /* Of weights around 32 or 128, that is taken off in integers: the two large sums would leave their roundings. */
+    const int centred = halves || last_apart;
     const int groups = inputs / GROUP;
     float sums[FIXED_ROWS * PANEL] __attribute__((aligned(64)));
     const uint8_t *row[FIXED_ROWS];
@@ -119,23 +127,25 @@ SPECIALIZED void fixed_tile(const int rows, const int format, const int bytes, c
         OPAQUE(total);
         UNROLL
         for (int r = 0; r < rows; r++) OPAQUE(row[r]);
-        if (rows > 1) fetch_group(group + panel_bytes, format);
+        if (rows > 1 || format != Q8) fetch_group(group + (format == Q8 ? panel_bytes : AHEAD), format);
         UNROLL
-        for (int first = 0, end = middle; first < bytes; first = end, end = bytes) {
-            dot_group(rows, format, first, end, group + scale_bytes(format), row, dot);
+        for (int piece = 0; piece < 1 + centred; piece++) {
+            const int first = last_apart * piece * 2, end = last_apart && !piece ? 2 : bytes;
+            const int with_minimum = end == bytes && !halves;
+            dot_part(rows, format, halves * piece, first, end, group + scale_bytes(format), row, dot);
             UNROLL
             for (int v = 0; v < 2; v++) {
-                const vec d = group_step(format, panel, g, v * LANES) * splat(end < bytes ? 256.0f : 1.0f);
+                const vec d = group_step(format, panel, g, halves * piece, v * LANES) * splat(end < bytes ? 256 : 1);
                 vec m = splat(0.0f);
-                if (end == bytes) m = group_minimum(format, panel, g, v * LANES);
-                if (end == bytes && centred) m = m + splat(128.0f) * d;
+                if (with_minimum) m = group_minimum(format, panel, g, 0, v * LANES);
+                if (with_minimum && centred) m = m + splat(128.0f) * d;
                 UNROLL
                 for (int r = 0; r < rows; r++) {
                     const struct group_terms *terms = (const void *)(row[r] + bytes * GROUP);
                     vec sum = load(total + r * PANEL + v * LANES);
-                    if (centred) dot[r][v] = dot[r][v] - terms->centre[end == bytes];
+                    if (centred) dot[r][v] = dot[r][v] - (halves ? terms->halves : terms->bytes)[piece];
                     sum = fma_(splat(terms->scale) * d, to_float(dot[r][v]), sum);
-                    if (end == bytes) sum = fma_(splat(terms->sum), m, sum);
+                    if (with_minimum) sum = fma_(splat(terms->sum), m, sum);
                     store(total + r * PANEL + v * LANES, sum);
                 }
             }
@@ -153,6 +163,7 @@ static void fixed_rows(int rows, int format, int bytes, const uint8_t *x, int in
 #define BYTES(n, b) \
         if (format == Q4) fixed_tile(n, Q4, b, x, inputs, panel, panel_bytes, bias, out, stride); \
         else if (format == Q4K) fixed_tile(n, Q4K, b, x, inputs, panel, panel_bytes, bias, out, stride); \
+        else if (format == Q6K) fixed_tile(n, Q6K, b, x, inputs, panel, panel_bytes, bias, out, stride); \
         else fixed_tile(n, Q8, b, x, inputs, panel, panel_bytes, bias, out, stride);
 #define TILE(n) \
     case n: \

@@ -15,6 +15,22 @@
 
 enum { DEPTH = 2 * GROUP }; /* inputs whose weights are unpacked to floats at a time; they stay in the first cache */
 
+/* Group `g` of a panel of bytes as floats [GROUP][PANEL]. */
+SPECIALIZED void widen_group(const int format, const uint8_t *panel, int64_t g, float *to) {
+    const uint8_t *values = panel + group_at(format, g) + scale_bytes(format);
+    for (int half = 0; half < PANEL; half += LANES) {
+        UNROLL
+        for (int step = 0; step < STEPS; step++) {
+            const int part = step * group_parts(format) / STEPS;
+            const vec d = group_step(format, panel, g, part, half), m = group_minimum(format, panel, g, part, half);
+            const ivec bytes = step_values(format, values, step, half);
+            UNROLL
+            for (int k = 0; k < 4; k++)
+                store(to + (4 * step + k) * PANEL + half, fma_(d, to_float((bytes >> (8 * k)) & 255), m));
+        }
+    }
+}
+
 /* DEPTH or fewer inputs of a panel as floats [depth][PANEL], from input `first` on. */
 static const float *unpack(const struct panel *panel, int first, int depth, float *to) {
     const int format = (int)panel->format;
@@ -29,19 +45,13 @@ static const float *unpack(const struct panel *panel, int first, int depth, floa
         }
         return to;
     }
-    const int four = format != Q8;
     for (int g = first / GROUP; g < (first + depth) / GROUP; g++) {
-        const uint8_t *values = panel->data + group_at(format, g) + scale_bytes(format);
-        for (int half = 0; half < PANEL; half += LANES) {
-            const vec d = group_step(format, panel->data, g, half), m = group_minimum(format, panel->data, g, half);
-            for (int step = 0; step < STEPS; step++) {
-                const int line = four ? step % (STEPS / 2) : step, shift = four && step >= STEPS / 2 ? 4 : 0;
-                const ivec bytes = load_int(values + 4 * (line * PANEL + half)) >> shift;
-                float *out = to + ((g * GROUP - first) + 4 * step) * PANEL + half;
-                UNROLL
-                for (int k = 0; k < 4; k++)
-                    store(out + k * PANEL, fma_(d, to_float((bytes >> (8 * k)) & (four ? 15 : 255)), m));
-            }
+        float *out = to + (g * GROUP - first) * PANEL;
+        switch (format) {
+            case Q8: widen_group(Q8, panel->data, g, out); break;
+            case Q4: widen_group(Q4, panel->data, g, out); break;
+            case Q4K: widen_group(Q4K, panel->data, g, out); break;
+            default: widen_group(Q6K, panel->data, g, out);
         }
     }
     return to;

@@ -124,6 +124,18 @@ static inline int any_above(vec value, float limit) {
 #endif
 }
 
+static inline int any_nan(vec value) {
+#if defined(BUILD_AVX512)
+    return _mm512_cmp_ps_mask((__m512)value, (__m512)value, _CMP_UNORD_Q) != 0;
+#elif defined(BUILD_AVX2)
+    return _mm256_movemask_ps(_mm256_cmp_ps((__m256)value, (__m256)value, _CMP_UNORD_Q)) != 0;
+#else
+    for (int i = 0; i < LANES; i++)
+        if (value[i] != value[i]) return 1;
+    return 0;
+#endif
+}
+
 static inline vec absolute(vec a) { return (vec)((ivec)a & 0x7fffffff); }
 
 static inline vec to_float(ivec value) { return __builtin_convertvector(value, vec); }
@@ -234,6 +246,30 @@ static inline float reduce_add(vec value) {
     for (int width = LANES / 2; width; width /= 2)
         for (int i = 0; i < width; i++) lane[i] += lane[i + width];
     return lane[0];
+#endif
+}
+
+/* The sums of the lanes of two vectors. */
+struct lane_sums {
+    int32_t first, second;
+};
+
+static inline struct lane_sums add_lanes(ivec first, ivec second) {
+#if defined(BUILD_AVX512)
+    /* Both at once: halves of the one below halves of the other. */
+    const __m512i a = (__m512i)first, b = (__m512i)second;
+    __m512i sums = _mm512_add_epi32(_mm512_shuffle_i64x2(a, b, 0x44), _mm512_shuffle_i64x2(a, b, 0xee));
+    sums = _mm512_add_epi32(sums, _mm512_shuffle_i64x2(sums, sums, 0xb1));
+    sums = _mm512_add_epi32(sums, _mm512_shuffle_epi32(sums, 0x4e));
+    sums = _mm512_add_epi32(sums, _mm512_shuffle_epi32(sums, 0xb1));
+    return (struct lane_sums){((ivec)sums)[0], ((ivec)sums)[LANES / 2]};
+#else
+    struct lane_sums sums = {0, 0};
+    for (int i = 0; i < LANES; i++) {
+        sums.first += first[i];
+        sums.second += second[i];
+    }
+    return sums;
 #endif
 }
 

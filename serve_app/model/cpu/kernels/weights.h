@@ -16,9 +16,14 @@
  *   Q4K     inputs / (GROUP SUPER) blocks of                        0.578               (d s) q - (e t), q in 0..15
  *             half d[PANEL], half e[PANEL], and SUPER groups of
  *               uint8 s[PANEL], uint8 t[PANEL], q as in Q4
+ *   Q6K     inputs / (GROUP SUPER) blocks of                        0.820               (d s) (q - 32), q in 0..63
+ *             half d[PANEL], and SUPER groups of
+ *               uint8 128 + s[2][PANEL] for 16 inputs each,
+ *               the lower 4 bits of q as in Q4, and
+ *               uint8 u[2][PANEL][4]: the upper 2 bits of step s are the pair s / 2 of u[s % 2]
  *
  * A matrix that came from an 8- or 4-bit file in groups of 32 fits Q8 or Q4 exactly: d and m are the file's own
- * numbers, found again from the floats, and every weight is checked. So Q4, Q8 and Q4K also serve the exact mode.
+ * numbers, found again from the floats, and every weight is checked. So all formats but BF16 also serve the exact mode.
  * Panels of one matrix may differ in format: its parts may differ in the file.
  */
 #ifndef SERVE_APP_WEIGHTS_H
@@ -27,7 +32,7 @@
 #include "vec.h"
 
 enum { PANEL = 2 * LANES, GROUP = 32, STEPS = GROUP / 4, SUPER = 8 };
-enum format { F32, BF16, Q8, Q4, Q4K };
+enum format { F32, BF16, Q8, Q4, Q4K, Q6K };
 
 struct panel {
     const uint8_t *data;
@@ -45,25 +50,36 @@ struct weight {
 int64_t weight_panel(void) { return PANEL; }
 
 /* Inputs of which a format needs a multiple. */
-int64_t weight_block(int64_t format) { return format == Q4K ? SUPER * GROUP : format >= Q8 ? GROUP : format == BF16 ? 2 : 1; }
+int64_t weight_block(int64_t format) { return format >= Q4K ? SUPER * GROUP : format >= Q8 ? GROUP : format == BF16 ? 2 : 1; }
 
-/* Where the group `g` of a panel of bytes begins, its scales first and then its values. */
+/* Bytes of an output in front of a block's groups, and in one of them. */
+static inline int64_t block_head(int format) { return format == Q4K ? 4 : format == Q6K ? 2 : 0; }
+static inline int64_t group_bytes(int format) {
+    return (format >= Q4K ? 2 : 4) + (format == Q8 ? GROUP : format == Q6K ? GROUP * 3 / 4 : GROUP / 2);
+}
+
+/* Where the block of group `g` begins in a panel, and the group itself, its scales first and then its values. */
+static inline int64_t block_at(int format, int64_t g) {
+    return PANEL * (g / SUPER) * (block_head(format) + SUPER * group_bytes(format));
+}
 static inline int64_t group_at(int format, int64_t g) {
-    if (format == Q4K) return PANEL * (4 + g / SUPER * (4 + SUPER * (2 + GROUP / 2)) + g % SUPER * (2 + GROUP / 2));
-    return PANEL * g * (format == Q8 ? 4 + GROUP : 4 + GROUP / 2);
+    return block_at(format, g) + PANEL * (block_head(format) + g % SUPER * group_bytes(format));
 }
 
 /* Where a panel of bfloat16 has one weight. */
 static inline int64_t bf16_at(int64_t input, int lane) { return 2 * (input / 2 * 2 * PANEL + 2 * lane + input % 2); }
 
 /* Bytes of a group's scales. */
-static inline int64_t scale_bytes(int format) { return PANEL * (format == Q4K ? 2 : 4); }
+static inline int64_t scale_bytes(int format) { return PANEL * (format >= Q4K ? 2 : 4); }
+
+/* In how many equal parts with scales of their own the inputs of a group fall. */
+static inline int group_parts(int format) { return format == Q6K ? 2 : 1; }
 
 /* Bytes of one panel. */
 int64_t weight_panel_bytes(int64_t format, int64_t inputs) {
     if (format == F32) return 4 * inputs * PANEL;
     if (format == BF16) return 2 * inputs * PANEL;
-    return group_at((int)format, inputs / GROUP) - (format == Q4K ? 4 * PANEL : 0);
+    return group_at((int)format, inputs / GROUP) - PANEL * block_head((int)format);
 }
 
 /* d and m of one output's group, and its GROUP values of q. */
@@ -123,17 +139,34 @@ static void nearest_group(const float *weights, struct group *group) {
     quantize_group(weights, float_to_half((high - half_to_float(minimum)) / 255.0f), minimum, 255, group);
 }
 
+/* Where the values of a group have those of a step: the bytes, or the lower four bits; and Q6K's upper two. */
+static inline int step_line(int format, int step) { return 4 * PANEL * (format == Q8 ? step : step % (STEPS / 2)); }
+static inline int upper_line(int step) { return 4 * PANEL * (STEPS / 2 + step % 2); }
+
+static inline void put_bits(uint8_t *to, uint32_t bits) {
+    uint32_t word;
+    memcpy(&word, to, 4);
+    word |= bits;
+    memcpy(to, &word, 4);
+}
+
+/* `to`: zeros, or what other lanes and steps have put there. */
 static void put_values(uint8_t *to, int format, int lane, const uint8_t *q) {
     for (int step = 0; step < STEPS; step++) {
-        uint32_t word, low;
+        uint32_t word;
         memcpy(&word, q + 4 * step, 4);
-        uint8_t *line = to + 4 * (PANEL * (format == Q8 ? step : step % (STEPS / 2)) + lane);
-        if (format != Q8 && step >= STEPS / 2) {
-            memcpy(&low, line, 4);
-            word = low | word << 4;
-        }
-        memcpy(line, &word, 4);
+        const uint32_t low = format == Q8 ? word : (word & 0x0f0f0f0f) << (step < STEPS / 2 ? 0 : 4);
+        put_bits(to + step_line(format, step) + 4 * lane, low);
+        if (format == Q6K) put_bits(to + upper_line(step) + 4 * lane, (word >> 4 & 0x03030303) << step / 2 * 2);
     }
+}
+
+/* The value of one input `k` of a group. */
+static int get_value(const uint8_t *values, int format, int lane, int k) {
+    const int step = k / 4, byte = 4 * lane + k % 4, low = values[step_line(format, step) + byte];
+    if (format == Q8) return low;
+    const int upper = format == Q6K ? values[upper_line(step) + byte] >> step / 2 * 2 & 3 : 0;
+    return (low >> (step < STEPS / 2 ? 0 : 4) & 15) | upper << 4;
 }
 
 static void put_group(uint8_t *to, int format, int lane, const struct group *group) {
@@ -186,38 +219,44 @@ static void weight_row(const struct weight *weight, int64_t row, float *out) {
     }
     for (int64_t g = 0; g < inputs / GROUP; g++) {
         const uint8_t *group = panel->data + group_at(format, g);
-        const uint8_t *block = format == Q4K ? panel->data + group_at(Q4K, g / SUPER * SUPER) - 4 * PANEL : group;
+        const uint8_t *block = format >= Q4K ? panel->data + block_at(format, g) : group;
         uint16_t halves[2];
         memcpy(&halves[0], block + 2 * lane, 2);
         memcpy(&halves[1], block + 2 * PANEL + 2 * lane, 2);
-        float d = half_to_float(halves[0]), m = half_to_float(halves[1]);
-        if (format == Q4K) {
-            d *= group[lane];
-            m *= -(float)group[PANEL + lane];
-        }
-        const uint8_t *values = group + scale_bytes(format) + 4 * lane;
         for (int k = 0; k < GROUP; k++) {
-            const int step = k / 4, line = format == Q8 ? step : step % (STEPS / 2);
-            const int byte = values[line * 4 * PANEL + k % 4];
-            const int q = format == Q8 ? byte : byte >> (step < STEPS / 2 ? 0 : 4) & 15;
-            out[g * GROUP + k] = d * (float)q + m; /* the product is exact: this rounds once, as the products do */
+            float d = half_to_float(halves[0]), m = half_to_float(halves[1]);
+            if (format == Q4K) d *= group[lane], m *= -(float)group[PANEL + lane];
+            if (format == Q6K) d *= (float)(group[k / (GROUP / 2) * PANEL + lane] - 128), m = -32.0f * d;
+            /* The product is exact: this rounds once, as the products do. */
+            out[g * GROUP + k] = d * (float)get_value(group + scale_bytes(format), format, lane, k) + m;
         }
     }
 }
 
-/* Of half a panel's outputs, a group's d and m: its weights are d q + m. */
-SPECIALIZED vec group_step(const int format, const uint8_t *panel, int64_t g, const int half) {
+/* Of half a panel's outputs, d and m of a part of a group: its weights are d q + m. */
+SPECIALIZED vec group_step(const int format, const uint8_t *panel, int64_t g, const int part, const int half) {
     const uint8_t *group = panel + group_at(format, g);
-    if (format != Q4K) return load_half((const uint16_t *)group + half);
-    const uint16_t *block = (const uint16_t *)(panel + group_at(Q4K, g / SUPER * SUPER) - 4 * PANEL);
-    return load_half(block + half) * load_bytes(group + half);
+    if (format < Q4K) return load_half((const uint16_t *)group + half);
+    const vec d = load_half((const uint16_t *)(panel + block_at(format, g)) + half);
+    return d * (load_bytes(group + part * PANEL + half) - splat(format == Q6K ? 128.0f : 0.0f));
 }
 
-SPECIALIZED vec group_minimum(const int format, const uint8_t *panel, int64_t g, const int half) {
+SPECIALIZED vec group_minimum(const int format, const uint8_t *panel, int64_t g, const int part, const int half) {
     const uint8_t *group = panel + group_at(format, g);
-    if (format != Q4K) return load_half((const uint16_t *)group + PANEL + half);
-    const uint16_t *block = (const uint16_t *)(panel + group_at(Q4K, g / SUPER * SUPER) - 4 * PANEL);
+    if (format < Q4K) return load_half((const uint16_t *)group + PANEL + half);
+    if (format == Q6K) return splat(-32.0f) * group_step(format, panel, g, part, half);
+    const uint16_t *block = (const uint16_t *)(panel + block_at(format, g));
     return -(load_half(block + PANEL + half) * load_bytes(group + PANEL + half));
+}
+
+/* The values of one step of a group, for one vector of outputs: four bytes a lane. */
+SPECIALIZED ivec step_values(const int format, const uint8_t *values, const int step, const int half) {
+    const ivec line = load_int(values + step_line(format, step) + 4 * half);
+    if (format == Q8) return line;
+    const ivec low = (line >> 4 * (step / (STEPS / 2))) & 0x0f0f0f0f;
+    if (format != Q6K) return low;
+    const ivec upper = load_int(values + upper_line(step) + 4 * half);
+    return low | ((step < 4 ? upper << (4 - step / 2 * 2) : upper >> (step / 2 * 2 - 4)) & 0x30303030);
 }
 
 #endif
