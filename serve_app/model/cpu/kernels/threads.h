@@ -10,6 +10,7 @@
 #define SERVE_APP_THREADS_H
 
 #include <pthread.h>
+#include <sched.h>
 #include <stdatomic.h>
 #include <stdint.h>
 #include <stdlib.h>
@@ -60,6 +61,9 @@ static void take_chunks(struct pool *pool, int thread) {
             pthread_cond_signal(&pool->work_done);
             pthread_mutex_unlock(&pool->mutex);
         }
+        /* Whoever waits for this core gets it now, not in the middle of a chunk, for which all would wait. The caller
+         * keeps its own: nobody else starts the next job. */
+        if (thread > 0) sched_yield();
         ticket = atomic_load(&pool->ticket);
     }
 }
