@@ -50,7 +50,9 @@ struct weight {
 int64_t weight_panel(void) { return PANEL; }
 
 /* Inputs of which a format needs a multiple. */
-int64_t weight_block(int64_t format) { return format >= Q4K ? SUPER * GROUP : format >= Q8 ? GROUP : format == BF16 ? 2 : 1; }
+int64_t weight_block(int64_t format) {
+    return format >= Q4K ? SUPER * GROUP : format >= Q8 ? GROUP : format == BF16 ? 2 : 1;
+}
 
 /* Bytes of an output in front of a block's groups, and in one of them. */
 static inline int64_t block_head(int format) { return format == Q4K ? 4 : format == Q6K ? 2 : 0; }
@@ -223,12 +225,15 @@ static void weight_row(const struct weight *weight, int64_t row, float *out) {
         uint16_t halves[2];
         memcpy(&halves[0], block + 2 * lane, 2);
         memcpy(&halves[1], block + 2 * PANEL + 2 * lane, 2);
-        for (int k = 0; k < GROUP; k++) {
+        const int parts = group_parts(format);
+        for (int part = 0; part < parts; part++) {
             float d = half_to_float(halves[0]), m = half_to_float(halves[1]);
             if (format == Q4K) d *= group[lane], m *= -(float)group[PANEL + lane];
-            if (format == Q6K) d *= (float)(group[k / (GROUP / 2) * PANEL + lane] - 128), m = -32.0f * d;
-            /* The product is exact: this rounds once, as the products do. */
-            out[g * GROUP + k] = d * (float)get_value(group + scale_bytes(format), format, lane, k) + m;
+            if (format == Q6K) d *= (float)(group[part * PANEL + lane] - 128), m = -32.0f * d;
+            for (int k = part * GROUP / parts; k < (part + 1) * GROUP / parts; k++) {
+                /* The product is exact: this rounds once, as the products do. */
+                out[g * GROUP + k] = d * (float)get_value(group + scale_bytes(format), format, lane, k) + m;
+            }
         }
     }
 }
