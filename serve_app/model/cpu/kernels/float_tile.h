@@ -18,21 +18,24 @@ enum { DEPTH = 2 * GROUP }; /* inputs whose weights are unpacked to floats at a 
 /* Group `g` of a panel of bytes as floats [GROUP][PANEL]. */
 SPECIALIZED void widen_group(const int format, const uint8_t *panel, int64_t g, float *to) {
     const uint8_t *values = panel + group_at(format, g) + scale_bytes(format);
+    const int steps = STEPS / group_parts(format);
     for (int half = 0; half < PANEL; half += LANES) {
-        UNROLL
-        for (int step = 0; step < STEPS; step++) {
-            const int part = step * group_parts(format) / STEPS;
+        for (int part = 0; part < group_parts(format); part++) {
             const vec d = group_step(format, panel, g, part, half), m = group_minimum(format, panel, g, part, half);
-            const ivec bytes = step_values(format, values, step, half);
             UNROLL
-            for (int k = 0; k < 4; k++)
-                store(to + (4 * step + k) * PANEL + half, fma_(d, to_float((bytes >> (8 * k)) & 255), m));
+            for (int step = part * steps; step < (part + 1) * steps; step++) {
+                const ivec bytes = step_values(format, values, step, half);
+                UNROLL
+                for (int k = 0; k < 4; k++)
+                    store(to + (4 * step + k) * PANEL + half, fma_(d, to_float((bytes >> (8 * k)) & 255), m));
+            }
         }
     }
 }
 
-/* DEPTH or fewer inputs of a panel as floats [depth][PANEL], from input `first` on. */
-static const float *unpack(const struct panel *panel, int first, int depth, float *to) {
+/* DEPTH or fewer inputs of a panel as floats [depth][PANEL], from input `first` on. Not inlined: GCC would keep the
+ * pointers of the tiles behind it in memory, which take half as long again. */
+static __attribute__((noinline)) const float *unpack(const struct panel *panel, int first, int depth, float *to) {
     const int format = (int)panel->format;
     if (format == F32) return (const float *)panel->data + (int64_t)first * PANEL;
     if (format == BF16) {
