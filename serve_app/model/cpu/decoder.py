@@ -2,10 +2,10 @@
 
 Three modes. Exact: the file's weights (stored as small as they can be without loss) in float32 arithmetic or, where
 bytes are faster, in sums of 23-bit activations, which are as accurate; keys and values in float32. Int8: weights of 8
-bits or, where the file has them, 4; products with activations rounded to 8 bits in groups of 32 or, in AMX's tiles,
-both sides rounded to bfloat16; keys and values in 8 bits with AVX-512, else (and with AMX, and where keys have a bias)
-in bfloat16 if the processor multiplies it, else in float16. Bfloat16, on such processors: weights, the activations that
-products take, keys and values in bfloat16; sums and all else in float32.
+bits or, where the file has them, 6 or 4; products with activations rounded to 8 bits in groups of 32 or, in AMX's
+tiles, both sides rounded to bfloat16; keys and values in 8 bits with AVX-512, else (and with AMX, and where keys have
+a bias) in bfloat16 if the processor multiplies it, else in float16. Bfloat16, on such processors: weights, the
+activations that products take, keys and values in bfloat16; sums and all else in float32.
 """
 
 import ctypes
@@ -247,7 +247,7 @@ class _Packing:
     def _pack_alike(self, matrices: Sequence[StoredMatrix], arithmetic: Arithmetic) -> PackedPart:
         exactly = arithmetic is Arithmetic.EXACT
         formats = frozenset(Format).intersection(*(_EXACT_FORMATS[matrix.blocks] for matrix in matrices))
-        for format in sorted(formats, reverse=True):  # the smallest first
+        for format in sorted(formats, reverse=True):  # of those that may both hold a file's weights, the smaller first
             if exactly or (format >= Format.Q8 and arithmetic is Arithmetic.INT8):
                 packed = self._kernels.pack(matrices, format, exactly=True)
                 if packed is not None:

@@ -22,7 +22,7 @@ from serve_app.model.cpu.build import KernelsUnavailableError, load_library
 from serve_app.model.cpu.stored import StoredMatrix
 
 GROUP = 32
-"""Inputs that share a scale in the 8- and 4-bit formats."""
+"""Inputs of a group in the formats of bytes; activations share a scale in it."""
 PAGE = 16
 """Tokens per KV block."""
 CACHE_FORMATS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2, torch.int8: 3}

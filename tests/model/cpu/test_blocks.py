@@ -80,6 +80,16 @@ def test_the_nearest_bytes_are_near(kernels: Kernels, blocks: Blocks) -> None:
     assert bool(((values - expected).abs() <= 0.7 * step + 1e-3 * expected.abs().amax()).all())
 
 
+def test_a_row_that_does_not_fit_is_packed_again(kernels: Kernels) -> None:
+    """The second block's minimum is too large for half precision, which shows when the first one is packed already."""
+    data = random_blocks(Blocks.Q8_0, 1, 64).data.reshape(2, 34).copy()
+    data[:, :2] = np.array([[0.01], [600.0]], np.float16).view(np.uint8)
+    matrix = StoredMatrix(data.reshape(-1), Blocks.Q8_0, 1, 64)
+    packed = weight(kernels, pack(kernels, matrix, Format.Q8, exactly=False))
+    first = kernels.linear(packed, torch.eye(64), Arithmetic.EXACT)[:32, 0]
+    assert bool(((first - widened(matrix)[0, :32]).abs() <= 0.01).all())
+
+
 @pytest.mark.parametrize("rows", [1, 2, 5, 6, 13, 97])
 @pytest.mark.parametrize("outputs", [1, 31, 70])
 @pytest.mark.parametrize("blocks", [Blocks.Q4_K, Blocks.Q6_K])

@@ -8,7 +8,7 @@
 /* How the products of a model compute; see matmul.h. */
 enum arithmetic { EXACT, INT8, BFLOAT16 };
 
-/* Bytes of an activation in exact mode, for weights of 8 and 4 bits; 0: floats are faster on such a machine. */
+/* Bytes of an activation in exact mode, for weights of 8, 6 and 4 bits; 0: floats are faster on such a machine. */
 #if defined(BUILD_AVX512)
 #define EXACT_BYTES 3
 #else

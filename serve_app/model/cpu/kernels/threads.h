@@ -61,7 +61,7 @@ static void take_chunks(struct pool *pool, int thread) {
             pthread_cond_signal(&pool->work_done);
             pthread_mutex_unlock(&pool->mutex);
         }
-        /* Whoever waits for this core gets it now, not in the middle of a chunk, for which all would wait. The caller
+        /* Whoever waits for this core may have it now, not in the middle of a chunk, for which all would wait. The caller
          * keeps its own: nobody else starts the next job. */
         if (thread > 0) sched_yield();
         ticket = atomic_load(&pool->ticket);

@@ -180,7 +180,8 @@ static inline ivec dot4(ivec sum, ivec w, ivec a) {
 }
 
 #if defined(BUILD_NARROW_DOTS)
-/* Per half of a lane: sum + w[0] a[0] + w[1] a[1], with w of 4 bits. Exact for 8 such: 16 * 15 * 128 fits 16 bits. */
+/* Per half of a lane: sum + w[0] a[0] + w[1] a[1], with w of 4 bits, exact for 8 such (16 * 15 * 128
+ * fits 16 bits), or of 6 bits, for 2 (4 * 63 * 128). */
 static inline ivec narrow_dot(ivec sum, ivec w, ivec a) {
     return (ivec)_mm256_add_epi16((__m256i)sum, _mm256_maddubs_epi16((__m256i)w, (__m256i)a));
 }

@@ -23,7 +23,8 @@
  *               uint8 u[2][PANEL][4]: the upper 2 bits of step s are the pair s / 2 of u[s % 2]
  *
  * A matrix that came from an 8- or 4-bit file in groups of 32 fits Q8 or Q4 exactly: d and m are the file's own
- * numbers, found again from the floats, and every weight is checked. So all formats but BF16 also serve the exact mode.
+ * numbers, found again from the floats, and every weight is checked. Q4K and Q6K take the file's numbers as they are.
+ * So the formats of bytes also serve the exact mode, and BF16 does for files in bfloat16.
  * Panels of one matrix may differ in format: its parts may differ in the file.
  */
 #ifndef SERVE_APP_WEIGHTS_H
@@ -145,21 +146,23 @@ static void nearest_group(const float *weights, struct group *group) {
 static inline int step_line(int format, int step) { return 4 * PANEL * (format == Q8 ? step : step % (STEPS / 2)); }
 static inline int upper_line(int step) { return 4 * PANEL * (STEPS / 2 + step % 2); }
 
-static inline void put_bits(uint8_t *to, uint32_t bits) {
-    uint32_t word;
-    memcpy(&word, to, 4);
+/* Four bytes, beside those bits of them that are `there` already. */
+static inline void put_bits(uint8_t *to, uint32_t bits, int there) {
+    uint32_t word = 0;
+    if (there) memcpy(&word, to, 4);
     word |= bits;
     memcpy(to, &word, 4);
 }
 
-/* `to`: zeros, or what other lanes and steps have put there. */
+/* Whatever a lane of `to` held is replaced: a row that turned out not to fit is packed again. */
 static void put_values(uint8_t *to, int format, int lane, const uint8_t *q) {
     for (int step = 0; step < STEPS; step++) {
         uint32_t word;
         memcpy(&word, q + 4 * step, 4);
         const uint32_t low = format == Q8 ? word : (word & 0x0f0f0f0f) << (step < STEPS / 2 ? 0 : 4);
-        put_bits(to + step_line(format, step) + 4 * lane, low);
-        if (format == Q6K) put_bits(to + upper_line(step) + 4 * lane, (word >> 4 & 0x03030303) << step / 2 * 2);
+        put_bits(to + step_line(format, step) + 4 * lane, low, format != Q8 && step >= STEPS / 2);
+        const uint32_t upper = (word >> 4 & 0x03030303) << step / 2 * 2;
+        if (format == Q6K) put_bits(to + upper_line(step) + 4 * lane, upper, step >= 2);
     }
 }
 
