@@ -126,21 +126,24 @@ def test_parts_of_several_formats_are_one_matrix(kernels: Kernels, second: Block
 
 @pytest.mark.parametrize("blocks", [Blocks.Q4_K, Blocks.Q6_K])
 def test_whole_numbers_at_the_ends_of_their_ranges(kernels: Kernels, blocks: Blocks) -> None:
-    """No build may round or saturate: sums of the largest weights and activations of one sign, and of both."""
-    matrix = random_blocks(blocks, 2, 256)
-    ends = np.frombuffer(matrix.data, np.uint8).reshape(2, -1).copy()
-    ends[1] = 0xFF
-    words = ends.view(np.uint16)
+    """No build may round or saturate: sums of the smallest and largest weights and activations of one sign, and of
+    both."""
+    size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType(blocks)][1]
+    ends = np.repeat(np.array([[0], [0xFF], [0], [0xFF]], np.uint8), size, axis=1)
+    if blocks is Blocks.Q6_K:
+        ends[:2, 192:208], ends[2:, 192:208] = 127, 128  # s: 127 and -128
     for place in HALVES[blocks]:
-        words[:, place] = np.float16(1).view(np.uint16)
-    matrix = StoredMatrix(ends.reshape(-1), blocks, 2, 256)
+        ends.view(np.uint16)[:, place] = np.float16(1).view(np.uint16)
+    matrix = StoredMatrix(ends.reshape(-1), blocks, 4, 256)
     packed = weight(kernels, pack(kernels, matrix, OWN_FORMAT[blocks]))
     x = torch.full((9, 256), 127.0)
     x[3:6] *= -1
     x[6:, 1::2] *= -1
     got = kernels.linear(packed, x, Arithmetic.INT8)
-    expected = seen_by_int8(kernels, packed, widened(matrix), x)
-    assert torch.equal(got.double(), expected[1].double() @ expected[0].double().T)
+    weights, inputs = seen_by_int8(kernels, packed, widened(matrix), x)
+    assert torch.equal(got.double(), inputs.double() @ weights.double().T)
+    whole = x.sign() * 128  # whose sums floats hold, too
+    check(kernels.linear(packed, whole, Arithmetic.EXACT), widened(matrix), whole, None)
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])

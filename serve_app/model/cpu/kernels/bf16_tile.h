@@ -29,7 +29,7 @@ SPECIALIZED void unpack_group(const int format, const uint8_t *panel, int64_t g,
         for (int part = 0; part < parts; part++) {
             const vec d = group_step(format, panel, g, part, half) * splat(BEFORE_CUTTING);
             vec m = group_minimum(format, panel, g, part, half) * splat(BEFORE_CUTTING);
-            if (!four) m = fma_(splat(-BYTE_ZERO), d, m);
+            if (format == Q8) m = fma_(splat(-BYTE_ZERO), d, m);
             UNROLL
             for (int k = part * GROUP / parts; k < (part + 1) * GROUP / parts; k += 2) {
                 const int step = k / 4, shift = step < STEPS / 2 ? 0 : 4;
@@ -39,7 +39,9 @@ SPECIALIZED void unpack_group(const int format, const uint8_t *panel, int64_t g,
                 UNROLL
                 for (int i = 0; i < 2; i++) {
                     const int byte = k % 4 + i;
-                    value[i] = fma_(d, four ? four_bits(bytes >> 8 * byte) : byte_number(bytes, byte), m);
+                    const vec number = four ? four_bits(bytes >> 8 * byte) : byte_number(bytes, byte);
+                    /* Of 6 bits a weight of 0 stays 0: its m is 32 d, which with BYTE_ZERO's 256 d would be rounded. */
+                    value[i] = format == Q6K ? d * (number - splat(BYTE_ZERO + 32.0f)) : fma_(d, number, m);
                 }
                 const ivec pairs = upper_halves(value[0], value[1]);
                 memcpy(to + 4 * (k / 2 * PANEL + half), &pairs, sizeof pairs);
