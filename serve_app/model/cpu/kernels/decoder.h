@@ -1,9 +1,9 @@
 /* One step of a Llama-like decoder over the packed tokens of all sequences: from token ids to final hidden states.
  *
  * Two ways to use many threads; a row's bits are the same in both.
- * In blocks: each thread takes blocks of tokens through a layer, up to the next one's attention, before which they
- * meet. What a block has between its products stays in the thread's cache. Every thread reads all weights, so it takes
- * some tokens each to pay.
+ * In blocks: a thread takes a block of tokens from one attention to the next, for which it needs the keys of the blocks
+ * before it that have tokens of the same sequence, and of no others: whoever is held up holds up few. What a block has
+ * between its products stays in the thread's cache. Every thread reads all weights, so it takes some tokens each to pay.
  * Together, for few tokens: the threads share out each loop within a layer and meet ten times a layer.
  */
 #ifndef SERVE_APP_DECODER_H
@@ -36,9 +36,9 @@ static int64_t together_bytes(const struct decoder *decoder, const struct pool *
            lay_out(decoder, batch->num_tokens, batch->num_sequences, pool->num_threads, NULL, &space);
 }
 
-/* A step whose tokens are shared out in blocks, which lie in the cache of the thread that works on them. Before
- * attention all of them wait for each other's keys. */
-enum { MOST_BLOCKS = 64, BLOCK_TOKENS = 64 };
+/* A step whose tokens are shared out in blocks, which lie in the cache of the thread that works on them. BLOCK_TOKENS:
+ * of each, about. Weights are unpacked once a block, which takes longest into AMX's tiles. */
+enum { MOST_BLOCKS = 256, BLOCK_TOKENS = TILES ? 64 : 32, TILE_TOKENS = TILES ? TILE_ROWS : MANY_ROWS };
 
 /* The fewest tokens of a thread that reads all weights. In tiles a few tokens cost as much as many; and the more threads
  * read them, the less of the memory's bandwidth is each one's, and the more tokens it takes to make up for that. */
@@ -46,6 +46,13 @@ static int least_tokens_each(const struct pool *pool) {
     const int least = TILES ? 2 * TILE_ROWS : 2;
     return pool->num_threads > least ? pool->num_threads : least;
 }
+
+struct block {
+    int first, end; /* its tokens */
+    int needs;      /* the first block with tokens of the sequence that this one begins in */
+    /* Twice the layers that are begun, and one more while a thread takes it through the next part. */
+    _Alignas(64) _Atomic int progress;
+};
 
 struct in_blocks {
     const struct decoder *decoder;
@@ -56,12 +63,8 @@ struct in_blocks {
     char *memory;            /* thread_bytes for each thread */
     int64_t thread_bytes;
     int num_blocks;
-    int layer; /* that is begun; the one before is ended */
+    struct block *blocks;
 };
-
-static int first_of_block(const struct in_blocks *job, int block) {
-    return (int)((int64_t)job->batch->num_tokens * block / job->num_blocks);
-}
 
 /* The sequences that have tokens from `first` to end - 1, as a batch of these alone. */
 static struct batch part_of_batch(const struct batch *batch, int first, int end, int32_t *starts) {
@@ -87,25 +90,88 @@ static struct workspace stream_from(const struct decoder *decoder, const struct 
     };
 }
 
-static void block_layer(const void *argument, int chunk, int thread) {
-    const struct in_blocks *job = argument;
+/* Where block `i` begins: with a whole tile, if there are several blocks a thread. */
+static int first_of_block(const struct in_blocks *job, const struct pool *pool, int i) {
+    const int tile = job->num_blocks == pool->num_threads ? 1 : TILE_TOKENS;
+    const int first = (int)((int64_t)job->batch->num_tokens * i / job->num_blocks);
+    return i == job->num_blocks ? first : (first + tile / 2) / tile * tile;
+}
+
+/* Cuts the step's tokens into blocks. */
+static void cut(const struct in_blocks *job, const struct pool *pool) {
+    const struct batch *batch = job->batch;
+    int needs = 0;
+    for (int i = 0, s = 0; i < job->num_blocks; i++) {
+        struct block *block = job->blocks + i;
+        block->first = first_of_block(job, pool, i);
+        block->end = first_of_block(job, pool, i + 1);
+        /* The sequence that it begins in began in the block before, or in the one where that one's did. */
+        while (batch->query_starts[s + 1] <= block->first) s++;
+        if (batch->query_starts[s] == block->first) needs = i;
+        else if (i && batch->query_starts[s] >= block[-1].first) needs = i - 1;
+        block->needs = needs;
+        atomic_init(&block->progress, 0);
+    }
+}
+
+/* Takes a block through what lies between two attentions: the rest of the last layer begun, and the next one's start. */
+static void block_layer(const struct in_blocks *job, const struct block *block, int layer, int thread) {
     const struct decoder *decoder = job->decoder;
     struct pool alone = {.num_threads = 1};
-    const int block = job->num_blocks - 1 - chunk; /* the longest first */
-    const int first = first_of_block(job, block), end = first_of_block(job, block + 1);
     char *memory = job->memory + thread * job->thread_bytes;
-    const struct batch part = part_of_batch(job->batch, first, end, (int32_t *)memory);
-    struct workspace space = stream_from(decoder, &job->stream, first);
+    const struct batch part = part_of_batch(job->batch, block->first, block->end, (int32_t *)memory);
+    struct workspace space = stream_from(decoder, &job->stream, block->first);
     lay_out(decoder, part.num_tokens, part.num_sequences, 1, memory + starts_bytes(part.num_sequences), &space);
-    struct step step = {decoder, NULL, &part, job->ids + first, &space, attention_of(decoder, NULL),
-                        job->hidden + (int64_t)first * decoder->hidden};
-    if (job->layer == 0)
+    struct step step = {decoder, NULL, &part, job->ids + block->first, &space, attention_of(decoder, NULL),
+                        job->hidden + (int64_t)block->first * decoder->hidden};
+    if (layer == 0)
         parallel_rows(&alone, part.num_tokens, embed_token, &step);
-    else if (job->layer == decoder->num_layers)
+    else if (layer == decoder->num_layers)
         end_last_layer(&alone, &step);
     else
-        end_layer(&alone, &step, job->layer - 1, make_tasks(&step.attention, &part, space.tasks));
-    if (job->layer < decoder->num_layers) begin_layer(&alone, &step, job->layer);
+        end_layer(&alone, &step, layer - 1, make_tasks(&step.attention, &part, space.tasks));
+    if (layer < decoder->num_layers) begin_layer(&alone, &step, layer);
+}
+
+/* Whether a block may go on that has come so far: nobody is at work on it, and all keys that its tokens see are there. */
+static int may_go_on(const struct in_blocks *job, const struct block *block, int progress) {
+    if (progress % 2) return 0;
+    for (const struct block *other = job->blocks + block->needs; other < block; other++)
+        if (atomic_load(&other->progress) < progress) return 0;
+    return 1;
+}
+
+/* Takes the block that is the furthest behind of those that may go on, NULL if there is none. `finished`: nor will be. */
+static struct block *take_block(const struct in_blocks *job, int *finished) {
+    const int done = 2 * (job->decoder->num_layers + 1);
+    struct block *best = NULL;
+    int least = done;
+    *finished = 1;
+    for (struct block *block = job->blocks; block < job->blocks + job->num_blocks; block++) {
+        const int progress = atomic_load(&block->progress);
+        if (progress < done - 1) *finished = 0;
+        if (progress >= least || !may_go_on(job, block, progress)) continue;
+        best = block;
+        least = progress;
+    }
+    return best && atomic_compare_exchange_strong(&best->progress, &least, least + 1) ? best : NULL;
+}
+
+/* A thread's share of a step: whatever may go on, until nothing is left but what others are at work on. */
+static void take_blocks(const void *argument, int chunk, int thread) {
+    (void)chunk;
+    const struct in_blocks *job = argument;
+    for (int finished = 0, spins = 0; !finished;) {
+        struct block *block = take_block(job, &finished);
+        if (block) {
+            block_layer(job, block, atomic_load(&block->progress) / 2, thread);
+            atomic_fetch_add(&block->progress, 1);
+            give_way(thread);
+            spins = 0;
+        } else if (!finished) {
+            wait_a_moment(spins++);
+        }
+    }
 }
 
 /* How many blocks a step is to be cut into; 0 if it has too few tokens for that. */
@@ -118,7 +184,7 @@ static int blocks_of(const struct pool *pool, const struct batch *batch) {
 
 static int64_t block_bytes_of(const struct decoder *decoder, const struct batch *batch, int num_blocks) {
     struct workspace space;
-    const int tokens = (batch->num_tokens + num_blocks - 1) / num_blocks;
+    const int tokens = (batch->num_tokens + num_blocks - 1) / num_blocks + TILE_TOKENS;
     const int sequences = batch->num_sequences < tokens ? batch->num_sequences : tokens;
     return starts_bytes(sequences) + lay_out(decoder, tokens, sequences, 1, NULL, &space);
 }
@@ -132,10 +198,12 @@ static int64_t blocks_bytes(const struct decoder *decoder, const struct pool *po
 
 static void run_in_blocks(const struct decoder *decoder, struct pool *pool, const struct batch *batch,
                           const int64_t *ids, int num_blocks, char *memory, float *hidden) {
-    struct in_blocks job = {decoder, batch, ids, hidden, .num_blocks = num_blocks};
+    struct block blocks[MOST_BLOCKS];
+    struct in_blocks job = {decoder, batch, ids, hidden, .num_blocks = num_blocks, .blocks = blocks};
     job.memory = memory + lay_out_stream(decoder, batch->num_tokens, memory, &job.stream);
     job.thread_bytes = block_bytes_of(decoder, batch, num_blocks);
-    for (job.layer = 0; job.layer <= decoder->num_layers; job.layer++) parallel(pool, num_blocks, block_layer, &job);
+    cut(&job, pool);
+    parallel(pool, pool->num_threads, take_blocks, &job);
 }
 
 /* Bytes of working memory for decoder_step. */

@@ -48,6 +48,20 @@ static inline void relax(void) {
 #endif
 }
 
+/* While others do what this thread waits for; `spins`: how often it has waited. */
+static inline void wait_a_moment(int spins) {
+    if (spins < SPINS)
+        relax();
+    else
+        sched_yield();
+}
+
+/* Between two chunks: whoever waits for this core may have it now, not in the middle of a chunk, for which all would
+ * wait. The caller keeps its own: nobody else starts the next job. */
+static inline void give_way(int thread) {
+    if (thread > 0) sched_yield();
+}
+
 static void take_chunks(struct pool *pool, int thread) {
     uint64_t ticket = atomic_load(&pool->ticket);
     for (;;) {
@@ -61,9 +75,7 @@ static void take_chunks(struct pool *pool, int thread) {
             pthread_cond_signal(&pool->work_done);
             pthread_mutex_unlock(&pool->mutex);
         }
-        /* Whoever waits for this core may have it now, not in the middle of a chunk, for which all would wait. The caller
-         * keeps its own: nobody else starts the next job. */
-        if (thread > 0) sched_yield();
+        give_way(thread);
         ticket = atomic_load(&pool->ticket);
     }
 }
