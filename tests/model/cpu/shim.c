@@ -71,3 +71,32 @@ static void count_chunk(const void *job, int chunk, int thread) {
 void test_parallel(struct pool *pool, int num_chunks, int repeats, int32_t *counts) {
     for (int i = 0; i < repeats; i++) parallel(pool, num_chunks, count_chunk, counts);
 }
+
+/* Cuts a step into `count[0]` blocks. */
+void test_cut(int threads, int tokens, int sequences, const int *starts, int *count, int *first, int *end, int *needs) {
+    struct pool pool = {.num_threads = threads};
+    struct batch batch = {.num_tokens = tokens, .num_sequences = sequences, .query_starts = starts};
+    struct block blocks[MOST_BLOCKS];
+    struct in_blocks job = {.batch = &batch, .num_blocks = blocks_of(&pool, &batch), .blocks = blocks};
+    cut(&job, &pool);
+    count[0] = job.num_blocks;
+    for (int i = 0; i < job.num_blocks; i++) {
+        first[i] = blocks[i].first;
+        end[i] = blocks[i].end;
+        needs[i] = blocks[i].needs;
+    }
+}
+
+/* Which block is taken next, -1 for none. */
+void test_take_block(int layers, int count, const int *needs, const int *progress, int *taken) {
+    struct decoder decoder = {.num_layers = layers};
+    struct block blocks[MOST_BLOCKS];
+    const struct in_blocks job = {.decoder = &decoder, .num_blocks = count, .blocks = blocks};
+    for (int i = 0; i < count; i++) {
+        blocks[i].needs = needs[i];
+        atomic_init(&blocks[i].progress, progress[i]);
+    }
+    const struct block *block = take_block(&job);
+    taken[0] = block ? (int)(block - blocks) : -1;
+    if (block && atomic_load(&block->progress) != progress[taken[0]] + 1) taken[0] = -2;
+}

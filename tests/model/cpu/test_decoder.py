@@ -1,5 +1,9 @@
 """Steps that threads share out: in blocks of tokens, or each loop."""
 
+import bisect
+import ctypes
+import itertools
+import random
 from typing import Any
 
 import numpy as np
@@ -10,6 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from serve_app.model.cpu.ops import Kernels
 from serve_app.model.executors import cpu
 from serve_app.model.paged_model import PagedModel
+from tests.model.cpu.conftest import call
 from tests.model.stepping import Sequences, random_tokens
 from tests.models import KERNEL_MODES, VOCAB_SIZE, in_mode, tiny_model
 
@@ -77,6 +82,47 @@ def test_wanted_tokens_have_the_bits_they_have_when_all_are(
         logits = torch.cat([*sequences.step(prompts, wanted).values()])
         assert torch.equal(logits[wanted], expected[wanted])
         assert all(torch.equal(row, after[i]) for i, row in sequences.step(following).items())
+
+
+def test_a_block_needs_those_with_earlier_tokens_of_its_first_sequence(shim: ctypes.CDLL) -> None:
+    rng = random.Random(0)
+    for _ in range(60):
+        threads = rng.choice((1, 2, 3, 8, 40, 300))
+        lengths = [rng.choice((1, 1, 2, 16, 36, 64, rng.randint(1, 3000))) for _ in range(rng.randint(1, 60))]
+        starts = [0, *itertools.accumulate(lengths)]
+        count, out = torch.zeros(1, dtype=torch.int32), torch.zeros(3, 256, dtype=torch.int32)
+        call(shim.test_cut, threads, starts[-1], len(lengths), torch.tensor(starts, dtype=torch.int32), count, *out)
+        first, end, needs = out[:, : int(count)].tolist()
+        if not first:
+            continue
+        assert first == [0, *end[:-1]]
+        assert end[-1] == starts[-1]
+        assert all(a < b for a, b in zip(first, end, strict=True))
+        for token, needed in zip(first, needs, strict=True):
+            begins_in = bisect.bisect_right(starts, token) - 1
+            assert first[needed] <= starts[begins_in] < end[needed]
+
+
+def test_the_block_furthest_behind_that_has_its_keys_is_next(shim: ctypes.CDLL) -> None:
+    rng = random.Random(0)
+    layers, chosen = 3, set()
+    for _ in range(600):
+        count = rng.randint(1, 7)
+        needs = [0]
+        for i in range(1, count):
+            needs.append(rng.choice((needs[-1], i - 1, i)))
+        progress = [rng.randint(0, 2 * layers + 2) for _ in range(count)]
+        free = [
+            (own, i)
+            for i, own in enumerate(progress)
+            if own % 2 == 0 and own <= 2 * layers and all(other >= own for other in progress[needs[i] : i])
+        ]
+        taken = torch.zeros(1, dtype=torch.int32)
+        tensors = torch.tensor([needs, progress], dtype=torch.int32)
+        call(shim.test_take_block, layers, count, *tensors, taken)
+        assert int(taken) == (min(free)[1] if free else -1)
+        chosen.add(int(taken))
+    assert chosen == {-1, *range(7)}
 
 
 def test_keys_are_rounded_to_bytes_where_no_bias_makes_some_of_them_large(

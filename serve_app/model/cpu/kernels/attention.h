@@ -16,7 +16,7 @@
  *
  * A row's sums run over dimensions and positions in one fixed order, whatever else is in its task: a key that a row
  * does not see has weight 0 exactly. So a row has the same bits in every batch and however a prompt is cut.
- * Positions that no token of the sequence has reached are never used, whatever lies there.
+ * Positions that no token of the sequence has reached are never used, whatever lies there or is being written there.
  */
 #ifndef SERVE_APP_ATTENTION_H
 #define SERVE_APP_ATTENTION_H

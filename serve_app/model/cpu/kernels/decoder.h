@@ -37,7 +37,7 @@ static int64_t together_bytes(const struct decoder *decoder, const struct pool *
 }
 
 /* A step whose tokens are shared out in blocks, which lie in the cache of the thread that works on them. BLOCK_TOKENS:
- * of each, about. Weights are unpacked once a block, which takes longest into AMX's tiles. */
+ * about so many in each. Every block unpacks all weights; into AMX's tiles that takes longest. */
 enum { MOST_BLOCKS = 256, BLOCK_TOKENS = TILES ? 64 : 32, TILE_TOKENS = TILES ? TILE_ROWS : MANY_ROWS };
 
 /* The fewest tokens of a thread that reads all weights. In tiles a few tokens cost as much as many; and the more threads
@@ -50,7 +50,7 @@ static int least_tokens_each(const struct pool *pool) {
 struct block {
     int first, end; /* its tokens */
     int needs;      /* the first block with tokens of the sequence that this one begins in */
-    /* Twice the layers that are begun, and one more while a thread takes it through the next part. */
+    /* Twice the parts that are done (see block_part), and one more while a thread is at the next. */
     _Alignas(64) _Atomic int progress;
 };
 
@@ -90,9 +90,9 @@ static struct workspace stream_from(const struct decoder *decoder, const struct 
     };
 }
 
-/* Where block `i` begins: with a whole tile, if there are several blocks a thread. */
+/* Where block `i` begins: where a tile ends, if there are several blocks a thread. */
 static int first_of_block(const struct in_blocks *job, const struct pool *pool, int i) {
-    const int tile = job->num_blocks == pool->num_threads ? 1 : TILE_TOKENS;
+    const int tile = job->num_blocks <= pool->num_threads ? 1 : TILE_TOKENS;
     const int first = (int)((int64_t)job->batch->num_tokens * i / job->num_blocks);
     return i == job->num_blocks ? first : (first + tile / 2) / tile * tile;
 }
@@ -100,22 +100,19 @@ static int first_of_block(const struct in_blocks *job, const struct pool *pool, 
 /* Cuts the step's tokens into blocks. */
 static void cut(const struct in_blocks *job, const struct pool *pool) {
     const struct batch *batch = job->batch;
-    int needs = 0;
-    for (int i = 0, s = 0; i < job->num_blocks; i++) {
+    for (int i = 0, s = 0, needs = 0; i < job->num_blocks; i++) {
         struct block *block = job->blocks + i;
         block->first = first_of_block(job, pool, i);
         block->end = first_of_block(job, pool, i + 1);
-        /* The sequence that it begins in began in the block before, or in the one where that one's did. */
         while (batch->query_starts[s + 1] <= block->first) s++;
-        if (batch->query_starts[s] == block->first) needs = i;
-        else if (i && batch->query_starts[s] >= block[-1].first) needs = i - 1;
+        while (job->blocks[needs].end <= batch->query_starts[s]) needs++;
         block->needs = needs;
         atomic_init(&block->progress, 0);
     }
 }
 
-/* Takes a block through what lies between two attentions: the rest of the last layer begun, and the next one's start. */
-static void block_layer(const struct in_blocks *job, const struct block *block, int layer, int thread) {
+/* A block's part number `layer`, from one attention up to the next: the end of the layer before, the start of this. */
+static void block_part(const struct in_blocks *job, const struct block *block, int layer, int thread) {
     const struct decoder *decoder = job->decoder;
     struct pool alone = {.num_threads = 1};
     char *memory = job->memory + thread * job->thread_bytes;
@@ -133,45 +130,34 @@ static void block_layer(const struct in_blocks *job, const struct block *block, 
     if (layer < decoder->num_layers) begin_layer(&alone, &step, layer);
 }
 
-/* Whether a block may go on that has come so far: nobody is at work on it, and all keys that its tokens see are there. */
-static int may_go_on(const struct in_blocks *job, const struct block *block, int progress) {
-    if (progress % 2) return 0;
-    for (const struct block *other = job->blocks + block->needs; other < block; other++)
-        if (atomic_load(&other->progress) < progress) return 0;
-    return 1;
-}
-
-/* Takes the block that is the furthest behind of those that may go on, NULL if there is none. `finished`: nor will be. */
-static struct block *take_block(const struct in_blocks *job, int *finished) {
+/* Takes the block that is the furthest behind of those at which nobody is and which have all keys that their tokens
+ * see. NULL if there is none, or another thread was faster. */
+static struct block *take_block(const struct in_blocks *job) {
     const int done = 2 * (job->decoder->num_layers + 1);
     struct block *best = NULL;
-    int least = done;
-    *finished = 1;
-    for (struct block *block = job->blocks; block < job->blocks + job->num_blocks; block++) {
+    int least = done, before = done, behind = done; /* the progress of `best`, of the block before, of all it needs */
+    for (int i = 0; i < job->num_blocks; i++) {
+        struct block *block = job->blocks + i;
         const int progress = atomic_load(&block->progress);
-        if (progress < done - 1) *finished = 0;
-        if (progress >= least || !may_go_on(job, block, progress)) continue;
-        best = block;
-        least = progress;
+        if (block->needs >= i - 1) behind = done;
+        if (block->needs < i && before < behind) behind = before;
+        if (progress % 2 == 0 && progress < least && progress <= behind) {
+            best = block;
+            least = progress;
+        }
+        before = progress;
     }
     return best && atomic_compare_exchange_strong(&best->progress, &least, least + 1) ? best : NULL;
 }
 
-/* A thread's share of a step: whatever may go on, until nothing is left but what others are at work on. */
-static void take_blocks(const void *argument, int chunk, int thread) {
+/* One part of some block. Each thread that waits here for one will get it: there are as many chunks as parts. */
+static void next_part(const void *argument, int chunk, int thread) {
     (void)chunk;
     const struct in_blocks *job = argument;
-    for (int finished = 0, spins = 0; !finished;) {
-        struct block *block = take_block(job, &finished);
-        if (block) {
-            block_layer(job, block, atomic_load(&block->progress) / 2, thread);
-            atomic_fetch_add(&block->progress, 1);
-            give_way(thread);
-            spins = 0;
-        } else if (!finished) {
-            wait_a_moment(spins++);
-        }
-    }
+    struct block *block;
+    for (int spins = 0; !(block = take_block(job)); spins += job->num_blocks) wait_a_moment(spins);
+    block_part(job, block, atomic_load(&block->progress) / 2, thread);
+    atomic_fetch_add(&block->progress, 1);
 }
 
 /* How many blocks a step is to be cut into; 0 if it has too few tokens for that. */
@@ -203,7 +189,7 @@ static void run_in_blocks(const struct decoder *decoder, struct pool *pool, cons
     job.memory = memory + lay_out_stream(decoder, batch->num_tokens, memory, &job.stream);
     job.thread_bytes = block_bytes_of(decoder, batch, num_blocks);
     cut(&job, pool);
-    parallel(pool, pool->num_threads, take_blocks, &job);
+    parallel(pool, num_blocks * (decoder->num_layers + 1), next_part, &job);
 }
 
 /* Bytes of working memory for decoder_step. */

@@ -48,18 +48,12 @@ static inline void relax(void) {
 #endif
 }
 
-/* While others do what this thread waits for; `spins`: how often it has waited. */
+/* For a chunk that waits for others, which threads are at work on; `spins`: how long it has waited. */
 static inline void wait_a_moment(int spins) {
     if (spins < SPINS)
         relax();
     else
         sched_yield();
-}
-
-/* Between two chunks: whoever waits for this core may have it now, not in the middle of a chunk, for which all would
- * wait. The caller keeps its own: nobody else starts the next job. */
-static inline void give_way(int thread) {
-    if (thread > 0) sched_yield();
 }
 
 static void take_chunks(struct pool *pool, int thread) {
@@ -75,7 +69,9 @@ static void take_chunks(struct pool *pool, int thread) {
             pthread_cond_signal(&pool->work_done);
             pthread_mutex_unlock(&pool->mutex);
         }
-        give_way(thread);
+        /* Whoever waits for this core may have it now, not in the middle of a chunk, for which all would wait. The caller
+         * keeps its own: nobody else starts the next job. */
+        if (thread > 0) sched_yield();
         ticket = atomic_load(&pool->ticket);
     }
 }
