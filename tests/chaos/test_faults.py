@@ -29,7 +29,7 @@ async def strike(fleet: Fleet, references: References, name: str, moment: str) -
         ("replica SIGSTOP", "known"),
         ("ingress SIGKILL", "known"),
         ("controller SIGKILL", "known"),
-        ("queue overfilled 10x", "known"),
+        pytest.param("queue overfilled 10x", "known", marks=pytest.mark.slow),
         pytest.param("update: knobs, and a kill", "known", marks=pytest.mark.slow),
     ],
 )
