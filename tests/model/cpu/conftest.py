@@ -39,7 +39,7 @@ def shim(kernels: Kernels, kernels_folder: Path) -> ctypes.CDLL:
     return ctypes.CDLL(str(path))
 
 
-@pytest.fixture(params=[1, 3], ids=lambda threads: f"{threads}-threads")
+@pytest.fixture(params=[1, 2, 3], ids=lambda threads: f"{threads}-threads")
 def threads(request: pytest.FixtureRequest) -> Iterator[None]:
     """The suite's own count of one comes back after the test."""
     torch.set_num_threads(request.param)

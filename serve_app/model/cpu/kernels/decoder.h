@@ -3,7 +3,8 @@
  * Two ways to use many threads; a row's bits are the same in both.
  * In blocks: a thread takes a block of tokens from one attention to the next, for which it needs the keys of the blocks
  * before it that have tokens of the same sequence, and of no others: whoever is held up holds up few. What a block has
- * between its products stays in the thread's cache. Every thread reads all weights, so it takes some tokens each to pay.
+ * between its products stays in the thread's cache. Every thread reads all weights, so it takes some tokens each to
+ * pay.
  * Together, for few tokens: the threads share out each loop within a layer and meet ten times a layer.
  */
 #ifndef SERVE_APP_DECODER_H

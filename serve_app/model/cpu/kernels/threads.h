@@ -48,7 +48,8 @@ static inline void relax(void) {
 #endif
 }
 
-/* For a chunk that waits for others, which threads are at work on; `spins`: how long it has waited. */
+/* For a chunk that needs what another thread is still computing: it spins at first, then lets others have the core.
+ * `spins`: how long it has waited. */
 static inline void wait_a_moment(int spins) {
     if (spins < SPINS)
         relax();
