@@ -13,7 +13,7 @@ from serve_app.model.attention.reference import ReferenceAttention
 from serve_app.model.attention.verification import verify_backend
 from serve_app.model.gpu import ops, sampling
 from serve_app.model.gpu.attention import TritonAttention
-from serve_app.model.gpu.linear import GpuLinear
+from serve_app.model.gpu.linear import GpuLinear, round_rows
 from serve_app.model.llama import Linear
 
 Compare = Callable[[torch.device, torch.dtype], dict[str, Any]]
@@ -31,7 +31,7 @@ def comparisons(*, full: bool) -> dict[str, Compare]:
         layers[f"attention {h}/{k}x{d}, window"] = AttentionLayer(h, k, d, d, d**-0.5, sliding_window=100)
         layers[f"attention {h}/{k}x{d}, softcap"] = AttentionLayer(h, k, d, d, d**-0.5, softcap=50.0)
     width, vocab = (4096, 151_936) if full else (64, 3000)
-    rows = (1, 16, 64, 300) if full else (1, 5)
+    rows = (1, 16, 64, 300, 2100) if full else (1, 5)
     return {
         **{name: partial(_attention, layer, False) for name, layer in layers.items()},
         "attention, deterministic": partial(_attention, next(iter(layers.values())), True),
@@ -93,12 +93,16 @@ def _gate(width: int, device: torch.device, dtype: torch.dtype) -> dict[str, Any
 
 
 def _product(width: int, rows: tuple[int, ...], fp8: bool, device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
-    weight = _random(width + 64, width, device=device, dtype=dtype) / width**0.5
+    weight = _random(width // 2 + 64, width, device=device, dtype=dtype) / width**0.5
     linear = GpuLinear.of(Linear((weight,), ()), fp8=fp8, invariant=not fp8)
-    rounded = linear.weight.float() if linear.scales is None else linear.weight.float() * linear.scales[:, None]
     inputs = [_random(count, width, device=device, dtype=dtype) for count in rows]
-    expected = [(x.double() @ rounded.double().T) for x in inputs]
-    return _agree([linear(x) for x in inputs], expected, dtype)
+    factors = [x.double() for x in inputs]
+    weight = linear.weight.double()
+    if linear.scales is not None:
+        weight *= linear.scales[:, None]
+        factors = [rounded.double() * scales[:, None] for rounded, scales in map(round_rows, inputs)]
+    # Tensor cores add products of 8 bits in less than float32's bits.
+    return _agree([linear(x) for x in inputs], [x @ weight.T for x in factors], torch.bfloat16 if fp8 else dtype)
 
 
 def _sampling(vocab: int, device: torch.device, dtype: torch.dtype) -> dict[str, Any]:

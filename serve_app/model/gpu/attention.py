@@ -206,7 +206,7 @@ def _split_keys(num_rows: int, layer: AttentionLayer) -> int:
     """Keys of a split, as long as there are not too many. Rows alone keep the processors busy where there are many, and
     each split has to start anew and be added up. (Measured on an H200, 1 to 128 rows of 1,024 and 4,096 keys.)"""
     programs = num_rows * layer.num_kv_heads
-    return 128 if programs <= 64 else 256 if programs <= 128 else 1024
+    return 128 if programs <= 64 else 256 if programs <= 128 else 512 if programs <= 256 else 1024
 
 
 def _most_splits(layer: AttentionLayer) -> int:

@@ -169,7 +169,7 @@ def test_each_rows_own_length_says_how_it_is_split(window: int | None, device: t
     assert sorted(whole.firsts.tolist()) == list(range(0, 512, 32))
 
 
-@pytest.mark.parametrize(("rows", "splits"), [(8, 16), (16, 8), (17, 2)])
+@pytest.mark.parametrize(("rows", "splits"), [(8, 16), (16, 8), (32, 4), (33, 2)])
 def test_many_rows_are_split_less(rows: int, splits: int, device: torch.device) -> None:
     from serve_app.model.gpu.attention import TritonAttention
 

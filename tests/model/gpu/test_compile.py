@@ -27,7 +27,7 @@ bind = create_function_from_signature(kernel.signature, kernel.params, make_back
 bind(*(None if parameter.is_constexpr else torch.zeros(1) for parameter in kernel.params))
 names = kernel.arg_names
 signature = {name: types.get(name, "constexpr") for name in names}
-whole = [name for name in names if types.get(name, "")[:1] == "*" or name in ("inputs", "width", "outputs")]
+whole = [name for name in names if types.get(name, "")[:1] == "*" or name in ("inputs", "width", "outputs", "part")]
 aligned = {(names.index(name),): [["tt.divisibility", 16]] for name in whole}
 source = ASTSource(kernel, signature, {(names.index(name),): value for name, value in constants.items()}, aligned)
 compiled = compile(source, target=target, options=options)
@@ -77,11 +77,13 @@ PARTS = {
     "parts": "i32",
 }
 PRODUCT = {
-    **dict.fromkeys(("x", "bias", "out"), "*bf16"),
-    "scales": "*fp32",
-    **dict.fromkeys(("rows", "outputs", "inputs"), "i32"),
+    **dict.fromkeys(("x", "weight", "bias", "out"), "*bf16"),
+    **dict.fromkeys(("scales", "row_scales"), "*fp32"),
+    **dict.fromkeys(("rows", "outputs", "inputs", "part"), "i32"),
 }
-WHOLE = {"BLOCK_K": 64, "EVEN": True, "BIASED": False, "PRECISION": "tf32"}
+PRODUCT_FP8 = {**PRODUCT, **dict.fromkeys(("x", "weight"), "*fp8e4nv")}
+WHOLE = {"BLOCK_K": 64, "EVEN": True, "BIASED": False, "SCALED": False, "SPLIT": False, "PRECISION": "tf32"}
+WHOLE_FP8 = {**WHOLE, "BLOCK_K": 128, "SCALED": True}
 D256 = {**TILE, "HEAD_DIM": 256, "VALUE_DIM": 256, "VALUE_DIMS": 256, "DIMS": 256, "BLOCK_N": 32}
 SPLIT = {**TILE, "BLOCK_M": 16, "SPLIT": True}
 LONG = {**TILE, "BLOCK_M": 128, "SPLIT": False}
@@ -93,8 +95,15 @@ STEP = {
     **dict.fromkeys(("rows", "history_stride", "table_stride"), "i32"),
 }
 DRAW = {**PARTS, "token_ids": "*i64"}
-BF16, FP8 = {**PRODUCT, "weight": "*bf16"}, {**PRODUCT, "weight": "*fp8e4nv"}
-FEW, MANY = {**WHOLE, "BLOCK_O": 64, "BLOCK_R": 16}, {**WHOLE, "BLOCK_O": 128, "BLOCK_R": 128}
+FEW, MANY = {"BLOCK_O": 64, "BLOCK_R": 16}, {"BLOCK_O": 128, "BLOCK_R": 128}
+A_PART = {**WHOLE, **FEW, "BLOCK_R": 32, "SPLIT": True}
+ADDED = {
+    **dict.fromkeys(("parts", "scales", "row_scales"), "*fp32"),
+    **dict.fromkeys(("bias", "out"), "*bf16"),
+    **dict.fromkeys(("rows", "outputs"), "i32"),
+}
+ADD = {"PARTS": 4, "BIASED": False, "SCALED": True, "BLOCK": 512}
+ROUNDED = {"x": "*bf16", "rounded": "*fp8e4nv", "row_scales": "*fp32", "inputs": "i32"}
 
 
 @dataclass(frozen=True)
@@ -132,10 +141,15 @@ KERNELS = {
     "remember": Kernel("remember", STEP, {"BLOCK": 32}, 1, 3, 40, 0),
     "scan": Kernel("scan_parts", PARTS, {"PART": 1024}, 4, 3, 40, 1),
     "draw": Kernel("draw", DRAW, {"PART": 1024, "PARTS": 256, "WAYS": 16}, 8, 3, 96, 8, 64),
-    "product, few rows": Kernel("product", BF16, {**FEW, "SCALED": False}, 4, 4, 56, 40),
-    "product, many rows": Kernel("product", BF16, {**MANY, "SCALED": False}, 8, 4, 128, 128),
-    "product, fp8, few rows": Kernel("product", FP8, {**FEW, "SCALED": True}, 4, 4, 72, 24),
-    "product, fp8, many rows": Kernel("product", FP8, {**MANY, "SCALED": True}, 8, 4, 144, 96),
+    "product, one row": Kernel("product", PRODUCT, {**WHOLE, **FEW}, 4, 8, 64, 100),
+    "product, a part": Kernel("product", {**PRODUCT, "out": "*fp32"}, A_PART, 4, 8, 64, 100),
+    "product, 64 rows": Kernel("product", PRODUCT, {**WHOLE, **FEW, "BLOCK_R": 64}, 4, 6, 96, 100),
+    "product, many rows": Kernel("product", PRODUCT, {**WHOLE, **MANY}, 8, 4, 128, 128),
+    "product, many rows and outputs": Kernel("product", PRODUCT, {**WHOLE, **MANY, "BLOCK_R": 256}, 8, 3, 200, 160),
+    "product, fp8, one row": Kernel("product", PRODUCT_FP8, {**WHOLE_FP8, **FEW}, 4, 8, 72, 100),
+    "product, fp8, many rows": Kernel("product", PRODUCT_FP8, {**WHOLE_FP8, **MANY}, 8, 4, 200, 130),
+    "parts": Kernel("add_parts", ADDED, ADD, 4, 3, 48, 0),
+    "rounded rows": Kernel("round_rows", ROUNDED, {"LARGEST": 448.0, "BLOCK": 4096}, 8, 3, 64, 1),
 }
 
 
@@ -145,7 +159,7 @@ def test_compiles_for_hopper(kernel: str, tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     wanted = KERNELS[kernel]
     options = {"num_warps": wanted.warps, "num_stages": wanted.stages}
-    if wanted.constants.get("SPLIT") and wanted.constants["DIMS"] <= 128:
+    if wanted.name == "attend" and wanted.constants["SPLIT"] and wanted.constants["DIMS"] <= 128:
         options["maxnreg"] = 128
     given = json.dumps([wanted.name, wanted.types, wanted.constants, options])
     result = subprocess.run(
