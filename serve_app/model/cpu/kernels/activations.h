@@ -146,6 +146,93 @@ SPECIALIZED void quantize_groups(const int bytes, const float *x, int count, uin
     }
 }
 
+#if defined(BUILD_AVX512)
+/* The largest of each block of four lanes, or their sum, in all lanes of the block. */
+static inline __m512i largest_in_blocks(__m512i value) {
+    value = _mm512_max_epi32(value, _mm512_shuffle_epi32(value, 0x4e));
+    return _mm512_max_epi32(value, _mm512_shuffle_epi32(value, 0xb1));
+}
+
+static inline __m512i sum_in_blocks(__m512i value) {
+    value = _mm512_add_epi32(value, _mm512_shuffle_epi32(value, 0x4e));
+    return _mm512_add_epi32(value, _mm512_shuffle_epi32(value, 0xb1));
+}
+
+/* Of each of four groups the largest absolute value in one block, as an integer: so infinity and what is no number are
+ * the largest. */
+static inline __m512i sizes_of_four(const float *x) {
+    __m512i size[4], halves[2];
+    UNROLL
+    for (int g = 0; g < 4; g++)
+        size[g] = _mm512_max_epi32((__m512i)absolute(load(x + g * GROUP)), (__m512i)absolute(load(x + g * GROUP + LANES)));
+    UNROLL
+    for (int i = 0; i < 2; i++)
+        halves[i] = _mm512_max_epi32(_mm512_shuffle_i32x4(size[2 * i], size[2 * i + 1], 0x44),
+                                     _mm512_shuffle_i32x4(size[2 * i], size[2 * i + 1], 0xee));
+    return largest_in_blocks(_mm512_max_epi32(_mm512_shuffle_i32x4(halves[0], halves[1], 0x88),
+                                              _mm512_shuffle_i32x4(halves[0], halves[1], 0xdd)));
+}
+
+/* Two groups in bytes, `times[k]` being what half k is multiplied with. Returns the sums of the halves, in blocks. */
+static inline __m512i store_two_groups(const float *x, const __m512 times[4], uint8_t *first, uint8_t *second) {
+    const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+    __m512i a[4];
+    UNROLL
+    for (int k = 0; k < 4; k++) a[k] = _mm512_cvtps_epi32(_mm512_mul_ps((__m512)load(x + k * LANES), times[k]));
+    const __m512i mixed = _mm512_packs_epi16(_mm512_packs_epi32(a[0], a[1]), _mm512_packs_epi32(a[2], a[3]));
+    const __m512i bytes = _mm512_permutexvar_epi32(order, mixed);
+    _mm256_storeu_si256((__m256i *)first, _mm512_castsi512_si256(bytes));
+    _mm256_storeu_si256((__m256i *)second, _mm512_extracti64x4_epi64(bytes, 1));
+    return sum_in_blocks((__m512i)dot4((ivec){0}, splat_bytes("\1\1\1\1"), (ivec)bytes));
+}
+
+/* Four groups as quantize_groups has them in bytes. Their reductions and divisions are made at once: one by one, each
+ * would be waited for. */
+static void quantize_four_groups(const float *x, uint8_t *to) {
+    const __m512 limit = (__m512)splat(127.0f);
+    const __m512i sizes = sizes_of_four(x);
+    const __m512 size = (__m512)sizes;
+    const __mmask16 some = _mm512_cmp_ps_mask(size, (__m512)splat(127.0f * 0x1p-126f), _CMP_GT_OQ);
+    const __mmask16 odd = _mm512_cmpge_epi32_mask(sizes, _mm512_set1_epi32(0x7f800000));
+    const __m512 inverse = _mm512_maskz_div_ps(some, limit, size);
+    const __m512 scale = _mm512_mask_mov_ps(_mm512_div_ps(size, limit), odd, (__m512)splat(NAN));
+    const __m512 times[4] = {
+        _mm512_shuffle_f32x4(inverse, inverse, 0x00), _mm512_shuffle_f32x4(inverse, inverse, 0x55),
+        _mm512_shuffle_f32x4(inverse, inverse, 0xaa), _mm512_shuffle_f32x4(inverse, inverse, 0xff),
+    };
+    uint8_t *group[4];
+    for (int g = 0; g < 4; g++) group[g] = to + g * activation_group_bytes(1);
+    const __m512i low = store_two_groups(x, (__m512[4]){times[0], times[0], times[1], times[1]}, group[0], group[1]);
+    const __m512i high =
+        store_two_groups(x + 2 * GROUP, (__m512[4]){times[2], times[2], times[3], times[3]}, group[2], group[3]);
+    const __m512i first = _mm512_shuffle_i32x4(low, high, 0x88), second = _mm512_shuffle_i32x4(low, high, 0xdd);
+    const __m512 sum = _mm512_mul_ps(scale, _mm512_cvtepi32_ps(_mm512_add_epi32(first, second)));
+    /* Lane i of a block: number i of the group's terms. */
+    __m512i terms = _mm512_mask_mov_epi32((__m512i)scale, 0x2222, (__m512i)sum);
+    terms = _mm512_mask_slli_epi32(terms, 0x4444, first, 5);
+    terms = _mm512_mask_slli_epi32(terms, 0x8888, second, 5);
+    _mm_storeu_si128((__m128i *)(group[0] + GROUP), _mm512_castsi512_si128(terms));
+    _mm_storeu_si128((__m128i *)(group[1] + GROUP), _mm512_extracti32x4_epi32(terms, 1));
+    _mm_storeu_si128((__m128i *)(group[2] + GROUP), _mm512_extracti32x4_epi32(terms, 2));
+    _mm_storeu_si128((__m128i *)(group[3] + GROUP), _mm512_extracti32x4_epi32(terms, 3));
+}
+
+/* As quantize_groups in bytes. The last groups are rounded twice where they are no four. */
+static void quantize_bytes(const float *x, int count, uint8_t *to) {
+    const int groups = count / GROUP;
+    if (groups < 4) {
+        quantize_groups(1, x, count, to);
+        return;
+    }
+    for (int g = 0; g < groups; g += 4) {
+        const int first = g < groups - 4 ? g : groups - 4;
+        quantize_four_groups(x + first * GROUP, to + first * activation_group_bytes(1));
+    }
+}
+#else
+static void quantize_bytes(const float *x, int count, uint8_t *to) { quantize_groups(1, x, count, to); }
+#endif
+
 /* The same numbers as of three bytes. Rows behind the last one, up to a whole tile, get scales of zero: whatever floats
  * the memory held would be multiplied, slowly where they are denormal. */
 static void digit_groups(const float *x, int count, int row, int rows, uint8_t *memory) {
@@ -181,7 +268,7 @@ static void round_activations(const float *x, int count, enum form form, int row
     uint8_t *to = memory + row * rounded_bytes(count, form);
     switch (form) {
         case AS_FLOATS: break;
-        case AS_BYTES: quantize_groups(1, x, count, to); break;
+        case AS_BYTES: quantize_bytes(x, count, to); break;
         case AS_BF16: round_row(x, count, (uint16_t *)to); break;
         case AS_THREE_BYTES: quantize_groups(3, x, count, to); break;
         case AS_DIGITS: digit_groups(x, count, row, rows, memory); break;

@@ -11,7 +11,7 @@
  *
  * A task is one kv head of one sequence and some consecutive queries of it; its rows are those queries times the query
  * heads that share the kv head, in this order, so every key and value loaded serves all of them. Rows are worked on
- * ROWS at a time. Keys come in rounds of ROUND, counted from position 0; per round: scores, then the softmax's
+ * ROWS at a time. Keys come in rounds, counted from position 0; per round: scores, then the softmax's
  * running maximum and sum (as in FlashAttention), then the values.
  *
  * A row's sums run over dimensions and positions in one fixed order, whatever else is in its task: a key that a row
@@ -60,7 +60,8 @@ static int last_position(const struct attend *job, const struct task *task) {
 /* The first key of the first round that the task needs. */
 static int first_base(const struct attend *job, const struct task *task) {
     const int window = job->layer->window, first = (int)job->batch->positions[task->first_query];
-    return window && first >= window ? (first - window + 1) / ROUND * ROUND : 0;
+    const int round = round_of(job->layer);
+    return window && first >= window ? (first - window + 1) / round * round : 0;
 }
 
 /* Where a task's keys and values of the round that begins at key `base` are. Past the task's last key that key's page
@@ -71,7 +72,7 @@ static void find_pages(const struct attend *job, const struct task *task, int ba
     const int32_t *blocks = job->batch->blocks + task->sequence * job->batch->table_width;
     const int last_page = last_position(job, task) / PAGE;
     const int64_t size = cache_page_bytes(layer->head_dim, layer->cache);
-    for (int page = 0; page < PAGES; page++) {
+    for (int page = 0; page < round_of(layer) / PAGE; page++) {
         const int wanted = base / PAGE + page, found = wanted < last_page ? wanted : last_page;
         const int64_t at = ((int64_t)blocks[found] * layer->num_kv_heads + task->head) * size;
         keys[page] = (const char *)job->keys + at;
@@ -83,36 +84,52 @@ static void find_pages(const struct attend *job, const struct task *task, int ba
 static void find_next_pages(const struct attend *job, const struct task *task, int base, const void **keys,
                             const void **values) {
     const struct task *next = task + job->num_threads;
-    if (base + ROUND <= last_position(job, task))
-        find_pages(job, task, base + ROUND, keys, values);
+    const int following = base + round_of(job->layer);
+    if (following <= last_position(job, task))
+        find_pages(job, task, following, keys, values);
     else if (next < job->tasks + job->num_tasks)
         find_pages(job, next, first_base(job, next), keys, values);
     else
         find_pages(job, task, base, keys, values);
 }
 
+/* A round for so many rows of one format. Each is a function of its own: in one with the others GCC has it spill. */
+#define ATTEND_ROWS(name, work)                                                                                  \
+    static __attribute__((noinline)) void name(int rows, const struct attention *layer, const struct rows *all, \
+                                               int row, int base, int count, const struct round *now) {         \
+        switch (rows) {                                                                                         \
+            case 1: work(1, layer, all, row, base, count, now); break;                                          \
+            case 2: work(2, layer, all, row, base, count, now); break;                                          \
+            case 3: work(3, layer, all, row, base, count, now); break;                                          \
+            case 4: work(4, layer, all, row, base, count, now); break;                                          \
+            case 5: work(5, layer, all, row, base, count, now); break;                                          \
+            case 6: work(6, layer, all, row, base, count, now); break;                                          \
+        }                                                                                                       \
+    }
+#define FLOAT_ROUND(rows, ...) attend_round(rows, CACHE_FLOAT, __VA_ARGS__)
+#define NARROW_ROUND(rows, ...) attend_round(rows, CACHE_NARROW, __VA_ARGS__)
+ATTEND_ROWS(attend_float_rows, FLOAT_ROUND)
+ATTEND_ROWS(attend_narrow_rows, NARROW_ROUND)
+#if defined(BUILD_AVX512)
+ATTEND_ROWS(attend_byte_rows, attend_byte_round)
+#endif
+
 static void attend_rows(int rows, const struct attention *layer, const struct rows *all, int row, int base, int count,
                         const struct round *now) {
 #if defined(BUILD_AVX512)
-#define BYTES(n) if (layer->cache == CACHE_BYTES) attend_byte_round(n, layer, all, row, base, count, now); else
-#else
-#define BYTES(n)
+    if (layer->cache == CACHE_BYTES) {
+        attend_byte_rows(rows, layer, all, row, base, count, now);
+        return;
+    }
 #endif
-#define CASE(n) \
-    case n: \
-        BYTES(n) \
-        if (layer->cache == CACHE_FLOAT) attend_round(n, CACHE_FLOAT, layer, all, row, base, count, now); \
-        else attend_round(n, CACHE_NARROW, layer, all, row, base, count, now); \
-        break;
-    switch (rows) { CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) }
-#undef CASE
-#undef BYTES
+    (layer->cache == CACHE_FLOAT ? attend_float_rows : attend_narrow_rows)(rows, layer, all, row, base, count, now);
 }
 
 /* All rows of a task with the keys of one round. */
 static void task_round(const struct attend *job, const struct task *task, const struct rows *rows, int num_rows,
                        int base) {
     const struct attention *layer = job->layer;
+    const int round = round_of(layer);
     struct round now = {.fetch = 1};
     find_pages(job, task, base, now.keys, now.values);
     find_next_pages(job, task, base, now.next_keys, now.next_values);
@@ -126,8 +143,8 @@ static void task_round(const struct attend *job, const struct task *task, const 
         const int some = num_rows - row < ROWS ? num_rows - row : ROWS;
         const int seen = rows->position[row + some - 1] + 1 - base;
         if (seen <= 0) continue;
-        if (layer->window && base + ROUND <= rows->position[row] - layer->window + 1) continue;
-        attend_rows(some, layer, rows, row, base, seen < ROUND ? seen : ROUND, &now);
+        if (layer->window && base + round <= rows->position[row] - layer->window + 1) continue;
+        attend_rows(some, layer, rows, row, base, seen < round ? seen : round, &now);
         now.fetch = 0;
     }
 }
@@ -171,7 +188,7 @@ static void attend_task(const void *argument, int index, int thread) {
         rows.position[row] = (int32_t)job->batch->positions[token];
     }
     if (in_tiles(layer)) begin_tiles();
-    for (int base = first_base(job, task); base <= rows.position[num_rows - 1]; base += ROUND)
+    for (int base = first_base(job, task); base <= rows.position[num_rows - 1]; base += round_of(layer))
         task_round(job, task, &rows, num_rows, base);
     if (in_tiles(layer)) end_tiles();
     for (int row = 0; row < num_rows; row++) {

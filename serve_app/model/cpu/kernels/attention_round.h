@@ -1,4 +1,4 @@
-/* One round of attention: ROUND keys and values of one kv head, for some rows (queries times query heads), in vectors.
+/* One round of attention: some keys and values of one kv head, for some rows (queries times query heads), in vectors.
  *
  * Scores, then the softmax's running maximum and sum (as in FlashAttention), then the values. See attention.h for the
  * layout of the cache, and for what makes a row's bits the same in every batch.
@@ -19,8 +19,10 @@
 
 enum {
     PAGE = 16,
-    ROUND = 64,
+    ROUND = 64, /* keys; of a row's rounds in bytes there are half as many, as each costs more beside its products */
+    BYTE_ROUND = 128,
     PAGES = ROUND / PAGE,
+    MOST_PAGES = BYTE_ROUND / PAGE,
     SLACK = 8,      /* weights may grow to e^SLACK before a row's sums are brought to a new maximum */
     TASK_ROWS = TILES ? 192 : 96, /* rows of a task, unless a single query has more */
 };
@@ -56,8 +58,8 @@ struct rows {
     float *query;   /* [tiles][head_dim][ROWS], scaled; in bfloat16 [tiles][head_dim / 2][ROWS] of pairs; in AMX's tiles
                        uint16 [tiles][head_dim / 32][TILE_ROWS][32]; in bytes see query_terms */
     float *out;     /* [rows][head_dim]: sum of weights times values so far */
-    float *score;   /* [ROWS][ROUND]: scores, then weights; in bfloat16 the first half of a row, in bytes a quarter. Of
-                       AMX's tiles two. */
+    float *score;   /* [ROWS][keys of a round]: scores, then weights; in bfloat16 the first half of a row, in bytes a
+                       quarter. Of AMX's tiles two. */
     float *sum;     /* [rows][LANES]: weights so far, by lane */
     float *values; /* [ROUND / 2][head_dim] of pairs; only for tiles */
     float *largest; /* [rows]: what is taken off scores, at most SLACK below the largest one so far */
@@ -66,10 +68,13 @@ struct rows {
 
 /* The pages of one round, and those to be fetched into the cache meanwhile. */
 struct round {
-    const void *keys[PAGES], *values[PAGES];
-    const void *next_keys[PAGES], *next_values[PAGES];
+    const void *keys[MOST_PAGES], *values[MOST_PAGES];
+    const void *next_keys[MOST_PAGES], *next_values[MOST_PAGES];
     int fetch; /* whether this is still to be done */
 };
+
+/* Keys of a round. */
+static int round_of(const struct attention *layer) { return layer->cache == CACHE_BYTES ? BYTE_ROUND : ROUND; }
 
 static int task_queries(const struct attention *layer) {
     const int group = layer->num_heads / layer->num_kv_heads;
@@ -87,12 +92,12 @@ static int64_t tiled(int64_t rows) {
     return (rows + WHOLE - 1) / WHOLE * WHOLE;
 }
 
-enum { SCORE_ROWS = TILES ? 2 * TILE_ROWS : ROWS, VALUE_ROWS = TILES ? ROUND / 2 : 0 };
+enum { SCORES = TILES ? 2 * TILE_ROWS * ROUND : ROWS * BYTE_ROUND, VALUE_ROWS = TILES ? ROUND / 2 : 0 };
 
 /* Floats of scratch memory that a thread needs; whole lines of the cache. */
 static int64_t attention_scratch(const struct attention *layer) {
     const int64_t rows = tiled(task_queries(layer) * (layer->num_heads / layer->num_kv_heads));
-    return (rows * (2 * layer->head_dim + LANES + 2) + SCORE_ROWS * ROUND + VALUE_ROWS * layer->head_dim + 15) / 16 * 16;
+    return (rows * (2 * layer->head_dim + LANES + 2) + SCORES + VALUE_ROWS * layer->head_dim + 15) / 16 * 16;
 }
 
 static struct rows rows_in(float *scratch, int num_rows, int head_dim) {
@@ -101,7 +106,7 @@ static struct rows rows_in(float *scratch, int num_rows, int head_dim) {
     rows.query = scratch;
     rows.out = rows.query + whole * head_dim;
     rows.score = rows.out + whole * head_dim;
-    rows.sum = rows.score + SCORE_ROWS * ROUND;
+    rows.sum = rows.score + SCORES;
     rows.values = rows.sum + whole * LANES;
     rows.largest = rows.values + VALUE_ROWS * head_dim;
     rows.position = (int32_t *)(rows.largest + whole);

@@ -28,12 +28,12 @@ static struct query_terms *terms_of(float *tile, int head_dim) {
 
 /* The scale that makes the largest of `count` numbers 127; NaN where one is no number, or infinite. */
 static float byte_scale(const float *x, int count) {
-    vec largest = splat(0.0f), finite = splat(0.0f);
-    for (int i = 0; i < count; i += LANES) {
-        largest = maximum(absolute(load(x + i)), largest);
-        finite = finite + (load(x + i) - load(x + i));
-    }
-    return reduce_max(largest) / 127.0f + reduce_add(finite);
+    __m512i largest = _mm512_setzero_si512(); /* as integers: what is infinite or no number is above all numbers */
+    for (int i = 0; i < count; i += LANES) largest = _mm512_max_epi32((__m512i)absolute(load(x + i)), largest);
+    const int32_t bits = _mm512_reduce_max_epi32(largest);
+    float size;
+    memcpy(&size, &bits, 4);
+    return bits >= 0x7f800000 ? NAN : size / 127.0f;
 }
 
 /* A scale that is no normal number counts as zero. */
@@ -76,24 +76,24 @@ static void write_bytes(int head_dim, const float *key, const float *value, int 
     memcpy(values + PAGE * head_dim + 4 * offset, &value_scale, 4);
 }
 
-/* As score_keys: of the first `pages` pages. */
-SPECIALIZED void score_byte_keys(const int rows, const int pages, float *tile, int head_dim, const struct round *now,
-                                 float *score) {
+/* As score_keys: with the keys of `pages` pages from page `first` on. */
+SPECIALIZED void score_byte_keys(const int rows, const int pages, int first, float *tile, int head_dim,
+                                 const struct round *now, float *score) {
     const struct query_terms *terms = terms_of(tile, head_dim);
     const float *query = tile;
-    ivec total[ROWS][PAGES];
+    ivec total[ROWS][WIDTH];
     UNROLL
     for (int r = 0; r < rows; r++)
         UNROLL
         for (int p = 0; p < pages; p++) total[r][p] = splat_bytes(terms->start + r);
     int at = 0;
     for (; at < PAGE * head_dim; at += 4 * PAGE, query += ROWS) {
-        ivec key[PAGES];
+        ivec key[WIDTH];
         UNROLL
-        for (int p = 0; p < pages; p++) key[p] = (ivec)pinned((vec)load_int((const char *)now->keys[p] + at));
+        for (int p = 0; p < pages; p++) key[p] = (ivec)pinned((vec)load_int((const char *)now->keys[first + p] + at));
         if (now->fetch)
             UNROLL
-            for (int page = 0; page < PAGES; page++) __builtin_prefetch((const char *)now->next_keys[page] + at, 0, 3);
+            for (int p = 0; p < WIDTH; p++) __builtin_prefetch((const char *)now->next_keys[first + p] + at, 0, 3);
         UNROLL
         for (int r = 0; r < rows; r++) {
             const ivec word = splat_bytes(query + r);
@@ -103,15 +103,15 @@ SPECIALIZED void score_byte_keys(const int rows, const int pages, float *tile, i
     }
     UNROLL
     for (int p = 0; p < pages; p++) {
-        const vec scale = load((const float *)((const char *)now->keys[p] + at));
-        if (now->fetch) __builtin_prefetch((const char *)now->next_keys[p] + at, 0, 3);
+        const vec scale = load((const float *)((const char *)now->keys[first + p] + at));
+        if (now->fetch) __builtin_prefetch((const char *)now->next_keys[first + p] + at, 0, 3);
         UNROLL
         for (int r = 0; r < rows; r++)
-            store(score + r * ROUND + p * PAGE, to_float(total[r][p]) * (scale * splat(terms->scale[r])));
+            store(score + r * BYTE_ROUND + (first + p) * PAGE, to_float(total[r][p]) * (scale * splat(terms->scale[r])));
     }
 }
 
-/* As add_values: weights [rows][4 ROUND] in bytes times `unit`, for `width` vectors of dimensions from `dim` on. */
+/* As add_values: weights [rows][4 BYTE_ROUND] in bytes times `unit`, for `width` vectors of dimensions from `dim` on. */
 SPECIALIZED void add_byte_values(const int rows, const int width, const float *weight, const float *unit, int head_dim,
                                  int dim, const struct round *now, int count, float *out) {
     ivec total[ROWS][WIDTH] = {0};
@@ -127,7 +127,7 @@ SPECIALIZED void add_byte_values(const int rows, const int width, const float *w
             if (now->fetch) fetch_lines(values + next, width * 4 * LANES);
             UNROLL
             for (int r = 0; r < rows; r++) {
-                const ivec word = splat_bytes(weight + r * ROUND);
+                const ivec word = splat_bytes(weight + r * BYTE_ROUND);
                 UNROLL
                 for (int v = 0; v < width; v++) total[r][v] = dot4(total[r][v], word, value[v]);
             }
@@ -148,7 +148,7 @@ SPECIALIZED void add_byte_values(const int rows, const int width, const float *w
 SPECIALIZED float soften_bytes(const int pages, const struct attention *layer, const struct rows *all, int row,
                                const struct round *now, int base, float *score) {
     hide_keys(layer, all, row, score, pages * PAGE, base);
-    vec weight[PAGES], best = load(score);
+    vec weight[MOST_PAGES], best = load(score);
     UNROLL
     for (int p = 1; p < pages; p++) best = maximum(load(score + p * PAGE), best);
     if (any_above(best, all->largest[row] + SLACK)) raise_largest(CACHE_BYTES, layer, all, row, reduce_max(best));
@@ -162,30 +162,36 @@ SPECIALIZED float soften_bytes(const int pages, const struct attention *layer, c
         most = maximum(weight[p], most);
     }
     store(all->sum + row * LANES, total);
-    const float unit = reduce_max(most) / 255.0f;
-    const vec inverse = inverse_of(unit);
+    /* One division, for which nothing else waits. */
+    const float largest = reduce_max(most), unit = largest * (1.0f / 255.0f);
+    const vec inverse = splat(unit > 0x1p-126f ? 255.0f / largest : 0.0f);
     UNROLL
-    for (int p = 0; p < pages; p++) store_bytes((int8_t *)score + p * PAGE, nearest(weight[p] * inverse));
+    for (int p = 0; p < pages; p++) store_nearest((uint8_t *)score + p * PAGE, weight[p], inverse);
     return unit;
 }
 
-/* The weights of the first `pages` pages, and their units. */
-SPECIALIZED void weigh_pages(const int rows, const int pages, const struct attention *layer, const struct rows *all,
-                             int row, int base, const struct round *now, float *unit) {
-    score_byte_keys(rows, pages, all->query + row * layer->head_dim, layer->head_dim, now, all->score);
-    for (int r = 0; r < rows; r++)
-        unit[r] = soften_bytes(pages, layer, all, row + r, now, base, all->score + r * ROUND);
+static float soften_pages(int pages, const struct attention *layer, const struct rows *all, int row,
+                          const struct round *now, int base, float *score) {
+    switch (pages) {
+        case 8: return soften_bytes(8, layer, all, row, now, base, score);
+        case 6: return soften_bytes(6, layer, all, row, now, base, score);
+        case 4: return soften_bytes(4, layer, all, row, now, base, score);
+        default: return soften_bytes(2, layer, all, row, now, base, score);
+    }
 }
 
 /* As attend_round. */
 SPECIALIZED void attend_byte_round(const int rows, const struct attention *layer, const struct rows *all, int row,
                                    int base, int count, const struct round *now) {
     const int dim = layer->head_dim;
-    float *out = all->out + row * dim, unit[ROWS];
-    if (count > ROUND / 2)
-        weigh_pages(rows, PAGES, layer, all, row, base, now, unit);
-    else
-        weigh_pages(rows, PAGES / 2, layer, all, row, base, now, unit);
+    float *tile = all->query + row * dim, *out = all->out + row * dim, unit[ROWS];
+    int pages = 0;
+    for (; count - pages * PAGE > WIDTH / 2 * PAGE; pages += WIDTH)
+        score_byte_keys(rows, WIDTH, pages, tile, dim, now, all->score);
+    for (; count - pages * PAGE > 0; pages += WIDTH / 2)
+        score_byte_keys(rows, WIDTH / 2, pages, tile, dim, now, all->score);
+    for (int r = 0; r < rows; r++)
+        unit[r] = soften_pages(pages, layer, all, row + r, now, base, all->score + r * BYTE_ROUND);
     int d = 0;
     for (; d + WIDTH * LANES <= dim; d += WIDTH * LANES)
         add_byte_values(rows, WIDTH, all->score, unit, dim, d, now, count, out);

@@ -325,6 +325,12 @@ static inline vec permuted(vec value, ivec from) {
     return (vec)_mm512_permutexvar_ps((__m512i)from, (__m512)value);
 }
 
+/* The lanes of a * b, which are 0 to 255, to the nearest integers. */
+static inline void store_nearest(uint8_t *to, vec a, vec b) {
+    const vec shifted = fma_(a, b, splat(0x1.8p23f)); /* the integer in its lowest bits */
+    _mm_storeu_si128((__m128i *)to, _mm512_cvtepi32_epi8((__m512i)shifted));
+}
+
 /* The lanes' lowest bytes into every fourth byte from `first` on. The others are not touched: another thread may be
  * writing them. */
 static inline void store_every_fourth(uint8_t *to, int first, ivec value) {
