@@ -9,6 +9,7 @@ is an engine that has no server, fed by the same loop. `generate` is the usual f
 batches of 16. Sends nothing over HTTP (see `peers`).
 """
 
+import gc
 import json
 import os
 import time
@@ -87,6 +88,7 @@ def _report(
     json_file: Path | None,
 ) -> None:
     run(build_workload("decode", writer, repeat=repeat, salt="warm-up", num_requests=2), lambda _: None)
+    gc.freeze()  # as a server's process does: what a load leaves behind is visited by no later collection
     figures = {}
     for name, count in read_names(workloads).items():
         workload = build_workload(name, writer, repeat=repeat, num_requests=count)
