@@ -47,6 +47,12 @@ def test_one_wrong_token_is_not_hidden_by_the_others(gives: Callable[[list[Tenso
     assert known.difference(EXECUTOR, ()) > 1
 
 
+def test_what_all_logits_of_a_token_differ_by_changes_nothing(gives: Callable[[list[Tensor]], None]) -> None:
+    known = reference(500)
+    gives([row + 10 * torch.randn(len(row), 1) for row in known.logits])
+    assert known.difference(EXECUTOR, ()) < 1e-5
+
+
 def test_no_number_is_no_agreement(gives: Callable[[list[Tensor]], None]) -> None:
     known = reference(500)
     got = [row.clone() for row in known.logits]
