@@ -45,7 +45,7 @@ class ModelOptions:
     max_model_len: a shorter context than the model's own, in tokens.
     attention_backend: "auto" or a backend's name.
     quantization: "none" (the file's weights in the arithmetic of `dtype`), "int8" (products in 8 bits, on CPUs in
-        float32), "fp8" (weights in 8 bits, on GPUs) or "auto" (int8 where the CPU kernels run the model in float32).
+        float32), "fp8" (the same on GPUs) or "auto" (int8 where the CPU kernels run the model in float32).
     kernel_options: how the Triton kernels compute.
     cache_dir: where compiled kernels are kept, the weights that they have packed, what is known of the models that they
         run, what stands in GGUF files before the weights, and the weights of those that they do not run, in float32.

@@ -1,4 +1,4 @@
-"""Runs a Llama-like model with nine kernels per layer or some more: of many rows torch's products, the rest in Triton.
+"""Runs a Llama-like model: products of many rows by torch, everything else in Triton.
 
 Takes what `recognise` found in transformers' modules, whatever their name. That its numbers are the modules' own is not
 decided here: the finished decoder is compared with them before it serves.

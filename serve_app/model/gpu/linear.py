@@ -68,8 +68,9 @@ class GpuLinear:
 
     def _of_8_bits(self, x: Tensor, scales: Tensor) -> Tensor:
         rounded, row_scales = round_rows(x)
-        # The library's product with a scale for each row gives bfloat16 alone.
-        if not self.invariant and x.shape[0] > _FEW_ROWS_FP8 and x.dtype == torch.bfloat16:
+        # The library's product with a scale for each row gives bfloat16 alone, and takes whole vectors.
+        whole = self.weight.shape[0] % 16 == 0 and self.weight.shape[1] % 16 == 0
+        if not self.invariant and x.shape[0] > _FEW_ROWS_FP8 and x.dtype == torch.bfloat16 and whole:
             each = F.ScalingType.RowWise
             return F.scaled_mm(
                 rounded, self.weight.t(), row_scales[:, None], each, scales[None, :], each,

@@ -83,14 +83,26 @@ def test_products_in_8_bits(outputs: int, inputs: int, device: torch.device) -> 
     assert bool(((linear(x) - exact).abs() <= tolerance * exact.abs().amax(0)).all())
 
 
-@pytest.mark.parametrize("rows", [3, 100])
-def test_8_bits_in_bfloat16(rows: int, device: torch.device) -> None:
-    """Many rows go through torch's product."""
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("count", [1, 64])
+def test_8_bits_do_not_hide_what_is_no_number(bad: float, count: int, device: torch.device) -> None:
+    from serve_app.model.gpu.linear import GpuLinear
+
+    linear = GpuLinear.of(make(80, 64, device), fp8=True, invariant=False)
+    x = rows_of(64, 3, device)
+    x[1, 64 - count :] = bad
+    assert linear(x).isfinite().all(1).tolist() == [True, False, True]
+    assert bool(linear(x)[1].isnan().all())
+
+
+@pytest.mark.parametrize(("rows", "outputs"), [(3, 256), (100, 256), (100, 257)])
+def test_8_bits_in_bfloat16(rows: int, outputs: int, device: torch.device) -> None:
+    """Many rows go through torch's product, where its outputs are whole vectors."""
     from serve_app.model.gpu.linear import GpuLinear
 
     if device.type == "cpu":
         pytest.skip("Triton's interpreter cannot store bfloat16 products, and torch has 8-bit ones on GPUs alone")
-    given = make(256, 512, device)
+    given = make(outputs, 512, device)
     linear = GpuLinear.of(Linear((given.weight.bfloat16(),), (given.biases[0].bfloat16(),)), fp8=True, invariant=False)
     x = rows_of(512, rows, device)
     expected = F.linear(x, given.weight, given.biases[0])

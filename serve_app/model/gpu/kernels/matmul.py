@@ -92,17 +92,22 @@ def add_parts(
 def round_rows(x, rounded, row_scales, inputs, LARGEST: tl.constexpr, BLOCK: tl.constexpr):
     """Grid (rows): x [rows, inputs] in 8 bits, each row times its own scale, float32 [rows].
 
-    LARGEST: the largest number of that format.
+    LARGEST: the largest number of that format. A row with a NaN or an infinity has a scale of NaN, so that no output
+    hides it.
     """
     row = tl.program_id(0)
     start = row.to(tl.int64) * inputs
     at = tl.arange(0, BLOCK)
-    peaks = tl.zeros([BLOCK], dtype=tl.float32)
+    # As integers, of which NaN and infinity are the largest: maxima of floats leave NaN out.
+    peaks = tl.zeros([BLOCK], dtype=tl.int32)
     for first in range(0, inputs, BLOCK):
         values = tl.load(x + start + first + at, mask=first + at < inputs, other=0.0)
-        peaks = tl.maximum(peaks, tl.abs(values.to(tl.float32)))
-    scale = tl.maximum(tl.max(peaks, 0), 1e-12) / LARGEST
-    tl.store(row_scales + row, scale)
+        peaks = tl.maximum(peaks, tl.abs(values.to(tl.float32)).to(tl.int32, bitcast=True))
+    bits = tl.max(peaks, 0)
+    finite = bits < 0x7F800000
+    peak = tl.where(finite, bits, 0).to(tl.float32, bitcast=True)
+    scale = tl.maximum(peak, 1e-12) / LARGEST
+    tl.store(row_scales + row, tl.where(finite, scale, float("nan")))
     for first in range(0, inputs, BLOCK):
         inside = first + at < inputs
         values = tl.load(x + start + first + at, mask=inside, other=0.0).to(tl.float32) / scale
