@@ -102,12 +102,32 @@ def test_round_activations_to_three_bytes(shim: ctypes.CDLL) -> None:
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("num_bytes", [1, 3])
-def test_round_activations_does_not_hide_what_is_no_number(shim: ctypes.CDLL, num_bytes: int, bad: float) -> None:
-    x = torch.randn(96)
-    x[40] = bad
-    q, scale, total = torch.empty(3, num_bytes, 32, dtype=torch.int8), torch.empty(3), torch.empty(3)
-    call(shim.test_round_activations, x, 96, num_bytes, q, scale, total)
-    assert total.isnan().tolist() == [False, True, False]
+@pytest.mark.parametrize(("groups", "at"), [(3, 40), (7, 40), (7, 127), (7, 128), (7, 223)])
+def test_round_activations_does_not_hide_what_is_no_number(
+    shim: ctypes.CDLL, num_bytes: int, bad: float, groups: int, at: int
+) -> None:
+    """Alone, among four groups, and in those that are rounded twice since no four are left."""
+    x = torch.randn(32 * groups)
+    x[at] = bad
+    q, scale, total = torch.empty(groups, num_bytes, 32, dtype=torch.int8), torch.empty(groups), torch.empty(groups)
+    call(shim.test_round_activations, x, 32 * groups, num_bytes, q, scale, total)
+    assert total.isnan().tolist() == scale.isnan().tolist() == [group == at // 32 for group in range(groups)]
+
+
+@pytest.mark.parametrize("groups", range(4, 10))
+def test_groups_are_rounded_by_fours_as_alone(shim: ctypes.CDLL, groups: int) -> None:
+    """Numbers of all sizes, ties between two steps and a group of zeros among them."""
+    x = torch.randn(groups, 32) * torch.logspace(-30, 30, groups)[:, None]
+    x[1], x[2, :4], x[3] = 0.0, torch.tensor([127.0, 0.5, 1.5, -2.5]), 1e-41
+
+    def rounded(part: torch.Tensor) -> list[torch.Tensor]:
+        found = [torch.empty(*part.shape, dtype=torch.int8), torch.empty(len(part)), torch.empty(len(part))]
+        call(shim.test_round_activations, part, part.numel(), 1, *found)
+        return found
+
+    alone = [rounded(group[None].contiguous()) for group in x]
+    for together, single in zip(rounded(x), zip(*alone, strict=True), strict=True):
+        assert torch.equal(together, torch.cat(single))
 
 
 def test_half_precision_is_torchs(shim: ctypes.CDLL) -> None:

@@ -163,8 +163,10 @@ static inline __m512i sum_in_blocks(__m512i value) {
 static inline __m512i sizes_of_four(const float *x) {
     __m512i size[4], halves[2];
     UNROLL
-    for (int g = 0; g < 4; g++)
-        size[g] = _mm512_max_epi32((__m512i)absolute(load(x + g * GROUP)), (__m512i)absolute(load(x + g * GROUP + LANES)));
+    for (int g = 0; g < 4; g++) {
+        const vec first = absolute(load(x + g * GROUP)), second = absolute(load(x + g * GROUP + LANES));
+        size[g] = _mm512_max_epi32((__m512i)first, (__m512i)second);
+    }
     UNROLL
     for (int i = 0; i < 2; i++)
         halves[i] = _mm512_max_epi32(_mm512_shuffle_i32x4(size[2 * i], size[2 * i + 1], 0x44),
@@ -186,8 +188,8 @@ static inline __m512i store_two_groups(const float *x, const __m512 times[4], ui
     return sum_in_blocks((__m512i)dot4((ivec){0}, splat_bytes("\1\1\1\1"), (ivec)bytes));
 }
 
-/* Four groups as quantize_groups has them in bytes. Their reductions and divisions are made at once: one by one, each
- * would be waited for. */
+/* Four groups as quantize_groups has them in bytes, but for the numbers of a group whose scale is NaN. Their reductions
+ * and divisions are made at once: one by one, each would be waited for. */
 static void quantize_four_groups(const float *x, uint8_t *to) {
     const __m512 limit = (__m512)splat(127.0f);
     const __m512i sizes = sizes_of_four(x);

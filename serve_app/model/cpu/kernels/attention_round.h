@@ -19,8 +19,8 @@
 
 enum {
     PAGE = 16,
-    ROUND = 64, /* keys; of a row's rounds in bytes there are half as many, as each costs more beside its products */
-    BYTE_ROUND = 128,
+    ROUND = 64,       /* keys */
+    BYTE_ROUND = 128, /* in bytes, where a round costs more beside its products */
     PAGES = ROUND / PAGE,
     MOST_PAGES = BYTE_ROUND / PAGE,
     SLACK = 8,      /* weights may grow to e^SLACK before a row's sums are brought to a new maximum */

@@ -90,7 +90,8 @@ SPECIALIZED void score_byte_keys(const int rows, const int pages, int first, flo
     for (; at < PAGE * head_dim; at += 4 * PAGE, query += ROWS) {
         ivec key[WIDTH];
         UNROLL
-        for (int p = 0; p < pages; p++) key[p] = (ivec)pinned((vec)load_int((const char *)now->keys[first + p] + at));
+        for (int p = 0; p < pages; p++)
+            key[p] = (ivec)pinned((vec)load_int((const char *)now->keys[first + p] + at));
         if (now->fetch)
             UNROLL
             for (int p = 0; p < WIDTH; p++) __builtin_prefetch((const char *)now->next_keys[first + p] + at, 0, 3);
@@ -106,8 +107,10 @@ SPECIALIZED void score_byte_keys(const int rows, const int pages, int first, flo
         const vec scale = load((const float *)((const char *)now->keys[first + p] + at));
         if (now->fetch) __builtin_prefetch((const char *)now->next_keys[first + p] + at, 0, 3);
         UNROLL
-        for (int r = 0; r < rows; r++)
-            store(score + r * BYTE_ROUND + (first + p) * PAGE, to_float(total[r][p]) * (scale * splat(terms->scale[r])));
+        for (int r = 0; r < rows; r++) {
+            float *to = score + r * BYTE_ROUND + (first + p) * PAGE;
+            store(to, to_float(total[r][p]) * (scale * splat(terms->scale[r])));
+        }
     }
 }
 
@@ -188,8 +191,10 @@ SPECIALIZED void attend_byte_round(const int rows, const struct attention *layer
     int pages = 0;
     for (; count - pages * PAGE > WIDTH / 2 * PAGE; pages += WIDTH)
         score_byte_keys(rows, WIDTH, pages, tile, dim, now, all->score);
-    for (; count - pages * PAGE > 0; pages += WIDTH / 2)
+    if (count > pages * PAGE) {
         score_byte_keys(rows, WIDTH / 2, pages, tile, dim, now, all->score);
+        pages += WIDTH / 2;
+    }
     for (int r = 0; r < rows; r++)
         unit[r] = soften_pages(pages, layer, all, row + r, now, base, all->score + r * BYTE_ROUND);
     int d = 0;
