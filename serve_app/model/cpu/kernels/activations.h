@@ -219,6 +219,69 @@ static void quantize_four_groups(const float *x, uint8_t *to) {
     _mm_storeu_si128((__m128i *)(group[3] + GROUP), _mm512_extracti32x4_epi32(terms, 3));
 }
 
+#elif defined(BUILD_AVX2)
+/* Of each of four groups the largest absolute value, as an integer: so infinity and what is no number are the largest. */
+static inline __m128i sizes_of_four(const float *x) {
+    __m256i size[4], pairs[2];
+    UNROLL
+    for (int g = 0; g < 4; g++) {
+        size[g] = (__m256i)absolute(load(x + g * GROUP));
+        UNROLL
+        for (int k = LANES; k < GROUP; k += LANES)
+            size[g] = _mm256_max_epi32((__m256i)absolute(load(x + g * GROUP + k)), size[g]);
+    }
+    UNROLL
+    for (int i = 0; i < 2; i++)
+        pairs[i] = _mm256_max_epi32(_mm256_unpacklo_epi32(size[2 * i], size[2 * i + 1]),
+                                    _mm256_unpackhi_epi32(size[2 * i], size[2 * i + 1]));
+    const __m256i four =
+        _mm256_max_epi32(_mm256_unpacklo_epi64(pairs[0], pairs[1]), _mm256_unpackhi_epi64(pairs[0], pairs[1]));
+    return _mm_max_epi32(_mm256_castsi256_si128(four), _mm256_extracti128_si256(four, 1));
+}
+
+/* A group in bytes, multiplied with `times`. Returns the sums of each four. */
+static inline __m256i store_group(const float *x, __m256 times, uint8_t *to) {
+    __m256i a[4];
+    UNROLL
+    for (int k = 0; k < 4; k++) a[k] = _mm256_cvtps_epi32(_mm256_mul_ps((__m256)load(x + k * LANES), times));
+    const __m256i mixed = _mm256_packs_epi16(_mm256_packs_epi32(a[0], a[1]), _mm256_packs_epi32(a[2], a[3]));
+    const __m256i bytes = _mm256_permutevar8x32_epi32(mixed, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));
+    _mm256_storeu_si256((__m256i *)to, bytes);
+    const __m256i halves = _mm256_maddubs_epi16(_mm256_set1_epi8(1), bytes);
+    return _mm256_madd_epi16(halves, _mm256_set1_epi16(1));
+}
+
+/* Four groups as quantize_groups has them in bytes, but for the numbers of a group whose scale is NaN. */
+static void quantize_four_groups(const float *x, uint8_t *to) {
+    const __m128 limit = _mm_set1_ps(127.0f);
+    const __m128i sizes = sizes_of_four(x);
+    const __m128 size = _mm_castsi128_ps(sizes);
+    const __m128 some = _mm_cmpgt_ps(size, _mm_set1_ps(127.0f * 0x1p-126f));
+    const __m128 odd = _mm_castsi128_ps(_mm_cmpgt_epi32(sizes, _mm_set1_epi32(0x7f7fffff)));
+    const __m128 inverse = _mm_and_ps(_mm_div_ps(limit, size), some);
+    __m128 scale = _mm_blendv_ps(_mm_div_ps(size, limit), _mm_set1_ps(NAN), odd);
+    __m256i sums[4];
+    uint8_t *group[4];
+    UNROLL
+    for (int g = 0; g < 4; g++) {
+        group[g] = to + g * activation_group_bytes(1);
+        const __m128 times = _mm_castsi128_ps(_mm_shuffle_epi32(_mm_castps_si128(inverse), 0x55 * g));
+        sums[g] = store_group(x + g * GROUP, _mm256_broadcastss_ps(times), group[g]);
+    }
+    const __m256i halves = _mm256_hadd_epi32(_mm256_hadd_epi32(sums[0], sums[1]), _mm256_hadd_epi32(sums[2], sums[3]));
+    const __m128i first = _mm256_castsi256_si128(halves), second = _mm256_extracti128_si256(halves, 1);
+    __m128 sum = _mm_mul_ps(scale, _mm_cvtepi32_ps(_mm_add_epi32(first, second)));
+    __m128 first_term = _mm_castsi128_ps(_mm_slli_epi32(first, 5));
+    __m128 second_term = _mm_castsi128_ps(_mm_slli_epi32(second, 5));
+    _MM_TRANSPOSE4_PS(scale, sum, first_term, second_term);
+    _mm_storeu_ps((float *)(group[0] + GROUP), scale);
+    _mm_storeu_ps((float *)(group[1] + GROUP), sum);
+    _mm_storeu_ps((float *)(group[2] + GROUP), first_term);
+    _mm_storeu_ps((float *)(group[3] + GROUP), second_term);
+}
+#endif
+
+#if defined(BUILD_AVX512) || defined(BUILD_AVX2)
 /* As quantize_groups in bytes. The last groups are rounded twice where they are no four. */
 static void quantize_bytes(const float *x, int count, uint8_t *to) {
     const int groups = count / GROUP;

@@ -26,10 +26,12 @@
 #define MANY_ROWS FIXED_ROWS
 #endif
 
+#define SIGN_BITS ((int32_t)0x80808080)
+
 #if defined(BUILD_NARROW_DOTS)
-/* dot_part for weights of 4 or 6 bits, whose sums over 8 or 2 steps fit 16 bits; activations have one byte. */
-SPECIALIZED void narrow_dot_part(const int rows, const int format, const int part, const uint8_t *values,
-                                 const uint8_t *const *row, ivec dot[][2]) {
+/* Of weights of 4 or 6 bits, whose sums over 8 or 2 steps fit 16 bits. */
+SPECIALIZED void narrow_dots(const int rows, const int format, const int part, const uint8_t *values,
+                             const uint8_t *const *row, ivec dot[][2]) {
     const int steps = STEPS / group_parts(format), narrow = format == Q6K ? 2 : STEPS;
     UNROLL
     for (int first = part * steps; first < (part + 1) * steps; first += narrow) {
@@ -56,18 +58,41 @@ SPECIALIZED void narrow_dot_part(const int rows, const int format, const int par
         }
     }
 }
-#endif
 
+/* Of weights of 8 bits, less 128. */
+SPECIALIZED void signed_dots(const int rows, const uint8_t *values, const uint8_t *const *row, ivec dot[][2]) {
+    UNROLL
+    for (int r = 0; r < rows; r++) dot[r][0] = dot[r][1] = (ivec){0};
+    UNROLL
+    for (int step = 0; step < STEPS; step++) {
+        const ivec w0 = step_values(Q8, values, step, 0) ^ SIGN_BITS, size0 = byte_sizes(w0);
+        const ivec w1 = step_values(Q8, values, step, LANES) ^ SIGN_BITS, size1 = byte_sizes(w1);
+        UNROLL
+        for (int r = 0; r < rows; r++) {
+            const ivec a = splat_bytes(row[r] + 4 * step);
+            dot[r][0] = signed_dot(dot[r][0], w0, size0, a);
+            dot[r][1] = signed_dot(dot[r][1], w1, size1, a);
+        }
+    }
+}
+
+/* dot[row] = (sum over a part of a group of q a), or of (q - 128) a where `sums_are_signed`. Activations have one
+ * byte. */
+SPECIALIZED void dot_part(const int rows, const int format, const int part, const int first, const int end,
+                          const uint8_t *values, const uint8_t *const *row, ivec dot[][2]) {
+    (void)first, (void)end;
+    if (format == Q8)
+        signed_dots(rows, values, row, dot);
+    else
+        narrow_dots(rows, format, part, values, row, dot);
+}
+
+SPECIALIZED int sums_are_signed(const int format) { return format == Q8; }
+#else
 /* dot[row] = (sum over a part of a group of q a), for the bytes from `first` to `end` of the activations. */
 SPECIALIZED void dot_part(const int rows, const int format, const int part, const int first, const int end,
                           const uint8_t *values, const uint8_t *const *row, ivec dot[][2]) {
     const int steps = STEPS / group_parts(format);
-#if defined(BUILD_NARROW_DOTS)
-    if (format != Q8) {
-        narrow_dot_part(rows, format, part, values, row, dot);
-        return;
-    }
-#endif
     UNROLL
     for (int byte = first; byte < end; byte++) {
         UNROLL
@@ -87,6 +112,9 @@ SPECIALIZED void dot_part(const int rows, const int format, const int part, cons
         }
     }
 }
+
+SPECIALIZED int sums_are_signed(const int format) { return (void)format, 0; }
+#endif
 
 /* What a tile fetches while it computes. Bytes leave little to do meanwhile: they are fetched a panel ahead, and with
  * one row all is waiting for memory anyway. */
@@ -138,7 +166,7 @@ SPECIALIZED void fixed_tile(const int rows, const int format, const int bytes, c
                 const vec d = group_step(format, panel, g, halves * piece, v * LANES) * splat(end < bytes ? 256 : 1);
                 vec m = splat(0.0f);
                 if (with_minimum) m = group_minimum(format, panel, g, 0, v * LANES);
-                if (with_minimum && centred) m = m + splat(128.0f) * d;
+                if (with_minimum && (centred || sums_are_signed(format))) m = m + splat(128.0f) * d;
                 UNROLL
                 for (int r = 0; r < rows; r++) {
                     const struct group_terms *terms = (const void *)(row[r] + bytes * GROUP);

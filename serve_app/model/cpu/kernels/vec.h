@@ -157,18 +157,13 @@ static inline vec fma_(vec a, vec b, vec c) {
 #endif
 }
 
-/* Per lane: sum + w[0] a[0] + ... + w[3] a[3], with w unsigned and a signed bytes. Exact in every build. */
+#if !defined(BUILD_NARROW_DOTS)
+/* Per lane: sum + w[0] a[0] + ... + w[3] a[3], with w unsigned and a signed bytes. */
 static inline ivec dot4(ivec sum, ivec w, ivec a) {
 #if defined(BUILD_AVX512)
     /* In assembly, because GCC 12 moves the accumulators of the intrinsic through other registers and spills. */
     __asm__("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(w), "v"(a));
     return sum;
-#elif defined(BUILD_NARROW_DOTS)
-    /* Even and odd bytes as 16-bit numbers; vpmaddubsw would saturate. */
-    const __m256i w8 = (__m256i)w, a8 = (__m256i)a;
-    const __m256i w_even = _mm256_and_si256(w8, _mm256_set1_epi16(0xff)), w_odd = _mm256_srli_epi16(w8, 8);
-    const __m256i a_even = _mm256_srai_epi16(_mm256_slli_epi16(a8, 8), 8), a_odd = _mm256_srai_epi16(a8, 8);
-    return sum + (ivec)_mm256_madd_epi16(w_even, a_even) + (ivec)_mm256_madd_epi16(w_odd, a_odd);
 #elif defined(BUILD_AVX2)
     __asm__("%{vex%} vpdpbusd %2, %1, %0" : "+x"(sum) : "x"(w), "x"(a));
     return sum;
@@ -179,15 +174,30 @@ static inline ivec dot4(ivec sum, ivec w, ivec a) {
 #endif
 }
 
-#if defined(BUILD_NARROW_DOTS)
+#else
+/* The same value, which GCC may not compute later: it would add all of a group's products at its end, from memory. */
+static inline ivec summed(ivec sum) {
+    __asm__("" : "+x"(sum));
+    return sum;
+}
+
 /* Per half of a lane: sum + w[0] a[0] + w[1] a[1], with w of 4 bits, exact for 8 such (16 * 15 * 128
  * fits 16 bits), or of 6 bits, for 2 (4 * 63 * 128). */
 static inline ivec narrow_dot(ivec sum, ivec w, ivec a) {
-    return (ivec)_mm256_add_epi16((__m256i)sum, _mm256_maddubs_epi16((__m256i)w, (__m256i)a));
+    return summed((ivec)_mm256_add_epi16((__m256i)sum, _mm256_maddubs_epi16((__m256i)w, (__m256i)a)));
 }
 
 /* Per lane: the sum of its two halves. */
 static inline ivec add_halves(ivec sums) { return (ivec)_mm256_madd_epi16((__m256i)sums, _mm256_set1_epi16(1)); }
+
+/* Per lane: sum + w[0] a[0] + ... + w[3] a[3], with signed bytes. `size` is |w|. No a is -128, so that the sum of two
+ * products fits 16 bits (2 * 128 * 127). */
+static inline ivec signed_dot(ivec sum, ivec w, ivec size, ivec a) {
+    const __m256i turned = _mm256_sign_epi8((__m256i)a, (__m256i)w);
+    return summed(sum + add_halves((ivec)_mm256_maddubs_epi16((__m256i)size, turned)));
+}
+
+static inline ivec byte_sizes(ivec bytes) { return (ivec)_mm256_abs_epi8((__m256i)bytes); }
 #endif
 
 #if defined(BUILD_BF16)
@@ -237,10 +247,19 @@ static inline vec byte_number(ivec bytes, int index) {
 }
 #endif
 
+#if defined(BUILD_AVX2)
+static inline __m128 lower_half(vec value) { return _mm256_castps256_ps128((__m256)value); }
+static inline __m128 upper_half(vec value) { return _mm256_extractf128_ps((__m256)value, 1); }
+#endif
+
 /* Reductions in one fixed order: halves onto each other until one lane is left. */
 static inline float reduce_add(vec value) {
 #if defined(BUILD_AVX512)
     return _mm512_reduce_add_ps((__m512)value);
+#elif defined(BUILD_AVX2)
+    const __m128 four = _mm_add_ps(lower_half(value), upper_half(value));
+    const __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
+    return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
 #else
     float lane[LANES];
     store(lane, value);
@@ -264,6 +283,11 @@ static inline struct lane_sums add_lanes(ivec first, ivec second) {
     sums = _mm512_add_epi32(sums, _mm512_shuffle_epi32(sums, 0x4e));
     sums = _mm512_add_epi32(sums, _mm512_shuffle_epi32(sums, 0xb1));
     return (struct lane_sums){((ivec)sums)[0], ((ivec)sums)[LANES / 2]};
+#elif defined(BUILD_AVX2)
+    const __m256i pairs = _mm256_hadd_epi32((__m256i)first, (__m256i)second);
+    const __m128i halves = _mm_add_epi32(_mm256_castsi256_si128(pairs), _mm256_extracti128_si256(pairs, 1));
+    const __m128i sums = _mm_hadd_epi32(halves, halves);
+    return (struct lane_sums){_mm_cvtsi128_si32(sums), _mm_extract_epi32(sums, 1)};
 #else
     struct lane_sums sums = {0, 0};
     for (int i = 0; i < LANES; i++) {
@@ -277,6 +301,10 @@ static inline struct lane_sums add_lanes(ivec first, ivec second) {
 static inline float reduce_max(vec value) {
 #if defined(BUILD_AVX512)
     return _mm512_reduce_max_ps((__m512)value);
+#elif defined(BUILD_AVX2)
+    const __m128 four = _mm_max_ps(lower_half(value), upper_half(value));
+    const __m128 two = _mm_max_ps(four, _mm_movehl_ps(four, four));
+    return _mm_cvtss_f32(_mm_max_ss(two, _mm_movehdup_ps(two)));
 #else
     float lane[LANES];
     store(lane, value);
