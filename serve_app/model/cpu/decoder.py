@@ -3,9 +3,9 @@
 Three modes. Exact: the file's weights (stored as small as they can be without loss) in float32 arithmetic or, where
 bytes are faster, in sums of 23-bit activations, which are as accurate; keys and values in float32. Int8: weights of 8
 bits or, where the file has them, 6 or 4; products with activations rounded to 8 bits in groups of 32 or, in AMX's
-tiles, both sides rounded to bfloat16; keys and values in 8 bits with AVX-512, else (and with AMX, and where keys have
-a bias) in bfloat16 if the processor multiplies it, else in float16. Bfloat16, on such processors: weights, the
-activations that products take, keys and values in bfloat16; sums and all else in float32.
+tiles, both sides rounded to bfloat16; keys and values in 8 bits or, with AMX, and where keys have a bias, in bfloat16
+if the processor multiplies it, else in float16. Bfloat16, on such processors: weights, the activations that products
+take, keys and values in bfloat16; sums and all else in float32.
 """
 
 import ctypes

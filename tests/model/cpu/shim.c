@@ -8,7 +8,7 @@ void test_exponential(const float *x, int count, float *out) {
 
 /* Returns whether this build has it. */
 int test_rough_exponential2(const float *x, int count, float *out) {
-#if defined(BUILD_AVX512)
+#if defined(BUILD_BYTE_CACHE)
     for (int i = 0; i < count; i += LANES) store(out + i, rough_exponential2(load(x + i)));
     return 1;
 #else
@@ -25,7 +25,7 @@ void test_rotate(float *head, const float *cos, const float *sin, int half) { ro
 
 /* Returns whether this build has it. */
 int test_spread(float *head, int head_dim) {
-#if defined(BUILD_AVX512)
+#if defined(BUILD_BYTE_CACHE)
     spread(head, head_dim);
     return 1;
 #else

@@ -110,13 +110,13 @@ static void find_next_pages(const struct attend *job, const struct task *task, i
 #define NARROW_ROUND(rows, ...) attend_round(rows, CACHE_NARROW, __VA_ARGS__)
 ATTEND_ROWS(attend_float_rows, FLOAT_ROUND)
 ATTEND_ROWS(attend_narrow_rows, NARROW_ROUND)
-#if defined(BUILD_AVX512)
+#if defined(BUILD_BYTE_CACHE)
 ATTEND_ROWS(attend_byte_rows, attend_byte_round)
 #endif
 
 static void attend_rows(int rows, const struct attention *layer, const struct rows *all, int row, int base, int count,
                         const struct round *now) {
-#if defined(BUILD_AVX512)
+#if defined(BUILD_BYTE_CACHE)
     if (layer->cache == CACHE_BYTES) {
         attend_byte_rows(rows, layer, all, row, base, count, now);
         return;
@@ -151,7 +151,7 @@ static void task_round(const struct attend *job, const struct task *task, const 
 
 /* One query as the products with keys take it, at its place in `queries`. */
 static void put_query(const struct attention *layer, const float *query, int row, float *queries) {
-#if defined(BUILD_AVX512)
+#if defined(BUILD_BYTE_CACHE)
     if (layer->cache == CACHE_BYTES) {
         put_byte_query(layer, query, row % ROWS, queries + row / ROWS * ROWS * layer->head_dim);
         return;
@@ -251,7 +251,7 @@ static void write_cache(const struct attention *layer, const float *key, const f
             write_float(layer, key, value, offset, key_page, value_page);
         else if (layer->cache == CACHE_NARROW)
             write_narrow(layer, key, value, offset, key_page, value_page);
-#if defined(BUILD_AVX512)
+#if defined(BUILD_BYTE_CACHE)
         else
             write_bytes(dim, key, value, (int)offset, key_page, value_page);
 #endif

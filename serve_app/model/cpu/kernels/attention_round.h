@@ -35,10 +35,10 @@ enum cache_format { CACHE_FLOAT, CACHE_HALF, CACHE_BF16, CACHE_BYTES };
 #define CACHE_NARROW CACHE_HALF
 #endif
 
-#if defined(BUILD_AVX512) && !defined(BUILD_AMX)
+#if defined(BUILD_BYTE_CACHE) && !defined(BUILD_AMX)
 #define CACHE_SMALLEST CACHE_BYTES
 #else
-#define CACHE_SMALLEST CACHE_NARROW /* faster in tiles; the other builds have no products of bytes here */
+#define CACHE_SMALLEST CACHE_NARROW /* faster in tiles; the portable build has no such products */
 #endif
 
 /* This build computes with floats, this format, */
@@ -58,8 +58,8 @@ struct rows {
     float *query;   /* [tiles][head_dim][ROWS], scaled; in bfloat16 [tiles][head_dim / 2][ROWS] of pairs; in AMX's tiles
                        uint16 [tiles][head_dim / 32][TILE_ROWS][32]; in bytes see query_terms */
     float *out;     /* [rows][head_dim]: sum of weights times values so far */
-    float *score;   /* [ROWS][keys of a round]: scores, then weights; in bfloat16 the first half of a row, in bytes a
-                       quarter. Of AMX's tiles two. */
+    float *score;   /* [ROWS][keys of a round]: scores, then weights; in bfloat16 the first half of a row, in bytes
+                       see soften_bytes. Of AMX's tiles two. */
     float *sum;     /* [rows][LANES]: weights so far, by lane */
     float *values; /* [ROUND / 2][head_dim] of pairs; only for tiles */
     float *largest; /* [rows]: what is taken off scores, at most SLACK below the largest one so far */
@@ -240,7 +240,7 @@ SPECIALIZED vec store_factor(float *row, int at, vec value, const int format) {
 SPECIALIZED float score_unit(const int format) { return format >= CACHE_BF16 ? 1.44269504f : 1.0f; }
 
 SPECIALIZED vec weight_of(vec score, const int format) {
-#if defined(BUILD_AVX512)
+#if defined(BUILD_BYTE_CACHE)
     if (format >= CACHE_BF16) return rough_exponential2(score);
 #endif
     (void)format;

@@ -1,11 +1,12 @@
 /* attention_round.h's round in bytes: both products in integers.
  *
- * A key or value of one head is int8 numbers times a scale; a page of them is
- *   keys    uint8 [head_dim / 4][PAGE][4], the numbers plus 128, then float scale[PAGE]
- *   values  int8 [PAGE / 4][head_dim][4], then float scale[PAGE]
- * Queries are rounded in the same way. A round's weights take the values' scales first, and are then bytes times a
- * 255th of the largest of them: many small ones do not vanish beside a large one of another round. The softmax's sum
- * has them unrounded.
+ * A key or value of one head is int8 numbers times a scale. A product meets MEET of them at once: four with AVX-512,
+ * which multiplies bytes; two with AVX2, where they are widened to 16 bits on the way. A page of them is
+ *   keys    int8 [head_dim / MEET][PAGE][MEET], the numbers plus KEY_ZERO, then float scale[PAGE]
+ *   values  int8 [PAGE / MEET][head_dim][MEET], then float scale[PAGE]
+ * Queries are rounded in the same way, to numbers up to QUERY_LIMIT. A round's weights take the values' scales first,
+ * and are then integers times a WEIGHT_LIMITth of the largest of them: many small ones do not vanish beside a large one
+ * of another round. The softmax's sum has them unrounded.
  *
  * A value's scale is finite whatever its page held before, so that a weight of 0 hides it. If a token's key or value
  * has a NaN or an infinity, its key's scale is NaN, and so is every row that sees it.
@@ -15,25 +16,80 @@
 
 #include "attention_round.h"
 
+#if defined(BUILD_BYTE_CACHE)
 #if defined(BUILD_AVX512)
-/* A tile's queries are words of four numbers [head_dim / 4][ROWS], and behind them: */
+enum { MEET = 4, KEY_ZERO = 128 }; /* bytes that meet must be unsigned on one side */
+#define QUERY_LIMIT 127.0f
+#define WEIGHT_LIMIT 255.0f
+typedef int8_t query_number;
+typedef uint8_t weight_number;
+#else
+enum { MEET = 2, KEY_ZERO = 0 };
+/* Sums over 2,048 dimensions or a round's keys fit 32 bits. */
+#define QUERY_LIMIT 8191.0f
+#define WEIGHT_LIMIT 32767.0f
+typedef int16_t query_number;
+typedef int16_t weight_number;
+#endif
+
+enum {
+    LINES = PAGE / LANES,         /* vectors that the numbers of a page's keys fill, MEET of each */
+    AT_ONCE = WIDTH / LINES,      /* pages whose keys are met at once */
+    LEAST_PAGES = MOST_PAGES / 4, /* which, and twice, three and four times as many, rounds are softened in */
+};
+
+/* A vector of keys or values. */
+SPECIALIZED ivec load_numbers(const char *from) {
+#if defined(BUILD_AVX512)
+    return (ivec)pinned((vec)load_int(from));
+#else
+    return load_pairs(from);
+#endif
+}
+
+/* Per lane: sum and the products of MEET numbers. */
+SPECIALIZED ivec meet_keys(ivec sum, ivec keys, ivec query) {
+#if defined(BUILD_AVX512)
+    return dot4(sum, keys, query);
+#else
+    return pair_dot(sum, keys, query);
+#endif
+}
+
+SPECIALIZED ivec meet_values(ivec sum, ivec weights, ivec values) {
+#if defined(BUILD_AVX512)
+    return dot4(sum, weights, values);
+#else
+    return pair_dot(sum, weights, values);
+#endif
+}
+
+SPECIALIZED void store_query(query_number *to, ivec numbers) {
+#if defined(BUILD_AVX512)
+    store_bytes(to, numbers);
+#else
+    store_short(to, numbers);
+#endif
+}
+
+/* A tile's queries are words of MEET numbers [head_dim / MEET][ROWS], and behind them: */
 struct query_terms {
     float scale[ROWS];
-    int32_t start[ROWS]; /* where sums begin: it takes off what the keys' 128 add */
+    int32_t start[ROWS]; /* where sums begin: it takes off what KEY_ZERO adds */
 };
 
 static struct query_terms *terms_of(float *tile, int head_dim) {
-    return (struct query_terms *)(tile + head_dim / 4 * ROWS);
+    return (struct query_terms *)(tile + head_dim / MEET * ROWS);
 }
 
-/* The scale that makes the largest of `count` numbers 127; NaN where one is no number, or infinite. */
-static float byte_scale(const float *x, int count) {
-    __m512i largest = _mm512_setzero_si512(); /* as integers: what is infinite or no number is above all numbers */
-    for (int i = 0; i < count; i += LANES) largest = _mm512_max_epi32((__m512i)absolute(load(x + i)), largest);
-    const int32_t bits = _mm512_reduce_max_epi32(largest);
+/* The scale that makes the largest of `count` numbers `limit`; NaN where one is no number, or infinite. */
+static float number_scale(const float *x, int count, float limit) {
+    ivec largest = {0}; /* as integers: what is infinite or no number is above all numbers */
+    for (int i = 0; i < count; i += LANES) largest = maximum_int((ivec)absolute(load(x + i)), largest);
+    const int32_t bits = reduce_max_int(largest);
     float size;
     memcpy(&size, &bits, 4);
-    return bits >= 0x7f800000 ? NAN : size / 127.0f;
+    return bits >= 0x7f800000 ? NAN : size / limit;
 }
 
 /* A scale that is no normal number counts as zero. */
@@ -42,31 +98,42 @@ static vec inverse_of(float scale) { return splat(scale > 0x1p-126f ? 1.0f / sca
 /* One query, in row `row` of its tile. */
 static void put_byte_query(const struct attention *layer, const float *query, int row, float *tile) {
     struct query_terms *terms = terms_of(tile, layer->head_dim);
-    const float scale = byte_scale(query, layer->head_dim);
+    const float scale = number_scale(query, layer->head_dim, QUERY_LIMIT);
     const vec inverse = inverse_of(scale);
     ivec sum = {0};
-    int8_t packed[LANES];
     for (int i = 0; i < layer->head_dim; i += LANES) {
         const ivec numbers = nearest(load(query + i) * inverse);
+        query_number packed[LANES];
         sum += numbers;
-        store_bytes(packed, numbers);
-        for (int k = 0; k < LANES; k += 4) memcpy(tile + (i + k) / 4 * ROWS + row, packed + k, 4);
+        store_query(packed, numbers);
+        for (int k = 0; k < LANES; k += MEET) memcpy(tile + (i + k) / MEET * ROWS + row, packed + k, 4);
     }
     terms->scale[row] = scale * layer->scale * score_unit(CACHE_BYTES);
-    terms->start[row] = -128 * (int32_t)reduce_add(to_float(sum));
+    terms->start[row] = -KEY_ZERO * (int32_t)reduce_add(to_float(sum));
+}
+
+/* Into number `offset` of each MEET. The others are not touched: another thread may be writing them. */
+SPECIALIZED void store_apart(uint8_t *to, int offset, ivec numbers) {
+#if defined(BUILD_AVX512)
+    store_every_fourth(to, offset, numbers);
+#else
+    int8_t packed[LANES];
+    store_bytes(packed, numbers);
+    for (int k = 0; k < LANES; k++) to[MEET * k + offset] = (uint8_t)packed[k];
+#endif
 }
 
 /* One token's key and value of one head into its place in their pages. Other threads may write other tokens' there. */
 static void write_bytes(int head_dim, const float *key, const float *value, int offset, uint8_t *keys,
                         uint8_t *values) {
-    float key_scale = byte_scale(key, head_dim), value_scale = byte_scale(value, head_dim);
+    float key_scale = number_scale(key, head_dim, 127.0f), value_scale = number_scale(value, head_dim, 127.0f);
     const vec key_inverse = inverse_of(key_scale), value_inverse = inverse_of(value_scale);
     int8_t packed[LANES];
-    uint8_t *lines = values + offset / 4 * 4 * head_dim;
+    uint8_t *lines = values + offset / MEET * MEET * head_dim;
     for (int i = 0; i < head_dim; i += LANES) {
-        store_bytes(packed, nearest(load(key + i) * key_inverse) + 128);
-        for (int k = 0; k < LANES; k += 4) memcpy(keys + (i + k) * PAGE + 4 * offset, packed + k, 4);
-        store_every_fourth(lines + 4 * i, offset % 4, nearest(load(value + i) * value_inverse));
+        store_bytes(packed, nearest(load(key + i) * key_inverse) + KEY_ZERO);
+        for (int k = 0; k < LANES; k += MEET) memcpy(keys + (i + k) * PAGE + MEET * offset, packed + k, MEET);
+        store_apart(lines + MEET * i, offset % MEET, nearest(load(value + i) * value_inverse));
     }
     if (value_scale - value_scale != 0) {
         key_scale = value_scale - value_scale;
@@ -85,54 +152,56 @@ SPECIALIZED void score_byte_keys(const int rows, const int pages, int first, flo
     UNROLL
     for (int r = 0; r < rows; r++)
         UNROLL
-        for (int p = 0; p < pages; p++) total[r][p] = splat_bytes(terms->start + r);
+        for (int v = 0; v < pages * LINES; v++) total[r][v] = splat_bytes(terms->start + r);
     int at = 0;
-    for (; at < PAGE * head_dim; at += 4 * PAGE, query += ROWS) {
+    for (; at < PAGE * head_dim; at += MEET * PAGE, query += ROWS) {
         ivec key[WIDTH];
         UNROLL
-        for (int p = 0; p < pages; p++)
-            key[p] = (ivec)pinned((vec)load_int((const char *)now->keys[first + p] + at));
+        for (int v = 0; v < pages * LINES; v++)
+            key[v] = load_numbers((const char *)now->keys[first + v / LINES] + at + v % LINES * MEET * LANES);
         if (now->fetch)
             UNROLL
-            for (int p = 0; p < WIDTH; p++) __builtin_prefetch((const char *)now->next_keys[first + p] + at, 0, 3);
+            for (int p = 0; p < AT_ONCE; p++) __builtin_prefetch((const char *)now->next_keys[first + p] + at, 0, 3);
         UNROLL
         for (int r = 0; r < rows; r++) {
             const ivec word = splat_bytes(query + r);
             UNROLL
-            for (int p = 0; p < pages; p++) total[r][p] = dot4(total[r][p], key[p], word);
+            for (int v = 0; v < pages * LINES; v++) total[r][v] = meet_keys(total[r][v], key[v], word);
         }
     }
     UNROLL
-    for (int p = 0; p < pages; p++) {
-        const vec scale = load((const float *)((const char *)now->keys[first + p] + at));
-        if (now->fetch) __builtin_prefetch((const char *)now->next_keys[first + p] + at, 0, 3);
+    for (int v = 0; v < pages * LINES; v++) {
+        const int page = first + v / LINES, key = v % LINES * LANES;
+        const vec scale = load((const float *)((const char *)now->keys[page] + at) + key);
+        if (now->fetch) __builtin_prefetch((const char *)now->next_keys[page] + at, 0, 3);
         UNROLL
         for (int r = 0; r < rows; r++) {
-            float *to = score + r * BYTE_ROUND + (first + p) * PAGE;
-            store(to, to_float(total[r][p]) * (scale * splat(terms->scale[r])));
+            float *to = score + r * BYTE_ROUND + page * PAGE + key;
+            store(to, to_float(total[r][v]) * (scale * splat(terms->scale[r])));
         }
     }
 }
 
-/* As add_values: weights [rows][4 BYTE_ROUND] in bytes times `unit`, for `width` vectors of dimensions from `dim` on. */
+/* As add_values: weights, words of MEET numbers in rows of BYTE_ROUND words, times `unit`, for `width` vectors of
+ * dimensions from `dim` on. */
 SPECIALIZED void add_byte_values(const int rows, const int width, const float *weight, const float *unit, int head_dim,
                                  int dim, const struct round *now, int count, float *out) {
     ivec total[ROWS][WIDTH] = {0};
     for (int page = 0; page * PAGE < count; page++) {
-        const int left = count - page * PAGE, line = 4 * head_dim;
-        const char *values = (const char *)now->values[page] + 4 * dim;
-        const int64_t next = (const char *)now->next_values[page] + 4 * dim - values;
-        const char *end = values + (left < PAGE ? (left + 3) / 4 : PAGE / 4) * line;
+        const int left = count - page * PAGE, line = MEET * head_dim;
+        const char *values = (const char *)now->values[page] + MEET * dim;
+        const int64_t next = (const char *)now->next_values[page] + MEET * dim - values;
+        const char *end = values + (left < PAGE ? (left + MEET - 1) / MEET : PAGE / MEET) * line;
         for (; values < end; values += line, weight++) {
             ivec value[WIDTH];
             UNROLL
-            for (int v = 0; v < width; v++) value[v] = (ivec)pinned((vec)load_int(values + 4 * LANES * v));
-            if (now->fetch) fetch_lines(values + next, width * 4 * LANES);
+            for (int v = 0; v < width; v++) value[v] = load_numbers(values + MEET * LANES * v);
+            if (now->fetch) fetch_lines(values + next, width * MEET * LANES);
             UNROLL
             for (int r = 0; r < rows; r++) {
                 const ivec word = splat_bytes(weight + r * BYTE_ROUND);
                 UNROLL
-                for (int v = 0; v < width; v++) total[r][v] = dot4(total[r][v], word, value[v]);
+                for (int v = 0; v < width; v++) total[r][v] = meet_values(total[r][v], word, value[v]);
             }
         }
         if (now->fetch && dim == 0)
@@ -147,39 +216,40 @@ SPECIALIZED void add_byte_values(const int rows, const int width, const float *w
         }
 }
 
-/* As soften, for `pages` pages. Returns the unit of the weights. */
+/* As soften, for `pages` pages; a row's weights fill the front of its scores. Returns their unit. */
 SPECIALIZED float soften_bytes(const int pages, const struct attention *layer, const struct rows *all, int row,
                                const struct round *now, int base, float *score) {
     hide_keys(layer, all, row, score, pages * PAGE, base);
-    vec weight[MOST_PAGES], best = load(score);
+    vec weight[MOST_PAGES * LINES], best = load(score);
     UNROLL
-    for (int p = 1; p < pages; p++) best = maximum(load(score + p * PAGE), best);
+    for (int v = 1; v < pages * LINES; v++) best = maximum(load(score + v * LANES), best);
     if (any_above(best, all->largest[row] + SLACK)) raise_largest(CACHE_BYTES, layer, all, row, reduce_max(best));
     const vec maximum_now = splat(all->largest[row]);
     vec total = load(all->sum + row * LANES), most = splat(0.0f);
     UNROLL
-    for (int p = 0; p < pages; p++) {
-        weight[p] = weight_of(load(score + p * PAGE) - maximum_now, CACHE_BYTES);
-        total = total + weight[p];
-        weight[p] = weight[p] * load((const float *)((const char *)now->values[p] + PAGE * layer->head_dim));
-        most = maximum(weight[p], most);
+    for (int v = 0; v < pages * LINES; v++) {
+        const float *scales = (const float *)((const char *)now->values[v / LINES] + PAGE * layer->head_dim);
+        weight[v] = weight_of(load(score + v * LANES) - maximum_now, CACHE_BYTES);
+        total = total + weight[v];
+        weight[v] = weight[v] * load(scales + v % LINES * LANES);
+        most = maximum(weight[v], most);
     }
     store(all->sum + row * LANES, total);
     /* One division, for which nothing else waits. */
-    const float largest = reduce_max(most), unit = largest * (1.0f / 255.0f);
-    const vec inverse = splat(unit > 0x1p-126f ? 255.0f / largest : 0.0f);
+    const float largest = reduce_max(most), unit = largest * (1.0f / WEIGHT_LIMIT);
+    const vec inverse = splat(unit > 0x1p-126f ? WEIGHT_LIMIT / largest : 0.0f);
     UNROLL
-    for (int p = 0; p < pages; p++) store_nearest((uint8_t *)score + p * PAGE, weight[p], inverse);
+    for (int v = 0; v < pages * LINES; v++) store_nearest((weight_number *)score + v * LANES, weight[v], inverse);
     return unit;
 }
 
 static float soften_pages(int pages, const struct attention *layer, const struct rows *all, int row,
                           const struct round *now, int base, float *score) {
-    switch (pages) {
-        case 8: return soften_bytes(8, layer, all, row, now, base, score);
-        case 6: return soften_bytes(6, layer, all, row, now, base, score);
-        case 4: return soften_bytes(4, layer, all, row, now, base, score);
-        default: return soften_bytes(2, layer, all, row, now, base, score);
+    switch (pages / LEAST_PAGES) {
+        case 4: return soften_bytes(4 * LEAST_PAGES, layer, all, row, now, base, score);
+        case 3: return soften_bytes(3 * LEAST_PAGES, layer, all, row, now, base, score);
+        case 2: return soften_bytes(2 * LEAST_PAGES, layer, all, row, now, base, score);
+        default: return soften_bytes(LEAST_PAGES, layer, all, row, now, base, score);
     }
 }
 
@@ -188,13 +258,10 @@ SPECIALIZED void attend_byte_round(const int rows, const struct attention *layer
                                    int base, int count, const struct round *now) {
     const int dim = layer->head_dim;
     float *tile = all->query + row * dim, *out = all->out + row * dim, unit[ROWS];
-    int pages = 0;
-    for (; count - pages * PAGE > WIDTH / 2 * PAGE; pages += WIDTH)
-        score_byte_keys(rows, WIDTH, pages, tile, dim, now, all->score);
-    if (count > pages * PAGE) {
-        score_byte_keys(rows, WIDTH / 2, pages, tile, dim, now, all->score);
-        pages += WIDTH / 2;
-    }
+    const int pages = (count + LEAST_PAGES * PAGE - 1) / (LEAST_PAGES * PAGE) * LEAST_PAGES;
+    int page = 0;
+    for (; page + AT_ONCE <= pages; page += AT_ONCE) score_byte_keys(rows, AT_ONCE, page, tile, dim, now, all->score);
+    if (page < pages) score_byte_keys(rows, LEAST_PAGES, page, tile, dim, now, all->score);
     for (int r = 0; r < rows; r++)
         unit[r] = soften_pages(pages, layer, all, row + r, now, base, all->score + r * BYTE_ROUND);
     int d = 0;

@@ -37,16 +37,17 @@ static void rotate(float *head, const float *cos, const float *sin, int half) {
     }
 }
 
-#if defined(BUILD_AVX512)
+#if defined(BUILD_BYTE_CACHE)
 /* One head turned by Hadamard matrices of up to 64 numbers, divided by the root of their size: products of two heads
  * stay what they are, but no number is much larger than the others, and bytes with one scale lose less (Ashkboos et
  * al., QuaRot, 2024). */
 static void spread(float *head, int head_dim) {
-    const int width = head_dim % 64 == 0 ? 4 : head_dim % 32 == 0 ? 2 : 1;
-    const ivec lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-    const vec root = splat(width == 4 ? 0.125f : width == 2 ? 0.17677669f : 0.25f);
-    for (float *x = head; x < head + head_dim; x += width * LANES) {
-        vec part[4];
+    const int size = head_dim % 64 == 0 ? 64 : head_dim % 32 == 0 ? 32 : 16, width = size / LANES;
+    const vec root = splat(size == 64 ? 0.125f : size == 32 ? 0.17677669f : 0.25f);
+    ivec lane;
+    for (int i = 0; i < LANES; i++) lane[i] = i;
+    for (float *x = head; x < head + head_dim; x += size) {
+        vec part[64 / LANES];
         for (int v = 0; v < width; v++) {
             part[v] = load(x + v * LANES) * root;
             UNROLL

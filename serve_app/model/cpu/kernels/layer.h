@@ -155,7 +155,7 @@ static void position_token(const void *argument, int t, int thread) {
         const float *norm = head < decoder->num_heads ? layer->query_norm : layer->key_norm;
         if (norm) rms_norm(qkv + head * dim, norm, decoder->eps, dim, qkv + head * dim);
         rotate(qkv + head * dim, decoder->cos + at, decoder->sin + at, decoder->rotary_half);
-#if defined(BUILD_AVX512)
+#if defined(BUILD_BYTE_CACHE)
         if (decoder->cache == CACHE_BYTES) spread(qkv + head * dim, dim);
 #endif
     }

@@ -43,6 +43,10 @@
 #include <immintrin.h>
 #endif
 
+#if defined(BUILD_AVX512) || defined(BUILD_AVX2)
+#define BUILD_BYTE_CACHE 1 /* keys and values may be kept in bytes; see byte_attention.h */
+#endif
+
 typedef float vec __attribute__((vector_size(4 * LANES)));
 typedef int32_t ivec __attribute__((vector_size(4 * LANES)));
 typedef int8_t bytes __attribute__((vector_size(LANES)));
@@ -157,6 +161,14 @@ static inline vec fma_(vec a, vec b, vec c) {
 #endif
 }
 
+/* The same sum, which is not computed later: GCC would add many products at once in the end, from memory. */
+static inline ivec summed(ivec sum) {
+#if defined(BUILD_AVX2)
+    __asm__("" : "+x"(sum));
+#endif
+    return sum;
+}
+
 #if !defined(BUILD_NARROW_DOTS)
 /* Per lane: sum + w[0] a[0] + ... + w[3] a[3], with w unsigned and a signed bytes. */
 static inline ivec dot4(ivec sum, ivec w, ivec a) {
@@ -175,12 +187,6 @@ static inline ivec dot4(ivec sum, ivec w, ivec a) {
 }
 
 #else
-/* The same value, which GCC may not compute later: it would add all of a group's products at its end, from memory. */
-static inline ivec summed(ivec sum) {
-    __asm__("" : "+x"(sum));
-    return sum;
-}
-
 /* Per half of a lane: sum + w[0] a[0] + w[1] a[1], with w of 4 bits, exact for 8 such (16 * 15 * 128
  * fits 16 bits), or of 6 bits, for 2 (4 * 63 * 128). */
 static inline ivec narrow_dot(ivec sum, ivec w, ivec a) {
@@ -333,25 +339,60 @@ static inline vec exponential(vec x) {
     return choose(x < splat(-87.3f), splat(0.0f), p * power);
 }
 
-#if defined(BUILD_AVX512)
+#if defined(BUILD_BYTE_CACHE)
 /* 2^x with an error of 2^-17; exactly 0 below -126 (-inf included): Intel's processors need 60 ns for a result that is
  * too small to be normal. x = n + r with |r| <= 1/2: a polynomial of 2^r (Chebyshev's), times 2^n. */
 static inline vec rough_exponential2(vec x) {
+#if defined(BUILD_AVX512)
     const __mmask16 normal = _mm512_cmp_ps_mask((__m512)x, (__m512)splat(-126.0f), _CMP_NLT_UQ); /* NaN stays NaN */
     const vec n = (vec)_mm512_roundscale_ps((__m512)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
     const vec r = (vec)_mm512_maskz_sub_ps(normal, (__m512)x, (__m512)n);
+#else
+    const vec shifted = x + splat(0x1.8p23f), r = x - (shifted - splat(0x1.8p23f)); /* the integer in its lowest bits */
+#endif
     vec p = splat(0.009582843f);
     p = fma_(p, r, splat(0.055906428f));
     p = fma_(p, r, splat(0.240240989f));
     p = fma_(p, r, splat(0.693124193f));
     p = fma_(p, r, splat(1.0f));
+#if defined(BUILD_AVX512)
     return (vec)_mm512_maskz_scalef_ps(normal, (__m512)p, (__m512)n);
+#else
+    const vec power = (vec)(((ivec)shifted << 23) + 0x3f800000); /* multiplied, so that a NaN stays one */
+    return choose(x < splat(-126.0f), splat(0.0f), p * power);
+#endif
 }
 
 /* Lane `from[i]` of `value` in lane i. */
 static inline vec permuted(vec value, ivec from) {
+#if defined(BUILD_AVX512)
     return (vec)_mm512_permutexvar_ps((__m512i)from, (__m512)value);
+#else
+    return (vec)_mm256_permutevar8x32_ps((__m256)value, (__m256i)from);
+#endif
 }
+
+/* The largest lane. */
+static inline int32_t reduce_max_int(ivec value) {
+#if defined(BUILD_AVX512)
+    return _mm512_reduce_max_epi32((__m512i)value);
+#else
+    __m128i most = _mm_max_epi32(_mm256_castsi256_si128((__m256i)value), _mm256_extracti128_si256((__m256i)value, 1));
+    most = _mm_max_epi32(most, _mm_shuffle_epi32(most, 0x4e));
+    return _mm_cvtsi128_si32(_mm_max_epi32(most, _mm_shuffle_epi32(most, 0xb1)));
+#endif
+}
+
+static inline ivec maximum_int(ivec a, ivec b) {
+#if defined(BUILD_AVX512)
+    return (ivec)_mm512_max_epi32((__m512i)a, (__m512i)b);
+#else
+    return (ivec)_mm256_max_epi32((__m256i)a, (__m256i)b);
+#endif
+}
+#endif
+
+#if defined(BUILD_AVX512)
 
 /* The lanes of a * b, which are 0 to 255, to the nearest integers. */
 static inline void store_nearest(uint8_t *to, vec a, vec b) {
@@ -363,6 +404,27 @@ static inline void store_nearest(uint8_t *to, vec a, vec b) {
  * writing them. */
 static inline void store_every_fourth(uint8_t *to, int first, ivec value) {
     _mm512_mask_storeu_epi8(to, 0x1111111111111111ull << first, _mm512_slli_epi32((__m512i)value, 8 * (unsigned)first));
+}
+#elif defined(BUILD_AVX2)
+/* Signed bytes as 16-bit numbers, two in a lane. */
+static inline ivec load_pairs(const void *from) {
+    return (ivec)_mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i *)from));
+}
+
+/* Per lane: sum + a[0] b[0] + a[1] b[1], of pairs of 16-bit numbers. */
+static inline ivec pair_dot(ivec sum, ivec a, ivec b) {
+    return summed(sum + (ivec)_mm256_madd_epi16((__m256i)a, (__m256i)b));
+}
+
+/* The lanes, which are numbers of 16 bits. */
+static inline void store_short(int16_t *to, ivec value) {
+    const __m256i halves = _mm256_packs_epi32((__m256i)value, (__m256i)value);
+    _mm_storeu_si128((__m128i *)to, _mm256_castsi256_si128(_mm256_permute4x64_epi64(halves, 0x08)));
+}
+
+/* The lanes of a * b, which are 0 to 32767, to the nearest integers. */
+static inline void store_nearest(int16_t *to, vec a, vec b) {
+    store_short(to, (ivec)_mm256_cvtps_epi32((__m256)(a * b)));
 }
 #endif
 
