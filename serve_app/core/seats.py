@@ -9,8 +9,8 @@ from dataclasses import dataclass
 LEAST, MOST = 16, 256
 SEQUENCE_TOKENS = 256
 """What a sequence is taken to have in the KV pool: a chat's prompt and answer. Longer ones may wait for blocks."""
-_LONGEST_STEP_S = 0.1
-"""Of decodes alone, so that each stream goes on 10 times a second, faster than anybody reads. Fewer seats would make
+_LONGEST_STEP_S = 0.2
+"""Of decodes alone, so that each stream goes on 5 times a second, about as fast as people read. Fewer seats would make
 streams faster, and the rest of a crowd wait whole seconds for a first token."""
 _DEAREST_ROW = 1.25
 """More rows may cost so many times what those before cost each: they answer a crowd sooner, but must not make it wait

@@ -12,9 +12,10 @@ LEAST, MOST = 128, 8192
 _USUAL = 256
 """A larger step must be as short as `_SHORT_STEP_S`, by default the time between two events of a stream."""
 _SHORT_STEP_S = 0.05
-_USUAL_STEP_S = 0.1
-"""A step of the usual number that takes no longer needs no other reason: twice as many tokens of a prompt share the
-reading of the keys before them, and drafts have room, neither of which is measured."""
+_USUAL_STEP_S = 0.4
+"""A step of the usual number that takes no longer needs no other reason: a crowd's prompts wait half as long for room
+beside its decodes, twice as many tokens of a prompt share the reading of the keys before them, and drafts have room,
+none of which is measured."""
 _WORTH = 0.95
 """What a token may cost at most in a step of twice as many, for these to be worth it. Below 1, since a measured step
 may take a few hundredths longer than the next one."""

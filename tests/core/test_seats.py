@@ -49,11 +49,11 @@ def test_the_number_is_within_its_limits_whatever_was_measured(
 @pytest.mark.parametrize(
     ("step_s", "expected"),
     [
-        (linear(2.0, 0.8), 64),  # 64 rows take 53 ms, 128 would take 104
+        (linear(2.0, 1.6), 64),  # 64 rows take 104 ms, 128 would take 207
         (linear(2.0, 0.1), MOST),
-        (linear(40.0, 2.0), LEAST),  # 32 rows would take 104 ms
-        (linear(200.0, 1.0), LEAST),  # even these are slow
-        (linear(0.0, 0.6), 128),  # a row costs the same with any number beside it: 128 rows take 77 ms
+        (linear(80.0, 4.0), LEAST),  # 32 rows would take 208 ms
+        (linear(400.0, 1.0), LEAST),  # even these are slow
+        (linear(0.0, 1.2), 128),  # a row costs the same with any number beside it: 128 rows take 154 ms
         (lambda rows: 1e-5 * rows**2, LEAST),  # 32 rows give half the tokens a second
         (None, MOST),
     ],
@@ -72,7 +72,7 @@ def test_a_pool_bounds_them(step_s: Callable[[int], float] | None) -> None:
 @pytest.mark.parametrize(
     ("step_s", "reason"),
     [
-        (linear(2.0, 0.8), "a step of 128 would take 104 ms"),
+        (linear(2.0, 1.6), "a step of 128 would take 207 ms"),
         (lambda rows: 1e-5 * rows**2, "32 would give fewer tokens a second"),
         (linear(2.0, 0.1), "no more are worth it"),
     ],
