@@ -220,7 +220,7 @@ static void quantize_four_groups(const float *x, uint8_t *to) {
 }
 
 #elif defined(BUILD_AVX2)
-/* Of each of four groups the largest absolute value, as an integer: so infinity and what is no number are the largest. */
+/* Of each of four groups the largest absolute value, as an integer: infinity and what is no number are the largest. */
 static inline __m128i sizes_of_four(const float *x) {
     __m256i size[4], pairs[2];
     UNROLL

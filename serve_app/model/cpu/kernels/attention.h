@@ -113,6 +113,9 @@ ATTEND_ROWS(attend_narrow_rows, NARROW_ROUND)
 #if defined(BUILD_BYTE_CACHE)
 ATTEND_ROWS(attend_byte_rows, attend_byte_round)
 #endif
+#undef ATTEND_ROWS
+#undef FLOAT_ROUND
+#undef NARROW_ROUND
 
 static void attend_rows(int rows, const struct attention *layer, const struct rows *all, int row, int base, int count,
                         const struct round *now) {

@@ -33,9 +33,9 @@ typedef int16_t weight_number;
 #endif
 
 enum {
-    LINES = PAGE / LANES,         /* vectors that the numbers of a page's keys fill, MEET of each */
-    AT_ONCE = WIDTH / LINES,      /* pages whose keys are met at once */
-    LEAST_PAGES = MOST_PAGES / 4, /* which, and twice, three and four times as many, rounds are softened in */
+    PAGE_VECTORS = PAGE / LANES,          /* that MEET numbers of each of a page's keys fill */
+    PAGES_AT_ONCE = WIDTH / PAGE_VECTORS, /* pages whose keys are met at once */
+    LEAST_PAGES = MOST_PAGES / 4,         /* a round has one, two, three or four times as many */
 };
 
 /* A vector of keys or values. */
@@ -146,32 +146,36 @@ static void write_bytes(int head_dim, const float *key, const float *value, int 
 /* As score_keys: with the keys of `pages` pages from page `first` on. */
 SPECIALIZED void score_byte_keys(const int rows, const int pages, int first, float *tile, int head_dim,
                                  const struct round *now, float *score) {
+    const int vectors = pages * PAGE_VECTORS;
     const struct query_terms *terms = terms_of(tile, head_dim);
     const float *query = tile;
     ivec total[ROWS][WIDTH];
     UNROLL
     for (int r = 0; r < rows; r++)
         UNROLL
-        for (int v = 0; v < pages * LINES; v++) total[r][v] = splat_bytes(terms->start + r);
+        for (int v = 0; v < vectors; v++) total[r][v] = splat_bytes(terms->start + r);
     int at = 0;
     for (; at < PAGE * head_dim; at += MEET * PAGE, query += ROWS) {
         ivec key[WIDTH];
         UNROLL
-        for (int v = 0; v < pages * LINES; v++)
-            key[v] = load_numbers((const char *)now->keys[first + v / LINES] + at + v % LINES * MEET * LANES);
+        for (int v = 0; v < vectors; v++) {
+            const char *page = now->keys[first + v / PAGE_VECTORS];
+            key[v] = load_numbers(page + at + v % PAGE_VECTORS * MEET * LANES);
+        }
         if (now->fetch)
             UNROLL
-            for (int p = 0; p < AT_ONCE; p++) __builtin_prefetch((const char *)now->next_keys[first + p] + at, 0, 3);
+            for (int p = 0; p < PAGES_AT_ONCE; p++)
+                __builtin_prefetch((const char *)now->next_keys[first + p] + at, 0, 3);
         UNROLL
         for (int r = 0; r < rows; r++) {
             const ivec word = splat_bytes(query + r);
             UNROLL
-            for (int v = 0; v < pages * LINES; v++) total[r][v] = meet_keys(total[r][v], key[v], word);
+            for (int v = 0; v < vectors; v++) total[r][v] = meet_keys(total[r][v], key[v], word);
         }
     }
     UNROLL
-    for (int v = 0; v < pages * LINES; v++) {
-        const int page = first + v / LINES, key = v % LINES * LANES;
+    for (int v = 0; v < vectors; v++) {
+        const int page = first + v / PAGE_VECTORS, key = v % PAGE_VECTORS * LANES;
         const vec scale = load((const float *)((const char *)now->keys[page] + at) + key);
         if (now->fetch) __builtin_prefetch((const char *)now->next_keys[page] + at, 0, 3);
         UNROLL
@@ -219,19 +223,20 @@ SPECIALIZED void add_byte_values(const int rows, const int width, const float *w
 /* As soften, for `pages` pages; a row's weights fill the front of its scores. Returns their unit. */
 SPECIALIZED float soften_bytes(const int pages, const struct attention *layer, const struct rows *all, int row,
                                const struct round *now, int base, float *score) {
+    const int vectors = pages * PAGE_VECTORS;
     hide_keys(layer, all, row, score, pages * PAGE, base);
-    vec weight[MOST_PAGES * LINES], best = load(score);
+    vec weight[MOST_PAGES * PAGE_VECTORS], best = load(score);
     UNROLL
-    for (int v = 1; v < pages * LINES; v++) best = maximum(load(score + v * LANES), best);
+    for (int v = 1; v < vectors; v++) best = maximum(load(score + v * LANES), best);
     if (any_above(best, all->largest[row] + SLACK)) raise_largest(CACHE_BYTES, layer, all, row, reduce_max(best));
     const vec maximum_now = splat(all->largest[row]);
     vec total = load(all->sum + row * LANES), most = splat(0.0f);
     UNROLL
-    for (int v = 0; v < pages * LINES; v++) {
-        const float *scales = (const float *)((const char *)now->values[v / LINES] + PAGE * layer->head_dim);
+    for (int v = 0; v < vectors; v++) {
+        const float *scales = (const float *)((const char *)now->values[v / PAGE_VECTORS] + PAGE * layer->head_dim);
         weight[v] = weight_of(load(score + v * LANES) - maximum_now, CACHE_BYTES);
         total = total + weight[v];
-        weight[v] = weight[v] * load(scales + v % LINES * LANES);
+        weight[v] = weight[v] * load(scales + v % PAGE_VECTORS * LANES);
         most = maximum(weight[v], most);
     }
     store(all->sum + row * LANES, total);
@@ -239,7 +244,7 @@ SPECIALIZED float soften_bytes(const int pages, const struct attention *layer, c
     const float largest = reduce_max(most), unit = largest * (1.0f / WEIGHT_LIMIT);
     const vec inverse = splat(unit > 0x1p-126f ? WEIGHT_LIMIT / largest : 0.0f);
     UNROLL
-    for (int v = 0; v < pages * LINES; v++) store_nearest((weight_number *)score + v * LANES, weight[v], inverse);
+    for (int v = 0; v < vectors; v++) store_nearest((weight_number *)score + v * LANES, weight[v], inverse);
     return unit;
 }
 
@@ -260,8 +265,10 @@ SPECIALIZED void attend_byte_round(const int rows, const struct attention *layer
     float *tile = all->query + row * dim, *out = all->out + row * dim, unit[ROWS];
     const int pages = (count + LEAST_PAGES * PAGE - 1) / (LEAST_PAGES * PAGE) * LEAST_PAGES;
     int page = 0;
-    for (; page + AT_ONCE <= pages; page += AT_ONCE) score_byte_keys(rows, AT_ONCE, page, tile, dim, now, all->score);
-    if (page < pages) score_byte_keys(rows, LEAST_PAGES, page, tile, dim, now, all->score);
+    for (; page + PAGES_AT_ONCE <= pages; page += PAGES_AT_ONCE)
+        score_byte_keys(rows, PAGES_AT_ONCE, page, tile, dim, now, all->score);
+    if (PAGES_AT_ONCE > LEAST_PAGES && page < pages)
+        score_byte_keys(rows, LEAST_PAGES, page, tile, dim, now, all->score);
     for (int r = 0; r < rows; r++)
         unit[r] = soften_pages(pages, layer, all, row + r, now, base, all->score + r * BYTE_ROUND);
     int d = 0;

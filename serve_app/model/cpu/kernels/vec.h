@@ -393,7 +393,6 @@ static inline ivec maximum_int(ivec a, ivec b) {
 #endif
 
 #if defined(BUILD_AVX512)
-
 /* The lanes of a * b, which are 0 to 255, to the nearest integers. */
 static inline void store_nearest(uint8_t *to, vec a, vec b) {
     const vec shifted = fma_(a, b, splat(0x1.8p23f)); /* the integer in its lowest bits */
