@@ -9,6 +9,9 @@ from serve_app.model.attention.base import AttentionBatch, AttentionLayer, Layer
 from serve_app.model.cpu.ops import PAGE, Batch, Kernels
 from serve_app.model.cpu.pages import lazy_zeros
 
+_MOST_HEAD_DIM = 2048
+"""Of a cache in 8 bits: sums of 16-bit products over so many fit 32 bits."""
+
 
 class CKernelAttention:
     """Caches are [num_blocks, num_kv_heads, head_dim, block_size] for keys (a vector holds one dimension of many
@@ -16,7 +19,7 @@ class CKernelAttention:
     processor multiplies it, bfloat16 (whose pairs `kernels/attention.h` arranges otherwise). In int8 both are
     [num_blocks, num_kv_heads, page_bytes], numbers and scales (`kernels/byte_attention.h`).
 
-    No softcap; head_dim a multiple of 16, values as wide as keys.
+    No softcap; head_dim a multiple of 16 up to 2,048, values as wide as keys.
     """
 
     name: ClassVar[str] = "kernels"
@@ -65,6 +68,6 @@ def unsupported_by_kernels(layer: AttentionLayer) -> str | None:
     """What the kernel cannot do for this layer; None if it can do everything."""
     if layer.softcap is not None:
         return "attention with a softcap"
-    if layer.head_dim % 16 or layer.value_dim != layer.head_dim:
+    if layer.head_dim % 16 or layer.head_dim > _MOST_HEAD_DIM or layer.value_dim != layer.head_dim:
         return f"heads of {layer.head_dim} and values of {layer.value_dim} numbers"
     return None

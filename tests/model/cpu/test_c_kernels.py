@@ -99,6 +99,18 @@ def test_large_scores_and_equal_scores(kernels: Kernels) -> None:
 
 
 @pytest.mark.parametrize("size", ["float32", "narrow", "smallest"])
+def test_the_largest_sums_do_not_overflow(kernels: Kernels, size: str) -> None:
+    """All numbers of wide heads at the ends of their ranges, and all keys of a round with the same weight."""
+    layer, backend, tokens = LAYERS["wide"], CKernelAttention(kernels), 300
+    cache = backend.allocate(layer, 20, cache_dtypes(kernels)[size], CPU)
+    batch = AttentionBatch([0, tokens], [tokens], block_matrix([range(1, 20)]), torch.arange(16, 16 + tokens))
+    query, key = (torch.ones(heads, tokens, 256) for heads in (2, 1))
+    value = torch.where(torch.arange(256) % 2 == 0, 3.0, -3.0).expand(1, tokens, 256)
+    got = backend.forward(layer, query, key, value.contiguous(), cache, backend.build(batch))
+    torch.testing.assert_close(got, value.transpose(0, 1).expand(tokens, 2, 256), rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("size", ["float32", "narrow", "smallest"])
 @pytest.mark.parametrize("of", ["query", "key", "value"])
 def test_what_is_no_number_is_not_hidden(kernels: Kernels, size: str, of: str) -> None:
     """From those that see it; other kv heads do not."""

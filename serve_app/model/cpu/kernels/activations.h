@@ -265,7 +265,7 @@ static void quantize_four_groups(const float *x, uint8_t *to) {
     UNROLL
     for (int g = 0; g < 4; g++) {
         group[g] = to + g * activation_group_bytes(1);
-        const __m128 times = _mm_castsi128_ps(_mm_shuffle_epi32(_mm_castps_si128(inverse), 0x55 * g));
+        const __m128 times = _mm_permutevar_ps(inverse, _mm_set1_epi32(g));
         sums[g] = store_group(x + g * GROUP, _mm256_broadcastss_ps(times), group[g]);
     }
     const __m256i halves = _mm256_hadd_epi32(_mm256_hadd_epi32(sums[0], sums[1]), _mm256_hadd_epi32(sums[2], sums[3]));

@@ -235,8 +235,8 @@ SPECIALIZED vec store_factor(float *row, int at, vec value, const int format) {
     return value;
 }
 
-/* What scores are times, beside the layer's scale, and the function that makes weights of them. What is rounded to
- * bfloat16 or bytes afterwards needs no more than a rough one. */
+/* What scores are times, beside the layer's scale, and the function that makes weights of them. What is rounded
+ * afterwards, to 16 bits at most, needs no more than a rough one. */
 SPECIALIZED float score_unit(const int format) { return format >= CACHE_BF16 ? 1.44269504f : 1.0f; }
 
 SPECIALIZED vec weight_of(vec score, const int format) {

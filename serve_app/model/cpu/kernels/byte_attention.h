@@ -2,7 +2,7 @@
  *
  * A key or value of one head is int8 numbers times a scale. A product meets MEET of them at once: four with AVX-512,
  * which multiplies bytes; two with AVX2, where they are widened to 16 bits on the way. A page of them is
- *   keys    int8 [head_dim / MEET][PAGE][MEET], the numbers plus KEY_ZERO, then float scale[PAGE]
+ *   keys    bytes [head_dim / MEET][PAGE][MEET], the numbers plus KEY_ZERO, then float scale[PAGE]
  *   values  int8 [PAGE / MEET][head_dim][MEET], then float scale[PAGE]
  * Queries are rounded in the same way, to numbers up to QUERY_LIMIT. A round's weights take the values' scales first,
  * and are then integers times a WEIGHT_LIMITth of the largest of them: many small ones do not vanish beside a large one
@@ -47,20 +47,12 @@ SPECIALIZED ivec load_numbers(const char *from) {
 #endif
 }
 
-/* Per lane: sum and the products of MEET numbers. */
-SPECIALIZED ivec meet_keys(ivec sum, ivec keys, ivec query) {
+/* Per lane: sum and the products of MEET numbers; with AVX-512 those of `first` are unsigned. */
+SPECIALIZED ivec meet(ivec sum, ivec first, ivec second) {
 #if defined(BUILD_AVX512)
-    return dot4(sum, keys, query);
+    return dot4(sum, first, second);
 #else
-    return pair_dot(sum, keys, query);
-#endif
-}
-
-SPECIALIZED ivec meet_values(ivec sum, ivec weights, ivec values) {
-#if defined(BUILD_AVX512)
-    return dot4(sum, weights, values);
-#else
-    return pair_dot(sum, weights, values);
+    return pair_dot(sum, first, second);
 #endif
 }
 
@@ -170,7 +162,7 @@ SPECIALIZED void score_byte_keys(const int rows, const int pages, int first, flo
         for (int r = 0; r < rows; r++) {
             const ivec word = splat_bytes(query + r);
             UNROLL
-            for (int v = 0; v < vectors; v++) total[r][v] = meet_keys(total[r][v], key[v], word);
+            for (int v = 0; v < vectors; v++) total[r][v] = meet(total[r][v], key[v], word);
         }
     }
     UNROLL
@@ -205,7 +197,7 @@ SPECIALIZED void add_byte_values(const int rows, const int width, const float *w
             for (int r = 0; r < rows; r++) {
                 const ivec word = splat_bytes(weight + r * BYTE_ROUND);
                 UNROLL
-                for (int v = 0; v < width; v++) total[r][v] = meet_values(total[r][v], word, value[v]);
+                for (int v = 0; v < width; v++) total[r][v] = meet(total[r][v], word, value[v]);
             }
         }
         if (now->fetch && dim == 0)

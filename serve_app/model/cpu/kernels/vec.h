@@ -203,7 +203,7 @@ static inline ivec signed_dot(ivec sum, ivec w, ivec size, ivec a) {
     return summed(sum + add_halves((ivec)_mm256_maddubs_epi16((__m256i)size, turned)));
 }
 
-static inline ivec byte_sizes(ivec bytes) { return (ivec)_mm256_abs_epi8((__m256i)bytes); }
+static inline ivec byte_sizes(ivec value) { return (ivec)_mm256_abs_epi8((__m256i)value); }
 #endif
 
 #if defined(BUILD_BF16)
@@ -254,8 +254,8 @@ static inline vec byte_number(ivec bytes, int index) {
 #endif
 
 #if defined(BUILD_AVX2)
-static inline __m128 lower_half(vec value) { return _mm256_castps256_ps128((__m256)value); }
-static inline __m128 upper_half(vec value) { return _mm256_extractf128_ps((__m256)value, 1); }
+static inline __m128 lower_four(vec value) { return _mm256_castps256_ps128((__m256)value); }
+static inline __m128 upper_four(vec value) { return _mm256_extractf128_ps((__m256)value, 1); }
 #endif
 
 /* Reductions in one fixed order: halves onto each other until one lane is left. */
@@ -263,7 +263,7 @@ static inline float reduce_add(vec value) {
 #if defined(BUILD_AVX512)
     return _mm512_reduce_add_ps((__m512)value);
 #elif defined(BUILD_AVX2)
-    const __m128 four = _mm_add_ps(lower_half(value), upper_half(value));
+    const __m128 four = _mm_add_ps(lower_four(value), upper_four(value));
     const __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
     return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
 #else
@@ -308,7 +308,7 @@ static inline float reduce_max(vec value) {
 #if defined(BUILD_AVX512)
     return _mm512_reduce_max_ps((__m512)value);
 #elif defined(BUILD_AVX2)
-    const __m128 four = _mm_max_ps(lower_half(value), upper_half(value));
+    const __m128 four = _mm_max_ps(lower_four(value), upper_four(value));
     const __m128 two = _mm_max_ps(four, _mm_movehl_ps(four, four));
     return _mm_cvtss_f32(_mm_max_ss(two, _mm_movehdup_ps(two)));
 #else
