@@ -6,6 +6,8 @@ Decides by what was measured at start: as many as the KV pool holds and steps be
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from serve_app.core.doubling import Objection, double
+
 LEAST, MOST = 16, 256
 SEQUENCE_TOKENS = 256
 """What a sequence is taken to have in the KV pool: a chat's prompt and answer. Longer ones may wait for blocks."""
@@ -36,22 +38,23 @@ def most_seats(max_num_batched_tokens: int) -> int:
 def choose_seats(most: int, pool_tokens: int, step_s: Callable[[int], float] | None) -> Seats:
     """At most `most`, and 16 where these are no more.
 
-    pool_tokens: what the KV pool holds. step_s: measures a step of so many decodes, in seconds; None: steps of any
-    number take about as long, as on a GPU.
+    pool_tokens: what the KV pool holds. step_s: measures a step of so many decodes, in seconds, each time it is asked;
+    None: steps of any number take about as long, as on a GPU.
     """
     limit, reason = most, "that leaves prompts their part of a step" if most < MOST else "no more are worth it"
     if (room := max(LEAST, pool_tokens // SEQUENCE_TOKENS)) < limit:
         limit, reason = room, f"the KV pool holds {pool_tokens} tokens"
     if step_s is None:
         return Seats(limit, reason)
-    rows = min(LEAST, limit)
-    seconds = step_s(rows)
-    while rows < limit:
-        more = min(2 * rows, limit)
-        longer = step_s(more)
+
+    def objection(rows: int, more: int) -> Objection | None:
+        seconds, longer = step_s(rows), step_s(more)
         if longer > _LONGEST_STEP_S:
-            return Seats(rows, f"a step of {more} would take {longer * 1e3:.0f} ms")
-        if (longer - seconds) / (more - rows) > _DEAREST_ROW * seconds / rows:
-            return Seats(rows, f"{more} would give fewer tokens a second")
-        rows, seconds = more, longer
-    return Seats(rows, reason)
+            return Objection(f"a step of {more} would take {longer * 1e3:.0f} ms", longer / _LONGEST_STEP_S)
+        dearer = (longer - seconds) / (more - rows) * rows / seconds
+        if dearer > _DEAREST_ROW:
+            return Objection(f"{more} would give fewer tokens a second", dearer / _DEAREST_ROW)
+        return None
+
+    rows, found = double(min(LEAST, limit), limit, objection)
+    return Seats(rows, found or reason)

@@ -8,6 +8,8 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from serve_app.core.doubling import Objection, double
+
 LEAST, MOST = 128, 8192
 _USUAL = 256
 """A larger step must be as short as `_SHORT_STEP_S`, by default the time between two events of a stream."""
@@ -35,18 +37,23 @@ class StepTokens:
 def choose_step_tokens(least: int, most: int, step_s: Callable[[int], float] | None) -> StepTokens:
     """At most `most`, and at least `least` where that is not more.
 
-    step_s: measures a step of so many tokens, in seconds; None: the more the better, as on a GPU.
+    step_s: measures a step of so many tokens, in seconds, each time it is asked; None: the more the better, as on a
+    GPU.
     """
     if step_s is None:
         return StepTokens(most, "no more are worth it")
-    tokens = min(max(LEAST, least), most)
-    seconds = step_s(tokens)
-    while (more := 2 * tokens) <= most:
+
+    def objection(tokens: int, more: int) -> Objection | None:
         longest = math.inf if more <= _USUAL else _SHORT_STEP_S
-        if seconds > longest or (longer := step_s(more)) > longest:
-            return StepTokens(tokens, f"a step of {more} would take more than {longest * 1e3:.0f} ms")
+        seconds = step_s(tokens)
+        longer = seconds if seconds > longest else step_s(more)
+        if longer > longest:
+            return Objection(f"a step of {more} would take more than {longest * 1e3:.0f} ms", longer / longest)
         is_usual = more == _USUAL and longer <= _USUAL_STEP_S
-        if longer > _WORTH * 2 * seconds and not is_usual:
-            return StepTokens(tokens, f"{more} would compute hardly more tokens a second")
-        tokens, seconds = more, longer
-    return StepTokens(tokens, "no more are worth it")
+        dearer = longer / seconds * tokens / more
+        if dearer > _WORTH and not is_usual:
+            return Objection(f"{more} would compute hardly more tokens a second", dearer / _WORTH)
+        return None
+
+    tokens, found = double(min(max(LEAST, least), most), most, objection)
+    return StepTokens(tokens, found or "no more are worth it")

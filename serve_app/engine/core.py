@@ -9,7 +9,6 @@ import secrets
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from functools import cache
 from typing import Literal
 
 from serve_app.core.config import SchedulerConfig, SchedulerKnobs
@@ -18,7 +17,7 @@ from serve_app.core.request import EngineRequest
 from serve_app.core.results import ModelRunnerOutput, TokenDelta
 from serve_app.core.sampling_params import Pooling
 from serve_app.core.scheduler import Scheduler
-from serve_app.core.seats import SEQUENCE_TOKENS, choose_seats, most_seats
+from serve_app.core.seats import choose_seats, most_seats
 from serve_app.core.step_cost import DeviceLimits
 from serve_app.core.step_plan import SchedulerOutput
 from serve_app.core.step_record import SchedulerStats, StepRecord
@@ -26,10 +25,11 @@ from serve_app.core.step_tokens import choose_step_tokens
 from serve_app.grammars import Grammars, Vocabulary
 from serve_app.model.limits import measure_limits
 from serve_app.model.loader import load_model
-from serve_app.model.memory import decode_step_s, largest_step_s, size_kv_pool, warm_up
+from serve_app.model.memory import size_kv_pool
 from serve_app.model.options import ModelOptions
 from serve_app.model.paged_model import PagedModel
 from serve_app.model.runner import ModelRunner, Pending, set_num_threads
+from serve_app.model.step_times import StepTimes
 
 logger = logging.getLogger(__name__)
 
@@ -131,17 +131,19 @@ class EngineCore:
         self.grammars = None if vocabulary is None else Grammars(vocabulary, model.eos_token_ids, model.vocab_size)
         self._runner = ModelRunner(model, config.max_num_seqs, self.grammars)
         progress("warming up")
-        warm_up(self._runner)
-        config, longest_s = _with_step_tokens(config, self._runner, progress)
+        self._runner.warm_up()
+        times = StepTimes(self._runner, limits)
+        if config.auto_step_tokens:
+            config = _with_step_tokens(config, model, times, progress)
+        longest_s = times.largest(config.max_num_batched_tokens, config.max_num_seqs)
         num_blocks = size_kv_pool(model, config.kv_cache_gib, config.memory_fraction)
-        step_s = _decode_times(self._runner, limits)
         if config.auto_seats:
-            config = _with_seats(config, model, num_blocks, step_s, progress)
+            config = _with_seats(config, model, times, num_blocks, progress)
         draft_cost = FOR_FEW
         if self._overlap:
             draft_cost = NEVER
-        elif step_s is not None:
-            draft_cost = measure_draft_cost(config.max_num_seqs, config.max_num_batched_tokens, step_s)
+        elif model.device.type == "cpu":
+            draft_cost = measure_draft_cost(config.max_num_seqs, config.max_num_batched_tokens, times.decodes)
             progress(str(draft_cost))
         self.config = config
         progress(f"allocating {num_blocks} KV blocks of {model.block_size} tokens")
@@ -317,56 +319,28 @@ class EngineCore:
                 logger.exception("the on_step observer failed; later failures are not logged")
 
 
-def _with_step_tokens(config: EngineConfig, runner: ModelRunner, progress: OnProgress) -> tuple[EngineConfig, float]:
-    """`config` with as many tokens in a step as this machine bears, and how many seconds its largest step takes."""
+def _with_step_tokens(config: EngineConfig, model: PagedModel, times: StepTimes, progress: OnProgress) -> EngineConfig:
+    """`config` with as many tokens in a step as this machine bears."""
 
     def seats(num_tokens: int) -> int:
         return min(config.max_num_seqs, most_seats(num_tokens)) if config.auto_seats else config.max_num_seqs
 
-    @cache
-    def step_s(num_tokens: int) -> float:
-        return largest_step_s(runner, num_tokens, seats(num_tokens))
-
-    if config.auto_step_tokens:
-        on_cpu = runner.model.device.type == "cpu"
-        # As with automatic seats, prompts keep half of a step in which all sequences have a token.
-        least, most = 1 if config.auto_seats else 2 * config.max_num_seqs, config.max_num_batched_tokens
-        chosen = choose_step_tokens(least, most, step_s if on_cpu else None)
-        progress(str(chosen))
-        config = replace(
-            config,
-            max_num_batched_tokens=chosen.number,
-            max_num_seqs=seats(chosen.number),
-            auto_step_tokens=False,
-        )
-    return config, step_s(config.max_num_batched_tokens)
-
-
-def _decode_times(runner: ModelRunner, limits: DeviceLimits | None) -> Callable[[int, int], float] | None:
-    """What measures the seconds of a step of so many decodes with so many drafts each, of ordinary length; None where
-    rows hardly count, as on a GPU."""
-    if runner.model.device.type != "cpu":
-        return None
-    # Decodes that have keys also read these, all of which no cache holds.
-    keys_s = 0.0 if limits is None else runner.model.cost.kv_bytes * SEQUENCE_TOKENS / limits.bytes_per_s
-
-    @cache
-    def step_s(num_rows: int, num_drafts: int) -> float:
-        return decode_step_s(runner, num_rows, num_drafts) + num_rows * keys_s
-
-    return step_s
+    # As with automatic seats, prompts keep half of a step in which all sequences have a token.
+    least, most = 1 if config.auto_seats else 2 * config.max_num_seqs, config.max_num_batched_tokens
+    on_cpu = model.device.type == "cpu"
+    chosen = choose_step_tokens(least, most, (lambda tokens: times.largest(tokens, seats(tokens))) if on_cpu else None)
+    progress(str(chosen))
+    return replace(
+        config, max_num_batched_tokens=chosen.number, max_num_seqs=seats(chosen.number), auto_step_tokens=False
+    )
 
 
 def _with_seats(
-    config: EngineConfig,
-    model: PagedModel,
-    num_blocks: int,
-    step_s: Callable[[int, int], float] | None,
-    progress: OnProgress,
+    config: EngineConfig, model: PagedModel, times: StepTimes, num_blocks: int, progress: OnProgress
 ) -> EngineConfig:
     """`config` with as many sequences at once as its pool of `num_blocks` and the steps of this machine bear."""
     pool_tokens = (num_blocks - 1) * model.block_size
-    seats = choose_seats(config.max_num_seqs, pool_tokens, None if step_s is None else lambda rows: step_s(rows, 0))
+    seats = choose_seats(config.max_num_seqs, pool_tokens, times.decodes if model.device.type == "cpu" else None)
     progress(str(seats))
     return replace(config, max_num_seqs=seats.number, auto_seats=False)
 

@@ -3,60 +3,16 @@
 On Linux CPUs a control group's limit counts as well as the machine's memory.
 """
 
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
 from serve_app.errors import ConfigError
 from serve_app.model.paged_model import PagedModel
-from serve_app.model.runner import ModelRunner
 
 GIB = 2**30
 # Host memory is shared with everything else on the machine, so the pool takes it all only when told to.
 _DEFAULT_CPU_KV_CACHE_GIB = 4.0
-_SLOW_STEP_S = 0.2
-
-
-def warm_up(runner: ModelRunner) -> None:
-    """Read all weights, perhaps from a disk, in a step of one token."""
-    runner.allocate_kv_cache(1)
-    runner.profile_step(1, 1)
-
-
-def largest_step_s(runner: ModelRunner, max_num_batched_tokens: int, max_num_seqs: int) -> float:
-    """Run a step as large as any that can occur, without keys of earlier ones; returns how many seconds it takes.
-
-    Raises ConfigError when the memory is too small for it.
-    """
-    num_tokens = min(max_num_batched_tokens, max_num_seqs * runner.model.max_model_len)
-    try:
-        return _least_step_s(runner, lambda: runner.profile_step(num_tokens, max_num_seqs), repeats=2)
-    except torch.OutOfMemoryError as error:
-        raise ConfigError(
-            f"max_num_batched_tokens: a step of {num_tokens} tokens does not fit into the memory of "
-            f"{runner.model.device}; lower it"
-        ) from error
-
-
-def decode_step_s(runner: ModelRunner, num_rows: int, num_drafts: int) -> float:
-    """Seconds that a step of `num_rows` decodes, each with so many drafts, takes without their keys."""
-    return _least_step_s(runner, lambda: runner.profile_decodes(num_rows, num_drafts), repeats=3)
-
-
-def _least_step_s(runner: ModelRunner, step: Callable[[], None], repeats: int) -> float:
-    """The least time of a few steps; where it is slow of one, but on a GPU, whose first may have compiled kernels."""
-    seconds = _time(step)
-    if seconds >= _SLOW_STEP_S and runner.model.device.type == "cpu":
-        return seconds
-    return min([seconds, *(_time(step) for _ in range(repeats - 1))])
-
-
-def _time(step: Callable[[], None]) -> float:
-    started_at = time.perf_counter()
-    step()
-    return time.perf_counter() - started_at
 
 
 def size_kv_pool(model: PagedModel, kv_cache_gib: float | None, memory_fraction: float) -> int:

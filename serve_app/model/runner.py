@@ -246,6 +246,11 @@ class ModelRunner:
         except Exception:
             raise error from None
 
+    def warm_up(self) -> None:
+        """Read all weights, perhaps from a disk, in a step of one token."""
+        self.allocate_kv_cache(1)
+        self.profile_step(1, 1)
+
     @torch.inference_mode()
     def profile_step(self, num_tokens: int, num_rows: int) -> None:
         """Run `num_tokens` zeros, split over `num_rows` rows, without a trace: their keys go to the scratch block.

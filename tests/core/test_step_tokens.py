@@ -16,7 +16,7 @@ def linear(fixed_ms: float, token_ms: float) -> Callable[[int], float]:
 @given(
     least=st.integers(1, MOST),
     most=st.integers(1, MOST),
-    steps_s=st.none() | st.lists(st.floats(1e-6, 10), min_size=8, max_size=8),
+    steps_s=st.none() | st.lists(st.floats(1e-6, 10), min_size=1, max_size=30),
 )
 def test_the_number_is_within_its_limits_whatever_was_measured(
     least: int, most: int, steps_s: list[float] | None
@@ -26,12 +26,12 @@ def test_the_number_is_within_its_limits_whatever_was_measured(
     def step_s(tokens: int) -> float:
         measured.append(tokens)
         assert steps_s is not None
-        return steps_s[len(measured) - 1]
+        return steps_s[len(measured) % len(steps_s)]
 
     chosen = choose_step_tokens(least, most, None if steps_s is None else step_s)
     assert min(max(LEAST, least), most) <= chosen.number <= most
-    assert measured == sorted(set(measured))
     assert not measured or chosen.number in measured
+    assert all(measured.count(tokens) <= 10 for tokens in measured)
 
 
 @pytest.mark.parametrize(
@@ -61,7 +61,7 @@ def test_a_step_that_must_be_longer_than_one_that_is_too_long_is_not_measured() 
         return linear(300.0, 10.0)(tokens)
 
     choose_step_tokens(1, MOST, step_s)
-    assert measured == [128, 256]
+    assert set(measured) == {128, 256}
 
 
 def test_there_are_never_fewer_than_asked_for() -> None:

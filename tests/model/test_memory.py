@@ -3,10 +3,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from serve_app.errors import ConfigError
-from serve_app.model import loader, memory
-from serve_app.model.runner import ModelRunner
-from tests.models import tiny_model
+from serve_app.model import memory
 
 CPU = torch.device("cpu")
 
@@ -38,28 +35,3 @@ def test_a_container_that_sees_its_own_group_as_root(tmp_path: Path, monkeypatch
     monkeypatch.setattr(memory, "_own_cgroup", lambda: "docker/abc")
     write(tmp_path / "memory", memory__limit_in_bytes="900", memory__usage_in_bytes="1000")
     assert memory._cgroup_available(tmp_path) == 0
-
-
-def test_the_largest_step_has_as_many_tokens_as_fit_and_a_slow_one_is_not_timed_again(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    model = loader.from_module(tiny_model("llama", torch.float64), max_model_len=64)
-    runner = ModelRunner(model, 2, None)
-    steps = []
-    monkeypatch.setattr(runner, "profile_step", lambda tokens, rows: steps.append((tokens, rows)))
-    assert memory.largest_step_s(runner, 100, 2) >= 0.0
-    assert steps == [(100, 2)] * 2
-    seconds = iter([0.1, 0.05, 30.0, 7.0])
-    monkeypatch.setattr(memory, "_time", lambda _: next(seconds))
-    assert memory.largest_step_s(runner, 500, 2) == 0.05
-    assert memory.largest_step_s(runner, 500, 2) == 30.0
-
-
-def test_a_step_that_does_not_fit_is_refused_by_its_setting(monkeypatch: pytest.MonkeyPatch) -> None:
-    def out_of_memory(*_: object) -> float:
-        raise torch.OutOfMemoryError
-
-    model = loader.from_module(tiny_model("llama", torch.float64), max_model_len=64)
-    monkeypatch.setattr(memory, "_time", out_of_memory)
-    with pytest.raises(ConfigError, match="max_num_batched_tokens: a step of 100 tokens does not fit"):
-        memory.largest_step_s(ModelRunner(model, 2, None), 100, 2)
