@@ -13,6 +13,8 @@ _ROWS = (1, 16)
 """Numbers of decodes that are measured, beside the most that may run at once."""
 _TOKENS = 8
 """A measured step with drafts has about so many tokens, and at least a draft for each row."""
+_TRIES = 3
+"""Their difference is small, and either may be longer for once."""
 _LONGEST_STEP_S = 0.2
 """After a step that takes longer, a start has no time for larger ones."""
 _LEAST = 0.01
@@ -59,7 +61,8 @@ know no drafts."""
 def measure_draft_cost(
     max_num_seqs: int, max_num_batched_tokens: int, step_s: Callable[[int, int], float]
 ) -> DraftCost:
-    """step_s: measures a step of so many decodes with so many drafts each, in seconds."""
+    """step_s: measures a step of so many decodes with so many drafts each, in seconds, each time it is asked; the last
+    answer counts."""
     rows: list[int] = []
     steps_s: list[float] = []
     drafts_s: list[float] = []
@@ -67,7 +70,8 @@ def measure_draft_cost(
         drafts = max(1, _TOKENS // number - 1)
         if number * (1 + drafts) > max_num_batched_tokens:
             break
-        plain, drafted = step_s(number, 0), step_s(number, drafts)
+        for _ in range(_TRIES):
+            plain, drafted = step_s(number, 0), step_s(number, drafts)
         rows.append(number)
         steps_s.append(plain)
         drafts_s.append(max(_LEAST * plain, (drafted - plain) / drafts) / number)

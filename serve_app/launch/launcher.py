@@ -46,7 +46,7 @@ from serve_app.settings import (
 
 _POLL_S = 0.25
 # Until the server is ready, which somebody waits for.
-_START_POLL_S = 0.05
+_START_POLL_S = 0.2
 _FAILED = ("DEPLOY_FAILED", "UNHEALTHY")
 # How much longer than its own time limit a drain may take to answer.
 _DRAIN_ANSWER_S = 10.0
