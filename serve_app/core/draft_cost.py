@@ -16,7 +16,7 @@ _TOKENS = 8
 _TRIES = 3
 """Their difference is small, and either may be longer for once."""
 _LONGEST_STEP_S = 0.2
-"""After a step that takes longer, a start has no time for larger ones."""
+"""After a step that takes longer, a start has no time for another or a larger one."""
 _LEAST = 0.01
 """Of a decode's share, what a draft costs at least, whatever noise made of the measurement."""
 
@@ -72,6 +72,8 @@ def measure_draft_cost(
             break
         for _ in range(_TRIES):
             plain, drafted = step_s(number, 0), step_s(number, drafts)
+            if drafted > _LONGEST_STEP_S:
+                break
         rows.append(number)
         steps_s.append(plain)
         drafts_s.append(max(_LEAST * plain, (drafted - plain) / drafts) / number)
