@@ -57,18 +57,18 @@ class ChatJob:
         self.request_id = ""
         self.stop = replace(stop_config(self.body), markers=self._markers())
 
-    async def prompt(self) -> list[int]:
-        """Render and tokenize. Raises `InvalidRequestError`."""
+    async def prompt(self, cache_salt: str | None = None) -> list[int]:
+        """Render and tokenize, as `Tokenizer.encode` in the scope of this salt. Raises `InvalidRequestError`."""
         tools = self.body.tools or () if self._called is not None else ()
         variables = template_variables(self.body, self._tokenizer)
         messages, ending = self.body.messages, self.body.ending
-        token_ids = await encode_messages(self._tokenizer, messages, self.card, tools, variables, ending)
+        token_ids = await encode_messages(self._tokenizer, messages, self.card, tools, variables, ending, cache_salt)
         return truncated(token_ids, self.body, self.card)
 
-    async def engine_requests(self) -> list[EngineRequest]:
+    async def engine_requests(self, cache_salt: str) -> list[EngineRequest]:
         """Render, tokenize, validate."""
         body = self.body
-        token_ids = await self.prompt()
+        token_ids = await self.prompt(cache_salt)
         self._thinking = self._tokenizer.thinking_after(token_ids)
         self.stop = replace(self.stop, thinking=self._thinking)
         asked = ("max_tokens", body.max_tokens)
@@ -95,6 +95,7 @@ class ChatJob:
             prompt_logprobs=body.prompt_logprobs,
             bad_words=bad_words(body, self._tokenizer),
             grammar=grammar,
+            cache_salt=cache_salt,
         )
         self.request_id = request.request_id
         return [request]

@@ -53,12 +53,12 @@ class CompletionJob:
         self.stop = stop_config(self.body)
         self._token_ids: list[list[int]] = []
 
-    async def engine_requests(self) -> list[EngineRequest]:
+    async def engine_requests(self, cache_salt: str) -> list[EngineRequest]:
         """Tokenize, validate; one request per prompt."""
         body = self.body
         tokenizer = self._context.service.tokenizer
         for i, prompt in enumerate(self._prompts):
-            whole = await self._encode(prompt)
+            whole = await self._encode(prompt, cache_salt)
             token_ids = truncated(whole, body, self._card)
             if len(token_ids) < len(whole):
                 self._prompts[i] = token_ids
@@ -83,16 +83,17 @@ class CompletionJob:
                 prompt_logprobs=max((top for _, top in asked), default=None),
                 bad_words=words,
                 grammar=grammar,
+                cache_salt=cache_salt,
             )
             for token_ids in self._token_ids
         ]
 
-    async def _encode(self, prompt: str | list[int]) -> list[int]:
+    async def _encode(self, prompt: str | list[int], cache_salt: str) -> list[int]:
         tokenizer, suffix = self._context.service.tokenizer, self.body.suffix
         ids = prompt
         if isinstance(ids, str):
             special = self.body.add_special_tokens is not False
-            ids = await encode_prompt(tokenizer, ids, self._card, add_special_tokens=special)
+            ids = await encode_prompt(tokenizer, ids, self._card, add_special_tokens=special, scope=cache_salt)
         if not suffix:
             return ids
         behind = await encode_prompt(tokenizer, suffix, self._card, add_special_tokens=False, field="suffix")

@@ -94,16 +94,16 @@ class EmbeddingsJob:
         half = max(1, context.admission.max_ongoing // 2)
         self.num_prompts = min(len(inputs), half, context.limits.max_sequences, tenant.max_sequences or MAX_INPUTS)
 
-    async def engine_requests(self) -> list[EngineRequest]:
+    async def engine_requests(self, cache_salt: str) -> list[EngineRequest]:
         """Tokenize and validate; one request per input."""
         token_ids: Sequence[list[int]] = [*self._inputs.values()]
         if isinstance(token_ids[0], str):
             special = self._asked.add_special_tokens is not False
             tokenizer = self._context.service.tokenizer
             token_ids = await encode_prompts(tokenizer, self._inputs, self._card, add_special_tokens=special)
-        return [self._request(name, ids) for name, ids in zip(self._inputs, token_ids, strict=True)]
+        return [self._request(name, ids, cache_salt) for name, ids in zip(self._inputs, token_ids, strict=True)]
 
-    def _request(self, name: str, token_ids: list[int]) -> EngineRequest:
+    def _request(self, name: str, token_ids: list[int], cache_salt: str) -> EngineRequest:
         card, most = self._card, self._asked.truncate_prompt_tokens
         if most is not None:
             token_ids = token_ids[-(card.max_model_len if most == -1 else most) :]
@@ -115,7 +115,8 @@ class EmbeddingsJob:
             )
         if not 0 <= min(token_ids) <= max(token_ids) < card.vocab_size:
             raise InvalidRequestError(f"`{name}` must hold token ids from 0 to {card.vocab_size - 1}", param=name)
-        return EngineRequest(uuid.uuid4().hex, tuple(token_ids), self._params, priority=self._asked.priority or 0)
+        priority = self._asked.priority or 0
+        return EngineRequest(uuid.uuid4().hex, tuple(token_ids), self._params, cache_salt=cache_salt, priority=priority)
 
     def wire(self, generation: Generation) -> Any:
         """The `Wire` of an answer that is never streamed."""

@@ -7,7 +7,7 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Iterator, Sequence
 from contextlib import aclosing, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import orjson
@@ -51,11 +51,10 @@ class ApiContext:
     share_prefixes: bool = False
     """Whether tenants may find each other's prompts in the prefix cache."""
 
-    def separate(self, request: EngineRequest, tenant: Tenant) -> EngineRequest:
-        """The request, so that its prefixes are found by those alone who may share them with `tenant`."""
-        if self.share_prefixes:
-            return request
-        return replace(request, cache_salt=tenant.cache_salt(request.cache_salt))
+    def cache_salt(self, given: str | None, tenant: Tenant) -> str:
+        """The salt of a request's prefixes, that those alone find who may share them with `tenant`."""
+        given = given or ""
+        return given if self.share_prefixes else tenant.cache_salt(given)
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +138,7 @@ class Job(Protocol):
     def stop(self) -> StopConfig:
         """When text ends."""
 
-    async def engine_requests(self) -> list[EngineRequest]:
+    async def engine_requests(self, cache_salt: str) -> list[EngineRequest]:
         """Tokenize and validate. Raises `InvalidRequestError`."""
 
     def wire(self, generation: Generation) -> Wire:
@@ -180,7 +179,7 @@ class GenerationResponse(Response):
                 with self._telling_limits(charge):
                     charge.begin(job.num_prompts * n)
                     tickets = self._context.admission.reserve(job.num_prompts, n, caller)
-                    requests = [self._context.separate(request, tenant) for request in await job.engine_requests()]
+                    requests = await job.engine_requests(self._context.cache_salt(job.body.cache_salt, tenant))
                     meter = await OddsMeter.of(job.body, requests, self._context.service, self._context.limits)
                     scored = 0 if meter is None else meter.num_tokens
                     charge.reserve(sum(_most_tokens(request) + scored for request in requests))

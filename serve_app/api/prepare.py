@@ -91,14 +91,21 @@ async def parsed(parse: Callable[[bytes], T], raw: bytes) -> T:
 
 
 async def encode_prompt(
-    tokenizer: Tokenizer, text: str, card: ModelCard, *, add_special_tokens: bool = True, field: str = "prompt"
+    tokenizer: Tokenizer,
+    text: str,
+    card: ModelCard,
+    *,
+    add_special_tokens: bool = True,
+    field: str = "prompt",
+    scope: str | None = None,
 ) -> list[int]:
     """Ids of a text prompt. Raises `ContextLengthError` without tokenizing all of what is far beyond the context.
 
-    field: the text's name in the body.
+    field: the text's name in the body. scope: as `Tokenizer.encode`.
     """
     await _check_size(tokenizer, text, card, field)
-    return await off_loop(partial(tokenizer.encode, text, add_special_tokens=add_special_tokens), len(text))
+    work = partial(tokenizer.encode, text, add_special_tokens=add_special_tokens, scope=scope)
+    return await off_loop(work, len(text))
 
 
 async def encode_prompts(
@@ -128,6 +135,7 @@ async def encode_messages(
     tools: Sequence[Tool] = (),
     variables: Mapping[str, Any] | None = None,
     ending: Ending = Ending.ANSWER,
+    scope: str | None = None,
 ) -> list[int]:
     """Ids of a chat; errors as `encode_prompt` and `Tokenizer.apply_chat_template`."""
     _check_roles(tokenizer, messages)
@@ -138,7 +146,7 @@ async def encode_messages(
     others += [orjson.dumps(message["tool_calls"]).decode() for message in plain if "tool_calls" in message]
     text = "".join([message["content"] for message in plain] + others)
     await _check_size(tokenizer, text, card, "messages")
-    work = partial(tokenizer.apply_chat_template, plain, given, variables, ending)
+    work = partial(tokenizer.apply_chat_template, plain, given, variables, ending, scope)
     return await off_loop(work, len(text) + _MESSAGE * len(plain))
 
 
@@ -270,6 +278,7 @@ def engine_request(
     prompt_logprobs: int | None = None,
     bad_words: tuple[tuple[int, ...], ...] = (),
     grammar: str | None = None,
+    cache_salt: str,
 ) -> EngineRequest:
     """One prompt's request. `max_tokens` is (field name, asked value); `default_max_tokens` None is the whole rest.
 
@@ -302,7 +311,7 @@ def engine_request(
         request_id=uuid.uuid4().hex,
         prompt_token_ids=tuple(token_ids),
         params=params,
-        cache_salt=body.cache_salt or "",
+        cache_salt=cache_salt,
         priority=body.priority or 0,
     )
 

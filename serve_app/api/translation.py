@@ -63,15 +63,15 @@ class TranslatedJob(ChatJob):
         with asked.named():
             super().__init__(context, asked.to_chat(context.service.tokenizer))
 
-    async def prompt(self) -> list[int]:
+    async def prompt(self, cache_salt: str | None = None) -> list[int]:
         """Render and tokenize. Raises `InvalidRequestError`."""
         with self._asked.named():
-            return await super().prompt()
+            return await super().prompt(cache_salt)
 
-    async def engine_requests(self) -> list[EngineRequest]:
+    async def engine_requests(self, cache_salt: str) -> list[EngineRequest]:
         """Render, tokenize, validate."""
         with self._asked.named():
-            return await super().engine_requests()
+            return await super().engine_requests(cache_salt)
 
 
 class Conversation:

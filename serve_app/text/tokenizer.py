@@ -21,6 +21,7 @@ from serve_app.model_files import CACHE_DIR, ModelFiles, locate_model
 from serve_app.text.chat_template import Ending, encode_chat, takes_role, template_variables, write_calls
 from serve_app.text.detokenizer import Detokenizer
 from serve_app.text.fill_in_the_middle import FillInTheMiddle
+from serve_app.text.prefix_encoder import PrefixEncoder
 from serve_app.text.template_check import check_chat_template
 from serve_app.text.token_bytes import TokenBytes
 from serve_app.text.tool_format import (
@@ -40,7 +41,7 @@ _TAIL = 32
 
 
 class Tokenizer:
-    """Wraps a fast transformers tokenizer. All methods only read, so any thread may call them."""
+    """Wraps a fast transformers tokenizer. Any thread may call its methods."""
 
     def __init__(self, tokenizer: "PreTrainedTokenizerBase", name: str, tools: str = "auto") -> None:
         """tools: `auto`, or `hermes` where the chat template shall not decide how calls of tools are written.
@@ -68,6 +69,7 @@ class Tokenizer:
         # Byte-level tokens write each byte as one character. Other kinds may drop or fold text: no bound.
         exact = self.token_bytes.byte_level and backend.normalizer is None
         self._longest_token: float = max(map(len, vocab)) if exact else math.inf
+        self._prefixes = PrefixEncoder(backend) if exact else None
 
     @cached_property
     def digest(self) -> str:
@@ -87,8 +89,14 @@ class Tokenizer:
         template = self._tokenizer.chat_template
         check_chat_template(template if isinstance(template, str) else None, special)
 
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids; special tokens written in the text count as such. Releases the GIL while it works."""
+    def encode(self, text: str, *, add_special_tokens: bool = True, scope: str | None = None) -> list[int]:
+        """Token ids; special tokens written in the text count as such. Releases the GIL while it works.
+
+        scope: among texts of the same one, a beginning that occurred before is not encoded again; None: nothing is
+        remembered.
+        """
+        if scope is not None and self._prefixes is not None:
+            return self._prefixes.encode(text, add_special_tokens=add_special_tokens, scope=scope)
         ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
         return ids
 
@@ -125,9 +133,13 @@ class Tokenizer:
         tools: Sequence[dict[str, Any]] = (),
         variables: Mapping[str, Any] | None = None,
         ending: Ending = Ending.ANSWER,
+        scope: str | None = None,
     ) -> list[int]:
-        """Prompt ids for `messages`; see `chat_template.encode_chat`. Raises `InvalidRequestError`."""
-        encode = partial(self.encode, add_special_tokens=False)
+        """Prompt ids for `messages`; see `chat_template.encode_chat`. Raises `InvalidRequestError`.
+
+        scope: as for `encode`.
+        """
+        encode = partial(self.encode, add_special_tokens=False, scope=scope)
         written = write_calls(messages, tools, self.tool_format) if tools or _has_calls(messages) else messages
         in_template = self.tool_format is not None and self.tool_format.in_template
         return encode_chat(

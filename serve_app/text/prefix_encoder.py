@@ -1,0 +1,124 @@
+"""Text to ids with a memory for beginnings: of a chat's next turn, or of a prompt that others share the start of, only
+the rest is encoded.
+
+Decides where a text may be cut so that its parts have the ids of the whole. Byte-level tokenizers cut a text into words
+by a pattern that looks a few characters ahead, and encode each word by itself. Between two letters, before a space,
+every such pattern cuts; that it did is read from the encoding of the whole.
+"""
+
+import re
+from array import array
+from collections import OrderedDict
+from dataclasses import dataclass
+from threading import Lock
+
+import tokenizers
+
+_CHUNK = 256
+"""Characters that must be equal to be found. A text's last, incomplete chunk is not remembered."""
+_MAX_CHUNKS = 8192
+"""About 10 MB."""
+_LOOKAHEAD = 32
+"""So many characters behind a cut may decide about it, or as many as the longest added token has."""
+_SPACE_BETWEEN_LETTERS = re.compile(r"(?<=[^\W\d_]) (?=[^\W\d_])")
+_SPACE = "\u0120"
+"""How byte-level tokens write a space."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Chunk:
+    """The ids between the last cut before this chunk and `end`, its own last cut, a place in the text; no ids where it
+    has no cut of its own."""
+
+    ids: "array[int]"
+    end: int
+
+
+_Root = tuple[str, bool]
+_Key = tuple["_Root | _Chunk", str]
+
+
+class PrefixEncoder:
+    """A tokenizer's `encode` that remembers the chunks of texts, each below the one before. Any thread may call it."""
+
+    def __init__(self, backend: tokenizers.Tokenizer) -> None:
+        """For byte-level tokenizers without a normalizer."""
+        self._backend = backend
+        self._chunks: OrderedDict[_Key, _Chunk] = OrderedDict()
+        self._lock = Lock()
+        added = backend.get_added_tokens_decoder().values()
+        self._lookahead = max([_LOOKAHEAD, *(len(token.content) for token in added)])
+        plain, special = (backend.encode("a", add_special_tokens=add).ids for add in (False, True))
+        self._special_at_end = special[-len(plain) :] != plain
+
+    def encode(self, text: str, *, add_special_tokens: bool, scope: str) -> list[int]:
+        """Token ids, as the tokenizer's own. What is remembered in one scope is not found in another."""
+        if add_special_tokens and self._special_at_end:
+            return list(self._backend.encode(text).ids)
+        parent, num_found, ids = self._find(text, (scope, add_special_tokens))
+        begin = _end(parent)
+        rest = self._backend.encode(text[begin:], add_special_tokens=add_special_tokens and begin == 0)
+        if num_found < len(text) // _CHUNK:
+            self._remember(text, rest, parent, num_found)
+        return ids + rest.ids
+
+    def _find(self, text: str, root: _Root) -> tuple[_Root | _Chunk, int, list[int]]:
+        """The deepest chunk of the text that is remembered, how many there are, and the ids before its cut."""
+        parent: _Root | _Chunk = root
+        ids: list[int] = []
+        found: list[_Key] = []
+        with self._lock:
+            while (chunk := self._chunks.get(key := (parent, _part(text, len(found))))) is not None:
+                ids.extend(chunk.ids)
+                found.append(key)
+                parent = chunk
+            self._keep(found)
+        return parent, len(found), ids
+
+    def _remember(self, text: str, rest: tokenizers.Encoding, parent: _Root | _Chunk, num_found: int) -> None:
+        """All further chunks of the text, whose encoding from the cut of `parent` on is `rest`."""
+        begin = end = _end(parent)
+        ids, index = rest.ids, 0
+        new: list[_Chunk] = []
+        for number in range(num_found, len(text) // _CHUNK):
+            cut = self._last_cut(text, end + 1, (number + 1) * _CHUNK - self._lookahead)
+            following = None if cut is None else self._word_at(rest, ids, cut - begin)
+            if cut is None or following is None:
+                new.append(_Chunk(array("I"), end))
+            else:
+                new.append(_Chunk(array("I", ids[index:following]), cut))
+                index, end = following, cut
+        added: list[_Key] = []
+        with self._lock:
+            for number, chunk in enumerate(new, num_found):
+                added.append((parent, _part(text, number)))
+                parent = self._chunks.setdefault(added[-1], chunk)
+            self._keep(added)
+            while len(self._chunks) > _MAX_CHUNKS:
+                self._chunks.popitem(last=False)
+
+    def _last_cut(self, text: str, first: int, end: int) -> int | None:
+        """The last space between letters at `first` or later that has the characters behind it before `end`."""
+        places = [found.start() for found in _SPACE_BETWEEN_LETTERS.finditer(text, max(first, end - _CHUNK), end)]
+        return places[-1] if places else None
+
+    def _word_at(self, encoding: tokenizers.Encoding, ids: list[int], space: int) -> int | None:
+        """The token that begins a word with the space there; None if the tokenizer has not cut before it."""
+        before, token = encoding.char_to_token(space - 1), encoding.char_to_token(space + 1)
+        if before is None or token is None or encoding.token_to_word(before) == encoding.token_to_word(token):
+            return None
+        text = self._backend.id_to_token(ids[token])
+        return token if text is not None and text.startswith(_SPACE) else None
+
+    def _keep(self, keys: list[_Key]) -> None:
+        """Forget these last, and of them the deeper ones first, which are never found without the others."""
+        for key in reversed(keys):
+            self._chunks.move_to_end(key)
+
+
+def _part(text: str, number: int) -> str:
+    return text[number * _CHUNK : (number + 1) * _CHUNK]
+
+
+def _end(parent: _Root | _Chunk) -> int:
+    return parent.end if isinstance(parent, _Chunk) else 0
