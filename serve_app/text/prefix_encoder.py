@@ -8,6 +8,7 @@ every such pattern cuts; that it did is read from the encoding of the whole.
 
 import re
 from array import array
+from bisect import bisect_left
 from collections import OrderedDict
 from dataclasses import dataclass
 from threading import Lock
@@ -78,15 +79,15 @@ class PrefixEncoder:
     def _remember(self, text: str, rest: tokenizers.Encoding, parent: _Root | _Chunk, num_found: int) -> None:
         """All further chunks of the text, whose encoding from the cut of `parent` on is `rest`."""
         begin = end = _end(parent)
-        ids, index = rest.ids, 0
+        tokens, index = _Tokens(self._backend, rest), 0
         new: list[_Chunk] = []
         for number in range(num_found, len(text) // _CHUNK):
             cut = self._last_cut(text, end + 1, (number + 1) * _CHUNK - self._lookahead)
-            following = None if cut is None else self._word_at(rest, ids, cut - begin)
+            following = None if cut is None else tokens.of_word(cut - begin)
             if cut is None or following is None:
                 new.append(_Chunk(array("I"), end))
             else:
-                new.append(_Chunk(array("I", ids[index:following]), cut))
+                new.append(_Chunk(array("I", tokens.ids[index:following]), cut))
                 index, end = following, cut
         added: list[_Key] = []
         with self._lock:
@@ -102,18 +103,31 @@ class PrefixEncoder:
         places = [found.start() for found in _SPACE_BETWEEN_LETTERS.finditer(text, max(first, end - _CHUNK), end)]
         return places[-1] if places else None
 
-    def _word_at(self, encoding: tokenizers.Encoding, ids: list[int], space: int) -> int | None:
-        """The token that begins a word with the space there; None if the tokenizer has not cut before it."""
-        before, token = encoding.char_to_token(space - 1), encoding.char_to_token(space + 1)
-        if before is None or token is None or encoding.token_to_word(before) == encoding.token_to_word(token):
-            return None
-        text = self._backend.id_to_token(ids[token])
-        return token if text is not None and text.startswith(_SPACE) else None
-
     def _keep(self, keys: list[_Key]) -> None:
         """Forget these last, and of them the deeper ones first, which are never found without the others."""
         for key in reversed(keys):
             self._chunks.move_to_end(key)
+
+
+class _Tokens:
+    """The tokens of a text by their places."""
+
+    def __init__(self, backend: tokenizers.Tokenizer, encoding: tokenizers.Encoding) -> None:
+        self.ids = encoding.ids
+        self._backend = backend
+        self._encoding = encoding
+        self._starts = [start for start, _ in encoding.offsets]
+
+    def of_word(self, space: int) -> int | None:
+        """The first token of the word that begins with the space there; None if the tokenizer has not cut before it."""
+        token = bisect_left(self._starts, space)
+        # Its own place may be said to begin behind the space. Any later one begins behind an added token.
+        if not 0 < token < len(self.ids) or self._starts[token] > space + 1:
+            return None
+        if self._encoding.token_to_word(token - 1) == self._encoding.token_to_word(token):
+            return None
+        text = self._backend.id_to_token(self.ids[token])
+        return token if text is not None and text.startswith(_SPACE) else None
 
 
 def _part(text: str, number: int) -> str:
