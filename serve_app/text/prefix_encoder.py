@@ -6,19 +6,23 @@ by a pattern that looks a few characters ahead, and encode each word by itself. 
 every such pattern cuts; that it did is read from the encoding of the whole.
 """
 
+import json
 import re
 from array import array
 from bisect import bisect_left
 from collections import OrderedDict
 from dataclasses import dataclass
 from threading import Lock
+from typing import Any
 
 import tokenizers
 
 _CHUNK = 256
 """Characters that must be equal to be found. A text's last, incomplete chunk is not remembered."""
 _MAX_CHUNKS = 8192
-"""About 10 MB."""
+"""About 10 MB, for ordinary text."""
+_MAX_IDS = 512
+"""Of a chunk: a text that goes on without cuts for longer is remembered up to there."""
 _LOOKAHEAD = 32
 """So many characters behind a cut may decide about it, or as many as the longest added token has."""
 _SPACE_BETWEEN_LETTERS = re.compile(r"(?<=[^\W\d_]) (?=[^\W\d_])")
@@ -48,14 +52,19 @@ class PrefixEncoder:
         self._chunks: OrderedDict[_Key, _Chunk] = OrderedDict()
         self._lock = Lock()
         added = backend.get_added_tokens_decoder().values()
-        self._lookahead = max([_LOOKAHEAD, *(len(token.content) for token in added)])
+        # Two may overlap, and then the second decides about the first.
+        self._lookahead = max([_LOOKAHEAD, *(2 * len(token.content) + 1 for token in added)])
         plain, special = (backend.encode("a", add_special_tokens=add).ids for add in (False, True))
         self._special_at_end = special[-len(plain) :] != plain
+        # What stands before a space would decide, in the whole only, whether such a token begins there.
+        looks_behind = any(token.single_word and " " in token.content for token in added)
+        stage = backend.pre_tokenizer
+        self._cuts = not looks_behind and stage is not None and _looks_ahead_only(json.loads(stage.__getstate__()))
 
     def encode(self, text: str, *, add_special_tokens: bool, scope: str) -> list[int]:
         """Token ids, as the tokenizer's own. What is remembered in one scope is not found in another."""
-        if add_special_tokens and self._special_at_end:
-            return list(self._backend.encode(text).ids)
+        if not self._cuts or (add_special_tokens and self._special_at_end):
+            return list(self._backend.encode(text, add_special_tokens=add_special_tokens).ids)
         parent, num_found, ids = self._find(text, (scope, add_special_tokens))
         begin = _end(parent)
         rest = self._backend.encode(text[begin:], add_special_tokens=add_special_tokens and begin == 0)
@@ -86,6 +95,8 @@ class PrefixEncoder:
             following = None if cut is None else tokens.of_word(cut - begin)
             if cut is None or following is None:
                 new.append(_Chunk(array("I"), end))
+            elif following - index > _MAX_IDS:
+                break
             else:
                 new.append(_Chunk(array("I", tokens.ids[index:following]), cut))
                 index, end = following, cut
@@ -93,7 +104,9 @@ class PrefixEncoder:
         with self._lock:
             for number, chunk in enumerate(new, num_found):
                 added.append((parent, _part(text, number)))
-                parent = self._chunks.setdefault(added[-1], chunk)
+                parent = known = self._chunks.setdefault(added[-1], chunk)
+                if known.end != chunk.end:
+                    break
             self._keep(added)
             while len(self._chunks) > _MAX_CHUNKS:
                 self._chunks.popitem(last=False)
@@ -128,6 +141,20 @@ class _Tokens:
             return None
         text = self._backend.id_to_token(self.ids[token])
         return token if text is not None and text.startswith(_SPACE) else None
+
+
+def _looks_ahead_only(stage: dict[str, Any]) -> bool:
+    """Whether this pre-tokenizer cuts by what follows alone and adds no space."""
+    match stage["type"]:
+        case "Sequence":
+            return all(map(_looks_ahead_only, stage["pretokenizers"]))
+        case "ByteLevel":
+            return not stage["add_prefix_space"]
+        case "Split":
+            whole_words = stage["behavior"] == "Isolated" or (stage["behavior"] == "Removed" and stage["invert"])
+            return whole_words and "(?<" not in stage["pattern"].get("Regex", "")
+        case kind:
+            return kind in ("Digits", "Punctuation")
 
 
 def _part(text: str, number: int) -> str:

@@ -90,7 +90,7 @@ class Tokenizer:
         check_chat_template(template if isinstance(template, str) else None, special)
 
     def encode(self, text: str, *, add_special_tokens: bool = True, scope: str | None = None) -> list[int]:
-        """Token ids; special tokens written in the text count as such. Releases the GIL while it works.
+        """Token ids; special tokens written in the text count as such.
 
         scope: among texts of the same one, a beginning that occurred before is not encoded again; None: nothing is
         remembered.

@@ -33,6 +33,8 @@ PATTERNS = {
     "words of several": r"\p{L}+ \p{L}+|\s?\p{L}+|[^\p{L}]",
     "none": "",
 }
+BYTES = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+GPT2 = pre_tokenizers.ByteLevel(add_prefix_space=False)
 TEXT_PARTS = [
     *("a", "the", " word", " another one", " Straße", " слово", " é", "e\u0301", " 世界", "😀", "'s", "'Re", "DON'T"),
     *(
@@ -60,7 +62,7 @@ def backend(pattern: str) -> tokenizers.Tokenizer:
     made = tokenizers.Tokenizer.from_str(load_tokenizer("default")._backend.to_str())
     regex = PATTERNS[pattern]
     if regex is not None:
-        pieces = [pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+        pieces = [BYTES]
         if regex:
             pieces.insert(0, pre_tokenizers.Split(Regex(regex), "isolated"))
         made.pre_tokenizer = pre_tokenizers.Sequence(pieces)
@@ -101,6 +103,49 @@ def test_what_follows_a_chunk_may_change_the_tokens_at_its_end(pattern: str, mon
         for end in ("a long name of one tortoise", "a long name of one token", "a long name of one tortoise"):
             text = ("word by word " * 8)[-length:] + end + " and more" * 9
             assert encoder.encode(text, add_special_tokens=True, scope="") == whole.encode(text).ids
+
+
+CONTEXTUAL: dict[str, tuple[pre_tokenizers.PreTokenizer, list[AddedToken]]] = {
+    "adds a space": (pre_tokenizers.ByteLevel(add_prefix_space=True), [AddedToken("<x>", rstrip=True)]),
+    "a single word with a space": (GPT2, [AddedToken(" leading space", single_word=True, normalized=False)]),
+    "a single word of several": (GPT2, [AddedToken("leading space", single_word=True), AddedToken("space")]),
+    "two that overlap": (
+        GPT2,
+        [
+            AddedToken("I am the leading space and<", normalized=True),
+            AddedToken("<|a special token|>", normalized=False),
+        ],
+    ),
+    "looks behind": (
+        pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(r"(?<![a-z]) ?[a-z]|\w+"), "isolated"), BYTES]),
+        [],
+    ),
+    "words end in a space": (pre_tokenizers.Sequence([pre_tokenizers.Split(" ", "merged_with_previous"), BYTES]), []),
+    "by scripts": (pre_tokenizers.Sequence([pre_tokenizers.UnicodeScripts(), BYTES]), []),
+}
+
+
+@pytest.mark.parametrize("name", CONTEXTUAL)
+def test_what_stands_before_a_cut_never_counts(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prefix_encoder, "_CHUNK", 60)
+    whole = tokenizers.Tokenizer.from_str(load_tokenizer("default")._backend.to_str())
+    whole.pre_tokenizer, added = CONTEXTUAL[name]
+    whole.post_processor = processors.ByteLevel(trim_offsets=True)
+    whole.add_tokens(added)
+    for length in range(90):
+        encoder = PrefixEncoder(whole)
+        for end in ("|a special token|>", "|a special token|!", "|a special token|>"):
+            start = ("word by word " * 8)[-length:] + "x<x> I bar<|im_end|>a bar, xleading space"
+            text = f"{start} I am the leading space and<{end}" + " and more" * 9
+            assert encoder.encode(text, add_special_tokens=True, scope="") == whole.encode(text).ids
+
+
+def test_what_is_kept_of_a_text_without_cuts_is_bounded() -> None:
+    encoder = PrefixEncoder(backend("gpt2"))
+    for number in range(50):
+        text = "1" * 256 * 20 + f"{number:06d} a b " + "." * 300
+        assert encoder.encode(text, add_special_tokens=False, scope="") == backend("gpt2").encode(text).ids
+    assert sum(len(chunk.ids) for chunk in encoder._chunks.values()) < 512
 
 
 class Watched:
