@@ -45,8 +45,6 @@ from serve_app.settings import (
 )
 
 _POLL_S = 0.25
-# Until the server is ready, which somebody waits for.
-_START_POLL_S = 0.2
 _FAILED = ("DEPLOY_FAILED", "UNHEALTHY")
 # How much longer than its own time limit a drain may take to answer.
 _DRAIN_ANSWER_S = 10.0
@@ -189,7 +187,7 @@ class _Launch:
 
             model = None
             while not self._stopping.is_set() and (model := self._served_model()) is None:
-                self._stopping.wait(_START_POLL_S)
+                self._stopping.wait(_POLL_S)
             # Before anybody is told that the server is ready, so that no death after that is taken for an old one.
             watch = None if model is None else Watch(self._target.url, self._say)
             if model is not None:

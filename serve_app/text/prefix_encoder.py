@@ -24,7 +24,7 @@ _MAX_CHUNKS = 8192
 _MAX_IDS = 512
 """Of a chunk: a text that goes on without cuts for longer is remembered up to there."""
 _LOOKAHEAD = 32
-"""So many characters behind a cut may decide about it, or as many as the longest added token has."""
+"""So many characters behind a cut may decide about it, or twice as many as the longest added token has."""
 _SPACE_BETWEEN_LETTERS = re.compile(r"(?<=[^\W\d_]) (?=[^\W\d_])")
 _SPACE = "\u0120"
 """How byte-level tokens write a space."""
