@@ -23,6 +23,9 @@ _MAX_CHUNKS = 8192
 """About 10 MB, for ordinary text."""
 _MAX_IDS = 512
 """Of a chunk: a text that goes on without cuts for longer is remembered up to there."""
+_SLICE = 16_384
+"""Characters to encode at a time, as listing where their tokens stand holds the interpreter. Where a text has no cuts
+it is encoded in one piece."""
 _LOOKAHEAD = 32
 """So many characters behind a cut may decide about it, or twice as many as the longest added token has."""
 _SPACE_BETWEEN_LETTERS = re.compile(r"(?<=[^\W\d_]) (?=[^\W\d_])")
@@ -41,6 +44,14 @@ class _Chunk:
 
 _Root = tuple[str, bool]
 _Key = tuple["_Root | _Chunk", str]
+
+
+def encoding_of(backend: tokenizers.Tokenizer, text: str, add_special_tokens: bool) -> tokenizers.Encoding:
+    """What `backend.encode` gives. That holds the interpreter until it ends, half a second for a long text, and every
+    stream of the process would pause; encoding a batch does not.
+    """
+    [encoding] = backend.encode_batch([text], add_special_tokens=add_special_tokens)
+    return encoding
 
 
 class PrefixEncoder:
@@ -64,12 +75,18 @@ class PrefixEncoder:
     def encode(self, text: str, *, add_special_tokens: bool, scope: str) -> list[int]:
         """Token ids, as the tokenizer's own. What is remembered in one scope is not found in another."""
         if not self._cuts or (add_special_tokens and self._special_at_end):
-            return list(self._backend.encode(text, add_special_tokens=add_special_tokens).ids)
-        parent, num_found, ids = self._find(text, (scope, add_special_tokens))
-        begin = _end(parent)
-        rest = self._backend.encode(text[begin:], add_special_tokens=add_special_tokens and begin == 0)
-        if num_found < len(text) // _CHUNK:
-            self._remember(text, rest, parent, num_found)
+            return list(encoding_of(self._backend, text, add_special_tokens).ids)
+        parent, num_known, ids = self._find(text, (scope, add_special_tokens))
+        begin, size = _end(parent), _SLICE
+        while begin + size < len(text):
+            part = encoding_of(self._backend, text[begin : begin + size], add_special_tokens and begin == 0)
+            parent, num_known, num_ids = self._remember(text[: begin + size], part, parent, num_known)
+            ids += part.ids[:num_ids]
+            if _end(parent) == begin:
+                size = len(text)
+            begin = _end(parent)
+        rest = encoding_of(self._backend, text[begin:], add_special_tokens and begin == 0)
+        self._remember(text, rest, parent, num_known)
         return ids + rest.ids
 
     def _find(self, text: str, root: _Root) -> tuple[_Root | _Chunk, int, list[int]]:
@@ -85,31 +102,45 @@ class PrefixEncoder:
             self._keep(found)
         return parent, len(found), ids
 
-    def _remember(self, text: str, rest: tokenizers.Encoding, parent: _Root | _Chunk, num_found: int) -> None:
-        """All further chunks of the text, whose encoding from the cut of `parent` on is `rest`."""
-        begin = end = _end(parent)
-        tokens, index = _Tokens(self._backend, rest), 0
-        new: list[_Chunk] = []
-        for number in range(num_found, len(text) // _CHUNK):
-            cut = self._last_cut(text, end + 1, (number + 1) * _CHUNK - self._lookahead)
-            following = None if cut is None else tokens.of_word(cut - begin)
-            if cut is None or following is None:
-                new.append(_Chunk(array("I"), end))
-            elif following - index > _MAX_IDS:
-                break
-            else:
-                new.append(_Chunk(array("I", tokens.ids[index:following]), cut))
-                index, end = following, cut
+    def _remember(
+        self, text: str, part: tokenizers.Encoding, parent: _Root | _Chunk, num_known: int
+    ) -> tuple[_Root | _Chunk, int, int]:
+        """Remember the chunks of the text beyond the `num_known` down to `parent`, from whose cut on `part` goes.
+
+        The deepest chunk, how many there are now, and how many tokens of `part` stand before its cut.
+        """
+        num_ids = 0
         added: list[_Key] = []
+        new = self._new_chunks(text, part, _end(parent), num_known)
         with self._lock:
-            for number, chunk in enumerate(new, num_found):
-                added.append((parent, _part(text, number)))
-                parent = known = self._chunks.setdefault(added[-1], chunk)
+            for chunk, tokens_before in new:
+                added.append((parent, _part(text, num_known)))
+                known = self._chunks.setdefault(added[-1], chunk)
                 if known.end != chunk.end:
                     break
+                parent, num_known, num_ids = known, num_known + 1, tokens_before
             self._keep(added)
             while len(self._chunks) > _MAX_CHUNKS:
                 self._chunks.popitem(last=False)
+        return parent, num_known, num_ids
+
+    def _new_chunks(self, text: str, part: tokenizers.Encoding, begin: int, num_known: int) -> list[tuple[_Chunk, int]]:
+        """Each with the number of tokens of `part`, which begins at that place in the text, before its cut."""
+        if num_known >= len(text) // _CHUNK:
+            return []
+        tokens, index, end = _Tokens(self._backend, part), 0, begin
+        new: list[tuple[_Chunk, int]] = []
+        for number in range(num_known, len(text) // _CHUNK):
+            cut = self._last_cut(text, end + 1, (number + 1) * _CHUNK - self._lookahead)
+            following = None if cut is None else tokens.of_word(cut - begin)
+            if cut is None or following is None:
+                new.append((_Chunk(array("I"), end), index))
+            elif following - index > _MAX_IDS:
+                break
+            else:
+                new.append((_Chunk(array("I", tokens.ids[index:following]), cut), following))
+                index, end = following, cut
+        return new
 
     def _last_cut(self, text: str, first: int, end: int) -> int | None:
         """The last space between letters at `first` or later that has the characters behind it before `end`."""

@@ -21,7 +21,7 @@ from serve_app.model_files import CACHE_DIR, ModelFiles, locate_model
 from serve_app.text.chat_template import Ending, encode_chat, takes_role, template_variables, write_calls
 from serve_app.text.detokenizer import Detokenizer
 from serve_app.text.fill_in_the_middle import FillInTheMiddle
-from serve_app.text.prefix_encoder import PrefixEncoder
+from serve_app.text.prefix_encoder import PrefixEncoder, encoding_of
 from serve_app.text.template_check import check_chat_template
 from serve_app.text.token_bytes import TokenBytes
 from serve_app.text.tool_format import (
@@ -35,6 +35,9 @@ from serve_app.text.tool_format import (
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+# A text alone is encoded in a thread of ours: one of the library's would only be waited for.
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 _TAIL = 32
 """Tokens of a prompt's end that hold the mark of a reasoning, if it ends with one."""
@@ -97,12 +100,13 @@ class Tokenizer:
         """
         if scope is not None and self._prefixes is not None:
             return self._prefixes.encode(text, add_special_tokens=add_special_tokens, scope=scope)
-        ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        ids: list[int] = encoding_of(self._backend, text, add_special_tokens).ids
         return ids
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
         """The whole text at once; ids outside the vocabulary have no text."""
-        text: str = self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+        # A batch, as in `encoding_of`.
+        [text] = self._backend.decode_batch([list(token_ids)], skip_special_tokens=skip_special_tokens)
         return text
 
     @cached_property

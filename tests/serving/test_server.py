@@ -384,24 +384,29 @@ def test_streams_and_embeddings_outlive_their_only_replica(server: Server) -> No
     texts = {"input": [f"{i} " + "many words " * 30 for i in range(150)], "pooling": "mean"}
     most = (SEATS + WAITING) // 2  # of the texts at once
 
-    def texts_run() -> bool:
-        """Beside the streams; not always `most` of them, since each makes room for the next one."""
-        return server.metrics()["serve_app_ingress_requests_ongoing"] > len(wires)
-
     def answers(strike: Callable[[], object]) -> list[Any]:
         """All at once; `strike` is called when each has begun."""
         embeddings: list[Future[httpx.Response]] = []
 
+        def under_way() -> bool:
+            """Beside the streams; not always `most` of them, since each makes room for the next one.
+
+            They are asked for again when they have ended before anybody saw them run.
+            """
+            ended = [run.result().raise_for_status() for run in embeddings if run.done()]
+            if len(ended) == len(embeddings):
+                embeddings.append(pool.submit(httpx.post, f"{server.url}/v1/embeddings", json=texts, timeout=150))
+            return server.metrics()["serve_app_ingress_requests_ongoing"] > len(wires)
+
         def go_on() -> None:
-            embeddings.append(pool.submit(httpx.post, f"{server.url}/v1/embeddings", json=texts, timeout=150))
-            wait_for(texts_run, "embeddings are under way")
+            wait_for(under_way, "embeddings are under way")
             strike()
 
         begun = threading.Barrier(len(wires), go_on)
         with ThreadPoolExecutor(max_workers=len(wires) + 1) as pool:
             running = [pool.submit(streamed, server, path, request, begun.wait) for path, request, _ in wires]
             told = [read(run.result()) for run, (_, _, read) in zip(running, wires, strict=True)]
-            return [*told, embeddings[0].result().raise_for_status().json()]
+            return [*told, embeddings[-1].result().raise_for_status().json()]
 
     undisturbed = answers(lambda: None)
     before = server.metrics().get("serve_app_failovers_total", 0.0)

@@ -80,11 +80,13 @@ texts = st.lists(st.sampled_from(TEXT_PARTS) | st.text(max_size=8), max_size=60)
     start=texts,
     ends=st.lists(texts, min_size=2, max_size=5),
     special=st.booleans(),
+    size=st.sampled_from([30, 60, 130, 16_384]),
 )
-def test_ids_are_the_tokenizers_own(pattern: str, start: str, ends: list[str], special: bool) -> None:
+def test_ids_are_the_tokenizers_own(pattern: str, start: str, ends: list[str], special: bool, size: int) -> None:
     whole = backend(pattern)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(prefix_encoder, "_CHUNK", 40)
+        patch.setattr(prefix_encoder, "_SLICE", size)
         encoder = PrefixEncoder(whole)
         for end in [*ends, *ends]:
             text = start + end
@@ -154,11 +156,11 @@ class Watched:
     def __init__(self, inner: tokenizers.Tokenizer) -> None:
         self._inner = inner
         self.encoded: list[str] = []
-        self.encode: Callable[..., tokenizers.Encoding] = self._encode
+        self.encode_batch: Callable[..., list[tokenizers.Encoding]] = self._encode_batch
 
-    def _encode(self, text: str, **how: bool) -> tokenizers.Encoding:
-        self.encoded.append(text)
-        return self._inner.encode(text, **how)
+    def _encode_batch(self, texts: list[str], **how: bool) -> list[tokenizers.Encoding]:
+        self.encoded += texts
+        return self._inner.encode_batch(texts, **how)
 
     def __getattr__(self, name: str) -> object:
         return getattr(self._inner, name)
@@ -182,6 +184,24 @@ def test_of_a_next_turn_only_the_new_part_is_encoded(pattern: str) -> None:
         assert encoder.encode(text, add_special_tokens=False, scope="") == backend(pattern).encode(text).ids
     assert encoded[0] == HISTORY
     assert all(len(text) < 2 * 256 + 24 * 3 for text in encoded[1:])
+
+
+def test_a_long_text_is_encoded_in_slices() -> None:
+    """Of which each begins at the last cut of the one before."""
+    text = HISTORY * 20
+    for pattern in ("gpt2", "llama3"):
+        encoder, encoded = watched(pattern)
+        assert encoder.encode(text, add_special_tokens=True, scope="") == backend(pattern).encode(text).ids
+        assert max(map(len, encoded)) == 16_384
+        assert sum(map(len, encoded)) < len(text) + 300 * len(encoded)
+    without_cuts = "1234567890" * 4000
+    encoder, encoded = watched()
+    for _ in range(2):
+        assert (
+            encoder.encode(without_cuts, add_special_tokens=True, scope="") == backend("gpt2").encode(without_cuts).ids
+        )
+        assert sum(map(len, encoded)) <= len(without_cuts) + 16_384
+        encoded.clear()
 
 
 @pytest.mark.parametrize("pattern", ["none", "space last"])

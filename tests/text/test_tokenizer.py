@@ -1,5 +1,7 @@
 import subprocess
 import sys
+import threading
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -22,6 +24,31 @@ def test_token_bytes_join_to_the_text(tokenizer: Tokenizer, text: str) -> None:
     if tokenizer.name == "sentencepiece":  # its decoder drops the space before the first word
         joined = joined.removeprefix(" ")
     assert joined == tokenizer.decode(ids)
+
+
+def test_a_long_text_lets_other_threads_run(tmp_path: Path) -> None:
+    """Those that stream to other users, in a server: 100,000 tokens take half a second."""
+    tokenizer = load_tokenizer("default", tmp_path)
+    text = "of the sea and of the ships that go there, " * 10_000
+    turns, ended = [0], threading.Event()
+
+    def take_turns() -> None:
+        while not ended.wait(0.001):
+            turns[0] += 1
+
+    other = threading.Thread(target=take_turns)
+    other.start()
+    try:
+        for encode in (tokenizer.encode, partial(tokenizer.encode, scope="")):
+            before = turns[0]
+            ids = encode(text)
+            assert turns[0] - before > 10
+        before = turns[0]
+        assert tokenizer.decode(ids) == text
+        assert turns[0] - before > 10
+    finally:
+        ended.set()
+        other.join()
 
 
 def test_the_second_start_reads_the_cache_and_agrees(tmp_path: Path) -> None:
