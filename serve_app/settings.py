@@ -52,6 +52,7 @@ LAUNCHER_ENVIRONMENT: Mapping[str, str] = {
     _MEMORY_MONITOR: "0",
     "RAY_task_events_report_interval_ms": "0",
     "RAY_worker_niceness": "0",
+    "TOKENIZERS_PARALLELISM": "false",
 }
 """What `make serve` sets besides. Ray's switch for clusters on desktop systems, off, gives the node the address
 127.0.0.1, on which then all of Ray's own ports listen. Serve's controller looks after its replicas ten times a second
@@ -60,7 +61,8 @@ of a request. For the draining period an ingress that is replaced still takes wh
 without one, such requests were cut. A replica that fails its health checks would get a minute to finish what it cannot
 finish, before it is replaced. Ray's own metrics and its records of events and tasks are for a dashboard, which does not
 run here. Its memory monitor ends workers when the machine is full, whoever filled it; the kernel ends whoever holds the
-most. Ray runs workers at niceness 15, behind everything else on the machine."""
+most. Ray runs workers at niceness 15, behind everything else on the machine. A text alone is encoded in a thread of
+ours: one of the tokenizer's own would only be waited for."""
 
 ENGINE_ENVIRONMENT: Mapping[str, str] = {"GOMP_SPINCOUNT": "5000", "THP_MEM_ALLOC_ENABLE": "1"}
 """What a replica sets before it loads torch. Its threads spin for milliseconds after each operation by default, on

@@ -8,6 +8,7 @@ import logging
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Iterator, Sequence
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import orjson
@@ -23,7 +24,7 @@ from serve_app.api.errors import internal_error
 from serve_app.api.generation import ChoicePiece, Generation, Usage
 from serve_app.api.limits import ApiLimits
 from serve_app.api.odds import OddsMeter
-from serve_app.api.prepare import check_tenant, parsed
+from serve_app.api.prepare import check_tenant, off_loop, parsed
 from serve_app.api.request_events import Endpoint, RequestLog, RequestObserver
 from serve_app.api.schemas import GenerationBody
 from serve_app.api.service import RequestContext, Service
@@ -35,6 +36,10 @@ from serve_app.tenants.tenant import Tenant
 from serve_app.text.stream import StopConfig, TextPiece, TokenText
 
 logger = logging.getLogger(__name__)
+
+_LOGPROB = 8
+"""Writing the log-probability of a prompt's token, or of an alternative, takes as long as tokenizing so many
+characters."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,11 +238,8 @@ class GenerationResponse(Response):
                     gained[index].add(piece, (wire.token(index, token) for token in piece.logprobs))
         tracker.settle()
         choices = [choice.finish(index) for index, choice in enumerate(gained)]
-        answer = wire.whole(choices, generation.usage)
-        if job.body.answers_with_odds:
-            for index, told in enumerate(answer["choices"]):
-                told["odds"] = generation.odds[index // (job.body.n or 1)]
-        body = orjson.dumps(answer)
+        work = partial(_whole_body, job, wire, choices, generation)
+        body = await off_loop(work, _LOGPROB * generation.num_prompt_logprobs * len(choices))
         headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         await send({"type": "http.response.body", "body": body})
@@ -263,7 +265,8 @@ class GenerationResponse(Response):
                         chunk = wire.chunk(index, piece)
                         if chunk and not seen[index]:
                             seen[index] = True
-                            data += wire.start(index)
+                            work = partial(wire.start, index)
+                            data += await off_loop(work, _LOGPROB * generation.num_prompt_logprobs)
                         data += chunk
                     if data:
                         await events.send(bytes(data))
@@ -282,6 +285,14 @@ class GenerationResponse(Response):
             return error
         logger.error("request %s failed in its stream", self._request.state.request_id, exc_info=error)
         return internal_error()
+
+
+def _whole_body(job: Job, wire: Wire, choices: Sequence[Choice], generation: Generation) -> bytes:
+    answer = wire.whole(choices, generation.usage)
+    if job.body.answers_with_odds:
+        for index, told in enumerate(answer["choices"]):
+            told["odds"] = generation.odds[index // (job.body.n or 1)]
+    return orjson.dumps(answer)
 
 
 def _most_tokens(request: EngineRequest) -> int:

@@ -91,6 +91,12 @@ class Generation:
             sum(reasoning) if reasoning else None,
         )
 
+    @property
+    def num_prompt_logprobs(self) -> int:
+        """That one choice's answer tells, alternatives included, if its prompt is of the usual length."""
+        alternatives = self._requests[0].params.prompt_logprobs or 0
+        return (1 + alternatives) * sum(map(len, self.prompt_logprobs)) // len(self._requests)
+
     def prompt_token_ids(self, prompt: int) -> tuple[int, ...]:
         """Of prompt number `prompt`."""
         return self._requests[prompt].prompt_token_ids

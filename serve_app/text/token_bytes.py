@@ -26,19 +26,22 @@ class TokenBytes:
 
     def __init__(self, backend: tokenizers.Tokenizer) -> None:
         self._backend = backend
-        self._added = {i: token.content.encode() for i, token in backend.get_added_tokens_decoder().items()}
+        self._known = {i: token.content.encode() for i, token in backend.get_added_tokens_decoder().items()}
         decoder = backend.decoder
         kinds = json.dumps(json.loads(decoder.__getstate__())) if decoder is not None else ""
         self.byte_level = '"ByteLevel"' in kinds
 
     def __call__(self, token_id: int) -> bytes:
         """Empty for an id outside the vocabulary."""
-        added = self._added.get(token_id)
-        if added is not None:
-            return added
-        token: str | None = self._backend.id_to_token(token_id)
-        if token is None:
-            return b""
+        known = self._known.get(token_id)
+        if known is None:
+            token: str | None = self._backend.id_to_token(token_id)
+            if token is None:
+                return b""
+            known = self._known[token_id] = self._bytes(token)
+        return known
+
+    def _bytes(self, token: str) -> bytes:
         if self.byte_level:
             codes = [_ALPHABET.get(char) for char in token]
             known = bytes(code for code in codes if code is not None)

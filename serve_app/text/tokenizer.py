@@ -36,9 +36,6 @@ from serve_app.text.tool_format import (
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-# A text alone is encoded in a thread of ours: one of the library's would only be waited for.
-os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-
 _TAIL = 32
 """Tokens of a prompt's end that hold the mark of a reasoning, if it ends with one."""
 

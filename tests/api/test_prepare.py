@@ -70,6 +70,24 @@ async def test_so_are_those_that_ask_for_tokens(
     assert on_the_loop == [True, False]
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_log_probabilities_of_long_prompts_are_written_beside_the_event_loop(
+    api: Api, monkeypatch: pytest.MonkeyPatch, stream: bool
+) -> None:
+    """Those of 8,000 tokens with their alternatives take some tenths of a second."""
+    write, on_the_loop = completions._Echo.logprobs, []
+
+    def watched(*given: Any) -> Any:
+        on_the_loop.append(threading.current_thread() is threading.main_thread())
+        return write(*given)
+
+    monkeypatch.setattr(completions._Echo, "logprobs", watched)
+    for count in (2, 1200):
+        asked = {"prompt": [5] * count, "echo": True, "logprobs": 0, "max_tokens": 1, "stream": stream}
+        assert (await api.http.post("/v1/completions", json=asked)).status_code == 200
+    assert on_the_loop == [True, False]
+
+
 async def test_a_text_far_too_long_is_refused_after_its_first_part(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
     """Though its bytes alone do not tell: a vocabulary may have a token for many of them."""
     tokenizer = api.service.tokenizer
