@@ -93,7 +93,7 @@ class Generation:
 
     @property
     def num_prompt_logprobs(self) -> int:
-        """That one choice's answer tells, alternatives included, if its prompt is of the usual length."""
+        """That one choice's answer tells, alternatives included; a mean over the prompts."""
         alternatives = self._requests[0].params.prompt_logprobs or 0
         return (1 + alternatives) * sum(map(len, self.prompt_logprobs)) // len(self._requests)
 
