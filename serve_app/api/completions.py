@@ -1,6 +1,7 @@
 """POST /v1/completions: text or token ids in, OpenAI's (legacy) completion formats out, with `echo` and `logprobs`."""
 
 from collections.abc import Sequence
+from functools import partial
 from itertools import accumulate
 from typing import Any
 
@@ -19,6 +20,7 @@ from serve_app.api.prepare import (
     check_sequences,
     encode_prompt,
     engine_request,
+    off_loop,
     stop_config,
     truncated,
 )
@@ -70,23 +72,21 @@ class CompletionJob:
             check_prompt_logprobs(name, num_tokens, top, self._context.limits)
         most = self._context.limits.max_logprobs // self.num_prompts
         grammar, words = await grammar_of(body, tokenizer, self._context.observer), bad_words(body, tokenizer)
-        return [
-            engine_request(
-                body,
-                token_ids,
-                self._card,
-                prompt_field="prompt",
-                max_logprobs=most,
-                max_tokens=("max_tokens", 1 if body.scores_only else body.max_tokens),
-                default_max_tokens=DEFAULT_MAX_TOKENS,
-                logprobs=0 if body.logprobs is None and body.chooses_best else body.logprobs,
-                prompt_logprobs=max((top for _, top in asked), default=None),
-                bad_words=words,
-                grammar=grammar,
-                cache_salt=cache_salt,
-            )
-            for token_ids in self._token_ids
-        ]
+        make = partial(
+            engine_request,
+            body,
+            card=self._card,
+            prompt_field="prompt",
+            max_logprobs=most,
+            max_tokens=("max_tokens", 1 if body.scores_only else body.max_tokens),
+            default_max_tokens=DEFAULT_MAX_TOKENS,
+            logprobs=0 if body.logprobs is None and body.chooses_best else body.logprobs,
+            prompt_logprobs=max((top for _, top in asked), default=None),
+            bad_words=words,
+            grammar=grammar,
+            cache_salt=cache_salt,
+        )
+        return await off_loop(lambda: [make(token_ids=ids) for ids in self._token_ids], num_tokens)
 
     async def _encode(self, prompt: str | list[int], cache_salt: str) -> list[int]:
         tokenizer, suffix = self._context.service.tokenizer, self.body.suffix

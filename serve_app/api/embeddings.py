@@ -18,7 +18,7 @@ from serve_app.api.body import Body, refusal, unfit
 from serve_app.api.endpoint import ApiContext, Choice
 from serve_app.api.fields import Prompt
 from serve_app.api.generation import Generation, Usage
-from serve_app.api.prepare import check_model, encode_prompts
+from serve_app.api.prepare import check_model, encode_prompts, off_loop
 from serve_app.api.schemas import GenerationBody
 from serve_app.core.request import EngineRequest
 from serve_app.core.results import EMBEDDING
@@ -101,7 +101,8 @@ class EmbeddingsJob:
             special = self._asked.add_special_tokens is not False
             tokenizer = self._context.service.tokenizer
             token_ids = await encode_prompts(tokenizer, self._inputs, self._card, add_special_tokens=special)
-        return [self._request(name, ids, cache_salt) for name, ids in zip(self._inputs, token_ids, strict=True)]
+        named = zip(self._inputs, token_ids, strict=True)
+        return await off_loop(lambda: [self._request(*each, cache_salt) for each in named], sum(map(len, token_ids)))
 
     def _request(self, name: str, token_ids: list[int], cache_salt: str) -> EngineRequest:
         card, most = self._card, self._asked.truncate_prompt_tokens

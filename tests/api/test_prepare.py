@@ -8,7 +8,7 @@ from typing import Any
 import orjson
 import pytest
 
-from serve_app.api import app, completions, prepare
+from serve_app.api import app, completions, embeddings, prepare
 from serve_app.api.schemas import ChatBody, parse_body
 from serve_app.errors import InvalidRequestError
 from tests.api.conftest import Api
@@ -86,6 +86,28 @@ async def test_log_probabilities_of_long_prompts_are_written_beside_the_event_lo
         asked = {"prompt": [5] * count, "echo": True, "logprobs": 0, "max_tokens": 1, "stream": stream}
         assert (await api.http.post("/v1/completions", json=asked)).status_code == 200
     assert on_the_loop == [True, False]
+
+
+@pytest.mark.parametrize(
+    ("path", "field", "owner", "name"),
+    [
+        ("/v1/completions", "prompt", completions, "engine_request"),
+        ("/v1/embeddings", "input", embeddings.EmbeddingsJob, "_request"),
+    ],
+)
+async def test_many_ids_are_checked_beside_the_event_loop(
+    api: Api, monkeypatch: pytest.MonkeyPatch, path: str, field: str, owner: Any, name: str
+) -> None:
+    check, on_the_loop = getattr(owner, name), []
+
+    def watched(*given: Any, **more: Any) -> Any:
+        on_the_loop.append(threading.current_thread() is threading.main_thread())
+        return check(*given, **more)
+
+    monkeypatch.setattr(owner, name, watched)
+    for count in (1, 100):
+        await api.http.post(path, json={field: [[5] * 100] * count})
+    assert on_the_loop == [True] + [False] * 100
 
 
 async def test_a_text_far_too_long_is_refused_after_its_first_part(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
