@@ -105,9 +105,9 @@ async def test_many_ids_are_checked_beside_the_event_loop(
         return check(*given, **more)
 
     monkeypatch.setattr(owner, name, watched)
-    for count in (1, 100):
-        await api.http.post(path, json={field: [[5] * 100] * count})
-    assert on_the_loop == [True] + [False] * 100
+    for count in (1, 5):
+        await api.http.post(path, json={field: [[5] * 1900] * count})
+    assert on_the_loop == [True] + [False] * 5
 
 
 async def test_a_text_far_too_long_is_refused_after_its_first_part(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
