@@ -65,11 +65,11 @@ class CompletionJob:
             if len(token_ids) < len(whole):
                 self._prompts[i] = token_ids
             self._token_ids.append(token_ids)
-        num_tokens = sum(map(len, self._token_ids)) * body.num_choices
+        num_tokens = sum(map(len, self._token_ids))
         tops = [("logprobs", body.logprobs if body.echo else None), ("prompt_logprobs", body.prompt_logprobs)]
         asked = [(name, top) for name, top in tops if top is not None]
         for name, top in asked:
-            check_prompt_logprobs(name, num_tokens, top, self._context.limits)
+            check_prompt_logprobs(name, num_tokens * body.num_choices, top, self._context.limits)
         most = self._context.limits.max_logprobs // self.num_prompts
         grammar, words = await grammar_of(body, tokenizer, self._context.observer), bad_words(body, tokenizer)
         make = partial(

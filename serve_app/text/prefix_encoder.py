@@ -83,7 +83,7 @@ class PrefixEncoder:
             parent, num_known, num_ids = self._remember(text[: begin + size], part, parent, num_known)
             ids += part.ids[:num_ids]
             if _end(parent) == begin:
-                size = len(text)
+                size = len(text)  # nowhere to go on from: the rest in one piece
             begin = _end(parent)
         rest = encoding_of(self._backend, text[begin:], add_special_tokens and begin == 0)
         self._remember(text, rest, parent, num_known)
