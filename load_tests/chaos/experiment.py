@@ -139,6 +139,8 @@ class Experiment:
         self.rng = Random(f"{seed} {fault.name} {moment}")
         self.row = Row(fault.name, fleet.path, moment)
         self.answers: list[Answer] = []
+        self.stall_limit_s = fault.stall_limit_s
+        """Longer than the fault's where the strike has measured that requests must wait for each other."""
         self.session: aiohttp.ClientSession = open_session()
         self._references = references
         self._later = References()
@@ -177,9 +179,11 @@ class Experiment:
         """Record what each process holds now: it may hold no more afterwards."""
         self._before = await asyncio.to_thread(self.fleet.holdings)
 
-    async def learn(self, asks: Sequence[Ask]) -> None:
-        """Get the undisturbed answers to these requests before the strike."""
+    async def learn(self, asks: Sequence[Ask]) -> float:
+        """Get the undisturbed answers to these requests before the strike; the seconds it took."""
+        start = time.monotonic()
         await self._references.learn(self.session, self.fleet.url, asks)
+        return time.monotonic() - start
 
     async def mixed(self, rng: Random, count: int, max_tokens: int) -> list[Ask]:
         """Requests with every feature that a continued stream could get wrong, with known answers."""
@@ -314,8 +318,8 @@ class Experiment:
                 row.problems.append(f"{answer.ask.name}: {first_difference(answer, undisturbed)}")
         survivors = [a for a in self.answers if a.outcome is Outcome.COMPLETE]
         row.stall_s = max((answer.silence_s(self._struck_at or 0.0) for answer in survivors), default=None)
-        if row.stall_s is not None and row.stall_s > self.fault.stall_limit_s:
-            row.problems.append(f"a stream was silent for {row.stall_s:.1f} s")
+        if row.stall_s is not None and row.stall_s > self.stall_limit_s:
+            row.problems.append(f"a stream was silent for {row.stall_s:.1f} s, longer than {self.stall_limit_s:.1f} s")
 
     async def _aftermath(self) -> None:
         """Check that nothing is left behind, every replica is back, and the next request is answered correctly."""
