@@ -75,7 +75,7 @@ static inline int64_t most_rounded_bytes(int64_t inputs) {
 /* From so many rows on tiles pay in exact mode. */
 enum { LEAST_DIGIT_ROWS = 12 };
 
-/* How activations of so many rows meet this weight. */
+/* How activations of so many rows are multiplied with this weight. */
 static enum form form_for(const struct weight *weight, int arithmetic, int rows) {
     if (arithmetic == BFLOAT16) return AS_BF16;
     if (!weight->fixed) return AS_FLOATS;

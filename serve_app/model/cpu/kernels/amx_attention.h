@@ -66,15 +66,15 @@ static float *tile_scores(const struct rows *all, int row) {
     return all->score + row / TILE_ROWS % 2 * TILE_ROWS * ROUND;
 }
 
-/* `soften` for a tile's row: two vectors of weights at once become pairs, and a product with ones sums them. */
-static void soften_pairs(const struct attention *layer, const struct rows *all, int row, float *score, int count,
-                         int base) {
-    hide_keys(layer, all, row, score, count, base);
+/* online_softmax for a tile's row: two vectors of weights at once become pairs, and a product with ones sums them. */
+static void online_softmax_pairs(const struct attention *layer, const struct rows *all, int row, float *score,
+                                 int count, int base) {
+    mask_keys(layer, all, row, score, count, base);
     vec best = maximum(load(score), load(score + LANES));
     for (int i = 2 * LANES; i < count; i += 2 * LANES)
         best = maximum(maximum(load(score + i), load(score + i + LANES)), best);
-    if (any_above(best, all->largest[row] + SLACK)) raise_largest(CACHE_BF16, layer, all, row, reduce_max(best));
-    const vec largest = splat(all->largest[row]);
+    if (any_above(best, all->running_max[row] + SLACK)) rescale_row(CACHE_BF16, layer, all, row, reduce_max(best));
+    const vec largest = splat(all->running_max[row]);
     vec total = load(all->sum + row * LANES);
     for (int i = 0; i < count; i += 2 * LANES) {
         const vec first = rough_exponential2(load(score + i) - largest);
@@ -90,7 +90,7 @@ static void finish_tile(const struct attention *layer, const struct rows *all, i
     const int dim = layer->head_dim, seen = all->position[end - 1] + 1 - base;
     const int steps = seen < ROUND ? (seen + 31) / 32 : ROUND / 32;
     float *score = tile_scores(all, row), *out = all->out + row * dim;
-    for (int r = row; r < end; r++) soften_pairs(layer, all, r, score + (r - row) * ROUND, steps * 32, base);
+    for (int r = row; r < end; r++) online_softmax_pairs(layer, all, r, score + (r - row) * ROUND, steps * 32, base);
     int d = 0;
     for (; d + 64 <= dim; d += 64) value_tile(4, score, all->values, dim, d, steps, out);
     for (; d < dim; d += 32) value_tile(2, score, all->values, dim, d, steps, out);

@@ -160,17 +160,17 @@ static void put_query(const struct attention *layer, const float *query, int row
         return;
     }
 #endif
-    const vec scale = splat(layer->scale * score_unit(layer->cache));
+    const vec scale = splat(layer->scale * exponent_unit(layer->cache));
     if (in_tiles(layer)) {
         float *to = queries + row / TILE_ROWS * TILE_ROWS * layer->head_dim / 2 + row % TILE_ROWS * 16;
         for (int i = 0; i < layer->head_dim; i += LANES)
-            store_factor(to + i / 32 * TILE_ROWS * 16, i % 32, load(query + i) * scale, layer->cache);
+            store_operand(to + i / 32 * TILE_ROWS * 16, i % 32, load(query + i) * scale, layer->cache);
         return;
     }
     float lane[LANES], *to = queries + row / ROWS * ROWS * layer->head_dim + row % ROWS;
     for (int i = 0; i < layer->head_dim; i += LANES) {
-        store_factor(lane, 0, load(query + i) * scale, layer->cache);
-        for (int k = 0; k < LANES / together(layer->cache); k++, to += ROWS) *to = lane[k];
+        store_operand(lane, 0, load(query + i) * scale, layer->cache);
+        for (int k = 0; k < LANES / interleaved(layer->cache); k++, to += ROWS) *to = lane[k];
     }
 }
 
@@ -187,7 +187,7 @@ static void attend_task(const void *argument, int index, int thread) {
         put_query(layer, query, row, rows.query);
         for (int i = 0; i < dim; i += LANES) store(rows.out + row * dim + i, splat(0.0f));
         store(rows.sum + row * LANES, splat(0.0f));
-        rows.largest[row] = -0x1.fffffep127f; /* finite: a round may hide all its keys from a row */
+        rows.running_max[row] = -0x1.fffffep127f; /* finite: a round may hide all its keys from a row */
         rows.position[row] = (int32_t)job->batch->positions[token];
     }
     if (in_tiles(layer)) begin_tiles();

@@ -59,10 +59,10 @@ struct rows {
                        uint16 [tiles][head_dim / 32][TILE_ROWS][32]; in bytes see query_terms */
     float *out;     /* [rows][head_dim]: sum of weights times values so far */
     float *score;   /* [ROWS][keys of a round]: scores, then weights; in bfloat16 the first half of a row, in bytes
-                       see soften_bytes. Of AMX's tiles two. */
+                       see online_softmax_bytes. Of AMX's tiles two. */
     float *sum;     /* [rows][LANES]: weights so far, by lane */
     float *values; /* [ROUND / 2][head_dim] of pairs; only for tiles */
-    float *largest; /* [rows]: what is taken off scores, at most SLACK below the largest one so far */
+    float *running_max; /* [rows]: what is taken off scores, at most SLACK below the largest one so far */
     int32_t *position; /* [rows]: the query's; it sees no later key */
 };
 
@@ -108,8 +108,8 @@ static struct rows rows_in(float *scratch, int num_rows, int head_dim) {
     rows.score = rows.out + whole * head_dim;
     rows.sum = rows.score + SCORES;
     rows.values = rows.sum + whole * LANES;
-    rows.largest = rows.values + VALUE_ROWS * head_dim;
-    rows.position = (int32_t *)(rows.largest + whole);
+    rows.running_max = rows.values + VALUE_ROWS * head_dim;
+    rows.position = (int32_t *)(rows.running_max + whole);
     return rows;
 }
 
@@ -123,7 +123,7 @@ int64_t cache_page_bytes(int64_t head_dim, int64_t format) {
 }
 
 /* Numbers of one row or column of the products that stand side by side in the cache, to be multiplied at once. */
-SPECIALIZED int together(const int format) { return format == CACHE_BF16 ? 2 : 1; }
+SPECIALIZED int interleaved(const int format) { return format == CACHE_BF16 ? 2 : 1; }
 
 /* A vector's worth of numbers, or of pairs of them. */
 SPECIALIZED vec load_cache(const char *cache, const int format) {
@@ -150,14 +150,14 @@ SPECIALIZED vec add_product(vec sum, const float *factor, vec cached, const int 
 /* Scores of `rows` queries with the keys in `width` vectors, of which the first begins at key `first` of the round. */
 SPECIALIZED void score_keys(const int rows, const int width, const int format, const float *query, int head_dim,
                             const struct round *now, int first, float *score) {
-    const int step_bytes = PAGE * together(format) * number_bytes(format);
-    const int page_steps = head_dim / together(format) / PAGES;
+    const int step_bytes = PAGE * interleaved(format) * number_bytes(format);
+    const int page_steps = head_dim / interleaved(format) / PAGES;
     const char *keys[WIDTH];
     vec total[ROWS][WIDTH] = {0};
     UNROLL
     for (int v = 0; v < width; v++) {
         const int key = first + v * LANES;
-        keys[v] = (const char *)now->keys[key / PAGE] + key % PAGE * together(format) * number_bytes(format);
+        keys[v] = (const char *)now->keys[key / PAGE] + key % PAGE * interleaved(format) * number_bytes(format);
     }
     int64_t at = 0;
     for (int page = 0; page < PAGES; page++) {
@@ -185,7 +185,7 @@ SPECIALIZED void add_value(const int rows, const int width, const int format, co
     vec value[WIDTH];
     UNROLL
     for (int v = 0; v < width; v++) {
-        value[v] = pinned(load_cache(values + v * LANES * together(format) * number_bytes(format), format));
+        value[v] = pinned(load_cache(values + v * LANES * interleaved(format) * number_bytes(format), format));
         if (there != -1) value[v] = (vec)((ivec)value[v] & there);
     }
     UNROLL
@@ -197,9 +197,9 @@ SPECIALIZED void add_value(const int rows, const int width, const int format, co
 /* out += weights times values, for `width` vectors of dimensions from `dim` on and the round's first `count` keys. */
 SPECIALIZED void add_values(const int rows, const int width, const int format, const float *weight, int head_dim,
                             int dim, const struct round *now, int count, float *out) {
-    const int64_t line = (int64_t)head_dim * together(format) * number_bytes(format);
-    const int64_t first = (int64_t)dim * together(format) * number_bytes(format);
-    const int steps = count / together(format), page_steps = PAGE / together(format);
+    const int64_t line = (int64_t)head_dim * interleaved(format) * number_bytes(format);
+    const int64_t first = (int64_t)dim * interleaved(format) * number_bytes(format);
+    const int steps = count / interleaved(format), page_steps = PAGE / interleaved(format);
     vec total[ROWS][WIDTH];
     UNROLL
     for (int r = 0; r < rows; r++)
@@ -212,10 +212,10 @@ SPECIALIZED void add_values(const int rows, const int width, const int format, c
         const char *end = values + (left < page_steps ? left : page_steps) * line;
         for (; values < end; values += line, weight++) {
             add_value(rows, width, format, weight, values, -1, total);
-            if (now->fetch) fetch_lines(values + next, width * LANES * together(format) * number_bytes(format));
+            if (now->fetch) fetch_lines(values + next, width * LANES * interleaved(format) * number_bytes(format));
         }
     }
-    if (count % together(format)) { /* nothing may be there yet of the last pair's second value */
+    if (count % interleaved(format)) { /* nothing may be there yet of the last pair's second value */
         const char *values = (const char *)now->values[steps / page_steps] + first + steps % page_steps * line;
         add_value(rows, width, format, weight, values, 0xffff, total);
     }
@@ -226,7 +226,7 @@ SPECIALIZED void add_values(const int rows, const int width, const int format, c
 }
 
 /* A vector of queries or weights as the products take them; `at` is in numbers. Returns what is stored, as floats. */
-SPECIALIZED vec store_factor(float *row, int at, vec value, const int format) {
+SPECIALIZED vec store_operand(float *row, int at, vec value, const int format) {
 #if defined(BUILD_BF16)
     if (format == CACHE_BF16) return store_bf16((uint16_t *)row + at, value);
 #endif
@@ -237,7 +237,7 @@ SPECIALIZED vec store_factor(float *row, int at, vec value, const int format) {
 
 /* What scores are times, beside the layer's scale, and the function that makes weights of them. What is rounded
  * afterwards, to 16 bits at most, needs no more than a rough one. */
-SPECIALIZED float score_unit(const int format) { return format >= CACHE_BF16 ? 1.44269504f : 1.0f; }
+SPECIALIZED float exponent_unit(const int format) { return format >= CACHE_BF16 ? 1.44269504f : 1.0f; }
 
 SPECIALIZED vec weight_of(vec score, const int format) {
 #if defined(BUILD_BYTE_CACHE)
@@ -248,7 +248,7 @@ SPECIALIZED vec weight_of(vec score, const int format) {
 }
 
 /* -inf for those of a row's scores whose keys (the round's first is `base`) it does not see. */
-static void hide_keys(const struct attention *layer, const struct rows *all, int row, float *score, int count,
+static void mask_keys(const struct attention *layer, const struct rows *all, int row, float *score, int count,
                       int base) {
     const int position = all->position[row], window = layer->window;
     const int first_seen = window && position >= window ? position - window + 1 : 0;
@@ -262,29 +262,29 @@ static void hide_keys(const struct attention *layer, const struct rows *all, int
 }
 
 /* A row's sums brought to a new maximum. */
-SPECIALIZED void raise_largest(const int format, const struct attention *layer, const struct rows *all, int row,
+SPECIALIZED void rescale_row(const int format, const struct attention *layer, const struct rows *all, int row,
                                float largest) {
     float *sum = all->sum + row * LANES, *out = all->out + row * layer->head_dim;
-    const vec correction = weight_of(splat(all->largest[row] - largest), format);
+    const vec correction = weight_of(splat(all->running_max[row] - largest), format);
     for (int i = 0; i < layer->head_dim; i += LANES) store(out + i, load(out + i) * correction);
     store(sum, load(sum) * correction);
-    all->largest[row] = largest;
+    all->running_max[row] = largest;
 }
 
 /* Turn one row's first `count` scores of the round that begins at key `base` into weights; bring its sums to the new
  * maximum. */
-SPECIALIZED void soften(const int format, const struct attention *layer, const struct rows *all, int row, float *score,
-                        int count, int base) {
-    hide_keys(layer, all, row, score, count, base);
+SPECIALIZED void online_softmax(const int format, const struct attention *layer, const struct rows *all, int row,
+                                float *score, int count, int base) {
+    mask_keys(layer, all, row, score, count, base);
     float *sum = all->sum + row * LANES;
     vec best = load(score);
     for (int i = LANES; i < count; i += LANES) best = maximum(load(score + i), best);
     const float largest = reduce_max(best);
-    if (largest > all->largest[row] + SLACK) raise_largest(format, layer, all, row, largest);
-    const vec maximum_now = splat(all->largest[row]);
+    if (largest > all->running_max[row] + SLACK) rescale_row(format, layer, all, row, largest);
+    const vec maximum_now = splat(all->running_max[row]);
     vec total = load(sum);
     for (int i = 0; i < count; i += LANES) {
-        total = total + store_factor(score, i, weight_of(load(score + i) - maximum_now, format), format);
+        total = total + store_operand(score, i, weight_of(load(score + i) - maximum_now, format), format);
     }
     store(sum, total);
 }
@@ -300,7 +300,7 @@ SPECIALIZED void attend_round(const int rows, const int format, const struct att
         score_keys(rows, WIDTH, format, query, dim, now, done, all->score);
     for (; done < count; done += WIDTH / 2 * LANES)
         score_keys(rows, WIDTH / 2, format, query, dim, now, done, all->score);
-    for (int r = 0; r < rows; r++) soften(format, layer, all, row + r, all->score + r * ROUND, done, base);
+    for (int r = 0; r < rows; r++) online_softmax(format, layer, all, row + r, all->score + r * ROUND, done, base);
     int d = 0;
     for (; d + WIDTH * LANES <= dim; d += WIDTH * LANES)
         add_values(rows, WIDTH, format, all->score, dim, d, now, count, out);

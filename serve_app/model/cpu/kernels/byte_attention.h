@@ -1,9 +1,9 @@
 /* attention_round.h's round in bytes: both products in integers.
  *
- * A key or value of one head is int8 numbers times a scale. A product meets MEET of them at once: four with AVX-512,
- * which multiplies bytes; two with AVX2, where they are widened to 16 bits on the way. A page of them is
- *   keys    bytes [head_dim / MEET][PAGE][MEET], the numbers plus KEY_ZERO, then float scale[PAGE]
- *   values  int8 [PAGE / MEET][head_dim][MEET], then float scale[PAGE]
+ * A key or value of one head is int8 numbers times a scale. A lane multiplies DOT_SIZE of them at once and adds them up:
+ * four with AVX-512, which multiplies bytes; two with AVX2, where they are widened to 16 bits on the way. A page is
+ *   keys    bytes [head_dim / DOT_SIZE][PAGE][DOT_SIZE], the numbers plus KEY_ZERO_POINT, then float scale[PAGE]
+ *   values  int8 [PAGE / DOT_SIZE][head_dim][DOT_SIZE], then float scale[PAGE]
  * Queries are rounded in the same way, to numbers up to QUERY_LIMIT. A round's weights take the values' scales first,
  * and are then integers times a WEIGHT_LIMITth of the largest of them: many small ones do not vanish beside a large one
  * of another round. The softmax's sum has them unrounded.
@@ -18,13 +18,13 @@
 
 #if defined(BUILD_BYTE_CACHE)
 #if defined(BUILD_AVX512)
-enum { MEET = 4, KEY_ZERO = 128 }; /* bytes that meet must be unsigned on one side */
+enum { DOT_SIZE = 4, KEY_ZERO_POINT = 128 }; /* bytes must be unsigned on one side of a product */
 #define QUERY_LIMIT 127.0f
 #define WEIGHT_LIMIT 255.0f
 typedef int8_t query_number;
 typedef uint8_t weight_number;
 #else
-enum { MEET = 2, KEY_ZERO = 0 };
+enum { DOT_SIZE = 2, KEY_ZERO_POINT = 0 };
 /* Sums over 2,048 dimensions or a round's keys fit 32 bits. */
 #define QUERY_LIMIT 8191.0f
 #define WEIGHT_LIMIT 32767.0f
@@ -33,8 +33,8 @@ typedef int16_t weight_number;
 #endif
 
 enum {
-    PAGE_VECTORS = PAGE / LANES,          /* that MEET numbers of each of a page's keys fill */
-    PAGES_AT_ONCE = WIDTH / PAGE_VECTORS, /* pages whose keys are met at once */
+    PAGE_VECTORS = PAGE / LANES,          /* that DOT_SIZE numbers of each of a page's keys fill */
+    PAGES_AT_ONCE = WIDTH / PAGE_VECTORS, /* pages whose keys are scored at once */
     LEAST_PAGES = MOST_PAGES / 4,         /* a round has one, two, three or four times as many */
 };
 
@@ -47,8 +47,8 @@ SPECIALIZED ivec load_numbers(const char *from) {
 #endif
 }
 
-/* Per lane: sum and the products of MEET numbers; with AVX-512 those of `first` are unsigned. */
-SPECIALIZED ivec meet(ivec sum, ivec first, ivec second) {
+/* Per lane: sum and the products of DOT_SIZE numbers; with AVX-512 those of `first` are unsigned. */
+SPECIALIZED ivec dot_numbers(ivec sum, ivec first, ivec second) {
 #if defined(BUILD_AVX512)
     return dot4(sum, first, second);
 #else
@@ -64,14 +64,14 @@ SPECIALIZED void store_query(query_number *to, ivec numbers) {
 #endif
 }
 
-/* A tile's queries are words of MEET numbers [head_dim / MEET][ROWS], and behind them: */
+/* A tile's queries are words of DOT_SIZE numbers [head_dim / DOT_SIZE][ROWS], and behind them: */
 struct query_terms {
     float scale[ROWS];
-    int32_t start[ROWS]; /* where sums begin: it takes off what KEY_ZERO adds */
+    int32_t start[ROWS]; /* where sums begin: it takes off what KEY_ZERO_POINT adds */
 };
 
 static struct query_terms *terms_of(float *tile, int head_dim) {
-    return (struct query_terms *)(tile + head_dim / MEET * ROWS);
+    return (struct query_terms *)(tile + head_dim / DOT_SIZE * ROWS);
 }
 
 /* The scale that makes the largest of `count` numbers `limit`; NaN where one is no number, or infinite. */
@@ -98,20 +98,20 @@ static void put_byte_query(const struct attention *layer, const float *query, in
         query_number packed[LANES];
         sum += numbers;
         store_query(packed, numbers);
-        for (int k = 0; k < LANES; k += MEET) memcpy(tile + (i + k) / MEET * ROWS + row, packed + k, 4);
+        for (int k = 0; k < LANES; k += DOT_SIZE) memcpy(tile + (i + k) / DOT_SIZE * ROWS + row, packed + k, 4);
     }
-    terms->scale[row] = scale * layer->scale * score_unit(CACHE_BYTES);
-    terms->start[row] = -KEY_ZERO * (int32_t)reduce_add(to_float(sum));
+    terms->scale[row] = scale * layer->scale * exponent_unit(CACHE_BYTES);
+    terms->start[row] = -KEY_ZERO_POINT * (int32_t)reduce_add(to_float(sum));
 }
 
-/* Into number `offset` of each MEET. The others are not touched: another thread may be writing them. */
+/* Into number `offset` of every DOT_SIZE. The others are not touched: another thread may be writing them. */
 SPECIALIZED void store_apart(uint8_t *to, int offset, ivec numbers) {
 #if defined(BUILD_AVX512)
     store_every_fourth(to, offset, numbers);
 #else
     int8_t packed[LANES];
     store_bytes(packed, numbers);
-    for (int k = 0; k < LANES; k++) to[MEET * k + offset] = (uint8_t)packed[k];
+    for (int k = 0; k < LANES; k++) to[DOT_SIZE * k + offset] = (uint8_t)packed[k];
 #endif
 }
 
@@ -121,11 +121,12 @@ static void write_bytes(int head_dim, const float *key, const float *value, int 
     float key_scale = number_scale(key, head_dim, 127.0f), value_scale = number_scale(value, head_dim, 127.0f);
     const vec key_inverse = inverse_of(key_scale), value_inverse = inverse_of(value_scale);
     int8_t packed[LANES];
-    uint8_t *lines = values + offset / MEET * MEET * head_dim;
+    uint8_t *lines = values + offset / DOT_SIZE * DOT_SIZE * head_dim;
     for (int i = 0; i < head_dim; i += LANES) {
-        store_bytes(packed, nearest(load(key + i) * key_inverse) + KEY_ZERO);
-        for (int k = 0; k < LANES; k += MEET) memcpy(keys + (i + k) * PAGE + MEET * offset, packed + k, MEET);
-        store_apart(lines + MEET * i, offset % MEET, nearest(load(value + i) * value_inverse));
+        store_bytes(packed, nearest(load(key + i) * key_inverse) + KEY_ZERO_POINT);
+        for (int k = 0; k < LANES; k += DOT_SIZE)
+            memcpy(keys + (i + k) * PAGE + DOT_SIZE * offset, packed + k, DOT_SIZE);
+        store_apart(lines + DOT_SIZE * i, offset % DOT_SIZE, nearest(load(value + i) * value_inverse));
     }
     if (value_scale - value_scale != 0) {
         key_scale = value_scale - value_scale;
@@ -147,12 +148,12 @@ SPECIALIZED void score_byte_keys(const int rows, const int pages, int first, flo
         UNROLL
         for (int v = 0; v < vectors; v++) total[r][v] = splat_bytes(terms->start + r);
     int at = 0;
-    for (; at < PAGE * head_dim; at += MEET * PAGE, query += ROWS) {
+    for (; at < PAGE * head_dim; at += DOT_SIZE * PAGE, query += ROWS) {
         ivec key[WIDTH];
         UNROLL
         for (int v = 0; v < vectors; v++) {
             const char *page = now->keys[first + v / PAGE_VECTORS];
-            key[v] = load_numbers(page + at + v % PAGE_VECTORS * MEET * LANES);
+            key[v] = load_numbers(page + at + v % PAGE_VECTORS * DOT_SIZE * LANES);
         }
         if (now->fetch)
             UNROLL
@@ -162,7 +163,7 @@ SPECIALIZED void score_byte_keys(const int rows, const int pages, int first, flo
         for (int r = 0; r < rows; r++) {
             const ivec word = splat_bytes(query + r);
             UNROLL
-            for (int v = 0; v < vectors; v++) total[r][v] = meet(total[r][v], key[v], word);
+            for (int v = 0; v < vectors; v++) total[r][v] = dot_numbers(total[r][v], key[v], word);
         }
     }
     UNROLL
@@ -178,26 +179,26 @@ SPECIALIZED void score_byte_keys(const int rows, const int pages, int first, flo
     }
 }
 
-/* As add_values: weights, words of MEET numbers in rows of BYTE_ROUND words, times `unit`, for `width` vectors of
+/* As add_values: weights, words of DOT_SIZE numbers in rows of BYTE_ROUND words, times `unit`, for `width` vectors of
  * dimensions from `dim` on. */
 SPECIALIZED void add_byte_values(const int rows, const int width, const float *weight, const float *unit, int head_dim,
                                  int dim, const struct round *now, int count, float *out) {
     ivec total[ROWS][WIDTH] = {0};
     for (int page = 0; page * PAGE < count; page++) {
-        const int left = count - page * PAGE, line = MEET * head_dim;
-        const char *values = (const char *)now->values[page] + MEET * dim;
-        const int64_t next = (const char *)now->next_values[page] + MEET * dim - values;
-        const char *end = values + (left < PAGE ? (left + MEET - 1) / MEET : PAGE / MEET) * line;
+        const int left = count - page * PAGE, line = DOT_SIZE * head_dim;
+        const char *values = (const char *)now->values[page] + DOT_SIZE * dim;
+        const int64_t next = (const char *)now->next_values[page] + DOT_SIZE * dim - values;
+        const char *end = values + (left < PAGE ? (left + DOT_SIZE - 1) / DOT_SIZE : PAGE / DOT_SIZE) * line;
         for (; values < end; values += line, weight++) {
             ivec value[WIDTH];
             UNROLL
-            for (int v = 0; v < width; v++) value[v] = load_numbers(values + MEET * LANES * v);
-            if (now->fetch) fetch_lines(values + next, width * MEET * LANES);
+            for (int v = 0; v < width; v++) value[v] = load_numbers(values + DOT_SIZE * LANES * v);
+            if (now->fetch) fetch_lines(values + next, width * DOT_SIZE * LANES);
             UNROLL
             for (int r = 0; r < rows; r++) {
                 const ivec word = splat_bytes(weight + r * BYTE_ROUND);
                 UNROLL
-                for (int v = 0; v < width; v++) total[r][v] = meet(total[r][v], word, value[v]);
+                for (int v = 0; v < width; v++) total[r][v] = dot_numbers(total[r][v], word, value[v]);
             }
         }
         if (now->fetch && dim == 0)
@@ -212,16 +213,16 @@ SPECIALIZED void add_byte_values(const int rows, const int width, const float *w
         }
 }
 
-/* As soften, for `pages` pages; a row's weights fill the front of its scores. Returns their unit. */
-SPECIALIZED float soften_bytes(const int pages, const struct attention *layer, const struct rows *all, int row,
-                               const struct round *now, int base, float *score) {
+/* As online_softmax, for `pages` pages; a row's weights fill the front of its scores. Returns their unit. */
+SPECIALIZED float online_softmax_bytes(const int pages, const struct attention *layer, const struct rows *all, int row,
+                                       const struct round *now, int base, float *score) {
     const int vectors = pages * PAGE_VECTORS;
-    hide_keys(layer, all, row, score, pages * PAGE, base);
+    mask_keys(layer, all, row, score, pages * PAGE, base);
     vec weight[MOST_PAGES * PAGE_VECTORS], best = load(score);
     UNROLL
     for (int v = 1; v < vectors; v++) best = maximum(load(score + v * LANES), best);
-    if (any_above(best, all->largest[row] + SLACK)) raise_largest(CACHE_BYTES, layer, all, row, reduce_max(best));
-    const vec maximum_now = splat(all->largest[row]);
+    if (any_above(best, all->running_max[row] + SLACK)) rescale_row(CACHE_BYTES, layer, all, row, reduce_max(best));
+    const vec maximum_now = splat(all->running_max[row]);
     vec total = load(all->sum + row * LANES), most = splat(0.0f);
     UNROLL
     for (int v = 0; v < vectors; v++) {
@@ -240,13 +241,13 @@ SPECIALIZED float soften_bytes(const int pages, const struct attention *layer, c
     return unit;
 }
 
-static float soften_pages(int pages, const struct attention *layer, const struct rows *all, int row,
-                          const struct round *now, int base, float *score) {
+static float online_softmax_pages(int pages, const struct attention *layer, const struct rows *all, int row,
+                                  const struct round *now, int base, float *score) {
     switch (pages / LEAST_PAGES) {
-        case 4: return soften_bytes(4 * LEAST_PAGES, layer, all, row, now, base, score);
-        case 3: return soften_bytes(3 * LEAST_PAGES, layer, all, row, now, base, score);
-        case 2: return soften_bytes(2 * LEAST_PAGES, layer, all, row, now, base, score);
-        default: return soften_bytes(LEAST_PAGES, layer, all, row, now, base, score);
+        case 4: return online_softmax_bytes(4 * LEAST_PAGES, layer, all, row, now, base, score);
+        case 3: return online_softmax_bytes(3 * LEAST_PAGES, layer, all, row, now, base, score);
+        case 2: return online_softmax_bytes(2 * LEAST_PAGES, layer, all, row, now, base, score);
+        default: return online_softmax_bytes(LEAST_PAGES, layer, all, row, now, base, score);
     }
 }
 
@@ -262,7 +263,7 @@ SPECIALIZED void attend_byte_round(const int rows, const struct attention *layer
     if (PAGES_AT_ONCE > LEAST_PAGES && page < pages)
         score_byte_keys(rows, LEAST_PAGES, page, tile, dim, now, all->score);
     for (int r = 0; r < rows; r++)
-        unit[r] = soften_pages(pages, layer, all, row + r, now, base, all->score + r * BYTE_ROUND);
+        unit[r] = online_softmax_pages(pages, layer, all, row + r, now, base, all->score + r * BYTE_ROUND);
     int d = 0;
     for (; d + WIDTH * LANES <= dim; d += WIDTH * LANES)
         add_byte_values(rows, WIDTH, all->score, unit, dim, d, now, count, out);
