@@ -12,6 +12,8 @@ PYTHON ?= $(shell for name in python3.12 python3.11 python3; do \
 	done)
 PEERS = $(BIN)/python -m load_tests.peers $(if $(REPEATS),--repeats $(REPEATS)) $(if $(JSON),--json $(JSON)) $(if $(PNG),--png $(PNG))
 EXPERIMENTS ?= build/experiments
+# Tests that only compute, mostly on one thread, so that several can run side by side; many others start servers.
+COMPUTING := tests/model tests/engine tests/text
 PIP_INSTALL := $(BIN)/python -m pip install --disable-pip-version-check
 
 serve: $(VENV)/.serve ## run the server (CONFIG=FILE, by default deploy/config.yaml)
@@ -30,7 +32,8 @@ observe: ## run Prometheus with our configuration and alerts beside a running se
 
 test: $(VENV)/.test ## run the test suite
 	$(BIN)/python -m pytest tests/core --cov
-	$(BIN)/python -m pytest --ignore=tests/core -m "not slow"
+	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal $(COMPUTING) -m "not slow"
+	$(BIN)/python -m pytest $(addprefix --ignore=,tests/core $(COMPUTING)) -m "not slow"
 
 test-full: test ## run the test suite and its slow tests
 	$(BIN)/python -m pytest -m slow
