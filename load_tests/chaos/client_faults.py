@@ -72,7 +72,7 @@ async def overfill_queue(experiment: Experiment) -> None:
         problems.append(f"only {served} were served of {places} places")
     # Whoever is last in a full line waits for everyone before it, however fast the machine is.
     line_s = served * per_answer_s
-    experiment.stall_limit_s = max(experiment.stall_limit_s, _LINE_SLACK * line_s)
+    experiment.wait_limit_s = max(experiment.wait_limit_s, _LINE_SLACK * line_s)
     experiment.row.notes["line_undisturbed_s"] = round(line_s, 1)
     problems.extend(f"{a.ask.name} was running: {a.detail}" for a in under_way if a.outcome is Outcome.ERROR)
 

@@ -139,8 +139,8 @@ class Experiment:
         self.rng = Random(f"{seed} {fault.name} {moment}")
         self.row = Row(fault.name, fleet.path, moment)
         self.answers: list[Answer] = []
-        self.stall_limit_s = fault.stall_limit_s
-        """Longer than the fault's where the strike has measured that requests must wait for each other."""
+        self.wait_limit_s = fault.stall_limit_s
+        """For first events: longer where the strike has measured that requests must wait for each other."""
         self.session: aiohttp.ClientSession = open_session()
         self._references = references
         self._later = References()
@@ -317,9 +317,13 @@ class Experiment:
             if not difference.equal:
                 row.problems.append(f"{answer.ask.name}: {first_difference(answer, undisturbed)}")
         survivors = [a for a in self.answers if a.outcome is Outcome.COMPLETE]
-        row.stall_s = max((answer.silence_s(self._struck_at or 0.0) for answer in survivors), default=None)
-        if row.stall_s is not None and row.stall_s > self.stall_limit_s:
-            row.problems.append(f"a stream was silent for {row.stall_s:.1f} s, longer than {self.stall_limit_s:.1f} s")
+        struck_at = self._struck_at or 0.0
+        row.stall_s = max((answer.silence_s(struck_at) for answer in survivors), default=None)
+        gap_s = max((answer.longest_gap_s for answer in survivors), default=0.0)
+        wait_s = max((answer.wait_s(struck_at) for answer in survivors), default=0.0)
+        for silence_s, limit_s in ((gap_s, self.fault.stall_limit_s), (wait_s, self.wait_limit_s)):
+            if silence_s > limit_s:
+                row.problems.append(f"a stream was silent for {silence_s:.1f} s, longer than {limit_s:.1f} s")
 
     async def _aftermath(self) -> None:
         """Check that nothing is left behind, every replica is back, and the next request is answered correctly."""

@@ -76,11 +76,13 @@ class Answer:
     num_tokens: int = 0
     """That the stream has told of, of all choices."""
 
+    def wait_s(self, struck_at: float = 0.0) -> float:
+        """Until its first event, from the strike or from the request, whichever is later."""
+        return 0.0 if self.first_event_at is None else self.first_event_at - max(struck_at, self.started_at)
+
     def silence_s(self, struck_at: float = 0.0) -> float:
-        """The longest silence; the first one counts from the strike, or from the request if that is later."""
-        if self.first_event_at is None:
-            return 0.0
-        return max(self.longest_gap_s, self.first_event_at - max(struck_at, self.started_at))
+        """The longest silence, the wait for the first event included."""
+        return max(self.longest_gap_s, self.wait_s(struck_at))
 
     def said(self) -> tuple[Any, ...]:
         """Everything in it that must not depend on what happened to the servers."""

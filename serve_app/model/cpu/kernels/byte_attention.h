@@ -1,6 +1,6 @@
 /* attention_round.h's round in bytes: both products in integers.
  *
- * A key or value of one head is int8 numbers times a scale. A lane multiplies DOT_SIZE of them at once and adds them up:
+ * A key or value of one head is int8 numbers times a scale. A lane multiplies DOT_SIZE of them at once and sums them:
  * four with AVX-512, which multiplies bytes; two with AVX2, where they are widened to 16 bits on the way. A page is
  *   keys    bytes [head_dim / DOT_SIZE][PAGE][DOT_SIZE], the numbers plus KEY_ZERO_POINT, then float scale[PAGE]
  *   values  int8 [PAGE / DOT_SIZE][head_dim][DOT_SIZE], then float scale[PAGE]
