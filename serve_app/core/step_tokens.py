@@ -14,7 +14,7 @@ LEAST, MOST = 128, 8192
 _USUAL = 256
 """A larger step must be as short as `_SHORT_STEP_S`, by default the time between two events of a stream."""
 _SHORT_STEP_S = 0.05
-_USUAL_STEP_S = 0.4
+_USUAL_STEP_S = 0.6
 """A step of the usual number that takes no longer needs no other reason: a crowd's prompts wait half as long for room
 beside its decodes, twice as many tokens of a prompt share the reading of the keys before them, and drafts have room,
 none of which is measured."""

@@ -72,12 +72,13 @@ void test_parallel(struct pool *pool, int num_chunks, int repeats, int32_t *coun
     for (int i = 0; i < repeats; i++) parallel(pool, num_chunks, count_chunk, counts);
 }
 
-/* Cuts a step into `count[0]` blocks. */
-void test_cut(int threads, int tokens, int sequences, const int *starts, int *count, int *first, int *end, int *needs) {
+/* Cuts a step into `count[0]` blocks of about `size` tokens. */
+void test_cut(int size, int threads, int tokens, int sequences, const int *starts, int *count, int *first, int *end,
+              int *needs) {
     struct pool pool = {.num_threads = threads};
     struct batch batch = {.num_tokens = tokens, .num_sequences = sequences, .query_starts = starts};
     struct block blocks[MOST_BLOCKS];
-    struct in_blocks job = {.batch = &batch, .num_blocks = blocks_of(&pool, &batch), .blocks = blocks};
+    struct in_blocks job = {.batch = &batch, .num_blocks = blocks_of(size, &pool, &batch), .blocks = blocks};
     cut(&job, &pool);
     count[0] = job.num_blocks;
     for (int i = 0; i < job.num_blocks; i++) {

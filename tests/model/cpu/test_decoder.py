@@ -87,11 +87,12 @@ def test_wanted_tokens_have_the_bits_they_have_when_all_are(
 def test_a_block_needs_those_with_earlier_tokens_of_its_first_sequence(shim: ctypes.CDLL) -> None:
     rng = random.Random(0)
     for _ in range(60):
-        threads = rng.choice((1, 2, 3, 8, 40, 300))
+        size, threads = rng.choice((32, 64)), rng.choice((1, 2, 3, 8, 40, 300))
         lengths = [rng.choice((1, 1, 2, 16, 36, 64, rng.randint(1, 3000))) for _ in range(rng.randint(1, 60))]
         starts = [0, *itertools.accumulate(lengths)]
         count, out = torch.zeros(1, dtype=torch.int32), torch.zeros(3, 256, dtype=torch.int32)
-        call(shim.test_cut, threads, starts[-1], len(lengths), torch.tensor(starts, dtype=torch.int32), count, *out)
+        starts_of = torch.tensor(starts, dtype=torch.int32)
+        call(shim.test_cut, size, threads, starts[-1], len(lengths), starts_of, count, *out)
         first, end, needs = out[:, : int(count)].tolist()
         if not first:
             continue

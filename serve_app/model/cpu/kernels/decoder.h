@@ -37,9 +37,15 @@ static int64_t together_bytes(const struct decoder *decoder, const struct pool *
            lay_out(decoder, batch->num_tokens, batch->num_sequences, pool->num_threads, NULL, &space);
 }
 
-/* A step whose tokens are shared out in blocks, which lie in the cache of the thread that works on them. BLOCK_TOKENS:
- * about so many in each. Every block unpacks all weights; into AMX's tiles that takes longest. */
-enum { MOST_BLOCKS = 256, BLOCK_TOKENS = TILES ? 64 : 32, TILE_TOKENS = TILES ? TILE_ROWS : MANY_ROWS };
+/* A step whose tokens are shared out in blocks, which lie in the cache of the thread that works on them. */
+enum { MOST_BLOCKS = 256, TILE_TOKENS = TILES ? TILE_ROWS : MANY_ROWS };
+
+/* About how many tokens are in a block. Every block unpacks all weights: into AMX's tiles, and to floats, that takes
+ * longest. */
+static int block_tokens(const struct decoder *decoder) {
+    const enum form form = form_for(&decoder->layers[0].qkv, decoder->arithmetic, ROW_BLOCK);
+    return TILES || form == AS_FLOATS ? 64 : 32;
+}
 
 /* The fewest tokens of a thread that reads all weights. In tiles a few tokens cost as much as many; and the more threads
  * read them, the less of the memory's bandwidth is each one's, and the more tokens it takes to make up for that. */
@@ -161,11 +167,11 @@ static void next_part(const void *argument, int chunk, int thread) {
     atomic_fetch_add(&block->progress, 1);
 }
 
-/* How many blocks a step is to be cut into; 0 if it has too few tokens for that. */
-static int blocks_of(const struct pool *pool, const struct batch *batch) {
+/* How many blocks of about `size` tokens a step is to be cut into; 0 if it has too few tokens for that. */
+static int blocks_of(int size, const struct pool *pool, const struct batch *batch) {
     const int tokens = batch->num_tokens, threads = pool->num_threads;
-    if (threads == 1 ? tokens <= BLOCK_TOKENS : tokens < threads * least_tokens_each(pool)) return 0;
-    const int rounds = (tokens + threads * BLOCK_TOKENS - 1) / (threads * BLOCK_TOKENS);
+    if (threads == 1 ? tokens <= size : tokens < threads * least_tokens_each(pool)) return 0;
+    const int rounds = (tokens + threads * size - 1) / (threads * size);
     return rounds * threads < MOST_BLOCKS ? rounds * threads : MOST_BLOCKS;
 }
 
@@ -195,7 +201,7 @@ static void run_in_blocks(const struct decoder *decoder, struct pool *pool, cons
 
 /* Bytes of working memory for decoder_step. */
 int64_t decoder_workspace(const struct decoder *decoder, const struct pool *pool, const struct batch *batch) {
-    const int num_blocks = blocks_of(pool, batch);
+    const int num_blocks = blocks_of(block_tokens(decoder), pool, batch);
     return num_blocks ? blocks_bytes(decoder, pool, batch, num_blocks) : together_bytes(decoder, pool, batch);
 }
 
@@ -203,7 +209,7 @@ int64_t decoder_workspace(const struct decoder *decoder, const struct pool *pool
  * decoder_workspace bytes, aligned to 64. */
 void decoder_step(const struct decoder *decoder, struct pool *pool, const struct batch *batch, const int64_t *ids,
                   char *memory, float *hidden) {
-    const int num_blocks = blocks_of(pool, batch);
+    const int num_blocks = blocks_of(block_tokens(decoder), pool, batch);
     if (num_blocks)
         run_in_blocks(decoder, pool, batch, ids, num_blocks, memory, hidden);
     else

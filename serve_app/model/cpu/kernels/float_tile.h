@@ -13,7 +13,7 @@
 #define FLOAT_ROWS 4
 #endif
 
-enum { DEPTH = 2 * GROUP }; /* inputs whose weights are unpacked to floats at a time; they stay in the first cache */
+enum { DEPTH = 2048 / PANEL }; /* inputs whose weights are unpacked to floats at a time: 8 KiB of the first cache */
 
 /* Group `g` of a panel of bytes as floats [GROUP][PANEL]. */
 SPECIALIZED void widen_group(const int format, const uint8_t *panel, int64_t g, float *to) {
