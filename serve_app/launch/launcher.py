@@ -29,6 +29,7 @@ from serve_app.launch.config_file import INGRESS, ConfigFile, read_config, write
 from serve_app.launch.impatience import at_once_on_second_interrupt, kill_descendants
 from serve_app.launch.kernels import compile_kernels
 from serve_app.launch.ports import free_port
+from serve_app.launch.ray_node import start_node
 from serve_app.launch.readiness import example, first_token, write_internal_key
 from serve_app.launch.terminal import Terminal
 from serve_app.launch.tls import HAPROXY_SOCKET, WatchedKeyPair
@@ -52,7 +53,6 @@ _DRAIN_ANSWER_S = 10.0
 _LAST_BYTES_S = 1.0
 _LOGS = "/tmp/ray/session_latest/logs"
 _INTERNAL_KEY = "internal-key"
-_OBJECT_STORE_BYTES = 100 * 2**20
 # As a shell tells that SIGINT ended a process.
 _INTERRUPTED = 130
 _MEMORY = (
@@ -119,17 +119,11 @@ class _Launch:
             self._terminal(),
             suppress(KeyboardInterrupt, SystemExit, click.Abort),
         ):
-            import ray  # here, so that its log handlers find our standard streams
-            from ray.serve import scripts
-
-            ray.init(
-                address="local",
-                namespace="serve",
-                include_dashboard=False,
-                object_store_memory=_OBJECT_STORE_BYTES,
-                logging_level="error",
-            )
+            start_node()
             signal.signal(signal.SIGTERM, self._stop)  # ray.init takes it for itself
+            import ray
+            from ray.serve import scripts  # only now, while the node's first processes start
+
             _keep_rays_token_private()
             if not memory_monitor_enabled():
                 self._say(_MEMORY)

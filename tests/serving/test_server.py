@@ -308,6 +308,12 @@ def test_everything_listens_on_loopback_only(server: Server) -> None:
     assert [entry for entry in listening if entry[1].ip not in ("127.0.0.1", "::1", "::ffff:127.0.0.1")] == []
 
 
+def test_ray_runs_no_dashboard(server: Server) -> None:
+    """Its process would start for Ray's usage statistics alone, and every start of ours wait for it."""
+    assert server.running("raylet")
+    assert server.running("dashboard.py") == []
+
+
 def test_debug_replicas_says_who_is_there(server: Server) -> None:
     [engine] = server.running("EngineReplica")
     [replica] = httpx.get(f"{server.url}/debug/replicas").json()

@@ -1,0 +1,33 @@
+"""The Ray node that `serve-app serve` starts for itself, without what nobody there uses.
+
+Uses what Ray does not document, read from Ray 2.60.0 and to be read again when the pin in pyproject.toml moves:
+`ray._private.services.start_api_server` (replaced).
+"""
+
+_OBJECT_STORE_BYTES = 100 * 2**20
+
+
+def start_node() -> None:
+    """Start a node, as a child of this process, and have it load what Serve's controller will ask for first.
+
+    Ray's log handlers find the standard streams as they are now.
+    """
+    import ray
+    from ray._private import services
+
+    # Without a dashboard its server would start all the same, for usage statistics, and `ray.init` would wait for it.
+    services.start_api_server = lambda *_arguments, **_options: (None, None)
+    ray.init(
+        address="local",
+        namespace="serve",
+        include_dashboard=False,
+        object_store_memory=_OBJECT_STORE_BYTES,
+        logging_level="error",
+    )
+    # The controller has the application built in a process of the node's once the proxies are up. One that has loaded
+    # it by then saves the seconds in which everything else would wait.
+    ray.remote(num_cpus=0)(_load_application).remote()
+
+
+def _load_application() -> None:
+    import serve_app.app  # noqa: F401
