@@ -121,10 +121,10 @@ class _Launch:
         ):
             start_node()
             signal.signal(signal.SIGTERM, self._stop)  # ray.init takes it for itself
+            _keep_rays_token_private()
             import ray
             from ray.serve import scripts  # only now, while the node's first processes start
 
-            _keep_rays_token_private()
             if not memory_monitor_enabled():
                 self._say(_MEMORY)
             self._say(f"Ray is up; deploying {self._config_path}")

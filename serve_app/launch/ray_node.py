@@ -1,7 +1,7 @@
 """The Ray node that `serve-app serve` starts for itself, without what nobody there uses.
 
 Uses what Ray does not document, read from Ray 2.60.0 and to be read again when the pin in pyproject.toml moves:
-`ray._private.services.start_api_server` (replaced).
+`ray._private.services.start_api_server` (replaced). The rest of that is in `serving/ray_patches.py`.
 """
 
 _OBJECT_STORE_BYTES = 100 * 2**20

@@ -1,4 +1,7 @@
-"""Every use of what Ray does not document, read from Ray 2.60.0. To be read again when the pin in pyproject.toml moves.
+"""What Ray does not document and we use, read from Ray 2.60.0.
+
+To be read again when the pin in pyproject.toml moves. What must happen before Serve is imported is in
+`launch/ray_node.py`.
 
 What is used: `ray.serve._private.replica.add_port_to_grpc_server` (replaced), the controller's client
 (`ray.serve.context._get_global_client`) with its `deploy_apps`, its `http_config` and the controller's
