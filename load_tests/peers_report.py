@@ -310,11 +310,13 @@ def draw(path: Path, entries: Mapping[str, Entry], workloads: Sequence[str]) -> 
     for axes, workload in zip(panels.flat, workloads, strict=False):
         medians = [entries[name].median(workload) for name in names]
         rates = [_bar(workload, median) if median is not None else 0.0 for median in medians]
-        bars = axes.barh(names, rates, 0.7, color=[_colour(entries[name]) for name in names])
-        axes.bar_label(bars, [f"{value:.0f}" if value else "-" for value in rates], fontsize=8, padding=4)
-        for place, name in enumerate(names):
+        axes.barh(names, rates, 0.7, color=[_colour(entries[name]) for name in names])
+        for place, (name, value) in enumerate(zip(names, rates, strict=True)):
             values = [_bar(workload, run) for run in entries[name].runs.get(workload, ())]
             axes.plot(values, [place] * len(values), "o", color="black", markersize=2.5)
+            label = f"{value:.{0 if value >= 100 else 1}f}" if value else "-"
+            beside = (max([value, *values]), place)  # the last of the dots
+            axes.annotate(label, beside, (6, 0), textcoords="offset points", va="center", fontsize=8)
         axes.margins(x=0.15)
         axes.set_title("\n".join([workload, *versus[workload]]), loc="left", fontsize=9)
         axes.set_xlabel(_UNITS.get(workload, "output tokens/s"), fontsize=8)
