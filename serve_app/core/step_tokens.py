@@ -17,7 +17,7 @@ _SHORT_STEP_S = 0.05
 _USUAL_STEP_S = 0.6
 """A step of the usual number that takes no longer needs no other reason: a crowd's prompts wait half as long for room
 beside its decodes, twice as many tokens of a prompt share the reading of the keys before them, and drafts have room,
-none of which is measured."""
+none of which is measured. The price: every stream stands still for so long beside a prompt."""
 _WORTH = 0.95
 """What a token may cost at most in a step of twice as many, for these to be worth it. Below 1, since a measured step
 may take a few hundredths longer than the next one."""

@@ -9,6 +9,7 @@ at once. Ray and everything below it are children of this process and end with i
 import logging
 import os
 import re
+import secrets
 import shutil
 import signal
 import socket
@@ -29,7 +30,7 @@ from serve_app.launch.config_file import INGRESS, ConfigFile, read_config, write
 from serve_app.launch.impatience import at_once_on_second_interrupt, kill_descendants
 from serve_app.launch.kernels import compile_kernels
 from serve_app.launch.ports import free_port
-from serve_app.launch.ray_node import start_node
+from serve_app.launch.ray_node import load_application, start_node
 from serve_app.launch.readiness import example, first_token, write_internal_key
 from serve_app.launch.terminal import Terminal
 from serve_app.launch.tls import HAPROXY_SOCKET, WatchedKeyPair
@@ -119,9 +120,11 @@ class _Launch:
             self._terminal(),
             suppress(KeyboardInterrupt, SystemExit, click.Abort),
         ):
+            _make_rays_token()
             start_node()
             signal.signal(signal.SIGTERM, self._stop)  # ray.init takes it for itself
-            _keep_rays_token_private()
+            if self._target.ours:
+                load_application()
             import ray
             from ray.serve import scripts  # only now, while the node's first processes start
 
@@ -356,10 +359,18 @@ def _key_pair_for_haproxy(scratch: Path, target: ConfigFile) -> WatchedKeyPair |
     return WatchedKeyPair(target.key_pair, scratch) if target.key_pair is not None and haproxy_enabled() else None
 
 
-def _keep_rays_token_private() -> None:
-    """Whoever has the token may run code through Ray's ports, and Ray writes it for every user to read."""
+def _make_rays_token() -> None:
+    """Whoever has the token may run code through Ray's ports, and Ray would write it for every user to read."""
+    token = Path.home() / ".ray" / "auth_token"
     with suppress(OSError):  # it may come from elsewhere
-        (Path.home() / ".ray" / "auth_token").chmod(0o600)
+        token.parent.mkdir(exist_ok=True)
+        if token.exists():
+            token.chmod(0o600)
+            return
+        with tempfile.NamedTemporaryFile("w", dir=token.parent) as new:  # for this user alone
+            new.write(secrets.token_hex(32))
+            new.flush()
+            os.link(new.name, token)  # unless another start was first
 
 
 def _bound_requests(scratch: Path, target: ConfigFile) -> None:

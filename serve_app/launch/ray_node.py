@@ -4,18 +4,18 @@ Uses what Ray does not document, read from Ray 2.60.0 and to be read again when 
 `ray._private.services.start_api_server` (replaced). The rest of that is in `serving/ray_patches.py`.
 """
 
+from contextlib import suppress
+
 _OBJECT_STORE_BYTES = 100 * 2**20
 
 
 def start_node() -> None:
-    """Start a node, as a child of this process, and have it load what Serve's controller will ask for first.
-
-    Ray's log handlers find the standard streams as they are now.
-    """
+    """Start a node, as a child of this process, and connect to it."""
     import ray
     from ray._private import services
 
-    # Without a dashboard its server would start all the same, for usage statistics, and `ray.init` would wait for it.
+    # Without a dashboard its server would start all the same, for usage statistics (which nobody gets from us), and
+    # `ray.init` would wait for it.
     services.start_api_server = lambda *_arguments, **_options: (None, None)
     ray.init(
         address="local",
@@ -24,10 +24,19 @@ def start_node() -> None:
         object_store_memory=_OBJECT_STORE_BYTES,
         logging_level="error",
     )
-    # The controller has the application built in a process of the node's once the proxies are up. One that has loaded
-    # it by then saves the seconds in which everything else would wait.
-    ray.remote(num_cpus=0)(_load_application).remote()
 
 
-def _load_application() -> None:
-    import serve_app.app  # noqa: F401
+def load_application() -> None:
+    """Have a process of the node's load `serve_app.app` from now on.
+
+    Serve's controller has the application built in such a process once the proxies are up. One that has loaded it by
+    then saves the seconds in which everything else would wait.
+    """
+    import ray
+
+    ray.remote(num_cpus=0)(_import_application).remote()
+
+
+def _import_application() -> None:
+    with suppress(Exception):  # whoever builds it is told
+        import serve_app.app  # noqa: F401

@@ -1,6 +1,6 @@
 """What Ray does not document and we use, read from Ray 2.60.0.
 
-To be read again when the pin in pyproject.toml moves. What must happen before Serve is imported is in
+To be read again when the pin in pyproject.toml moves. What must be replaced before Ray starts is in
 `launch/ray_node.py`.
 
 What is used: `ray.serve._private.replica.add_port_to_grpc_server` (replaced), the controller's client

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -57,14 +58,17 @@ def test_a_refusal_is_one_line_and_a_status(tmp_path: Path) -> None:
 
 
 def test_rays_token_is_for_its_user_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who has it runs code through Ray's ports; Ray writes it as the umask has it."""
+    """From the beginning: who has it runs code through Ray's ports, and Ray writes it as the umask has it."""
     monkeypatch.setenv("HOME", str(tmp_path))
-    launcher._keep_rays_token_private()  # it may not be there
     token = tmp_path / ".ray" / "auth_token"
-    token.parent.mkdir()
-    token.touch(0o644)
-    launcher._keep_rays_token_private()
+    launcher._make_rays_token()
     assert token.stat().st_mode & 0o777 == 0o600
+    made = token.read_text()
+    assert re.fullmatch("[0-9a-f]{64}", made)
+    token.chmod(0o644)
+    launcher._make_rays_token()
+    assert token.stat().st_mode & 0o777 == 0o600
+    assert [path.read_text() for path in token.parent.iterdir()] == [made]
 
 
 def test_a_wrong_value_is_named(refuse: Refuse, tmp_path: Path) -> None:

@@ -160,6 +160,7 @@ def test_table_and_picture_name_the_opponent_of_each_ratio(tmp_path: Path) -> No
     picture = (tmp_path / "a.svg").read_text()
     assert "serve_app: 2.00x small" in picture
     assert "serve_app: 0.80x exact" in picture
+    assert all(f"<!-- {label} -->" in picture for label in ("200", "50.0"))
 
 
 def test_only_peers_that_decide_nothing_are_not_asked_again() -> None:
