@@ -189,6 +189,7 @@ def test_not_a_number_is_said_of_a_row_whose_next_one_is_in_flight(
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="the sampling kernels need Triton")
+@pytest.mark.usefixtures("cheap_drafts")
 def test_penalties_are_counted_where_tokens_are_sampled(monkeypatch: pytest.MonkeyPatch) -> None:
     """By the kernels, whose tokens the host reads a step late; where drafts stand before a place, with them."""
     hot = {"frequency_penalty": 1.0, "presence_penalty": 0.3, "repetition_penalty": 1.3, "max_tokens": 14}

@@ -11,16 +11,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from serve_app.core.draft_cost import DraftCost
 from serve_app.core.request import EngineRequest
 from serve_app.core.results import FinishReason
 from serve_app.core.sampling_params import SamplingParams
-from serve_app.engine import core
 from serve_app.model.loader import from_module
 from serve_app.model.paged_model import PagedModel
 from serve_app.text.tokenizer import load_tokenizer
 from tests.engine.harness import Harness, Outcome, Run
 from tests.models import needs_compiler, tiny_model
+
+pytestmark = pytest.mark.usefixtures("cheap_drafts")
 
 FEW = tuple((token_id, 12.0) for token_id in (20, 21, 22))
 """A bias that leaves little but three tokens, so that sampled text repeats itself."""
@@ -48,11 +48,6 @@ PARAMS: dict[str, SamplingParams] = {
 def subjects() -> list[EngineRequest]:
     prompt = (5, *(20, 21, 22) * 6, 9)
     return [EngineRequest(name, (3 + i, *prompt), params) for i, (name, params) in enumerate(PARAMS.items())]
-
-
-@pytest.fixture(autouse=True)
-def cheap_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(core, "measure_draft_cost", lambda *_: DraftCost(draft_s=(0.02,)))
 
 
 def counts(run: Run) -> tuple[int, int]:
