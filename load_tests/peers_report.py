@@ -315,7 +315,7 @@ def draw(path: Path, entries: Mapping[str, Entry], workloads: Sequence[str]) -> 
             values = [_bar(workload, run) for run in entries[name].runs.get(workload, ())]
             axes.plot(values, [place] * len(values), "o", color="black", markersize=2.5)
             label = f"{value:.{0 if value >= 100 else 1}f}" if value else "-"
-            beside = (max([value, *values]), place)  # the last of the dots
+            beside = (max(values, default=0.0), place)  # the last of the dots
             axes.annotate(label, beside, (6, 0), textcoords="offset points", va="center", fontsize=8)
         axes.margins(x=0.15)
         axes.set_title("\n".join([workload, *versus[workload]]), loc="left", fontsize=9)
