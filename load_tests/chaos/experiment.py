@@ -28,6 +28,7 @@ from load_tests.chaos.traffic import (
     open_session,
     send,
     send_into,
+    send_until_taken,
     settle,
     with_stop,
 )
@@ -41,6 +42,8 @@ _PROBE_PAUSE_S = 0.1
 _PROBE_LIMIT_S = 120.0
 _STREAMS_LIMIT_S = 180.0
 _SETTLE_LIMIT_S = 60.0
+# Where an update was quick, what was sent before it may still fill the line.
+_LEARNING_LIMIT_S = 60.0
 _FD_SLACK, _THREAD_SLACK, _TASK_SLACK = 12, 8, 8
 _MEMORY_SLACK, _MEMORY_SLACK_MIB = 0.10, 4
 # The proxy keeps idle connections, a pair per former stream, and their buffers of 32 KiB.
@@ -102,13 +105,16 @@ class References:
         self._answers: dict[str, Answer] = {}
 
     async def learn(self, session: aiohttp.ClientSession, url: str, asks: Sequence[Ask]) -> None:
-        """Ask the requests that are not known yet, all at once. Raises `UndisturbedError` when one fails."""
+        """Ask the requests that are not known yet, all at once, and wait for places where the line is full.
+
+        Raises `UndisturbedError` when one fails.
+        """
         unknown = {a.key: a for a in asks if a.key not in self._answers}
         gate = asyncio.Semaphore(STREAMS)
 
         async def one(a: Ask) -> Answer:
             async with gate:
-                return await send(session, url, a)
+                return await send_until_taken(session, url, a, _LEARNING_LIMIT_S)
 
         for key, answer in zip(unknown, await asyncio.gather(*map(one, unknown.values())), strict=True):
             if answer.outcome is not Outcome.COMPLETE:

@@ -200,6 +200,16 @@ async def send(
     return answer
 
 
+async def send_until_taken(session: aiohttp.ClientSession, url: str, ask: Ask, limit_s: float) -> Answer:
+    """As `send`, again after the time that a full line names, for at most `limit_s` seconds."""
+    deadline = time.monotonic() + limit_s
+    while True:
+        answer = await send(session, url, ask)
+        if answer.status != 429 or not answer.retry_after_s or time.monotonic() + answer.retry_after_s > deadline:
+            return answer
+        await asyncio.sleep(answer.retry_after_s)
+
+
 async def send_into(
     answer: Answer,
     session: aiohttp.ClientSession,

@@ -18,6 +18,7 @@ from load_tests.chaos.traffic import (
     open_session,
     send,
     send_into,
+    send_until_taken,
 )
 
 SAID = "some text that came"
@@ -39,15 +40,20 @@ def usage(tokens: int) -> bytes:
 
 DONE = b"data: [DONE]\n\n"
 WHOLE = chunk(SAID[:4]) + chunk(SAID[4:], "length") + usage(len(SAID)) + DONE
+OK = ("200 OK", 7, WHOLE)
 
 
 @asynccontextmanager
-async def answering(status: str, body: bytes) -> AsyncIterator[str]:
-    """A server that answers everything alike and closes the connection; yields its address."""
+async def answering(*answers: tuple[str, float, bytes]) -> AsyncIterator[str]:
+    """A server that gives these answers (status, seconds to come back after, body), the last one for good, and closes
+    each connection; yields its address."""
+    left = iter(answers)
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readuntil(b"\r\n\r\n")
-        writer.write(f"HTTP/1.1 {status}\r\nretry-after: 7\r\nconnection: close\r\n\r\n".encode() + body)
+        status, retry_after_s, body = next(left, answers[-1])
+        head = f"HTTP/1.1 {status}\r\nretry-after: {retry_after_s:.3f}\r\nconnection: close\r\n\r\n"
+        writer.write(head.encode() + body)
         await writer.drain()
         writer.close()
 
@@ -57,7 +63,7 @@ async def answering(status: str, body: bytes) -> AsyncIterator[str]:
 
 
 async def answer_to(a: Ask, body: bytes, status: str = "200 OK") -> Answer:
-    async with answering(status, body) as url, open_session() as session:
+    async with answering((status, 7, body)) as url, open_session() as session:
         return await send(session, url, a)
 
 
@@ -100,8 +106,20 @@ async def test_refusals(status: str, body: bytes, outcome: Outcome) -> None:
     assert (answer.outcome, answer.retry_after_s) == (outcome, 7.0)
 
 
+@pytest.mark.parametrize(
+    ("wait_s", "limit_s", "outcome"),
+    [(0.01, 60, Outcome.COMPLETE), (7, 6, Outcome.ERROR)],
+    ids=["comes back", "not beyond the limit"],
+)
+async def test_whoever_wants_a_place_comes_back_when_told(wait_s: float, limit_s: float, outcome: Outcome) -> None:
+    full = ("429 Too Many Requests", wait_s, json.dumps({"error": ERROR["error"] | {"code": "queue_full"}}).encode())
+    async with answering(full, full, OK) as url, open_session() as session:
+        answer = await send_until_taken(session, url, ASK, limit_s)
+    assert answer.outcome is outcome
+
+
 async def test_nobody_listens() -> None:
-    async with answering("200 OK", WHOLE) as url:
+    async with answering(OK) as url:
         pass
     async with open_session() as session:
         assert (await send(session, url, ASK)).outcome is Outcome.CUT
@@ -154,7 +172,7 @@ def test_the_first_silence_counts_from_the_strike() -> None:
 
 async def test_a_slow_reader_gets_the_same() -> None:
     answer = Answer(ASK)
-    async with answering("200 OK", WHOLE) as url, open_narrow_session() as session:
+    async with answering(OK) as url, open_narrow_session() as session:
         await send_into(answer, session, url, slow_bytes=1)
     assert (answer.outcome, answer.texts) == (Outcome.COMPLETE, {0: SAID})
 
