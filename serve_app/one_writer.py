@@ -1,6 +1,7 @@
-"""Lets one of several processes make a file that all of them want, while the others wait for it."""
+"""Files that several processes want: one of them makes each while the others wait, and it is whole or not there."""
 
 import fcntl
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,3 +22,11 @@ def only_writer(target: Path, on_wait: Callable[[], None] = lambda: None) -> Ite
             on_wait()
             fcntl.flock(lock, fcntl.LOCK_EX)
         yield
+
+
+def flush_to_disk(path: Path) -> None:
+    """A file, or the files of a folder, before it gets its name: if power failed soon after, there could be an empty
+    file of that name, which every later start would take for the whole one. Raises OSError."""
+    for file in path.iterdir() if path.is_dir() else (path,):
+        with file.open("rb") as content:
+            os.fsync(content.fileno())

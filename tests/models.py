@@ -1,5 +1,6 @@
 """Tiny random transformers models, one per architecture, for tests, and what tests of the CPU kernels need."""
 
+import contextlib
 from pathlib import Path
 from typing import Any
 
@@ -108,6 +109,6 @@ def own_cache(folder: Path) -> str:
     cache, kernels = folder / "cache", CACHE_DIR.expanduser() / "kernels"
     kernels.mkdir(parents=True, exist_ok=True)
     cache.mkdir(exist_ok=True)
-    if not (cache / "kernels").is_symlink():
+    with contextlib.suppress(FileExistsError):  # another process may be making the same
         (cache / "kernels").symlink_to(kernels)
     return str(cache)

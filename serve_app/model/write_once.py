@@ -5,6 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from serve_app.errors import ConfigError
+from serve_app.one_writer import flush_to_disk
 
 
 def write_once(target: Path, write: Callable[[Path], None]) -> None:
@@ -18,6 +19,7 @@ def write_once(target: Path, write: Callable[[Path], None]) -> None:
             folder = Path(scratch) / "model"
             folder.mkdir()
             write(folder)
+            flush_to_disk(folder)
             try:
                 folder.rename(target)
             except OSError:

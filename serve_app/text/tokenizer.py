@@ -18,6 +18,7 @@ from serve_app.errors import ConfigError
 from serve_app.gguf_header import in_transformers
 from serve_app.grammars import Grammars, Vocabulary
 from serve_app.model_files import CACHE_DIR, ModelFiles, locate_model
+from serve_app.one_writer import flush_to_disk
 from serve_app.text.chat_template import Ending, encode_chat, takes_role, template_variables, write_calls
 from serve_app.text.detokenizer import Detokenizer
 from serve_app.text.fill_in_the_middle import FillInTheMiddle
@@ -288,6 +289,7 @@ def _keep(tokenizer: "PreTrainedTokenizerBase", folder: Path) -> None:
         return
     try:
         tokenizer.save_pretrained(temporary)
+        flush_to_disk(Path(temporary))
         os.replace(temporary, folder)
     except OSError:
         shutil.rmtree(temporary, ignore_errors=True)

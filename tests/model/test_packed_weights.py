@@ -5,6 +5,7 @@ import fcntl
 import multiprocessing
 import os
 import re
+import signal
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -18,6 +19,7 @@ from serve_app.model.cpu import packed_file
 from serve_app.model.loader import load_model
 from serve_app.model.options import ModelOptions
 from serve_app.model.paged_model import PagedModel
+from serve_app.text.tokenizer import load_tokenizer
 from tests.model.stepping import Sequences
 from tests.model.test_gguf_file import config, kinds
 from tests.models import needs_compiler, own_cache
@@ -112,6 +114,51 @@ def test_a_damaged_file_is_named_and_not_used(
     assert model.mapped_bytes == 0
     assert f"cannot keep {path}" in caplog.text
     assert torch.equal(logits(model), expected)
+
+
+def test_what_a_killed_writer_left_goes_with_the_next(gguf: Path) -> None:
+    """And nobody else's, who may be alive."""
+    context = multiprocessing.get_context("spawn")
+    killed = context.Process(target=_pack_until_killed, args=(gguf,))
+    killed.start()
+    killed.join()
+    folder = gguf.parent / "cache" / "packed"
+    (left,) = folder.glob("tmp-*")
+    assert killed.exitcode == -signal.SIGKILL
+    (others := folder / "tmp-others").mkdir()
+    load(gguf)
+    assert not left.exists()
+    assert others.exists()
+
+
+def _pack_until_killed(path: Path) -> None:
+    def die(_descriptor: int) -> None:
+        if list((path.parent / "cache" / "packed").glob("tmp-*/*")):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    os.fsync = die
+    load(path)
+
+
+def test_what_is_kept_was_on_disk_before_it_got_its_name(gguf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or an empty file could have that name after a power failure, and every start read it. Blueprints that cannot be
+    read are made again."""
+    flushed: set[int] = set()
+    flush = os.fsync
+
+    def record(descriptor: int) -> None:
+        flush(descriptor)
+        flushed.add(os.fstat(descriptor).st_ino)
+
+    monkeypatch.setattr(os, "fsync", record)
+    load(gguf)
+    cache = gguf.parent / "cache"
+    load_tokenizer("default", cache)
+    kept = [path for path in cache.rglob("*") if path.is_file() and path.suffix != ".lock"]
+    assert {path.relative_to(cache).parts[0].partition("-")[0] for path in kept} == {
+        *("blueprints", "gguf", "packed", "tokenizers"),
+    }
+    assert [path for path in kept if path.stat().st_ino not in flushed and path.parent.name != "blueprints"] == []
 
 
 def test_processes_that_start_at_once_share_the_memory(gguf: Path) -> None:

@@ -14,7 +14,7 @@ import subprocess
 import tempfile
 from pathlib import Path
 
-from serve_app.one_writer import only_writer
+from serve_app.one_writer import flush_to_disk, only_writer
 
 logger = logging.getLogger(__name__)
 
@@ -122,5 +122,6 @@ def _compile(command: list[str], target: Path) -> None:
         if result.returncode != 0:
             errors = [line for line in result.stderr.splitlines() if "error" in line] or [f"status {result.returncode}"]
             raise KernelsUnavailableError(f"{command[0]} failed: {errors[0]}")
+        flush_to_disk(output)
         output.rename(target)
     logger.info("compiled the CPU kernels (%s)", target.stem)

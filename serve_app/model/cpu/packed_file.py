@@ -11,6 +11,7 @@ import json
 import logging
 import mmap
 import os
+import shutil
 import tempfile
 import threading
 from collections.abc import Callable, Sequence
@@ -88,7 +89,11 @@ def _in_threads(run: Callable[[Job], Any], jobs: Sequence[Job], report: Progress
 
 
 def _write(target: PackedFile, jobs: Sequence[Job], report: Progress) -> None:
-    with tempfile.TemporaryDirectory(dir=target.path.parent, prefix="tmp-") as scratch:
+    # Whoever has the lock is the only writer of these: others of the same source and mode were killed.
+    prefix = f"tmp-{_source_and_mode(target.path)}-"
+    for left in target.path.parent.glob(f"{prefix}*"):
+        shutil.rmtree(left, ignore_errors=True)
+    with tempfile.TemporaryDirectory(dir=target.path.parent, prefix=prefix) as scratch:
         unfinished = Path(scratch) / target.path.name
         with _Writer(unfinished) as writer:
             # Each thread writes what it has packed and forgets it: all together may be more than fits into memory.
@@ -105,10 +110,14 @@ def _write(target: PackedFile, jobs: Sequence[Job], report: Progress) -> None:
 def _remove_others(path: Path) -> None:
     """What `path` replaces, and what is left of models that are gone. Who has it mapped keeps it."""
     for other in path.parent.glob("*.weights"):
-        replaced = other != path and other.name.partition("-")[0] == path.name.partition("-")[0]
+        replaced = other != path and _source_and_mode(other) == _source_and_mode(path)
         with suppress(OSError, ValueError, KeyError, TypeError):  # removed by another process, or no such file
             if replaced or not Path(_trailer(other)["source"]).exists():
                 other.unlink(missing_ok=True)
+
+
+def _source_and_mode(path: Path) -> str:
+    return path.name.partition("-")[0]
 
 
 def _trailer(path: Path) -> dict[str, Any]:
