@@ -28,7 +28,7 @@ import torch
 
 from serve_app.model.cpu.ops import Format, PackedPart
 from serve_app.model.options import Progress
-from serve_app.one_writer import only_writer
+from serve_app.one_writer import flush_to_disk, only_writer
 
 logger = logging.getLogger(__name__)
 
@@ -101,8 +101,7 @@ def _write(target: PackedFile, jobs: Sequence[Job], report: Progress) -> None:
         text = json.dumps({"source": str(target.source), "index": index}).encode()
         with unfinished.open("ab") as file:
             file.write(text + len(text).to_bytes(8, "little"))
-            file.flush()
-            os.fsync(file.fileno())
+        flush_to_disk(unfinished)
         unfinished.rename(target.path)
     _remove_others(target.path)
 
