@@ -49,7 +49,7 @@ def test_a_second_ctrl_c_ends_it_without_waiting_for_a_frozen_engine(
     wait_for(lambda: ready(server), "the server is ready", timeout_s=150)
     family = server.descendants()
     with httpx.stream(
-        "POST", f"{server.url}/v1/completions", json=body(max_tokens=2000, stream=True), timeout=60
+        "POST", f"{server.url}/v1/completions", json=body(max_tokens=4000, temperature=1, stream=True), timeout=60
     ) as response:
         next(response.iter_lines())
         for process in server.running("EngineReplica"):

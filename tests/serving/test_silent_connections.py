@@ -139,11 +139,14 @@ async def test_an_address_has_only_so_many_unfinished_requests(start: Callable[.
     }
     server = start(args)
     server.wait_ready()
-    request = body(max_tokens=2000, stream=True)
     url = f"{server.url}/v1/completions"
     async with contextlib.AsyncExitStack() as stack:
-        clients = [await stack.enter_async_context(httpx.AsyncClient(timeout=30)) for _ in range(8)]
-        streams = [await stack.enter_async_context(http.stream("POST", url, json=request)) for http in clients]
+        streams = []
+        for number in range(8):
+            # What is drawn repeats nothing to be drafted: no stream ends before the connections are counted.
+            request = body(max_tokens=4000, temperature=1, seed=number, stream=True)
+            http = await stack.enter_async_context(httpx.AsyncClient(timeout=30))
+            streams.append(await stack.enter_async_context(http.stream("POST", url, json=request)))
         assert [stream.status_code for stream in streams] == [200] * 8
         assert 0 < await asyncio.to_thread(count_open, server) <= 4
 
