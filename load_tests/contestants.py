@@ -61,19 +61,29 @@ def write_config(source: Path, target: Path, port: int, **args: Any) -> None:
     target.write_text(yaml.safe_dump(config))
 
 
-def _ours(name: str, start: tuple[str, ...], environment: Mapping[str, str], **args: Any) -> Any:
+def _ours(
+    name: str, start: tuple[str, ...], environment: Mapping[str, str], kind: str | None = None, **args: Any
+) -> Any:
+    """kind: of the peers' GGUF file that is to be served; None: the config's model."""
+
     def make(folder: PeerFolder, config: Path) -> ServerCommand:
         path, port = folder.path / f"{name}.yaml", free_port()
-        write_config(config, path, port, **args)
+        write_config(config, path, port, **args, **_model(folder, kind))
         url = f"http://127.0.0.1:{port}"
         return ServerCommand(name, (*start, str(path)), url, "/health/ready", environment=environment)
 
     return make
 
 
-def _offline(baseline: str, environment: Mapping[str, str]) -> Any:
+def _model(folder: PeerFolder, kind: str | None) -> dict[str, str]:
+    return {} if kind is None else {"model": str(folder.gguf(kind))}
+
+
+def _offline(baseline: str, environment: Mapping[str, str], kind: str | None = None) -> Any:
     def make(folder: PeerFolder, config: Path) -> OfflineCommand:
-        command = (sys.executable, "-m", "load_tests.offline", baseline, "--config", str(config))
+        path = folder.path / f"offline-{kind}.yaml"
+        write_config(config, path, free_port(), **_model(folder, kind))
+        command = (sys.executable, "-m", "load_tests.offline", baseline, "--config", str(path))
         return OfflineCommand(command, environment)
 
     return make
@@ -200,6 +210,19 @@ def _our_contestants() -> dict[str, Contestant]:
         "serve_run": Contestant("plain `serve run`", _ours("serve_run", _SERVE_RUN, _SERVE_RUN_ENVIRONMENT), ours=True),
         "engine": Contestant(
             "our engine alone, no HTTP, no Ray", _offline("engine", ENGINE_ENVIRONMENT), ours=True, engine=True
+        ),
+        "serve_app_q4_0": Contestant(
+            "`make serve` of the file that llama-server's and OpenVINO's Q4_0 are",
+            _ours("serve_app_q4_0", _SERVE_APP, {}, "Q4_0"),
+            ("llama",),
+            ours=True,
+        ),
+        "engine_q4_0": Contestant(
+            "our engine alone with that file",
+            _offline("engine", ENGINE_ENVIRONMENT, "Q4_0"),
+            ("llama",),
+            ours=True,
+            engine=True,
         ),
     }
 

@@ -43,7 +43,7 @@ _PRODUCTS = ("qkv", "out", "gate_up", "down")
 _NORMS = ("input_norm", "post_norm", "query_norm", "key_norm")
 _WIDENED = frozenset({Format.Q4, Format.Q8, Format.BF16})
 _EXACT_FORMATS = {
-    Blocks.Q4_0: {Format.Q4},
+    Blocks.Q4_0: {Format.Q4, Format.Q4S},
     Blocks.Q4_1: {Format.Q4},
     Blocks.Q4_K: {Format.Q4K},
     Blocks.Q5_0: {Format.Q8},

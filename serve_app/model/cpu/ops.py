@@ -36,11 +36,12 @@ class Format(IntEnum):
     BF16 = 1
     Q8 = 2
     Q4 = 3
-    Q4K = 4
-    Q6K = 5
+    Q4S = 4
+    Q4K = 5
+    Q6K = 6
 
 
-BITS = {Format.Q8: 8, Format.Q4: 4, Format.Q4K: 4, Format.Q6K: 6}
+BITS = {Format.Q8: 8, Format.Q4: 4, Format.Q4S: 4, Format.Q4K: 4, Format.Q6K: 6}
 """Of a weight in the formats that fixed-point activations can meet."""
 
 

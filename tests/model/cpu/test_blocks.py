@@ -4,6 +4,8 @@ import gguf
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
 
 from serve_app.model.cpu.ops import Arithmetic, Format, Kernels, PackedPart, PackedWeight
@@ -14,7 +16,7 @@ OWN_FORMAT = {
     Blocks.F32: Format.F32,
     Blocks.F16: Format.F32,
     Blocks.BF16: Format.BF16,
-    Blocks.Q4_0: Format.Q4,
+    Blocks.Q4_0: Format.Q4S,
     Blocks.Q4_1: Format.Q4,
     Blocks.Q5_0: Format.Q8,
     Blocks.Q5_1: Format.Q8,
@@ -92,8 +94,10 @@ def test_a_row_that_does_not_fit_is_packed_again(kernels: Kernels) -> None:
 
 @pytest.mark.parametrize("rows", [1, 2, 5, 6, 13, 97])
 @pytest.mark.parametrize("outputs", [1, 31, 70])
-@pytest.mark.parametrize("blocks", [Blocks.Q4_K, Blocks.Q6_K])
-def test_products_of_super_blocks(kernels: Kernels, blocks: Blocks, rows: int, outputs: int, threads: None) -> None:
+@pytest.mark.parametrize("blocks", [Blocks.Q4_0, Blocks.Q4_K, Blocks.Q6_K])
+def test_products_of_a_files_own_numbers(
+    kernels: Kernels, blocks: Blocks, rows: int, outputs: int, threads: None
+) -> None:
     matrix, bias = random_blocks(blocks, outputs, 768), torch.randn(outputs)
     x = torch.randn(rows, 768) * 3
     x[0, :32] = 0
@@ -102,6 +106,25 @@ def test_products_of_super_blocks(kernels: Kernels, blocks: Blocks, rows: int, o
     seen = seen_by_int8(kernels, weight(kernels, part), widened(matrix), x)
     check(kernels.linear(packed, x, Arithmetic.INT8), *seen, bias)
     check(kernels.linear(packed, x, Arithmetic.EXACT), widened(matrix), x, bias)
+
+
+@given(
+    blocks=st.sampled_from([Blocks.Q4_0, Blocks.Q8_0, Blocks.Q4_K, Blocks.Q6_K]),
+    arithmetic=st.sampled_from([Arithmetic.EXACT, Arithmetic.INT8]),
+    rows=st.integers(1, 230),
+    outputs=st.integers(1, 170),
+    depth=st.integers(1, 4),
+    seed=st.integers(0, 2**31),
+)
+def test_a_row_has_the_bits_that_it_has_alone(
+    kernels: Kernels, blocks: Blocks, arithmetic: Arithmetic, rows: int, outputs: int, depth: int, seed: int
+) -> None:
+    matrix = random_blocks(blocks, outputs, 256 * depth, seed)
+    packed = weight(kernels, pack(kernels, matrix, OWN_FORMAT[blocks]))
+    x = torch.randn(rows, 256 * depth, generator=torch.Generator().manual_seed(seed))
+    row = seed % rows
+    together = kernels.linear(packed, x, arithmetic)[row]
+    assert torch.equal(kernels.linear(packed, x[row : row + 1], arithmetic)[0], together)
 
 
 @pytest.mark.parametrize("second", [Blocks.Q8_0, Blocks.Q6_K, Blocks.Q4_0])
@@ -124,17 +147,17 @@ def test_parts_of_several_formats_are_one_matrix(kernels: Kernels, second: Block
             assert torch.equal(kernels.linear(packed, x[first:last], arithmetic), whole[first:last])
 
 
-@pytest.mark.parametrize("blocks", [Blocks.Q4_K, Blocks.Q6_K])
+@pytest.mark.parametrize("blocks", [Blocks.Q4_0, Blocks.Q4_K, Blocks.Q6_K])
 def test_whole_numbers_at_the_ends_of_their_ranges(kernels: Kernels, blocks: Blocks) -> None:
     """No build may round or saturate: sums of the smallest and largest weights and activations of one sign, and of
     both."""
-    size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType(blocks)][1]
+    weights, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType(blocks)]
     ends = np.repeat(np.array([[0], [0xFF], [0], [0xFF]], np.uint8), size, axis=1)
     if blocks is Blocks.Q6_K:
         ends[:2, 192:208], ends[2:, 192:208] = 127, 128  # s: 127 and -128
-    for place in HALVES[blocks]:
+    for place in HALVES.get(blocks, (0,)):
         ends.view(np.uint16)[:, place] = np.float16(1).view(np.uint16)
-    matrix = StoredMatrix(ends.reshape(-1), blocks, 4, 256)
+    matrix = StoredMatrix(np.repeat(ends, 256 // weights, axis=0).reshape(-1), blocks, 4, 256)
     packed = weight(kernels, pack(kernels, matrix, OWN_FORMAT[blocks]))
     x = torch.full((9, 256), 127.0)
     x[3:6] *= -1

@@ -1,5 +1,6 @@
 """Packed weights and their products against torch, in every build."""
 
+import gguf
 import pytest
 import torch
 from hypothesis import given
@@ -7,10 +8,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from serve_app.model.cpu.ops import GROUP, Arithmetic, Format, Kernels, PackedWeight
-from serve_app.model.cpu.stored import StoredMatrix
+from serve_app.model.cpu.stored import Blocks, StoredMatrix
 
-WIDENED = [Format.F32, Format.BF16, Format.Q8, Format.Q4]
-"""Formats that floats may fit."""
+BYTES = [Format.Q8, Format.Q4, Format.Q4S]
+"""The formats of bytes without super-blocks."""
+FORMATS = [Format.F32, Format.BF16, *BYTES]
 ODD_SHAPES = [(1, 32), (31, 64), (33, 96), (200, 576), (65, 160)]
 """[outputs, inputs]: less and more than a panel of every build, depths that are no multiple of what is unpacked."""
 
@@ -28,8 +30,9 @@ def random_weight(format: Format, outputs: int, inputs: int, seed: int = 0) -> T
         q[..., 3], q[..., 17] = 0, 15
         low = (torch.randn(*groups, 1, generator=generator) * 0.05).half().float()
         return (scale * q + low).view(outputs, inputs)
-    q = torch.randint(-127, 128, (*groups, GROUP), generator=generator)
-    q[..., 5] = -127
+    low, end = (-8, 8) if format == Format.Q4S else (-127, 128)
+    q = torch.randint(low, end, (*groups, GROUP), generator=generator)
+    q[..., 5] = low
     return (scale * q).view(outputs, inputs)
 
 
@@ -63,7 +66,11 @@ def packed(kernels: Kernels, weight: Tensor, bias: Tensor | None, format: Format
 def pack(
     kernels: Kernels, weight: Tensor, bias: Tensor | None, format: Format, *, exactly: bool
 ) -> PackedWeight | None:
-    part = kernels.pack([StoredMatrix.of(weight)], format, exactly=exactly)
+    stored = StoredMatrix.of(weight)
+    if format == Format.Q4S:  # which only files have
+        blocks = gguf.quantize(weight.numpy(), gguf.GGMLQuantizationType.Q4_0)
+        stored = StoredMatrix(blocks.reshape(-1), Blocks.Q4_0, *weight.shape)
+    part = kernels.pack([stored], format, exactly=exactly)
     return None if part is None else PackedWeight([part], bias, kernels.panel)
 
 
@@ -82,7 +89,7 @@ def check(got: Tensor, weight: Tensor, x: Tensor, bias: Tensor | None) -> None:
 
 
 @pytest.mark.parametrize("rows", [1, 2, 5, 6, 13, 97, 200])
-@pytest.mark.parametrize("format", WIDENED)
+@pytest.mark.parametrize("format", FORMATS)
 def test_float_products(kernels: Kernels, format: Format, rows: int, threads: None) -> None:
     outputs, inputs = ODD_SHAPES[rows % len(ODD_SHAPES)]
     weight = random_weight(format, outputs, inputs)
@@ -93,7 +100,7 @@ def test_float_products(kernels: Kernels, format: Format, rows: int, threads: No
 
 
 @pytest.mark.parametrize("inputs", ["outliers", "one sign"])
-@pytest.mark.parametrize("format", WIDENED)
+@pytest.mark.parametrize("format", FORMATS)
 def test_exact_products_are_as_near_to_the_truth_as_floats(kernels: Kernels, format: Format, inputs: str) -> None:
     """Also where one activation of a group is a thousand times the others; or where one weight of a group is much
     larger than the others, and all activations have one sign but that weight's, which is zero."""
@@ -104,9 +111,10 @@ def test_exact_products_are_as_near_to_the_truth_as_floats(kernels: Kernels, for
     else:
         x = x.abs() + 3
         x[:, 5::GROUP] = 0
-        if format == Format.Q8:
-            q = torch.randint(-3, 4, (64, 1536 // GROUP, GROUP))
-            q[..., 5] = -127
+        if format in (Format.Q8, Format.Q4S):
+            most, large = (3, 127) if format == Format.Q8 else (1, 8)
+            q = torch.randint(-most, most + 1, (64, 1536 // GROUP, GROUP))
+            q[..., 5] = -large
             weight = (0.0078125 * q).view(64, 1536)
     expected = x.double() @ weight.double().T
     got = kernels.linear(packed(kernels, weight, None, format), x, Arithmetic.EXACT)
@@ -121,7 +129,7 @@ def test_exact_products_are_as_near_to_the_truth_as_floats(kernels: Kernels, for
 
 @pytest.mark.parametrize("shape", ODD_SHAPES)
 @pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 6, 7, 97])
-@pytest.mark.parametrize("format", [Format.Q8, Format.Q4])
+@pytest.mark.parametrize("format", BYTES)
 def test_int8_products(kernels: Kernels, format: Format, rows: int, shape: tuple[int, int]) -> None:
     weight, bias = random_weight(format, *shape), torch.randn(shape[0])
     x = torch.randn(rows, shape[1]) * 3
@@ -142,8 +150,8 @@ def test_extreme_bytes_do_not_saturate(kernels: Kernels) -> None:
 @pytest.mark.parametrize(
     ("arithmetic", "format"),
     [
-        *((Arithmetic.EXACT, format) for format in WIDENED),
-        *((Arithmetic.INT8, format) for format in (Format.Q8, Format.Q4)),
+        *((Arithmetic.EXACT, format) for format in FORMATS),
+        *((Arithmetic.INT8, format) for format in BYTES),
         (Arithmetic.BFLOAT16, Format.BF16),
     ],
 )
@@ -175,7 +183,7 @@ def test_bfloat16_products(kernels: Kernels, rows: int, outputs: int, groups: in
 
 
 @given(
-    format=st.sampled_from([Format.Q8, Format.Q4]),
+    format=st.sampled_from(BYTES),
     rows=st.integers(1, 230),
     outputs=st.integers(1, 170),
     groups=st.integers(1, 60),
@@ -244,7 +252,7 @@ def test_a_weight_of_other_inputs_is_refused(kernels: Kernels) -> None:
 
 
 @given(
-    format=st.sampled_from([Format.Q8, Format.Q4]),
+    format=st.sampled_from(BYTES),
     rows=st.integers(1, 14),
     outputs=st.integers(1, 40),
     groups=st.integers(1, 9),
@@ -256,7 +264,7 @@ def test_byte_products_are_exact_integers(
     """Weights that are whole numbers and activations that are whole steps, both often at the ends of their ranges: no
     build may round or saturate."""
     generator = torch.Generator().manual_seed(seed)
-    low, high = (-128, 127) if format == Format.Q8 else (0, 15)
+    low, high = {Format.Q8: (-128, 127), Format.Q4: (0, 15), Format.Q4S: (-8, 7)}[format]
     weight = torch.randint(low, high + 1, (outputs, groups, GROUP), generator=generator)
     x = torch.randint(-127, 128, (rows, groups, GROUP), generator=generator)
     extreme = torch.rand(groups, generator=generator) < 0.5
@@ -274,7 +282,7 @@ def test_byte_products_are_exact_integers(
 @given(
     rows=st.sampled_from([1, 2, 7, 97]),
     shape=st.sampled_from(ODD_SHAPES),
-    format=st.sampled_from(WIDENED),
+    format=st.sampled_from(FORMATS),
     sign=st.sampled_from([1.0, 0.0, -1.0]),
     seed=st.integers(0, 2**16),
 )
@@ -294,7 +302,7 @@ def test_likeliest_outputs_are_the_first_of_the_largest(
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
 @pytest.mark.parametrize("arithmetic", [Arithmetic.EXACT, Arithmetic.INT8])
-@pytest.mark.parametrize("format", [Format.F32, Format.Q8, Format.Q4])
+@pytest.mark.parametrize("format", [Format.F32, *BYTES])
 def test_likeliest_outputs_are_none_where_one_is_not_finite(
     kernels: Kernels, format: Format, arithmetic: Arithmetic, bad: float
 ) -> None:

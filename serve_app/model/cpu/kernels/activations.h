@@ -29,14 +29,17 @@ enum form {
 struct digit_tile {
     int8_t digits[2][TILE_ROWS][2 * GROUP]; /* b, a; d, c */
     float scale[TILE_ROWS], sum[TILE_ROWS]; /* see group_terms */
+    int32_t less_8[TILE_ROWS];
 };
 
 /* What belongs to a group of fixed-point activations; it stands behind their bytes. */
 struct group_terms {
     float scale;       /* s */
     float sum;         /* s times the sum of the group's numbers */
-    int32_t halves[2]; /* 32 times the sums of the first half and of the second */
-    int32_t bytes[2];  /* only with three bytes: 128 times the sums of the first two and of the third */
+    /* What centres weights around zero: */
+    int32_t less_32[2];  /* -32 times the sums of the first half and of the second */
+    int32_t less_8;      /* -8 times the sum of all */
+    int32_t less_128[2]; /* only with three bytes: -128 times the sums of the first two and of the third */
 };
 
 /* Activations of some rows. For `float` products only `x`, for the others only `rounded`. */
@@ -47,7 +50,7 @@ struct input {
 
 /* Bytes of a group of fixed-point activations. */
 static inline int activation_group_bytes(int bytes) {
-    return bytes * GROUP + (int)(bytes == 3 ? sizeof(struct group_terms) : offsetof(struct group_terms, bytes));
+    return bytes * GROUP + (int)(bytes == 3 ? sizeof(struct group_terms) : offsetof(struct group_terms, less_128));
 }
 
 /* Group 0 of the tile that has this row. */
@@ -136,12 +139,13 @@ SPECIALIZED void quantize_groups(const int bytes, const float *x, int count, uin
         }
         terms->scale = group.scale;
         terms->sum = group.sum;
-        terms->halves[0] = 32 * group.halves.first;
-        terms->halves[1] = 32 * group.halves.second;
+        terms->less_32[0] = -32 * group.halves.first;
+        terms->less_32[1] = -32 * group.halves.second;
+        terms->less_8 = -8 * (group.halves.first + group.halves.second);
         if (bytes == 3) {
             const struct lane_sums sums = add_lanes(others, last);
-            terms->bytes[0] = 128 * sums.first;
-            terms->bytes[1] = 128 * sums.second;
+            terms->less_128[0] = -128 * sums.first;
+            terms->less_128[1] = -128 * sums.second;
         }
     }
 }
@@ -188,6 +192,18 @@ static inline __m512i store_two_groups(const float *x, const __m512 times[4], ui
     return sum_in_blocks((__m512i)dot4((ivec){0}, splat_bytes("\1\1\1\1"), (ivec)bytes));
 }
 
+/* Of four groups in bytes: a block of `first` has a group's first four terms, one of `fifth` the last one. */
+static inline void store_terms(__m512i first, __m512i fifth, uint8_t *const group[4]) {
+    __m128i blocks[4], last[4];
+    memcpy(blocks, &first, sizeof blocks);
+    memcpy(last, &fifth, sizeof last);
+    UNROLL
+    for (int g = 0; g < 4; g++) {
+        _mm_storeu_si128((__m128i *)(group[g] + GROUP), blocks[g]);
+        _mm_storeu_si32(group[g] + GROUP + offsetof(struct group_terms, less_8), last[g]);
+    }
+}
+
 /* Four groups as quantize_groups has them in bytes, but for the numbers of a group whose scale is NaN. Their reductions
  * and divisions are made at once: one by one, each would be waited for. */
 static void quantize_four_groups(const float *x, uint8_t *to) {
@@ -208,15 +224,13 @@ static void quantize_four_groups(const float *x, uint8_t *to) {
     const __m512i high =
         store_two_groups(x + 2 * GROUP, (__m512[4]){times[2], times[2], times[3], times[3]}, group[2], group[3]);
     const __m512i first = _mm512_shuffle_i32x4(low, high, 0x88), second = _mm512_shuffle_i32x4(low, high, 0xdd);
-    const __m512 sum = _mm512_mul_ps(scale, _mm512_cvtepi32_ps(_mm512_add_epi32(first, second)));
+    const __m512i both = _mm512_add_epi32(first, second);
+    const __m512 sum = _mm512_mul_ps(scale, _mm512_cvtepi32_ps(both));
     /* Lane i of a block: number i of the group's terms. */
     __m512i terms = _mm512_mask_mov_epi32((__m512i)scale, 0x2222, (__m512i)sum);
-    terms = _mm512_mask_slli_epi32(terms, 0x4444, first, 5);
-    terms = _mm512_mask_slli_epi32(terms, 0x8888, second, 5);
-    _mm_storeu_si128((__m128i *)(group[0] + GROUP), _mm512_castsi512_si128(terms));
-    _mm_storeu_si128((__m128i *)(group[1] + GROUP), _mm512_extracti32x4_epi32(terms, 1));
-    _mm_storeu_si128((__m128i *)(group[2] + GROUP), _mm512_extracti32x4_epi32(terms, 2));
-    _mm_storeu_si128((__m128i *)(group[3] + GROUP), _mm512_extracti32x4_epi32(terms, 3));
+    terms = _mm512_mask_mullo_epi32(terms, 0x4444, first, _mm512_set1_epi32(-32));
+    terms = _mm512_mask_mullo_epi32(terms, 0x8888, second, _mm512_set1_epi32(-32));
+    store_terms(terms, _mm512_mullo_epi32(both, _mm512_set1_epi32(-8)), group);
 }
 
 #elif defined(BUILD_AVX2)
@@ -270,14 +284,19 @@ static void quantize_four_groups(const float *x, uint8_t *to) {
     }
     const __m256i halves = _mm256_hadd_epi32(_mm256_hadd_epi32(sums[0], sums[1]), _mm256_hadd_epi32(sums[2], sums[3]));
     const __m128i first = _mm256_castsi256_si128(halves), second = _mm256_extracti128_si256(halves, 1);
-    __m128 sum = _mm_mul_ps(scale, _mm_cvtepi32_ps(_mm_add_epi32(first, second)));
-    __m128 first_term = _mm_castsi128_ps(_mm_slli_epi32(first, 5));
-    __m128 second_term = _mm_castsi128_ps(_mm_slli_epi32(second, 5));
+    const __m128i both = _mm_add_epi32(first, second);
+    __m128 sum = _mm_mul_ps(scale, _mm_cvtepi32_ps(both));
+    __m128 first_term = _mm_castsi128_ps(_mm_mullo_epi32(first, _mm_set1_epi32(-32)));
+    __m128 second_term = _mm_castsi128_ps(_mm_mullo_epi32(second, _mm_set1_epi32(-32)));
+    int32_t less_8[4];
+    _mm_storeu_si128((__m128i *)less_8, _mm_mullo_epi32(both, _mm_set1_epi32(-8)));
     _MM_TRANSPOSE4_PS(scale, sum, first_term, second_term);
-    _mm_storeu_ps((float *)(group[0] + GROUP), scale);
-    _mm_storeu_ps((float *)(group[1] + GROUP), sum);
-    _mm_storeu_ps((float *)(group[2] + GROUP), first_term);
-    _mm_storeu_ps((float *)(group[3] + GROUP), second_term);
+    const __m128 terms[4] = {scale, sum, first_term, second_term};
+    UNROLL
+    for (int g = 0; g < 4; g++) {
+        _mm_storeu_ps((float *)(group[g] + GROUP), terms[g]);
+        memcpy(group[g] + GROUP + offsetof(struct group_terms, less_8), less_8 + g, 4);
+    }
 }
 #endif
 
@@ -316,6 +335,7 @@ static void digit_groups(const float *x, int count, int row, int rows, uint8_t *
         }
         to->scale[r] = group.scale;
         to->sum[r] = group.sum;
+        to->less_8[r] = -8 * (group.halves.first + group.halves.second);
         while (++r < end) to->scale[r] = to->sum[r] = 0.0f;
     }
 }

@@ -63,8 +63,9 @@ static inline void dot_halves(struct factors factors, struct half_sums *to) {
 
 /* to = from + W x: 16 rows, some groups of half a panel's outputs. `dots` begins with the first group's
  * sums, and ends with those of `next`. */
-static void fixed_tile_rows(const struct digit_tile *x, const struct four_bit_tiles *weights, int half, int groups,
-                            struct factors next, struct dots *dots, struct sums from, struct sums to) {
+SPECIALIZED void fixed_tile_rows(const int format, const struct digit_tile *x, const struct four_bit_tiles *weights,
+                                 int half, int groups, struct factors next, struct dots *dots, struct sums from,
+                                 struct sums to) {
     vec total[TILE_ROWS];
     UNROLL
     for (int r = 0; r < TILE_ROWS; r++) total[r] = load(row_of(from, r));
@@ -73,9 +74,10 @@ static void fixed_tile_rows(const struct digit_tile *x, const struct four_bit_ti
         dot_halves(g + 1 < groups ? (struct factors){x + 1, weights->q[g + 1][half]} : next, dots->next);
         UNROLL
         for (int r = 0; r < TILE_ROWS; r++) {
-            const ivec dot = (load_int(dots->now->of[0][r]) << 12) + load_int(dots->now->of[1][r]);
+            ivec dot = (load_int(dots->now->of[0][r]) << 12) + load_int(dots->now->of[1][r]);
+            if (format == Q4S) dot = dot + splat_bytes(x->less_8 + r);
             total[r] = fma_(splat(x->scale[r]) * d, to_float(dot), total[r]);
-            total[r] = fma_(splat(x->sum[r]), m, total[r]);
+            if (format != Q4S) total[r] = fma_(splat(x->sum[r]), m, total[r]);
         }
         *dots = (struct dots){dots->next, dots->now};
     }
@@ -103,7 +105,7 @@ SPECIALIZED void fixed_tile_panel(const int format, int rows, const struct digit
                 const struct sums begun = {(float *)bias + half * LANES, 0};
                 const struct sums here = {sums + row * PANEL + half * LANES, 4 * PANEL};
                 const struct sums there = {out + row * out_stride + half * LANES, 4 * out_stride};
-                fixed_tile_rows(tile, &weights, half, count, next, &dots, first ? here : begun,
+                fixed_tile_rows(format, tile, &weights, half, count, next, &dots, first ? here : begun,
                                 first + count == groups && row + TILE_ROWS <= rows ? there : here);
             }
         }
@@ -116,6 +118,8 @@ static void fixed_tile_product(int format, int rows, const struct digit_tile *x,
                                const float *bias, float *sums, float *out, int64_t out_stride) {
     if (format == Q4)
         fixed_tile_panel(Q4, rows, x, inputs, panel, bias, sums, out, out_stride);
+    else if (format == Q4S)
+        fixed_tile_panel(Q4S, rows, x, inputs, panel, bias, sums, out, out_stride);
     else
         fixed_tile_panel(Q4K, rows, x, inputs, panel, bias, sums, out, out_stride);
 }

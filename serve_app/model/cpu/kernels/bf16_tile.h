@@ -22,7 +22,7 @@ enum {
 /* Group `g` of a panel of bytes as uint16 [GROUP / 2][PANEL][2] of bfloat16. */
 SPECIALIZED void unpack_group(const int format, const uint8_t *panel, int64_t g, uint8_t *to) {
     const uint8_t *values = panel + group_at(format, g) + scale_bytes(format);
-    const int four = format == Q4 || format == Q4K, parts = group_parts(format);
+    const int four = format == Q4 || format == Q4S || format == Q4K, parts = group_parts(format);
     UNROLL
     for (int half = 0; half < PANEL; half += LANES) {
         UNROLL
@@ -142,6 +142,7 @@ static void bf16_product(int format, int rows, const uint16_t *x, int inputs, co
                          float *sums, float *out, int64_t out_stride) {
     switch (format) {
         case Q4: tile_panel(Q4, rows, x, inputs, panel, bias, sums, out, out_stride); break;
+        case Q4S: tile_panel(Q4S, rows, x, inputs, panel, bias, sums, out, out_stride); break;
         case Q4K: tile_panel(Q4K, rows, x, inputs, panel, bias, sums, out, out_stride); break;
         case Q6K: tile_panel(Q6K, rows, x, inputs, panel, bias, sums, out, out_stride); break;
         case Q8: tile_panel(Q8, rows, x, inputs, panel, bias, sums, out, out_stride); break;

@@ -166,6 +166,7 @@ static void read_floats(int type, const uint8_t *from, int count, float *out) {
 /* Whether a format holds this type's numbers as they are. */
 static int holds(int format, int type) {
     if (format == Q4) return type == FILE_Q4_0 || type == FILE_Q4_1;
+    if (format == Q4S) return type == FILE_Q4_0;
     if (format == Q8) return type == FILE_Q5_0 || type == FILE_Q5_1 || type == FILE_Q8_0;
     return (format == Q4K && type == FILE_Q4_K) || (format == Q6K && type == FILE_Q6_K);
 }
@@ -205,7 +206,7 @@ static int pack_numbers(int type, const uint8_t *row, int64_t inputs, int format
         } else if (format == Q6K) {
             pack_six_bits(row, lane, panel + block_at(Q6K, g));
         } else {
-            if (!read_group(type, row, &group)) return 0;
+            if (!read_group(type, row, &group) && format != Q4S) return 0;
             put_group(panel + group_at(format, g), format, lane, &group);
         }
     }
@@ -214,7 +215,7 @@ static int pack_numbers(int type, const uint8_t *row, int64_t inputs, int format
 
 static int pack_row(int type, const uint8_t *row, int64_t inputs, int format, int exactly, int lane, uint8_t *panel) {
     if (holds(format, type) && pack_numbers(type, row, inputs, format, lane, panel)) return 1;
-    if (format >= Q4K) return 0;
+    if (format >= Q4S) return 0;
     const int weights = block_weights(type);
     float values[BLOCK];
     for (int64_t first = 0; first < inputs; first += BLOCK) {

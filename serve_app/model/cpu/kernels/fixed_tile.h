@@ -28,6 +28,30 @@
 
 #define SIGN_BITS ((int32_t)0x80808080)
 
+/* A group's sum comes in one piece or in two: six bits have a scale for each half, and the sums of three bytes times 8
+ * bits need more than 32, so that the last byte of the activations goes apart. */
+SPECIALIZED int num_pieces(const int format, const int bytes) {
+    return format == Q6K || (format == Q8 && bytes == 3) ? 2 : 1;
+}
+
+/* The first byte of the activations that a piece has, and the one behind its last. */
+SPECIALIZED int first_byte(const int format, const int piece) { return format == Q8 ? 2 * piece : 0; }
+SPECIALIZED int end_byte(const int format, const int bytes, const int piece) {
+    return format == Q8 && bytes == 3 && piece == 0 ? 2 : bytes;
+}
+
+/* Weights around zero lose their offset in integers: floats would take the difference of two large sums. This turns a
+ * piece's sum of q a into one of (q - 8) a, (q - 32) a or (q - 128) a. */
+SPECIALIZED int is_centred(const int format, const int bytes) {
+    return format == Q4S || num_pieces(format, bytes) == 2;
+}
+
+SPECIALIZED ivec centre(const int format, const int bytes, const int piece, const uint8_t *row) {
+    const struct group_terms *terms = (const void *)(row + bytes * GROUP);
+    if (!is_centred(format, bytes)) return (ivec){0};
+    return splat_bytes(format == Q4S ? &terms->less_8 : (format == Q6K ? terms->less_32 : terms->less_128) + piece);
+}
+
 #if defined(BUILD_NARROW_DOTS)
 /* Of weights of 4 or 6 bits, whose sums over 8 or 2 steps fit 16 bits. */
 SPECIALIZED void narrow_dots(const int rows, const int format, const int part, const uint8_t *values,
@@ -52,8 +76,8 @@ SPECIALIZED void narrow_dots(const int rows, const int format, const int part, c
         for (int r = 0; r < rows; r++) {
             UNROLL
             for (int v = 0; v < 2; v++) {
-                const ivec sum = add_halves(sums[r][v]);
-                dot[r][v] = first == part * steps ? sum : dot[r][v] + sum;
+                const ivec before = first == part * steps ? centre(format, 1, part, row[r]) : dot[r][v];
+                dot[r][v] = before + add_halves(sums[r][v]);
             }
         }
     }
@@ -76,29 +100,33 @@ SPECIALIZED void signed_dots(const int rows, const uint8_t *values, const uint8_
     }
 }
 
-/* dot[row] = (sum over a part of a group of q a), or of (q - 128) a where `sums_are_signed`. Activations have one
- * byte. */
-SPECIALIZED void dot_part(const int rows, const int format, const int part, const int first, const int end,
-                          const uint8_t *values, const uint8_t *const *row, ivec dot[][2]) {
-    (void)first, (void)end;
+/* dot[row] = (sum of q a over a piece of a group) and what centres it, or of (q - 128) a where `dots_are_signed`.
+ * Activations have one byte. */
+SPECIALIZED void dot_piece(const int rows, const int format, const int bytes, const int piece, const uint8_t *values,
+                           const uint8_t *const *row, ivec dot[][2]) {
+    (void)bytes;
     if (format == Q8)
         signed_dots(rows, values, row, dot);
     else
-        narrow_dots(rows, format, part, values, row, dot);
+        narrow_dots(rows, format, piece, values, row, dot);
 }
 
-SPECIALIZED int sums_are_signed(const int format) { return format == Q8; }
+SPECIALIZED int dots_are_signed(const int format) { return format == Q8; }
 #else
-/* dot[row] = (sum over a part of a group of q a), for the bytes from `first` to `end` of the activations. */
-SPECIALIZED void dot_part(const int rows, const int format, const int part, const int first, const int end,
-                          const uint8_t *values, const uint8_t *const *row, ivec dot[][2]) {
-    const int steps = STEPS / group_parts(format);
+/* dot[row] = (sum of q a over a piece of a group) and what centres it. */
+SPECIALIZED void dot_piece(const int rows, const int format, const int bytes, const int piece, const uint8_t *values,
+                           const uint8_t *const *row, ivec dot[][2]) {
+    const int steps = STEPS / group_parts(format), part = format == Q6K ? piece : 0;
+    const int first = first_byte(format, piece), end = end_byte(format, bytes, piece);
     UNROLL
     for (int byte = first; byte < end; byte++) {
         UNROLL
         for (int r = 0; r < rows; r++) {
-            dot[r][0] = byte == first ? (ivec){0} : dot[r][0] << 8;
-            dot[r][1] = byte == first ? (ivec){0} : dot[r][1] << 8;
+            UNROLL
+            for (int v = 0; v < 2; v++) {
+                dot[r][v] = byte == first ? (ivec){0} : dot[r][v] << 8;
+                if (byte == end - 1) dot[r][v] = dot[r][v] + centre(format, bytes, piece, row[r]);
+            }
         }
         UNROLL
         for (int step = part * steps; step < (part + 1) * steps; step++) {
@@ -113,7 +141,7 @@ SPECIALIZED void dot_part(const int rows, const int format, const int part, cons
     }
 }
 
-SPECIALIZED int sums_are_signed(const int format) { return (void)format, 0; }
+SPECIALIZED int dots_are_signed(const int format) { return (void)format, 0; }
 #endif
 
 /* What a tile fetches while it computes. Bytes leave little to do meanwhile: they are fetched a panel ahead, and with
@@ -134,11 +162,6 @@ SPECIALIZED void fetch_group(const uint8_t *group, const int format) {
 SPECIALIZED void fixed_tile(const int rows, const int format, const int bytes, const uint8_t *x, int inputs,
                             const uint8_t *panel, int64_t panel_bytes, const float *bias, float *out,
                             int64_t out_stride) {
-    /* A group's sum in one piece or in two: six bits have a scale for each half, and the sums of three bytes times 8
-     * bits need more than 32, so that the last byte of the activations goes apart. */
-    const int halves = format == Q6K, last_apart = bytes == 3 && format == Q8;
-    /* Of weights around 32 or 128, that is taken off in integers: the two large sums would leave their roundings. */
-    const int centred = halves || last_apart;
     const int groups = inputs / GROUP;
     float sums[FIXED_ROWS * PANEL] __attribute__((aligned(64)));
     const uint8_t *row[FIXED_ROWS];
@@ -157,21 +180,22 @@ SPECIALIZED void fixed_tile(const int rows, const int format, const int bytes, c
         for (int r = 0; r < rows; r++) OPAQUE(row[r]);
         if (rows > 1 || format != Q8) fetch_group(group + (format == Q8 ? panel_bytes : AHEAD), format);
         UNROLL
-        for (int piece = 0; piece < 1 + centred; piece++) {
-            const int first = last_apart * piece * 2, end = last_apart && !piece ? 2 : bytes;
-            const int with_minimum = end == bytes && !halves;
-            dot_part(rows, format, halves * piece, first, end, group + scale_bytes(format), row, dot);
+        for (int piece = 0; piece < num_pieces(format, bytes); piece++) {
+            const int end = end_byte(format, bytes, piece), has_minimum = format == Q8 || format == Q4 || format == Q4K;
+            const int with_minimum = has_minimum && end == bytes;
+            const int is_signed = is_centred(format, bytes) || dots_are_signed(format);
+            dot_piece(rows, format, bytes, piece, group + scale_bytes(format), row, dot);
             UNROLL
             for (int v = 0; v < 2; v++) {
-                const vec d = group_step(format, panel, g, halves * piece, v * LANES) * splat(end < bytes ? 256 : 1);
+                const int part = format == Q6K ? piece : 0;
+                const vec d = group_step(format, panel, g, part, v * LANES) * splat(end < bytes ? 256 : 1);
                 vec m = splat(0.0f);
                 if (with_minimum) m = group_minimum(format, panel, g, 0, v * LANES);
-                if (with_minimum && (centred || sums_are_signed(format))) m = m + splat(128.0f) * d;
+                if (with_minimum && is_signed) m = m + splat(128.0f) * d;
                 UNROLL
                 for (int r = 0; r < rows; r++) {
                     const struct group_terms *terms = (const void *)(row[r] + bytes * GROUP);
                     vec sum = load(total + r * PANEL + v * LANES);
-                    if (centred) dot[r][v] = dot[r][v] - (halves ? terms->halves : terms->bytes)[piece];
                     sum = fma_(splat(terms->scale) * d, to_float(dot[r][v]), sum);
                     if (with_minimum) sum = fma_(splat(terms->sum), m, sum);
                     store(total + r * PANEL + v * LANES, sum);
@@ -185,36 +209,48 @@ SPECIALIZED void fixed_tile(const int rows, const int format, const int bytes, c
     for (int r = 0; r < rows; r++) memcpy(out + r * out_stride, sums + r * PANEL, sizeof(float) * PANEL);
 }
 
+/* A function for each format: in one for all, GCC keeps the pointers of some tiles in memory. */
+#define FIXED_ROWS_OF(format) \
+    static __attribute__((noinline)) void fixed_rows_##format(int rows, int bytes, const uint8_t *x, int inputs, \
+                                                              const uint8_t *panel, const float *bias, float *out, \
+                                                              int64_t stride) { \
+        const int64_t panel_bytes = weight_panel_bytes(format, inputs); \
+        switch (rows) { TILES_OF(format) } \
+    }
+#define TILE(format, n) \
+    case n: \
+        if (EXACT_BYTES && bytes == EXACT_BYTES) \
+            fixed_tile(n, format, EXACT_BYTES, x, inputs, panel, panel_bytes, bias, out, stride); \
+        else \
+            fixed_tile(n, format, 1, x, inputs, panel, panel_bytes, bias, out, stride); \
+        break;
+#if FIXED_ROWS == 8
+#define TILES_OF(f) TILE(f, 1) TILE(f, 2) TILE(f, 3) TILE(f, 4) TILE(f, 5) TILE(f, 6) TILE(f, 7) TILE(f, 8)
+#elif FIXED_ROWS == 6
+#define TILES_OF(f) TILE(f, 1) TILE(f, 2) TILE(f, 3) TILE(f, 4) TILE(f, 5) TILE(f, 6)
+#elif FIXED_ROWS == 4
+#define TILES_OF(f) TILE(f, 1) TILE(f, 2) TILE(f, 3) TILE(f, 4)
+#else
+#define TILES_OF(f) TILE(f, 1) TILE(f, 2)
+#endif
+FIXED_ROWS_OF(Q8)
+FIXED_ROWS_OF(Q4)
+FIXED_ROWS_OF(Q4S)
+FIXED_ROWS_OF(Q4K)
+FIXED_ROWS_OF(Q6K)
+#undef TILES_OF
+#undef TILE
+#undef FIXED_ROWS_OF
+
 static void fixed_rows(int rows, int format, int bytes, const uint8_t *x, int inputs, const uint8_t *panel,
                        const float *bias, float *out, int64_t stride) {
-    const int64_t panel_bytes = weight_panel_bytes(format, inputs);
-#define BYTES(n, b) \
-        if (format == Q4) fixed_tile(n, Q4, b, x, inputs, panel, panel_bytes, bias, out, stride); \
-        else if (format == Q4K) fixed_tile(n, Q4K, b, x, inputs, panel, panel_bytes, bias, out, stride); \
-        else if (format == Q6K) fixed_tile(n, Q6K, b, x, inputs, panel, panel_bytes, bias, out, stride); \
-        else fixed_tile(n, Q8, b, x, inputs, panel, panel_bytes, bias, out, stride);
-#define TILE(n) \
-    case n: \
-        if (EXACT_BYTES && bytes == EXACT_BYTES) { BYTES(n, EXACT_BYTES) } \
-        else { BYTES(n, 1) } \
-        break;
-    switch (rows) {
-        TILE(1) TILE(2)
-#if FIXED_ROWS > 2
-        TILE(3)
-#endif
-#if FIXED_ROWS > 3
-        TILE(4)
-#endif
-#if FIXED_ROWS > 4
-        TILE(5) TILE(6)
-#endif
-#if FIXED_ROWS > 6
-        TILE(7) TILE(8)
-#endif
+    switch (format) {
+        case Q8: fixed_rows_Q8(rows, bytes, x, inputs, panel, bias, out, stride); break;
+        case Q4: fixed_rows_Q4(rows, bytes, x, inputs, panel, bias, out, stride); break;
+        case Q4S: fixed_rows_Q4S(rows, bytes, x, inputs, panel, bias, out, stride); break;
+        case Q4K: fixed_rows_Q4K(rows, bytes, x, inputs, panel, bias, out, stride); break;
+        default: fixed_rows_Q6K(rows, bytes, x, inputs, panel, bias, out, stride);
     }
-#undef TILE
-#undef BYTES
 }
 
 #endif

@@ -4,10 +4,10 @@
  * `fixed`: activations as fixed-point numbers with one scale for each group of 32 (see quantize_groups); per group,
  * with x ~ s a and w = d q + m,
  *     sum w x  ~  s d (sum q a)  +  m (s sum a),
- * where sum q a is exact in integers: 4 products of bytes per lane and instruction. (Of 6 bits a group has two d, and
- * its m, which is -32 d, is taken off in integers.) In int8 mode a has one byte. In
- * exact mode it has three, of which 23 bits are used: as many as a float has beside its exponent, so that a sum is as
- * near to the truth as in float arithmetic; and three byte products cost less than unpacking and multiplying floats.
+ * where sum q a is exact in integers: 4 products of bytes per lane and instruction. (An m that is -8 d, of Q4S, or
+ * -32 d, of the two d that a group of Q6K has, is taken off in integers.) In int8 mode a has one byte. In exact mode it
+ * has three, of which 23 bits are used: as many as a float has beside its exponent, so that a sum is as near to the
+ * truth as in float arithmetic; and three byte products cost less than unpacking and multiplying floats.
  * With AMX, many rows and weights of 4 bits the same numbers have four digits instead (see digit_tile): the same sums.
  *
  * Work is shared out as chunks of (rows, panels). Whatever the tile that an output falls into, its sum runs over the

@@ -13,6 +13,7 @@
  *             uint8 q[GROUP / 4][PANEL][4]
  *   Q4      the same with two steps of 4 inputs in one byte:        0.625               d q + m, q in 0..15
  *             uint8 q[GROUP / 8][PANEL][4], low half = step s, high half = step s + 4
+ *   Q4S     the same without m, symmetric around zero               0.5625              d (q - 8), q in 0..15
  *   Q4K     inputs / (GROUP SUPER) blocks of                        0.578               (d s) q - (e t), q in 0..15
  *             half d[PANEL], half e[PANEL], and SUPER groups of
  *               uint8 s[PANEL], uint8 t[PANEL], q as in Q4
@@ -23,7 +24,8 @@
  *               uint8 u[2][PANEL][4]: the upper 2 bits of step s are the pair s / 2 of u[s % 2]
  *
  * A matrix that came from an 8- or 4-bit file in groups of 32 fits Q8 or Q4 exactly: d and m are the file's own
- * numbers, found again from the floats, and every weight is checked. Q4K and Q6K take the file's numbers as they are.
+ * numbers, found again from the floats, and every weight is checked. Q4S, Q4K and Q6K take the file's numbers as they
+ * are.
  * So the formats of bytes also serve the exact mode, and BF16 does for files in bfloat16.
  * Panels of one matrix may differ in format: its parts may differ in the file.
  */
@@ -33,7 +35,7 @@
 #include "vec.h"
 
 enum { PANEL = 2 * LANES, GROUP = 32, STEPS = GROUP / 4, SUPER = 8 };
-enum format { F32, BF16, Q8, Q4, Q4K, Q6K };
+enum format { F32, BF16, Q8, Q4, Q4S, Q4K, Q6K };
 
 struct panel {
     const uint8_t *data;
@@ -55,10 +57,13 @@ int64_t weight_block(int64_t format) {
     return format >= Q4K ? SUPER * GROUP : format >= Q8 ? GROUP : format == BF16 ? 2 : 1;
 }
 
+/* Bytes of a group's scales. */
+static inline int64_t scale_bytes(int format) { return PANEL * (format >= Q4S ? 2 : 4); }
+
 /* Bytes of an output in front of a block's groups, and in one of them. */
 static inline int64_t block_head(int format) { return format == Q4K ? 4 : format == Q6K ? 2 : 0; }
 static inline int64_t group_bytes(int format) {
-    return (format >= Q4K ? 2 : 4) + (format == Q8 ? GROUP : format == Q6K ? GROUP * 3 / 4 : GROUP / 2);
+    return scale_bytes(format) / PANEL + (format == Q8 ? GROUP : format == Q6K ? GROUP * 3 / 4 : GROUP / 2);
 }
 
 /* Where the block of group `g` begins in a panel, and the group itself, its scales first and then its values. */
@@ -72,9 +77,6 @@ static inline int64_t group_at(int format, int64_t g) {
 /* Where a panel of bfloat16 has one weight. */
 static inline int64_t bf16_at(int64_t input, int lane) { return 2 * (input / 2 * 2 * PANEL + 2 * lane + input % 2); }
 
-/* Bytes of a group's scales. */
-static inline int64_t scale_bytes(int format) { return PANEL * (format >= Q4K ? 2 : 4); }
-
 /* In how many equal parts with scales of their own the inputs of a group fall. */
 static inline int group_parts(int format) { return format == Q6K ? 2 : 1; }
 
@@ -85,7 +87,7 @@ int64_t weight_panel_bytes(int64_t format, int64_t inputs) {
     return group_at((int)format, inputs / GROUP) - PANEL * block_head((int)format);
 }
 
-/* d and m of one output's group, and its GROUP values of q. */
+/* d and m of one output's group, and its GROUP values of q. Q4S has no use for m. */
 struct group {
     uint16_t scale, minimum;
     uint8_t q[GROUP];
@@ -176,8 +178,8 @@ static int get_value(const uint8_t *values, int format, int lane, int k) {
 
 static void put_group(uint8_t *to, int format, int lane, const struct group *group) {
     memcpy(to + 2 * lane, &group->scale, 2);
-    memcpy(to + 2 * PANEL + 2 * lane, &group->minimum, 2);
-    put_values(to + 4 * PANEL, format, lane, group->q);
+    if (format != Q4S) memcpy(to + 2 * PANEL + 2 * lane, &group->minimum, 2);
+    put_values(to + scale_bytes(format), format, lane, group->q);
 }
 
 /* The inputs from `first` on of one output; `count` and, for bytes, `first` are whole groups. */
@@ -231,6 +233,7 @@ static void weight_row(const struct weight *weight, int64_t row, float *out) {
         const int parts = group_parts(format);
         for (int part = 0; part < parts; part++) {
             float d = half_to_float(halves[0]), m = half_to_float(halves[1]);
+            if (format == Q4S) m = -8.0f * d;
             if (format == Q4K) d *= group[lane], m *= -(float)group[PANEL + lane];
             if (format == Q6K) d *= (float)(group[part * PANEL + lane] - 128), m = -32.0f * d;
             for (int k = part * GROUP / parts; k < (part + 1) * GROUP / parts; k++) {
@@ -244,14 +247,15 @@ static void weight_row(const struct weight *weight, int64_t row, float *out) {
 /* Of half a panel's outputs, d and m of a part of a group: its weights are d q + m. */
 SPECIALIZED vec group_step(const int format, const uint8_t *panel, int64_t g, const int part, const int half) {
     const uint8_t *group = panel + group_at(format, g);
-    if (format < Q4K) return load_half((const uint16_t *)group + half);
+    if (format <= Q4S) return load_half((const uint16_t *)group + half);
     const vec d = load_half((const uint16_t *)(panel + block_at(format, g)) + half);
     return d * (load_bytes(group + part * PANEL + half) - splat(format == Q6K ? 128.0f : 0.0f));
 }
 
 SPECIALIZED vec group_minimum(const int format, const uint8_t *panel, int64_t g, const int part, const int half) {
     const uint8_t *group = panel + group_at(format, g);
-    if (format < Q4K) return load_half((const uint16_t *)group + PANEL + half);
+    if (format < Q4S) return load_half((const uint16_t *)group + PANEL + half);
+    if (format == Q4S) return splat(-8.0f) * group_step(format, panel, g, part, half);
     if (format == Q6K) return splat(-32.0f) * group_step(format, panel, g, part, half);
     const uint16_t *block = (const uint16_t *)(panel + block_at(format, g));
     return -(load_half(block + PANEL + half) * load_bytes(group + PANEL + half));
