@@ -2,8 +2,9 @@
 
 import fcntl
 import os
+import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 
@@ -30,3 +31,10 @@ def flush_to_disk(path: Path) -> None:
     for file in path.iterdir() if path.is_dir() else (path,):
         with file.open("rb") as content:
             os.fsync(content.fileno())
+
+
+def remove_damaged(folder: Path) -> None:
+    """All of it at once, so that nobody takes what is left of it for a whole one. Raises OSError."""
+    scratch = tempfile.TemporaryDirectory(dir=folder.parent, prefix="tmp-")
+    with scratch, suppress(FileNotFoundError):  # or another process was first
+        folder.rename(Path(scratch.name) / folder.name)

@@ -6,6 +6,8 @@ take a second. What they tell is kept: configuration and positions of the tensor
 
 import hashlib
 import json
+import logging
+from contextlib import suppress
 from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
@@ -21,6 +23,9 @@ from serve_app.model.executors.base import UnsupportedModelError
 from serve_app.model.mapped_checkpoint import MappedCheckpoint, StoredTensor, interleaved
 from serve_app.model.rope import divide_frequencies
 from serve_app.model.write_once import write_once
+from serve_app.one_writer import remove_damaged
+
+logger = logging.getLogger(__name__)
 
 _HEADER_BYTES = 64 * 2**20
 """More than any file has before its tensors."""
@@ -33,11 +38,28 @@ def open_gguf(path: Path, cache_dir: Path) -> MappedCheckpoint:
         header = file.read(_HEADER_BYTES)
     content = hashlib.sha256(header + str(path.stat().st_size).encode()).hexdigest()
     cached = cache_dir / f"gguf-header-{content[:32]}-transformers-{version('transformers')}"
-    if not (cached / "tensors.json").is_file():
+    tensors = _read_index(cached)
+    if tensors is None:
         _write_index(path, cached)
-    index = json.loads((cached / "tensors.json").read_text())
-    tensors = {name: StoredTensor(**{**entry, "shape": tuple(entry["shape"])}) for name, entry in index.items()}
+        tensors = _read_index(cached)
+    if tensors is None:
+        raise ConfigError(f"cache_dir: cannot read {cached}")
     return MappedCheckpoint(path, [path], cached, tensors)
+
+
+def _read_index(folder: Path) -> dict[str, StoredTensor] | None:
+    """None where there is none; a damaged one is removed."""
+    if not folder.is_dir():
+        return None
+    try:
+        dict(json.loads((folder / "config.json").read_text()))  # for whoever makes the module
+        index = json.loads((folder / "tensors.json").read_text())
+        return {name: StoredTensor(**{**entry, "shape": tuple(entry["shape"])}) for name, entry in index.items()}
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        logger.warning("%s is damaged, and made again: %r", folder, error)
+        with suppress(OSError):
+            remove_damaged(folder)
+        return None
 
 
 def _write_index(path: Path, target: Path) -> None:

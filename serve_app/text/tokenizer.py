@@ -2,12 +2,13 @@
 
 import hashlib
 import json
+import logging
 import math
 import os
 import shutil
 import tempfile
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,7 +19,7 @@ from serve_app.errors import ConfigError
 from serve_app.gguf_header import in_transformers
 from serve_app.grammars import Grammars, Vocabulary
 from serve_app.model_files import CACHE_DIR, ModelFiles, locate_model
-from serve_app.one_writer import flush_to_disk
+from serve_app.one_writer import flush_to_disk, remove_damaged
 from serve_app.text.chat_template import Ending, encode_chat, takes_role, template_variables, write_calls
 from serve_app.text.detokenizer import Detokenizer
 from serve_app.text.fill_in_the_middle import FillInTheMiddle
@@ -36,6 +37,8 @@ from serve_app.text.tool_format import (
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+logger = logging.getLogger(__name__)
 
 _TAIL = 32
 """Tokens of a prompt's end that hold the mark of a reasoning, if it ends with one."""
@@ -271,13 +274,18 @@ def _load_cached(files: ModelFiles, cache_dir: Path | None) -> "PreTrainedTokeni
     stat = files.path.stat()
     identity = f"{files.path}|{stat.st_size}|{stat.st_mtime_ns}|{transformers.__version__}"
     folder = cache_dir / "tokenizers" / hashlib.sha256(identity.encode()).hexdigest()[:20]
-    if not (folder / "tokenizer.json").is_file():
-        tokenizer = _load(files)
-        _keep(tokenizer, folder)
-        if not (folder / "tokenizer.json").is_file():
-            return tokenizer
+    read = partial(transformers.PreTrainedTokenizerFast.from_pretrained, folder)
+    if folder.is_dir():
+        try:
+            return read()
+        except Exception as error:  # a damaged one raises whatever its bytes provoke
+            logger.warning("%s is damaged, and made again: %r", folder, error)
+            with suppress(OSError):
+                remove_damaged(folder)
+    tokenizer = _load(files)
+    _keep(tokenizer, folder)
     # Also where it has just been written: what comes out must not depend on who came first.
-    return transformers.PreTrainedTokenizerFast.from_pretrained(folder)
+    return read() if folder.is_dir() else tokenizer
 
 
 def _keep(tokenizer: "PreTrainedTokenizerBase", folder: Path) -> None:

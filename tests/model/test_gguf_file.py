@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 from load_tests.random_gguf import mixed_kinds, random_contents, tensor_shapes, write_gguf
 from serve_app.errors import ConfigError
 from serve_app.model.cpu.build import usable_builds
+from serve_app.model.gguf_file import open_gguf
 from serve_app.model.loader import load_model
 from serve_app.model.options import ModelOptions
 from serve_app.model.paged_model import PagedModel
@@ -160,3 +161,22 @@ def test_a_second_start_reads_no_vocabulary(tmp_path: Path, monkeypatch: pytest.
     first = logits(load(path), tokens)
     monkeypatch.setattr("gguf.GGUFReader", None)
     assert torch.equal(logits(load(path), tokens), first)
+
+
+@pytest.mark.parametrize("name", ["tensors.json", "config.json"])
+@pytest.mark.parametrize("content", ["", "[1]", None])
+def test_a_damaged_index_is_named_and_made_again(
+    tmp_path: Path, name: str, content: str | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = write_gguf(tmp_path / "small.gguf", config())
+    first = open_gguf(path, tmp_path)
+    kept = first.config_folder / name
+    kept.unlink()
+    if content is not None:
+        kept.write_text(content)
+    assert open_gguf(path, tmp_path).tensors == first.tensors
+    assert f"{first.config_folder} is damaged" in caplog.text
+    caplog.clear()
+    assert open_gguf(path, tmp_path).identity == first.identity
+    assert caplog.text == ""
+    assert not list(tmp_path.glob("tmp-*"))

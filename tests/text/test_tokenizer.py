@@ -63,6 +63,18 @@ def test_the_second_start_reads_the_cache_and_agrees(tmp_path: Path) -> None:
     assert second.digest == first.digest
 
 
+def test_a_damaged_cache_is_named_and_made_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    first = load_tokenizer("default", tmp_path)
+    [kept] = (tmp_path / "tokenizers").iterdir()
+    for content in ("", "{}"):
+        (kept / "tokenizer.json").write_text(content)
+        assert load_tokenizer("default", tmp_path).digest == first.digest
+        assert f"{kept} is damaged" in caplog.text
+        caplog.clear()
+    assert load_tokenizer("default", tmp_path).digest == first.digest
+    assert caplog.text == ""
+
+
 def test_a_cache_that_cannot_be_written_is_no_error(tmp_path: Path, sentencepiece: Tokenizer) -> None:
     blocked = tmp_path / "file"
     blocked.write_text("not a folder")
