@@ -69,9 +69,9 @@ def pack_all(jobs: Sequence[Job], file: PackedFile | None, report: Progress) -> 
     in memory without one, or where the disk does not take it."""
     if file is not None:
         try:
-            if not file.path.is_file():
+            if not _is_whole(file.path):
                 with only_writer(file.path, lambda: report("waiting for another process that packs the weights", 0.0)):
-                    if not file.path.is_file():
+                    if not _is_whole(file.path):
                         _write(file, jobs, report)
             return _map(file.path, report)
         except (OSError, ValueError) as error:
@@ -90,6 +90,8 @@ def _in_threads(run: Callable[[Job], Any], jobs: Sequence[Job], report: Progress
 
 def _write(target: PackedFile, jobs: Sequence[Job], report: Progress) -> None:
     # Whoever has the lock is the only writer of these: others of the same source and mode were killed.
+    if target.path.exists():
+        logger.warning("%s is damaged, and made again", target.path)
     prefix = f"tmp-{_source_and_mode(target.path)}-"
     for left in target.path.parent.glob(f"{prefix}*"):
         shutil.rmtree(left, ignore_errors=True)
@@ -115,6 +117,14 @@ def _remove_others(path: Path) -> None:
                 other.unlink(missing_ok=True)
 
 
+def _is_whole(path: Path) -> bool:
+    """Whether it is there, with an index."""
+    try:
+        return "index" in _trailer(path)
+    except (OSError, ValueError, TypeError):
+        return False
+
+
 def _source_and_mode(path: Path) -> str:
     return path.name.partition("-")[0]
 
@@ -124,6 +134,8 @@ def _trailer(path: Path) -> dict[str, Any]:
     with path.open("rb") as file:
         file.seek(-8, os.SEEK_END)
         length = int.from_bytes(file.read(), "little")
+        if length > file.tell():
+            raise ValueError("its end is no index")
         file.seek(-8 - length, os.SEEK_END)
         return dict(json.loads(file.read(length)))
 
