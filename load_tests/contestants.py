@@ -81,7 +81,7 @@ def _model(folder: PeerFolder, kind: str | None) -> dict[str, str]:
 
 def _offline(baseline: str, environment: Mapping[str, str], kind: str | None = None) -> Any:
     def make(folder: PeerFolder, config: Path) -> OfflineCommand:
-        path = folder.path / f"offline-{kind}.yaml"
+        path = folder.path / f"offline-{kind or 'default'}.yaml"
         write_config(config, path, free_port(), **_model(folder, kind))
         command = (sys.executable, "-m", "load_tests.offline", baseline, "--config", str(path))
         return OfflineCommand(command, environment)

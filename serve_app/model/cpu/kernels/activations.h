@@ -200,7 +200,7 @@ static inline void store_terms(__m512i first, __m512i fifth, uint8_t *const grou
     UNROLL
     for (int g = 0; g < 4; g++) {
         _mm_storeu_si128((__m128i *)(group[g] + GROUP), blocks[g]);
-        _mm_storeu_si32(group[g] + GROUP + offsetof(struct group_terms, less_8), last[g]);
+        memcpy(group[g] + GROUP + offsetof(struct group_terms, less_8), last + g, 4);
     }
 }
 
