@@ -72,9 +72,10 @@ def logits(model: PagedModel, tokens: torch.Tensor) -> torch.Tensor:
         kinds(Kind.Q8_0, attn_q=Kind.Q4_0, attn_k=Kind.Q4_1, ffn_up=Kind.Q5_0, ffn_down=Kind.Q5_1),
         kinds(Kind.Q8_0, token_embd=Kind.BF16, attn_q=Kind.F16, ffn_down=Kind.F32),
         kinds(Kind.Q6_K),
+        kinds(Kind.Q4_0),
         mixed_kinds,
     ],
-    ids=["Q8_0", "four and five bits", "floats", "Q6_K", "Q4_K_M"],
+    ids=["Q8_0", "four and five bits", "floats", "Q6_K", "Q4_0", "Q4_K_M"],
 )
 def test_logits_are_those_of_the_widened_weights(
     tmp_path: Path, arch: str, kinds: Callable[[str, int, int], Kind]
@@ -96,7 +97,7 @@ def test_logits_are_those_of_the_widened_weights(
         assert 0 < float((logits(narrow, tokens) - expected).abs().mean() / expected.std()) < 0.02
 
 
-@pytest.mark.parametrize("kind", [Kind.Q8_0, Kind.Q4_K, Kind.Q6_K])
+@pytest.mark.parametrize("kind", [Kind.Q8_0, Kind.Q4_0, Kind.Q4_K, Kind.Q6_K])
 def test_a_matrix_that_is_embedding_and_head_is_kept_once(tmp_path: Path, kind: Kind) -> None:
     model = load(write_gguf(tmp_path / "small.gguf", config(tied=True), kinds(kind)), quantization="int8")
     assert model.mapped_bytes == model.cost.weight_bytes
