@@ -1,11 +1,14 @@
 """Files that several processes want: one of them makes each while the others wait, and it is whole or not there."""
 
 import fcntl
+import logging
 import os
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+
+logger = logging.getLogger(__name__)
 
 
 @contextmanager
@@ -33,8 +36,10 @@ def flush_to_disk(path: Path) -> None:
             os.fsync(content.fileno())
 
 
-def remove_damaged(folder: Path) -> None:
-    """All of it at once, so that nobody takes what is left of it for a whole one. Raises OSError."""
-    scratch = tempfile.TemporaryDirectory(dir=folder.parent, prefix="tmp-")
-    with scratch, suppress(FileNotFoundError):  # or another process was first
-        folder.rename(Path(scratch.name) / folder.name)
+def remove_damaged(folder: Path, error: Exception) -> None:
+    """All of it at once, so that nobody takes what is left of it for a whole one. A disk that does not let it is no
+    error yet: writing it again is."""
+    logger.warning("%s is damaged, and made again: %r", folder, error)
+    # Or another process was first.
+    with suppress(OSError), tempfile.TemporaryDirectory(dir=folder.parent, prefix="tmp-") as scratch:
+        folder.rename(Path(scratch) / folder.name)

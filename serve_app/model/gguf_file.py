@@ -6,8 +6,6 @@ take a second. What they tell is kept: configuration and positions of the tensor
 
 import hashlib
 import json
-import logging
-from contextlib import suppress
 from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
@@ -24,8 +22,6 @@ from serve_app.model.mapped_checkpoint import MappedCheckpoint, StoredTensor, in
 from serve_app.model.rope import divide_frequencies
 from serve_app.model.write_once import write_once
 from serve_app.one_writer import remove_damaged
-
-logger = logging.getLogger(__name__)
 
 _HEADER_BYTES = 64 * 2**20
 """More than any file has before its tensors."""
@@ -56,9 +52,7 @@ def _read_index(folder: Path) -> dict[str, StoredTensor] | None:
         index = json.loads((folder / "tensors.json").read_text())
         return {name: StoredTensor(**{**entry, "shape": tuple(entry["shape"])}) for name, entry in index.items()}
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-        logger.warning("%s is damaged, and made again: %r", folder, error)
-        with suppress(OSError):
-            remove_damaged(folder)
+        remove_damaged(folder, error)
         return None
 
 

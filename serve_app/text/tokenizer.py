@@ -2,13 +2,12 @@
 
 import hashlib
 import json
-import logging
 import math
 import os
 import shutil
 import tempfile
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -37,8 +36,6 @@ from serve_app.text.tool_format import (
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-logger = logging.getLogger(__name__)
 
 _TAIL = 32
 """Tokens of a prompt's end that hold the mark of a reasoning, if it ends with one."""
@@ -279,9 +276,7 @@ def _load_cached(files: ModelFiles, cache_dir: Path | None) -> "PreTrainedTokeni
         try:
             return read()
         except Exception as error:  # a damaged one raises whatever its bytes provoke
-            logger.warning("%s is damaged, and made again: %r", folder, error)
-            with suppress(OSError):
-                remove_damaged(folder)
+            remove_damaged(folder, error)
     tokenizer = _load(files)
     _keep(tokenizer, folder)
     # Also where it has just been written: what comes out must not depend on who came first.

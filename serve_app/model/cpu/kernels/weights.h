@@ -25,8 +25,7 @@
  *
  * A matrix that came from an 8- or 4-bit file in groups of 32 fits Q8 or Q4 exactly: d and m are the file's own
  * numbers, found again from the floats, and every weight is checked. Q4S, Q4K and Q6K take the file's numbers as they
- * are.
- * So the formats of bytes also serve the exact mode, and BF16 does for files in bfloat16.
+ * are. So the formats of bytes also serve the exact mode, and BF16 does for files in bfloat16.
  * Panels of one matrix may differ in format: its parts may differ in the file.
  */
 #ifndef SERVE_APP_WEIGHTS_H
