@@ -1,69 +1,46 @@
 """Token ids to text, one id at a time, without tearing a character. Decides nothing about stopping.
 
-`tokenizers.decoders.DecodeStream` does the work; this adds an end (`flush`) and a bound on what it may hold back.
+A text is the bytes of its tokens, read as UTF-8: a byte that is part of no character is U+FFFD, as soon as that is
+known. So text never changes once it is shown, and a text in pieces is the whole one, for any ids.
 """
 
+import codecs
 from collections.abc import Container, Sequence
 
-import tokenizers
-from tokenizers.decoders import DecodeStream
+from serve_app.text.token_bytes import TokenBytes
 
 REPLACEMENT = "\ufffd"
 """What stands in a text for bytes that are no character."""
-_MAX_HELD = 32
-"""No character needs this many tokens: a longer run without text is garbage and is shown as it decodes."""
+_utf8 = codecs.getincrementaldecoder("utf-8")
 
 
 class Detokenizer:
-    """The text of one growing sequence, by default without special tokens; ids outside the vocabulary have no text.
+    """The text of one growing sequence; ids outside the vocabulary have no text. Nothing raises.
 
-    The prompt's last id gives the decoder its context: tokenizers that mark word starts (SentencePiece) would
-    otherwise drop the space in front of the first word of a continuation.
+    Vocabularies that mark word starts (SentencePiece) drop the space in front of a text's first word, but not where
+    the text continues a prompt that ends with a text.
     """
 
     def __init__(
-        self,
-        backend: tokenizers.Tokenizer,
-        prompt_token_ids: Sequence[int] = (),
-        *,
-        skip_special_tokens: bool = True,
-        hidden_ids: Container[int] = (),
+        self, token_bytes: TokenBytes, prompt_token_ids: Sequence[int] = (), *, hidden_ids: Container[int] = ()
     ) -> None:
-        """hidden_ids: have no text, whatever `skip_special_tokens` says of them."""
-        self._backend = backend
-        self._skip = skip_special_tokens
+        """hidden_ids: have no text."""
+        self._bytes = token_bytes
         self._hidden_ids = hidden_ids
-        context = list(prompt_token_ids[-1:])
-        # A half character as context would come out again as part of the answer.
-        self._context = [] if REPLACEMENT in self._decode(context) else context
-        self._held: list[int] = []
-        self._stream = self._new_stream()
+        self._decoder = _utf8("replace")
+        continued = any(token_bytes(i) for i in prompt_token_ids[-1:] if i not in hidden_ids)
+        self._drops_space = token_bytes.drops_space and not continued
 
     def step(self, token_id: int) -> str:
         """The text this id completes; empty while a character is unfinished."""
         if token_id in self._hidden_ids:
             return ""
-        piece: str | None = self._stream.step(self._backend, token_id)
-        self._held.append(token_id)
-        if piece is None:
-            return self._restart() if len(self._held) >= _MAX_HELD else ""
-        self._context, self._held = self._held, []
-        return piece
+        text = self._decoder.decode(self._bytes(token_id))
+        if text and self._drops_space:
+            self._drops_space = False
+            return text.removeprefix(" ")
+        return text
 
     def flush(self) -> str:
-        """The text of the ids that never became whole characters (with U+FFFD for the broken ones)."""
-        return self._restart() if self._held else ""
-
-    def _restart(self) -> str:
-        before = self._decode(self._context)
-        text = self._decode(self._context + self._held)[len(before) :]
-        self._held = []
-        self._stream = self._new_stream()
-        return text
-
-    def _new_stream(self) -> DecodeStream:
-        return DecodeStream(ids=self._context, skip_special_tokens=self._skip)
-
-    def _decode(self, ids: list[int]) -> str:
-        text: str = self._backend.decode(ids, skip_special_tokens=self._skip)
-        return text
+        """The text of the bytes that never became a whole character: U+FFFD."""
+        return self._decoder.decode(b"", final=True)

@@ -1,12 +1,15 @@
-"""The bytes one token id stands for, alone: what `logprobs` report. Not used to build text (see `detokenizer`)."""
+"""The bytes that one token id adds to a text. A text is these bytes read as UTF-8 (see `detokenizer`)."""
 
 import json
 import re
+from collections.abc import Mapping
+from typing import Any
 
 import tokenizers
 
 _BYTE_FALLBACK = re.compile(r"<0x([0-9A-F]{2})>")
 _SPACE_MARK = "\u2581"
+_SPACE_MARK_TO_SPACE = {"type": "Replace", "pattern": {"String": _SPACE_MARK}, "content": " "}
 
 
 def _byte_level_alphabet() -> dict[str, int]:
@@ -22,30 +25,58 @@ _ALPHABET = _byte_level_alphabet()
 
 
 class TokenBytes:
-    """Token id -> bytes for byte-level and SentencePiece-like vocabularies."""
+    """Token id -> bytes. Nothing raises, whatever the id.
+
+    Byte-level and SentencePiece-like vocabularies are read here, because the library shows the bytes of characters
+    only when all of them have come. Of other kinds, a token's text is what the library adds for it behind a letter.
+    """
 
     def __init__(self, backend: tokenizers.Tokenizer) -> None:
         self._backend = backend
         self._known = {i: token.content.encode() for i, token in backend.get_added_tokens_decoder().items()}
-        decoder = backend.decoder
-        kinds = json.dumps(json.loads(decoder.__getstate__())) if decoder is not None else ""
-        self.byte_level = '"ByteLevel"' in kinds
+        stages = _stages(backend)
+        kinds = [stage["type"] for stage in stages]
+        self.byte_level = "ByteLevel" in kinds
+        marked = "Metaspace" in kinds or _SPACE_MARK_TO_SPACE in stages
+        self._by_library = not self.byte_level and not marked
+        self._suffix = next((stage["suffix"] for stage in stages if stage["type"] == "BPEDecoder"), "")
+        self._anchor: list[int] = backend.encode("a", add_special_tokens=False).ids[-1:] if self._by_library else []
+        self.drops_space = self._by_library or any(map(_drops_space, stages))
+        """Whether a whole text lacks the space in front of its first word."""
 
     def __call__(self, token_id: int) -> bytes:
         """Empty for an id outside the vocabulary."""
         known = self._known.get(token_id)
         if known is None:
-            token: str | None = self._backend.id_to_token(token_id)
+            token = self._backend.id_to_token(token_id) if 0 <= token_id < 2**32 else None
             if token is None:
                 return b""
-            known = self._known[token_id] = self._bytes(token)
+            known = self._known[token_id] = self._bytes(token_id, token)
         return known
 
-    def _bytes(self, token: str) -> bytes:
+    def _bytes(self, token_id: int, token: str) -> bytes:
         if self.byte_level:
             codes = [_ALPHABET.get(char) for char in token]
             known = bytes(code for code in codes if code is not None)
             return known if len(known) == len(codes) else token.encode()
-        if match := _BYTE_FALLBACK.fullmatch(token):
-            return bytes([int(match[1], 16)])
-        return token.replace(_SPACE_MARK, " ").encode()
+        if self._suffix:
+            return token.replace(self._suffix, " ").encode()
+        if self._by_library:
+            before = self._backend.decode(self._anchor)
+            return self._backend.decode([*self._anchor, token_id])[len(before) :].encode()
+        match = _BYTE_FALLBACK.fullmatch(token)
+        return bytes([int(match[1], 16)]) if match else token.replace(_SPACE_MARK, " ").encode()
+
+
+def _stages(backend: tokenizers.Tokenizer) -> list[dict[str, Any]]:
+    """What its decoder does, one after another."""
+    decoder = backend.decoder
+    state = {} if decoder is None else json.loads(decoder.__getstate__())
+    stages: list[dict[str, Any]] = state.get("decoders", [state] if state else [])
+    return stages
+
+
+def _drops_space(stage: Mapping[str, Any]) -> bool:
+    if stage["type"] == "Metaspace":
+        return stage.get("prepend_scheme") != "never"
+    return stage["type"] == "Strip" and stage["content"] == " " and bool(stage["start"])

@@ -102,10 +102,9 @@ class Tokenizer:
         return ids
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
-        """The whole text at once; ids outside the vocabulary have no text."""
-        # A batch, as in `encoding_of`.
-        [text] = self._backend.decode_batch([list(token_ids)], skip_special_tokens=skip_special_tokens)
-        return text
+        """The whole text at once, as a `detokenizer` without a prompt gives it."""
+        decoder = self.detokenizer(skip_special_tokens=skip_special_tokens)
+        return "".join([*map(decoder.step, token_ids), decoder.flush()])
 
     @cached_property
     def reasoning(self) -> ReasoningFormat | None:
@@ -222,12 +221,10 @@ class Tokenizer:
     ) -> Detokenizer:
         """An incremental decoder for a continuation of `prompt_token_ids`.
 
-        Of the special tokens, those that occur in `markers` are shown, or all, or none.
+        Of the special tokens, those that occur in `markers` are shown, or all (skip_special_tokens: False).
         """
         hidden = {token_id for token, token_id in self.special_ids.items() if token not in markers}
-        if not skip_special_tokens or len(hidden) == len(self.special_ids):
-            return Detokenizer(self._backend, prompt_token_ids, skip_special_tokens=skip_special_tokens)
-        return Detokenizer(self._backend, prompt_token_ids, skip_special_tokens=False, hidden_ids=hidden)
+        return Detokenizer(self.token_bytes, prompt_token_ids, hidden_ids=hidden if skip_special_tokens else ())
 
 
 def _has_calls(messages: Sequence[dict[str, Any]]) -> bool:

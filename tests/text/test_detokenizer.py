@@ -1,8 +1,15 @@
+from collections.abc import Callable
+
+import pytest
+import tokenizers
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tokenizers import decoders, models
+from transformers import PreTrainedTokenizerFast
 
 from serve_app.text.detokenizer import Detokenizer
 from serve_app.text.tokenizer import Tokenizer
+from tests.sentencepiece import sentencepiece_tokenizer
 
 same_fixture = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 
@@ -26,6 +33,60 @@ def test_streamed_pieces_of_any_text_join_to_the_whole(tokenizer: Tokenizer, tex
 @given(ids=st.lists(st.integers(3, 300), max_size=30))
 def test_streamed_pieces_of_any_ids_join_to_the_whole(byte_level: Tokenizer, ids: list[int]) -> None:
     assert "".join(stream(byte_level, ids)) == byte_level.decode(ids, skip_special_tokens=True)
+
+
+def _with_decoder(decoder: decoders.Decoder | None) -> Tokenizer:
+    plain = sentencepiece_tokenizer()
+    plain.backend_tokenizer.decoder = decoder
+    return Tokenizer(plain, "sentencepiece")
+
+
+def _wordpiece() -> Tokenizer:
+    pieces = ["[UNK]", *"abcd.", "##a", "##b", "##n", "don", "'", "t"]
+    backend = tokenizers.Tokenizer(models.WordPiece({piece: i for i, piece in enumerate(pieces)}, unk_token="[UNK]"))
+    backend.decoder = decoders.WordPiece(cleanup=True)
+    return Tokenizer(PreTrainedTokenizerFast(tokenizer_object=backend), "wordpiece")
+
+
+_SPACES = decoders.Replace("\u2581", " ")
+VOCABULARIES: dict[str, Callable[[], Tokenizer]] = {
+    "as Llama 2": lambda: Tokenizer(sentencepiece_tokenizer(), "sentencepiece"),
+    "as Gemma": lambda: _with_decoder(decoders.Sequence([_SPACES, decoders.ByteFallback(), decoders.Fuse()])),
+    "metaspace": lambda: _with_decoder(decoders.Sequence([decoders.ByteFallback(), decoders.Metaspace()])),
+    "no decoder": lambda: _with_decoder(None),
+    "wordpiece": _wordpiece,
+}
+
+
+@pytest.mark.parametrize("kind", VOCABULARIES)
+def test_any_ids_of_any_vocabulary_have_one_text(kind: str) -> None:
+    """In pieces and whole. It is the library's wherever that has whole characters alone."""
+    tokenizer = VOCABULARIES[kind]()
+
+    @settings(deadline=None)
+    @given(ids=st.lists(st.integers(0, tokenizer.vocab_size + 2), max_size=40))
+    def check(ids: list[int]) -> None:
+        pieces = stream(tokenizer, ids)
+        whole = tokenizer.decode(ids, skip_special_tokens=True)
+        assert "".join(pieces) == whole
+        same_start = kind not in ("metaspace", "wordpiece") or ids[:1] == tokenizer.encode("a")
+        if same_start and "\ufffd" not in whole:
+            assert whole == tokenizer._backend.decode(ids)
+
+    check()
+
+
+@same_fixture
+@given(ids=st.lists(st.integers(0, 49_151), max_size=40))
+def test_the_text_of_byte_level_ids_is_the_librarys(byte_level: Tokenizer, ids: list[int]) -> None:
+    for skip in (True, False):
+        assert byte_level.decode(ids, skip_special_tokens=skip) == byte_level._backend.decode(ids, skip)
+
+
+def test_a_run_of_bytes_that_turns_out_broken_leaves_the_text_before_it(sentencepiece: Tokenizer) -> None:
+    """The library replaces the whole run, also what was shown of it; its own streams raise there."""
+    ids = [sentencepiece._backend.token_to_id(piece) for piece in ("<0x0A>", "<0xE6>", "a", "<0xE6>", "<0xB0>")]
+    assert stream(sentencepiece, ids) == ["\n", "", "\ufffda", "", "", "\ufffd"]
 
 
 def test_an_unfinished_character_waits_for_its_last_byte(byte_level: Tokenizer) -> None:
