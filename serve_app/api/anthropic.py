@@ -1,11 +1,9 @@
 """POST /v1/messages: Anthropic's messages, whole or as events."""
 
-import json
 import uuid
 from typing import Any
 
 import orjson
-from pydantic_core import from_json
 
 from serve_app.api.anthropic_body import MessagesBody
 from serve_app.api.chat import call_name
@@ -13,10 +11,11 @@ from serve_app.api.endpoint import ApiContext
 from serve_app.api.errors import anthropic_error_json
 from serve_app.api.generation import Generation, Usage
 from serve_app.api.item_wire import ItemWire
+from serve_app.api.past_calls import as_json
 from serve_app.api.sse import named_event
 from serve_app.api.translation import TranslatedJob
 from serve_app.errors import RequestError
-from serve_app.text.message_parser import Kind, MessageParser, Part
+from serve_app.text.parts import Kind, Part
 
 
 class MessagesJob(TranslatedJob):
@@ -29,17 +28,15 @@ class MessagesJob(TranslatedJob):
 
     def wire(self, generation: Generation) -> "MessagesWire":
         """The answer's formats."""
-        return MessagesWire(self.card.name, self.parser(), generation, self.request_id, self._max_tokens)
+        return MessagesWire(self.card.name, generation, self.request_id, self._max_tokens)
 
 
 class MessagesWire(ItemWire):
     """The `message` object and its events."""
 
-    def __init__(
-        self, model: str, parser: MessageParser, generation: Generation, request_id: str, max_tokens: int
-    ) -> None:
+    def __init__(self, model: str, generation: Generation, request_id: str, max_tokens: int) -> None:
         """generation: tells the usage so far. request_id: names the calls. max_tokens: as asked for."""
-        super().__init__(parser)
+        super().__init__()
         self._message = {"id": f"msg_{uuid.uuid4().hex}", "type": "message", "role": "assistant", "model": model}
         self._generation = generation
         self._request_id = request_id
@@ -68,15 +65,15 @@ class MessagesWire(ItemWire):
         self._content.append(block)
         return [_event("content_block_start", index=len(self._content) - 1, content_block=block)]
 
-    def grow(self, kind: Kind, text: str) -> bytes:
+    def grow(self, part: Part) -> bytes:
         """A delta."""
-        match kind:
+        match part.kind:
             case Kind.ARGUMENTS:
-                delta = {"type": "input_json_delta", "partial_json": text}
+                delta = {"type": "input_json_delta", "partial_json": part.text}
             case Kind.REASONING:
-                delta = {"type": "thinking_delta", "thinking": text}
+                delta = {"type": "thinking_delta", "thinking": part.text}
             case _:
-                delta = {"type": "text_delta", "text": text}
+                delta = {"type": "text_delta", "text": part.text}
         return _event("content_block_delta", index=len(self._content) - 1, delta=delta)
 
     def close_item(self, kind: Kind, text: str, *, cut: bool) -> list[bytes]:
@@ -84,7 +81,7 @@ class MessagesWire(ItemWire):
         block = self._content[-1]
         match kind:
             case Kind.CALL:
-                block["input"] = _input(text)
+                block["input"] = orjson.Fragment(as_json(text))
             case Kind.REASONING:
                 block["thinking"] = text
             case _:
@@ -111,16 +108,7 @@ class MessagesWire(ItemWire):
             return "max_tokens" if usage.completion_tokens >= self._max_tokens else "model_context_window_exceeded"
         if self.stop_string is not None:
             return "stop_sequence"
-        return "tool_use" if self._parser.num_calls else "end_turn"
-
-
-def _input(arguments: str) -> orjson.Fragment:
-    """The arguments as they are; of a call that was cut, what can be read of them."""
-    try:
-        json.loads(arguments)
-    except ValueError:
-        arguments = json.dumps(from_json(arguments or "{}", allow_partial=True))
-    return orjson.Fragment(arguments)
+        return "tool_use" if self.num_calls else "end_turn"
 
 
 def _usage(usage: Usage) -> dict[str, Any]:

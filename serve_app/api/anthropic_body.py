@@ -32,10 +32,6 @@ def _check_blocks(value: object) -> object:
     return value
 
 
-def _check_texts(value: object) -> str | None:
-    return None if value == [] else check_text(value)
-
-
 class Block(Variant):
     """One of a message's `content`."""
 
@@ -55,7 +51,7 @@ class Block(Variant):
     name: Name | None = None
     input: dict[str, Any] | None = None
     tool_use_id: Name | None = None
-    content: Annotated[Any, AfterValidator(_check_texts), text_schema(may_be_empty=True)] = None
+    content: Annotated[Any, AfterValidator(lambda v: check_text(v, replaces=True)), text_schema(replaces=True)] = None
 
 
 class AnthropicMessage(Body):
@@ -71,13 +67,11 @@ class AnthropicMessage(Body):
         for i, block in enumerate(self.content):
             if block.type not in _SAID_BY[self.role]:
                 raise unfit(f"content[{i}]", f"of the type {block.type!r} is nothing for the role {self.role!r}")
-        if not self.content and self.role != "assistant":
-            raise unfit("content", "must hold something")
         return self
 
     def tell(self, conversation: Conversation) -> None:
         """Add it to the conversation; texts between results of tools are messages of their own."""
-        texts: list[str] = []
+        texts = [] if self.content else [""]
         for block in (*self.content, None):
             if block is not None and block.type == "text":
                 texts.append(block.text or "")
@@ -185,7 +179,7 @@ class CountTokensBody(TranslatedBody):
         Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True),
         BeforeValidator(check_parts),
     ]
-    system: Annotated[Any, AfterValidator(_check_texts), text_schema(may_be_empty=True)] = None
+    system: Annotated[Any, AfterValidator(check_text), text_schema()] = None
     tools: Annotated[
         list[AnthropicTool | None] | None,
         BeforeValidator(_check_tool_types, json_schema_input_type=list[AnthropicTool | _SkippedTool | None] | None),
@@ -209,12 +203,13 @@ class CountTokensBody(TranslatedBody):
         choice, thinking, output = self.tool_choice, self.thinking, self.output_config
         fields: dict[str, Any] = {
             "messages": conversation.messages,
-            "continue_final_message": self.messages[-1].role == "assistant",
+            "continue_final_message": conversation.ends_with_text(),
         }
         if self.tools:
             fields["tools"] = [tool.for_chat() for tool in self.tools if tool is not None]
         if choice is not None:
-            fields |= {"tool_choice": choice.for_chat(), "parallel_tool_calls": not choice.disable_parallel_tool_use}
+            parallel = False if choice.disable_parallel_tool_use else None
+            fields |= {"tool_choice": choice.for_chat(), "parallel_tool_calls": parallel}
         if thinking is not None and thinking.type != "adaptive" and knows_effort(tokenizer):
             fields["reasoning_effort"] = "none" if thinking.type == "disabled" else "medium"
         if thinking is not None and tokenizer.reasoning is not None:

@@ -68,11 +68,12 @@ class Body(BaseModel):
         # Done here and not with extra="forbid", which collects one error for each of a million fields.
         if not isinstance(data, dict):
             return data
-        known = {field.alias or name for name, field in cls.model_fields.items()}
+        known = {field.alias or name: field for name, field in cls.model_fields.items()}
         for name, value in data.items():
             if name not in known:
                 check_ignored(name, value, cls.ignores)
-        return {name: _whole(data[name]) for name in known if name in data}
+        given = (name for name, field in known.items() if data.get(name) is not None or field.is_required())
+        return {name: _whole(data[name]) for name in given if name in data}
 
     @classmethod
     def __get_pydantic_json_schema__(cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:

@@ -1,8 +1,7 @@
 """POST /v1/chat/completions: messages in, OpenAI's chat formats out."""
 
 import hashlib
-from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -28,8 +27,9 @@ from serve_app.api.schemas import ChatBody
 from serve_app.api.sse import PING, ChunkTemplate, ChunkUsage
 from serve_app.api.template import CallableTools, template_variables
 from serve_app.core.request import EngineRequest
+from serve_app.core.results import FinishReason
 from serve_app.errors import RequestError
-from serve_app.text.message_parser import Kind, MessageParser, Part
+from serve_app.text.parts import Kind, Part
 from serve_app.text.stream import TextPiece, TokenText
 from serve_app.text.tool_format import Thinking
 
@@ -56,6 +56,8 @@ class ChatJob:
         self._thinking: Thinking | None = None
         self.request_id = ""
         self.stop = replace(stop_config(self.body), markers=self._markers())
+        if self._called is not None:
+            self.stop = replace(self.stop, tools=self._called.calls.form, parameters=self._called.parameters)
 
     async def prompt(self, cache_salt: str | None = None) -> list[int]:
         """Render and tokenize, as `Tokenizer.encode` in the scope of this salt. Raises `InvalidRequestError`."""
@@ -108,13 +110,7 @@ class ChatJob:
         with_logprobs = bool(self.body.logprobs)
         if self._called is None and self._thinking is None:
             return ChatWire(head, details, with_logprobs=with_logprobs, usage=usage)
-        return MessageWire(head, details, self.parser, self.request_id, with_logprobs=with_logprobs, usage=usage)
-
-    def parser(self) -> MessageParser:
-        """What reads a choice's text; called after `engine_requests`."""
-        if self._called is None:
-            return MessageParser(None, {}, self._thinking)
-        return MessageParser(self._called.calls.form, self._called.parameters, self._thinking)
+        return MessageWire(head, details, self.request_id, with_logprobs=with_logprobs, usage=usage)
 
     def _markers(self) -> str:
         """Texts that the parser looks for."""
@@ -140,12 +136,12 @@ class ChatWire:
 
     def chunk(self, index: int, piece: TextPiece) -> bytes:
         """What a choice gained, the finish reason, or both."""
-        if not (piece.text or piece.logprobs or piece.finish_reason or self._details.has_ids(piece)):
+        if not (piece.parts or piece.logprobs or piece.finish_reason or self._details.has_ids(piece)):
             return b""
         details = self._details.of_piece(piece)
         deltas = self.deltas(index, piece) or [b"{}"]
         logprobs = _content([entry(t) for t in piece.logprobs]) if self._with_logprobs and piece.logprobs else None
-        reason = self.finish_reason(index, piece.finish_reason)
+        reason = self.finish_reason(piece.finish_reason, called=piece.called)
         if len(deltas) == 1:
             return self._template.chunk(index, b'"delta":%b' % deltas[0], logprobs, reason, details)
         chunks = [self._template.chunk(index, b'"delta":%b' % delta, None, None) for delta in deltas[1:-1]]
@@ -154,12 +150,12 @@ class ChatWire:
         return b"".join([first, *chunks, last])
 
     def deltas(self, index: int, piece: TextPiece) -> list[bytes]:
-        """The piece's text as deltas of the message."""
-        return [b'{"content":%b}' % orjson.dumps(piece.text)] if piece.text else []
+        """The piece's parts as deltas of the message."""
+        return [b'{"content":%b}' % orjson.dumps(part.text) for part in piece.parts]
 
-    def finish_reason(self, index: int, reason: str | None) -> str | None:
-        """OpenAI's word for it."""
-        return reason
+    def finish_reason(self, reason: str | None, *, called: bool) -> str | None:
+        """OpenAI's word for it: an answer that ended by itself with calls ended for them."""
+        return "tool_calls" if reason == FinishReason.STOP and called else reason
 
     def ping(self) -> bytes:
         """A comment."""
@@ -203,34 +199,21 @@ class MessageWire(ChatWire):
     first_delta = b'"delta":{"role":"assistant","content":null}'
 
     def __init__(
-        self,
-        head: dict[str, Any],
-        details: Details,
-        parser: Callable[[], MessageParser],
-        request_id: str,
-        *,
-        with_logprobs: bool,
-        usage: ChunkUsage,
+        self, head: dict[str, Any], details: Details, request_id: str, *, with_logprobs: bool, usage: ChunkUsage
     ) -> None:
-        """parser: makes one for a choice. request_id: names the calls, so that they are named alike wherever told."""
+        """request_id: names the calls, so that they are named alike wherever told."""
         super().__init__(head, details, with_logprobs=with_logprobs, usage=usage)
-        self._parsers = defaultdict[int, MessageParser](parser)
         self._request_id = request_id
 
     def deltas(self, index: int, piece: TextPiece) -> list[bytes]:
-        """The piece's text as deltas of the message, one per part of it."""
-        return [orjson.dumps(self._delta(index, part)) for part in self._parts(index, piece.text, piece.finish_reason)]
-
-    def finish_reason(self, index: int, reason: str | None) -> str | None:
-        """An answer that ended by itself with calls ended for them, unless a stop string has cut the last one."""
-        parser = self._parsers[index]
-        return "tool_calls" if reason == "stop" and parser.num_calls and not parser.in_call else reason
+        """The piece's parts as deltas of the message."""
+        return [orjson.dumps(self._delta(index, part)) for part in piece.parts]
 
     def message(self, choice: Choice) -> tuple[dict[str, Any], str]:
         """(message, finish reason): what the deltas of a stream add up to."""
         message: dict[str, Any] = {"role": "assistant", "content": None, "refusal": None}
         calls: list[dict[str, Any]] = []
-        for part in self._parts(choice.index, choice.text, choice.finish_reason):
+        for part in choice.parts:
             if part.kind is Kind.CALL:
                 calls.append(self._call(choice.index, part))
             elif part.kind is Kind.ARGUMENTS:
@@ -241,12 +224,7 @@ class MessageWire(ChatWire):
             message["tool_calls"] = calls
         elif message["content"] is None:
             message["content"] = ""
-        return message, self.finish_reason(choice.index, choice.finish_reason) or ""
-
-    def _parts(self, index: int, text: str, finish_reason: str | None) -> list[Part]:
-        parser = self._parsers[index]
-        parts = parser.feed(text)
-        return parts if finish_reason is None else parts + parser.finish()
+        return message, self.finish_reason(choice.finish_reason, called=choice.called) or ""
 
     def _delta(self, index: int, part: Part) -> dict[str, Any]:
         if part.kind is Kind.CALL:

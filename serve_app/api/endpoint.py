@@ -33,7 +33,8 @@ from serve_app.core.request import EngineRequest
 from serve_app.errors import RequestError
 from serve_app.tenants.accounts import Accounts, Charge
 from serve_app.tenants.tenant import Tenant
-from serve_app.text.stream import StopConfig, TextPiece, TokenText
+from serve_app.text.parts import Part, joined
+from serve_app.text.stream import StopConfig, TextPiece, TokenText, content_of
 
 logger = logging.getLogger(__name__)
 
@@ -67,33 +68,41 @@ class Choice:
     """One finished choice of an answer that is not streamed."""
 
     index: int
-    text: str
+    parts: Sequence[Part]
     logprobs: Sequence[Any]
     """What `Wire.token` made of its tokens."""
     finish_reason: str
     stop_string: str | None = None
     token_ids: Sequence[int] = ()
+    called: bool = False
+    """As of `TextPiece`."""
+
+    @property
+    def text(self) -> str:
+        """Its content."""
+        return content_of(self.parts)
 
 
 class _Gained:
     """What a choice has gained so far."""
 
     def __init__(self) -> None:
-        self._texts: list[str] = []
+        self._parts: list[Part] = []
         self._logprobs: list[Any] = []
-        self._reason: str = ""
-        self._stop_string: str | None = None
         self._token_ids: list[int] = []
+        self._last = TextPiece()
 
     def add(self, piece: TextPiece, logprobs: Iterable[Any]) -> None:
-        self._texts.append(piece.text)
+        self._parts.extend(piece.parts)
         self._logprobs.extend(logprobs)
-        self._reason = piece.finish_reason or self._reason
-        self._stop_string = piece.stop_string or self._stop_string
         self._token_ids.extend(piece.token_ids)
+        if piece.finish_reason is not None:
+            self._last = piece
 
     def finish(self, index: int) -> Choice:
-        return Choice(index, "".join(self._texts), self._logprobs, self._reason, self._stop_string, self._token_ids)
+        parts, last = joined(self._parts), self._last
+        reason = last.finish_reason or ""
+        return Choice(index, parts, self._logprobs, reason, last.stop_string, self._token_ids, last.called)
 
 
 class Wire(Protocol):

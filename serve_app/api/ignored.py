@@ -103,6 +103,14 @@ EMBEDDINGS: Ignored = {
 
 STREAM_OPTIONS: Ignored = {"include_obfuscation": (False,)}
 
+COMPANIONS: Ignored = {
+    # What other servers and gateways put beside the text that they answered, and clients send back.
+    "reasoning_details": ANYTHING,
+    "thinking_blocks": ANYTHING,
+    "provider_specific_fields": ANYTHING,
+    "extra_content": ANYTHING,
+}
+
 MESSAGE: Ignored = {
     "id": ANYTHING,
     "object": ANYTHING,
@@ -116,7 +124,7 @@ MESSAGE: Ignored = {
     "metadata": ANYTHING,
     "annotations": ANYTHING,
     "cache_control": ANYTHING,
-    "refusal": ("",),
+    **COMPANIONS,
     "audio": NOTHING,
     "function_call": NOTHING,
 }
@@ -129,10 +137,12 @@ CONTENT_PART: Ignored = {
     "citations": ANYTHING,
     "prompt_cache_breakpoint": ANYTHING,
     "logprobs": ANYTHING,
+    **COMPANIONS,
 }
 
 TOOL: Ignored = {"cache_control": ANYTHING}
-TOOL_CALL: Ignored = {"index": ANYTHING, "cache_control": ANYTHING}
+TOOL_CALL: Ignored = {"index": ANYTHING, "cache_control": ANYTHING, **COMPANIONS}
+FUNCTION_CALL: Ignored = {**COMPANIONS}
 
 RESPONSES: Ignored = {
     "access_programs": NOTHING,
@@ -159,7 +169,9 @@ RESPONSES_ITEM: Ignored = {
     "caller": ANYTHING,
     "namespace": ANYTHING,
     "created_by": ANYTHING,
+    "annotations": ANYTHING,
     "async": (False,),
+    **COMPANIONS,
 }
 
 RESPONSES_TOOL: Ignored = {
@@ -190,7 +202,15 @@ ANTHROPIC: Ignored = {
     "container": NOTHING,
 }
 
-ANTHROPIC_MESSAGE: Ignored = {
+ANTHROPIC_COMPANIONS: Ignored = {
+    # What other servers and gateways put beside the text that they answered, and clients send back.
+    "reasoning_details": ANYTHING,
+    "thinking_blocks": ANYTHING,
+    "provider_specific_fields": ANYTHING,
+    "extra_content": ANYTHING,
+}
+
+MESSAGE: Ignored = {
     "id": ANYTHING,
     "type": ("message",),
     "model": ANYTHING,
@@ -199,6 +219,7 @@ ANTHROPIC_MESSAGE: Ignored = {
     "stop_details": ANYTHING,
     "usage": ANYTHING,
     "container": ANYTHING,
+    **COMPANIONS,
 }
 
 ANTHROPIC_BLOCK: Ignored = {
@@ -209,6 +230,7 @@ ANTHROPIC_BLOCK: Ignored = {
     "caller": ANYTHING,
     "toolset_name": ANYTHING,
     "is_error": ANYTHING,  # chat templates have no word for it; the result's text says so
+    **COMPANIONS,
 }
 
 ANTHROPIC_TOOL: Ignored = {

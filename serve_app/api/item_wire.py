@@ -9,21 +9,21 @@ from serve_app.api.generation import Usage
 from serve_app.api.sse import PING
 from serve_app.core.results import FinishReason
 from serve_app.errors import RequestError
-from serve_app.text.message_parser import Kind, MessageParser, Part
+from serve_app.text.parts import Kind, Part
 from serve_app.text.stream import TextPiece, TokenText
 
 
 class ItemWire(ABC):
     """What the wires of such endpoints share. The whole answer is what its events would have told."""
 
-    def __init__(self, parser: MessageParser) -> None:
-        self._parser = parser
+    def __init__(self) -> None:
         self._kind: Kind | None = None
         """The kind of the open item."""
         self._texts: list[str] = []
         """What the open item has gained."""
         self.begun = False
         self._num_items = 0
+        self.num_calls = 0
         self.finish_reason: str | None = None
         self.stop_string: str | None = None
 
@@ -36,7 +36,7 @@ class ItemWire(ABC):
         """The events that begin an item, of the kind of `part`; of a call, `part` holds the name."""
 
     @abstractmethod
-    def grow(self, kind: Kind, text: str) -> bytes:
+    def grow(self, part: Part) -> bytes:
         """The event for what the open item gains."""
 
     @abstractmethod
@@ -68,7 +68,7 @@ class ItemWire(ABC):
         """The events for what the answer gained, after those that begin it."""
         begin = [] if self.begun else self.begin()
         self.begun = True
-        return b"".join(begin + self._read(piece.text, piece.finish_reason, piece.stop_string))
+        return b"".join(begin + self._read(piece.parts, piece.finish_reason, piece.stop_string))
 
     def ping(self) -> bytes:
         """A comment."""
@@ -81,17 +81,15 @@ class ItemWire(ABC):
     def whole(self, choices: Sequence[Choice], usage: Usage) -> dict[str, Any]:
         """The answer that is not streamed."""
         (choice,) = choices
-        self._read(choice.text, choice.finish_reason, choice.stop_string)
+        self._read(choice.parts, choice.finish_reason, choice.stop_string)
         return self.answer(usage)
 
-    def _read(self, text: str, finish_reason: str | None, stop_string: str | None) -> list[bytes]:
+    def _read(self, parts: Sequence[Part], finish_reason: str | None, stop_string: str | None) -> list[bytes]:
         events: list[bytes] = []
-        for part in self._parser.feed(text):
+        for part in parts:
             events += self._take(part)
         if finish_reason is not None:
             self.finish_reason, self.stop_string = finish_reason, stop_string
-            for part in self._parser.finish():
-                events += self._take(part)
             if not self._num_items:
                 events += self._open(Part(Kind.CONTENT, ""))
             events += self._close(cut=self.is_cut)
@@ -102,13 +100,14 @@ class ItemWire(ABC):
         events = self._open(part) if opens else []
         if part.kind is not Kind.CALL:
             self._texts.append(part.text)
-            events.append(self.grow(part.kind, part.text))
+            events.append(self.grow(part))
         return events
 
     def _open(self, part: Part) -> list[bytes]:
         events = self._close(cut=False)
         self._kind, self._texts = part.kind, []
         self._num_items += 1
+        self.num_calls += part.kind is Kind.CALL
         return events + self.open_item(part)
 
     def _close(self, *, cut: bool) -> list[bytes]:

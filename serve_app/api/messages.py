@@ -1,6 +1,5 @@
 """The messages of a chat request: text, calls of tools and their results, reasoning that clients send back."""
 
-import json
 from collections.abc import Collection
 from typing import Annotated, Any, Literal, Self
 
@@ -8,13 +7,15 @@ from pydantic import AfterValidator, Field, WithJsonSchema, model_validator
 
 from serve_app.api import ignored
 from serve_app.api.body import SHOWN, Body, ignored_schemas, refusal, unfit
+from serve_app.api.past_calls import arguments_of, as_object
 
 MAX_MESSAGES = 4096
 MAX_CONTENT_PARTS = 4096
-MAX_CALLS = 128
+MAX_CALLS = 4096
 MAX_NAME = 256
 USUAL_ROLES = ("system", "developer", "user", "assistant", "tool")
-_PART_FIELDS = {"type", "text", *ignored.CONTENT_PART}
+TEXTS = ("text", "refusal")
+"""Types of parts that are text. A refusal is an assistant's, in a field of that name."""
 
 Name = Annotated[str, Field(min_length=1, max_length=MAX_NAME)]
 
@@ -28,58 +29,77 @@ def check_parts(value: object) -> object:
     return value
 
 
-def check_text(value: object, kinds: Collection[str] = ("text",)) -> str | None:
-    """A text, or the text of parts of these kinds, joined by newlines."""
+def check_text(value: object, kinds: Collection[str] = TEXTS, *, replaces: bool = False) -> str | None:
+    """A text, or the text of parts of these kinds, joined by newlines; of no parts, an empty text.
+
+    replaces: a note stands in the place of a part of another kind.
+    """
     if value is None or isinstance(value, str):
         return value
-    if not isinstance(value, list) or not value:
+    if not isinstance(value, list):
         raise refusal("must be a string or a list of text parts")
-    texts = []
-    for i, part in enumerate(value):
-        kind = part.get("type") if isinstance(part, dict) else None
-        if isinstance(kind, str) and kind not in kinds:
+    return "\n".join(_part_text(i, part, kinds, replaces) for i, part in enumerate(value))
+
+
+def _part_text(i: int, part: object, kinds: Collection[str], replaces: bool) -> str:
+    kind = part.get("type") if isinstance(part, dict) else None
+    if isinstance(kind, str) and kind not in kinds:
+        if not replaces:
             raise refusal(f"part {i}: the model reads text only, not {kind[:SHOWN]!r}")
-        if not isinstance(part, dict) or not isinstance(kind, str) or not isinstance(part.get("text"), str):
-            raise refusal(f'part {i} must be {{"type": "{next(iter(kinds))}", "text": "..."}}')
-        for name in part.keys() - _PART_FIELDS:
-            if part[name] is not None:
-                raise refusal(f"part {i}: {name[:SHOWN]!r} is not a field this server knows")
-        texts.append(part["text"])
-    return "\n".join(texts)
+        return f"[{kind[:SHOWN]}: left out, as this model reads text only]"
+    field = "refusal" if kind == "refusal" else "text"
+    if not isinstance(part, dict) or not isinstance(kind, str) or not isinstance(part.get(field), str):
+        raise refusal(f'part {i} must be {{"type": "{kind or next(iter(kinds))}", "{field}": "..."}}')
+    for name in part.keys() - {"type", field, *ignored.CONTENT_PART}:
+        if part[name] is not None:
+            raise refusal(f"part {i}: {name[:SHOWN]!r} is not a field this server knows")
+    text: str = part[field]
+    return text
 
 
-def text_schema(kinds: Collection[str] = ("text",), *, may_be_empty: bool = False) -> WithJsonSchema:
+def text_schema(kinds: Collection[str] = TEXTS, *, replaces: bool = False) -> WithJsonSchema:
     """What `check_text` takes."""
-    fields = {**ignored_schemas(ignored.CONTENT_PART), "type": {"enum": [*kinds]}, "text": {"type": "string"}}
-    part = {
-        "type": "object",
-        "properties": fields,
-        "required": ["type", "text"],
-        "additionalProperties": {"type": "null"},
-    }
-    parts = {"type": "array", "items": part, "minItems": 0 if may_be_empty else 1, "maxItems": MAX_CONTENT_PARTS}
+    choices = [_part_schema([kind for kind in kinds if kind != "refusal"], "text")]
+    if "refusal" in kinds:
+        choices.append(_part_schema(["refusal"], "refusal"))
+    if replaces:
+        choices.append({"type": "object", "properties": {"type": {"type": "string", "not": {"enum": [*kinds]}}}})
+        choices[-1]["required"] = ["type"]
+    parts = {"type": "array", "items": {"anyOf": choices}, "maxItems": MAX_CONTENT_PARTS}
     return WithJsonSchema({"anyOf": [{"type": "string"}, parts, {"type": "null"}]})
 
 
-ARGUMENTS = WithJsonSchema({"type": ["string", "object", "null"], "description": "An object, or its JSON text."})
+def _part_schema(kinds: Collection[str], field: str) -> dict[str, Any]:
+    fields = {**ignored_schemas(ignored.CONTENT_PART), "type": {"enum": [*kinds]}, field: {"type": "string"}}
+    required = ["type", field]
+    others = {"additionalProperties": {"type": "null"}}
+    return {"type": "object", "properties": fields, "required": required, **others}
+
+
+ARGUMENTS = WithJsonSchema(
+    {"type": ["string", "object", "null"], "description": "An object, or its JSON text, which may be cut."}
+)
 
 
 def check_arguments(value: object) -> dict[str, Any]:
-    """The object whose JSON text a client sends back."""
-    try:
-        arguments = json.loads(value) if isinstance(value, str) and value else {} if value in ("", None) else value
-    except (ValueError, RecursionError):
-        arguments = None
-    if not isinstance(arguments, dict):
+    """The object whose JSON text a client sends back, as far as it came."""
+    if isinstance(value, str):
+        return arguments_of(value)
+    if not isinstance(value, dict):
         raise refusal("must be the text of a JSON object")
-    return arguments
+    try:
+        return as_object(value)
+    except ValueError:
+        raise refusal("holds a number of too many digits") from None
 
 
 class FunctionCall(Body):
     """The `function` of a call."""
 
+    ignores = ignored.FUNCTION_CALL
+
     name: Name
-    arguments: Annotated[Any, AfterValidator(check_arguments), ARGUMENTS]
+    arguments: Annotated[Any, AfterValidator(check_arguments), ARGUMENTS] = Field(default_factory=dict)
 
 
 class ToolCall(Body):
@@ -100,6 +120,8 @@ class Message(Body):
     role: Annotated[str, Field(pattern=r"^[A-Za-z][A-Za-z0-9_.-]{0,63}$")]
     """Others than the usual ones are the chat template's."""
     content: Annotated[Any, AfterValidator(check_text), text_schema()] = None
+    refusal: str | None = None
+    """Text of the assistant, too."""
     name: Annotated[str | None, Field(max_length=512)] = None
     tool_calls: Annotated[list[ToolCall] | None, Field(max_length=MAX_CALLS)] = None
     tool_call_id: Annotated[str | None, Field(max_length=MAX_NAME)] = None
@@ -109,20 +131,25 @@ class Message(Body):
 
     @model_validator(mode="after")
     def _check_role(self) -> Self:
-        for name in ("tool_calls", "reasoning_content", "reasoning"):
+        for name in ("tool_calls", "reasoning_content", "reasoning", "refusal"):
             if getattr(self, name) and self.role != "assistant":
                 raise unfit(name, "belongs to messages of the assistant")
         if (self.tool_call_id is None) == (self.role == "tool"):
             raise unfit("tool_call_id", "is required by the role `tool`, and by no other")
-        if self.content is None and self.role != "assistant":
+        if self.content is None and self.role not in ("assistant", "tool"):
             raise unfit("content", "is required")
         return self
+
+    @property
+    def text(self) -> str:
+        """What it says."""
+        return "\n".join(filter(None, (self.content, self.refusal)))
 
     def for_template(self) -> dict[str, Any]:
         """What chat templates expect; `developer` is the newer name of `system`."""
         message: dict[str, Any] = {
             "role": "system" if self.role == "developer" else self.role,
-            "content": self.content or "",
+            "content": self.text,
         }
         if self.tool_calls:
             message["tool_calls"] = [

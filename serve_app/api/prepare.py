@@ -1,6 +1,7 @@
 """From a checked body to engine requests: model name, prompt length, output length, sampling parameters, seed."""
 
 import asyncio
+import json
 import secrets
 import time
 import uuid
@@ -8,8 +9,6 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, TypeVar
-
-import orjson
 
 from serve_app.api.limits import ApiLimits
 from serve_app.api.messages import USUAL_ROLES, Message
@@ -142,8 +141,8 @@ async def encode_messages(
     plain = [message.for_template() for message in messages]
     given = [tool.for_template() for tool in tools]
     # What is not content stands in the prompt as JSON or nearly so.
-    others = [orjson.dumps(given).decode()] if given else []
-    others += [orjson.dumps(message["tool_calls"]).decode() for message in plain if "tool_calls" in message]
+    others = [json.dumps(given)] if given else []
+    others += [json.dumps(message["tool_calls"]) for message in plain if "tool_calls" in message]
     text = "".join([message["content"] for message in plain] + others)
     await _check_size(tokenizer, text, card, "messages")
     work = partial(tokenizer.apply_chat_template, plain, given, variables, ending, scope)

@@ -16,7 +16,7 @@ from serve_app.api.responses_body import ResponsesBody
 from serve_app.api.sse import named_event
 from serve_app.api.translation import TranslatedJob
 from serve_app.errors import OverloadedError, RequestError
-from serve_app.text.message_parser import Kind, MessageParser, Part
+from serve_app.text.parts import Kind, Part
 from serve_app.text.stream import TextPiece, TokenText
 
 _PREFIXES = {Kind.REASONING: "rs", Kind.CONTENT: "msg", Kind.CALL: "fc"}
@@ -34,7 +34,7 @@ class ResponsesJob(TranslatedJob):
     def wire(self, generation: Generation) -> "ResponsesWire":
         """The answer's formats."""
         logprobs = TextLogprobs() if self._with_logprobs else None
-        return ResponsesWire(self._response, self.parser(), self.request_id, logprobs)
+        return ResponsesWire(self._response, self.request_id, logprobs)
 
 
 def _response(asked: ResponsesBody, model: str, effort: str | None) -> dict[str, Any]:
@@ -63,43 +63,33 @@ def _response(asked: ResponsesBody, model: str, effort: str | None) -> dict[str,
 
 
 class TextLogprobs:
-    """Tells which tokens of an answer made which of its texts: between these are the marks of reasoning and calls."""
+    """Tells which tokens of the content made which of its texts."""
 
     def __init__(self) -> None:
-        self._answer = ""
-        self._end = 0
-        """Of the last text in the answer."""
         self._tokens = deque[tuple[int, Any]]()
 
     def entry(self, token: TokenText) -> tuple[int, orjson.Fragment]:
         """(where the token begins, what is told of it)."""
         return token.offset, orjson.Fragment(orjson.dumps(entry(token)))
 
-    def add(self, text: str, entries: Iterable[tuple[int, Any]]) -> None:
-        """More of the answer."""
-        self._answer += text
+    def add(self, entries: Iterable[tuple[int, Any]]) -> None:
+        """More of the answer's tokens."""
         self._tokens.extend(entries)
 
-    def of(self, text: str) -> list[Any]:
-        """What is told of the tokens that begin in the next `text` of the answer."""
-        start = self._answer.find(text, self._end)
-        self._end = start + len(text)
+    def of(self, part: Part) -> list[Any]:
+        """What is told of the tokens that begin in this part."""
         told = []
-        while self._tokens and self._tokens[0][0] < self._end:
-            offset, of_token = self._tokens.popleft()
-            if offset >= start:
-                told.append(of_token)
+        while self._tokens and self._tokens[0][0] < part.end:
+            told.append(self._tokens.popleft()[1])
         return told
 
 
 class ResponsesWire(ItemWire):
     """The `response` object and its events."""
 
-    def __init__(
-        self, response: dict[str, Any], parser: MessageParser, request_id: str, logprobs: TextLogprobs | None
-    ) -> None:
+    def __init__(self, response: dict[str, Any], request_id: str, logprobs: TextLogprobs | None) -> None:
         """request_id: names the items and calls. logprobs: None if nobody asks for them."""
-        super().__init__(parser)
+        super().__init__()
         self._logprobs = logprobs
         self._item_logprobs: list[Any] = []
         self._response = response
@@ -110,7 +100,7 @@ class ResponsesWire(ItemWire):
     def chunk(self, index: int, piece: TextPiece) -> bytes:
         """The events for what the answer gained."""
         if self._logprobs is not None:
-            self._logprobs.add(piece.text, [self._logprobs.entry(token) for token in piece.logprobs])
+            self._logprobs.add(map(self._logprobs.entry, piece.logprobs))
         return super().chunk(index, piece)
 
     def token(self, index: int, token: TokenText) -> Any:
@@ -120,7 +110,7 @@ class ResponsesWire(ItemWire):
     def whole(self, choices: Sequence[Choice], usage: Usage) -> dict[str, Any]:
         """The answer that is not streamed."""
         if self._logprobs is not None:
-            self._logprobs.add(choices[0].text, choices[0].logprobs)
+            self._logprobs.add(choices[0].logprobs)
         return super().whole(choices, usage)
 
     def begin(self) -> list[bytes]:
@@ -149,17 +139,18 @@ class ResponsesWire(ItemWire):
             events.append(self._of_item("response.content_part.added", content_index=0, part=_content(part.kind, "")))
         return events
 
-    def grow(self, kind: Kind, text: str) -> bytes:
+    def grow(self, part: Part) -> bytes:
         """A delta."""
-        match kind:
+        match part.kind:
             case Kind.ARGUMENTS:
-                return self._of_item("response.function_call_arguments.delta", delta=text)
+                return self._of_item("response.function_call_arguments.delta", delta=part.text)
             case Kind.REASONING:
-                return self._of_item("response.reasoning_text.delta", content_index=0, delta=text)
+                return self._of_item("response.reasoning_text.delta", content_index=0, delta=part.text)
             case _:
-                logprobs = [] if self._logprobs is None else self._logprobs.of(text)
+                logprobs = [] if self._logprobs is None else self._logprobs.of(part)
                 self._item_logprobs += logprobs
-                return self._of_item("response.output_text.delta", content_index=0, delta=text, logprobs=logprobs)
+                delta = {"delta": part.text, "logprobs": logprobs}
+                return self._of_item("response.output_text.delta", content_index=0, **delta)
 
     def close_item(self, kind: Kind, text: str, *, cut: bool) -> list[bytes]:
         """The text, its content, and the item, each of them whole."""

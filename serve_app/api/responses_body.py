@@ -16,7 +16,8 @@ from serve_app.core.sampling_params import MAX_TOP_LOGPROBS
 from serve_app.text.tokenizer import Tokenizer
 
 _LOGPROBS = "message.output_text.logprobs"
-_TEXT_PARTS = ("input_text", "output_text", "text")
+_TEXT_PARTS = ("input_text", "output_text", "text", "refusal")
+_CONTENT_PARTS = (*_TEXT_PARTS, "reasoning_text")
 
 
 def _check_input(value: object) -> object:
@@ -25,10 +26,6 @@ def _check_input(value: object) -> object:
         return [{"role": "user", "content": value}]
     InputItem.check_types(value, "item")
     return check_parts(value)
-
-
-def _check_content(value: object) -> str | None:
-    return None if value == [] else check_text(value, (*_TEXT_PARTS, "reasoning_text"))
 
 
 class InputItem(Variant):
@@ -40,17 +37,29 @@ class InputItem(Variant):
         "reasoning": (),
         "function_call": ("call_id", "name", "arguments"),
         "function_call_output": ("call_id", "output"),
+        "custom_tool_call": ("call_id", "name", "input"),
+        "custom_tool_call_output": ("call_id", "output"),
     }
 
-    type: Literal["message", "reasoning", "function_call", "function_call_output"] = "message"
+    type: Literal[
+        "message",
+        "reasoning",
+        "function_call",
+        "function_call_output",
+        "custom_tool_call",
+        "custom_tool_call_output",
+    ] = "message"
     role: Literal["system", "developer", "user", "assistant"] | None = None
-    content: Annotated[
-        Any, AfterValidator(_check_content), text_schema((*_TEXT_PARTS, "reasoning_text"), may_be_empty=True)
-    ] = None
+    content: Annotated[Any, AfterValidator(lambda v: check_text(v, _CONTENT_PARTS)), text_schema(_CONTENT_PARTS)] = None
     call_id: Name | None = None
     name: Name | None = None
     arguments: Annotated[Any, AfterValidator(lambda v: None if v is None else check_arguments(v)), ARGUMENTS] = None
-    output: Annotated[Any, AfterValidator(lambda v: check_text(v, _TEXT_PARTS)), text_schema(_TEXT_PARTS)] = None
+    input: str | None = None
+    output: Annotated[
+        Any,
+        AfterValidator(lambda v: check_text(v, _TEXT_PARTS, replaces=True)),
+        text_schema(_TEXT_PARTS, replaces=True),
+    ] = None
 
     def tell(self, conversation: Conversation) -> None:
         """Add it to the conversation."""
@@ -62,7 +71,9 @@ class InputItem(Variant):
                 conversation.think(self.content)
             case "function_call":
                 conversation.call(self.name or "", self.arguments, self.call_id or "")
-            case "function_call_output":
+            case "custom_tool_call":
+                conversation.call(self.name or "", {"input": self.input}, self.call_id or "")
+            case "function_call_output" | "custom_tool_call_output":
                 conversation.answer(self.call_id or "", self.output)
 
 

@@ -256,7 +256,7 @@ class ChatBody(GenerationBody):
         last = self.messages[-1]
         if self.continue_final_message and self.add_generation_prompt:
             raise unfit("continue_final_message", "does not go with `add_generation_prompt`: set that to false")
-        if self.continue_final_message and (last.role != "assistant" or not last.content or last.tool_calls):
+        if self.continue_final_message and (last.role != "assistant" or not last.text or last.tool_calls):
             raise unfit("continue_final_message", "needs a text of the assistant as the last message")
         return self
 

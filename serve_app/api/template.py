@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from serve_app.api.schemas import ChatBody
-from serve_app.api.tools import FunctionDefinition, allowed_names
+from serve_app.api.tools import FunctionDefinition, NamedTool, allowed_names
 from serve_app.errors import InvalidRequestError
 from serve_app.text.chat_template import without_tools
 from serve_app.text.tokenizer import Tokenizer
@@ -39,7 +39,8 @@ class CallableTools:
             )
             for i, function in functions
         ]
-        several = body.parallel_tool_calls is not False
+        once = isinstance(body.tool_choice, NamedTool)
+        several = not once if body.parallel_tool_calls is None else body.parallel_tool_calls
         parameters = {function.name: function.parameters or {} for _, function in functions}
         return cls(Calls(form, callable_tools, required, several), parameters)
 

@@ -1,8 +1,8 @@
 """The tools of a chat request: what may be called, and whether it must be."""
 
+import json
 from typing import Annotated, Any, Literal, cast
 
-import orjson
 from pydantic import Field, ValidationError
 
 from serve_app.api import ignored
@@ -98,7 +98,7 @@ def check_tools(tools: list[Tool] | None) -> list[Tool] | None:
     names = [tool.function.name for tool in tools]
     if len(set(names)) < len(names):
         raise refusal("must hold no two tools of one name")
-    if len(orjson.dumps([tool.for_template() for tool in tools])) > MAX_TOOLS_BYTES:
+    if len(json.dumps([tool.for_template() for tool in tools], ensure_ascii=False).encode()) > MAX_TOOLS_BYTES:
         raise refusal(f"may have at most {MAX_TOOLS_BYTES} bytes of JSON")
     return tools
 

@@ -102,6 +102,15 @@ class Conversation:
         """What a tool answered."""
         self.messages.append({"role": "tool", "tool_call_id": call_id, "content": text})
 
+    def ends_with_text(self) -> bool:
+        """Whether the assistant's last message is a text, which can be continued; an empty one is left out."""
+        last = self.messages[-1]
+        if last["role"] != "assistant" or "tool_calls" in last:
+            return False
+        if not last.get("content") and not last.get("reasoning_content") and len(self.messages) > 1:
+            del self.messages[-1]
+        return bool(last.get("content"))
+
     def _turn(self) -> dict[str, Any]:
         if not self.messages or self.messages[-1]["role"] != "assistant":
             self.messages.append({"role": "assistant"})

@@ -58,7 +58,17 @@ def write_calls(
         raise without_tools("tools" if tools else "messages")
     if not form.in_template:
         return as_text(messages, tools)
+    if form.separator is None:
+        messages = [single for message in messages for single in _single_calls(message)]
     return [_with_text_arguments(message) for message in messages] if form.text_arguments else list(messages)
+
+
+def _single_calls(message: dict[str, Any]) -> list[dict[str, Any]]:
+    """For a template that writes one call in a message: a message for each."""
+    calls = message.get("tool_calls", [])
+    if len(calls) < 2:
+        return [message]
+    return [{**message, "tool_calls": calls[:1]}, *({**message, "content": "", "tool_calls": [c]} for c in calls[1:])]
 
 
 def _with_text_arguments(message: dict[str, Any]) -> dict[str, Any]:

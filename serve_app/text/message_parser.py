@@ -1,14 +1,15 @@
 """An answer's text to the parts of a chat message: reasoning, content, calls of tools. Knows no tokens and no HTTP.
 
 Reads text in any pieces: the parts told in all depend on the text alone, so a streamed answer adds up to the whole one.
-Holds back only what may become a marker. What looks like a call and is none is content; nothing raises.
+Holds back only what may become a marker or a stop string. Stop strings end the content, and are looked for in nothing
+else. What looks like a call and is none is content; nothing raises.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from enum import StrEnum
 from typing import Any
 
+from serve_app.text.parts import Kind, Part, TrimmedText, joined
+from serve_app.text.stop import StopMatcher
 from serve_app.text.tool_arguments import ArgumentsReader, Until, arguments_begin, arguments_reader, overlap
 from serve_app.text.tool_format import Thinking, ToolFormat
 
@@ -16,34 +17,15 @@ MOST_SPACE = 64
 """White space that may stand in front of a reasoning."""
 
 
-class Kind(StrEnum):
-    """What a part adds to."""
-
-    REASONING = "reasoning"
-    CONTENT = "content"
-    CALL = "call"
-    """A call begins; the text is the tool's name."""
-    ARGUMENTS = "arguments"
-    """More of the newest call's arguments, JSON."""
-
-
-@dataclass(frozen=True, slots=True)
-class Part:
-    """`call` counts the calls of the message."""
-
-    kind: Kind
-    text: str
-    call: int = 0
-
-
 class MessageParser:
-    """The parts of one answer. `feed` its text, then `finish`."""
+    """The parts of one answer. `feed` its text, then `finish`. After `stopped` became True, nothing more comes."""
 
     def __init__(
         self,
         tools: ToolFormat | None,
         parameters: Mapping[str, Mapping[str, Any]],
         thinking: Thinking | None = None,
+        stops: StopMatcher | None = None,
     ) -> None:
         """parameters: of the tools that may be called, their JSON schema by name."""
         reasoning = None if thinking is None else thinking.form
@@ -53,11 +35,11 @@ class MessageParser:
         self._close = Until(reasoning.close) if reasoning is not None else None
         self._arguments: ArgumentsReader | None = None
         self._held = ""
+        self._num_fed = 0
         self._parts: list[Part] = []
-        self._space: list[str] = []
-        """White space at the end of the text so far, which is dropped in front of a call."""
-        self._fresh = False
-        """Whether white space is dropped now, because a reasoning or a call stands before it."""
+        self._content_text = TrimmedText(stops or StopMatcher(()))
+        self._thought = TrimmedText(StopMatcher(()))
+        self._looks = True
         self._begun = False
         """Whether anything but white space has come since the reasoning."""
         self.num_calls = 0
@@ -66,14 +48,21 @@ class MessageParser:
             self._enter_reasoning()
 
     @property
+    def stopped(self) -> bool:
+        """Whether a stop string has ended the answer."""
+        return self._content_text.stops.stopped
+
+    @property
     def in_call(self) -> bool:
         """Whether the newest call's arguments have not come to their end."""
         return self._state == self._call
 
-    def feed(self, text: str) -> list[Part]:
-        """What more text adds."""
+    def feed(self, text: str, *, looks: bool = True) -> list[Part]:
+        """What more text adds. looks: whether its content is searched for stop strings."""
+        self._looks = looks
+        self._num_fed += len(text)
         rest, self._held = self._held + text, ""
-        while rest:
+        while rest and not self.stopped:
             rest = self._state(rest)
         return self._take()
 
@@ -85,33 +74,23 @@ class MessageParser:
             self._say(Kind.REASONING, self._close.flush())
         elif self._state not in (self._call, self._end):
             self._say(Kind.CONTENT, held)
-            if not self._fresh:
-                self._tell(Kind.CONTENT, "".join(self._space))
+            self._tell(Kind.CONTENT, self._content_text.finish(), self._content_text.end)
         return self._take()
 
     def _take(self) -> list[Part]:
-        """The parts so far, neighbours of one kind joined."""
-        joined: list[Part] = []
-        for part in self._parts:
-            if joined and part.kind is joined[-1].kind and part.kind is not Kind.CALL and part.call == joined[-1].call:
-                joined[-1] = Part(part.kind, joined[-1].text + part.text, part.call)
-            else:
-                joined.append(part)
-        self._parts = []
-        return joined
+        parts, self._parts = joined(self._parts), []
+        return parts
 
-    def _tell(self, kind: Kind, text: str) -> None:
+    def _tell(self, kind: Kind, text: str, end: int = 0) -> None:
         if text:
-            self._parts.append(Part(kind, text, max(0, self.num_calls - 1)))
+            self._parts.append(Part(kind, text, max(0, self.num_calls - 1), end - len(text)))
 
-    def _say(self, kind: Kind, text: str) -> None:
-        """Tell text, but for white space at its beginning (after a reasoning or a call) and at its end so far."""
-        solid = text.rstrip()
-        if solid:
-            self._tell(kind, (solid.lstrip() if self._fresh else "".join(self._space) + solid))
-            self._fresh, self._begun, self._space = False, True, []
-        if not self._fresh and len(solid) < len(text):
-            self._space.append(text[len(solid) :])
+    def _say(self, kind: Kind, text: str, behind: int = 0) -> None:
+        """More text of this kind. behind: so much of what was fed follows it."""
+        trimmed = self._content_text if kind is Kind.CONTENT else self._thought
+        told = trimmed.feed(text, self._num_fed - behind - len(text), looks=self._looks)
+        self._tell(kind, told, trimmed.end)
+        self._begun = self._begun or bool(text.strip())
 
     def _start(self, text: str) -> str:
         assert self._reasoning is not None
@@ -127,7 +106,8 @@ class MessageParser:
         return text
 
     def _enter_reasoning(self) -> None:
-        self._state, self._fresh = self._think, True
+        self._state = self._think
+        self._thought.interrupt()
 
     def _think(self, text: str) -> str:
         assert self._close is not None
@@ -135,8 +115,8 @@ class MessageParser:
         self._say(Kind.REASONING, piece)
         if rest is None:
             return ""
-        self._state = self._content
-        self._space, self._fresh, self._begun = [], True, False
+        self._state, self._begun = self._content, False
+        self._content_text.interrupt()
         return rest
 
     def _content(self, text: str) -> str:
@@ -144,7 +124,9 @@ class MessageParser:
         if at is None:
             self._say(Kind.CONTENT, text)
             return ""
-        self._say(Kind.CONTENT, text[:at])
+        self._say(Kind.CONTENT, text[:at], len(text) - at)
+        if self.stopped:
+            return ""
         assert self._tools is not None
         found = self._head(text[at:])
         if found is None:
@@ -152,9 +134,9 @@ class MessageParser:
             return ""
         name, length = found
         if not length:
-            self._say(Kind.CONTENT, text[at])
+            self._say(Kind.CONTENT, text[at], len(text) - at - 1)
             return text[at + 1 :]
-        self._space = []
+        self._tell(Kind.CONTENT, self._content_text.interrupt(), self._content_text.end)
         self.num_calls += 1
         self._tell(Kind.CALL, name)
         self._arguments = arguments_reader(self._tools, self._parameters[name])
@@ -201,5 +183,5 @@ class MessageParser:
         if end.startswith(text) and text != end:
             self._held = text
             return ""
-        self._state, self._fresh, self._begun = self._content, True, True
+        self._state, self._begun = self._content, True
         return text.removeprefix(end)

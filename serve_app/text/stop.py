@@ -67,6 +67,8 @@ class StopMatcher:
         return seen[:keep]
 
     def flush(self) -> str:
-        """The text ended: what was held back is no stop string after all."""
+        """The text ended: what was held back is no stop string after all. A text that follows is another one."""
         held, self._held = self._held, ""
+        for automaton in self._automata:
+            automaton.matched = 0
         return held

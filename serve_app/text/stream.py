@@ -1,28 +1,34 @@
-"""Token deltas to text pieces of one choice. Decides what is shown, when a stop string ends it, and why it ended.
+"""Token deltas to the parts of one choice. Decides what is shown, when a stop string ends it, and why it ended.
+
+Stop strings, their `min_tokens` and log-probabilities are those of the content alone, not of marks, reasoning or calls.
 
 Lives at the ingress, so it outlives the replica that feeds it. Deltas are placed by their offset: tokens seen before
 are ignored, missing ones are an error. (Failover hands on neither; see `fleet.resume_state`.)
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 from serve_app.core.results import FinishReason, TokenDelta, TokenLogprob
 from serve_app.errors import EngineError
 from serve_app.text.detokenizer import REPLACEMENT, Detokenizer
+from serve_app.text.message_parser import MessageParser
+from serve_app.text.parts import Kind, Part, PlainText, joined
 from serve_app.text.reasoning_tokens import ReasoningTokens
 from serve_app.text.stop import StopMatcher
 from serve_app.text.tokenizer import Tokenizer
-from serve_app.text.tool_format import Thinking
+from serve_app.text.tool_format import Thinking, ToolFormat
 
 
 @dataclass(frozen=True, slots=True)
 class StopConfig:
-    """When text ends, besides what the engine decides. Stop strings are not looked for in the first `min_tokens`.
+    """When text ends, besides what the engine decides, and what parts it may have.
 
+    Stop strings are not looked for in the first `min_tokens` tokens, those of a reasoning not counted.
     markers: special tokens that occur in it are shown, for whoever reads the text; all others are not.
-    thinking: the reasoning whose tokens are counted.
+    thinking, tools, parameters: as for `MessageParser`. Without reasoning and tools, all text is content.
     nothing: the text is empty; the token that an engine generates at least is none of it.
     """
 
@@ -31,12 +37,20 @@ class StopConfig:
     min_tokens: int = 0
     markers: str = ""
     thinking: Thinking | None = None
+    tools: ToolFormat | None = None
+    parameters: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     nothing: bool = False
+
+    def parser(self, stops: StopMatcher) -> MessageParser | PlainText:
+        """What finds the parts of one answer, whose content ends where `stops` says."""
+        if self.tools is None and self.thinking is None:
+            return PlainText(stops)
+        return MessageParser(self.tools, self.parameters, self.thinking, stops)
 
 
 @dataclass(frozen=True, slots=True)
 class TokenText:
-    """One shown token with its log-probability; `offset` counts the characters of the choice's text before it."""
+    """One token of the content with its log-probability; `offset` counts the characters of the answer before it."""
 
     data: bytes
     logprob: float
@@ -46,16 +60,28 @@ class TokenText:
 
 @dataclass(frozen=True, slots=True)
 class TextPiece:
-    """What one delta adds to the text. `token_ids` are all new ones, also those that have no text (yet).
+    """What one delta adds. `token_ids` are all new ones, also those that have no text (yet).
 
-    `finish_reason` is set on the last piece, and `stop_string` if it was one that ended the text.
+    On the last piece `finish_reason` is set, `stop_string` if it was one that ended the content, and `called` if the
+    answer holds calls, the last one whole.
     """
 
-    text: str
+    parts: Sequence[Part] = ()
     logprobs: tuple[TokenText, ...] = ()
     finish_reason: FinishReason | None = None
     stop_string: str | None = None
     token_ids: tuple[int, ...] = ()
+    called: bool = False
+
+    @property
+    def text(self) -> str:
+        """What it adds to the content."""
+        return content_of(self.parts)
+
+
+def content_of(parts: Sequence[Part]) -> str:
+    """The text that is content."""
+    return "".join(part.text for part in parts if part.kind is Kind.CONTENT)
 
 
 def token_text(tokenizer: Tokenizer, entry: TokenLogprob, offset: int) -> TokenText:
@@ -65,16 +91,19 @@ def token_text(tokenizer: Tokenizer, entry: TokenLogprob, offset: int) -> TokenT
 
 
 class TextStream:
-    """The text of one choice. `feed` deltas until `finish_reason` is set."""
+    """The parts of one choice. `feed` deltas until `finish_reason` is set."""
 
     def __init__(self, tokenizer: Tokenizer, prompt_token_ids: Sequence[int], stop: StopConfig) -> None:
         self._tokenizer = tokenizer
         self._prompt_token_ids = prompt_token_ids
-        self._matcher = StopMatcher(stop.strings, include=stop.include)
+        self._stops = StopMatcher(stop.strings, include=stop.include)
+        self._parser = stop.parser(self._stops)
         self._stop = stop
         self._reasoning = None if stop.thinking is None else ReasoningTokens(stop.thinking)
         self._decoded = 0
-        self._shown = 0
+        """Characters of the answer so far."""
+        self._told = 0
+        """Where the content that was told ends among them."""
         self._pending: list[TokenText] = []
         self.num_tokens = 0
         """Output tokens so far, the one that ended the text included."""
@@ -91,67 +120,82 @@ class TextStream:
         return None if self._reasoning is None else self._reasoning.count
 
     def feed(self, delta: TokenDelta) -> TextPiece:
-        """The new text; may be empty.
+        """The new parts; may be none.
 
         Raises `EngineError` when tokens are missing before this delta, and the error that it reports. Tokens seen
         before are ignored, and so is everything after the end.
         """
         if self.finish_reason is not None:
-            return TextPiece("")
+            return TextPiece()
         if delta.offset > self.num_tokens:
             raise EngineError(f"tokens {self.num_tokens} to {delta.offset} of the answer were lost")
         if delta.finish_reason is FinishReason.ERROR:
             raise delta.error or EngineError("the engine failed this request")
         if self._stop.nothing:
             self.finish_reason = FinishReason.LENGTH if delta.token_ids else None
-            return TextPiece("", finish_reason=self.finish_reason)
+            return TextPiece(finish_reason=self.finish_reason)
         known = self.num_tokens - delta.offset
-        text = self._read(delta, known)
-        if self.finish_reason is None and delta.finish_reason is not None:
-            text += self._show(self._last_text(cut=delta.finish_reason is FinishReason.LENGTH))
-            if not self._matcher.stopped:
-                text += self._matcher.flush()
-            self.finish_reason = FinishReason.STOP if self._matcher.stopped else delta.finish_reason
-        self._shown += len(text)
+        parts = self._read(delta, known)
+        if not self._stops.stopped and delta.finish_reason is not None:
+            parts += self._show(self._last_text(cut=delta.finish_reason is FinishReason.LENGTH))
+            if not self._stops.stopped:
+                parts += self._parser.finish()
+            self.finish_reason = delta.finish_reason
+        if self._stops.stopped:
+            self.finish_reason = FinishReason.STOP
+        parts = joined(parts)
         token_ids = delta.token_ids[known : self.num_tokens - delta.offset]
-        return TextPiece(text, self._release(), self.finish_reason, self._matcher.found, token_ids)
+        called = self.finish_reason is not None and bool(self._parser.num_calls) and not self._parser.in_call
+        return TextPiece(parts, self._release(parts), self.finish_reason, self._stops.found, token_ids, called)
 
     def _last_text(self, *, cut: bool) -> str:
         """What was held back as part of a character. An answer that was cut ends before one, not inside."""
         text = self._detokenizer.flush()
-        return text.rstrip(REPLACEMENT) if cut else text
+        text = text.rstrip(REPLACEMENT) if cut else text
+        self._decoded += len(text)
+        return text
 
-    def _read(self, delta: TokenDelta, known: int) -> str:
+    def _read(self, delta: TokenDelta, known: int) -> list[Part]:
         """Decode the delta's tokens after the first `known` ones."""
         last = len(delta.token_ids) - 1
         logprobs = delta.logprobs
-        text = ""
+        parts: list[Part] = []
+        texts: list[str] = []
         for i in range(known, len(delta.token_ids)):
             self.num_tokens += 1
             if i == last and delta.finish_reason is FinishReason.STOP and not self._stop.include:
                 break  # the end-of-sequence or stop token says "end"; it is not text
             if logprobs:
                 self._pending.append(token_text(self._tokenizer, logprobs[i], self._decoded))
-            piece = self._detokenizer.step(delta.token_ids[i])
+            texts.append(self._detokenizer.step(delta.token_ids[i]))
+            self._decoded += len(texts[-1])
             if self._reasoning is not None:
-                self._reasoning.read(piece)
-            text += self._show(piece)
-            if self._matcher.stopped:
-                self.finish_reason = FinishReason.STOP
-                break
-        return text
+                self._reasoning.read(texts[-1])
+            if (
+                self._stop.strings or logprobs
+            ):  # token by token: the answer ends with the one that completes a stop string
+                parts += self._show(texts.pop())
+                if self._stops.stopped:
+                    return parts
+        return parts + self._show("".join(texts))
 
-    def _show(self, text: str) -> str:
-        self._decoded += len(text)
-        return text if self.num_tokens <= self._stop.min_tokens else self._matcher.feed(text)
+    def _show(self, text: str) -> list[Part]:
+        least = self._stop.min_tokens
+        return self._parser.feed(text, looks=not least or self.num_tokens - (self.num_reasoning_tokens or 0) > least)
 
-    def _release(self) -> tuple[TokenText, ...]:
-        """Log-probabilities of the tokens whose text has begun to show (all, at an end without a stop string)."""
+    def _release(self, parts: Sequence[Part]) -> tuple[TokenText, ...]:
+        """Log-probabilities of the tokens that begin in these parts of the content.
+
+        At an end without a stop string, also those behind it that have no text.
+        """
         if not self._pending:
             return ()
-        if self.finish_reason is not None and not self._matcher.stopped:
-            count = len(self._pending)
-        else:
-            count = sum(entry.offset < self._shown for entry in self._pending)
-        released, self._pending = tuple(self._pending[:count]), self._pending[count:]
-        return released
+        released: list[TokenText] = []
+        for part in parts:
+            if part.kind is Kind.CONTENT:
+                self._told = part.end
+                released += [token for token in self._pending if part.at <= token.offset < part.end]
+                self._pending = [token for token in self._pending if token.offset >= part.end]
+        if self.finish_reason is not None and not self._stops.stopped and self._told == self._decoded:
+            released += self._pending
+        return tuple(released)

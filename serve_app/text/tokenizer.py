@@ -22,6 +22,7 @@ from serve_app.one_writer import flush_to_disk, remove_damaged
 from serve_app.text.chat_template import Ending, encode_chat, takes_role, template_variables, write_calls
 from serve_app.text.detokenizer import Detokenizer
 from serve_app.text.fill_in_the_middle import FillInTheMiddle
+from serve_app.text.folding import TemplateOrder, fold
 from serve_app.text.prefix_encoder import PrefixEncoder, encoding_of
 from serve_app.text.template_check import check_chat_template
 from serve_app.text.token_bytes import TokenBytes
@@ -118,9 +119,14 @@ class Tokenizer:
             return HERMES
         return find_tool_format(self._render, self._control_tokens, self.reasoning)
 
+    @cached_property
+    def template_order(self) -> TemplateOrder:
+        """Which orders of roles the chat template takes."""
+        return TemplateOrder.of(self._render)
+
     def learn_formats(self) -> None:
         """Find out now what else the first chat would wait for; takes some ten milliseconds."""
-        _ = self.reasoning, self.tool_format, self.template_variables
+        _ = self.reasoning, self.tool_format, self.template_variables, self.template_order
 
     @cached_property
     def template_variables(self) -> frozenset[str]:
@@ -141,6 +147,7 @@ class Tokenizer:
         scope: as for `encode`.
         """
         encode = partial(self.encode, add_special_tokens=False, scope=scope)
+        messages = fold(messages, self.template_order)
         written = write_calls(messages, tools, self.tool_format) if tools or _has_calls(messages) else messages
         in_template = self.tool_format is not None and self.tool_format.in_template
         return encode_chat(

@@ -19,7 +19,8 @@ from serve_app.core.sampling_params import SamplingParams
 from serve_app.grammars import Vocabulary
 from serve_app.model.loader import from_module
 from serve_app.model.paged_model import PagedModel
-from serve_app.text.message_parser import Kind, MessageParser
+from serve_app.text.message_parser import MessageParser
+from serve_app.text.parts import Kind
 from serve_app.text.tool_format import ReasoningFormat, Thinking, ToolFormat
 from serve_app.text.tool_grammar import CallableTool, Calls, message_grammar
 from tests.engine.harness import Harness, Outcome, Run

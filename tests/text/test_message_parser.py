@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from serve_app.core.results import FinishReason, TokenDelta
-from serve_app.text.message_parser import Kind, MessageParser, Part
+from serve_app.text.message_parser import MessageParser
+from serve_app.text.parts import Kind, Part
 from serve_app.text.stream import StopConfig, TextStream
 from serve_app.text.tool_format import Dialect, ReasoningFormat, Thinking, ToolFormat
 from tests.text.formats import FAMILIES, tokenizer_of

@@ -1,0 +1,102 @@
+"""Conversations as agents keep them, for chat templates that take roles in one order only.
+
+What a template takes is found once, by rendering it. What it would refuse or leave out is told as a neighbour's text:
+order and words stay.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, Self
+
+Render = Callable[[Sequence[dict[str, Any]]], str]
+
+
+def _message(role: str, i: int) -> dict[str, Any]:
+    extra = {"tool_call_id": "probe0000"} if role == "tool" else {}
+    return {"role": role, "content": f"probe {i} ends", **extra}
+
+
+@dataclass(frozen=True, slots=True)
+class TemplateOrder:
+    """Which orders of roles a chat template takes, without leaving a message out."""
+
+    system: bool
+    """A system message at the beginning."""
+    systems: bool
+    """Several of them."""
+    late_system: bool
+    """One in mid-conversation."""
+    repeats: bool
+    """A role twice in a row."""
+    lone_result: bool
+    """A tool's result that follows no call."""
+
+    @classmethod
+    def of(cls, render: Render) -> Self:
+        """Of the template that `render` renders."""
+
+        def takes(*roles: str) -> bool:
+            messages = [_message(role, i) for i, role in enumerate(roles)]
+            try:
+                text = render(messages)
+            except Exception:  # a template may raise whatever a program may
+                return False
+            return all(message["content"] in text for message in messages)
+
+        return cls(
+            system=takes("system", "user"),
+            systems=takes("system", "system", "user"),
+            late_system=takes("user", "system", "user") and takes("user", "assistant", "system"),
+            repeats=takes("user", "user") and takes("user", "assistant", "assistant", "user"),
+            lone_result=takes("user", "tool"),
+        )
+
+    @property
+    def takes_all(self) -> bool:
+        """Whether nothing needs to be folded."""
+        return all(getattr(self, field.name) for field in fields(self))
+
+
+def fold(messages: Sequence[dict[str, Any]], order: TemplateOrder) -> list[dict[str, Any]]:
+    """The same conversation in an order that the template takes, as far as that can be had."""
+    if order.takes_all:
+        return list(messages)
+    folded: list[dict[str, Any]] = []
+    loose = False
+    """Whether the last message is one in whose place another role's text stands."""
+    for i, message in enumerate(messages):
+        role = message["role"]
+        if role == "system" and _leads(messages, i) and order.system:
+            if folded and not order.systems:
+                folded[-1] = _merged(folded[-1], message)
+            else:
+                folded.append(message)
+            continue
+        moved = (role == "system" and not (order.late_system and order.system)) or (
+            role == "tool" and not order.lone_result and not _follows_call(messages, i)
+        )
+        told = {"role": "user", "content": message["content"]} if moved else message
+        same = bool(folded) and folded[-1]["role"] == told["role"] and told["role"] in ("user", "assistant")
+        if same and (moved or loose or not order.repeats):
+            folded[-1] = _merged(folded[-1], told)
+        else:
+            folded.append(told)
+        loose = moved
+    return folded
+
+
+def _leads(messages: Sequence[dict[str, Any]], i: int) -> bool:
+    return all(message["role"] == "system" for message in messages[:i])
+
+
+def _follows_call(messages: Sequence[dict[str, Any]], i: int) -> bool:
+    before = next((message for message in reversed(messages[:i]) if message["role"] != "tool"), None)
+    return before is not None and bool(before.get("tool_calls"))
+
+
+def _merged(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
+    """Two messages of one role as one."""
+    texts = [message["content"] for message in (first, second) if message["content"]]
+    calls = [*first.get("tool_calls", ()), *second.get("tool_calls", ())]
+    both = {**first, **second, "content": "\n\n".join(texts)}
+    return {**both, "tool_calls": calls} if calls else both
