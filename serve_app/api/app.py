@@ -23,7 +23,7 @@ from serve_app.api.errors import http_exception_handler
 from serve_app.api.guard import RequestGuard
 from serve_app.api.limits import ApiLimits
 from serve_app.api.openapi import DocumentedApi
-from serve_app.api.peers import HeadAsGet, add_peer_routes
+from serve_app.api.peers import HeadAsGet, SlashAtEnd, add_peer_routes
 from serve_app.api.prepare import check_model, check_tenant, decode_ids, encode_prompt, parsed
 from serve_app.api.request_events import RequestLog, RequestObserver
 from serve_app.api.responses import ResponsesJob
@@ -55,7 +55,7 @@ def create_app(
     `access` says who may come in: without it, anybody. `share_prefixes`: tenants may find each other's prompts.
     `accounts` hold what tenants may use and have used. `cors_origins`: browsers may show answers to these pages.
     """
-    app = DocumentedApi(title="serve_app", version=version("serve_app"))
+    app = DocumentedApi(title="serve_app", version=version("serve_app"), redirect_slashes=False)
     drain, accounts = drain or Drain(), accounts or Accounts()
     context = ApiContext(service, admission, limits, observer, drain, log, accounts, share_prefixes)
     app.add_middleware(HeadAsGet)
@@ -68,6 +68,7 @@ def create_app(
             allow_headers=["*"],
             expose_headers=["x-request-id", "retry-after"],
         )
+    app.add_middleware(SlashAtEnd)  # the last one is outermost: what is checked is what is answered
     app.add_exception_handler(HTTPException, http_exception_handler)
     _add_generation(app, context)
     _add_models(app, context)

@@ -202,15 +202,7 @@ ANTHROPIC: Ignored = {
     "container": NOTHING,
 }
 
-ANTHROPIC_COMPANIONS: Ignored = {
-    # What other servers and gateways put beside the text that they answered, and clients send back.
-    "reasoning_details": ANYTHING,
-    "thinking_blocks": ANYTHING,
-    "provider_specific_fields": ANYTHING,
-    "extra_content": ANYTHING,
-}
-
-MESSAGE: Ignored = {
+ANTHROPIC_MESSAGE: Ignored = {
     "id": ANYTHING,
     "type": ("message",),
     "model": ANYTHING,

@@ -34,6 +34,19 @@ def add_peer_routes(app: FastAPI, context: ApiContext, ready: Callable[..., Any]
             app.add_api_route(path, route.endpoint, methods=[*(route.methods or ())], include_in_schema=False)
 
 
+class SlashAtEnd:
+    """Takes a path that ends with a slash for the one without it."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass on."""
+        if scope["type"] == "http" and scope["path"].endswith("/"):
+            scope = {**scope, "path": scope["path"].rstrip("/") or "/"}
+        await self._app(scope, receive, send)
+
+
 class HeadAsGet:
     """Answers HEAD as GET, without the body."""
 

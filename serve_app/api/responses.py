@@ -1,5 +1,6 @@
 """POST /v1/responses: OpenAI's responses, whole or as events. Stateless: nothing is stored, no earlier one is known."""
 
+import json
 import time
 import uuid
 from collections import deque
@@ -49,8 +50,8 @@ def _response(asked: ResponsesBody, model: str, effort: str | None) -> dict[str,
         **given,
         "instructions": asked.instructions,
         "max_output_tokens": asked.max_output_tokens,
-        "tools": [tool.model_dump() for tool in asked.functions],
-        "text": {"format": asked.format.model_dump(by_alias=True, exclude_none=True)},
+        "tools": _repeated([tool.model_dump() for tool in asked.functions]),
+        "text": {"format": _repeated(asked.format.model_dump(by_alias=True, exclude_none=True))},
         "reasoning": {"effort": effort, "summary": None},
         "background": False,
         "previous_response_id": None,
@@ -60,6 +61,11 @@ def _response(asked: ResponsesBody, model: str, effort: str | None) -> dict[str,
         "truncation": "disabled",
         "user": asked.user,
     }
+
+
+def _repeated(value: Any) -> orjson.Fragment:
+    """What the client sent, which may hold integers of more than 64 bits."""
+    return orjson.Fragment(json.dumps(value))
 
 
 class TextLogprobs:

@@ -98,7 +98,8 @@ def check_tools(tools: list[Tool] | None) -> list[Tool] | None:
     names = [tool.function.name for tool in tools]
     if len(set(names)) < len(names):
         raise refusal("must hold no two tools of one name")
-    if len(json.dumps([tool.for_template() for tool in tools], ensure_ascii=False).encode()) > MAX_TOOLS_BYTES:
+    written = json.dumps([tool.for_template() for tool in tools], ensure_ascii=False, separators=(",", ":"))
+    if len(written.encode()) > MAX_TOOLS_BYTES:
         raise refusal(f"may have at most {MAX_TOOLS_BYTES} bytes of JSON")
     return tools
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import jinja2
 
 from serve_app.errors import InvalidRequestError
+from serve_app.text.control_tokens import Chat, split_forged
 from serve_app.text.hermes import as_text
 from serve_app.text.tool_format import ToolFormat
 
@@ -81,15 +82,16 @@ def _with_text_arguments(message: dict[str, Any]) -> dict[str, Any]:
 
 def encode_chat(
     tokenizer: "PreTrainedTokenizerBase",
-    encode: Callable[[str], list[int]],
-    control_tokens: Sequence[str],
+    encode: Callable[[Sequence[tuple[str, bool]]], list[int]],
+    control_tokens: re.Pattern[str],
     messages: Sequence[dict[str, Any]],
     tools: Sequence[dict[str, Any]],
     variables: Mapping[str, Any],
     ending: Ending = Ending.ANSWER,
 ) -> list[int]:
-    """Prompt ids up to where the assistant's answer begins. `encode` takes a text that may hold control tokens.
+    """Prompt ids up to where the assistant's answer begins.
 
+    `encode` takes a text in parts: (part, whether a control token is text in it).
     Each message is {"role": str, "content": str, ...}; `variables` are the template's own. Raises `InvalidRequestError`
     when the model has no chat template or its template refuses the messages.
     """
@@ -97,16 +99,21 @@ def encode_chat(
         raise InvalidRequestError("this model has no chat template; use /v1/completions", param="messages")
     given: dict[str, Any] = {**variables, "tools": list(tools) or None, **ending.value}
     keys, values = _texts([list(messages), given["tools"], dict(variables)])
-    if any(token in key for key in keys for token in control_tokens):
+    if any(control_tokens.search(key) for key in keys):
         raise InvalidRequestError("a name in `tools` or in a call's arguments holds a control token", param="tools")
-    forged = any(token in value for value in values for token in control_tokens)
+
+    def render(chat: Chat) -> str:
+        text: str = tokenizer.apply_chat_template(list(chat.messages), tokenize=False, **chat.variables)
+        return text
+
     try:
-        if not forged:
-            return encode(tokenizer.apply_chat_template(list(messages), tokenize=False, **given))
-        ids: list[int] = tokenizer.apply_chat_template(
-            list(messages), return_dict=False, sanitize_control_tokens=True, **given
-        )
-        return ids
+        special = {name: str(token) for name, token in tokenizer.special_tokens_map.items()}
+        template: str = tokenizer.get_chat_template(None, given["tools"])
+        chat = Chat(template, messages, given, special)
+        text = render(chat)
+        if not any(control_tokens.search(value) for value in values):
+            return encode([(text, False)])
+        return encode(split_forged(text, chat, control_tokens, render))
     except jinja2.TemplateError as error:
         said = (error.message or type(error).__name__)[:_MAX_MESSAGE]
         raise InvalidRequestError(

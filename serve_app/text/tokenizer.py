@@ -4,6 +4,7 @@ import hashlib
 import json
 import math
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -20,6 +21,7 @@ from serve_app.grammars import Grammars, Vocabulary
 from serve_app.model_files import CACHE_DIR, ModelFiles, locate_model
 from serve_app.one_writer import flush_to_disk, remove_damaged
 from serve_app.text.chat_template import Ending, encode_chat, takes_role, template_variables, write_calls
+from serve_app.text.control_tokens import find_pattern
 from serve_app.text.detokenizer import Detokenizer
 from serve_app.text.fill_in_the_middle import FillInTheMiddle
 from serve_app.text.folding import TemplateOrder, fold
@@ -69,9 +71,9 @@ class Tokenizer:
         self._tools = tools
         self._middle = FillInTheMiddle.find(backend.token_to_id)
         # Byte-level tokens write each byte as one character. Other kinds may drop or fold text: no bound.
-        exact = self.token_bytes.byte_level and backend.normalizer is None
-        self._longest_token: float = max(map(len, vocab)) if exact else math.inf
-        self._prefixes = PrefixEncoder(backend) if exact else None
+        self._exact = self.token_bytes.byte_level and backend.normalizer is None
+        self._longest_token: float = max(map(len, vocab)) if self._exact else math.inf
+        self._prefixes = PrefixEncoder(backend) if self._exact else None
 
     @cached_property
     def digest(self) -> str:
@@ -120,6 +122,35 @@ class Tokenizer:
         return find_tool_format(self._render, self._control_tokens, self.reasoning)
 
     @cached_property
+    def _control_pattern(self) -> re.Pattern[str]:
+        """Finds the special tokens, and other added ones that the chat template writes; white space is mere text."""
+        template = str(self._tokenizer.chat_template)
+        found = [token for token in self._control_tokens if token in self.special_ids or token in template]
+        return find_pattern([token for token in found if token.strip()])
+
+    def _encode_parts(self, parts: Sequence[tuple[str, bool]], scope: str | None) -> list[int]:
+        """Ids of a text in parts: (part, whether no added token counts as such in it)."""
+        encode = partial(self.encode, add_special_tokens=False, scope=scope)
+        ids: list[int] = []
+        for part, as_text in parts:
+            run = self._run if as_text else encode
+            # Some tokenizers put a space in front of a text, but that is in front of the whole.
+            before = [] if self._exact or not ids else run("\n")
+            whole = run(f"\n{part}") if before else []
+            ids += whole[len(before) :] if before and whole[: len(before)] == before else run(part)
+        return ids
+
+    def _run(self, text: str) -> list[int]:
+        """The tokenizer's stages, but for its added tokens."""
+        backend = self._backend
+        if backend.normalizer is not None:
+            text = backend.normalizer.normalize_str(text)
+        words = [text]
+        if backend.pre_tokenizer is not None:
+            words = [word for word, _ in backend.pre_tokenizer.pre_tokenize_str(text)]
+        return [token.id for word in words for token in backend.model.tokenize(word)]
+
+    @cached_property
     def template_order(self) -> TemplateOrder:
         """Which orders of roles the chat template takes."""
         return TemplateOrder.of(self._render)
@@ -146,14 +177,13 @@ class Tokenizer:
 
         scope: as for `encode`.
         """
-        encode = partial(self.encode, add_special_tokens=False, scope=scope)
         messages = fold(messages, self.template_order)
         written = write_calls(messages, tools, self.tool_format) if tools or _has_calls(messages) else messages
         in_template = self.tool_format is not None and self.tool_format.in_template
         return encode_chat(
             self._tokenizer,
-            encode,
-            self._control_tokens,
+            partial(self._encode_parts, scope=scope),
+            self._control_pattern,
             written,
             tools if in_template else (),
             variables or {},

@@ -1,0 +1,164 @@
+"""Which control tokens of a rendered chat the template wrote, and which a client did: those are text, not control.
+
+The prompt is always what the template makes of the messages as they are. Who wrote a token is found by rendering a
+second time, with marks around the tokens in the messages; where a template's own logic (`lstrip`, `split`) stumbles
+over these, with marks around the tokens in the template's literals.
+"""
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import islice
+from typing import Any
+
+import jinja2
+from jinja2 import nodes
+
+_MARKS = range(0xF0000, 0xFFFFE)
+"""Characters for private use."""
+
+
+@dataclass(frozen=True, slots=True)
+class Chat:
+    """What a template is rendered with. special: the tokenizer's special tokens, which are the template's too."""
+
+    template: str
+    messages: Sequence[Mapping[str, Any]]
+    variables: Mapping[str, Any]
+    special: Mapping[str, str]
+
+    def map(self, change: Callable[[str], str]) -> "Chat":
+        """The same with other texts in messages and variables."""
+        return Chat(self.template, _map(self.messages, change), _map(self.variables, change), self.special)
+
+
+def find_pattern(control_tokens: Sequence[str]) -> re.Pattern[str]:
+    """Finds any of these tokens, the longest one at a place."""
+    longest_first = sorted(control_tokens, key=len, reverse=True)
+    return re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
+
+
+def split_forged(
+    text: str, chat: Chat, pattern: re.Pattern[str], render: Callable[[Chat], str]
+) -> list[tuple[str, bool]]:
+    """`text`, which `render` made of `chat`, in parts: (part, whether it is a control token that a client wrote)."""
+    marks = _Marks(*_unused(text, chat), pattern)
+    found = marks.parts(render(chat.map(marks.put)))
+    if "".join(part for part, _ in found) == text:
+        return found
+    own = marks.parts(_render_marked(chat, marks))
+    # A message that is to be continued ends before the template does.
+    if not "".join(part for part, _ in own).startswith(text):
+        return found
+    return _complement(own, pattern, len(text))
+
+
+def _complement(own: Sequence[tuple[str, bool]], pattern: re.Pattern[str], length: int) -> list[tuple[str, bool]]:
+    """Of parts, some of which are the template's own tokens; so many characters of them."""
+    parts: list[tuple[str, bool]] = []
+    rest = length
+    for part, is_own in own:
+        shown, rest = part[:rest], max(0, rest - len(part))
+        if is_own or not pattern.search(shown):
+            parts.append((shown, False))
+            continue
+        at = 0
+        for match in pattern.finditer(shown):
+            parts += [(shown[at : match.start()], False), (match[0], True)]
+            at = match.end()
+        parts.append((shown[at:], False))
+    return _joined(parts)
+
+
+def _joined(parts: Sequence[tuple[str, bool]]) -> list[tuple[str, bool]]:
+    joined: list[tuple[str, bool]] = []
+    for part, forged in parts:
+        if joined and not forged and not joined[-1][1]:
+            joined[-1] = (joined[-1][0] + part, False)
+        else:
+            joined.append((part, forged))
+    return joined
+
+
+@dataclass(frozen=True, slots=True)
+class _Marks:
+    """Characters that stand before and after a control token."""
+
+    start: str
+    end: str
+    pattern: re.Pattern[str]
+
+    def put(self, text: str) -> str:
+        """`text` with marks around its control tokens."""
+        return self.pattern.sub(f"{self.start}\\g<0>{self.end}", text)
+
+    def parts(self, text: str) -> list[tuple[str, bool]]:
+        """`text` without marks, in parts: (part, whether it is a token between two of them).
+
+        A template may have cut between a token and its marks.
+        """
+        marks = re.compile(f"{self.start}({self.pattern.pattern}){self.end}|[{self.start}{self.end}]")
+        return [(part or "", i % 2 == 1) for i, part in enumerate(marks.split(text))]
+
+
+def _render_marked(chat: Chat, marks: _Marks) -> str:
+    """The rendering with marks around the control tokens that the template writes; empty if that fails."""
+    special = {name: marks.put(token) for name, token in chat.special.items()}
+    given = {"documents": None, **special, **chat.variables}
+    messages = [{key: value for key, value in message.items() if value is not None} for message in chat.messages]
+    try:
+        return _marked_template(chat.template, marks).render(messages=messages, **given)
+    except Exception:  # a template may raise whatever a program may
+        return ""
+
+
+@lru_cache(maxsize=4)
+def _marked_template(template: str, marks: _Marks) -> jinja2.Template:
+    """The template with marks around the control tokens in the literals that it writes.
+
+    Not in those that it compares with.
+    """
+    # transformers' own environment: nothing public gives it.
+    from transformers.utils.chat_template_utils import _compile_jinja_template
+
+    environment: jinja2.Environment = _compile_jinja_template(template).environment
+    tree = environment.parse(template)
+    for output in tree.find_all(nodes.Output):
+        for node in output.nodes:
+            _mark_literals(node, marks.put)
+    return environment.from_string(tree)
+
+
+def _mark_literals(node: nodes.Node | None, marked: Callable[[str], str]) -> None:
+    match node:
+        case nodes.TemplateData():
+            node.data = marked(node.data)
+        case nodes.Const() if isinstance(node.value, str):
+            node.value = marked(node.value)
+        case nodes.Add():
+            _mark_literals(node.left, marked)
+            _mark_literals(node.right, marked)
+        case nodes.Concat():
+            for part in node.nodes:
+                _mark_literals(part, marked)
+        case nodes.CondExpr():
+            _mark_literals(node.expr1, marked)
+            _mark_literals(node.expr2, marked)
+
+
+def _unused(text: str, chat: Chat) -> tuple[str, str]:
+    """Two characters that occur in none of these."""
+    used = {*text, *chat.template}
+    chat.map(lambda value: used.update(value) or value)  # type: ignore[func-returns-value]
+    first, second = islice((chr(code) for code in _MARKS if chr(code) not in used), 2)
+    return first, second
+
+
+def _map(data: Any, change: Callable[[str], str]) -> Any:
+    """`data` with `change` made to every text at any depth, but for keys."""
+    if isinstance(data, str):
+        return change(data)
+    if isinstance(data, Mapping):
+        return {key: _map(value, change) for key, value in data.items()}
+    return [_map(item, change) for item in data] if isinstance(data, list | tuple) else data
