@@ -182,14 +182,26 @@ async def test_a_call_that_is_cut_ends_for_its_length(scripted: Api) -> None:
     assert without_ids((await gather(scripted, body))[0]) == without_ids(whole)
 
 
-async def test_a_stop_string_may_cut_a_call(scripted: Api) -> None:
-    """Which is then no call to be made: the client is told that the stop string ended the answer."""
-    script(scripted, CALL)
-    body: dict[str, Any] = {"model": "scripted", "messages": MESSAGES, "tools": CHAT_TOOLS}
-    for stop, reason in (("days", "stop"), ("</tool_call>", "tool_calls")):
-        whole = plain((await scripted.openai.chat.completions.create(**body, stop=stop)).choices[0])
-        assert (whole["finish_reason"], whole["calls"][0][1]) == (reason, "weather")
+async def test_a_stop_string_cuts_no_call(scripted: Api) -> None:
+    """Neither its name, its arguments nor its marks are content; what follows it is."""
+    script(scripted, f"{CALL}\nIn Oslo it rains for days.")
+    body: dict[str, Any] = {"model": "scripted", "messages": MESSAGES, "tools": CHAT_TOOLS, "stop": " days"}
+    for stop, text in ((" days", "In Oslo it rains for"), ("</tool_call>", "In Oslo it rains for days."), ("\n", None)):
+        whole = plain((await scripted.openai.chat.completions.create(**{**body, "stop": stop})).choices[0])
+        told = (whole["content"] or None, whole["finish_reason"], [json.loads(call[2]) for call in whole["calls"]])
+        assert told == (text or "In Oslo it rains for days.", "tool_calls", [{"city": "Rome", "days": 3}])
         assert without_ids((await gather(scripted, {**body, "stop": stop}))[0]) == without_ids(whole)
+
+
+async def test_a_named_tool_is_called_once(live: Api) -> None:
+    """Unless the client asks for more."""
+    named: Any = {"type": "function", "function": {"name": "stop"}}
+    for seed in range(4):
+        answer = await live.openai.chat.completions.create(
+            model="babbler", messages=MESSAGES, tools=CHAT_TOOLS, tool_choice=named, seed=seed, max_tokens=60
+        )
+        assert [call.function.name for call in answer.choices[0].message.tool_calls or ()] == ["stop"]  # type: ignore[union-attr]
+        assert answer.choices[0].finish_reason == "tool_calls"
 
 
 async def test_without_a_choice_a_call_is_text(scripted: Api) -> None:
