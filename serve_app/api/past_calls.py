@@ -36,7 +36,7 @@ def as_json(text: str) -> str:
     """`text` if it is an object that every client can read, else `arguments_of` it as JSON. Nothing raises."""
     try:
         value = json.loads(text, parse_constant=_refuse)
-        if _writable(value) is value:
+        if _writable(value) is value and json.dumps(value, allow_nan=False):
             return text
     except (ValueError, RecursionError):
         pass

@@ -64,8 +64,17 @@ class TranslatedJob(ChatJob):
             super().__init__(context, asked.to_chat(context.service.tokenizer))
 
     async def prompt(self, cache_salt: str | None = None) -> list[int]:
-        """Render and tokenize. Raises `InvalidRequestError`."""
+        """Render and tokenize. Raises `InvalidRequestError`.
+
+        No such body asks in so many words to continue a message: where the template hides it, a new one follows.
+        """
         with self._asked.named():
+            try:
+                return await super().prompt(cache_salt)
+            except InvalidRequestError as error:
+                if error.param != "continue_final_message":
+                    raise
+            self.body = self.body.model_copy(update={"continue_final_message": None})
             return await super().prompt(cache_salt)
 
     async def engine_requests(self, cache_salt: str) -> list[EngineRequest]:

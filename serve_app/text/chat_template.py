@@ -120,6 +120,11 @@ def encode_chat(
             f"the model's chat template refuses these messages: {said}", param="messages"
         ) from error
     except _CANNOT_RENDER as error:
+        if ending is Ending.CONTINUED and "continue_final_message" in str(error):
+            raise InvalidRequestError(
+                "`continue_final_message`: the model's chat template does not show the last message as it is",
+                param="continue_final_message",
+            ) from error
         raise InvalidRequestError("the model's chat template cannot render these messages", param="messages") from error
 
 

@@ -20,7 +20,7 @@ EOS = 2
 @dataclass
 class ScriptedService:
     """Answers every choice with `reply` (token by token, as long as `max_tokens` allows), then the EOS token; the first
-    requests with `replies`, one after another.
+    requests with `replies`, one after another. `ids`: the tokens of the reply, in its place.
 
     `error` is raised before token number `error_at` (without an error, the stream just ends there). With `hold`,
     generation waits for the event after each token.
@@ -29,6 +29,7 @@ class ScriptedService:
     tokenizer: Tokenizer
     reply: str = "Paris is the capital of France."
     replies: list[str] = field(default_factory=list)
+    ids: list[int] | None = None
     error: Exception | None = None
     error_at: int | None = None
     hold: asyncio.Event | None = None
@@ -60,8 +61,8 @@ class ScriptedService:
         self.running += 1
         try:
             reply = self.replies.pop(0) if self.replies else self.reply
-            ids = [*self.tokenizer.encode(reply, add_special_tokens=False), EOS]
-            ids = ids[: request.params.max_tokens]
+            spoken = self.tokenizer.encode(reply, add_special_tokens=False) if self.ids is None else self.ids
+            ids = [*spoken, EOS][: request.params.max_tokens]
             for i, token_id in enumerate(ids):
                 if i == self.error_at:
                     if self.error is not None:
