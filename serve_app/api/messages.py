@@ -11,7 +11,7 @@ from serve_app.api.past_calls import arguments_of, as_object
 
 MAX_MESSAGES = 4096
 MAX_CONTENT_PARTS = 4096
-MAX_CALLS = 4096
+MAX_CALLS = 1024
 MAX_NAME = 256
 USUAL_ROLES = ("system", "developer", "user", "assistant", "tool")
 TEXTS = ("text", "refusal")

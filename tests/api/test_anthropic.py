@@ -308,8 +308,8 @@ async def test_a_schema_binds_the_text(live: Api) -> None:
         ({"surprise": 1}, "surprise"),
         ({"n": 2}, "n"),
         ({"messages": []}, "messages"),
-        ({"messages": [*MESSAGES, {"role": "assistant", "content": []}]}, "messages"),
-        ({"messages": [{"role": "user", "content": []}]}, "messages[0].content"),
+        ({"messages": [*MESSAGES, {"role": "assistant"}]}, "messages[1].content"),
+        ({"messages": [{"role": "user", "content": [3]}]}, "messages[0].content[0]"),
         ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "messages[0].content"),
         ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0].text"),
         (

@@ -25,7 +25,7 @@ from tests.api.services import ScriptedService
 @pytest.fixture
 def url(tokenizer: Tokenizer) -> Iterator[str]:
     """The API and the console behind a real HTTP server; what they answer is scripted."""
-    app = create_app(ScriptedService(tokenizer), AsyncAdmissionQueue(256, 256), make_limits(), Recorder())
+    app = create_app(ScriptedService(tokenizer), AsyncAdmissionQueue(256, 256), make_limits(max_body_bytes=2**21), Recorder())
 
     async def recordings(seconds: float) -> list[bytes]:
         return []
