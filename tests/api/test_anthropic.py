@@ -145,6 +145,28 @@ async def test_the_stop_sequence_that_ended_it_is_told(scripted: Api, client: an
     assert plain(await gather(client, body)) == plain(answer)
 
 
+@pytest.mark.parametrize(
+    ("stop", "content"),
+    [
+        ("\n", [("call", "weather", {"city": "Rome", "days": 3}), ("text", "Or so."), ("tool_use", None)]),
+        ("_call", [("call", "weather", {"city": "Rome", "days": 3}), ("text", "Or so."), ("tool_use", None)]),
+        ("Rome", [("call", "weather", {"city": "Rome", "days": 3}), ("text", "Or so."), ("tool_use", None)]),
+        (" so", [("call", "weather", {"city": "Rome", "days": 3}), ("text", "Or"), ("stop_sequence", " so")]),
+        ("think", [("call", "weather", {"city": "Rome", "days": 3}), ("text", "Or so."), ("tool_use", None)]),
+    ],
+)
+@pytest.mark.parametrize("thinks", [False, True])
+async def test_stop_sequences_are_looked_for_in_texts_alone(
+    scripted: Api, client: anthropic.AsyncAnthropic, stop: str, content: list[Any], thinks: bool
+) -> None:
+    """No mark, no reasoning and no input of a call is text, whole and streamed."""
+    script(scripted, f"{THOUGHT if thinks else ''}{CALL}\nOr so.", tokenizer_of("qwen3"))
+    expected = [("thinking", "Rome.\nHm."), *content] if thinks else content
+    body = body_of(tools=TOOLS, stop_sequences=[stop])
+    assert plain(await client.messages.create(**body)) == expected
+    assert plain(await gather(client, body)) == expected
+
+
 async def test_an_answer_that_is_cut_says_by_what(scripted: Api, client: anthropic.AsyncAnthropic) -> None:
     """More than the context holds may be asked for: clients that know no other models ask for a lot."""
     for asked, room, reason in ((2, 2048, "max_tokens"), (64_000, 40, "model_context_window_exceeded")):

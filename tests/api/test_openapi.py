@@ -25,7 +25,8 @@ from tests.api.services import ScriptedService
 @pytest.fixture
 def url(tokenizer: Tokenizer) -> Iterator[str]:
     """The API and the console behind a real HTTP server; what they answer is scripted."""
-    app = create_app(ScriptedService(tokenizer), AsyncAdmissionQueue(256, 256), make_limits(max_body_bytes=2**21), Recorder())
+    limits = make_limits(max_body_bytes=2**21)  # room for one message, or one call, more than may be
+    app = create_app(ScriptedService(tokenizer), AsyncAdmissionQueue(256, 256), limits, Recorder())
 
     async def recordings(seconds: float) -> list[bytes]:
         return []

@@ -194,14 +194,15 @@ async def test_a_stop_string_cuts_no_call(scripted: Api) -> None:
 
 
 async def test_a_named_tool_is_called_once(live: Api) -> None:
-    """Unless the client asks for more."""
+    """By a model that would go on, unless the client asks for more."""
     named: Any = {"type": "function", "function": {"name": "stop"}}
-    for seed in range(4):
+    for more, calls in (({}, 1), ({"parallel_tool_calls": True}, 2)):
         answer = await live.openai.chat.completions.create(
-            model="babbler", messages=MESSAGES, tools=CHAT_TOOLS, tool_choice=named, seed=seed, max_tokens=60
-        )
-        assert [call.function.name for call in answer.choices[0].message.tool_calls or ()] == ["stop"]  # type: ignore[union-attr]
-        assert answer.choices[0].finish_reason == "tool_calls"
+            model="babbler", messages=MESSAGES, tools=CHAT_TOOLS, tool_choice=named, seed=1, max_tokens=60,
+            logit_bias={"2": -100}, **more,
+        )  # fmt: skip
+        assert len(answer.choices[0].message.tool_calls or ()) >= calls
+        assert (len(answer.choices[0].message.tool_calls or ()) == 1) is (calls == 1)
 
 
 async def test_without_a_choice_a_call_is_text(scripted: Api) -> None:
@@ -210,6 +211,21 @@ async def test_without_a_choice_a_call_is_text(scripted: Api) -> None:
         answer = await scripted.openai.chat.completions.create(model="scripted", messages=MESSAGES, **extra)  # type: ignore[call-overload]
         assert answer.choices[0].message.content == CALL
         assert scripted.service.requests[-1].params.grammar is None
+
+
+async def test_log_probabilities_are_the_contents(scripted: Api) -> None:
+    script(scripted, f"<think>\nRome.\n</think>\n\nSunny.\n{CALL}", tokenizer_of("qwen3"))
+    body: dict[str, Any] = {"model": "scripted", "messages": MESSAGES, "tools": CHAT_TOOLS, "logprobs": True}
+    whole = (await scripted.openai.chat.completions.create(**body)).choices[0]
+    assert whole.logprobs is not None
+    assert "".join(entry.token for entry in whole.logprobs.content or ()) == whole.message.content == "Sunny."
+    streamed = [
+        entry.token
+        async for chunk in await scripted.openai.chat.completions.create(**body, stream=True)
+        for choice in chunk.choices
+        for entry in (choice.logprobs and choice.logprobs.content) or ()
+    ]
+    assert "".join(streamed) == "Sunny."
 
 
 async def test_reasoning_comes_apart_and_goes_back(scripted: Api) -> None:
