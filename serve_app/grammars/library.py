@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from json import dumps
-from threading import Lock, Thread, stack_size
+from threading import Lock, Thread, current_thread, stack_size
 from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
@@ -14,6 +14,7 @@ T = TypeVar("T")
 _STACK_BYTES = 2**28
 """It descends rule by rule and reference by reference: 20 KiB for each 100 characters of a grammar at the most. A
 thread's usual 8 MiB end the process at 2,000 rules that refer to one another; memory is used as far as needed."""
+_BUILDER = "grammar build"
 _starting = Lock()
 # ", " and ": " are what models write on one line. Free whitespace would be an invitation to loop in it.
 _JSON_OPTIONS: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
@@ -60,7 +61,7 @@ def from_lark(rules: str) -> str:
 def check(text: str) -> None:
     """Raises `GrammarError` for a grammar that is refused without a look at the vocabulary."""
     validate = _library().LLMatcher.validate_grammar_with_warnings
-    is_error, messages = _on_deep_stack(lambda: validate(text, None, limits=_limits()))
+    is_error, messages = on_deep_stack(lambda: validate(text, None, limits=_limits()))
     if is_error:
         raise GrammarError(first_line(messages[0]))
 
@@ -68,8 +69,34 @@ def check(text: str) -> None:
 def matcher(of: "llguidance.LLTokenizer", text: str) -> "llguidance.LLMatcher":
     """A matcher of a grammar, in an error state where it is refused."""
     build = _library().LLMatcher
-    found: llguidance.LLMatcher = _on_deep_stack(lambda: build(of, text, log_level=0, limits=_limits()))
+    found: llguidance.LLMatcher = on_deep_stack(lambda: build(of, text, log_level=0, limits=_limits()))
     return found
+
+
+def on_deep_stack(call: Callable[[], T]) -> T:
+    """What `call` returns or raises, in a thread of its own; what that thread calls by this way stays in it."""
+    if current_thread().name == _BUILDER:
+        return call()
+    results: list[T] = []
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            results.append(call())
+        except BaseException as error:
+            errors.append(error)
+
+    with _starting:
+        before = stack_size(_STACK_BYTES)
+        try:
+            thread = Thread(target=run, name=_BUILDER, daemon=True)
+            thread.start()
+        finally:
+            stack_size(before)
+    thread.join()
+    if errors:
+        raise errors[0]
+    return results[0]
 
 
 def error_of(of: "llguidance.LLMatcher") -> str | None:
@@ -89,30 +116,6 @@ def _text(build: Callable[[], str]) -> str:
         return build()
     except ValueError as error:  # numbers that JSON does not have, and halves of surrogate pairs
         raise GrammarError(first_line(str(error))) from None
-
-
-def _on_deep_stack(call: Callable[[], T]) -> T:
-    """What `call` returns or raises, in a thread of its own."""
-    results: list[T] = []
-    errors: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            results.append(call())
-        except BaseException as error:
-            errors.append(error)
-
-    with _starting:
-        before = stack_size(_STACK_BYTES)
-        try:
-            thread = Thread(target=run, name="grammar build", daemon=True)
-            thread.start()
-        finally:
-            stack_size(before)
-    thread.join()
-    if errors:
-        raise errors[0]
-    return results[0]
 
 
 class _View:

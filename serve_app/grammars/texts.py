@@ -16,8 +16,8 @@ from serve_app.grammars.walk import dead_end
 MAX_CHOICES = 10_000
 MAX_RULE_CHARS = 32_768
 """Of rules in Lark: the work for one terminal grows with the square of its parts."""
-_MAX_LOCATE = 1_000
-"""Parts of a refused schema that are tried for the one at fault."""
+_MAX_LOCATE_CHARS = 2**18
+"""Of the grammars that are built to find the part of a refused schema that is at fault."""
 _EMBEDDED = re.compile(r"%json\b\s*")
 _known: Recent[str] = Recent(256, 2**22)
 """Grammars by the schemas that they are of: those that agents send with every request."""
@@ -35,9 +35,9 @@ def json_schema(schema: Mapping[str, Any] | str, *, param: str = "response_forma
         )
     try:
         schemas.check_depth(parsed)
-        known = _known.get(key := repr(parsed))
+        known = _known.get(key := _key(parsed))
         if known is None:
-            known = _schema_grammar(parsed)
+            known = library.on_deep_stack(lambda: _schema_grammar(parsed))
             _known.put(key, known)
         return known
     except SchemaError as error:
@@ -103,6 +103,13 @@ def _schema_grammar(schema: Mapping[str, Any]) -> str:
     return text
 
 
+def _key(schema: Mapping[str, Any]) -> str:
+    try:
+        return repr(schema)
+    except ValueError as error:  # an integer of more digits than Python writes
+        raise SchemaError("", str(error).partition(";")[0], Refusal.INVALID) from None
+
+
 def _can_name_more(schema: Mapping[str, Any]) -> bool:
     text = library.from_schema(schema)
     return _reason(text) is not None or dead_end(text) is None
@@ -147,10 +154,13 @@ def _checked(build: Callable[[], str], param: str) -> str:
 
 
 def _walked(build: Callable[[], str], param: str) -> str:
-    text = _checked(build, param)
-    if (reason := dead_end(text)) is not None:
-        raise _refused(reason, param, Refusal.UNMATCHABLE)
-    return text
+    def build_and_walk() -> str:
+        text = _checked(build, param)
+        if (reason := dead_end(text)) is not None:
+            raise _refused(reason, param, Refusal.UNMATCHABLE)
+        return text
+
+    return library.on_deep_stack(build_and_walk)
 
 
 def _refused(reason: str, param: str, code: Refusal) -> InvalidRequestError:
@@ -159,14 +169,15 @@ def _refused(reason: str, param: str, code: Refusal) -> InvalidRequestError:
 
 def _locate(schema: Mapping[str, Any], reason: str, check: Callable[[str], str | None]) -> tuple[str, str]:
     """(path, reason) of the innermost part of a refused schema that is refused by itself."""
-    path, part, tries = "", schema, 0
+    path, part, chars = "", schema, 0
     shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
     while True:
         for step, child in schemas.parts(part):
-            tries += 1
-            if tries > _MAX_LOCATE:
+            text = library.from_schema({**shared, **child})
+            chars += len(text)
+            if chars > _MAX_LOCATE_CHARS:
                 return path, reason
-            found = check(library.from_schema({**shared, **child}))
+            found = check(text)
             if found is not None:
                 path, part, reason = f"{path}/{step}", child, found
                 break

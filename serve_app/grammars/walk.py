@@ -8,7 +8,6 @@ from functools import cache
 from typing import TYPE_CHECKING
 
 from serve_app.grammars import library
-from serve_app.token_set import TokenSet
 
 if TYPE_CHECKING:
     import llguidance
@@ -35,10 +34,10 @@ def dead_end(text: str) -> str | None:
     for _ in range(MAX_MASKS):
         chosen = matcher.compute_ff_tokens()
         if not chosen:
-            allowed = TokenSet.cut(matcher.compute_bitmask(), _EOS + 1)
-            if matcher.is_error() or not allowed:
+            allowed = int.from_bytes(matcher.compute_bitmask(), "little")
+            if not allowed:
                 return _stop(matcher, written)
-            if _EOS in allowed:
+            if allowed >> _EOS & 1:
                 return None
             chosen = [_next(allowed, times)]
         if not matcher.consume_tokens(chosen):
@@ -47,15 +46,12 @@ def dead_end(text: str) -> str | None:
     return None
 
 
-def _next(allowed: TokenSet, times: list[int]) -> int:
-    """The byte that looks like the shortest way to the end."""
-    ids = allowed.ids()
-    closing = next((byte for byte in (_CLOSING_TEXT if len(ids) > _FREE else _CLOSING) if byte in allowed), None)
-    byte = (
-        closing
-        if closing is not None and times[closing] < MAX_MASKS // 4
-        else min((byte for byte in _OTHERS if byte in allowed), key=times.__getitem__)
-    )
+def _next(allowed: int, times: list[int]) -> int:
+    """The byte that looks like the shortest way to the end. allowed: a bit for each that may come."""
+    closing = _CLOSING_TEXT if allowed.bit_count() > _FREE else _CLOSING
+    byte = next((byte for byte in closing if allowed >> byte & 1 and times[byte] < MAX_MASKS // 4), None)
+    if byte is None:
+        byte = min((byte for byte in _OTHERS if allowed >> byte & 1), key=times.__getitem__)
     times[byte] += 1
     return byte
 
