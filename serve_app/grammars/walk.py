@@ -24,18 +24,18 @@ _OTHERS = [*dict.fromkeys((*b"0123456789 ntfea", *(byte for byte in range(256) i
 def dead_end(text: str) -> str | None:
     """What stops a walk through a grammar before its end; None where it ended, or went on for `MAX_MASKS` masks.
 
-    A grammar that refers to a vocabulary's special tokens is not walked.
+    A grammar that refers to tokens of a vocabulary is not walked.
     """
     matcher = library.matcher(_bytes(), text)
-    if matcher.is_error():
-        return None
+    if (reason := library.error_of(matcher)) is not None:
+        return None if "token" in reason else reason
     written = bytearray()
     times = [0] * 256
     for _ in range(MAX_MASKS):
         chosen = matcher.compute_ff_tokens()
         if not chosen:
             allowed = int.from_bytes(matcher.compute_bitmask(), "little")
-            if not allowed:
+            if matcher.is_error() or not allowed:  # an error leaves the end as the one token
                 return _stop(matcher, written)
             if allowed >> _EOS & 1:
                 return None
