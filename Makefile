@@ -30,13 +30,15 @@ observe: ## run Prometheus with our configuration and alerts beside a running se
 	@exec prometheus --config.file=deploy/prometheus.yml --storage.tsdb.path=build/prometheus --storage.tsdb.retention.time=7d \
 		--web.listen-address=127.0.0.1:9090 --log.level=warn
 
-test: $(VENV)/.test ## run the test suite
-	$(BIN)/python -m pytest tests/core --cov
-	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal $(COMPUTING) -m "not slow"
-	$(BIN)/python -m pytest $(addprefix --ignore=,tests/core $(COMPUTING)) -m "not slow"
+test: $(VENV)/.test ## run the test suite: all groups, also where one of them fails
+	status=0; \
+	$(BIN)/python -m pytest tests/core --cov || status=1; \
+	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal $(COMPUTING) -m "not slow" || status=1; \
+	$(BIN)/python -m pytest $(addprefix --ignore=,tests/core $(COMPUTING)) -m "not slow" || status=1; \
+	exit $$status
 
-test-full: test ## run the test suite and its slow tests
-	$(BIN)/python -m pytest -m slow
+test-full: $(VENV)/.test ## run the test suite and its slow tests
+	status=0; $(MAKE) test || status=1; $(BIN)/python -m pytest -m slow || status=1; exit $$status
 
 check: $(VENV)/.test ## lint, formatting, types and import contracts
 	$(BIN)/ruff check .

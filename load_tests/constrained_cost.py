@@ -1,8 +1,10 @@
 """What constraints cost, and what they save.
 
+    python -m load_tests.constrained_cost grammars --json FILE
     python -m load_tests.constrained_cost engine --json FILE
     python -m load_tests.constrained_cost servers --contestants serve_app,vllm_bfloat16 --json FILE
 
+`grammars`: processor time to build, check and walk a grammar that comes for the first time.
 `engine`, without a server: decoding of 16 rows of which 0, 1 or 16 follow a grammar, without speculation; and one
 user's nested order with its grammar and without, speculation on in both, the text forced to be the same.
 `servers`, over HTTP: the first token without a schema, with one of 30 nested fields that is known, and with one that
@@ -120,6 +122,31 @@ def _turns(rounds: int, measures: Mapping[str, Callable[[int], float]]) -> dict[
     medians = {name: median(measured) for name, measured in values.items()}
     first = next(iter(medians.values()))
     return {name: {"median": round(value, 2), "ratio": round(value / first, 3)} for name, value in medians.items()}
+
+
+# Grammars.
+
+
+def _first_time_ms(schema: Callable[[int], dict[str, Any]], number: int) -> float:
+    start = time.process_time()
+    grammars.json_schema(schema(number))
+    return 1e3 * (time.process_time() - start)
+
+
+def measure_grammars(rounds: int) -> dict[str, Any]:
+    """The figures of the command `grammars`; every round brings schemas that were not there before."""
+    fields: dict[str, Callable[[int], dict[str, Any]]] = {
+        "3 fields": lambda n: _object({f"a{n}": _TEXT, "b": {"type": "integer"}, "c": {"type": "boolean"}}),
+        "30 fields": thirty_fields,
+        "nested order": lambda n: {**ORDER, "title": f"order {n}"},
+        "200 alternatives with patterns": lambda n: {
+            "anyOf": [
+                _object({f"k{n}_{i}": {"type": "string", "pattern": f"^[a-z]{{1,{i + 1}}}$"}}) for i in range(200)
+            ]
+        },
+        "1,000 required fields": lambda n: _object({f"field {n} {i}": {"type": "string"} for i in range(1000)}),
+    }
+    return {"first time, ms": _turns(rounds, {name: partial(_first_time_ms, make) for name, make in fields.items()})}
 
 
 # The engine.
@@ -256,6 +283,12 @@ app = typer.Typer(add_completion=False, help=__doc__)
 Rounds = Annotated[int, typer.Option(min=1, help="Figures are medians over so many rounds.")]
 Config = Annotated[Path, typer.Option(exists=True, help="The Serve config whose model and settings are used.")]
 _CONFIG = Path("deploy/config.yaml")
+
+
+@app.command(name="grammars")
+def grammars_command(rounds: Rounds = 5, json_file: JsonFile = None) -> None:
+    """Schemas that the server has not met, in this process."""
+    _report({"grammars": measure_grammars(rounds)}, json_file)
 
 
 @app.command()

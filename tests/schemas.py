@@ -7,12 +7,21 @@ from hypothesis import strategies as st
 Schema = dict[str, Any]
 NAMES = ("a", "name", "x y", "größe", "名前", 'q"uote', "back\\slash", "$ref", "a/b~c", "🍎")
 _PATTERNS = ("^[a-z]{2,4}$", "[0-9]+", "^(red|green)-\\d{2}$", "^é{1,3}$", "^$", "a.c", "^\\w+@\\w+\\.(com|org)$")
-_FORMATS = ("date-time", "date", "time", "email", "uuid", "ipv4", "ipv6", "uri", "hostname")
+_FORMATS = (
+    *("date-time", "date", "time", "email", "uuid", "ipv4", "ipv6", "uri", "hostname"),
+    *("path", "password", "binary", "byte", "decimal"),
+)
 
 
 def _numbers(kind: str) -> st.SearchStrategy[Schema]:
-    limits = {"minimum": -9, "maximum": 99, "exclusiveMinimum": -5, "exclusiveMaximum": 50, "multipleOf": 3}
-    optional: Any = {name: st.just(limit) for name, limit in limits.items()}
+    limits = {
+        "minimum": (-9, 0.5, -(2**63), 2**53 + 1),
+        "maximum": (99, 1e19, 2**63 - 1),
+        "exclusiveMinimum": (-5, 0),
+        "exclusiveMaximum": (50, 0.5),
+        "multipleOf": (3, 1000),
+    }
+    optional: Any = {name: st.sampled_from(limit) for name, limit in limits.items()}
     return st.fixed_dictionaries({"type": st.just(kind)}, optional=optional)
 
 
@@ -75,7 +84,7 @@ def _leaves() -> st.SearchStrategy[Schema]:
             "format": st.sampled_from(_FORMATS),
         },
     )
-    constants = st.sampled_from([0, 1.5, True, None, "é\n", [], {"a": [1]}, {}])
+    constants = st.sampled_from([0, 1.5, 2**53 + 1, -(2**63), True, None, "é\n", [], {"a": [1]}, {}])
     return st.one_of(
         texts,
         _numbers("integer"),
@@ -94,7 +103,9 @@ def _nodes(inner: st.SearchStrategy[Schema]) -> st.SearchStrategy[Schema]:
         optional={
             "required": st.lists(st.sampled_from(NAMES), max_size=3, unique=True),
             "additionalProperties": st.one_of(st.booleans(), inner),
-            "patternProperties": inner.map(lambda part: {"^x-[a-z]+$": part}),
+            "patternProperties": st.dictionaries(
+                st.sampled_from(["^x-[a-z]+$", "^a$", "^(a|name)$", "^.*$", "^b"]), inner, min_size=1, max_size=2
+            ),
             "minProperties": st.integers(0, 2),
             "maxProperties": st.integers(1, 3),
         },

@@ -65,7 +65,7 @@ class Follower:
         """Take in the output's next tokens."""
         self.num_consumed += len(token_ids)
         if self.matcher is not None and self.error is None and not self.matcher.consume(token_ids):
-            self.error = EngineError(f"the grammar does not allow the output: {self.matcher.error}")
+            self.error = self.matcher.failure()
 
     def allowed(self, drafts: Sequence[int]) -> list[TokenSet] | RequestError:
         """The masks after the output, and after each of `drafts` behind it; or why there are none."""
@@ -75,16 +75,14 @@ class Follower:
         for draft in (*drafts, None):
             mask = self.matcher.allowed()
             if not mask:
-                reason = f"the grammar leaves no token to choose: {self.matcher.error}"
-                self.error = InvalidRequestError(reason, code=Refusal.UNMATCHABLE)
+                self.error = self.matcher.failure()
                 return self.error
             masks.append(mask)
             # Behind a draft that is not allowed, or that ends the output, nothing is kept.
             if draft is None or draft not in mask or draft in self.matcher.eos_token_ids:
                 break
             if not self.matcher.consume([draft]):
-                reason = f"the grammar takes too much work: {self.matcher.error}"
-                self.error = InvalidRequestError(reason, code=Refusal.TOO_LARGE)
+                self.error = self.matcher.failure()
                 return self.error
         self.matcher.roll_back(len(masks) - 1)
         return masks + [masks[-1]] * (len(drafts) + 1 - len(masks))

@@ -58,7 +58,7 @@ async def test_a_place_that_is_not_needed_for_a_while_is_anothers(ends: str) -> 
     async with first:
         first.lend()
         first.lend()
-        async with asyncio.timeout(1), second:
+        async with asyncio.timeout(30), second:
             assert (queue.ongoing, queue.queued) == (1, 1)
             if ends == "taken back":
                 first.take_back()

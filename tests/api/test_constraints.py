@@ -8,6 +8,7 @@ import openai
 import pytest
 from pydantic import BaseModel, Field
 
+from serve_app.text.tokenizer import Tokenizer
 from tests.api.conftest import Api
 
 ASK: list[Any] = [{"role": "user", "content": "Order something."}]
@@ -94,6 +95,46 @@ async def test_a_request_that_contradicts_itself_is_refused_when_it_shows(live: 
         async for _ in await live.openai.completions.create(**body, stream=True):
             pass
     assert (ended.value.type, ended.value.code) == ("invalid_request_error", "no_token_left")
+
+
+async def test_a_dead_end_in_an_answer_is_the_clients_error(live: Api, tokenizer: Tokenizer) -> None:
+    """Behind "y" nothing can match; the walk before the request takes the other way."""
+    rules = 'start: "x" | "y" NONE\nNONE: /a/ & /b/'
+    [y] = tokenizer.encode("y", add_special_tokens=False)
+    body: dict[str, Any] = {
+        "model": "babbler",
+        "prompt": "One",
+        "logit_bias": {str(y): 100},
+        "extra_body": {"structured_outputs": {"grammar": rules}},
+    }
+    with pytest.raises(openai.BadRequestError) as refused:
+        await live.openai.completions.create(**body)
+    assert refused.value.code == "grammar_unmatchable"
+    with pytest.raises(openai.APIError) as ended:
+        async for _ in await live.openai.completions.create(**body, stream=True):
+            pass
+    assert (ended.value.type, ended.value.code) == ("invalid_request_error", "grammar_unmatchable")
+
+
+@pytest.mark.parametrize(
+    "wanted",
+    [
+        {"regex": "(?:a?){5000}a{5000}"},
+        {"regex": "\ud800"},
+        {"choice": ["\ud800"]},
+        {"grammar": "start: " + " | ".join(f'"w{i}"' for i in range(2500))},
+        {"json": {"const": -(2**63)}},
+        {"json": '{"minimum": 1e999}'},
+        {"json": {"minimum": 2**53 + 1, "type": "integer"}},
+    ],
+    ids=str,
+)
+async def test_what_llguidance_fails_on_is_refused_before_anything_runs(api: Api, wanted: dict[str, Any]) -> None:
+    body = {"model": "scripted", "prompt": "One", "structured_outputs": wanted}
+    headers = {"content-type": "application/json"}
+    answer = await api.http.post("/v1/completions", content=json.dumps(body), headers=headers)
+    assert answer.status_code == 400
+    assert api.service.requests == []
 
 
 @pytest.mark.parametrize(

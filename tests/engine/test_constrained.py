@@ -213,7 +213,7 @@ def test_an_earlier_output_that_the_grammar_refuses_ends_that_request_alone(mode
 
 
 def test_a_grammar_that_gets_too_much_work_ends_that_request_alone(model: PagedModel) -> None:
-    hostile = grammars.lark('start: a\na: a b | b\nb: a a | "x" a')
+    hostile = 'start: a\na: a b | b\nb: a a | "x" a'  # `grammars.lark` refuses it
     params = replace(PARAMS["sampled"], grammar=hostile)
     run = Harness(model, vocabulary=VOCABULARY).run([EngineRequest("hostile", PROMPT, params), *crowd(3)])
     assert run.outcomes["hostile", 0].finish_reason is FinishReason.ERROR

@@ -83,7 +83,7 @@ def test_what_drafts_cost_is_measured_and_told(tiny_llama: PagedModel) -> None:
     cost = EngineCore(tiny_llama, config, on_progress=said.append)._scheduler.config.draft_cost
     assert str(cost) in said
     assert cost.rows == [1, 16, 24]
-    assert all(0 < seconds < 1 for seconds in (*cost.step_s, *cost.draft_s))
+    assert all(seconds > 0 for seconds in (*cost.step_s, *cost.draft_s))
 
 
 @pytest.mark.parametrize("seats", [{"auto_seats": True, "max_num_seqs": 256}, {"max_num_seqs": 200}])

@@ -38,6 +38,12 @@ def run(tmp_path: Path, *arguments: str) -> dict[str, Any]:
     return figures
 
 
+def test_grammars_are_measured(tmp_path: Path) -> None:
+    figures = run(tmp_path, "grammars")["grammars"]["first time, ms"]
+    assert len(figures) == 5
+    assert all(row["median"] > 0 for row in figures.values())
+
+
 def test_the_engine_is_measured_in_turns(config: Path, tmp_path: Path) -> None:
     found = run(tmp_path, "engine", "--config", str(config))["engine"]
     assert list(found["decode, tokens/s"]) == [f"{count} of 3 rows constrained" for count in (0, 1, 3)]

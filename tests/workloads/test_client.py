@@ -186,8 +186,7 @@ async def test_repeats_send_different_texts_and_report_the_median(fake: tuple[Fa
 async def test_latencies_count_from_when_a_request_was_due(fake: tuple[FakeServer, Server]) -> None:
     async with open_session(fake[1]) as session:
         result = await send(session, fake[1], ITEM, WRITER.count, clock_start=time.perf_counter() - 5.0)
-    assert result.ttft_s > 5.0
-    assert result.late_s == pytest.approx(5.0, abs=1.0)
+    assert 5.0 <= result.late_s <= result.ttft_s
 
 
 async def test_a_refused_request_comes_back_when_told_and_has_waited_all_along(
@@ -198,8 +197,7 @@ async def test_a_refused_request_comes_back_when_told_and_has_waited_all_along(
     items = (WorkItem("one two three", 3, 4),)
     (result,) = (await run_workload(fake[1], Workload("w", items, None), WRITER, retries=1)).results
     assert (result.error, result.status, result.attempts, result.output_tokens) == (None, 200, 2, 4)
-    assert result.ttft_s > 1.0
-    assert result.late_s < 1.0
+    assert result.ttft_s > result.late_s + 1.0
 
 
 @pytest.mark.parametrize(("retries", "headers"), [(0, {"Retry-After": "1"}), (3, {}), (3, {"Retry-After": "soon"})])

@@ -1,0 +1,151 @@
+"""Matchers: they follow outputs through a grammar and say which tokens may come next."""
+
+from collections.abc import Callable, Sequence
+from threading import Lock
+from typing import TYPE_CHECKING
+
+from serve_app.errors import EngineError, InvalidRequestError, RequestError
+from serve_app.grammars import library
+from serve_app.grammars.library import Vocabulary
+from serve_app.grammars.recent import Recent
+from serve_app.grammars.refusals import Refusal
+from serve_app.thinking_budget import ThinkingBudget
+from serve_app.token_set import TokenSet
+
+if TYPE_CHECKING:
+    import llguidance
+
+_MAX_KEPT = 256
+_MAX_KEPT_CHARS = 2**22
+"""Matchers that are kept, by number (about 0.1 MiB each) and by the text of their grammars."""
+_WRONG_OUTPUT = ("doesn't satisfy the grammar", "out of range", "not eaten by parser")
+"""What llguidance says of a token that it did not allow."""
+
+
+class Matcher:
+    """Follows one output through a grammar. Not thread-safe."""
+
+    def __init__(self, matcher: "llguidance.LLMatcher", width: int, eos_token_ids: frozenset[int]) -> None:
+        """width: of the logits."""
+        self._matcher = matcher
+        self._width = width
+        self.eos_token_ids = eos_token_ids
+
+    @property
+    def error(self) -> str | None:
+        """Why it cannot go on: too much work, or no text could ever match."""
+        return library.error_of(self._matcher)
+
+    def failure(self) -> RequestError:
+        """The error of an output that cannot go on: the client's grammar, unless it is the output that is wrong."""
+        reason = self.error
+        if reason is not None and any(sign in reason for sign in _WRONG_OUTPUT):
+            return EngineError(f"the grammar does not allow the output: {reason}")
+        if reason is None or "NoExtension" in reason:
+            return InvalidRequestError("the grammar leaves no token to choose", code=Refusal.UNMATCHABLE)
+        return InvalidRequestError(f"the grammar takes too much work: {reason}", code=Refusal.TOO_LARGE)
+
+    def consume(self, token_ids: Sequence[int]) -> bool:
+        """Go on by tokens of the output; False, and an `error`, when the grammar does not allow them."""
+        return self._matcher.consume_tokens(list(token_ids))
+
+    def roll_back(self, num_tokens: int) -> None:
+        """Forget the newest tokens."""
+        if num_tokens:
+            self._matcher.rollback(num_tokens)
+
+    def allowed(self) -> TokenSet | None:
+        """Which ids may come next; None when nothing can be said (see `error`)."""
+        packed = self._matcher.compute_bitmask()
+        return None if self._matcher.is_error() else TokenSet.cut(packed, self._width)
+
+    def forced(self) -> list[int]:
+        """Tokens that must come next, because the grammar leaves no choice about their text."""
+        return self._matcher.compute_ff_tokens()
+
+
+class BudgetedMatcher(Matcher):
+    """Follows an output that begins with a reasoning of bounded length."""
+
+    def __init__(
+        self, matcher: Matcher, budget: ThinkingBudget, tokens: Sequence[bytes], close_ids: Sequence[int]
+    ) -> None:
+        """tokens: the vocabulary's; close_ids: the closing mark's."""
+        super().__init__(matcher._matcher, matcher._width, matcher.eos_token_ids)
+        self._budget = budget
+        self._tokens = tokens
+        self._close_ids = close_ids
+        self._stages = [budget.start()]
+
+    def consume(self, token_ids: Sequence[int]) -> bool:
+        """Likewise."""
+        if not super().consume(token_ids):
+            return False
+        for token_id in token_ids:
+            closing = list(self._rest()[:1]) == [token_id]
+            self._stages.append(self._budget.advance(self._stages[-1], self._tokens[token_id], closing=closing))
+        return True
+
+    def roll_back(self, num_tokens: int) -> None:
+        """Likewise."""
+        super().roll_back(num_tokens)
+        del self._stages[len(self._stages) - num_tokens :]
+
+    def allowed(self) -> TokenSet | None:
+        """Likewise; where the reasoning must be closed, nothing else."""
+        allowed = super().allowed()
+        if allowed is not None and (rest := self._rest()):
+            return allowed.only(rest[0])
+        return allowed
+
+    def forced(self) -> list[int]:
+        """Likewise."""
+        return list(self._rest()) or super().forced()
+
+    def _rest(self) -> Sequence[int]:
+        return self._budget.rest(self._stages[-1], self._close_ids)
+
+
+class Grammars:
+    """Makes matchers for one vocabulary. Thread-safe; keeps a bounded number of those asked for last."""
+
+    def __init__(self, vocabulary: Callable[[], Vocabulary], eos_token_ids: Sequence[int], width: int) -> None:
+        """width: of the logits; ids beyond the vocabulary never match. `eos_token_ids` may come where a text may end.
+
+        `vocabulary` is called when the first matcher is made, which takes a third of a second for 49,000 tokens.
+        """
+        self._vocabulary = vocabulary
+        self._eos_token_ids = tuple(eos_token_ids)
+        self._width = width
+        self._tokenizer: llguidance.LLTokenizer | None = None
+        self._known: Vocabulary
+        self._building = Lock()
+        self._kept: Recent[llguidance.LLMatcher] = Recent(_MAX_KEPT, _MAX_KEPT_CHARS)
+
+    def matcher(self, text: str, *, param: str | None = None) -> Matcher:
+        """A matcher at the start of an output. Raises `InvalidRequestError` where no output could ever match."""
+        budget, text = ThinkingBudget.split(text)
+        kept = self._kept.get(text)
+        if kept is None:
+            kept = self._open(text, param)
+            self._kept.put(text, kept)
+        matcher = Matcher(kept.deep_copy(), self._width, frozenset(self._eos_token_ids))
+        if budget is None:
+            return matcher
+        return BudgetedMatcher(matcher, budget, self._known.tokens, self._known.encode(budget.close))
+
+    def build(self) -> "llguidance.LLTokenizer":
+        """Read the vocabulary, if that is still to be done."""
+        with self._building:
+            if self._tokenizer is None:
+                self._known = self._vocabulary()
+                self._tokenizer = library.tokenizer(self._known, self._eos_token_ids)
+            return self._tokenizer
+
+    def _open(self, text: str, param: str | None) -> "llguidance.LLMatcher":
+        matcher = library.matcher(self.build(), text)
+        # Some grammars fail at their first mask only.
+        if not matcher.is_error() and Matcher(matcher, self._width, frozenset()).allowed():
+            return matcher
+        reason = library.error_of(matcher) or "no text can match it"
+        raise InvalidRequestError(f"this grammar cannot be enforced: {reason}", param=param, code=Refusal.UNMATCHABLE)

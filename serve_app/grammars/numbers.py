@@ -1,0 +1,195 @@
+"""The numeric keywords of JSON schemas, written anew so that llguidance keeps them.
+
+It takes bounds for doubles, cuts those of integers to 64 bits, and multiplies factors in 32 bits.
+"""
+
+import math
+from decimal import Decimal
+from fractions import Fraction
+from typing import Any
+
+_MAX_INT64 = 2**63 - 1
+_LEAST_INT64 = -(2**63 - 1024)
+"""The least number of 64 bits that llguidance can bound by: -2**63 overflows in it, and no double lies between."""
+_MOST = 9e18
+"""Numbers with a bound are written up to here: llguidance takes their integer part for one of 64 bits."""
+_LONG = 10**18
+"""From here on llguidance cannot write a range without a second end."""
+_MAX_FACTOR = 1_000_000
+"""Of a `multipleOf`: as many states has its automaton."""
+_LEAST_ABOVE_ZERO = 1e-15
+
+
+class NumberError(Exception):
+    """A number cannot be kept; the text names the keyword and the limit."""
+
+
+def exact_constant(value: Any) -> None:
+    """Check the numbers of a `const`: llguidance writes each as the double that is next to it."""
+    waiting = [value]
+    while waiting:
+        part = waiting.pop()
+        if isinstance(part, dict):
+            waiting += part.values()
+        elif isinstance(part, list):
+            waiting += part
+        elif isinstance(part, int | float) and not isinstance(part, bool):
+            number = _finite("const", part)
+            if part == -(2**63) or (isinstance(part, int) and Decimal(repr(number)) != part and part != _MAX_INT64):
+                raise NumberError(f"the constant {_short(part)} cannot be written exactly (limit: 2**53)")
+
+
+def exact_numbers(schema: dict[str, Any]) -> tuple[int, int] | None:
+    """Write the numeric keywords of one schema anew, in place.
+
+    Returns its `multipleOf` as (coefficient, exponent): coefficient / 10**exponent; None without one. Raises
+    `NumberError`.
+    """
+    kinds = schema.get("type")
+    kinds = {kinds} if isinstance(kinds, str) else set(map(str, kinds)) if isinstance(kinds, list) else {"number"}
+    keys = ("minimum", "exclusiveMinimum", "maximum", "exclusiveMaximum")
+    values = {key: schema[key] for key in keys if key in schema}
+    if any(not isinstance(value, int | float) for value in values.values()):
+        return None  # no schema: llguidance names the keyword
+    factor = _factor(schema)
+    if not values:
+        return factor
+    low = _bound(values, "minimum", "exclusiveMinimum", max)
+    high = _bound(values, "maximum", "exclusiveMaximum", min)
+    for key in values:
+        del schema[key]
+    if kinds & {"integer", "number"}:
+        integers = "number" not in kinds
+        if factor is not None:
+            _check_multiple(factor, low, high, integers=integers)
+        (_write_integers if integers else _write_numbers)(schema, low, high)
+    return factor
+
+
+Bound = tuple[Fraction, bool] | None
+"""A bound, and whether it is left out itself."""
+
+
+def _bound(values: dict[str, Any], closed: str, open_: str, tighter: Any) -> Bound:
+    found: list[tuple[Fraction, bool]] = []
+    exclusive = values.get(open_, False)
+    if closed in values and not isinstance(values[closed], bool):
+        _finite(closed, values[closed])
+        found.append((Fraction(values[closed]), exclusive is True))
+    if not isinstance(exclusive, bool):
+        _finite(open_, exclusive)
+        found.append((Fraction(exclusive), True))
+    if not found:
+        return None
+    best = tighter(value for value, _ in found)
+    return best, any(is_open for value, is_open in found if value == best)
+
+
+def _write_integers(schema: dict[str, Any], low: Bound, high: Bound) -> None:
+    least = most = None
+    if low is not None:
+        least = math.floor(low[0]) + 1 if low[1] else math.ceil(low[0])
+        least = _LEAST_INT64 if least <= -(2**63) else least  # leaves out 1,024 numbers
+    if high is not None:
+        most = math.ceil(high[0]) - 1 if high[1] else math.floor(high[0])
+        most = min(most, _MAX_INT64)
+    if least is not None and most is not None and least > most:
+        raise NumberError(f"`minimum` and `maximum` leave no integer: {_short(least)} is above {_short(most)}")
+    for bound in (least, most):
+        if bound is not None and bound != _MAX_INT64 and int(float(bound)) != bound:
+            raise NumberError(f"the bound {_short(bound)} cannot be kept exactly (limit: 2**53)")
+        if bound is not None and not _LEAST_INT64 <= bound <= _MAX_INT64:
+            raise NumberError(f"the bound {_short(bound)} has more than 64 bits")
+    if least is not None and least >= _LONG and most is None:
+        most = _MAX_INT64
+    if most is not None and most <= -_LONG and least is None:
+        least = _LEAST_INT64
+    schema |= {key: bound for key, bound in (("minimum", least), ("maximum", most)) if bound is not None}
+
+
+def _write_numbers(schema: dict[str, Any], low: Bound, high: Bound) -> None:
+    least, above = _double(low, up=True)
+    most, below = _double(high, up=False)
+    if least is not None and most is not None and (least > most or (least == most and (above or below))):
+        raise NumberError("`minimum` and `maximum` leave no number")
+    if (least is not None and least > _MOST) or (most is not None and most < -_MOST):
+        raise NumberError("a bound has more than 64 bits")
+    # Numbers with a bound on their other side are written up to 2**63.
+    if most is None and least is not None and least >= _LONG or (most is not None and most > _MOST):
+        most, below = _MOST, False
+    if least is None and most is not None and most <= -_LONG or (least is not None and least < -_MOST):
+        least, above = -_MOST, False
+    if least is not None and most is not None:
+        # A range within one integer part would include its open end that is next to 0.
+        if above and least >= 0 and math.floor(least) == math.floor(most):
+            least, above = _next(least, most), False
+        if below and most <= 0 and math.floor(-least) == math.floor(-most):
+            most, below = -_next(-most, -least), False
+    if least is not None:
+        schema["exclusiveMinimum" if above else "minimum"] = least
+    if most is not None:
+        schema["exclusiveMaximum" if below else "maximum"] = most
+
+
+def _next(end: float, other: float) -> float:
+    """The least number above `end` that is written; above 0, without hundreds of zeros."""
+    following = math.nextafter(end, math.inf)
+    if following < _LEAST_ABOVE_ZERO < other:
+        return _LEAST_ABOVE_ZERO
+    if following < 1e-100:
+        raise NumberError("a range of numbers next to 0 is too narrow")
+    return following
+
+
+def _double(bound: Bound, *, up: bool) -> tuple[float | None, bool]:
+    """A bound as a double that leaves out what it leaves out."""
+    if bound is None:
+        return None, False
+    value, is_open = bound
+    number = float(value)
+    if Fraction(number) == value:
+        return number + 0.0, is_open
+    if (Fraction(number) < value) == up:
+        number = math.nextafter(number, math.inf if up else -math.inf)
+    return number + 0.0, False
+
+
+def _factor(schema: dict[str, Any]) -> tuple[int, int] | None:
+    factor = schema.get("multipleOf")
+    if not isinstance(factor, int | float) or isinstance(factor, bool):
+        return None
+    number, exponent = _finite("multipleOf", factor), 0
+    if number <= 0:
+        raise NumberError("`multipleOf` must be larger than 0")
+    while number % 1:  # as llguidance reads it
+        number, exponent = number * 10, exponent + 1
+    if number > _MAX_FACTOR or exponent > 9 or Decimal(int(number)).scaleb(-exponent) != Decimal(str(factor)):
+        raise NumberError(f"`multipleOf` {_short(factor)} has too many digits: they must make {_MAX_FACTOR} at most")
+    return int(number), exponent
+
+
+def _check_multiple(factor: tuple[int, int], low: Bound, high: Bound, *, integers: bool) -> None:
+    """Whether a range holds a multiple, in exact numbers."""
+    if low is None or high is None:
+        return
+    step = Fraction(factor[0], 10 ** factor[1])
+    step = Fraction(step.numerator) if integers else step
+    first = math.floor(low[0] / step) + 1 if low[1] else math.ceil(low[0] / step)
+    last = math.ceil(high[0] / step) - 1 if high[1] else math.floor(high[0] / step)
+    if first > last:
+        raise NumberError("`minimum` and `maximum` leave no number that is a multiple of `multipleOf`")
+
+
+def _finite(key: str, value: float) -> float:
+    try:
+        number = float(value)
+    except OverflowError:
+        number = math.inf
+    if not math.isfinite(number):
+        raise NumberError(f"`{key}` holds a number that no double is large enough for")
+    return number
+
+
+def _short(value: float) -> str:
+    text = repr(value) if abs(value) < 10**40 else f"{Decimal(value):.6e}"
+    return text[:48]

@@ -1,0 +1,48 @@
+"""What texts were last turned into, in bounded memory."""
+
+from collections import OrderedDict
+from threading import Lock
+from typing import Generic, TypeVar
+
+Value = TypeVar("Value")
+
+
+class Recent(Generic[Value]):
+    """Values by text, the least recently used forgotten first. Thread-safe."""
+
+    def __init__(self, max_values: int, max_chars: int) -> None:
+        """max_chars: of all texts together."""
+        self._max_values, self._max_chars = max_values, max_chars
+        self._values: OrderedDict[str, Value] = OrderedDict()
+        self._chars = 0
+        self._lock = Lock()
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def __contains__(self, text: str) -> bool:
+        return text in self._values
+
+    @property
+    def chars(self) -> int:
+        """Of all texts that are kept."""
+        return self._chars
+
+    def get(self, text: str) -> Value | None:
+        """The value of a text; None: it is not kept."""
+        with self._lock:
+            value = self._values.get(text)
+            if value is not None:
+                self._values.move_to_end(text)
+            return value
+
+    def put(self, text: str, value: Value) -> None:
+        """Keep a value."""
+        with self._lock:
+            if text in self._values:
+                return
+            self._values[text] = value
+            self._chars += len(text)
+            while len(self._values) > self._max_values or self._chars > self._max_chars:
+                oldest, _ = self._values.popitem(last=False)
+                self._chars -= len(oldest)

@@ -1,0 +1,235 @@
+"""JSON schemas of clients, written anew so that llguidance keeps every bound, or refused with the path.
+
+llguidance reads numbers as doubles and then as 64-bit integers, and some of its steps overflow or are wrong without an
+error (one of them ends the process). Each rewrite accepts the values of the client's schema, or fewer where its
+comment says so, and never more.
+"""
+
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+from urllib.parse import unquote
+
+from serve_app.grammars.numbers import NumberError, exact_constant, exact_numbers
+from serve_app.grammars.refusals import Refusal, SchemaError
+
+Schema = dict[str, Any]
+MAX_DEPTH = 64
+"""Nesting of a JSON schema."""
+MAX_SIZE = 65_536
+"""Of `minLength`, `minItems` and `minProperties`: no answer is longer. Larger upper limits come to the same."""
+# Schema keywords that hold one schema, a list of them, or schemas by name.
+_ONE = ("items", "additionalProperties", "additionalItems")
+_MANY = ("anyOf", "oneOf", "allOf", "prefixItems", "items")
+_NAMED = ("properties", "patternProperties", "$defs", "definitions")
+MAX_FACTORS = 1_000_000
+"""Product of all `multipleOf` in a schema that joins constraints."""
+_SIZES = ("Length", "Items", "Properties")
+# Formats that say what a text is for, not how it is written.
+_FREE_FORMATS = {"path", "file-path", "directory-path", "password", "binary"}
+_BASE64 = "^(?:[{0}]{{4}})*(?:[{0}]{{2}}==|[{0}]{{3}}=)?$"
+_PATTERNS = {
+    "byte": _BASE64.format("A-Za-z0-9+/"),
+    "base64": _BASE64.format("A-Za-z0-9+/"),
+    "base64url": _BASE64.format("A-Za-z0-9_\\-"),
+    "decimal": r"^-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?$",
+}
+# What pydantic writes for a Decimal, with a look-ahead against texts without a digit. Groups: of `max_digits` and
+# `decimal_places` both, of `max_digits`, of `decimal_places`.
+_DECIMAL = re.compile(
+    r"\^\(\?!\^\[-\+\.\]\*\$\)\[\+-\]\?0\*(?:"
+    r"\(\?:\\d\{0,(?P<whole>\d{1,3})\}\|\(\?=\[\\d\.\]\{1,\d{1,3}\}0\*\$\)"
+    r"\\d\{0,(?P=whole)\}\\\.\\d\{0,(?P<places>\d{1,3})\}0\*\$\)"
+    r"|\(\?:\\d\{0,(?P<digits>\d{1,2})\}\|\(\?=\[\\d\.\]\{1,\d{1,3}\}0\*\$\)\\d\*\\\.\\d\*0\*\$\)"
+    r"|\\d\*\\\.\?\\d\{0,(?P<fraction>\d{1,3})\}0\*\$"
+    r"|\\d\*\\\.\?\\d\*\$)"
+)
+
+
+def prepared(schema: Mapping[str, Any], can_name_more: Callable[[Schema], bool]) -> Schema:
+    """A schema that llguidance enforces as the client's means it.
+
+    can_name_more: whether an object of a schema can have a property beside its required ones. Raises `SchemaError`.
+    """
+    check_depth(schema)
+    if "x-guidance" in schema:
+        raise SchemaError("", "`x-guidance` changes how a schema is enforced")
+    preparation = _Preparation(can_name_more)
+    written = preparation.schema(schema, "", "")
+    preparation.check_references()
+    return written if isinstance(written, dict) else {}
+
+
+def check_depth(schema: Any) -> None:
+    """Raises `SchemaError` for a schema that is nested too deeply to be read by recursion."""
+    level = [schema]
+    for _ in range(MAX_DEPTH):
+        level = [
+            child
+            for part in level
+            if isinstance(part, dict | list)
+            for child in (part.values() if isinstance(part, dict) else part)
+        ]
+        if not level:
+            return
+    raise SchemaError("", f"it is nested deeper than {MAX_DEPTH} levels", Refusal.TOO_LARGE)
+
+
+def parts(schema: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """The schemas directly inside a schema, by their paths."""
+    for key in _ONE:
+        if isinstance(schema.get(key), dict):
+            yield key, schema[key]
+    for key in _MANY:
+        if isinstance(schema.get(key), list):
+            yield from ((f"{key}/{i}", part) for i, part in enumerate(schema[key]) if isinstance(part, dict))
+    for key in _NAMED:
+        if isinstance(schema.get(key), dict):
+            yield from ((f"{key}/{_step(name)}", part) for name, part in schema[key].items() if isinstance(part, dict))
+
+
+class _Preparation:
+    def __init__(self, can_name_more: Callable[[Schema], bool]) -> None:
+        self._can_name_more = can_name_more
+        self._paths: set[str] = set()
+        """Of everything that is prepared as a schema."""
+        self._references: list[tuple[str, str, str]] = []
+        """(path, path of the schema with the `$id` that counts there, what `$ref` says)."""
+        self._factors: set[Any] = set()
+        self._mixes = ""
+        """Path of a schema whose constraints are joined with those of others."""
+
+    def schema(self, schema: Any, path: str, base: str) -> Any:
+        self._paths.add(path)
+        if not isinstance(schema, Mapping):
+            return schema
+        if path and isinstance(schema.get("$id", schema.get("id")), str):
+            base = path
+        written: Schema = {}
+        for key, value in schema.items():
+            written[key] = self._keyword(key, value, f"{path}/{key}", base)
+        if isinstance(reference := schema.get("$ref"), str):
+            self._references.append((path, base, reference))
+        if "allOf" in schema or ({"$ref", "anyOf", "oneOf", "patternProperties"} & {*schema} and len(schema) > 1):
+            self._mixes = self._mixes or f"{path}/"
+        self._sizes(written, path)
+        self._text(written)
+        try:
+            factor = exact_numbers(written)
+        except NumberError as error:
+            raise SchemaError(path, str(error)) from None
+        if factor is not None:
+            self._factors.add(factor)
+        return self._names(written, path)
+
+    def check_references(self) -> None:
+        """What is reached by `$ref` alone was not prepared; and least common multiples are of 32 bits."""
+        for path, base, reference in self._references:
+            resource, _, fragment = reference.partition("#")
+            if not fragment.startswith("/"):
+                continue
+            target = "" if resource else base
+            if f"{target}{unquote(fragment)}" not in self._paths:
+                raise SchemaError(path, f"`$ref` leads to no schema: {reference[:64]}")
+        product = 1
+        for coefficient, exponent in self._factors:
+            product *= coefficient * 10 ** max(e for _, e in self._factors) // 10**exponent
+        if self._mixes and len(self._factors) > 1 and product > MAX_FACTORS:
+            raise SchemaError(self._mixes.rstrip("/"), "`multipleOf` of several large values in one schema")
+
+    def _keyword(self, key: str, value: Any, path: str, base: str) -> Any:
+        if key in _MANY and isinstance(value, list):
+            return [self.schema(part, f"{path}/{i}", base) for i, part in enumerate(value)]
+        if key in _ONE:
+            return self.schema(value, path, base)
+        if key in _NAMED and isinstance(value, Mapping):
+            return {name: self.schema(part, f"{path}/{_step(name)}", base) for name, part in value.items()}
+        try:
+            if key == "const":
+                exact_constant(value)
+            elif key == "enum" and isinstance(value, list):
+                for constant in value:
+                    exact_constant(constant)
+        except NumberError as error:
+            raise SchemaError(path, str(error)) from None
+        return value
+
+    def _sizes(self, schema: Schema, path: str) -> None:
+        for what in _SIZES:
+            for key, is_low in ((f"min{what}", True), (f"max{what}", False)):
+                size = schema.get(key)
+                if isinstance(size, float) and size.is_integer():
+                    size = schema[key] = int(size)
+                if not isinstance(size, int) or isinstance(size, bool) or size <= MAX_SIZE:
+                    continue
+                if is_low:
+                    raise SchemaError(path, f"`{key}` is {size:.6g}; the limit is {MAX_SIZE}", Refusal.TOO_LARGE)
+                schema[key] = MAX_SIZE
+
+    def _text(self, schema: Schema) -> None:
+        form, pattern = schema.get("format"), schema.get("pattern")
+        if isinstance(pattern, str) and (match := _DECIMAL.fullmatch(pattern)):
+            schema["pattern"] = pattern = _decimal(match)
+        if form in _FREE_FORMATS:
+            del schema["format"]
+        elif isinstance(form, str) and form in _PATTERNS:
+            del schema["format"]
+            if pattern is None:
+                schema["pattern"] = _PATTERNS[form]
+            else:
+                schema["allOf"] = [*schema.get("allOf", ()), {"pattern": _PATTERNS[form]}]
+
+    def _names(self, schema: Schema, path: str) -> Schema:
+        """An object whose patterns leave no name but declared ones would have a comma that nothing may follow."""
+        properties, patterns = schema.get("properties", {}), schema.get("patternProperties")
+        required = schema.get("required", [])
+        least = schema.get("minProperties", 0)
+        if isinstance(least, int) and isinstance(required, list) and least > len(set(map(str, required))) + 1:
+            # Names may be written twice, and count once.
+            raise SchemaError(path, "`minProperties` is larger than the number of required properties and one more")
+        if not isinstance(patterns, dict) or not patterns or not isinstance(properties, dict):
+            return schema
+        probe = {
+            "type": "object",
+            "properties": dict.fromkeys(properties, True),
+            "required": list(properties),
+            "patternProperties": {name: part is not False for name, part in patterns.items()},
+            "additionalProperties": schema.get("additionalProperties") is not False,
+            "minProperties": len(properties) + 1,
+        }
+        if self._can_name_more(probe):
+            return schema
+        if not {*properties} <= {*required}:
+            raise SchemaError(path, "`patternProperties` leaves no name beside those of `properties`: leave it out")
+        return {**schema, "maxProperties": min(schema.get("maxProperties", MAX_SIZE), len(set(required)))}
+
+
+def _step(name: str) -> str:
+    return name.replace("~", "~0").replace("/", "~1")
+
+
+def _decimal(match: re.Match[str]) -> str:
+    """The texts of a Decimal without a look-ahead; of those with too many zeros, not all that the pattern accepts."""
+    whole, places, most, fraction = (
+        None if match[name] is None else int(match[name]) for name in ("whole", "places", "digits", "fraction")
+    )
+    if whole is not None and places is not None:
+        numbers = [f"[0-9]{{1,{whole}}}(?:\\.[0-9]{{0,{places}}})?"] if whole else []
+        numbers += [f"\\.[0-9]{{1,{places}}}"] if places else []
+    elif most is not None:
+        numbers = [f"[0-9]{{1,{most}}}", *(f"[0-9]{{{n}}}\\.[0-9]{{1,{most - n}}}" for n in range(most))]
+    elif fraction is not None:
+        numbers = [f"[0-9]+(?:\\.[0-9]{{0,{fraction}}})?", *([f"\\.[0-9]{{1,{fraction}}}"] if fraction else [])]
+    else:
+        numbers = ["[0-9]+\\.?[0-9]*", "\\.[0-9]+"]
+    return f"^[+-]?(?:{'|'.join(numbers)})$"
+
+
+def parse(text: str) -> Mapping[str, Any] | None:
+    """The object of a JSON text; None: it is none."""
+    try:
+        schema = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    return schema if isinstance(schema, dict) else None

@@ -1,0 +1,185 @@
+"""From what a client asks for to the text of a grammar, or an error of the client's: refused before anything runs."""
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from serve_app.core.sampling_params import MAX_GRAMMAR_CHARS
+from serve_app.errors import InvalidRequestError
+from serve_app.grammars import library, schemas
+from serve_app.grammars.library import GrammarError
+from serve_app.grammars.recent import Recent
+from serve_app.grammars.refusals import Refusal, SchemaError
+from serve_app.grammars.walk import dead_end
+
+MAX_CHOICES = 10_000
+MAX_RULE_CHARS = 32_768
+"""Of rules in Lark: the work for one terminal grows with the square of its parts."""
+_MAX_LOCATE_CHARS = 2**18
+"""Of the grammars that are built to find the part of a refused schema that is at fault."""
+_EMBEDDED = re.compile(r"%json\b\s*")
+_known: Recent[str] = Recent(256, 2**22)
+"""Grammars by the schemas that they are of: those that agents send with every request."""
+
+
+def json_schema(schema: Mapping[str, Any] | str, *, param: str = "response_format") -> str:
+    """The grammar of the JSON texts that `schema` (an object, or its text) accepts.
+
+    Raises `InvalidRequestError` for what cannot be enforced, naming keyword and path.
+    """
+    parsed = schemas.parse(schema) if isinstance(schema, str) else schema
+    if parsed is None:
+        raise InvalidRequestError(
+            f"`{param}` must be a JSON object, or the text of one", param=param, code=Refusal.INVALID
+        )
+    try:
+        schemas.check_depth(parsed)
+        known = _known.get(key := _key(parsed))
+        if known is None:
+            known = library.on_deep_stack(lambda: _schema_grammar(parsed))
+            _known.put(key, known)
+        return known
+    except SchemaError as error:
+        where = f" at {error.path}" if error.path else ""
+        raise InvalidRequestError(
+            f"`{param}`: this JSON schema cannot be enforced{where}: {error.reason}",
+            param=param,
+            code=error.code,
+        ) from None
+
+
+def json_object(*, param: str = "response_format") -> str:
+    """The grammar of JSON objects."""
+    return json_schema({"type": "object"}, param=param)
+
+
+def regex(pattern: str, *, param: str = "structured_outputs") -> str:
+    """The grammar of the texts that `pattern` matches as a whole (syntax of Rust's regex crate)."""
+    return _walked(lambda: library.from_regex(pattern), param)
+
+
+def lark(grammar: str, *, param: str = "structured_outputs") -> str:
+    """A grammar in llguidance's dialect of Lark."""
+    if len(grammar) > MAX_RULE_CHARS:
+        raise _refused(f"it has {len(grammar)} characters; the limit is {MAX_RULE_CHARS}", param, Refusal.TOO_LARGE)
+    return _walked(lambda: library.from_lark(_with_schemas(grammar)), param)
+
+
+def choice(answers: Sequence[str], *, param: str = "structured_outputs") -> str:
+    """The grammar of exactly these texts."""
+    if not answers or len(answers) > MAX_CHOICES or not all(answers):
+        raise InvalidRequestError(
+            f"`{param}` must hold 1 to {MAX_CHOICES} texts that are not empty",
+            param=param,
+            code=Refusal.TOO_LARGE if answers else Refusal.UNMATCHABLE,
+        )
+    alternatives = " | ".join(json.dumps(answer, ensure_ascii=False) for answer in dict.fromkeys(answers))
+    return _walked(lambda: library.from_lark(f"start: {alternatives}"), param)
+
+
+def compose(rules: str, parts: Mapping[str, str], *, param: str) -> str:
+    """One grammar from `rules` (Lark) that refer to other grammars of this module as `@name`."""
+    grammars: list[dict[str, Any]] = [{"name": "main", "lark_grammar": rules}]
+    for name, text in parts.items():
+        part = json.loads(text)["grammars"][0] if text.startswith("{") else {"lark_grammar": text}
+        grammars.append({**part, "name": name})
+    return _checked(lambda: json.dumps({"grammars": grammars}, ensure_ascii=False), param)
+
+
+def _schema_grammar(schema: Mapping[str, Any]) -> str:
+    written = schemas.prepared(schema, _can_name_more)
+    try:
+        text = library.from_schema(written)
+    except GrammarError as error:
+        raise SchemaError("", str(error), Refusal.INVALID) from None
+    if len(text) > MAX_GRAMMAR_CHARS:
+        reason = f"it has {len(text)} characters; the limit is {MAX_GRAMMAR_CHARS}"
+        raise SchemaError("", reason, Refusal.TOO_LARGE)
+    if (refused := _reason(text)) is not None:
+        raise SchemaError(*_locate(written, refused, _reason))
+    if (stop := dead_end(text)) is not None:
+        raise SchemaError(*_locate(written, stop, dead_end), Refusal.UNMATCHABLE)
+    return text
+
+
+def _key(schema: Mapping[str, Any]) -> str:
+    try:
+        return repr(schema)
+    except ValueError as error:  # an integer of more digits than Python writes
+        raise SchemaError("", str(error).partition(";")[0], Refusal.INVALID) from None
+
+
+def _can_name_more(schema: Mapping[str, Any]) -> bool:
+    text = library.from_schema(schema)
+    return _reason(text) is not None or dead_end(text) is None
+
+
+def _with_schemas(rules: str) -> str:
+    """Rules with the JSON schemas in them prepared as others are."""
+    pieces, end = [], 0
+    for found in _EMBEDDED.finditer(rules):
+        if found.start() < end:
+            continue
+        try:
+            schema, stop = json.JSONDecoder().raw_decode(rules, found.end())
+            schemas.check_depth(schema)
+            written = schemas.prepared(schema, _can_name_more)
+        except (SchemaError, ValueError, RecursionError, AttributeError, TypeError) as error:
+            raise GrammarError(f"`%json` must be followed by a JSON schema that can be enforced: {error}") from None
+        pieces += [rules[end : found.start()], f"%json {json.dumps(written)}"]
+        end = stop
+    return "".join([*pieces, rules[end:]])
+
+
+def _reason(text: str) -> str | None:
+    """Why a grammar is refused; None where it is not."""
+    try:
+        library.check(text)
+    except GrammarError as error:
+        return str(error)
+    return None
+
+
+def _checked(build: Callable[[], str], param: str) -> str:
+    try:
+        text = build()
+        if len(text) > MAX_GRAMMAR_CHARS:
+            reason = f"it has {len(text)} characters; the limit is {MAX_GRAMMAR_CHARS}"
+            raise _refused(reason, param, Refusal.TOO_LARGE)
+        library.check(text)
+    except GrammarError as error:
+        raise _refused(str(error), param, Refusal.INVALID) from None
+    return text
+
+
+def _walked(build: Callable[[], str], param: str) -> str:
+    def build_and_walk() -> str:
+        text = _checked(build, param)
+        if (reason := dead_end(text)) is not None:
+            raise _refused(reason, param, Refusal.UNMATCHABLE)
+        return text
+
+    return library.on_deep_stack(build_and_walk)
+
+
+def _refused(reason: str, param: str, code: Refusal) -> InvalidRequestError:
+    return InvalidRequestError(f"`{param}`: this grammar cannot be enforced: {reason}", param=param, code=code)
+
+
+def _locate(schema: Mapping[str, Any], reason: str, check: Callable[[str], str | None]) -> tuple[str, str]:
+    """(path, reason) of the innermost part of a refused schema that is refused by itself."""
+    path, part, chars = "", schema, 0
+    shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
+    while True:
+        for step, child in schemas.parts(part):
+            text = library.from_schema({**shared, **child})
+            chars += len(text)
+            if chars > _MAX_LOCATE_CHARS:
+                return path, reason
+            found = check(text)
+            if found is not None:
+                path, part, reason = f"{path}/{step}", child, found
+                break
+        else:
+            return path, reason
