@@ -14,7 +14,7 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any, get_args
 
-from prometheus_client import CONTENT_TYPE_LATEST, Gauge
+from prometheus_client import CONTENT_TYPE_LATEST
 from ray import serve
 from ray.serve.handle import DeploymentHandle
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -40,10 +40,12 @@ from serve_app.fleet.transport import LinkTransport
 from serve_app.fleet.watchdog import Watchdog
 from serve_app.grammars import Refusal
 from serve_app.http_client import fetch
+from serve_app.lasting import LastingTasks
 from serve_app.observability.held_bytes import HeldBytes, register_held_bytes
 from serve_app.observability.logging import RequestLines, log_to_terminal
 from serve_app.observability.metrics import IngressMetrics, merge_expositions
 from serve_app.observability.tracing import RequestSpans
+from serve_app.observability.upkeep import register_upkeep
 from serve_app.serving import membership
 from serve_app.serving.doors import Doors
 from serve_app.serving.freed_memory import return_freed_blocks
@@ -85,8 +87,12 @@ class ReplicaService:
         tokenizer: Tokenizer,
         metrics: IngressMetrics,
         settings: Settings,
+        doors: Doors,
+        tasks: LastingTasks,
     ) -> None:
-        """`name`: the model's, for clients. One of the replicas is there."""
+        """`name`: the model's, for clients. One of the replicas is there. `doors` and `tasks` can be unready."""
+        self._doors = doors
+        self._tasks = tasks
         self._timeout_s = settings.ingress.request_timeout_s
         self._transport = transport
         self._metrics = metrics
@@ -99,8 +105,8 @@ class ReplicaService:
         self._failover = Failover(
             transport, replicas, wait_s=settings.ingress.failover_wait_s, on_failover=metrics.failed_over
         )
-        watchdog = Watchdog(transport, replicas, on_false_alarm=metrics.false_alarm)
-        self._watching = asyncio.create_task(watchdog.run(), name="watchdog")
+        watchdog = Watchdog(transport, replicas, tasks=tasks, on_false_alarm=metrics.false_alarm)
+        tasks.start("watchdog", watchdog.run)
 
     def generate(
         self, request: EngineRequest, context: RequestContext | None = None
@@ -123,10 +129,13 @@ class ReplicaService:
             self.model = describe_model(self.model, [replica.metadata for replica in alive])
 
     def check_ready(self) -> None:
-        """Raise `UnavailableError` while no replica could serve.
+        """Raise `UnavailableError` while no replica could serve, no key can be checked, or a lasting task fails.
 
         Not at once: a replica whose `user_config` changes is away for a moment, and requests can wait.
         """
+        self._doors.check_ready()
+        if (name := self._tasks.failing) is not None:
+            raise UnavailableError(f"the task {name!r} of this server keeps failing; its log says why")
         if self._failover.without_replicas_s > _ABSENCE_S:
             raise UnavailableError("no engine replica is running", retry_after_s=RETRY_AFTER_S)
 
@@ -196,8 +205,8 @@ class Ingress:
         self._places_of_one = settings.max_ongoing_per_replica
         self._drain = Drain()
         self._metrics = IngressMetrics(lambda: self._queue.queued, lambda: self._queue.ongoing, self._engines_load)
-        tasks = Gauge("serve_app_ingress_tasks", "Tasks of the ingress's event loop", registry=self._metrics.registry)
-        tasks.set_function(lambda: len(asyncio.all_tasks(loop)))
+        tasks = LastingTasks()
+        register_upkeep(self._metrics.registry, loop, tasks, lambda: self._doors.keys_file_invalid)
         self._metrics.expect(get_args(Endpoint), tuple(Outcome), tuple(LossReason), tuple(Refusal))
         self._metrics_address = open_metrics_port(
             self._metrics.registry, settings.metrics_host, admits=self._doors.admits_to_metrics()
@@ -205,9 +214,9 @@ class Ingress:
         otlp_endpoint = settings.ingress.otlp_endpoint
         self._spans = None if otlp_endpoint is None else RequestSpans(otlp_endpoint, name)
         self._service = ReplicaService(
-            self._open_transport(engines), self._replicas, name, tokenizer, self._metrics, settings
+            self._open_transport(engines), self._replicas, name, tokenizer, self._metrics, settings, self._doors, tasks
         )
-        self._watching_keys = asyncio.create_task(self._doors.watch(), name="keys")
+        self._doors.start(tasks)
         await _first_token(self._service)
         if not fast_path_enabled():
             logger.warning(_NO_FAST_PATH)
