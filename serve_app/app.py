@@ -6,12 +6,12 @@ real classes here (no postponed evaluation): Ray looks at the builder's to valid
 
 from typing import Any
 
-import ray
 from ray import serve
 from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, BackpressureConfig, RequestRouterConfig
 
 from serve_app.model_files import pin_model
 from serve_app.serving.autoscaling import EnginePolicy, IngressPolicy
+from serve_app.serving.gpus import use_gpu
 from serve_app.serving.ingress import Ingress
 from serve_app.serving.ray_router import EngineRouter
 from serve_app.serving.replica import EngineReplica
@@ -105,10 +105,3 @@ def ingress_options(settings: Settings) -> dict[str, Any]:
             min_replicas=1, max_replicas=1, look_back_period_s=_LOOK_BACK_S, policy=policy
         )
     }
-
-
-def use_gpu(settings: Settings) -> bool:
-    """Whether each replica takes a GPU: as told, or if Ray's cluster has any."""
-    if settings.device == "auto":
-        return bool(ray.is_initialized() and ray.cluster_resources().get("GPU", 0) >= 1)
-    return settings.device == "cuda"

@@ -1,4 +1,4 @@
-"""Tasks that run as long as their process: an error is logged with its traceback, and the task runs again after a delay.
+"""Tasks that run as long as their process: an error is logged, and the task runs again after a delay.
 
 Decides when a task counts as failing, which turns readiness off. Standard library only, so that every room may import
 it.

@@ -37,6 +37,10 @@ HAPROXY_METRICS_PORT = "RAY_SERVE_HAPROXY_METRICS_PORT"
 INTERNAL_KEY_FILE = "SERVE_APP_INTERNAL_KEY_FILE"
 """Names the file that holds the launcher's own API key, for the ingress that it starts."""
 
+_PROXIES = ("http_proxy", "https_proxy", "all_proxy", "grpc_proxy")
+_NO_GRPC_PROXY = "no_grpc_proxy"
+_LOOPBACK = ("localhost", "127.0.0.1", "::1", "127.0.0.0/8")
+
 _MEMORY_MONITOR = "RAY_memory_monitor_refresh_ms"
 
 LAUNCHER_ENVIRONMENT: Mapping[str, str] = {
@@ -304,6 +308,44 @@ def client_api_key() -> str | None:
 def memory_monitor_enabled() -> bool:
     """Whether a Ray that this process starts looks after the machine's memory."""
     return os.environ.get(_MEMORY_MONITOR) != LAUNCHER_ENVIRONMENT[_MEMORY_MONITOR]
+
+
+def ray_temporary_folder() -> str:
+    """Below which a Ray that this process starts keeps its sockets and logs."""
+    return os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp"
+
+
+def has_ray_token() -> bool:
+    """Whether Ray's token comes from somewhere else than the user's home folder, or is not asked for."""
+    told = ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
+    return any(os.environ.get(name) for name in told) or os.environ.get("RAY_AUTH_MODE") == "disabled"
+
+
+def proxies_are_named() -> bool:
+    """Whether the environment names a proxy, through which other programs send even requests to this machine."""
+    return any(os.environ.get(name) or os.environ.get(name.upper()) for name in _PROXIES)
+
+
+def bypass_proxies(*hosts: str) -> None:
+    """Have this process and its children send requests to loopback, and to `hosts`, past the environment's proxies.
+
+    gRPC, curl and Python's libraries read these variables in different spellings; what the user excepts stays so.
+    """
+    if not proxies_are_named():
+        return
+    given = {name: _entries(os.environ.get(name, "")) for name in ("no_proxy", "NO_PROXY", _NO_GRPC_PROXY)}
+    excepted = [*given["no_proxy"], *given["NO_PROXY"]]
+    own = [*_LOOPBACK, *hosts]
+    # An asterisk counts only where it stands alone, and gRPC does not know it.
+    anything = "*" in excepted
+    for name in ("no_proxy", "NO_PROXY"):
+        os.environ[name] = "*" if anything else ",".join(dict.fromkeys([*excepted, *own]))
+    for_grpc = [entry for entry in given[_NO_GRPC_PROXY] or excepted if entry != "*"]
+    os.environ[_NO_GRPC_PROXY] = ",".join(dict.fromkeys([*for_grpc, *own]))
+
+
+def _entries(text: str) -> list[str]:
+    return [entry.strip() for entry in text.split(",") if entry.strip()]
 
 
 def export(variables: Mapping[str, str]) -> None:

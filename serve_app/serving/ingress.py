@@ -12,6 +12,7 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from typing import Any, get_args
 
 from prometheus_client import CONTENT_TYPE_LATEST
@@ -50,10 +51,11 @@ from serve_app.serving import membership
 from serve_app.serving.doors import Doors
 from serve_app.serving.freed_memory import return_freed_blocks
 from serve_app.serving.front import Front
-from serve_app.serving.ray_patches import bind_replica_port_to_node, has_certificate, http_host
+from serve_app.serving.gpus import report_lacking_gpus
+from serve_app.serving.ray_patches import bind_replica_port_to_node, has_certificate, http_host, node_address
 from serve_app.serving.replica import STEPS_PATH
 from serve_app.serving.scraping import METRICS_ADDRESS, METRICS_KEY, metrics_targets, open_metrics_port
-from serve_app.settings import FAST_PATH_ENVIRONMENT, Settings, fast_path_enabled, haproxy_enabled
+from serve_app.settings import FAST_PATH_ENVIRONMENT, Settings, bypass_proxies, fast_path_enabled, haproxy_enabled
 from serve_app.text.tokenizer import Tokenizer, load_tokenizer
 
 logger = logging.getLogger(__name__)
@@ -181,7 +183,10 @@ class Ingress:
         return_freed_blocks()
         log_to_terminal()
         bind_replica_port_to_node()
+        bypass_proxies(node_address())
         loop = asyncio.get_running_loop()
+        tasks = LastingTasks()
+        waiting = tasks.start("waiting for GPUs", partial(report_lacking_gpus, settings), vital=False)
         self._request_lines = RequestLines(loop.call_later)
         if haproxy_enabled() and await asyncio.to_thread(has_certificate):
             logger.error(_NO_TLS)  # Ray keeps the reason to itself, and tries again
@@ -195,6 +200,7 @@ class Ingress:
         membership.engines.subscribe(lambda known: loop.call_soon_threadsafe(self._replicas.publish, known))
         # During an update the ping may have been answered by a replica of another model, which we may not use.
         await wait_for_replica(self._replicas, _ENGINES_TIMEOUT_S)
+        waiting.cancel()
         name = settings.served_model_name or tokenizer.name
         self._settings = settings
         self._queue = AsyncAdmissionQueue(
@@ -205,7 +211,6 @@ class Ingress:
         self._places_of_one = settings.max_ongoing_per_replica
         self._drain = Drain()
         self._metrics = IngressMetrics(lambda: self._queue.queued, lambda: self._queue.ongoing, self._engines_load)
-        tasks = LastingTasks()
         register_upkeep(self._metrics.registry, loop, tasks, lambda: self._doors.keys_file_invalid)
         self._metrics.expect(get_args(Endpoint), tuple(Outcome), tuple(LossReason), tuple(Refusal))
         self._metrics_address = open_metrics_port(

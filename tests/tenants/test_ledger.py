@@ -248,7 +248,14 @@ def test_a_day_begins_at_zero_where_its_file_cannot_be_opened(tmp_path: Path) ->
 
 @pytest.mark.parametrize(
     "line",
-    [b"[]", b'{"key":1,"output_tokens":1}', b'{"key":"team","output_tokens":"x"}', b"\xff\xfe", b"[" * 5000, b"9" * 5000]
+    [
+        b"[]",
+        b'{"key":1,"output_tokens":1}',
+        b'{"key":"team","output_tokens":"x"}',
+        b"\xff\xfe",
+        b"[" * 5000,
+        b"9" * 5000,
+    ]
     + [b'{"key":"team","prompt_tokens":-5,"cached_tokens":0,"output_tokens":0}'],
 )
 def test_lines_that_are_none_of_ours_are_passed_over(tmp_path: Path, line: bytes) -> None:
