@@ -44,7 +44,7 @@ def check_port(host: str, port: int) -> None:
             probe.bind((host, port))
     except OSError as error:
         raise ConfigError(f"http_options: cannot listen on {host}:{port}: {error.strerror}") from None
-    except (ValueError, OverflowError) as error:
+    except Exception as error:  # a name that is none, or a number that is no port
         raise ConfigError(f"http_options: cannot listen on {host}:{port}: {error}") from None
 
 
