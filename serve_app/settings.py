@@ -70,6 +70,9 @@ cores that our kernels and other processes need (measured: 0.8 ms of processor t
 2.2). Weights and KV pool in huge pages, where the system has them for the asking, take 6 to 9 % off prefill's time."""
 
 
+_SPARE_REQUESTS = 256
+
+
 class _Frozen(BaseModel):
     # `protected_namespaces` is empty because pydantic reserves the prefix `model_`, which `model` and its like need.
     model_config = ConfigDict(
@@ -240,6 +243,15 @@ class Settings(_Frozen):
     def num_places(self) -> int:
         """Requests that may be in engines, or wait at the ingress for one."""
         return self.max_ongoing_requests + self.ingress.max_queued_requests
+
+    @property
+    def ingress_requests(self) -> int:
+        """Requests that the ingress has at once: all places, as many bodies under way, and a reserve.
+
+        Streams cannot take the reserve, as what has no place is refused; it is for refusals, and for requests that
+        take no place (models, metrics, tokenize).
+        """
+        return 2 * self.num_places + _SPARE_REQUESTS
 
     @model_validator(mode="after")
     def _check_replicas(self) -> "Settings":

@@ -374,7 +374,7 @@ def _make_rays_token() -> None:
 
 
 def _bound_requests(scratch: Path, target: ConfigFile) -> None:
-    haproxy.write_frontend(scratch, (settings.ingress for settings in target.ours.values()))
+    haproxy.write_additions(scratch, target.ours)
 
 
 def _check_port(host: str, port: int) -> None:
