@@ -41,14 +41,17 @@ _MEMORY_MONITOR = "RAY_memory_monitor_refresh_ms"
 
 LAUNCHER_ENVIRONMENT: Mapping[str, str] = {
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+    "RAY_SERVE_CONTROLLER_CALLBACK_IMPORT_PATH": "serve_app.serving.ray_patches.keep_haproxy_running",
     "RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "0.3",
     "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "2",
     "RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS": "1",
     "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "serve_app.serving.front.middlewares",
+    "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "1",
     "RAY_SERVE_REPLICA_AUTOSCALING_METRIC_PUSH_INTERVAL_S": "2",
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_enable_metrics_collection": "0",
     "RAY_event_stats": "0",
+    "RAY_gcs_rpc_server_reconnect_timeout_s": "3600",
     _MEMORY_MONITOR: "0",
     "RAY_task_events_report_interval_ms": "0",
     "RAY_worker_niceness": "0",
@@ -56,13 +59,15 @@ LAUNCHER_ENVIRONMENT: Mapping[str, str] = {
 }
 """What `make serve` sets besides. Ray's switch for clusters on desktop systems, off, gives the node the address
 127.0.0.1, on which then all of Ray's own ports listen. Serve's controller looks after its replicas ten times a second
-by default, for a fortieth of a core that the model needs. The import path names what stands before Ray's own handling
-of a request. For the draining period an ingress that is replaced still takes what HAProxy sends it before it knows;
-without one, such requests were cut. A replica that fails its health checks would get a minute to finish what it cannot
-finish, before it is replaced. Ray's own metrics and its records of events and tasks are for a dashboard, which does not
-run here. Its memory monitor ends workers when the machine is full, whoever filled it; the kernel ends whoever holds the
-most. Ray runs workers at niceness 15, behind everything else on the machine. A text alone is encoded in a thread of
-ours: one of the tokenizer's own would only be waited for."""
+by default, for a fortieth of a core that the model needs. Two import paths name what the controller calls at its start
+and what stands before Ray's own handling of a request. Serve looks after its proxies every 10 s by default. Without
+Ray's GCS its processes end after a minute; the launcher ends them once the running requests have ended. For the
+draining period an ingress that is replaced still takes what HAProxy sends it before it knows; without one, such
+requests were cut. A replica that fails its health checks would get a minute to finish what it cannot finish, before it
+is replaced. Ray's own metrics and its records of events and tasks are for a dashboard, which does not run here. Its
+memory monitor ends workers when the machine is full, whoever filled it; the kernel ends whoever holds the most. Ray
+runs workers at niceness 15, behind everything else on the machine. A text alone is encoded in a thread of ours: one of
+the tokenizer's own would only be waited for."""
 
 ENGINE_ENVIRONMENT: Mapping[str, str] = {"GOMP_SPINCOUNT": "5000", "THP_MEM_ALLOC_ENABLE": "1"}
 """What a replica sets before it loads torch. Its threads spin for milliseconds after each operation by default, on

@@ -12,24 +12,24 @@ import re
 import secrets
 import shutil
 import signal
-import socket
 import sys
 import tempfile
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, NoReturn
 
 from serve_app.errors import ConfigError
 from serve_app.launch import haproxy
 from serve_app.launch.config_file import INGRESS, ConfigFile, read_config, write_without_tls
 from serve_app.launch.impatience import at_once_on_second_interrupt, kill_descendants
+from serve_app.launch.kept_folder import KeptFolder
 from serve_app.launch.kernels import compile_kernels
-from serve_app.launch.ports import free_port
+from serve_app.launch.ports import check_port, free_port
+from serve_app.launch.processes import NodeWatch
 from serve_app.launch.ray_node import load_application, start_node
 from serve_app.launch.readiness import example, first_token, write_internal_key
 from serve_app.launch.terminal import Terminal
@@ -46,10 +46,11 @@ from serve_app.settings import (
     memory_monitor_enabled,
 )
 
+if TYPE_CHECKING:
+    from serve_app.launch.drain import Ingresses
+
 _POLL_S = 0.25
 _FAILED = ("DEPLOY_FAILED", "UNHEALTHY")
-# How much longer than its own time limit a drain may take to answer.
-_DRAIN_ANSWER_S = 10.0
 # For the ends of streams that HAProxy has and the clients have not.
 _LAST_BYTES_S = 1.0
 _LOGS = "/tmp/ray/session_latest/logs"
@@ -71,7 +72,7 @@ def launch(config_path: Path) -> int:
         internal_key = write_internal_key(Path(scratch) / _INTERNAL_KEY)
         try:
             target = read_config(config_path)
-            _check_port(target.host, target.port)
+            check_port(target.host, target.port)
             key_pair = _key_pair_for_haproxy(Path(scratch), target)
         except ConfigError as error:
             _complain(f"{config_path}: {error}")
@@ -108,6 +109,7 @@ class _Launch:
         self._reload = threading.Event()
         self._watcher = threading.Thread(target=self._watch, daemon=True)
         self._ending = False
+        self._prepared: Ingresses | None = None
 
     def run(self) -> int:
         import click
@@ -122,6 +124,7 @@ class _Launch:
         ):
             _make_rays_token()
             start_node()
+            node = NodeWatch(self._lose, self._say)
             signal.signal(signal.SIGTERM, self._stop)  # ray.init takes it for itself
             if self._target.ours:
                 load_application()
@@ -139,6 +142,7 @@ class _Launch:
                 write_without_tls(self._config_path, config)
             scripts.run.main([str(config)], standalone_mode=False)
             self._stopping.set()
+            node.stop()
             ray.shutdown()
         if self._failure is not None:
             _complain(self._failure)
@@ -163,9 +167,28 @@ class _Launch:
     def _end_at_once(self) -> None:
         """Without drain and without Ray: every process below this one ends, and then this one."""
         self._say("interrupted again: ending at once")
+        self._exit(_INTERRUPTED)
+
+    def _exit(self, status: int) -> NoReturn:
         shutil.rmtree(self._scratch, ignore_errors=True)
         kill_descendants()
-        os._exit(_INTERRUPTED)
+        os._exit(status)
+
+    def _lose(self, what: str) -> None:
+        """Drain without the part of Ray that was lost, and end: Ray cannot end in its own way any more."""
+        self._say(what)
+        if self._prepared is not None:
+            with suppress(Exception):  # of Ray's, whatever it is
+                self._prepared.drain(self._drain_limit_s)
+            time.sleep(_LAST_BYTES_S)
+        self._exit(1)
+
+    def _ingresses(self) -> "Ingresses":
+        """Kept for the loss of Ray's GCS, without which they cannot be found."""
+        from serve_app.launch.drain import Ingresses
+
+        self._prepared = Ingresses(self._target.ours)
+        return self._prepared
 
     def _stop(self, _number: int, _frame: FrameType | None) -> None:
         """The first signal drains, or ends a start; a second SIGINT is `_end_at_once`'s."""
@@ -187,7 +210,9 @@ class _Launch:
                 self._stopping.wait(_POLL_S)
             # Before anybody is told that the server is ready, so that no death after that is taken for an old one.
             watch = None if model is None else Watch(self._target.url, self._say)
+            kept = KeptFolder(self._scratch, self._say)
             if model is not None:
+                self._ingresses()
                 wants_key = any(settings.ingress.keys_file is not None for settings in self._target.ours.values())
                 command = example(self._target.url, model, wants_key=wants_key)
                 self._say(f"ready: {model} served its first token. Try:\n{command}")
@@ -199,8 +224,9 @@ class _Launch:
                 deploying = deploying and not self._has_deployed()
                 if self._key_pair is not None and (told := self._key_pair.look()) is not None:
                     self._say(told)
-                if watch is not None:
-                    watch.look()
+                kept.look()
+                if watch is not None and (lost := watch.look()) is not None:
+                    raise _DeploymentError(lost)
             self._end(drain=model is not None)
         except Exception as error:
             # Our errors are one line; of Ray's, the first line says what happened.
@@ -241,6 +267,7 @@ class _Launch:
             self._say(str(error))
         else:
             self._say("deployed")
+            self._ingresses()
         return True
 
     def _end(self, *, drain: bool) -> None:
@@ -255,7 +282,7 @@ class _Launch:
             self._say("stopping: no new requests, waiting for the running ones")
             deadline = time.monotonic() + self._drain_limit_s
             try:
-                self._drain()
+                self._ingresses().drain(self._drain_limit_s)
                 while self._has_stopping_ingress() and time.monotonic() < deadline:
                     time.sleep(_POLL_S)
             except Exception as error:  # of Ray's, whatever it is: an ingress that does not live has nothing to drain
@@ -263,25 +290,6 @@ class _Launch:
             time.sleep(_LAST_BYTES_S)
         for name in set(self._target.applications) - self._target.ours.keys():
             serve.delete(name)
-
-    def _drain(self) -> None:
-        """Every ingress replica of every application of ours, all at once."""
-        from ray import serve
-
-        from serve_app.serving.ray_patches import use_in_any_thread
-
-        def drain(application: str) -> list[Any]:
-            # By the deployment's name: an application that is being built has no ingress that Ray would tell.
-            handle: Any = serve.get_deployment_handle(INGRESS, application)
-            use_in_any_thread(handle)
-            limit_s = self._drain_limit_s + _DRAIN_ANSWER_S
-            return list(handle.broadcast("drain").results(timeout_s=limit_s, return_exceptions=True))
-
-        with ThreadPoolExecutor(max_workers=max(1, len(self._target.ours))) as pool:
-            answers = [answer for answers in pool.map(drain, self._target.ours) for answer in answers]
-        for answer in answers:
-            if isinstance(answer, Exception):
-                raise answer
 
     @property
     def _drain_limit_s(self) -> float:
@@ -375,15 +383,6 @@ def _make_rays_token() -> None:
 
 def _bound_requests(scratch: Path, target: ConfigFile) -> None:
     haproxy.write_additions(scratch, target.ours)
-
-
-def _check_port(host: str, port: int) -> None:
-    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except OSError as error:
-            raise ConfigError(f"http_options: cannot listen on {host}:{port}: {error.strerror}") from None
 
 
 def find_cause(reports: Iterable[str]) -> str:

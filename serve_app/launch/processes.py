@@ -1,0 +1,53 @@
+"""Watches the processes of Ray's node that the whole server depends on, and reports the loss of one.
+
+In a thread of its own: without its GCS, Ray's calls block for as long as its processes try to reach it again.
+"""
+
+import threading
+from collections.abc import Callable
+
+from serve_app.launch.ray_node import NodeProcess, node_processes
+
+_LOOK_S = 0.1
+_NEEDED = {
+    "gcs_server": "Ray's GCS (pid {pid}) has ended ({status}): running requests may finish, then the server ends",
+    "raylet": "Ray's raylet (pid {pid}) has ended ({status}), and with it all processes of the server",
+}
+_HELPFUL = {
+    "log_monitor": "Ray's log monitor (pid {pid}) has ended ({status}): lines of replicas and ingress no longer appear "
+    "here, only in Ray's log folder",
+}
+
+
+class NodeWatch:
+    """Looks at the processes that this process has started as Ray's node."""
+
+    def __init__(self, on_loss: Callable[[str], None], say: Callable[[str], None]) -> None:
+        """`on_loss` gets one line when the server cannot go on; `say` prints what else there is to report."""
+        self._on_loss = on_loss
+        self._say = say
+        self._stopping = threading.Event()
+        self._processes = {
+            process: text for process in node_processes() if (text := (_NEEDED | _HELPFUL).get(process.kind))
+        }
+        self._thread = threading.Thread(target=self._watch, name="node watch", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """From now on they may end."""
+        self._stopping.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        while not self._stopping.wait(_LOOK_S):
+            for process in [process for process in self._processes if process.status() is not None]:
+                line = self._processes.pop(process).format(pid=process.pid, status=_how(process))
+                if process.kind in _NEEDED:
+                    self._on_loss(line)
+                    return
+                self._say(line)
+
+
+def _how(process: NodeProcess) -> str:
+    status = process.status() or 0
+    return f"signal {-status}" if status < 0 else f"status {status}"
