@@ -167,21 +167,16 @@ class _Launch:
     def _end_at_once(self) -> None:
         """Without drain and without Ray: every process below this one ends, and then this one."""
         self._say("interrupted again: ending at once")
-        self._exit(_INTERRUPTED)
+        _exit(self._scratch, _INTERRUPTED)
 
-    def _exit(self, status: int) -> NoReturn:
-        shutil.rmtree(self._scratch, ignore_errors=True)
-        kill_descendants()
-        os._exit(status)
-
-    def _lose(self, what: str) -> None:
+    def _lose(self, what: str, can_drain: bool) -> None:
         """Drain without the part of Ray that was lost, and end: Ray cannot end in its own way any more."""
         self._say(what)
-        if self._prepared is not None:
+        if can_drain and self._prepared is not None:
             with suppress(Exception):  # of Ray's, whatever it is
                 self._prepared.drain(self._drain_limit_s)
             time.sleep(_LAST_BYTES_S)
-        self._exit(1)
+        _exit(self._scratch, 1)
 
     def _ingresses(self) -> "Ingresses":
         """Kept for the loss of Ray's GCS, without which they cannot be found."""
@@ -339,6 +334,12 @@ class _Launch:
         assert sys.__stdout__ is not None
         sys.__stdout__.write(f"serve-app [{time.monotonic() - self._started:5.1f} s] {text}\n")
         sys.__stdout__.flush()
+
+
+def _exit(scratch: Path, status: int) -> NoReturn:
+    shutil.rmtree(scratch, ignore_errors=True)
+    kill_descendants()
+    os._exit(status)
 
 
 def _environment(scratch: Path) -> Mapping[str, str]:

@@ -13,6 +13,7 @@ _NEEDED = {
     "gcs_server": "Ray's GCS (pid {pid}) has ended ({status}): running requests may finish, then the server ends",
     "raylet": "Ray's raylet (pid {pid}) has ended ({status}), and with it all processes of the server",
 }
+_LEAVES_REQUESTS = "gcs_server"
 _HELPFUL = {
     "log_monitor": "Ray's log monitor (pid {pid}) has ended ({status}): lines of replicas and ingress no longer appear "
     "here, only in Ray's log folder",
@@ -22,8 +23,9 @@ _HELPFUL = {
 class NodeWatch:
     """Looks at the processes that this process has started as Ray's node."""
 
-    def __init__(self, on_loss: Callable[[str], None], say: Callable[[str], None]) -> None:
-        """`on_loss` gets one line when the server cannot go on; `say` prints what else there is to report."""
+    def __init__(self, on_loss: Callable[[str, bool], None], say: Callable[[str], None]) -> None:
+        """`on_loss` is called when the server cannot go on, with one line and whether running requests may finish;
+        `say` prints what else there is to report."""
         self._on_loss = on_loss
         self._say = say
         self._stopping = threading.Event()
@@ -43,7 +45,7 @@ class NodeWatch:
             for process in [process for process in self._processes if process.status() is not None]:
                 line = self._processes.pop(process).format(pid=process.pid, status=_how(process))
                 if process.kind in _NEEDED:
-                    self._on_loss(line)
+                    self._on_loss(line, process.kind == _LEAVES_REQUESTS)
                     return
                 self._say(line)
 

@@ -105,8 +105,7 @@ def _after(first: "asyncio.Task[Message]", receive: Receive) -> Receive:
 
 
 async def _refuse(error: RequestError, status: int, scope: Scope, send: Send, request_id: str) -> None:
-    state = {"state": {"request_id": request_id}}
-    response = error_response(error, scope | state)
+    response = error_response(error, {**scope, "state": {"request_id": request_id}})
     response.status_code = status
     response.headers["x-request-id"] = request_id
     await send({"type": "http.response.start", "status": status, "headers": response.raw_headers})
