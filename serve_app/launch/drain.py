@@ -24,7 +24,8 @@ class Ingresses:
 
     def __init__(self, applications: Collection[str]) -> None:
         """Returns once each has answered, or 10 s later: one that does not live has nothing to drain."""
-        self._handles = {name: _handle(name) for name in applications}
+        self._applications = applications
+        self._handles: dict[str, Any] = {}
         with suppress(Exception):  # of Ray's, whatever it is
             self._ask("record_replica_metadata", _ANSWER_S)
 
@@ -36,11 +37,13 @@ class Ingresses:
         self._ask("drain", limit_s + _DRAIN_ANSWER_S)
 
     def _ask(self, method: str, limit_s: float) -> None:
-        def ask(handle: Any) -> list[Any]:
-            return list(handle.broadcast(method).results(timeout_s=limit_s, return_exceptions=True))
+        def ask(application: str) -> list[Any]:
+            if application not in self._handles:
+                self._handles[application] = _handle(application)
+            return list(self._handles[application].broadcast(method).results(timeout_s=limit_s, return_exceptions=True))
 
-        with ThreadPoolExecutor(max_workers=max(1, len(self._handles))) as pool:
-            answers = [answer for answers in pool.map(ask, self._handles.values()) for answer in answers]
+        with ThreadPoolExecutor(max_workers=max(1, len(self._applications))) as pool:
+            answers = [answer for answers in pool.map(ask, self._applications) for answer in answers]
         for answer in answers:
             if isinstance(answer, Exception):
                 raise answer

@@ -17,7 +17,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
+from contextlib import closing, contextmanager, redirect_stderr, redirect_stdout, suppress
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
@@ -120,11 +120,12 @@ class _Launch:
             self._signals(),
             at_once_on_second_interrupt(self._end_at_once),
             self._terminal(),
+            closing(NodeWatch(self._lose, self._say)) as node,
             suppress(KeyboardInterrupt, SystemExit, click.Abort),
         ):
             _make_rays_token()
             start_node()
-            node = NodeWatch(self._lose, self._say)
+            node.start()
             signal.signal(signal.SIGTERM, self._stop)  # ray.init takes it for itself
             if self._target.ours:
                 load_application()
@@ -142,7 +143,7 @@ class _Launch:
                 write_without_tls(self._config_path, config)
             scripts.run.main([str(config)], standalone_mode=False)
             self._stopping.set()
-            node.stop()
+            node.close()
             ray.shutdown()
         if self._failure is not None:
             _complain(self._failure)

@@ -28,22 +28,24 @@ class NodeWatch:
         `say` prints what else there is to report."""
         self._on_loss = on_loss
         self._say = say
-        self._stopping = threading.Event()
-        self._processes = {
-            process: text for process in node_processes() if (text := (_NEEDED | _HELPFUL).get(process.kind))
-        }
+        self._closing = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="node watch", daemon=True)
+
+    def start(self) -> None:
+        """The node has been started, by this process."""
         self._thread.start()
 
-    def stop(self) -> None:
-        """From now on they may end."""
-        self._stopping.set()
-        self._thread.join()
+    def close(self) -> None:
+        """From now on they may end. Idempotent."""
+        self._closing.set()
 
     def _watch(self) -> None:
-        while not self._stopping.wait(_LOOK_S):
-            for process in [process for process in self._processes if process.status() is not None]:
-                line = self._processes.pop(process).format(pid=process.pid, status=_how(process))
+        texts = _NEEDED | _HELPFUL
+        processes = [process for process in node_processes() if process.kind in texts]
+        while not self._closing.wait(_LOOK_S):
+            for process in [process for process in processes if process.status() is not None]:
+                processes.remove(process)
+                line = texts[process.kind].format(pid=process.pid, status=_how(process))
                 if process.kind in _NEEDED:
                     self._on_loss(line, process.kind == _LEAVES_REQUESTS)
                     return

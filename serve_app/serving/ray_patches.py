@@ -84,7 +84,8 @@ def deploy_again(schema: ServeDeploySchema) -> None:
 
 def use_in_any_thread(handle: DeploymentHandle[Any]) -> None:
     """Let `handle` be called in a thread without an event loop: on Ray's fast path it would want to live on one."""
-    handle._init(_run_router_in_separate_loop=True)
+    if not handle.is_initialized:
+        handle._init(_run_router_in_separate_loop=True)
 
 
 @dataclass(frozen=True, slots=True)
