@@ -55,8 +55,7 @@ _FAILED = ("DEPLOY_FAILED", "UNHEALTHY")
 _LAST_BYTES_S = 1.0
 _LOGS = "/tmp/ray/session_latest/logs"
 _INTERNAL_KEY = "internal-key"
-# As a shell tells that SIGINT ended a process.
-_INTERRUPTED = 130
+_INTERRUPTED = 130  # as a shell reports that SIGINT ended a process
 _MEMORY = (
     "Ray's memory monitor is off, as it ends serving processes when anybody fills the machine; the kernel's own stays "
     "(RAY_memory_monitor_refresh_ms=250 turns Ray's on)"
