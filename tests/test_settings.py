@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 import yaml
 
+from serve_app.environment import bypass_proxies
 from serve_app.errors import ConfigError
-from serve_app.settings import Settings, bypass_proxies, setting_rows
+from serve_app.settings import Settings, setting_rows
 from tests.quiet_ray import ServeDeploySchema
 
 DEPLOY = Path(__file__).parents[1] / "deploy"

@@ -2,10 +2,9 @@
 
 import re
 from collections.abc import Collection, Iterable
-from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from typing import Any
 
+from serve_app.environment import ray_temporary_folder
 from serve_app.launch.config_file import INGRESS
 
 _FAILED = ("DEPLOY_FAILED", "UNHEALTHY")
@@ -15,8 +14,13 @@ class DeploymentError(Exception):
     """Serve has given up on an application; the message is one line."""
 
 
-def is_running(applications: Collection[str], logs: str) -> bool:
-    """Whether all applications run. Raises `DeploymentError` if one never will, which names the folder of the `logs`.
+def logs_folder() -> str:
+    """Where Ray's processes write what the terminal does not show."""
+    return f"{ray_temporary_folder()}/ray/session_latest/logs"
+
+
+def is_running(applications: Collection[str]) -> bool:
+    """Whether all applications run. Raises `DeploymentError` if one never will.
 
     One that only lacks a replica that died will: Ray replaces it.
     """
@@ -30,31 +34,8 @@ def is_running(applications: Collection[str], logs: str) -> bool:
             if reasons and all(reason == "HEALTH_CHECK_FAILED" for reason in reasons):
                 return False
             parts = [states[name].message, *(deployment.message for deployment in deployments)]
-            raise DeploymentError(f"deployment failed: {find_cause(parts)} (logs: {logs})")
+            raise DeploymentError(f"deployment failed: {find_cause(parts)} (logs: {logs_folder()})")
     return all(name in states and states[name].status == "RUNNING" for name in applications)
-
-
-def drain(applications: Collection[str], limit_s: float) -> None:
-    """Every ingress replica of these applications of ours, all at once; returns once nothing runs there.
-
-    Raises whatever one of them raises, or Ray, and `TimeoutError` after `limit_s` seconds.
-    """
-    with ThreadPoolExecutor(max_workers=max(1, len(applications))) as pool:
-        answers = [answer for answers in pool.map(partial(_drain, limit_s), applications) for answer in answers]
-    for answer in answers:
-        if isinstance(answer, Exception):
-            raise answer
-
-
-def _drain(limit_s: float, application: str) -> list[Any]:
-    from ray import serve
-
-    from serve_app.serving.ray_patches import use_in_any_thread
-
-    # By the deployment's name: an application that is being built has no ingress that Ray would tell.
-    handle: Any = serve.get_deployment_handle(INGRESS, application)
-    use_in_any_thread(handle)
-    return list(handle.broadcast("drain").results(timeout_s=limit_s, return_exceptions=True))
 
 
 def has_stopping_ingress(applications: Collection[str]) -> bool:

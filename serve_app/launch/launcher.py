@@ -14,33 +14,14 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from collections.abc import Iterator
+from contextlib import closing, contextmanager, redirect_stderr, redirect_stdout, suppress
 from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
-from serve_app.errors import ConfigError
-from serve_app.launch import haproxy
-from serve_app.launch.bounded import BoundedCalls, one_line
-from serve_app.launch.config_file import ConfigFile, read_config, write_for_ray
-from serve_app.launch.deployment import DeploymentError, delete, drain, has_stopping_ingress, is_running
-from serve_app.launch.gpus import GpuReports, check_gpus
-from serve_app.launch.impatience import at_once_on_second_interrupt, kill_descendants
-from serve_app.launch.kernels import compile_kernels
-from serve_app.launch.ports import free_port
-from serve_app.launch.ray_node import load_application, start_node
-from serve_app.launch.readiness import example, first_token, write_internal_key
-from serve_app.launch.surroundings import check_port, check_surroundings
-from serve_app.launch.terminal import Terminal, write_line
-from serve_app.launch.tls import HAPROXY_SOCKET, WatchedKeyPair
-from serve_app.precedence import interrupt_nobody
-from serve_app.settings import (
-    FAST_PATH_ENVIRONMENT,
-    HAPROXY_METRICS_PORT,
-    INTERNAL_KEY_FILE,
-    LAUNCHER_ENVIRONMENT,
+from serve_app.environment import (
     bypass_proxies,
     export,
     haproxy_enabled,
@@ -48,18 +29,36 @@ from serve_app.settings import (
     memory_monitor_enabled,
     ray_temporary_folder,
 )
+from serve_app.errors import ConfigError
+from serve_app.launch import haproxy
+from serve_app.launch.bounded import BoundedCalls, one_line
+from serve_app.launch.config_file import ConfigFile, read_config, write_for_ray
+from serve_app.launch.deployment import DeploymentError, delete, has_stopping_ingress, is_running, logs_folder
+from serve_app.launch.gpus import check_gpus
+from serve_app.launch.impatience import at_once_on_second_interrupt, kill_descendants
+from serve_app.launch.kept_folder import KeptFolder
+from serve_app.launch.kernels import compile_kernels
+from serve_app.launch.ports import check_port
+from serve_app.launch.processes import NodeWatch
+from serve_app.launch.ray_environment import INTERNAL_KEY, launcher_environment
+from serve_app.launch.ray_node import load_application, start_node
+from serve_app.launch.readiness import example, first_token, write_internal_key
+from serve_app.launch.surroundings import check_surroundings
+from serve_app.launch.terminal import Terminal, write_line
+from serve_app.launch.tls import WatchedKeyPair
+from serve_app.launch.update import Update, bound_requests
+from serve_app.precedence import interrupt_nobody
+
+if TYPE_CHECKING:
+    from serve_app.launch.drain import Ingresses
 
 _POLL_S = 0.25
 # How long Ray may take to answer a question, or to take a new deployment.
 _ANSWER_S, _DEPLOY_S = 10.0, 60.0
-# How much longer than its own time limit a drain may take to answer.
-_DRAIN_ANSWER_S = 10.0
 _FIRST_TOKEN_S = 150.0
 # For the ends of streams that HAProxy has and the clients have not.
 _LAST_BYTES_S = 1.0
-_INTERNAL_KEY = "internal-key"
-# As a shell tells that SIGINT ended a process.
-_INTERRUPTED = 130
+_INTERRUPTED = 130  # as a shell reports that SIGINT ended a process
 _MEMORY = (
     "Ray's memory monitor is off, as it ends serving processes when anybody fills the machine; the kernel's own stays "
     "(RAY_memory_monitor_refresh_ms=250 turns Ray's on)"
@@ -82,15 +81,15 @@ def launch(config_path: Path) -> int:
 def _prepare(config_path: Path, scratch: Path, started: float) -> "_Launch":
     """All that is done before anything starts. Raises `ConfigError`, and `OSError` where `scratch` takes no files."""
     bypass_proxies()
-    export(_environment(scratch))
-    internal_key = write_internal_key(scratch / _INTERNAL_KEY)
+    export(launcher_environment(scratch))
+    internal_key = write_internal_key(scratch / INTERNAL_KEY)
     try:
         target = read_config(config_path)
         check_port(target.host, target.port)
         key_pair = _key_pair_for_haproxy(scratch, target)
     except ConfigError as error:
         raise ConfigError(f"{config_path}: {error}") from None
-    _bound_requests(scratch, target)
+    bound_requests(scratch, target)
     interrupt_nobody()  # nor does anything that Ray starts, except for the engines' threads
     return _Launch(config_path, target, started, scratch, internal_key, key_pair)
 
@@ -111,13 +110,14 @@ class _Launch:
         self._key_pair = key_pair
         self._scratch = scratch
         self._internal_key = internal_key
-        self._target = target
+        self._update = Update(config_path, target, scratch, self._say)
         self._started = started
         self._failure: str | None = None
         self._status = 0
         self._rays = BoundedCalls(self._say)
-        self._gpus = GpuReports(self._say)
         self._deploying = False
+        self._prepared: Ingresses | None = None
+        self._node = NodeWatch(self._lose, self._say)
         self._stopping = threading.Event()
         self._reload = threading.Event()
         self._watcher = threading.Thread(target=self._watch, daemon=True)
@@ -129,7 +129,12 @@ class _Launch:
 
         self._say("starting Ray")
         threading.Thread(target=compile_kernels, args=(self._target.ours.values(),), daemon=True).start()
-        with self._signals(), at_once_on_second_interrupt(self._end_at_once), self._terminal():
+        with (
+            self._signals(),
+            at_once_on_second_interrupt(self._end_at_once),
+            self._terminal(),
+            closing(self._node),
+        ):
             try:
                 self._serve()
             except (KeyboardInterrupt, SystemExit, click.Abort):
@@ -137,9 +142,9 @@ class _Launch:
             except ConfigError as error:
                 self._fail(f"{self._config_path}: {error}", 2)
             except Exception as error:
-                self._fail(f"the start failed: {one_line(error)} (logs: {self._logs})")
+                self._fail(f"the start failed: {one_line(error)} (logs: {logs_folder()})")
             if not self._stopping.is_set():
-                self._fail(f"Ray Serve ended by itself (logs: {self._logs})")
+                self._fail(f"Ray Serve ended by itself (logs: {logs_folder()})")
         if self._failure is not None:
             _complain(self._failure)
         return self._status
@@ -147,6 +152,7 @@ class _Launch:
     def _serve(self) -> None:
         """Returns, or raises `KeyboardInterrupt` or `SystemExit`, when the server has ended."""
         start_node()
+        self._node.start()
         signal.signal(signal.SIGTERM, self._stop)  # ray.init takes it for itself
         check_gpus(self._target)
         if self._target.ours:
@@ -162,16 +168,13 @@ class _Launch:
         config = self._scratch / "config.yaml"
         write_for_ray(self._target, config)
         scripts.run.main([str(config)], standalone_mode=False)
+        self._node.close()
         ray.shutdown()
 
     def _fail(self, failure: str, status: int = 1) -> None:
         """End with this line, unless there is one already."""
         if self._failure is None:
             self._failure, self._status = failure, status
-
-    @property
-    def _logs(self) -> str:
-        return f"{ray_temporary_folder()}/ray/session_latest/logs"
 
     @contextmanager
     def _signals(self) -> Iterator[None]:
@@ -191,9 +194,24 @@ class _Launch:
     def _end_at_once(self, said: str = "interrupted again: ending at once", status: int = _INTERRUPTED) -> NoReturn:
         """Without drain and without Ray: every process below this one ends, and then this one."""
         self._say(said)
-        shutil.rmtree(self._scratch, ignore_errors=True)
-        kill_descendants()
-        os._exit(status)
+        self._node.close()
+        _exit(self._scratch, status)
+
+    def _lose(self, what: str, can_drain: bool) -> None:
+        """Drain without the part of Ray that was lost, and end: Ray cannot end in its own way any more."""
+        self._say(what)
+        if can_drain and self._prepared is not None:
+            with suppress(Exception):  # of Ray's, whatever it is
+                self._prepared.drain(self._drain_limit_s)
+            time.sleep(_LAST_BYTES_S)
+        _exit(self._scratch, 1)
+
+    def _ingresses(self) -> "Ingresses":
+        """Kept for the loss of Ray's GCS, without which they cannot be found."""
+        from serve_app.launch.drain import Ingresses
+
+        self._prepared = Ingresses(self._target.ours)
+        return self._prepared
 
     def _stop(self, _number: int, _frame: FrameType | None) -> None:
         """The first signal drains, or ends a start; a second SIGINT is `_end_at_once`'s."""
@@ -212,7 +230,7 @@ class _Launch:
         except DeploymentError as error:
             self._fail(str(error))
         except Exception as error:
-            self._fail(f"the start failed: {one_line(error)} (logs: {self._logs})")
+            self._fail(f"the start failed: {one_line(error)} (logs: {logs_folder()})")
         else:
             if model is None:
                 self._end_at_once("stopping: it was not ready yet", 0)
@@ -227,7 +245,7 @@ class _Launch:
         """The model's name; None after a signal. Raises `DeploymentError`, and whatever Ray raises."""
         while not self._stopping.is_set():
             try:
-                self._rays.call(partial(self._gpus.look, self._target), _ANSWER_S, self._stopping.is_set)
+                self._rays.call(self._update.report_gpus, _ANSWER_S, self._stopping.is_set)
                 if (model := self._rays.call(self._served_model, _FIRST_TOKEN_S, self._stopping.is_set)) is not None:
                     return model
             except TimeoutError:
@@ -240,63 +258,35 @@ class _Launch:
         from serve_app.launch.watch import Watch
 
         # Before anybody is told that the server is ready, so that no death after that is taken for an old one.
-        watch = Watch(self._target.url, self._say)
+        watch, kept = Watch(self._target.url, self._say), KeptFolder(self._scratch, self._say)
+        self._rays.attempt("the ingresses", self._ingresses, None, 2 * _ANSWER_S)
         wants_key = any(settings.ingress.keys_file is not None for settings in self._target.ours.values())
         command = example(self._target.url, model, wants_key=wants_key)
         self._say(f"ready: {model} served its first token. Try:\n{command}")
         while not self._stopping.wait(_POLL_S):
             try:
                 self._look()
-                watch.look()
+                kept.look()
+                lost = watch.look()
             except Exception as error:
                 self._rays.report("a look at the server failed", error)
+                continue
+            if lost is not None:
+                self._fail(lost)
+                return
         self._end()
 
     def _look(self) -> None:
         """At the signal to deploy again, at how far that is, and at the certificate."""
         if self._reload.is_set():
             self._reload.clear()
-            self._deploying = self._rays.attempt("the update", self._deploy_again, True, _DEPLOY_S)
+            self._deploying = self._rays.attempt("the update", self._update.begin, True, _DEPLOY_S)
         elif self._deploying:
-            self._deploying = not self._rays.attempt("the update", self._has_deployed, False, _ANSWER_S)
+            self._deploying = not self._rays.attempt("the update", self._update.has_ended, False, _ANSWER_S)
+            if not self._deploying:
+                self._rays.attempt("the ingresses", self._ingresses, None, 2 * _ANSWER_S)
         if self._key_pair is not None and (told := self._key_pair.look()) is not None:
             self._say(told)
-
-    def _deploy_again(self) -> bool:
-        """Read the config file again and let Serve change what it must: knobs at once, replicas one after another.
-
-        False if nothing changes, because the file is refused or Ray fails.
-        """
-        from serve_app.serving.ray_patches import deploy_again
-
-        before = self._target
-        try:
-            target = read_config(self._config_path)
-            if (target.host, target.port, target.key_pair) != (before.host, before.port, before.key_pair):
-                raise ConfigError("http_options: host, port and files cannot change while the server runs")
-            check_gpus(target)
-            _bound_requests(self._scratch, target)
-            deploy_again(target.schema)
-        except Exception as error:
-            reason = str(error) if isinstance(error, ConfigError) else f"the update failed: {one_line(error)}"
-            self._say(f"{self._config_path}: {reason}; nothing has changed")
-            _bound_requests(self._scratch, before)
-            return False
-        self._target = target
-        self._say(f"deploying {self._config_path} again")
-        return True
-
-    def _has_deployed(self) -> bool:
-        """Whether the second or a later deployment is over, and say how. If it failed, the old replicas serve on."""
-        self._gpus.look(self._target)
-        try:
-            if not is_running(self._target.applications, self._logs):
-                return False
-        except DeploymentError as error:
-            self._say(str(error))
-        else:
-            self._say("deployed")
-        return True
 
     def _end(self) -> None:
         """Take no new requests, let the running ones finish or end them with an error.
@@ -309,8 +299,7 @@ class _Launch:
         deadline = time.monotonic() + limit_s
         rays = BoundedCalls(self._say)  # no call to a controller that is away holds up the ingress's
         try:
-            answer_s = limit_s + _DRAIN_ANSWER_S
-            rays.call(partial(drain, self._target.ours, answer_s), answer_s + _ANSWER_S)
+            rays.call(lambda: self._ingresses().drain(limit_s), limit_s + 3 * _ANSWER_S)
             while rays.call(partial(has_stopping_ingress, self._target.ours), _ANSWER_S):
                 if time.monotonic() >= deadline:
                     break
@@ -322,14 +311,16 @@ class _Launch:
             rays.attempt(f"{name} was not deleted", partial(delete, name), None, _DEPLOY_S)
 
     @property
+    def _target(self) -> ConfigFile:
+        return self._update.target
+
+    @property
     def _drain_limit_s(self) -> float:
         return max((settings.ingress.drain_timeout_s for settings in self._target.ours.values()), default=0.0)
 
     def _served_model(self) -> str | None:
         """The model's name once all applications run and a token has come out of it over HTTP."""
-        if not is_running(self._target.applications, self._logs) or (
-            haproxy_enabled() and not self._is_reached_by_haproxy()
-        ):
+        if not is_running(self._target.applications) or (haproxy_enabled() and not self._is_reached_by_haproxy()):
             return None
         return first_token(self._target.url, self._internal_key)
 
@@ -344,34 +335,15 @@ class _Launch:
         write_line(sys.__stdout__, f"serve-app [{time.monotonic() - self._started:5.1f} s] {text}")
 
 
-def _environment(scratch: Path) -> Mapping[str, str]:
-    """Everything that Ray must find in its environment. A variable that the user has set wins."""
-    return {
-        **FAST_PATH_ENVIRONMENT,
-        **LAUNCHER_ENVIRONMENT,
-        # Four by default: more wake-ups for the same answers, on cores that the model needs.
-        "RAY_SERVE_HAPROXY_NBTHREAD": str(min(4, max(1, (os.cpu_count() or 1) // 4))),
-        # Headers that do not fit are answered by a page of HAProxy's own: twice what the ingress takes, which says why.
-        "RAY_SERVE_HAPROXY_TUNE_BUFSIZE": str(32 * 2**10),
-        "RAY_SERVE_HAPROXY_BINARY_PATH": str(haproxy.write_wrapper(scratch)),
-        INTERNAL_KEY_FILE: str(scratch / _INTERNAL_KEY),
-        "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": str(scratch / "haproxy.cfg"),
-        "RAY_SERVE_HAPROXY_SOCKET_PATH": str(scratch / HAPROXY_SOCKET),
-        "RAY_SERVE_HAPROXY_SERVER_STATE_BASE": str(scratch),
-        "RAY_SERVE_HAPROXY_SERVER_STATE_FILE": str(scratch / "server-state"),
-        HAPROXY_METRICS_PORT: str(free_port()),
-        "RAY_SERVE_HAPROXY_STATS_PORT": str(free_port()),
-        "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": str(free_port()),
-    }
+def _exit(scratch: Path, status: int) -> NoReturn:
+    shutil.rmtree(scratch, ignore_errors=True)
+    kill_descendants()
+    os._exit(status)
 
 
 def _key_pair_for_haproxy(scratch: Path, target: ConfigFile) -> WatchedKeyPair | None:
     """None where nothing is encrypted, and where Ray's own proxy does it. Raises `ConfigError`."""
     return WatchedKeyPair(target.key_pair, scratch) if target.key_pair is not None and haproxy_enabled() else None
-
-
-def _bound_requests(scratch: Path, target: ConfigFile) -> None:
-    haproxy.write_frontend(scratch, (settings.ingress for settings in target.ours.values()))
 
 
 def _complain(text: str) -> None:

@@ -8,14 +8,13 @@ import os
 import resource
 import secrets
 import shutil
-import socket
 import tempfile
 from contextlib import suppress
 from pathlib import Path
 
+from serve_app.environment import has_ray_token
 from serve_app.errors import ConfigError
 from serve_app.model_files import CACHE_DIR
-from serve_app.settings import has_ray_token
 
 _MIN_FILES, _WANTED_FILES = 1024, 65_536
 _MIN_PROCESSES = 1024
@@ -34,18 +33,6 @@ def check_surroundings(temporary: Path) -> None:
     _check_processes()
     _check_temporary(temporary)
     _check_home()
-
-
-def check_port(host: str, port: int) -> None:
-    """Raise `ConfigError` if the server cannot listen there."""
-    try:
-        with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind((host, port))
-    except OSError as error:
-        raise ConfigError(f"http_options: cannot listen on {host}:{port}: {error.strerror}") from None
-    except Exception as error:  # a name that is none, or a number that is no port
-        raise ConfigError(f"http_options: cannot listen on {host}:{port}: {error}") from None
 
 
 def make_rays_token() -> None:

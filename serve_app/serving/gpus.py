@@ -6,7 +6,8 @@ from collections.abc import Iterable
 
 import ray
 
-from serve_app.settings import Settings, internal_key_file
+from serve_app.environment import internal_key_file
+from serve_app.settings import Settings
 
 logger = logging.getLogger(__name__)
 

@@ -30,6 +30,7 @@ from serve_app.console.routes import Sources, add_console
 from serve_app.core.request import EngineRequest
 from serve_app.core.results import TokenDelta
 from serve_app.core.sampling_params import SamplingParams
+from serve_app.environment import FAST_PATH_ENVIRONMENT, bypass_proxies, fast_path_enabled, haproxy_enabled
 from serve_app.errors import ConfigError, UnavailableError
 from serve_app.fleet.attempt import Condition, Replica, Transport
 from serve_app.fleet.failover import Failover
@@ -55,7 +56,7 @@ from serve_app.serving.gpus import report_lacking_gpus
 from serve_app.serving.ray_patches import bind_replica_port_to_node, has_certificate, http_host, node_address
 from serve_app.serving.replica import STEPS_PATH
 from serve_app.serving.scraping import METRICS_ADDRESS, METRICS_KEY, metrics_targets, open_metrics_port
-from serve_app.settings import FAST_PATH_ENVIRONMENT, Settings, bypass_proxies, fast_path_enabled, haproxy_enabled
+from serve_app.settings import Settings
 from serve_app.text.tokenizer import Tokenizer, load_tokenizer
 
 logger = logging.getLogger(__name__)

@@ -9,7 +9,8 @@ import pytest
 
 from serve_app.errors import ConfigError
 from serve_app.launch import surroundings
-from serve_app.launch.surroundings import check_port, check_surroundings
+from serve_app.launch.ports import check_port
+from serve_app.launch.surroundings import check_surroundings
 from tests.serving.conftest import write_config
 
 
