@@ -96,7 +96,8 @@ class WatchedKeyFile:
 def add_key(path: Path, name: str, fields: dict[str, Any]) -> str:
     """Add a new key for `name` to the file, which is made if need be; returns the key. Raises `ConfigError`."""
     check_name(name)
-    text = _read(path) if path.exists() else _HEADER
+    with typed_errors(f"keys file {path}: "):
+        text = _read(path) if path.exists() else _HEADER
     if any(tenant.name == name for tenant in _parse(path, text).tenants):
         raise ConfigError(f"{path}: there is a key named {name} already; revoke it, or take another name")
     key = new_key()
@@ -143,8 +144,8 @@ def _parse(path: Path, text: str, check: Check = lambda _: None) -> KeyRing:
 def _write(path: Path, text: str) -> None:
     """In one step, so that a server that watches it sees all or nothing; readable for its owner, if it is new."""
     _parse(path, text)
-    mode = path.stat().st_mode & 0o777 if path.exists() else 0o600
     try:
+        mode = path.stat().st_mode & 0o777 if path.exists() else 0o600
         with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=f".{path.name}-", delete=False) as file:
             file.write(text)
             file.flush()
