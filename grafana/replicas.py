@@ -143,10 +143,12 @@ FAILOVER: Row = (
         ),
         lines(
             "The ingress",
-            "Sequences handed to engines, and tasks of its event loop",
+            "Sequences handed to engines, tasks of its event loop, errors of those that last, an invalid keys file",
             "none",
             ("serve_app_ingress_requests_ongoing", "ongoing"),
             ("serve_app_ingress_tasks", "tasks"),
+            ("increase(serve_app_task_errors_total[$__rate_interval])", "errors of lasting tasks"),
+            ("serve_app_keys_file_invalid", "keys file invalid"),
             span=QUARTER,
         ),
     ],

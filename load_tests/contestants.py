@@ -18,8 +18,8 @@ import yaml
 from load_tests.peer_setup import PeerFolder
 from load_tests.servers import ServerCommand
 from serve_app.core.seats import LEAST
+from serve_app.environment import ENGINE_ENVIRONMENT
 from serve_app.launch.ports import free_port
-from serve_app.settings import ENGINE_ENVIRONMENT
 
 _SEQUENCES, _CONTEXT = LEAST, 4096
 _BIN = Path(sys.executable).parent

@@ -22,7 +22,7 @@ from ray.serve.config import RequestRouterConfig
 from ray.serve.handle import DeploymentHandle
 from ray.serve.request_router import PendingRequest, RequestRouter
 
-from serve_app.app import engine_options, ingress_options, use_gpu
+from serve_app.app import engine_options, ingress_options
 from serve_app.errors import RequestError
 from serve_app.fleet.attempt import Attempt, Transport
 from serve_app.fleet.loss import LossReason, ReplicaLostError
@@ -30,6 +30,7 @@ from serve_app.fleet.prefix_routing import PrefixRouting
 from serve_app.fleet.replica_set import ReplicaSet
 from serve_app.fleet.transport import LinkTransport
 from serve_app.fleet.wire import WireItem, WireRequest, pack_request
+from serve_app.serving.gpus import use_gpu
 from serve_app.serving.ingress import Ingress
 from serve_app.serving.ray_router import ReportingMixin
 from serve_app.serving.replica import EngineReplica

@@ -6,19 +6,18 @@ real classes here (no postponed evaluation): Ray looks at the builder's to valid
 
 from typing import Any
 
-import ray
 from ray import serve
 from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, BackpressureConfig, RequestRouterConfig
 
+from serve_app.environment import haproxy_enabled
 from serve_app.model_files import pin_model
 from serve_app.serving.autoscaling import EnginePolicy, IngressPolicy
+from serve_app.serving.gpus import use_gpu
 from serve_app.serving.ingress import Ingress
 from serve_app.serving.ray_router import EngineRouter
 from serve_app.serving.replica import EngineReplica
-from serve_app.settings import Settings, haproxy_enabled
+from serve_app.settings import Settings
 
-# Requests that take no place in an engine (metrics, models, tokenize), and calls of Ray's own.
-_SPARE_REQUESTS = 256
 # Requests that arrive in one burst wait in Ray's queue until the ingress queues each or refuses it with a typed error,
 # which takes time. Ray refuses what exceeds this number: an ingress that falls behind by seconds fails its health
 # checks, and its streams would end with it. On Ray's default path they wait in the proxy, which refuses in plain text.
@@ -89,8 +88,7 @@ def ingress_options(settings: Settings) -> dict[str, Any]:
     options = _COMMON_OPTIONS | {
         "name": "Ingress",
         "ray_actor_options": {"num_cpus": 0},
-        # As many again for requests whose bodies are under way: `Uploads` bounds these apart.
-        "max_ongoing_requests": 2 * settings.num_places + _SPARE_REQUESTS,
+        "max_ongoing_requests": settings.ingress_requests,
         "max_queued_requests": _MAX_QUEUED_AT_INGRESS if haproxy_enabled() else _MAX_QUEUED_AT_PROXY,
         "backpressure_config": BackpressureConfig(status_code=429),
         "request_router_config": RequestRouterConfig(**_ROUTER_BACKOFF),
@@ -105,10 +103,3 @@ def ingress_options(settings: Settings) -> dict[str, Any]:
             min_replicas=1, max_replicas=1, look_back_period_s=_LOOK_BACK_S, policy=policy
         )
     }
-
-
-def use_gpu(settings: Settings) -> bool:
-    """Whether each replica takes a GPU: as told, or if Ray's cluster has any."""
-    if settings.device == "auto":
-        return bool(ray.is_initialized() and ray.cluster_resources().get("GPU", 0) >= 1)
-    return settings.device == "cuda"

@@ -5,6 +5,7 @@ every number and every string by itself: seconds for a vocabulary. `GgufHeader` 
 that transformers uses, and takes milliseconds; `in_transformers` puts it in the other one's place.
 """
 
+import math
 import mmap
 import struct
 import threading
@@ -16,6 +17,8 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+from serve_app.errors import ConfigError
 
 _STRING, _ARRAY = 8, 9
 _NUMBERS = {
@@ -72,11 +75,21 @@ class TensorInfo:
         return np.memmap(self.path, dtype, "r", self.data_offset, (count,)).reshape(*rows, -1)
 
 
+class DamagedGgufError(ConfigError, ValueError):
+    """The file is no GGUF file, is cut off, or its header contradicts itself."""
+
+
 class GgufHeader:
-    """Reads `path`. Raises ValueError, or OSError, for what is no such file or is cut off."""
+    """Reads `path`. Raises DamagedGgufError."""
 
     def __init__(self, path: str | Path) -> None:
         self._path = Path(path)
+        try:
+            self._read()
+        except Exception as error:  # sizes and offsets that make no sense raise whatever they provoke
+            raise DamagedGgufError(" ".join(str(error).split()) or type(error).__name__) from error
+
+    def _read(self) -> None:
         with self._path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
             cursor = _Cursor(content)
             magic, version, num_tensors, num_fields = cursor.unpack("<4sIQQ")
@@ -85,11 +98,11 @@ class GgufHeader:
             self.fields = {cursor.string().decode(): cursor.field() for _ in range(num_fields)}
             self.tensors = self._tensors(cursor, num_tensors)
 
-    def _tensors(self, cursor: "_Cursor", count: int) -> list[TensorInfo]:
+    def _tensors(self, cursor: "_Cursor", num_tensors: int) -> list[TensorInfo]:
         from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
         found = []
-        for _ in range(count):
+        for _ in range(num_tensors):
             name = cursor.string().decode()
             shape = np.array(cursor.unpack(f"<{cursor.unpack('<I')[0]}Q"), dtype=np.int64)
             number, offset = cursor.unpack("<IQ")
@@ -100,9 +113,8 @@ class GgufHeader:
         tensors = []
         for name, shape, kind, offset in found:
             weights, size = GGML_QUANT_SIZES[kind]
-            tensors.append(
-                TensorInfo(name, shape, kind, start + offset, int(shape.prod()) // weights * size, self._path)
-            )
+            count = math.prod(int(length) for length in shape)  # which numpy would let overflow
+            tensors.append(TensorInfo(name, shape, kind, start + offset, count // weights * size, self._path))
             if start + offset + tensors[-1].n_bytes > len(cursor.content):
                 raise ValueError(f"the file ends before its tensor {name} does")
         return tensors

@@ -55,6 +55,13 @@ def locate_model(model: str) -> ModelFiles:
 
     Raises `ConfigError` naming what was looked for.
     """
+    try:
+        return _locate(model)
+    except (OSError, RuntimeError, ValueError) as error:  # too long a name, no permission, an unknown user's home
+        raise ConfigError(f"model: {model[:200]!r} cannot be looked for: {error}"[:500]) from None
+
+
+def _locate(model: str) -> ModelFiles:
     if model == "default":
         return _locate_default()
     path = Path(model).expanduser()
@@ -79,8 +86,8 @@ def check_model(files: ModelFiles, max_model_len: int | None) -> None:
         indices = [json.loads(path.read_text()) for path in folder.glob("*.safetensors.index.json")]
         missing = {name for index in indices for name in index["weight_map"].values() if not (folder / name).is_file()}
         context = config.get("max_position_embeddings") or config.get("text_config", {}).get("max_position_embeddings")
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ConfigError(f"model: cannot load {folder}: {error}") from error
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ConfigError(f"model: cannot load {folder}: {' '.join(str(error).split())[:300]}") from error
     if missing:
         raise ConfigError(f"model: folder {folder} lacks {', '.join(sorted(missing)[:3])}")
     if not any(folder.glob("*.safetensors")):

@@ -1,11 +1,10 @@
-"""The one tree of settings, and the only reader (and writer) of the process environment.
+"""The one tree of settings.
 
 Decides which knobs exist, their defaults and their limits. The builder, the ingress and the launcher read it and hand
 plain dataclasses down; nothing below `api` sees pydantic. `setting_rows` is what docs/settings.md is made from.
 """
 
 import difflib
-import os
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal, get_args
 
@@ -25,49 +24,7 @@ from serve_app.core import step_tokens
 from serve_app.core.seats import most_seats
 from serve_app.errors import ConfigError
 
-_HAPROXY = "RAY_SERVE_ENABLE_HA_PROXY"
-FAST_PATH_ENVIRONMENT: Mapping[str, str] = {
-    "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
-    _HAPROXY: "1",
-}
-"""What `make serve` sets before Ray starts: HAProxy instead of Ray's Python proxy, and the ingress's application on the
-event loop of its Ray replica, which otherwise gives it a thread and a loop of its own."""
-
-HAPROXY_METRICS_PORT = "RAY_SERVE_HAPROXY_METRICS_PORT"
-INTERNAL_KEY_FILE = "SERVE_APP_INTERNAL_KEY_FILE"
-"""Names the file that holds the launcher's own API key, for the ingress that it starts."""
-
-_MEMORY_MONITOR = "RAY_memory_monitor_refresh_ms"
-
-LAUNCHER_ENVIRONMENT: Mapping[str, str] = {
-    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
-    "RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "0.3",
-    "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "2",
-    "RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS": "1",
-    "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "serve_app.serving.front.middlewares",
-    "RAY_SERVE_REPLICA_AUTOSCALING_METRIC_PUSH_INTERVAL_S": "2",
-    "RAY_USAGE_STATS_ENABLED": "0",
-    "RAY_enable_metrics_collection": "0",
-    "RAY_event_stats": "0",
-    _MEMORY_MONITOR: "0",
-    "RAY_task_events_report_interval_ms": "0",
-    "RAY_worker_niceness": "0",
-    "TOKENIZERS_PARALLELISM": "false",
-}
-"""What `make serve` sets besides. Ray's switch for clusters on desktop systems, off, gives the node the address
-127.0.0.1, on which then all of Ray's own ports listen. Serve's controller looks after its replicas ten times a second
-by default, for a fortieth of a core that the model needs. The import path names what stands before Ray's own handling
-of a request. For the draining period an ingress that is replaced still takes what HAProxy sends it before it knows;
-without one, such requests were cut. A replica that fails its health checks would get a minute to finish what it cannot
-finish, before it is replaced. Ray's own metrics and its records of events and tasks are for a dashboard, which does not
-run here. Its memory monitor ends workers when the machine is full, whoever filled it; the kernel ends whoever holds the
-most. Ray runs workers at niceness 15, behind everything else on the machine. A text alone is encoded in a thread of
-ours: one of the tokenizer's own would only be waited for."""
-
-ENGINE_ENVIRONMENT: Mapping[str, str] = {"GOMP_SPINCOUNT": "5000", "THP_MEM_ALLOC_ENABLE": "1"}
-"""What a replica sets before it loads torch. Its threads spin for milliseconds after each operation by default, on
-cores that our kernels and other processes need (measured: 0.8 ms of processor time per token, beside the engine's
-2.2). Weights and KV pool in huge pages, where the system has them for the asking, take 6 to 9 % off prefill's time."""
+_SPARE_REQUESTS = 256
 
 
 class _Frozen(BaseModel):
@@ -241,6 +198,15 @@ class Settings(_Frozen):
         """Requests that may be in engines, or wait at the ingress for one."""
         return self.max_ongoing_requests + self.ingress.max_queued_requests
 
+    @property
+    def ingress_requests(self) -> int:
+        """Requests that the ingress has at once: all places, as many bodies under way, and a reserve.
+
+        Streams cannot take the reserve, as what has no place is refused; it is for refusals, and for requests that
+        take no place (models, metrics, tokenize).
+        """
+        return 2 * self.num_places + _SPARE_REQUESTS
+
     @model_validator(mode="after")
     def _check_replicas(self) -> "Settings":
         limits = self.autoscaling
@@ -274,42 +240,6 @@ def setting_rows(model: type[BaseModel] = Settings, prefix: str = "") -> Iterato
             yield f"{prefix}{name}", default, field.description or ""
         if section is not None:
             yield from setting_rows(section, f"{prefix}{name}.")
-
-
-def fast_path_enabled() -> bool:
-    """Whether this process was started with the environment of the fast path."""
-    return all(os.environ.get(name) == value for name, value in FAST_PATH_ENVIRONMENT.items())
-
-
-def haproxy_enabled() -> bool:
-    """Whether HAProxy takes the place of Ray's proxy in a Ray that this process starts or belongs to."""
-    return os.environ.get(_HAPROXY) == "1"
-
-
-def haproxy_metrics_port() -> int:
-    """Where HAProxy tells of itself. Raises `KeyError` where no launcher has chosen a port."""
-    return int(os.environ[HAPROXY_METRICS_PORT])
-
-
-def internal_key_file() -> str | None:
-    """Where the launcher has put its own API key, if a launcher has started this process."""
-    return os.environ.get(INTERNAL_KEY_FILE)
-
-
-def client_api_key() -> str | None:
-    """The API key with which our own commands ask a server; not an option, as command lines are for all to see."""
-    return os.environ.get("SERVE_APP_API_KEY")
-
-
-def memory_monitor_enabled() -> bool:
-    """Whether a Ray that this process starts looks after the machine's memory."""
-    return os.environ.get(_MEMORY_MONITOR) != LAUNCHER_ENVIRONMENT[_MEMORY_MONITOR]
-
-
-def export(variables: Mapping[str, str]) -> None:
-    """Set environment variables for this process and its children, except those that the user has set."""
-    for name, value in variables.items():
-        os.environ.setdefault(name, value)
 
 
 def suggest(key: str, known: list[str]) -> str:

@@ -20,6 +20,27 @@ MAX_FILE_LINES, MAX_FUNCTION_LINES, MAX_CLASS_LINES = 400, 60, 250
 MAX_SETTINGS = 44
 """Every setting is a promise to support it: raising this number is a decision, not an accident."""
 
+SHORT_TASKS = {
+    "api/endpoint.py": "a request's work, and its watcher, which end with it",
+    "api/merging.py": "one for each prompt of a request",
+    "api/sse.py": "the pings of one stream",
+    "fleet/link.py": "one attempt of one request",
+    "serving/front.py": "the first message of one request",
+    "serving/replica.py": "the digest of the weights, which the start waits for",
+}
+"""Who may make tasks that nobody looks after, and why: they end with a request or with the start."""
+OWN_THREADS = {
+    "demo/compare_runs.py": "ends a process of a measurement with its parent",
+    "engine/async_engine.py": "the step loop; its error ends the engine, which health checks see",
+    "launch/bounded.py": "calls of Ray's, whose errors are handed to the caller",
+    "launch/impatience.py": "a second Ctrl-C; reads a pipe until it is closed",
+    "launch/processes.py": "looks at Ray's node processes",
+    "launch/launcher.py": "the watcher, which reports every error; the compiler, which ends",
+    "model/cpu/pages.py": "asks for memory while the model loads, and ends",
+    "observability/metrics_port.py": "the metrics port's server, which answers or refuses each connection by itself",
+    "text/template_check.py": "a time limit of one process",
+}
+
 SOURCES = sorted(PACKAGE.rglob("*.py"))
 TOOLS = sorted((ROOT / "load_tests").rglob("*.py"))
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
@@ -83,7 +104,7 @@ def test_files_functions_and_classes_stay_small(path: Path) -> None:
             assert num_lines(node) <= MAX_CLASS_LINES, f"{node.name} has {num_lines(node)} lines"
 
 
-def test_only_settings_reads_the_environment() -> None:
+def test_only_one_module_reads_the_environment() -> None:
     readers = set()
     for path in SOURCES:
         for node in walk(path):
@@ -91,7 +112,27 @@ def test_only_settings_reads_the_environment() -> None:
             imported = isinstance(node, ast.ImportFrom) and node.module == "os"
             if attribute or (imported and {alias.name for alias in node.names} & {"environ", "getenv"}):  # type: ignore[union-attr]
                 readers.add(path.relative_to(PACKAGE).as_posix())
-    assert readers == {"settings.py"}
+    assert readers == {"environment.py"}
+
+
+def calls(path: Path, *called: str) -> bool:
+    """Whether something of one of these names is called there, however it was imported."""
+    for node in walk(path):
+        if isinstance(node, ast.Call):
+            name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", None)
+            if name in called:
+                return True
+    return False
+
+
+def test_what_lasts_is_run_by_the_helper_that_runs_it_again() -> None:
+    """An error in a task that nobody awaits ends it in silence: `serve_app.lasting` logs it and runs it again."""
+    names = ("create_task", "ensure_future", "TaskGroup", "run_coroutine_threadsafe")
+    making = {path.relative_to(PACKAGE).as_posix() for path in SOURCES if calls(path, *names)}
+    assert making == {"lasting.py", *SHORT_TASKS}
+    assert {path.relative_to(PACKAGE).as_posix() for path in SOURCES if calls(path, "Thread", "Timer")} == {
+        *OWN_THREADS
+    }
 
 
 def test_nothing_is_decided_by_the_wall_clock() -> None:

@@ -1,16 +1,19 @@
 """Settings refuse what is wrong with the key's name, in one line; the deploy files pass, also Serve's own schema."""
 
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
+from serve_app.environment import bypass_proxies
 from serve_app.errors import ConfigError
 from serve_app.settings import Settings, setting_rows
 from tests.quiet_ray import ServeDeploySchema
 
 DEPLOY = Path(__file__).parents[1] / "deploy"
+LOOPBACK = "localhost,127.0.0.1,::1,127.0.0.0/8"
 
 
 def refusal(args: Any) -> str:
@@ -114,3 +117,26 @@ def test_every_setting_is_described() -> None:
     rows = list(setting_rows())
     assert ("engine.max_num_seqs", "auto") in [row[:2] for row in rows]
     assert [key for key, _, meaning in rows if not meaning] == []
+
+
+@pytest.mark.parametrize(
+    ("given", "no_proxy", "no_grpc_proxy"),
+    [
+        ({"http_proxy": "http://p"}, LOOPBACK, LOOPBACK),
+        ({"HTTP_PROXY": "http://p", "NO_PROXY": "a, b"}, f"a,b,{LOOPBACK}", f"a,b,{LOOPBACK}"),
+        ({"all_proxy": "http://p", "no_proxy": "*"}, "*", LOOPBACK),
+        ({"grpc_proxy": "http://p", "no_proxy": "a", "no_grpc_proxy": "g"}, f"a,{LOOPBACK}", f"g,{LOOPBACK}"),
+        ({"https_proxy": "http://p", "no_proxy": "localhost"}, LOOPBACK, LOOPBACK),
+        ({"no_proxy": "a"}, "a", None),
+    ],
+)
+def test_loopback_is_excepted_from_proxies_and_what_the_user_excepts_stays_so(
+    monkeypatch: pytest.MonkeyPatch, given: dict[str, str], no_proxy: str, no_grpc_proxy: str | None
+) -> None:
+    environment = {name: value for name, value in os.environ.items() if "proxy" not in name.lower()}
+    monkeypatch.setattr(os, "environ", {**environment, **given})
+    bypass_proxies()
+    found = dict(os.environ)
+    assert found["no_proxy"] == no_proxy
+    assert found.get("no_grpc_proxy") == no_grpc_proxy
+    assert found.get("NO_PROXY") == (None if no_grpc_proxy is None else no_proxy)

@@ -19,6 +19,8 @@ import psutil  # type: ignore[import-untyped]
 from load_tests.chaos.client_faults import exhaust_kv, overfill_queue, read_slowly, vanish
 from load_tests.chaos.experiment import Experiment, Fault
 from load_tests.chaos.fleet import NotInTimeError, Shape
+from load_tests.chaos.hang_ups import hang_up
+from load_tests.chaos.server_faults import kill_controller_in_update, kill_gcs, kill_proxy
 from load_tests.chaos.traffic import Outcome, ask, send, text
 from load_tests.chaos.updates import refused_update, set_arg, set_damaged_model, set_knobs, set_other_model, update
 
@@ -265,7 +267,9 @@ FAULTS = (
     Fault("replicas SIGKILL until refused", _kill_until_refused, shape=_SHORT_STEPS, recovery_limit_s=60),
     Fault("ingress SIGKILL", _kill_one("ingress"), allowed=_MAY_BE_CUT, recovery_limit_s=60),
     Fault("controller SIGKILL", _kill_one("controller")),
-    Fault("proxy SIGKILL", _kill_one("proxy"), allowed=_MAY_BE_CUT, recovery_limit_s=60),
+    Fault("controller SIGKILL in an update", kill_controller_in_update, _MAY_FAIL, ("known",), recovery_limit_s=60),
+    Fault("proxy SIGKILL", kill_proxy, allowed=_MAY_BE_CUT, moments=("known",), recovery_limit_s=60),
+    Fault("10,000 clients hang up", hang_up, moments=("known",)),
     Fault("KV pool exhausted", exhaust_kv, stall_limit_s=120),
     Fault("queue overfilled 10x", overfill_queue, allowed=_MAY_FAIL, recovery_limit_s=60),
     Fault("500 clients vanish", vanish),
@@ -273,5 +277,6 @@ FAULTS = (
     *UPDATES,
     Fault("no replica left", _leave_none, allowed=_MAY_FAIL, shape=_NO_PATIENCE, recovery_limit_s=60),
     Fault("node lost", _lose_node, on_nodes=True, stall_limit_s=30),
+    Fault("GCS SIGKILL", kill_gcs, moments=("known",), last=True),
     Fault("SIGTERM", _terminate, allowed=_MAY_BE_CUT, last=True),
 )

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from serve_app.cli.outputs import HtmlFile, JsonFile
-from serve_app.settings import client_api_key
+from serve_app.environment import client_api_key
 from serve_app.workloads.mixes import WORKLOADS, Workload, build_workload
 
 bench = typer.Typer(help="Measure a running server; compare two measurements.", no_args_is_help=True)

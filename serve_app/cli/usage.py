@@ -11,6 +11,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from serve_app.errors import ConfigError
 from serve_app.tenants.ledger import Totals, read_ledger
 
 _FORMATS = ["%Y-%m-%d"]
@@ -31,8 +32,12 @@ def usage(
             raise typer.BadParameter(f"{name!r} is not one of {', '.join(_DIMENSIONS)}", param_hint="--by")
     today = datetime.now(UTC)
     rows: dict[tuple[str, ...], Totals] = defaultdict(Totals)
-    for day, entry in read_ledger(folder, (since or today).date(), (until or today).date()):
-        rows[tuple(str(day if name == "day" else entry[name]) for name in names)].add(entry)
+    try:
+        for day, entry in read_ledger(folder, (since or today).date(), (until or today).date()):
+            rows[tuple(str(day if name == "day" else entry.get(name, "")) for name in names)].add(entry)
+    except ConfigError as error:
+        typer.echo(f"serve-app: {error}", err=True)
+        raise typer.Exit(1) from None
     found = [dict(zip(names, group, strict=True)) | asdict(rows[group]) for group in sorted(rows)]
     if as_json:
         for row in found:

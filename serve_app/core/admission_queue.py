@@ -61,6 +61,7 @@ class AdmissionQueue(Generic[E]):
             raise InvalidRequestError(
                 f"`prompt` must hold at most {capacity} prompts here, got {entry.remaining}", param="prompt"
             )
+        self._check_share(entry, now)
         self._check_deadline(entry, deadline, now)
         evicted = self._make_room(entry, now)
         self._queue.add(entry)
@@ -92,6 +93,15 @@ class AdmissionQueue(Generic[E]):
     def withdraw(self, entry: E) -> None:
         """A part of `entry` no longer waits."""
         self._queue.drop(entry, 1)
+
+    def _check_share(self, entry: E, now: float) -> None:
+        """One request has at most half of the queue: those of its sequences that have to wait."""
+        free = 0 if self._queue.size else max(self.max_ongoing - self.ongoing, 0)
+        waiting = entry.size - entry.cost * min(-(-free // entry.cost), entry.remaining)
+        half = max(-(-self.max_queued // 2), 1)
+        if waiting > half:
+            reason = f"{waiting} sequences of this request would wait, and one request may have {half} in the queue"
+            raise self._refusal(now, f"{reason}: send fewer prompts or choices (`n`, `best_of`) at once", "queue_share")
 
     def _check_deadline(self, entry: E, deadline: float, now: float) -> None:
         """Refuse what could only time out in the queue, as far as that is known."""

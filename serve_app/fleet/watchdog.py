@@ -19,6 +19,7 @@ from serve_app.fleet.attempt import Attempt, Condition, Replica, Transport
 from serve_app.fleet.loss import LossReason, ReplicaLostError
 from serve_app.fleet.replica_set import ReplicaSet
 from serve_app.fleet.wire import WireLoad, unpack_load
+from serve_app.lasting import LastingTasks
 
 logger = logging.getLogger(__name__)
 
@@ -33,9 +34,15 @@ class Watchdog:
     """Watches `replicas` and their attempts. `run` it in a task of its own, on their event loop."""
 
     def __init__(
-        self, transport: Transport, replicas: ReplicaSet, *, on_false_alarm: Callable[[], None] = lambda: None
+        self,
+        transport: Transport,
+        replicas: ReplicaSet,
+        *,
+        tasks: LastingTasks | None = None,
+        on_false_alarm: Callable[[], None] = lambda: None,
     ) -> None:
-        """`on_false_alarm`: a replica that was taken for stalled is well."""
+        """`tasks` runs what lasts. `on_false_alarm`: a replica that was taken for stalled is well."""
+        self._tasks = tasks or LastingTasks()
         self._transport = transport
         self._replicas = replicas
         self._on_false_alarm = on_false_alarm
@@ -47,16 +54,16 @@ class Watchdog:
         self._replicas.add_listener(lambda: loop.call_soon(self._listen_to_all))
         self._listen_to_all()
         try:
-            while True:
-                await asyncio.sleep(TICK_S)
-                try:
-                    self.tick()
-                except Exception:
-                    logger.exception("a tick of the watchdog failed")
+            await self._tasks.run("ticks of the watchdog", self._tick_for_ever)
         finally:
             for task in self._listeners.values():
                 task.cancel()
             await asyncio.gather(*self._listeners.values(), return_exceptions=True)
+
+    async def _tick_for_ever(self) -> None:
+        while True:
+            await asyncio.sleep(TICK_S)
+            self.tick()
 
     def tick(self) -> None:
         """Look at every replica and every attempt once."""
@@ -73,7 +80,8 @@ class Watchdog:
         known = {replica.replica_id for replica in replicas}
         for replica_id in present - self._listeners.keys():
             name = f"heartbeats of {replica_id}"
-            self._listeners[replica_id] = asyncio.create_task(self._listen(replica_id), name=name)
+            # Not vital: the other replicas serve on.
+            self._listeners[replica_id] = self._tasks.start(name, partial(self._listen, replica_id), vital=False)
         for replica_id in self._listeners.keys() - known:
             self._listeners.pop(replica_id).cancel()
 
@@ -131,8 +139,6 @@ class Watchdog:
                 if loss.reason is LossReason.INCOMPATIBLE:
                     self._listeners.pop(replica_id, None)
                     return
-            except Exception:
-                logger.exception("listening to replica %s failed", replica_id)
             await asyncio.sleep(TICK_S)
 
     def _heard(self, replica_id: str, load: WireLoad) -> None:

@@ -10,12 +10,14 @@ from typing import Any
 
 import yaml
 
+from serve_app.environment import haproxy_enabled
 from serve_app.errors import ConfigError
 from serve_app.launch.tls import KeyPair
 from serve_app.model_files import check_model, locate_model
+from serve_app.operator_files import load_yaml, read_text, typed_errors
 from serve_app.serving.doors import check_doors
 from serve_app.serving.knobs import live_knobs, scheduler_knobs
-from serve_app.settings import Settings, haproxy_enabled, suggest
+from serve_app.settings import Settings, suggest
 
 _IMPORT_PATH = "serve_app.app:build"
 ENGINE, INGRESS = "EngineReplica", "Ingress"
@@ -26,6 +28,8 @@ ENGINE, INGRESS = "EngineReplica", "Ingress"
 class ConfigFile:
     """What the file says: where the server listens, its applications' names, and the settings of ours among them."""
 
+    data: Mapping[str, Any]
+    """The whole of it, as YAML has it."""
     schema: Any
     """The whole of it, a `ServeDeploySchema`."""
     key_pair: KeyPair | None
@@ -43,17 +47,18 @@ class ConfigFile:
 
 
 def read_config(path: Path) -> ConfigFile:
-    """Raises `ConfigError` in one line."""
+    """Raises `ConfigError` in one line, whatever is wrong with the file or the files that it names."""
+    with typed_errors("cannot be used: "):
+        return _read_config(path)
+
+
+def _read_config(path: Path) -> ConfigFile:
     from pydantic import ValidationError
     from ray.serve.schema import HTTPOptionsSchema, ServeDeploySchema
 
+    data = load_yaml(read_text(path))
     try:
-        data = yaml.safe_load(path.read_text())
         schema = ServeDeploySchema.model_validate(data)
-    except OSError as error:
-        raise ConfigError(f"cannot be read: {error.strerror}") from None
-    except yaml.YAMLError as error:
-        raise ConfigError(f"is not YAML: {' '.join(str(error).split())}") from None
     except ValidationError as error:
         first = error.errors()[0]
         raise ConfigError(f"`{'.'.join(map(str, first['loc']))}`: {first['msg']}") from None
@@ -61,6 +66,7 @@ def read_config(path: Path) -> ConfigFile:
     _check_keys("http_options.", data.get("http_options") or {}, HTTPOptionsSchema)
     applications, host = schema.applications, schema.http_options.host
     return ConfigFile(
+        data,
         schema,
         _key_pair(schema.http_options),
         host,
@@ -70,12 +76,16 @@ def read_config(path: Path) -> ConfigFile:
     )
 
 
-def write_without_tls(config: Path, copy: Path) -> None:
-    """For Ray, where HAProxy ends TLS: an ingress that speaks it too would not be understood by HAProxy."""
-    data = yaml.safe_load(config.read_text())
-    for key in ("ssl_certfile", "ssl_keyfile"):
-        data["http_options"].pop(key, None)
-    copy.write_text(yaml.safe_dump(data))
+def write_for_ray(config: ConfigFile, copy: Path) -> None:
+    """What was checked, however the file changes meanwhile.
+
+    Without TLS where HAProxy ends it: HAProxy would not understand an ingress that speaks it too.
+    """
+    options = dict(config.data.get("http_options") or {})
+    if haproxy_enabled():
+        for key in ("ssl_certfile", "ssl_keyfile"):
+            options.pop(key, None)
+    copy.write_text(yaml.safe_dump({**config.data, "http_options": options}))
 
 
 def _key_pair(options: Any) -> KeyPair | None:

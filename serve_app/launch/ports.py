@@ -3,6 +3,8 @@
 import random
 import socket
 
+from serve_app.errors import ConfigError
+
 # Below those that the kernel gives to outgoing connections (32768 and up on Linux), one of which could take a port
 # between our look at it and the server's bind; and below 30000, where Ray Serve's replicas listen.
 _CANDIDATES = range(20_000, 30_000)
@@ -18,3 +20,15 @@ def free_port() -> int:
                 continue
             return port
     raise OSError(f"every port from {_CANDIDATES.start} to {_CANDIDATES.stop - 1} is taken")
+
+
+def check_port(host: str, port: int) -> None:
+    """Raise `ConfigError` if the server cannot listen there."""
+    try:
+        with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind((host, port))
+    except OSError as error:
+        raise ConfigError(f"http_options: cannot listen on {host}:{port}: {error.strerror}") from None
+    except Exception as error:  # a name that is none, or a number that is no port
+        raise ConfigError(f"http_options: cannot listen on {host}:{port}: {error}") from None

@@ -1,10 +1,13 @@
 """The Ray node that `serve-app serve` starts for itself, without what nobody there uses.
 
 Uses what Ray does not document, read from Ray 2.60.0 and to be read again when the pin in pyproject.toml moves:
-`ray._private.services.start_api_server` (replaced). The rest of that is in `serving/ray_patches.py`.
+`ray._private.services.start_api_server` (replaced) and the node's processes (`ray._private.worker._global_node`). The
+rest of that is in `serving/ray_patches.py`.
 """
 
 from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
 
 _OBJECT_STORE_BYTES = 100 * 2**20
 
@@ -24,6 +27,32 @@ def start_node() -> None:
         object_store_memory=_OBJECT_STORE_BYTES,
         logging_level="error",
     )
+
+
+@dataclass(frozen=True)
+class NodeProcess:
+    """A process that `start_node` has started. `kind`: Ray's name, as in `gcs_server`, `raylet`, `log_monitor`."""
+
+    kind: str
+    process: Any
+
+    @property
+    def pid(self) -> int:
+        """The process's id."""
+        return int(self.process.pid)
+
+    def status(self) -> int | None:
+        """How it has ended, as `subprocess` says it; None while it runs."""
+        status: int | None = self.process.poll()
+        return status
+
+
+def node_processes() -> list[NodeProcess]:
+    """Those of the node that this process has started."""
+    from ray._private import worker
+
+    kinds = worker._global_node.all_processes.items()
+    return [NodeProcess(kind, started.process) for kind, processes in kinds for started in processes]
 
 
 def load_application() -> None:

@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from serve_app.environment import proxies_are_named
 from serve_app.http_client import fetch
 from serve_app.tenants.keys import new_key
 
@@ -36,8 +37,9 @@ def example(url: str, model: str, *, wants_key: bool) -> str:
     question = [{"role": "user", "content": "Name the capital of France."}]
     body = json.dumps({"model": model, "messages": question, "max_tokens": 32, "temperature": 0})
     key = "-H 'Authorization: Bearer YOUR-KEY' " if wants_key else ""
-    trust = "-k " if url.startswith("https:") else ""
-    return f"  curl {trust}{url}/v1/chat/completions {key}-H 'Content-Type: application/json' -d '{body}'"
+    options = "-k " if url.startswith("https:") else ""
+    options += "--noproxy '*' " if proxies_are_named() else ""
+    return f"  curl {options}{url}/v1/chat/completions {key}-H 'Content-Type: application/json' -d '{body}'"
 
 
 def _call(url: str, key: str, body: dict[str, Any] | None) -> dict[str, Any]:

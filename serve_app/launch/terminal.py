@@ -7,6 +7,7 @@ same lines are in Ray's log folder, so nothing is lost by leaving the controller
 import io
 import re
 from collections.abc import Callable
+from contextlib import suppress
 from typing import TextIO
 
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
@@ -15,6 +16,17 @@ _WORKER_LINE = re.compile(r"\((?P<worker>[^()]*?)(?: pid=\d+)?(?:, ip=[^()]*)?\)
 _OUR_RECORD = re.compile(r"(?P<level>[A-Z]+) serve_app[\w.]*: (?P<message>.*)")
 # `serve run` says what it does in the form of log lines; the launcher says it in its own words.
 _SERVE_RUN_LINE = re.compile(r"(INFO )?\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d+\s.*")
+
+
+def write_line(target: TextIO | None, line: str) -> None:
+    """In one piece, so that no other thread's line comes in between. A terminal that is gone, a pipe that nobody reads
+    or a full disk ends no server, and a character that `target` does not have is escaped."""
+    if target is None:
+        return
+    encoding = getattr(target, "encoding", None) or "utf-8"
+    with suppress(OSError, ValueError):  # of a closed file
+        target.write(line.encode(encoding, "backslashreplace").decode(encoding) + "\n")
+        target.flush()
 
 
 class Terminal(io.TextIOBase):
@@ -35,7 +47,8 @@ class Terminal(io.TextIOBase):
 
     def flush(self) -> None:
         """Flush the target; an unfinished line stays."""
-        self._target.flush()
+        with suppress(OSError, ValueError):
+            self._target.flush()
 
     def isatty(self) -> bool:
         """No colours: the lines are taken apart."""
@@ -46,10 +59,10 @@ class Terminal(io.TextIOBase):
         worker = _WORKER_LINE.fullmatch(plain)
         if worker is None:
             if not _SERVE_RUN_LINE.fullmatch(plain):
-                self._target.write(f"{line}\n")
+                write_line(self._target, line)
             return
         if worker["text"].startswith('{"time":'):  # a request's line, for programs: as it is
-            self._target.write(f"{worker['text']}\n")
+            write_line(self._target, worker["text"])
             return
         record = _OUR_RECORD.fullmatch(worker["text"])
         if record is not None:

@@ -12,9 +12,8 @@ from pathlib import Path
 
 from serve_app.errors import ConfigError
 from serve_app.file_state import FileState, file_state
+from serve_app.launch.haproxy_config import PEM
 
-PEM = "tls.pem"
-"""The copy's name, in the folder that HAProxy's other files are in."""
 HAPROXY_SOCKET = "admin.sock"
 
 _TIMEOUT_S = 5.0

@@ -1,6 +1,6 @@
-"""Tells why the server was away: deaths of Ray's actors (replicas, ingress, controller, proxies), and readiness.
+"""Reports why the server was away: deaths of Ray's actors (replicas, ingress, controller, proxies), and readiness.
 
-One line each. A cause is told as far as Ray or the kernel tell it.
+One line each, with the cause as far as Ray or the kernel report it. Decides when the server is beyond repair.
 """
 
 import json
@@ -14,6 +14,8 @@ from serve_app.serving.ray_patches import Actor, actors
 
 _PERIOD_S = 1.0
 _TIMEOUT_S = 1.0
+_MOST_REFUSED_S = 30.0
+"""Serve starts its proxy again within seconds; see `keep_haproxy_running` for HAProxy."""
 _VMSTAT = Path("/proc/vmstat")
 _INTENDED = re.compile(r"exit type: INTENDED|exit_actor")
 _DETAIL = re.compile(r"exit detail: (.*?)(?: Some common causes| There are some potential| Worker exit|$)", re.DOTALL)
@@ -27,19 +29,26 @@ class Watch:
         self._say = say
         self._next_look = 0.0
         self._away_since: float | None = None
+        self._refused_since: float | None = None
         self._restarts: dict[str, int] = {}
         self._dead: set[str] = set()
         self._oom_kills = _count_oom_kills()
         self._note_actors(told=False)
 
-    def look(self) -> None:
-        """Tell what has changed since the last look, unless that was just now."""
+    def look(self) -> str | None:
+        """Report what has changed since the last look, unless that was just now.
+
+        Returns one line once the server cannot be reached any more and does not come back.
+        """
         now = time.monotonic()
         if now < self._next_look:
-            return
+            return None
         self._next_look = now + _PERIOD_S
         self._note_actors(told=True)
         self._note_readiness(now)
+        if self._refused_since is None or now - self._refused_since < _MOST_REFUSED_S:
+            return None
+        return f"{self._url} has taken no connection for {now - self._refused_since:.0f} s: its proxy does not start"
 
     def _note_actors(self, *, told: bool) -> None:
         kills, before = _count_oom_kills(), self._oom_kills
@@ -61,10 +70,13 @@ class Watch:
         try:
             fetch(f"{self._url}/health/ready", timeout_s=_TIMEOUT_S, verify=False)
         except (OSError, ValueError) as error:
+            refused = isinstance(getattr(error, "reason", error), ConnectionRefusedError)
+            self._refused_since = (self._refused_since or now) if refused else None
             if self._away_since is None:
                 self._away_since = now
                 self._say(f"not ready: {_why(error)}")
             return
+        self._refused_since = None
         if self._away_since is not None:
             self._say(f"ready again after {now - self._away_since:.1f} s")
             self._away_since = None

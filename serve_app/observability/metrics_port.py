@@ -1,13 +1,21 @@
 """The metrics port: a process's registry, and other pages beside it, over HTTP in threads of their own.
 
-It answers while the event loop is busy, and dies with the process, so that no series outlives its source.
+It answers while the process's event loop is busy, and dies with the process, so that no series outlives its source.
+Whoever reaches the port may open connections before any key is asked for, so these cost little: one thread reads all
+requests, few threads answer them, and connections are bounded in time and number.
 """
 
+import asyncio
+import socket
+import threading
 from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING
-from urllib.parse import parse_qsl
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from http import HTTPStatus
+from typing import TYPE_CHECKING, Any
+from urllib.parse import parse_qsl, unquote, urlsplit
 
-from prometheus_client import CollectorRegistry, start_http_server
+from prometheus_client import CollectorRegistry, make_wsgi_app
 
 if TYPE_CHECKING:
     from wsgiref.types import StartResponse, WSGIApplication, WSGIEnvironment
@@ -18,18 +26,110 @@ Page = Callable[[Mapping[str, str]], bytes]
 Admits = Callable[[str], bool]
 """Whether who sends this key may see the pages. Called in any thread."""
 
+_MAX_CONNECTIONS = 64
+"""One more closes the oldest of those that have not sent their request yet."""
+_MAX_HEAD_BYTES = 16_384
+_TIME_LIMIT_S = 5.0
+"""For a request to arrive, and for its answer to be read."""
+_WORKERS = 2
+
 
 def serve_registry(
     registry: CollectorRegistry, host: str, pages: Mapping[str, Page] | None = None, admits: Admits | None = None
 ) -> int:
     """Serve `registry`, and `pages` by their paths, on a free port of `host`; returns the port.
 
-    To whom `admits` says so, by the key that the request brings; to everybody without it.
+    To clients whose key `admits` accepts; to all without it. Raises `OSError` where it cannot listen.
     """
-    server, _thread = start_http_server(0, addr=host, registry=registry)
-    app = _with_pages(pages or {}, server.get_app())  # type: ignore[arg-type]
-    server.set_app(app if admits is None else _behind_key(admits, app))
-    return int(server.server_port)
+    app = _with_pages(pages or {}, make_wsgi_app(registry))
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listening = socket.create_server((host, 0), family=family, backlog=_MAX_CONNECTIONS)
+    port = int(listening.getsockname()[1])
+    server = _Server(app if admits is None else _behind_key(admits, app))
+    threading.Thread(target=lambda: asyncio.run(server.run(listening)), name="metrics", daemon=True).start()
+    return port
+
+
+class _Server:
+    """HTTP/1.1 for one GET on each connection."""
+
+    def __init__(self, app: "WSGIApplication") -> None:
+        self._app = app
+        self._workers = ThreadPoolExecutor(_WORKERS, "metrics")
+        self._reading: dict[asyncio.StreamWriter, None] = {}
+        """Connections whose requests have not arrived, the oldest first."""
+        self._answering = 0
+
+    async def run(self, listening: socket.socket) -> None:
+        """For ever."""
+        server = await asyncio.start_server(self._serve, sock=listening, limit=_MAX_HEAD_BYTES)
+        await server.serve_forever()
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._reading[writer] = None
+        while self._reading and len(self._reading) + self._answering > _MAX_CONNECTIONS:
+            oldest = next(iter(self._reading))
+            del self._reading[oldest]
+            oldest.transport.abort()
+        try:
+            async with asyncio.timeout(_TIME_LIMIT_S):
+                head = await reader.readuntil(b"\r\n\r\n")
+            if writer not in self._reading:
+                return
+            del self._reading[writer]
+            await self._respond(head, writer)
+        except (OSError, EOFError, TimeoutError, asyncio.LimitOverrunError):
+            pass
+        finally:
+            self._reading.pop(writer, None)
+            writer.transport.abort()
+
+    async def _respond(self, head: bytes, writer: asyncio.StreamWriter) -> None:
+        self._answering += 1
+        try:
+            writer.write(await asyncio.get_running_loop().run_in_executor(self._workers, self._answer, head))
+            async with asyncio.timeout(_TIME_LIMIT_S):
+                await writer.drain()
+                writer.close()
+                await writer.wait_closed()
+        finally:
+            self._answering -= 1
+
+    def _answer(self, head: bytes) -> bytes:
+        """The response to the request with this head, in a worker."""
+        status, headers, body = "400 Bad Request", [("Content-Type", "text/plain")], b"this is not a valid request\n"
+
+        def start_response(line: str, fields: list[tuple[str, str]], _error: Any = None) -> Callable[[bytes], object]:
+            nonlocal status, headers
+            status, headers = line, fields
+            return lambda _: None
+
+        environ = _environ(head)
+        if environ is not None:
+            try:
+                body = b"".join(self._app(environ, start_response))
+            except Exception:  # a page's, whatever it is: the next request gets its answer
+                failed = HTTPStatus.INTERNAL_SERVER_ERROR
+                status, headers, body = f"{failed.value} {failed.phrase}", [], b""
+            if environ["REQUEST_METHOD"] == "HEAD":
+                body = b""
+        sent = [*((k, v) for k, v in headers if k.lower() != "content-length"), ("Content-Length", str(len(body)))]
+        lines = [f"HTTP/1.1 {status}", *(f"{name}: {value}" for name, value in sent), "Connection: close"]
+        return "\r\n".join([*lines, "", ""]).encode("latin-1") + body
+
+
+def _environ(head: bytes) -> dict[str, Any] | None:
+    """What the pages read of a WSGI environment; None if this is no request."""
+    first, *lines = head.decode("latin-1").split("\r\n")
+    with suppress(ValueError):
+        method, target, _version = first.split(" ")
+        url = urlsplit(target)
+        environ: dict[str, Any] = {"REQUEST_METHOD": method, "PATH_INFO": unquote(url.path), "QUERY_STRING": url.query}
+        for line in filter(None, lines):
+            name, value = line.split(":", 1)
+            environ[f"HTTP_{name.upper().replace('-', '_')}"] = value.strip()
+        return environ
+    return None
 
 
 def _with_pages(pages: Mapping[str, Page], otherwise: "WSGIApplication") -> "WSGIApplication":

@@ -6,18 +6,22 @@ import ipaddress
 import itertools
 import logging
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 
 from serve_app.api.access import Access
 from serve_app.api.origins import Origins
-from serve_app.errors import ConfigError
+from serve_app.environment import internal_key_file
+from serve_app.errors import ConfigError, UnavailableError
+from serve_app.lasting import LastingTasks
 from serve_app.observability.metrics_port import Admits
-from serve_app.settings import IngressSettings, internal_key_file
+from serve_app.settings import IngressSettings
 from serve_app.tenants.accounts import Accounts
 from serve_app.tenants.audit import AuditLog
-from serve_app.tenants.key_file import WatchedKeyFile
-from serve_app.tenants.keys import KeyRing, check_limits, hash_key
+from serve_app.tenants.key_file import WatchedKeyFile, read_key_file
+from serve_app.tenants.keys import KeyRing, UnknownKeys, check_limits, hash_key
 from serve_app.tenants.ledger import Ledger
 
 logger = logging.getLogger(__name__)
@@ -25,31 +29,32 @@ logger = logging.getLogger(__name__)
 _LOOPBACK_NAMES = ("127.0.0.1", "localhost", "[::1]")
 _REFRESH_S = 1.0
 _SYNC_EVERY = 20
-"""Looks at the keys file between two times that the ledger is put on the disk."""
+"""Looks at the ledger between two times that it is put on the disk."""
 
 
 def check_doors(ingress: IngressSettings, host: str) -> None:
-    """Raise `ConfigError` if the keys file cannot be read, or if anybody could come from elsewhere untold.
+    """Raise `ConfigError` if keys file or ledger cannot be used, or if anybody could come from elsewhere untold.
 
     `host` is the address on which the server listens.
     """
+    _check_open(ingress, host)
     if ingress.keys_file is not None:
-        _watch_keys(ingress, _ignore)
-    elif not _is_loopback(host) and not ingress.allow_anonymous:
-        raise ConfigError(
-            f"setting `ingress.keys_file`: is needed where the server listens beyond this machine ({host}), "
-            "or `ingress.allow_anonymous: true`"
-        )
+        read_key_file(Path(ingress.keys_file), _check_keys(ingress))
+    if ingress.ledger_folder is not None:
+        Ledger(Path(ingress.ledger_folder)).close()
 
 
 class Doors:
-    """The ingress's `access` and `accounts`, of which `watch` keeps the keys as new as their file."""
+    """The ingress's `access` and `accounts`, which the tasks of `start` keep as new as their files.
+
+    A file that cannot be used keeps no ingress from starting: the one that it replaces may be dead.
+    """
 
     def __init__(self, ingress: IngressSettings, host: str) -> None:
-        """Raises `ConfigError` as `check_doors` does, and where the ledger cannot be written."""
-        check_doors(ingress, host)
+        """Raises `ConfigError` if anybody could come from elsewhere untold."""
+        _check_open(ingress, host)
         folder = None if ingress.ledger_folder is None else Path(ingress.ledger_folder)
-        self._ledger = None if folder is None else Ledger(folder)
+        self._ledger = None if folder is None else Ledger(folder, must_open=False)
         audit = None if folder is None else AuditLog(folder)
         self.accounts = Accounts(self._ledger)
         origins = Origins(_hosts(ingress, host), ingress.allowed_origins)
@@ -73,14 +78,41 @@ class Doors:
         file = self._file
         return None if file is None else lambda key: file.ring.is_admin(key, datetime.now(UTC))
 
-    async def watch(self) -> None:
-        """Until cancelled. In a thread, as the files may lie on a file system that has gone away."""
+    @property
+    def keys_file_invalid(self) -> bool:
+        """Whether the keys file could not be read the last time."""
+        return self._file is not None and self._file.error is not None
+
+    def check_ready(self) -> None:
+        """Raise `UnavailableError` while no key can be checked, or no use of today can be read or written."""
+        if self._file is not None and isinstance(self._file.ring, UnknownKeys):
+            raise self._file.ring.error()
+        if self._ledger is not None and not self._ledger.is_open:
+            raise UnavailableError("today's file in `ingress.ledger_folder` cannot be opened; the log says why")
+
+    def start(self, tasks: LastingTasks) -> None:
+        """Look after the files from now on."""
+        if self._file is not None:
+            tasks.start("keys file", self._watch_keys)
+        if self._ledger is not None:
+            tasks.start("ledger", self._keep_ledger)
+
+    async def _watch_keys(self) -> None:
+        """In a thread of its own, as the file may lie on a file system that has gone away."""
+        assert self._file is not None
+        loop, thread = asyncio.get_running_loop(), ThreadPoolExecutor(1, "keys")
+        while True:
+            await asyncio.sleep(_REFRESH_S)
+            await loop.run_in_executor(thread, self._file.refresh)
+
+    async def _keep_ledger(self) -> None:
+        assert self._ledger is not None
+        loop, thread = asyncio.get_running_loop(), ThreadPoolExecutor(1, "ledger")
         for look in itertools.count(1):
             await asyncio.sleep(_REFRESH_S)
-            if self._file is not None:
-                await asyncio.to_thread(self._file.refresh)
-            if self._ledger is not None and look % _SYNC_EVERY == 0:
-                await asyncio.to_thread(self._ledger.sync)
+            self._ledger.look()
+            if look % _SYNC_EVERY == 0:
+                await loop.run_in_executor(thread, self._ledger.sync)
 
 
 def admits_to_replicas_metrics(ingress: IngressSettings, own_key: str) -> Admits | None:
@@ -102,11 +134,27 @@ def admits_to_replicas_metrics(ingress: IngressSettings, own_key: str) -> Admits
 
 
 def _watch_keys(ingress: IngressSettings, on_change: Callable[[str], None]) -> WatchedKeyFile:
-    def check(ring: KeyRing) -> None:
-        check_limits(ring, has_ledger=ingress.ledger_folder is not None)
-
+    """From its state now on; while that cannot be read, no key is known."""
     assert ingress.keys_file is not None
-    return WatchedKeyFile(Path(ingress.keys_file), check, on_change)
+    path, check = Path(ingress.keys_file), _check_keys(ingress)
+    try:
+        return WatchedKeyFile(path, check, on_change)
+    except ConfigError:
+        file = WatchedKeyFile(path, check, on_change, ring=UnknownKeys())
+        file.refresh()
+        return file
+
+
+def _check_keys(ingress: IngressSettings) -> Callable[[KeyRing], None]:
+    return partial(check_limits, has_ledger=ingress.ledger_folder is not None)
+
+
+def _check_open(ingress: IngressSettings, host: str) -> None:
+    if ingress.keys_file is None and not _is_loopback(host) and not ingress.allow_anonymous:
+        raise ConfigError(
+            f"setting `ingress.keys_file`: is needed where the server listens beyond this machine ({host}), "
+            "or `ingress.allow_anonymous: true`"
+        )
 
 
 def _ignore(*_: str) -> None:

@@ -12,9 +12,10 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from typing import Any, get_args
 
-from prometheus_client import CONTENT_TYPE_LATEST, Gauge
+from prometheus_client import CONTENT_TYPE_LATEST
 from ray import serve
 from ray.serve.handle import DeploymentHandle
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -29,6 +30,7 @@ from serve_app.console.routes import Sources, add_console
 from serve_app.core.request import EngineRequest
 from serve_app.core.results import TokenDelta
 from serve_app.core.sampling_params import SamplingParams
+from serve_app.environment import FAST_PATH_ENVIRONMENT, bypass_proxies, fast_path_enabled, haproxy_enabled
 from serve_app.errors import ConfigError, UnavailableError
 from serve_app.fleet.attempt import Condition, Replica, Transport
 from serve_app.fleet.failover import Failover
@@ -40,18 +42,21 @@ from serve_app.fleet.transport import LinkTransport
 from serve_app.fleet.watchdog import Watchdog
 from serve_app.grammars import Refusal
 from serve_app.http_client import fetch
+from serve_app.lasting import LastingTasks
 from serve_app.observability.held_bytes import HeldBytes, register_held_bytes
 from serve_app.observability.logging import RequestLines, log_to_terminal
 from serve_app.observability.metrics import IngressMetrics, merge_expositions
 from serve_app.observability.tracing import RequestSpans
+from serve_app.observability.upkeep import register_upkeep
 from serve_app.serving import membership
 from serve_app.serving.doors import Doors
 from serve_app.serving.freed_memory import return_freed_blocks
 from serve_app.serving.front import Front
-from serve_app.serving.ray_patches import bind_replica_port_to_node, has_certificate, http_host
+from serve_app.serving.gpus import report_lacking_gpus
+from serve_app.serving.ray_patches import bind_replica_port_to_node, has_certificate, http_host, node_address
 from serve_app.serving.replica import STEPS_PATH
 from serve_app.serving.scraping import METRICS_ADDRESS, METRICS_KEY, metrics_targets, open_metrics_port
-from serve_app.settings import FAST_PATH_ENVIRONMENT, Settings, fast_path_enabled, haproxy_enabled
+from serve_app.settings import Settings
 from serve_app.text.tokenizer import Tokenizer, load_tokenizer
 
 logger = logging.getLogger(__name__)
@@ -85,8 +90,12 @@ class ReplicaService:
         tokenizer: Tokenizer,
         metrics: IngressMetrics,
         settings: Settings,
+        doors: Doors,
+        tasks: LastingTasks,
     ) -> None:
-        """`name`: the model's, for clients. One of the replicas is there."""
+        """`name`: the model's, for clients. One of the replicas is there. `doors` and `tasks` can be unready."""
+        self._doors = doors
+        self._tasks = tasks
         self._timeout_s = settings.ingress.request_timeout_s
         self._transport = transport
         self._metrics = metrics
@@ -99,8 +108,8 @@ class ReplicaService:
         self._failover = Failover(
             transport, replicas, wait_s=settings.ingress.failover_wait_s, on_failover=metrics.failed_over
         )
-        watchdog = Watchdog(transport, replicas, on_false_alarm=metrics.false_alarm)
-        self._watching = asyncio.create_task(watchdog.run(), name="watchdog")
+        watchdog = Watchdog(transport, replicas, tasks=tasks, on_false_alarm=metrics.false_alarm)
+        tasks.start("watchdog", watchdog.run)
 
     def generate(
         self, request: EngineRequest, context: RequestContext | None = None
@@ -123,10 +132,13 @@ class ReplicaService:
             self.model = describe_model(self.model, [replica.metadata for replica in alive])
 
     def check_ready(self) -> None:
-        """Raise `UnavailableError` while no replica could serve.
+        """Raise `UnavailableError` while no replica could serve, no key can be checked, or a lasting task fails.
 
         Not at once: a replica whose `user_config` changes is away for a moment, and requests can wait.
         """
+        self._doors.check_ready()
+        if (name := self._tasks.failing) is not None:
+            raise UnavailableError(f"the task {name!r} of this server keeps failing; its log says why")
         if self._failover.without_replicas_s > _ABSENCE_S:
             raise UnavailableError("no engine replica is running", retry_after_s=RETRY_AFTER_S)
 
@@ -172,7 +184,10 @@ class Ingress:
         return_freed_blocks()
         log_to_terminal()
         bind_replica_port_to_node()
+        bypass_proxies(node_address())
         loop = asyncio.get_running_loop()
+        tasks = LastingTasks()
+        waiting = tasks.start("waiting for GPUs", partial(report_lacking_gpus, settings), vital=False)
         self._request_lines = RequestLines(loop.call_later)
         if haproxy_enabled() and await asyncio.to_thread(has_certificate):
             logger.error(_NO_TLS)  # Ray keeps the reason to itself, and tries again
@@ -186,6 +201,7 @@ class Ingress:
         membership.engines.subscribe(lambda known: loop.call_soon_threadsafe(self._replicas.publish, known))
         # During an update the ping may have been answered by a replica of another model, which we may not use.
         await wait_for_replica(self._replicas, _ENGINES_TIMEOUT_S)
+        waiting.cancel()
         name = settings.served_model_name or tokenizer.name
         self._settings = settings
         self._queue = AsyncAdmissionQueue(
@@ -196,8 +212,7 @@ class Ingress:
         self._places_of_one = settings.max_ongoing_per_replica
         self._drain = Drain()
         self._metrics = IngressMetrics(lambda: self._queue.queued, lambda: self._queue.ongoing, self._engines_load)
-        tasks = Gauge("serve_app_ingress_tasks", "Tasks of the ingress's event loop", registry=self._metrics.registry)
-        tasks.set_function(lambda: len(asyncio.all_tasks(loop)))
+        register_upkeep(self._metrics.registry, loop, tasks, lambda: self._doors.keys_file_invalid)
         self._metrics.expect(get_args(Endpoint), tuple(Outcome), tuple(LossReason), tuple(Refusal))
         self._metrics_address = open_metrics_port(
             self._metrics.registry, settings.metrics_host, admits=self._doors.admits_to_metrics()
@@ -205,9 +220,9 @@ class Ingress:
         otlp_endpoint = settings.ingress.otlp_endpoint
         self._spans = None if otlp_endpoint is None else RequestSpans(otlp_endpoint, name)
         self._service = ReplicaService(
-            self._open_transport(engines), self._replicas, name, tokenizer, self._metrics, settings
+            self._open_transport(engines), self._replicas, name, tokenizer, self._metrics, settings, self._doors, tasks
         )
-        self._watching_keys = asyncio.create_task(self._doors.watch(), name="keys")
+        self._doors.start(tasks)
         await _first_token(self._service)
         if not fast_path_enabled():
             logger.warning(_NO_FAST_PATH)

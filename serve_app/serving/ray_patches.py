@@ -5,18 +5,35 @@ To be read again when the pin in pyproject.toml moves. What must be replaced bef
 
 What is used: `ray.serve._private.replica.add_port_to_grpc_server` (replaced), the controller's client
 (`ray.serve.context._get_global_client`) with its `deploy_apps`, its `http_config` and the controller's
-`_all_running_replicas`, and `DeploymentHandle._init`; and Ray's table of actors (`ray._private.state.actors`).
+`_all_running_replicas`, and `DeploymentHandle._init`; Ray's table of actors (`ray._private.state.actors`); and the
+class of Serve's HAProxy manager, whose `ready` is replaced, with its `_haproxy` and `_reload_lock`.
 """
 
+import asyncio
+import logging
+import os
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import ray._private.state
 import ray.util
+from ray.serve._private import haproxy as ray_haproxy
 from ray.serve._private import replica as ray_replica
 from ray.serve.context import _get_global_client
 from ray.serve.handle import DeploymentHandle
 from ray.serve.schema import ServeDeploySchema
+
+from serve_app.lasting import LastingTasks
+from serve_app.observability.logging import log_to_terminal
+
+logger = logging.getLogger(__name__)
+
+_LOOK_AT_HAPROXY_S = 0.1
+_START_HAPROXY_S = 1.0
+"""Between two attempts."""
 
 
 def node_address() -> str:
@@ -69,7 +86,8 @@ def deploy_again(schema: ServeDeploySchema) -> None:
 
 def use_in_any_thread(handle: DeploymentHandle[Any]) -> None:
     """Let `handle` be called in a thread without an event loop: on Ray's fast path it would want to live on one."""
-    handle._init(_run_router_in_separate_loop=True)
+    if not handle.is_initialized:
+        handle._init(_run_router_in_separate_loop=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,3 +120,61 @@ def _actor(actor_id: str, row: dict[str, Any]) -> Actor:
         crashed=reason not in ("RAY_KILL", "OUT_OF_SCOPE", "REF_DELETED", "OWNER_DIED"),
         cause=died.error_message or row["DeathCause"].oom_context.error_message,
     )
+
+
+def keep_haproxy_running() -> None:
+    """Have Serve's HAProxy manager start HAProxy again as soon as it has ended. For the controller's process.
+
+    Left to itself, Ray notices after three health checks and replaces the manager, which takes half a minute.
+    `RAY_SERVE_CONTROLLER_CALLBACK_IMPORT_PATH` names this function to Ray.
+    """
+    _haproxy_manager().ready = _ready_and_watching
+
+
+def _haproxy_manager() -> Any:
+    """The class of which the controller makes an actor."""
+    return ray_haproxy.HAProxyManager.__ray_metadata__.modified_class
+
+
+async def _ready_and_watching(manager: Any) -> str:
+    """`HAProxyManager.ready`, which the controller calls in the manager's process; there it is Ray's own."""
+    answer = await _haproxy_manager().ready(manager)
+    if not hasattr(manager, "watching_haproxy"):
+        log_to_terminal()
+        manager.watching_haproxy = LastingTasks().start("haproxy", partial(_watch_haproxy, manager))
+    return str(answer)
+
+
+async def _watch_haproxy(manager: Any) -> None:
+    """Until cancelled: start HAProxy where it has ended, or where its socket, by which Ray knows it, is gone."""
+    while True:
+        await asyncio.sleep(_LOOK_AT_HAPROXY_S)
+        if _has_haproxy(manager):
+            continue
+        async with manager._reload_lock:
+            if not _has_haproxy(manager):
+                try:
+                    await _start_haproxy(manager._haproxy)
+                except Exception as error:  # whatever it is: the launcher ends the server if it lasts
+                    logger.error("HAProxy did not start: %s", " ".join(str(error).split())[:300])
+                    await asyncio.sleep(_START_HAPROXY_S)
+
+
+def _has_haproxy(manager: Any) -> bool:
+    api = manager._haproxy
+    # `_proc` is None once Ray has stopped it.
+    return api._proc is None or (api._is_running() and Path(api.cfg.socket_path).exists())
+
+
+async def _start_haproxy(api: Any) -> None:
+    """A new process; one that still runs finishes its connections."""
+    old, is_running = api._proc, api._is_running()
+    what = "lost its socket" if is_running else f"ended with status {old.returncode}"
+    logger.warning("HAProxy (pid %d) has %s: starting it again", old.pid, what)
+    api._initialize_directories_and_error_files()
+    api._generate_config_file_internal()
+    with suppress(FileNotFoundError):
+        os.unlink(api.cfg.server_state_file)  # of the last reload, which may be long ago
+    api._proc = await api._start_and_wait_for_haproxy(*(("-sf", str(old.pid)) if is_running else ()))
+    if is_running:
+        api._old_procs.append(old)

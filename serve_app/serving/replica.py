@@ -20,6 +20,7 @@ import ray
 from ray import serve
 
 from serve_app.core.step_record import StepRecord
+from serve_app.environment import ENGINE_ENVIRONMENT, bypass_proxies, export
 from serve_app.errors import ConfigError
 from serve_app.fleet.attempt import STALL_TIMEOUT_S
 from serve_app.fleet.link import LINK, MAX_UNSENT_BYTES, LinkServer
@@ -35,7 +36,7 @@ from serve_app.serving.knobs import CHOSEN, live_knobs, scheduler_knobs
 from serve_app.serving.ray_patches import bind_replica_port_to_node, node_address
 from serve_app.serving.revision import identify, revision_of
 from serve_app.serving.scraping import METRICS_ADDRESS, METRICS_KEY, open_metrics_port
-from serve_app.settings import ENGINE_ENVIRONMENT, Settings, export
+from serve_app.settings import Settings
 from serve_app.text.tokenizer import load_tokenizer
 
 logger = logging.getLogger(__name__)
@@ -64,6 +65,7 @@ class EngineReplica:
         self._links = LinkServer(self.generate, self._heartbeat)
         log_to_terminal()
         bind_replica_port_to_node()
+        bypass_proxies(node_address())
         self._replica_id = serve.get_replica_context().replica_id.unique_id
         self._last_step = 0
         self._metrics = EngineMetrics(ray.get_gpu_ids())

@@ -4,6 +4,7 @@ import logging
 import os
 import re
 import tempfile
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,10 +13,12 @@ import yaml
 
 from serve_app.errors import ConfigError
 from serve_app.file_state import file_state
-from serve_app.tenants.keys import KeyRing, check_name, hash_key, new_key, parse_keys
+from serve_app.operator_files import read_text, typed_errors
+from serve_app.tenants.keys import KeyRing, UnknownKeys, check_name, hash_key, new_key, parse_keys
 
 logger = logging.getLogger(__name__)
 
+_REMINDER_S = 30.0
 _HEADER = "# API keys of serve_app: names with their fields. Of a key only its hash is here.\n"
 
 
@@ -37,28 +40,37 @@ class WatchedKeyFile:
         check: Check = lambda _: None,
         on_change: Callable[[str], None] = lambda _: None,
         ring: KeyRing | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`on_change` is told in words what is new. `ring` is to hold until the file is read for the first time.
 
-        Raises `ConfigError` if there is nothing to begin with.
+        `clock`: seconds. Raises `ConfigError` if there is nothing to begin with.
         """
         self._on_change = on_change
         self._path = path
         self._check = check
+        self._clock = clock
+        self._next_reminder = 0.0
         self._seen = file_state(path) if ring is None else None
         self.ring = read_key_file(path, check) if ring is None else ring
+        self.error: str | None = None
+        """Why the file could not be read the last time; None if it could."""
 
     def refresh(self) -> None:
-        """Read the file if it has changed; keep what is known, and log why, if it cannot be read. May block."""
+        """Read the file if it has changed or could not be read; if it cannot be, keep what is known. May block.
+
+        An error is logged at once, and again every 30 s while it lasts.
+        """
         state = file_state(self._path)
-        if state == self._seen:
+        if state == self._seen and self.error is None:
             return
         self._seen = state
         try:
             ring = read_key_file(self._path, self._check)
         except ConfigError as error:
-            logger.error("%s; the keys known before stay in force", error)
+            self._complain(str(error))
             return
+        self.error = None
         before, after = ({tenant.name: tenant for tenant in keys.tenants} for keys in (self.ring, ring))
         self.ring = ring
         news = {
@@ -71,11 +83,21 @@ class WatchedKeyFile:
         logger.info("keys file %s was read again: %s", self._path, told)
         self._on_change(told)
 
+    def _complain(self, error: str) -> None:
+        now = self._clock()
+        if error != self.error or now >= self._next_reminder:
+            self._next_reminder = now + _REMINDER_S
+            unknown = isinstance(self.ring, UnknownKeys)
+            meanwhile = "every API key is answered 503" if unknown else "the keys known before stay in force"
+            logger.error("%s; %s", error, meanwhile)
+        self.error = error
+
 
 def add_key(path: Path, name: str, fields: dict[str, Any]) -> str:
     """Add a new key for `name` to the file, which is made if need be; returns the key. Raises `ConfigError`."""
     check_name(name)
-    text = _read(path) if path.exists() else _HEADER
+    with typed_errors(f"keys file {path}: "):
+        text = _read(path) if path.exists() else _HEADER
     if any(tenant.name == name for tenant in _parse(path, text).tenants):
         raise ConfigError(f"{path}: there is a key named {name} already; revoke it, or take another name")
     key = new_key()
@@ -104,17 +126,16 @@ def remove_key(path: Path, name: str) -> None:
 
 def _read(path: Path) -> str:
     try:
-        return path.read_text()
-    except OSError as error:
-        raise ConfigError(f"keys file {path}: {error.strerror}") from None
-    except UnicodeDecodeError:
-        raise ConfigError(f"keys file {path}: is not UTF-8 text") from None
+        return read_text(path)
+    except ConfigError as error:
+        raise ConfigError(f"keys file {path}: {error}") from None
 
 
 def _parse(path: Path, text: str, check: Check = lambda _: None) -> KeyRing:
     try:
-        ring = parse_keys(text)
-        check(ring)
+        with typed_errors(show_text=False):
+            ring = parse_keys(text)
+            check(ring)
     except ConfigError as error:
         raise ConfigError(f"keys file {path}: {error}") from None
     return ring
@@ -123,8 +144,8 @@ def _parse(path: Path, text: str, check: Check = lambda _: None) -> KeyRing:
 def _write(path: Path, text: str) -> None:
     """In one step, so that a server that watches it sees all or nothing; readable for its owner, if it is new."""
     _parse(path, text)
-    mode = path.stat().st_mode & 0o777 if path.exists() else 0o600
     try:
+        mode = path.stat().st_mode & 0o777 if path.exists() else 0o600
         with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=f".{path.name}-", delete=False) as file:
             file.write(text)
             file.flush()

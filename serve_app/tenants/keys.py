@@ -10,10 +10,12 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
-from serve_app.errors import AuthenticationError, ConfigError
+from serve_app.errors import AuthenticationError, ConfigError, RequestError, UnavailableError
+from serve_app.operator_files import BoundedLoader, load_yaml
 from serve_app.tenants.tenant import NAME, Tenant
 
 _PREFIX = "sk-serve-"
+_RETRY_AFTER_S = 2.0
 _HASH = re.compile(r"[0-9a-f]{64}")
 
 
@@ -60,8 +62,27 @@ class KeyRing:
         """Whether it is an admin's at `now`."""
         try:
             return self.find(key, now).admin
-        except AuthenticationError:
+        except RequestError:
             return False
+
+
+class UnknownKeys(KeyRing):
+    """In the place of a keys file that could not be read yet: no key can be checked."""
+
+    def __init__(self) -> None:
+        super().__init__({})
+
+    def find(self, key: str, now: datetime) -> Tenant:
+        """Raises `UnavailableError`."""
+        raise self.error()
+
+    def error(self) -> UnavailableError:
+        """What a request is answered whose key cannot be checked."""
+        return UnavailableError(
+            "no API key can be checked: the file of `ingress.keys_file` is invalid, and the server's log says why",
+            code="keys_file_invalid",
+            retry_after_s=_RETRY_AFTER_S,
+        )
 
 
 def parse_keys(text: str) -> KeyRing:
@@ -69,13 +90,7 @@ def parse_keys(text: str) -> KeyRing:
 
     No message holds a value: it could be a key that stands where its hash should.
     """
-    try:
-        data = yaml.load(text, _UniqueKeys)
-    except yaml.MarkedYAMLError as error:
-        line = "" if error.problem_mark is None else f", line {error.problem_mark.line + 1}"
-        raise ConfigError(f"is not YAML: {error.problem}{line}") from None
-    except yaml.YAMLError:
-        raise ConfigError("is not YAML") from None
+    data = load_yaml(text, _UniqueKeys)
     if not text.strip():
         raise ConfigError("is empty; a file without keys holds {}")
     if not isinstance(data or {}, dict):
@@ -117,7 +132,7 @@ def _parse_entry(name: str, fields: Any) -> tuple[str, Tenant]:
         raise ConfigError(f"{name}: `{place}`: {first['msg']}" if place else f"{name}: {first['msg']}") from None
 
 
-class _UniqueKeys(yaml.SafeLoader):
+class _UniqueKeys(BoundedLoader):
     """Refuses a mapping that names a key twice, of which plain YAML would take the last."""
 
     def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:

@@ -2,14 +2,17 @@
 
 A line is in the file before its client is told the end, so no ended request is lost with the process; `sync` puts it
 on the disk. Several processes may write the same files: lines are appended whole.
+
+Today's sums outlive the file: what it lost or could not take is written again, as one line per key with the sums.
 """
 
+import fcntl
 import logging
 import os
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, fields
 from datetime import UTC, date, datetime
 from pathlib import Path
 from typing import Any
@@ -19,6 +22,12 @@ import orjson
 from serve_app.errors import ConfigError
 
 logger = logging.getLogger(__name__)
+
+_REMINDER_S = 30.0
+_TAIL_BYTES = 64
+_CARRIED = {"model": "", "revision": "", "request_id": "", "endpoint": "", "outcome": "carried", "seconds": 0.0}
+"""Of a line with the sums of requests whose own lines were lost, or could not be written."""
+_COUNTS = ("prompt_tokens", "cached_tokens", "output_tokens")
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,38 +68,77 @@ class Totals:
         return self.prompt_tokens + self.output_tokens
 
     def add(self, line: dict[str, Any]) -> None:
-        """Count one line of a ledger, or a `Spent` as a dict."""
-        self.requests += 1
+        """Count one line of a ledger, or a `Spent` as a dict. A line with `requests` is the sum of so many."""
+        self.requests += line.get("requests", 1)
         self.prompt_tokens += line["prompt_tokens"]
         self.cached_tokens += line["cached_tokens"]
         self.output_tokens += line["output_tokens"]
         self.reasoning_tokens += line.get("reasoning_tokens", 0)  # older lines have none
 
+    def without(self, other: "Totals") -> "Totals":
+        """What these have beyond `other`; 0 where that has more."""
+        return Totals(*(max(0, getattr(self, kind.name) - getattr(other, kind.name)) for kind in fields(Totals)))
+
+    def plus(self, other: "Totals") -> "Totals":
+        """Both together."""
+        return Totals(*(getattr(self, kind.name) + getattr(other, kind.name) for kind in fields(Totals)))
+
 
 class Ledger:
     """The ledger in one folder, and today's sums by key, of all processes that write there. For one thread."""
 
-    def __init__(self, folder: Path, clock: Callable[[], float] = time.time) -> None:
-        """`clock`: Unix time in seconds. Raises `ConfigError` if the folder cannot be written."""
+    def __init__(
+        self,
+        folder: Path,
+        clock: Callable[[], float] = time.time,
+        monotonic: Callable[[], float] = time.monotonic,
+        *,
+        must_open: bool = True,
+    ) -> None:
+        """`clock`: Unix time in seconds.
+
+        Raises `ConfigError` if the folder cannot be written; unless `must_open`, it is logged and tried again.
+        """
         self._folder = folder
         self._clock = clock
+        self._monotonic = monotonic
         self._day: date | None = None
         self._file = -1
         self._read = 0
         self._rest = b""
+        self._tail = b""
+        """The last bytes that were read, by which a file that was truncated and has grown again is told."""
         self._totals: dict[str, Totals] = defaultdict(Totals)
+        """What the lines that were read say."""
+        self._missing: dict[str, Totals] = defaultdict(Totals)
+        """What was used and is in no line."""
         self._dirty = False
-        self._failed = False
+        self._cut = False
+        """Whether the last line may have no end."""
+        self._next_report: dict[str, float] = {}
         try:
             folder.mkdir(parents=True, exist_ok=True)
             self._turn_to(self._today())
-        except OSError as error:
-            raise ConfigError(f"setting `ingress.ledger_folder`: {folder}: {error.strerror}") from None
+        except (OSError, ValueError) as error:
+            if must_open:
+                reason = getattr(error, "strerror", None) or error
+                raise ConfigError(f"setting `ingress.ledger_folder`: {folder}: {reason}") from None
+            self.look()
+
+    @property
+    def is_open(self) -> bool:
+        """Whether there is a file for today's lines; without one, only memory has them."""
+        return self._file >= 0
+
+    def close(self) -> None:
+        """Let go of the file, as of one that was only opened to see whether that is possible."""
+        if self._day is not None:
+            self._begin(-1, self._day)
 
     def today(self, key: str) -> Totals:
         """What `key` has used since midnight, UTC. Not to be changed."""
         self._follow()
-        return self._totals[key]
+        return self._totals[key].plus(self._missing[key]) if key in self._missing else self._totals[key]
 
     def write(self, spent: Spent) -> None:
         """Add a line. Where that fails, it is logged, and today's sums count it all the same."""
@@ -98,53 +146,144 @@ class Ledger:
         entry = {"time": _time(now), **asdict(spent), "seconds": round(spent.seconds, 4)}
         try:
             self._turn_to(datetime.fromtimestamp(now, UTC).date())
-            line = b"\n" * self._failed + orjson.dumps(entry, option=orjson.OPT_APPEND_NEWLINE)
-            if os.write(self._file, line) < len(line):
-                raise OSError("the disk is full")
+            if self._is_cut():
+                self.look()
+            self._append(entry)
         except OSError as error:
-            self._totals[spent.key].add(entry)
-            if not self._failed:
-                logger.error("the ledger cannot be written, requests are missing from it: %s", error)
-            self._failed = True
-            return
-        self._failed = False
-        self._dirty = True
+            self._missing[spent.key].add(entry)
+            self._report("the ledger cannot be written; today's sums are kept in memory", error)
+
+    def look(self) -> None:
+        """Notice that today's file was removed, moved, truncated or locked away, and write what it lacks.
+
+        To be called every moment; fast unless something has happened. Errors are logged and tried again.
+        """
+        try:
+            self._follow()
+            path = ledger_file(self._folder, self._day or self._today())
+            if self._is_lost(path):
+                self._open_again(path)
+            self._write_missing()
+            os.close(os.open(path, os.O_RDWR))  # as the next start does
+        except OSError as error:
+            self._report("the ledger's file of today cannot be used; today's sums are kept in memory", error)
 
     def sync(self) -> None:
-        """Put what was written on the disk. Blocks; may run in another thread."""
+        """Put what was written on the disk. Blocks; may run in another thread. Errors are logged and tried again."""
         if self._dirty:
             self._dirty = False
-            os.fsync(self._file)
+            try:
+                os.fsync(self._file)
+            except OSError as error:
+                self._dirty = True
+                self._report("the ledger cannot be put on the disk", error)
 
     def _today(self) -> date:
         return datetime.fromtimestamp(self._clock(), UTC).date()
 
+    def _append(self, entry: Mapping[str, Any]) -> None:
+        """Raises `OSError`."""
+        line = b"\n" * self._cut + orjson.dumps(entry, option=orjson.OPT_APPEND_NEWLINE)
+        self._cut = True
+        if os.write(self._file, line) < len(line):
+            raise OSError("the disk is full")
+        self._cut = False
+        self._dirty = True
+        self._read_on()
+
     def _turn_to(self, day: date) -> None:
-        """Let the file be that of `day`. Raises `OSError`."""
+        """Let the file be that of `day`. Raises `OSError`; there is no file then, until `look` has opened it."""
         if day == self._day:
             return
-        file = os.open(ledger_file(self._folder, day), os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o600)
+        try:
+            self._write_missing()
+        except OSError as error:
+            self._report(f"requests of {self._day} are missing from the ledger", error)
+        self._missing.clear()
+        self._begin(-1, day)
+        self._begin(self._open(day), day)
+
+    def _open(self, day: date) -> int:
+        return os.open(ledger_file(self._folder, day), os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o600)
+
+    def _begin(self, file: int, day: date) -> None:
+        """With a file that was just opened, or without one (-1); the one before is closed."""
+        self.sync()
         if self._file >= 0:
-            os.fsync(self._file)
             os.close(self._file)
-        self._file, self._day, self._read, self._rest = file, day, 0, b""
+        self._file, self._day, self._dirty = file, day, False
+        self._read, self._rest, self._tail = 0, b"", b""
         self._totals.clear()
-        size = os.fstat(file).st_size
-        if size and os.pread(file, 1, size - 1) != b"\n":
-            os.write(file, b"\n")  # the end of a line that a loss of power has cut
+        size = os.fstat(file).st_size if file >= 0 else 0
+        self._cut = size > 0 and os.pread(file, 1, size - 1) != b"\n"  # by a loss of power
+
+    def _is_lost(self, path: Path) -> bool:
+        """Whether the open file is not, or no longer as a whole, the one that the next start would read."""
+        if self._file < 0:
+            return True
+        ours = os.fstat(self._file)
+        try:
+            theirs = os.stat(path)
+        except FileNotFoundError:
+            return True
+        return (ours.st_dev, ours.st_ino) != (theirs.st_dev, theirs.st_ino) or self._is_cut()
+
+    def _is_cut(self) -> bool:
+        """Whether the file no longer holds what was read. Raises `OSError`."""
+        return os.pread(self._file, len(self._tail), self._read - len(self._tail)) != self._tail
+
+    def _open_again(self, path: Path) -> None:
+        """Take the file that has this name now, or a new one, and write what it lacks. Raises `OSError`.
+
+        Other processes may find the same loss at the same time: each writes what the ones before have not.
+        """
+        assert self._day is not None
+        self._folder.mkdir(parents=True, exist_ok=True)
+        file = self._open(self._day)
+        known = {key: self._totals[key].plus(self._missing[key]) for key in {*self._totals, *self._missing}}
+        if self._file >= 0:
+            logger.error("today's ledger %s was removed, replaced or truncated: its sums are written again", path)
+        fcntl.flock(file, fcntl.LOCK_EX)  # until it is closed, or unlocked
+        try:
+            self._begin(file, self._day)
+            self._read_on()
+            self._missing.clear()
+            self._missing.update({key: total.without(self._totals[key]) for key, total in known.items()})
+            self._write_missing()
+        finally:
+            fcntl.flock(file, fcntl.LOCK_UN)
+
+    def _write_missing(self) -> None:
+        """A line for each key of what is in no line. Raises `OSError`."""
+        for key, total in [*self._missing.items()]:
+            if total != Totals():
+                self._append({"time": _time(self._clock()), **_CARRIED, "key": key, **asdict(total)})
+            del self._missing[key]
 
     def _follow(self) -> None:
         """Count what has been written since, by whomever."""
         try:
             self._turn_to(self._today())
-            while data := os.pread(self._file, 2**20, self._read):
-                self._read += len(data)
-                *lines, self._rest = (self._rest + data).split(b"\n")
-                for line in lines:
-                    if (entry := _parse(line)) is not None:
-                        self._totals[entry["key"]].add(entry)
+            self._read_on()
         except OSError as error:
-            logger.error("the ledger cannot be read: %s", error)
+            self._report("the ledger cannot be read", error)
+
+    def _read_on(self) -> None:
+        """Raises `OSError`."""
+        while self._file >= 0 and (data := os.pread(self._file, 2**20, self._read)):
+            self._read += len(data)
+            self._tail = (self._tail + data)[-_TAIL_BYTES:]
+            *lines, self._rest = (self._rest + data).split(b"\n")
+            for line in lines:
+                if (entry := _parse(line)) is not None:
+                    self._totals[entry["key"]].add(entry)
+
+    def _report(self, what: str, error: OSError) -> None:
+        """Once, and again every 30 s while it lasts."""
+        now = self._monotonic()
+        if now >= self._next_report.get(what, 0.0):
+            self._next_report[what] = now + _REMINDER_S
+            logger.error("%s: %s", what, error)
 
 
 def ledger_file(folder: Path, day: date) -> Path:
@@ -153,7 +292,7 @@ def ledger_file(folder: Path, day: date) -> Path:
 
 
 def read_ledger(folder: Path, since: date, until: date) -> Iterator[tuple[date, dict[str, Any]]]:
-    """The requests that ended on the days from `since` to `until`, both included."""
+    """The requests that ended on the days from `since` to `until`, both included. Raises `ConfigError`."""
     for path in sorted(folder.glob("usage-*.jsonl")):
         try:
             day = date.fromisoformat(path.stem.removeprefix("usage-"))
@@ -161,19 +300,25 @@ def read_ledger(folder: Path, since: date, until: date) -> Iterator[tuple[date, 
             continue
         if not since <= day <= until:
             continue
-        with path.open("rb") as file:
-            for line in file:
-                if (entry := _parse(line)) is not None:
-                    yield day, entry
+        try:
+            with path.open("rb") as file:
+                for line in file:
+                    if (entry := _parse(line)) is not None:
+                        yield day, entry
+        except OSError as error:
+            raise ConfigError(f"{path}: {error.strerror}") from None
 
 
 def _parse(line: bytes) -> dict[str, Any] | None:
-    """A line that was written whole; None for what is left of another."""
+    """A line that was written whole; None for what is left of another, or was never one of ours."""
     try:
         entry = orjson.loads(line)
     except orjson.JSONDecodeError:
         return None
-    return entry if isinstance(entry, dict) and "output_tokens" in entry else None
+    if not isinstance(entry, dict) or not isinstance(entry.get("key"), str):
+        return None
+    counts = [entry.get("requests", 1), entry.get("reasoning_tokens", 0), *(entry.get(name) for name in _COUNTS)]
+    return entry if all(type(count) is int and count >= 0 for count in counts) else None
 
 
 def _time(seconds: float) -> str:

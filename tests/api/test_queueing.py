@@ -126,10 +126,11 @@ async def test_choices_are_counted(api: Api) -> None:
     posts = [post(api, n=3), post(api, n=3)]
     await held(api, running=2, queued=0)
     assert api.admission.ongoing == 6
-    posts.append(post(api, n=2))
+    assert (await post(api, n=2)).json()["error"]["code"] == "queue_share"
+    posts += [post(api), post(api)]
     await held(api, running=2, queued=2)
     assert (await post(api)).status_code == 429
-    assert await finish(api, posts) == [200] * 3
+    assert await finish(api, posts) == [200] * 4
 
 
 async def test_without_a_replica_nothing_is_queued(api: Api) -> None:

@@ -54,3 +54,19 @@ def test_the_table_and_what_is_refused(folder: Path) -> None:
     refused = CliRunner().invoke(app, ["usage", str(folder), "--by", "colour"])
     assert refused.exit_code == 2
     assert "'colour' is not one of" in refused.output
+
+
+def test_a_file_that_cannot_be_read_is_named(folder: Path) -> None:
+    (folder / "usage-2026-11-24.jsonl").mkdir()
+    days = ["--since", "2026-11-22", "--until", "2026-11-24"]
+    result = CliRunner().invoke(app, ["usage", str(folder), *days])
+    assert result.exit_code == 1
+    assert "usage-2026-11-24.jsonl: Is a directory" in result.output
+
+
+def test_sums_that_were_carried_count_as_their_requests(folder: Path) -> None:
+    line = {"key": "a", "requests": 5, "prompt_tokens": 1, "cached_tokens": 0, "output_tokens": 2}
+    with (folder / "usage-2026-11-23.jsonl").open("a") as file:
+        file.write(json.dumps(line) + "\n")
+    only = ["--since", "2026-11-23", "--until", "2026-11-23", "--by", "key,model"]
+    assert [row["requests"] for row in rows(folder, *only)] == [5, 2, 1]

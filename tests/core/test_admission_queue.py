@@ -1,8 +1,11 @@
 """The queue's bounds, refusals and estimates; the order of its lines is `test_fair_queue`'s."""
 
+import contextlib
 import math
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from serve_app.core.admission_queue import AdmissionQueue
 from serve_app.core.fair_queue import Entry
@@ -46,19 +49,22 @@ def test_what_never_fits_is_not_told_to_retry() -> None:
     queue.set_capacity(0)  # the replica is being replaced
     with pytest.raises(InvalidRequestError, match="at most 3"):
         add(queue, 4)
-    add(queue, 2)
+    add(queue)
+    add(queue)
 
 
 def test_choices_count_and_a_request_of_more_than_there_is_starts_all_the_same() -> None:
-    queue: Queue = AdmissionQueue(max_ongoing=4, max_queued=4)
+    queue: Queue = AdmissionQueue(max_ongoing=4, max_queued=6)
     large = add(queue, cost=6)
     assert queue.ongoing == 6
-    small, huge = add(queue), add(queue, cost=3)
+    small, huge, middle = add(queue), add(queue, cost=3), add(queue, cost=2)
     refusal(queue)
     queue.end(large, 0.0)
     assert queue.admit(0.0) == [small, huge]
     for entry in (small, huge):
         queue.end(entry, 0.0)
+    assert queue.admit(0.0) == [middle]
+    queue.end(middle, 0.0)
     add(queue, cost=100)
     refusal(queue, cost=5)
     assert (queue.ongoing, queue.queued) == (100, 0)
@@ -67,7 +73,7 @@ def test_choices_count_and_a_request_of_more_than_there_is_starts_all_the_same()
 def test_who_leaves_makes_room() -> None:
     queue: Queue = AdmissionQueue(max_ongoing=1, max_queued=2)
     add(queue)
-    waiting = add(queue, 2)
+    waiting, _ = add(queue), add(queue)
     refusal(queue)
     queue.withdraw(waiting)
     add(queue)
@@ -113,6 +119,41 @@ def test_what_cannot_be_in_time_is_refused_at_once() -> None:
 
 def test_retry_after_is_the_time_in_which_the_queue_is_served() -> None:
     queue = busy_queue(max_ongoing=2, max_queued=10, seconds_each=4.0)
-    add(queue, 12)
+    for count in (2, 5, 5):
+        add(queue, count)
     told = [refusal(queue).retry_after_s or 0 for _ in range(100)]
     assert 15 < min(told) < 17 < 23 < max(told) < 25
+
+
+@given(
+    max_ongoing=st.integers(1, 8),
+    max_queued=st.integers(0, 20),
+    before=st.lists(st.integers(1, 3), max_size=8),
+    count=st.integers(1, 20),
+    cost=st.integers(1, 20),
+)
+def test_one_request_has_at_most_half_of_the_queue(
+    max_ongoing: int, max_queued: int, before: list[int], count: int, cost: int
+) -> None:
+    """However its sequences are made up of prompts and choices; what goes on at once waits for nothing."""
+    queue: Queue = AdmissionQueue(max_ongoing, max_queued)
+    with contextlib.suppress(OverloadedError, InvalidRequestError):
+        for each in before:
+            add(queue, cost=each)
+    queued, ongoing = queue.queued, queue.ongoing
+    try:
+        add(queue, count, cost)
+    except (OverloadedError, InvalidRequestError):
+        assert (queue.ongoing, queue.queued) == (ongoing, queued)
+    else:
+        assert queue.queued - queued <= max(math.ceil(max_queued / 2), 1)
+
+
+def test_a_request_that_would_fill_the_queue_reads_how_much_it_may_have() -> None:
+    queue: Queue = AdmissionQueue(max_ongoing=16, max_queued=128)
+    add(queue, cost=16)
+    for count, cost in ((1, 128), (128, 1), (13, 5)):
+        refused = refusal(queue, count, cost)
+        assert f"{count * cost} sequences of this request would wait, and one request may have 64" in refused.message
+        assert (refused.code, bool(refused.retry_after_s)) == ("queue_share", True)
+    assert add(queue, cost=64)

@@ -21,7 +21,8 @@ import tests.quiet_ray  # noqa: F401 (Ray Serve keeps the environment that it is
 from load_tests.chaos.small_model import write_small_model
 from serve_app.launch import launcher
 from serve_app.launch.config_file import read_config
-from serve_app.launch.launcher import find_cause
+from serve_app.launch.deployment import find_cause
+from serve_app.launch.surroundings import make_rays_token
 from tests.serving.conftest import REPOSITORY, Server, launch, wait_for, write_config
 
 StartServer = Callable[..., Server]
@@ -61,12 +62,12 @@ def test_rays_token_is_for_its_user_alone(tmp_path: Path, monkeypatch: pytest.Mo
     """From the beginning: who has it runs code through Ray's ports, and Ray writes it as the umask has it."""
     monkeypatch.setenv("HOME", str(tmp_path))
     token = tmp_path / ".ray" / "auth_token"
-    launcher._make_rays_token()
+    make_rays_token()
     assert token.stat().st_mode & 0o777 == 0o600
     made = token.read_text()
     assert re.fullmatch("[0-9a-f]{64}", made)
     token.chmod(0o644)
-    launcher._make_rays_token()
+    make_rays_token()
     assert token.stat().st_mode & 0o777 == 0o600
     assert [path.read_text() for path in token.parent.iterdir()] == [made]
 

@@ -3,6 +3,7 @@
 Without it on the machine (Debian: `apt-get install prometheus`) the tests that need it are skipped and say so.
 """
 
+import asyncio
 import re
 import shutil
 import socket
@@ -19,8 +20,10 @@ import pytest
 import yaml
 
 from serve_app.core.step_record import SchedulerStats
+from serve_app.lasting import LastingTasks
 from serve_app.observability.held_bytes import HeldBytes, register_held_bytes
 from serve_app.observability.metrics import EngineMetrics, IngressMetrics
+from serve_app.observability.upkeep import register_upkeep
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 SCRAPE_INTERVAL_S = 1
@@ -56,11 +59,15 @@ def defined_series() -> set[str]:
     engine = EngineMetrics(gpu_ids=["0"])
     engine.read_stats_from(lambda: SchedulerStats(waiting=0, running=0, blocks_total=1, blocks_used=0, blocks_cached=0))
     register_held_bytes(engine.registry, {"outputs": HeldBytes(lambda: 0, 1)})
-    families = [*engine.registry.collect(), *IngressMetrics(lambda: 0, lambda: 0).registry.collect()]
+    ingress = IngressMetrics(lambda: 0, lambda: 0)
+    loop = asyncio.new_event_loop()
+    register_upkeep(ingress.registry, loop, LastingTasks(), lambda: False)
+    families = [*engine.registry.collect(), *ingress.registry.collect()]
+    loop.close()
     endings = {"counter": ("_total",), "gauge": ("",), "histogram": ("_bucket", "_sum", "_count")}
     names = {family.name + ending for family in families for ending in endings[family.type]}
     assert names > ONLY_ON_GPUS
-    return names | {"serve_app_ingress_tasks"}
+    return names
 
 
 Labels = frozenset[tuple[str, str]]

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import psutil
 
-from serve_app.settings import INTERNAL_KEY_FILE
+from serve_app.environment import INTERNAL_KEY_FILE
 from tests.serving.conftest import Server
 
 RAY_TOKEN = Path.home() / ".ray" / "auth_token"

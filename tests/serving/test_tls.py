@@ -9,8 +9,8 @@ import httpx
 import pytest
 import yaml
 
+from serve_app.environment import FAST_PATH_ENVIRONMENT
 from serve_app.launch.ports import free_port
-from serve_app.settings import FAST_PATH_ENVIRONMENT
 from tests.certificates import trusting, write_certificate
 from tests.serving.conftest import DEFAULT_PATH, Server, launch, wait_for, write_config
 from tests.serving.leaks import shown_by

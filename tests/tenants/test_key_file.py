@@ -51,6 +51,8 @@ def test_what_cannot_be_done_is_refused_and_changes_nothing(tmp_path: Path) -> N
     with pytest.raises(ConfigError, match="`weight`: Input should be less"):
         add_key(path, "a", {"weight": 10_000})
     assert not path.exists()
+    with pytest.raises(ConfigError, match="too long"):
+        add_key(tmp_path / ("x" * 300), "a", {})
     add_key(path, "a", {})
     before = path.read_text()
     with pytest.raises(ConfigError, match="there is a key named a already"):

@@ -3,7 +3,9 @@
 import logging
 import multiprocessing
 import os
+import shutil
 import signal
+from collections.abc import Callable
 from dataclasses import replace
 from datetime import UTC, date, datetime
 from pathlib import Path
@@ -155,3 +157,110 @@ def test_a_folder_that_cannot_be_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match=r"`ingress.ledger_folder`: .*file: "):
         Ledger(tmp_path / "file")
+
+
+def replaced(path: Path) -> None:
+    path.with_suffix(".new").write_bytes(b"")
+    path.with_suffix(".new").rename(path)
+
+
+LOSSES: dict[str, Callable[[Path], object]] = {
+    "removed": os.remove,
+    "moved": lambda path: path.rename(path.with_suffix(".old")),
+    "truncated": lambda path: os.truncate(path, 0),
+    "cut in the middle": lambda path: os.truncate(path, path.stat().st_size // 2 - 7),
+    "replaced": replaced,
+    "gone with its folder": lambda path: shutil.rmtree(path.parent),
+}
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_the_days_sums_outlive_their_file(tmp_path: Path, caplog: pytest.LogCaptureFixture, loss: str) -> None:
+    folder = tmp_path / "ledger"
+    ledger, another = Ledger(folder, Clock()), Ledger(folder, Clock())
+    for _ in range(3):
+        ledger.write(SPENT)
+        another.write(replace(SPENT, key="other"))
+    ledger.look()
+    LOSSES[loss](ledger_file(folder, DAY))
+    ledger.write(SPENT)
+    expected = {"team": Totals(4, 40, 16, 28, 20), "other": Totals(3, 30, 12, 21, 15)}
+    assert {key: ledger.today(key) for key in expected} == expected
+    for _ in range(2):
+        ledger.look()
+        another.look()
+    assert "removed, replaced or truncated" in caplog.text
+    for one in (ledger, another, Ledger(folder, Clock())):
+        assert {key: one.today(key) for key in expected} == expected
+    ledger.write(SPENT)
+    assert Ledger(folder, Clock()).today("team").requests == 5
+    assert sum(entry.get("requests", 1) for _, entry in read_ledger(folder, DAY, DAY) if entry["key"] == "other") == 3
+
+
+def test_what_could_not_be_written_is_written_later(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Its folder is a file for a while, as on a disk that takes nothing."""
+    folder, seconds = tmp_path / "ledger", [0.0]
+    ledger = Ledger(folder, Clock(), lambda: seconds[0])
+    ledger.write(SPENT)
+    shutil.rmtree(folder)
+    folder.touch()
+    for _ in range(35):
+        ledger.look()
+        ledger.write(SPENT)
+        seconds[0] += 1
+    assert ledger.today("team").requests == 36
+    reports = [record for record in caplog.records if "kept in memory" in record.getMessage()]
+    assert len(reports) == 2, "once, and again after 30 s"
+    folder.unlink()
+    ledger.look()
+    assert Ledger(folder, Clock()).today("team") == ledger.today("team") == Totals(36, 360, 144, 252, 180)
+
+
+def test_a_disk_that_fails_is_told_and_tried_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    ledger = Ledger(tmp_path, Clock())
+    ledger.write(SPENT)
+    reader, writer = os.pipe()  # which no fsync is for
+    real, ledger._file = ledger._file, writer
+    ledger.sync()
+    ledger._file = real
+    ledger.sync()
+    os.close(reader)
+    os.close(writer)
+    assert [record.getMessage().partition(":")[0] for record in caplog.records] == [
+        "the ledger cannot be put on the disk"
+    ]
+
+
+def test_a_day_begins_at_zero_where_its_file_cannot_be_opened(tmp_path: Path) -> None:
+    clock, folder = Clock(), tmp_path / "ledger"
+    ledger = Ledger(folder, clock)
+    ledger.write(SPENT)
+    shutil.rmtree(folder)
+    folder.touch()
+    clock.now += 12 * 3600
+    assert ledger.today("team") == Totals()
+    ledger.write(SPENT)
+    folder.unlink()
+    ledger.look()
+    assert ledger.today("team").requests == 1
+    assert len(lines(folder, date(2026, 11, 24))) == 1
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        b"[]",
+        b'{"key":1,"output_tokens":1}',
+        b'{"key":"team","output_tokens":"x"}',
+        b"\xff\xfe",
+        b"[" * 5000,
+        b"9" * 5000,
+    ]
+    + [b'{"key":"team","prompt_tokens":-5,"cached_tokens":0,"output_tokens":0}'],
+)
+def test_lines_that_are_none_of_ours_are_passed_over(tmp_path: Path, line: bytes) -> None:
+    ledger = Ledger(tmp_path, Clock())
+    with ledger_file(tmp_path, DAY).open("ab") as file:
+        file.write(line + b"\n")
+    ledger.write(SPENT)
+    assert ledger.today("team").requests == len(list(read_ledger(tmp_path, DAY, DAY))) == 1

@@ -1,0 +1,105 @@
+"""Tasks that run as long as their process: an error is logged, and the task runs again after a delay.
+
+Decides when a task counts as failing, which turns readiness off. Standard library only, so that every room may import
+it.
+"""
+
+import asyncio
+import logging
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+
+logger = logging.getLogger(__name__)
+
+_FIRST_DELAY_S = 0.5
+_LONGEST_DELAY_S = 10.0
+_WELL_S = 10.0
+"""After so long without an error a task counts as well again, and its next delay is the shortest."""
+_FAILING = 3
+"""So many errors, with no such time between them, are a task that keeps failing."""
+_LOG_PERIOD_S = 60.0
+
+
+@dataclass(slots=True)
+class _State:
+    errors: int = 0
+    runs_again_at: float = 0.0
+
+
+class LastingTasks:
+    """The lasting tasks of one event loop."""
+
+    def __init__(
+        self, clock: Callable[[], float] = time.monotonic, sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
+    ) -> None:
+        """`clock`: seconds; `sleep` waits that long."""
+        self._clock = clock
+        self._sleep = sleep
+        self._states: dict[str, _State] = {}
+        self._logged: dict[tuple[str, str], float] = {}
+        self._unlogged: Counter[tuple[str, str]] = Counter()
+        self.errors: Counter[str] = Counter()
+        """Errors by the task's name, since the start."""
+
+    def start(self, name: str, work: Callable[[], Awaitable[None]], *, vital: bool = True) -> "asyncio.Task[None]":
+        """A task that does what `run` does."""
+        return asyncio.create_task(self.run(name, work, vital=vital), name=name)
+
+    async def run(self, name: str, work: Callable[[], Awaitable[None]], *, vital: bool = True) -> None:
+        """Run `work` until it returns, or until this task is cancelled; after an error, run it again.
+
+        `vital`: whether the process is `failing` while this keeps failing.
+        """
+        state = self._states[name] = _State()
+        try:
+            while True:
+                began = self._clock()
+                try:
+                    await work()
+                    return
+                except (KeyboardInterrupt, SystemExit, GeneratorExit):
+                    raise
+                except BaseException as error:  # a panic of a Rust library is no Exception
+                    if _is_cancelled(error):
+                        raise
+                    if self._clock() - began >= _WELL_S:
+                        state.errors = 0
+                    state.errors += 1
+                    delay = min(_FIRST_DELAY_S * 2 ** (state.errors - 1), _LONGEST_DELAY_S)
+                    state.runs_again_at = self._clock() + delay
+                    if not vital:
+                        state.errors = min(state.errors, _FAILING - 1)
+                    self._log(name, error, delay)
+                await self._sleep(delay)
+        finally:
+            if self._states.get(name) is state:
+                del self._states[name]
+
+    @property
+    def failing(self) -> str | None:
+        """The name of a vital task that keeps failing; None while all are well."""
+        now = self._clock()
+        for name, state in self._states.items():
+            if state.errors >= _FAILING and now < state.runs_again_at + _WELL_S:
+                return name
+        return None
+
+    def _log(self, name: str, error: BaseException, delay_s: float) -> None:
+        """With a traceback, once a minute for each task and kind of error."""
+        self.errors[name] += 1
+        kind, now = (name, type(error).__name__), self._clock()
+        if now - self._logged.get(kind, -_LOG_PERIOD_S) < _LOG_PERIOD_S:
+            self._unlogged[kind] += 1
+            return
+        self._logged[kind] = now
+        more = self._unlogged.pop(kind, 0)
+        also = f" ({more} more of this kind since the last report)" if more else ""
+        logger.error("task %r failed; it runs again in %g s%s", name, delay_s, also, exc_info=error)
+
+
+def _is_cancelled(error: BaseException) -> bool:
+    """Whether this task was cancelled, and not something that it awaited."""
+    task = asyncio.current_task()
+    return isinstance(error, asyncio.CancelledError) and (task is None or task.cancelling() > 0)

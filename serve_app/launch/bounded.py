@@ -1,0 +1,77 @@
+"""Calls that may hang, or fail in ways of their own, beside a server that runs on: of Ray without its controller."""
+
+import queue
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, wait
+from typing import TypeVar
+
+T = TypeVar("T")
+
+_REMINDER_S = 30.0
+_LOOK_S = 0.25
+
+
+class BoundedCalls:
+    """Makes calls in a daemon thread, one at a time. For one calling thread."""
+
+    def __init__(self, say: Callable[[str], None]) -> None:
+        """`say` prints a line."""
+        self._say = say
+        self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._last: Future[object] | None = None
+        self._next_report: dict[str, float] = {}
+        threading.Thread(target=self._run, daemon=True, name="bounded calls").start()
+
+    def call(self, work: Callable[[], T], timeout_s: float, given_up: Callable[[], bool] = lambda: False) -> T:
+        """What `work` returns.
+
+        Raises what it raises, and `TimeoutError` if it does not return in time or until `given_up`, or if a call before
+        has not returned yet.
+        """
+        if self._last is not None and not self._last.done():
+            raise TimeoutError("Ray has not answered yet")
+        future: Future[T] = Future()
+
+        def run() -> None:
+            try:
+                future.set_result(work())
+            except BaseException as error:
+                future.set_exception(error)
+
+        self._last = future  # type: ignore[assignment]
+        self._calls.put(run)
+        deadline = time.monotonic() + timeout_s
+        while not wait([future], _LOOK_S).done:
+            if given_up() or time.monotonic() >= deadline:
+                raise TimeoutError(f"Ray does not answer within {timeout_s:g} s")
+        return future.result()
+
+    def attempt(self, what: str, work: Callable[[], T], otherwise: T, timeout_s: float) -> T:
+        """As `call`, but for an error, which is said in a line that begins with `what`, the answer is `otherwise`.
+
+        The same error is said again after 30 s.
+        """
+        try:
+            return self.call(work, timeout_s)
+        except Exception as error:
+            self.report(what, error)
+            return otherwise
+
+    def report(self, what: str, error: BaseException) -> None:
+        """Say an error in one line, unless it was said within the last 30 s."""
+        line, now = f"{what}: {one_line(error)}", time.monotonic()
+        if now >= self._next_report.get(line, 0.0):
+            self._next_report[line] = now + _REMINDER_S
+            self._say(line)
+
+    def _run(self) -> None:
+        while True:
+            self._calls.get()()
+
+
+def one_line(error: BaseException) -> str:
+    """The first line of the error's text, behind its kind."""
+    text = str(error).strip().partition("\n")[0][:500]
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__

@@ -1,0 +1,31 @@
+"""GPUs that are not there: refused in a line, or waited for in words. Ray is told what it has."""
+
+import json
+import signal
+from collections.abc import Callable
+
+import pytest
+
+from tests.serving.conftest import Server, wait_for
+
+pytestmark = pytest.mark.cluster
+
+StartServer = Callable[..., Server]
+
+
+def test_without_any_gpu_it_is_refused_in_a_line(start: StartServer) -> None:
+    server = start({"device": "cuda"})
+    assert server.process.wait(120) == 2
+    server.wait_stopped()
+    errors = [line for line in server.lines if not line.startswith("serve-app [")]
+    assert len(errors) == 1, server.lines
+    assert "setting `device`: cuda, but Ray finds no GPU on this machine" in errors[0]
+
+
+def test_too_few_gpus_are_said_and_ctrl_c_ends_the_wait(start: StartServer) -> None:
+    server = start({"device": "cuda", "num_replicas": 2}, {"RAY_OVERRIDE_RESOURCES": json.dumps({"GPU": 1})})
+    said = "waiting for 2 GPUs; the cluster has 1"
+    wait_for(lambda: any(said in line for line in server.lines) or server.process.poll() is not None, said, 120)
+    server.send(signal.SIGINT, group=True)
+    assert server.wait_stopped() == (0, []), server.lines
+    assert any(said in line for line in server.lines)
