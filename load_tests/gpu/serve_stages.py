@@ -24,6 +24,7 @@ from typing import Any
 import torch
 
 from load_tests.gpu import serve_faults, serve_features
+from load_tests.gpu.carry import VLLM_SITE
 from load_tests.gpu.checks import Checks, Result, skipped
 from load_tests.gpu.engine_stages import config_of
 from load_tests.gpu.random_model import random_folder
@@ -235,7 +236,8 @@ def load(bench: ServeBench) -> None:
 
 def vllm(bench: ServeBench, shape: str) -> None:
     """vLLM's server on the same card, model and prompts, in 16 bits and in fp8."""
-    if importlib.util.find_spec("vllm") is None:
+    site = {"PYTHONPATH": VLLM_SITE} if Path(VLLM_SITE, "vllm").is_dir() else {}
+    if not site and importlib.util.find_spec("vllm") is None:
         bench.check(f"{shape}, vLLM", "measured", partial(skipped, "vllm is not installed"))
         return
     model, prompts = bench.model_of(shape), _prompts(config_of(shape)["vocab_size"], 2 * max(bench.users), 512)
@@ -250,6 +252,7 @@ def vllm(bench: ServeBench, shape: str) -> None:
             ),
             base_url=f"http://127.0.0.1:{port}",
             ready_path="/health",
+            environment=site,
         )
         with running(command, bench.folder() / "vllm.log", 200.0) as process:
             for users in bench.users:
