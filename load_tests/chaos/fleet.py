@@ -27,6 +27,8 @@ from serve_app.launch.ports import free_port
 
 REPOSITORY = Path(__file__).parents[2]
 PATHS = ("fast", "default")
+SERVE_APP = (sys.executable, "-m", "serve_app.cli")
+"""The command, also where its script is not installed."""
 # Ray's memory monitor would kill replicas when the machine is full, whatever filled it.
 _NO_MEMORY_MONITOR = {"RAY_memory_monitor_refresh_ms": "0"}
 _POLL_S = 0.1
@@ -151,15 +153,15 @@ class Fleet:
 
     def ready_replicas(self) -> list[int]:
         """Pids of the living replicas that the ingress may send requests to."""
-        listed = self._listed()
+        listed = self.listed()
         ready = {replica["pid"] for replica in listed if replica["condition"] == "ok" and not replica["leaving"]}
         return sorted(ready & {process.pid for process in self.replicas()})
 
     def in_flight(self) -> dict[int, int]:
         """Requests in flight on each replica that the ingress trusts, by pid."""
-        return {replica["pid"]: replica["in_flight"] for replica in self._listed() if replica["condition"] == "ok"}
+        return {replica["pid"]: replica["in_flight"] for replica in self.listed() if replica["condition"] == "ok"}
 
-    def _listed(self) -> list[dict[str, Any]]:
+    def listed(self) -> list[dict[str, Any]]:
         page = _get(f"{self.url}/debug/replicas", _SCRAPE_TIMEOUT_S)
         try:
             return [] if page is None else list(json.loads(page))
@@ -176,7 +178,7 @@ class Fleet:
         """The pid of a replica whose latest steps computed a token beyond this position of a sequence, if any did."""
         page = _get(f"{self.url}/debug/timeline?seconds=0.5", _SCRAPE_TIMEOUT_S)
         recordings = [] if page is None else json.loads(page)["replicas"]
-        pids = {replica["id"]: replica["pid"] for replica in self._listed()}
+        pids = {replica["id"]: replica["pid"] for replica in self.listed()}
         for recording in recordings:
             starts = (start for record in recording["records"] for _, _, _, start, *_ in record["rows"])
             if max(starts, default=0) > position:
@@ -218,7 +220,7 @@ class Fleet:
             )
         except NotInTimeError as error:
             pids = [process.pid for process in self.replicas()]
-            raise NotInTimeError(f"{error}; processes {pids}, and the ingress knows {self._listed()}") from None
+            raise NotInTimeError(f"{error}; processes {pids}, and the ingress knows {self.listed()}") from None
 
     async def wait_idle(self, limit_s: float = 30.0) -> float:
         """Wait until nothing runs, waits or holds blocks; the seconds it took."""
@@ -248,11 +250,11 @@ def path_environment(path: str) -> dict[str, str]:
 @asynccontextmanager
 async def serving(path: str, model: str, folder: Path, shape: Shape) -> AsyncIterator[Fleet]:
     """`serve-app serve` with `shape` on Ray's `path` ("fast" or "default"); its log and config go to `folder`."""
-    config_path = _write_config(folder / f"{path}.yaml", shape.args(model))
+    config_path = write_config(folder / f"{path}.yaml", shape.args(model))
     port = yaml.safe_load(config_path.read_text())["http_options"]["port"]
     command = ServerCommand(
         name=f"serve_app on the {path} path",
-        command=(str(Path(sys.executable).with_name("serve-app")), "serve", str(config_path)),
+        command=(*SERVE_APP, "serve", str(config_path)),
         base_url=f"http://127.0.0.1:{port}",
         ready_path="/health/ready",
         environment=path_environment(path),
@@ -270,7 +272,7 @@ async def serving_on_nodes(path: str, model: str, folder: Path, shape: Shape) ->
     HTTP goes through Ray's Python proxy on both paths: HAProxy's ports would be open on every interface here.
     """
     environment = path_environment(path) | dict(LAUNCHER_ENVIRONMENT) | {"RAY_SERVE_ENABLE_HA_PROXY": "0"}
-    config_path = _write_config(folder / f"nodes-{path}.yaml", shape.args(model), _ON_NODES)
+    config_path = write_config(folder / f"nodes-{path}.yaml", shape.args(model), _ON_NODES)
     config = yaml.safe_load(config_path.read_text())
     with (folder / f"nodes-{path}.log").open("wb") as log:
         process = await asyncio.create_subprocess_exec(
@@ -307,7 +309,7 @@ async def submit(config: Path, address: str, environment: Mapping[str, str]) -> 
         raise RuntimeError(f"serve run: {output.decode()[-500:]}")
 
 
-def _write_config(path: Path, args: dict[str, Any], deployments: Sequence[dict[str, Any]] = ()) -> Path:
+def write_config(path: Path, args: dict[str, Any], deployments: Sequence[dict[str, Any]] = ()) -> Path:
     """deploy/config.yaml with other `args`, on a free port."""
     config = yaml.safe_load((REPOSITORY / "deploy" / "config.yaml").read_text())
     config["http_options"]["port"] = free_port()

@@ -142,7 +142,7 @@ def text(rng: Random, length: int) -> str:
     return "".join(rng.choice(_LETTERS) for _ in range(length))
 
 
-def ask(name: str, prompt: str, max_tokens: int, **fields: Any) -> Ask:
+def ask(name: str, prompt: str | list[int], max_tokens: int, **fields: Any) -> Ask:
     """A streamed completion of exactly `max_tokens` tokens per choice, unless a stop string ends it."""
     body = {
         "model": MODEL,

@@ -1,11 +1,11 @@
-"""One stage of the GPU sequence, in this process: `python -m load_tests.gpu_checks STAGE [SHAPE] --device cuda`.
+"""The engine's stages, without a server: `python -m load_tests.gpu.engine_stages STAGE [SHAPE] --device cuda`.
 
-Prints a line for each check, JSON behind `CHECK `. Every limit (copy bandwidth, rate of large products) is measured in
-the same process as what is compared with it. A check that fails or breaks does not stop the others, unless it has
-broken the device. The exit status is 1 when one fails. A decode step is judged by what it takes when steps are queued,
-as the engine queues them; what it takes when each is waited for is in the figures.
+Needs torch, triton, transformers and numpy; no Ray, no weights (models have random ones, of the
+shapes in `shapes/`). Every limit (copy bandwidth, rate of large products) is measured in the same
+process as what is compared with it. A decode step is judged by its time when steps are queued, as
+the engine queues them; its time when each step is awaited is among the figures.
 
-On a CPU the sizes are tiny and nothing is judged but results: that shows that the stage runs.
+On a CPU the sizes are tiny and only results are judged: that shows that the stage runs.
 """
 
 import argparse
@@ -26,9 +26,9 @@ from typing import Any, Literal
 
 import torch
 
-from load_tests.gpu_engine import CHECK_PREFIX
+from load_tests.gpu.checks import Checks, Result, skipped
 
-SHAPES = Path(__file__).parent / "shapes"
+SHAPES = Path(__file__).parents[1] / "shapes"
 DECODE_LIMITS = {"llama-3.1-8b": {1: 1.5, 32: 1.35}, "qwen3-0.6b": {32: 1.9}}
 """Queued step over the floor (bytes over measured copy bandwidth), by shape and rows."""
 PREFILL_LIMITS = {"llama-3.1-8b": 0.65}
@@ -38,41 +38,23 @@ ATTENTION_LIMIT = 0.85
 THROUGHPUT_LIMIT = 5.0
 HOST_LIMIT_MS = 2.0
 
-Result = dict[str, Any]
 
-
-class Bench:
-    """The device, and how checks are run and told. gpu: whether limits count."""
+class Bench(Checks):
+    """The device, and the checks on it. gpu: whether limits count."""
 
     def __init__(self, device: str) -> None:
+        super().__init__()
         self.device = torch.device(device)
         self.gpu = device == "cuda"
-        self.all_passed = True
 
     @cached_property
     def machine(self) -> Any:
         """What the device can do, measured when first asked."""
-        from load_tests.gpu_steps import Machine
+        from load_tests.gpu.steps import Machine
 
         return Machine.measured(self.device)
 
-    def check(self, name: str, limit: str, run: Callable[[], Result]) -> None:
-        """Run one check and tell its result: {"passed", perhaps "ratio", figures}."""
-        begin = time.perf_counter()
-        broken = False
-        try:
-            result = {"name": name, "limit": limit, **run()}
-        except Exception as error:  # a check must not take the others with it
-            broken = not self._device_lives()
-            text = f"{type(error).__name__}: {error}"[:2000] + (" (the device is lost)" if broken else "")
-            result = {"name": name, "limit": limit, "passed": False, "error": text}
-        result["took_s"] = round(time.perf_counter() - begin, 1)
-        self.all_passed &= result["passed"]
-        print("\n" + CHECK_PREFIX + json.dumps(result), flush=True)
-        if broken:
-            raise SystemExit(1)
-
-    def _device_lives(self) -> bool:
+    def lives(self) -> bool:
         """After an illegal access every call of the process fails."""
         try:
             torch.ones(1, device=self.device).item()
@@ -83,7 +65,7 @@ class Bench:
     @contextmanager
     def loaded(self, shape: str, **options: Any) -> Iterator[Callable[[], Any]]:
         """Loads at the first call, inside a check; frees at the end."""
-        from load_tests.gpu_steps import Loaded
+        from load_tests.gpu.steps import Loaded
 
         held: list[Any] = []
 
@@ -101,7 +83,7 @@ class Bench:
 
 def smoke(bench: Bench) -> None:
     """Versions, the device's limits, and a tiny engine whose tokens are transformers'."""
-    from load_tests.gpu_steps import parity
+    from load_tests.gpu.steps import parity
 
     def circumstances() -> Result:
         import transformers
@@ -126,40 +108,38 @@ def smoke(bench: Bench) -> None:
 
 def kernels(bench: Bench) -> None:
     """Every kernel against torch on this device."""
-    from load_tests import gpu_kernels
+    from load_tests.gpu import kernels
 
     dtypes = (torch.float32, torch.bfloat16) if bench.gpu else (torch.float32,)
-    for name, compare in gpu_kernels.comparisons(full=bench.gpu).items():
+    for name, compare in kernels.comparisons(full=bench.gpu).items():
         for dtype in dtypes:
             bench.check(f"{name}, {str(dtype)[6:]}", "agrees", partial(compare, bench.device, dtype))
 
 
 def features(bench: Bench, shape: str) -> None:
     """Every parameter of a request, here and on the CPU."""
-    from load_tests import gpu_features
+    from load_tests.gpu import features
 
-    bench.check(
-        f"{shape}, all parameters", "as on the CPU", lambda: gpu_features.features(config_of(shape), bench.device)
-    )
+    bench.check(f"{shape}, all parameters", "as on the CPU", lambda: features.features(config_of(shape), bench.device))
 
 
 def parity(bench: Bench, shape: str) -> None:
     """The engine's tokens in float32, and its logits in the machine's dtype, against transformers'."""
-    from load_tests import gpu_steps
+    from load_tests.gpu import steps
 
     config = config_of(shape)
-    bench.check(f"{shape} tokens, float32", "the same greedy tokens", lambda: gpu_steps.parity(config, bench.device))
+    bench.check(f"{shape} tokens, float32", "the same greedy tokens", lambda: steps.parity(config, bench.device))
     bench.check(
         f"{shape} logits, {str(bench.machine.dtype)[6:]}",
         "as near to transformers' as the reference backend must be",
-        lambda: gpu_steps.logits_parity(config, bench.machine),
+        lambda: steps.logits_parity(config, bench.machine),
     )
 
 
 def graphs(bench: Bench, shape: str) -> None:
     """Tokens of captured and overlapped steps against eager ones, one after another; where rows have bits of their own,
     so that padding may not change them."""
-    from load_tests.gpu_throughput import same_tokens
+    from load_tests.gpu.throughput import same_tokens
 
     config, requests, longest = config_of(shape), *((24, 90) if bench.gpu else (2, 9))
     bench.check(
@@ -171,9 +151,9 @@ def graphs(bench: Bench, shape: str) -> None:
 
 def steps(bench: Bench, shape: str) -> None:
     """Decode and prefill on one loaded model, against the device's limits."""
-    from load_tests.gpu_steps import decode_step, prefill
+    from load_tests.gpu.steps import decode_step, prefill
 
-    context, counts = (1024, (1, 8, 32)) if bench.gpu else (40, (1, 3))
+    context, counts = (1024, (1, 8, 32, 128, 256)) if bench.gpu else (40, (1, 3))
     prompts, length = (8, 2048) if bench.gpu else (2, 20)
     with bench.loaded(shape) as load:
 
@@ -194,7 +174,7 @@ def steps(bench: Bench, shape: str) -> None:
 
 def attention(bench: Bench) -> None:
     """The attention kernel alone, in decode."""
-    from load_tests.gpu_steps import attention_bandwidth
+    from load_tests.gpu.steps import attention_bandwidth
 
     rows, context, limit = (32, 4096, ATTENTION_LIMIT) if bench.gpu else (2, 70, 0.0)
     for shape in ((32, 8, 128), (16, 8, 128), (32, 8, 64)) if bench.gpu else ((4, 2, 32),):
@@ -207,7 +187,7 @@ def attention(bench: Bench) -> None:
 
 def transformers(bench: Bench, shape: str) -> None:
     """A saturated engine against transformers' continuous batching, with its CUDA graphs and as it chooses itself."""
-    from load_tests.gpu_throughput import transformers_rate
+    from load_tests.gpu.throughput import transformers_rate
 
     _against(
         bench,
@@ -223,16 +203,16 @@ def transformers(bench: Bench, shape: str) -> None:
 def vllm(bench: Bench, shape: str) -> None:
     """The same against vLLM, where it is installed."""
     if importlib.util.find_spec("vllm") is None:
-        bench.check(f"{shape} throughput, vllm", "measured", partial(_skipped, "vllm is not installed"))
+        bench.check(f"{shape} throughput, vllm", "measured", partial(skipped, "vllm is not installed"))
         return
-    from load_tests.gpu_throughput import vllm_rate
+    from load_tests.gpu.throughput import vllm_rate
 
     _against(bench, shape, {"vllm": vllm_rate}, None)
 
 
 def _against(bench: Bench, shape: str, peers: dict[str, Callable[..., float]], limit: float | None) -> None:
     """Each alone on the GPU; output tokens per second. The limit counts against the first peer."""
-    from load_tests.gpu_throughput import ours
+    from load_tests.gpu.throughput import ours
 
     config = config_of(shape)
     requests, prompt, output = _load(bench)
@@ -260,7 +240,7 @@ def _against(bench: Bench, shape: str, peers: dict[str, Callable[..., float]], l
 
 def overlap(bench: Bench, shape: str) -> None:
     """Output tokens per second with the next step launched before a step's tokens are read, and without."""
-    from load_tests.gpu_throughput import ours
+    from load_tests.gpu.throughput import ours
 
     config = config_of(shape)
     requests, prompt, output = _load(bench)
@@ -279,7 +259,7 @@ def overlap(bench: Bench, shape: str) -> None:
 
 def prices(bench: Bench, shape: str) -> None:
     """Prices and gains of other ways to compute; the plain one is measured beside them."""
-    from load_tests.gpu_steps import decode_step, prefill
+    from load_tests.gpu.steps import decode_step, prefill
     from serve_app.model.options import KernelOptions
 
     context, counts = (1024, (1, 32)) if bench.gpu else (40, (2,))
@@ -310,7 +290,7 @@ def prices(bench: Bench, shape: str) -> None:
 
 def host(bench: Bench) -> None:
     """The parts of a step that need no GPU, which the GPU must not have to wait for."""
-    from load_tests.gpu_host import measure
+    from load_tests.gpu.host import measure
 
     rows, context, count = (256, 4096, 100) if bench.gpu else (4, 40, 4)
 
@@ -328,19 +308,15 @@ def sanitizer(bench: Bench) -> None:
     tool = shutil.which("compute-sanitizer")
     if tool is None or not bench.gpu:
         reason = "there is no GPU" if tool is not None else "compute-sanitizer is not installed"
-        bench.check("compute-sanitizer", "finds nothing", partial(_skipped, reason))
+        bench.check("compute-sanitizer", "finds nothing", partial(skipped, reason))
         return
 
     def sanitized() -> Result:
-        command = [tool, "--error-exitcode", "9", sys.executable, "-m", "load_tests.gpu_checks", "smoke"]
+        command = [tool, "--error-exitcode", "9", sys.executable, "-m", "load_tests.gpu.engine_stages", "smoke"]
         done = subprocess.run(command, capture_output=True, text=True, timeout=450)
         return {"passed": done.returncode == 0, "exit_status": done.returncode, "output": done.stdout[-1000:]}
 
     bench.check("compute-sanitizer", "finds nothing", sanitized)
-
-
-def _skipped(reason: str) -> Result:
-    return {"passed": True, "skipped": reason}
 
 
 def _load(bench: Bench) -> tuple[int, int, int]:

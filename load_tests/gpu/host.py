@@ -1,6 +1,6 @@
 """What the host does for one step of many decoding rows, which the GPU must not have to wait for. Needs no GPU.
 
-`python -m load_tests.gpu_host --json FILE` runs the engine's own scheduler, runner and metadata over a model whose
+`python -m load_tests.gpu.host --json FILE` runs the engine's own scheduler, runner and metadata over a model whose
 forward pass takes no time and samples zeros; medians over steps, in milliseconds, on one thread. Launches and copies to
 the device are not in it.
 """

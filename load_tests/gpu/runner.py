@@ -1,15 +1,10 @@
-"""The engine on one GPU against what the GPU can do: a sequence of stages, ordered by what they tell.
+"""Runs a suite's stages one after another, each in a process of its own with its own verdict.
 
-`python -m load_tests.gpu_engine --json FILE` needs torch, triton, transformers and numpy; no server, no Ray, and no
-weights: models have random ones, of the shapes in `shapes/`. Each stage is a process of its own
-(`python -m load_tests.gpu_checks STAGE`) with its own verdict and at most eight minutes, since an illegal access on a
-GPU ends all that its process does there. What a check finds is written as it comes, to FILE and as a table beside it;
-`--resume` leaves out the stages that FILE has. The exit status is 0 when every stage of the sequence passed.
-
-`--device cpu` runs the sequence on the tiny shape, by Triton's interpreter, to show that it runs.
+A stage is a process because an illegal access on a GPU ends all that its process does there. What a
+check finds is written as soon as it is known, as JSON and as a Markdown table beside it; a resumed
+run leaves out the stages that have a verdict.
 """
 
-import argparse
 import json
 import os
 import signal
@@ -18,56 +13,17 @@ import sys
 import threading
 import time
 from collections import deque
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-STAGE_LIMIT_S = 480.0
-CHECK_PREFIX = "CHECK "
-"""Begins the lines on which a stage tells its checks, as JSON."""
+from load_tests.gpu.checks import CHECK_PREFIX
+from load_tests.gpu.suites import Suite
 
 _INTERRUPTED, _LEFT_OUT = "interrupted", "left out"
-
-GPU_STAGES = (
-    "smoke",
-    "kernels",
-    "features tiny",
-    "parity tiny",
-    "parity qwen3-0.6b",
-    "graphs tiny",
-    "graphs qwen3-0.6b",
-    "steps llama-3.1-8b",
-    "steps qwen3-0.6b",
-    "attention",
-    "transformers qwen3-0.6b",
-    "transformers llama-3.1-8b",
-    "vllm qwen3-0.6b",
-    "vllm llama-3.1-8b",
-    "steps qwen3-4b",
-    "steps llama-3.2-1b",
-    "parity llama-3.2-1b",
-    "overlap qwen3-0.6b",
-    "overlap llama-3.1-8b",
-    "prices llama-3.1-8b",
-    "host",
-    "sanitizer",
-)
-CPU_STAGES = (
-    "smoke",
-    "kernels",
-    "features tiny",
-    "parity tiny",
-    "graphs tiny",
-    "steps tiny",
-    "attention",
-    "transformers tiny",
-    "vllm tiny",
-    "overlap tiny",
-    "prices tiny",
-    "host",
-    "sanitizer",
-)
+_STOP_LIMIT_S = 20.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,17 +56,14 @@ class Report:
         return "\n".join(lines) + "\n"
 
 
-def main() -> int:
-    """Run the stages, print what they find, write it down."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # the stage that runs is ended too
-    arguments = _arguments()
-    report = Report.opened(arguments.json, resume=arguments.resume)
-    deadline = time.monotonic() + 60 * arguments.minutes
-    stages = [
-        name
-        for name in (CPU_STAGES if arguments.device == "cpu" else GPU_STAGES)
-        if not arguments.only or any(word in name for word in arguments.only.split(","))
-    ]
+def run_suite(suite: Suite, device: str, only: Sequence[str], minutes: float, report: Report) -> bool:
+    """Run the stages that have no verdict yet; whether all of the selected stages passed.
+
+    only: words of which a stage's name must contain one; empty for all stages. minutes: no stage
+    begins after that time, and the last one ends then.
+    """
+    deadline = time.monotonic() + 60 * minutes
+    stages = [name for name in suite.stages(device) if not only or any(word in name for word in only)]
     for name in stages:
         if report.stages.get(name, {}).get("verdict", _INTERRUPTED) not in (_INTERRUPTED, _LEFT_OUT):
             continue
@@ -118,21 +71,18 @@ def main() -> int:
         if left_s < 10:
             report.stages[name] = {"verdict": _LEFT_OUT, "took_s": 0.0, "checks": []}
             continue
-        run_stage(name, arguments.device, min(STAGE_LIMIT_S, left_s), report)
+        run_stage(suite, name, device, min(suite.stage_limit_s, left_s), report)
     report.write()
-    print(report.table(), end="")
-    return int(any(report.stages[name]["verdict"] != "passed" for name in stages))
+    return all(report.stages[name]["verdict"] == "passed" for name in stages)
 
 
-def run_stage(name: str, device: str, limit_s: float, report: Report) -> None:
+def run_stage(suite: Suite, name: str, device: str, limit_s: float, report: Report) -> None:
     """Run one stage to its end or to its limit; its checks are in the report as soon as they are known."""
-    environment = dict(os.environ)
-    if device == "cpu":
-        environment["TRITON_INTERPRET"] = "1"
+    environment = {**os.environ, **(suite.cpu_environment if device == "cpu" else {})}
     begin, checks, tail = time.monotonic(), list[dict[str, Any]](), deque[str](maxlen=40)
     stage = report.stages[name] = {"verdict": _INTERRUPTED, "took_s": 0.0, "checks": checks}
     process = subprocess.Popen(
-        [sys.executable, "-m", "load_tests.gpu_checks", *name.split(), "--device", device],
+        [sys.executable, "-m", suite.module, *name.split(), "--device", device],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -142,12 +92,15 @@ def run_stage(name: str, device: str, limit_s: float, report: Report) -> None:
     )
     timed_out = threading.Event()
 
-    def kill() -> None:
+    def end() -> None:
         timed_out.set()
+        process.terminate()  # a stage stops its server
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(_STOP_LIMIT_S)
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
 
-    timer = threading.Timer(limit_s, kill)
+    timer = threading.Timer(limit_s, end)
     timer.start()
     assert process.stdout is not None
     try:
@@ -196,17 +149,3 @@ def _replace(file: Path, text: str) -> None:
     scratch = file.with_name(file.name + ".part")
     scratch.write_text(text)
     scratch.replace(file)
-
-
-def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
-    parser.add_argument("--only", default="", help="words, separated by commas: run stages whose names have one")
-    parser.add_argument("--json", type=Path, help="where to write the report; the table goes beside it, as .md")
-    parser.add_argument("--resume", action="store_true", help="go on with the report that is there")
-    parser.add_argument("--minutes", type=float, default=1440.0, help="begin no stage after, and end the last one then")
-    return parser.parse_args()
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 import load_tests
-from load_tests import gpu_engine
-from load_tests.gpu_engine import CPU_STAGES
+from load_tests.gpu import suites
+from load_tests.gpu.runner import Report, run_suite
+from load_tests.gpu.suites import Suite
 
 ABSENT = {
     *("pydantic", "ray", "gguf", "fastapi", "typer", "rich", "orjson", "prometheus_client", "matplotlib"),
@@ -21,7 +22,7 @@ ABSENT = {
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="the metadata is the Triton backend's")
 def test_the_hosts_part_is_timed_while_all_rows_decode() -> None:
-    from load_tests.gpu_host import measure
+    from load_tests.gpu.host import measure
 
     found = measure(rows=4, context=40, steps=6)
     assert set(found) == {"schedule", "execute", "resolve", "update", "all"}
@@ -30,10 +31,10 @@ def test_the_hosts_part_is_timed_while_all_rows_decode() -> None:
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="the metadata is the Triton backend's")
 def test_the_hosts_part_is_written_as_json(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from load_tests.gpu_host import main
+    from load_tests.gpu.host import main
 
     file = tmp_path / "host.json"
-    monkeypatch.setattr("sys.argv", ["gpu_host", "--rows", "2", "--context", "40", "--steps", "4", "--json", str(file)])
+    monkeypatch.setattr("sys.argv", ["host", "--rows", "2", "--context", "40", "--steps", "4", "--json", str(file)])
     main()
     result = json.loads(file.read_text())
     assert (result["rows"], result["context"], result["steps"]) == (2, 40, 4)
@@ -50,12 +51,12 @@ def test_the_whole_sequence_runs_without_the_servers_packages(tmp_path: Path) ->
     path = f"{tmp_path}{os.pathsep}{Path(load_tests.__file__).parents[1]}"
     report = tmp_path / "report.json"
     result = subprocess.run(
-        [sys.executable, "-m", "load_tests.gpu_engine", "--device", "cpu", "--json", str(report)],
+        [sys.executable, "-m", "load_tests.gpu", "engine", "--device", "cpu", "--json", str(report)],
         capture_output=True, text=True, timeout=850, check=False, env={**os.environ, "PYTHONPATH": path},
     )  # fmt: skip
     assert result.returncode == 0, result.stdout + result.stderr
     stages = json.loads(report.read_text())["stages"]
-    assert tuple(stages) == CPU_STAGES
+    assert tuple(stages) == suites.ENGINE.cpu
     assert {stage["verdict"] for stage in stages.values()} == {"passed"}
     checks = {check["name"]: check for stage in stages.values() for check in stage["checks"]}
     assert checks["tiny tokens, float32"]["equal"] == 3
@@ -78,22 +79,33 @@ raise SystemExit(sys.argv[1] == "fails")
 
 def test_a_stage_that_crashes_or_hangs_spoils_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What it found before is kept; a report that is resumed runs what has no verdict yet."""
-    package = tmp_path / "load_tests"
-    package.mkdir()
-    (package / "__init__.py").touch()
-    (package / "gpu_checks.py").write_text(STAGE)
+    (tmp_path / "stage.py").write_text(STAGE)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(gpu_engine, "CPU_STAGES", ("crashes", "hangs", "fails", "works"))
-    monkeypatch.setattr(gpu_engine, "STAGE_LIMIT_S", 5.0)
+    suite = Suite("stage", gpu=(), cpu=("crashes", "hangs", "fails", "works"), stage_limit_s=5.0)
     file = tmp_path / "report.json"
-    arguments = ["gpu_engine", "--device", "cpu", "--json", str(file), "--resume"]
-    monkeypatch.setattr("sys.argv", [*arguments, "--only", "crashes,hangs,fails"])
-    assert gpu_engine.main() == 1
-    monkeypatch.setattr("sys.argv", arguments)
-    assert gpu_engine.main() == 1
+    assert not run_suite(suite, "cpu", ["crashes", "hangs", "fails"], 10, Report.opened(file, resume=True))
+    assert not run_suite(suite, "cpu", [], 10, Report.opened(file, resume=True))
     stages = json.loads(file.read_text())["stages"]
     verdicts = {name: stage["verdict"] for name, stage in stages.items()}
     assert verdicts == {"crashes": "crashed (SIGABRT)", "hangs": "timed out", "fails": "failed", "works": "passed"}
     assert {len(stage["checks"]) for stage in stages.values()} == {1}
     assert stages["crashes"]["output_tail"][0] == "starting"
+
+
+@pytest.mark.slow
+@pytest.mark.cluster
+@pytest.mark.timeout(1500)
+def test_the_servers_whole_sequence_runs_on_a_cpu(tmp_path: Path) -> None:
+    """Every stage through a real Ray cluster of its own, on tiny sizes."""
+    report = tmp_path / "report.json"
+    result = subprocess.run(
+        [sys.executable, "-m", "load_tests.gpu", "serve", "--device", "cpu", "--json", str(report)],
+        capture_output=True, text=True, timeout=1450, check=False,
+    )  # fmt: skip
+    stages = json.loads(report.read_text())["stages"]
+    assert {name: stage["verdict"] for name, stage in stages.items()} == dict.fromkeys(suites.SERVE.cpu, "passed")
+    assert result.returncode == 0, result.stdout + result.stderr
+    checks = {check["name"]: check for stage in stages.values() for check in stage["checks"]}
+    struck = [check for name, check in checks.items() if "replicas gets" in name]
+    assert len(struck) == 3
+    assert all(check["equal"] == check["of"] and check["struck"] for check in struck)

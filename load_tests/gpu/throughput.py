@@ -10,7 +10,7 @@ from typing import Any, Literal
 from transformers import AutoConfig, ContinuousBatchingConfig, GenerationConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from load_tests.gpu_steps import Machine, paged, random_module
+from load_tests.gpu.steps import Machine, paged, random_module
 from serve_app.core.request import EngineRequest
 from serve_app.core.sampling_params import SamplingParams
 from serve_app.core.step_record import StepRecord

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from load_tests.gpu_steps import paged, random_module
+from load_tests.gpu.steps import paged, random_module
 from serve_app import grammars
 from serve_app.core.request import EngineRequest
 from serve_app.core.results import TokenDelta, join_deltas
