@@ -64,10 +64,15 @@ run here. Its memory monitor ends workers when the machine is full, whoever fill
 most. Ray runs workers at niceness 15, behind everything else on the machine. A text alone is encoded in a thread of
 ours: one of the tokenizer's own would only be waited for."""
 
-ENGINE_ENVIRONMENT: Mapping[str, str] = {"GOMP_SPINCOUNT": "5000", "THP_MEM_ALLOC_ENABLE": "1"}
+ENGINE_ENVIRONMENT: Mapping[str, str] = {
+    "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
+    "GOMP_SPINCOUNT": "5000",
+    "THP_MEM_ALLOC_ENABLE": "1",
+}
 """What a replica sets before it loads torch. Its threads spin for milliseconds after each operation by default, on
 cores that our kernels and other processes need (measured: 0.8 ms of processor time per token, beside the engine's
-2.2). Weights and KV pool in huge pages, where the system has them for the asking, take 6 to 9 % off prefill's time."""
+2.2). CUDA numbers GPUs from the fastest on by default; Ray and NVML, whose numbers the replica gets and its metrics
+show, by their place on the bus. Weights and KV pool in huge pages, where the system has them for the asking, take 6 to 9 % off prefill's time."""
 
 
 class _Frozen(BaseModel):
@@ -94,13 +99,13 @@ class EngineSettings(_Frozen):
     max_num_seqs: Annotated[int | Literal["auto"], _auto_or_up_to(4096)] = "auto"
     """Sequences at once in a replica, each of `n` choices one; `auto` = what KV pool and step time allow, 16 to 256."""
     max_num_batched_tokens: Annotated[int | Literal["auto"], _auto_or_up_to(1_048_576)] = "auto"
-    """Most tokens in one step, prefill and decode together; `auto` = by step time on CPUs, 8192 on GPUs."""
+    """Most tokens in one step, prefill and decode together; `auto` = what step time allows, up to 8192."""
     max_model_len: int | None = Field(default=None, ge=1)
     """Longest prompt plus output, in tokens; null = the model's context. Decides `longrope`'s frequencies."""
     kv_cache_gib: float | None = Field(default=None, gt=0)
     """Cap on the KV pool in GiB; null = what measured memory allows (on a CPU at most 4)."""
     memory_fraction: float = Field(default=0.8, gt=0, le=1)
-    """Part of the memory left after loading and a largest step that the KV pool may take; CUDA graphs need some."""
+    """Part of the memory left to a replica after loading and a largest step for the KV pool; CUDA graphs need some."""
     policy: Literal["fcfs", "priority", "static"] = "fcfs"
     """Queue order: by arrival; lowest `priority` of the request first; or closed batches (a baseline)."""
     prefill: Literal["fused", "separate"] = "fused"

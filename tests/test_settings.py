@@ -1,5 +1,6 @@
 """Settings refuse what is wrong with the key's name, in one line; the deploy files pass, also Serve's own schema."""
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -7,7 +8,7 @@ import pytest
 import yaml
 
 from serve_app.errors import ConfigError
-from serve_app.settings import Settings, setting_rows
+from serve_app.settings import ENGINE_ENVIRONMENT, Settings, export, setting_rows
 from tests.quiet_ray import ServeDeploySchema
 
 DEPLOY = Path(__file__).parents[1] / "deploy"
@@ -114,3 +115,13 @@ def test_every_setting_is_described() -> None:
     rows = list(setting_rows())
     assert ("engine.max_num_seqs", "auto") in [row[:2] for row in rows]
     assert [key for key, _, meaning in rows if not meaning] == []
+
+
+@pytest.mark.parametrize(("given", "found"), [(None, "PCI_BUS_ID"), ("FASTEST_FIRST", "FASTEST_FIRST")])
+def test_a_replica_numbers_gpus_as_ray_and_nvml_do_unless_told_otherwise(
+    given: str | None, found: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    environment = {} if given is None else {"CUDA_DEVICE_ORDER": given}
+    monkeypatch.setattr(os, "environ", environment)
+    export(ENGINE_ENVIRONMENT)
+    assert environment["CUDA_DEVICE_ORDER"] == found

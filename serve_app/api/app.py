@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from functools import partial
-from importlib.metadata import version
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -10,6 +9,7 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import PlainTextResponse, Response
 
+from serve_app import __version__
 from serve_app.api.access import Access
 from serve_app.api.admission import AsyncAdmissionQueue
 from serve_app.api.anthropic import MessagesJob
@@ -55,7 +55,7 @@ def create_app(
     `access` says who may come in: without it, anybody. `share_prefixes`: tenants may find each other's prompts.
     `accounts` hold what tenants may use and have used. `cors_origins`: browsers may show answers to these pages.
     """
-    app = DocumentedApi(title="serve_app", version=version("serve_app"))
+    app = DocumentedApi(title="serve_app", version=__version__)
     drain, accounts = drain or Drain(), accounts or Accounts()
     context = ApiContext(service, admission, limits, observer, drain, log, accounts, share_prefixes)
     app.add_middleware(HeadAsGet)

@@ -59,6 +59,10 @@ class DeviceSampler:
         assert history is not None
         return sampling.sample(wide_logits(self._executor, hidden), rows, history, self._eos_token_ids)
 
+    def warm_up(self, hidden: Tensor) -> None:
+        """Compile what plain rows need, whose logits stay in the head's dtype. hidden: [1, hidden]."""
+        self._choose(hidden, torch.zeros(1, len(Column), dtype=torch.float64, device=hidden.device))
+
 
 def wide_logits(executor: ModelExecutor, hidden: Tensor) -> Tensor:
     """Logits [R, vocab_size] of hidden states [R, hidden]; float32, or float64 for a float64 model."""

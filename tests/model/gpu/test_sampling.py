@@ -5,11 +5,17 @@ from dataclasses import replace
 import pytest
 import torch
 
+from serve_app.core.request import EngineRequest
 from serve_app.core.sampling_params import SamplingParams
 from serve_app.core.step_plan import SlotStart
+from serve_app.engine.core import EngineConfig, EngineCore
 from serve_app.model import sampler
+from serve_app.model.executors.transformers import TransformersExecutor
 from serve_app.model.input_batch import SamplingRows, sampling_rows
+from serve_app.model.loader import from_module
 from serve_app.model.sampler import Sampled
+from serve_app.model.token_samplers import pick_sampler
+from tests.models import tiny_model
 
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered in subtract")  # numpy's, in the interpreter
 
@@ -99,7 +105,9 @@ def test_mixed_rows_agree_with_the_host(sample) -> None:  # type: ignore[no-unty
 @pytest.mark.parametrize("fields", [*EDITED[:2], {**EDITED[0], **EDITED[1]}], ids=str)
 def test_penalties_change_the_same_logits_in_the_same_way(fields: dict[str, object], device: torch.device) -> None:
     """In histories of different lengths, with and without output, beside rows that have no penalties."""
-    from serve_app.model import sampler
+    from serve_app.engine.core import EngineConfig, EngineCore
+from serve_app.model import sampler
+from serve_app.model.executors.transformers import TransformersExecutor
     from serve_app.model.gpu import sampling
 
     starts = [make_start(seed, fields if seed != 4 else {}) for seed in range(8)]
@@ -171,3 +179,29 @@ def test_the_check_at_start(broken: str, device: torch.device, monkeypatch: pyte
     assert sampling.agrees(2000, device)
     monkeypatch.setattr(sampling, broken, lambda logits, *rest: torch.zeros_like(logits[:, 0], dtype=torch.int64))
     assert not sampling.agrees(2000, device)
+
+
+def test_every_kernel_that_requests_need_has_run_when_the_engine_is_ready(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On transformers' modules, whose steps no graph holds: a kernel is compiled for each dtype of logits."""
+    from serve_app.model.gpu import sampling
+
+    launched: set[torch.dtype] = set()
+    choose = sampling.choose
+
+    def record(logits: torch.Tensor, params: torch.Tensor) -> torch.Tensor:
+        launched.add(logits.dtype)
+        return choose(logits, params)
+
+    monkeypatch.setattr(sampling, "choose", record)
+    model = from_module(tiny_model("llama", torch.bfloat16), max_model_len=64, attention_backend="reference")
+    assert isinstance(model.executor, TransformersExecutor)
+    monkeypatch.setattr(model.executor, "choose", model.executor._choose)  # as on a GPU
+    monkeypatch.setattr(model, "_sampler", pick_sampler(model.executor, model.facts))
+    assert model.sampler == "DeviceSampler"
+    core = EngineCore(model, EngineConfig(max_num_batched_tokens=16, max_num_seqs=2, kv_cache_gib=0.01))
+    before = set(launched)
+    for name, penalty in (("plain", 0.0), ("penalized", 0.5)):
+        core.add(EngineRequest(name, (5, 6), SamplingParams(seed=1, max_tokens=3, frequency_penalty=penalty)))
+    while core.has_unfinished:
+        core.step()
+    assert before == launched == {torch.bfloat16, torch.float32}
