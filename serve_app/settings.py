@@ -69,10 +69,11 @@ ENGINE_ENVIRONMENT: Mapping[str, str] = {
     "GOMP_SPINCOUNT": "5000",
     "THP_MEM_ALLOC_ENABLE": "1",
 }
-"""What a replica sets before it loads torch. Its threads spin for milliseconds after each operation by default, on
-cores that our kernels and other processes need (measured: 0.8 ms of processor time per token, beside the engine's
-2.2). CUDA numbers GPUs from the fastest on by default; Ray and NVML, whose numbers the replica gets and its metrics
-show, by their place on the bus. Weights and KV pool in huge pages, where the system has them for the asking, take 6 to 9 % off prefill's time."""
+"""What a replica sets before it loads torch. By default CUDA numbers GPUs from the fastest on; Ray and NVML, whose
+numbers the replica gets and its metrics show, number them by their place on the bus. Threads spin for milliseconds
+after each operation by default, on cores that our kernels and other processes need (measured: 0.8 ms of processor time
+per token, beside the engine's 2.2). Weights and KV pool in huge pages, where the system has them for the asking, take 6
+to 9 % off prefill's time."""
 
 
 class _Frozen(BaseModel):

@@ -28,7 +28,7 @@ from serve_app.model.loader import load_model
 from serve_app.model.memory import size_kv_pool
 from serve_app.model.options import ModelOptions
 from serve_app.model.paged_model import PagedModel
-from serve_app.model.runner import ModelRunner, Pending, set_num_threads
+from serve_app.model.runner import Launched, ModelRunner, Pending, set_num_threads
 from serve_app.model.step_times import StepTimes
 
 logger = logging.getLogger(__name__)
@@ -97,14 +97,16 @@ class ModelInfo:
     """Measured by `EngineCore.load`."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Step:
-    """A step in flight, when it was begun, and how long planning it took; seconds."""
+    """A step in flight, when it was begun, and how long planning it took; seconds. pending: once it is launched as a
+    whole."""
 
     output: SchedulerOutput
-    pending: Pending
+    launched: Launched
     started_at: float
     schedule_s: float
+    pending: Pending | None = None
 
 
 class EngineCore:
@@ -249,25 +251,39 @@ class EngineCore:
         output = self._scheduler.schedule(started_at)
         if on_scheduled is not None:
             on_scheduled()
-        launched = None
+        step = None
         if output.rows:
             schedule_s = self.clock() - started_at
-            launched = _Step(output, self._runner.execute(output), started_at, schedule_s)
-        due = launched
+            step = _Step(output, self._runner.launch(output), started_at, schedule_s)
+            if not step.launched.waits:
+                self._sample(step)
+        due = step
         if self._overlap:
-            due, self._in_flight = self._in_flight, launched
+            due, self._in_flight = self._in_flight, step
         if due is not None:
-            return self._finish(due)
-        if launched is not None:
+            deltas = self._finish(due, step)
+            if step is not None and step.pending is None:
+                self._sample(step)
+            return deltas
+        if step is not None:
             return []
         if self._scheduler.has_unfinished and self.config.policy != "static":
             raise RuntimeError("requests wait but none can be scheduled")
         return None
 
-    def _finish(self, step: _Step) -> list[TokenDelta]:
-        """Wait for a step, commit and report it."""
+    def _sample(self, step: _Step) -> None:
+        """Launch the rest of a step."""
+        step.pending = self._runner.finish(step.launched)
+        if step.pending.sat_out:
+            self._scheduler.sit_out(step.output, step.pending.sat_out)
+
+    def _finish(self, step: _Step, newest: _Step | None) -> list[TokenDelta]:
+        """Wait for a step, commit and report it. newest: the last one launched, whose masks may wait for this one."""
+        assert step.pending is not None
         result = step.pending.resolve()
         resolved_at = self.clock()
+        if newest is not None:
+            self._runner.tokens_known(newest.launched)
         deltas = self._scheduler.update(step.output, result)
         updated_at = self.clock()
         # A step that was launched while another ran has its time from the end of that one on.

@@ -17,13 +17,12 @@ _CUDA_CONTEXT_BYTES = GIB // 2
 _DEFAULT_CPU_KV_CACHE_GIB = 4.0
 
 
-def size_kv_pool(
-    model: PagedModel, kv_cache_gib: float | None, memory_fraction: float, gpu_share: float = 1.0
-) -> int:
+def size_kv_pool(model: PagedModel, kv_cache_gib: float | None, memory_fraction: float, gpu_share: float = 1.0) -> int:
     """How many blocks the memory that is left holds for the scheduler. The largest step has been run before.
 
     kv_cache_gib: a cap; None is no cap on a GPU, 4 GiB on a CPU. memory_fraction: the part of the free memory that the
-    pool may take; gpu_share: see `available_memory`. Raises ConfigError when the pool could not hold one request of max_model_len tokens.
+    pool may take; gpu_share: see `available_memory`. Raises ConfigError when the pool could not hold one request of
+    max_model_len tokens.
     """
     needed = -(-model.max_model_len // model.block_size) + 1  # and the null block
     budget = (available_memory(model.device, gpu_share) - model.mapped_bytes) * memory_fraction
@@ -45,8 +44,9 @@ def size_kv_pool(
 def available_memory(device: torch.device, gpu_share: float = 1.0) -> int:
     """Bytes that this process can still allocate on `device`.
 
-    gpu_share: of a GPU that several processes share, the part of its memory that is this one's. Its limit does not
-    depend on what the others have taken so far, so that they may start at the same time. On Linux CPUs: what the kernel calls available, and no more than the control group's limit leaves.
+    gpu_share: of a GPU that several processes share, the part of its memory that is this one's. That does not depend on
+    what the others have taken so far, so they may start at the same time. On Linux CPUs: what the kernel calls
+    available, and no more than the control group's limit leaves.
     """
     if device.type == "cuda":
         # What torch keeps for itself is not counted: the largest step that was run needs it again.

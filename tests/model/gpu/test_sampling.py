@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
@@ -9,12 +10,15 @@ from serve_app.core.request import EngineRequest
 from serve_app.core.sampling_params import SamplingParams
 from serve_app.core.step_plan import SlotStart
 from serve_app.engine.core import EngineConfig, EngineCore
+from serve_app.errors import InvalidRequestError
 from serve_app.model import sampler
 from serve_app.model.executors.transformers import TransformersExecutor
+from serve_app.model.grammar_masks import mask_out
 from serve_app.model.input_batch import SamplingRows, sampling_rows
 from serve_app.model.loader import from_module
 from serve_app.model.sampler import Sampled
 from serve_app.model.token_samplers import pick_sampler
+from serve_app.token_set import TokenSet
 from tests.models import tiny_model
 
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered in subtract")  # numpy's, in the interpreter
@@ -105,9 +109,7 @@ def test_mixed_rows_agree_with_the_host(sample) -> None:  # type: ignore[no-unty
 @pytest.mark.parametrize("fields", [*EDITED[:2], {**EDITED[0], **EDITED[1]}], ids=str)
 def test_penalties_change_the_same_logits_in_the_same_way(fields: dict[str, object], device: torch.device) -> None:
     """In histories of different lengths, with and without output, beside rows that have no penalties."""
-    from serve_app.engine.core import EngineConfig, EngineCore
-from serve_app.model import sampler
-from serve_app.model.executors.transformers import TransformersExecutor
+    from serve_app.model import sampler
     from serve_app.model.gpu import sampling
 
     starts = [make_start(seed, fields if seed != 4 else {}) for seed in range(8)]
@@ -118,6 +120,35 @@ from serve_app.model.executors.transformers import TransformersExecutor
         sampler._edit(row, slot, (), None)
     sampling.penalize(got, rows, history_of(starts).to(device))
     assert torch.equal(got.cpu(), expected)
+
+
+def test_masks_of_several_rows_leave_out_what_they_say_and_nothing_else(device: torch.device) -> None:
+    from serve_app.model.gpu import sampling
+
+    expected = make_logits(6)  # of a vocabulary that neither a byte nor a part divides
+    random = np.random.default_rng(0)
+    masks = {row: TokenSet.cut(random.integers(0, 256, 200, np.uint8).tobytes(), 1531) for row in (0, 2, 5)}
+    masks[5] = masks[5].only(masks[5].ids()[-1])
+    got = expected.clone().to(device)
+    for row, allowed in masks.items():
+        mask_out(expected[row], allowed)
+    sampling.mask_out(got, masks)
+    assert torch.equal(got.cpu(), expected)
+
+
+def test_masked_rows_agree_with_the_host(device: torch.device) -> None:
+    """Beside penalties and bias, and beside rows without a mask; a mask that leaves nothing fails its row alone."""
+    from serve_app.model.gpu import sampling
+
+    starts = [make_start(seed, fields) for seed, fields in enumerate([*DRAWN[:4], *EDITED[:3], {}])]
+    rows, logits = seated(starts), make_logits(8)
+    for row in (1, 2, 4, 5, 6, 7):
+        rows.masks[row] = TokenSet.cut(bytes([row, 2 * row, 0]) * 64 if row < 7 else b"", 1531)
+    expected = sampler.sample(logits.clone(), rows.slots, rows.parameters, EOS, rows.masks)
+    got = sampling.sample(logits.to(device), rows, history_of(starts).to(device), EOS).resolve()
+    assert set(got.failed) == set(expected.failed) == {7}
+    assert got.token_ids[:7] == expected.token_ids[:7]
+    assert isinstance(got.failed[7], InvalidRequestError)
 
 
 @pytest.mark.parametrize(
