@@ -36,7 +36,7 @@ from serve_app.workloads.runs import measure, reach, through_http
 _START_LIMIT_S = 600.0
 # `generate` serves nobody; it is for `make bench`.
 RIVALS = ",".join(name for name in CONTESTANTS if name != "generate")
-WORKLOADS = "decode,mixed,single,first_token,repetitive,prefill:16,shared_prefix,long,crowd,lognormal,agents"
+WORKLOADS = "decode,mixed,single,first_token,repetitive,prefill:16,shared_prefix,long,crowd,lognormal,agents,sampled"
 
 console = Console(stderr=True)
 Wanted = Mapping[str, int | None]
