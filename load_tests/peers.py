@@ -109,6 +109,7 @@ def main(
     # So that a server which is running is stopped too.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     peers = PeerFolder(folder.absolute())
+    peers.path.mkdir(parents=True, exist_ok=True)
     needed = dict.fromkeys(need for name in names for need in CONTESTANTS[name].needs)
     missing = set_up(peers, list(needed))
     writer = open_writer("default")

@@ -9,7 +9,6 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import PlainTextResponse, Response
 
-from serve_app import __version__
 from serve_app.api.access import Access
 from serve_app.api.admission import AsyncAdmissionQueue
 from serve_app.api.anthropic import MessagesJob
@@ -34,6 +33,7 @@ from serve_app.api.token_bodies import DetokenizeBody, TokenizeBody
 from serve_app.api.translation import TranslatedJob
 from serve_app.tenants.accounts import Accounts
 from serve_app.tenants.tenant import Tenant
+from serve_app.version import __version__
 
 _QUESTION = [{"role": "user", "content": "Name the capital of France."}]
 

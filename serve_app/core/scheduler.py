@@ -218,10 +218,7 @@ class Scheduler:
         return True
 
     def sit_out(self, output: SchedulerOutput, rows: Collection[int]) -> None:
-        """Say of the newest step in flight, before the next is planned, which of its rows will yield no token.
-
-        Their requests then compute the same token in the next step. Without overlap the result itself says so in time.
-        """
+        """Say of the newest step in flight which of its rows will yield no token: the next plan has them once more."""
         step, plan = self._in_flight[-1]
         if step != output.step:
             raise RuntimeError(f"sit_out() for step {output.step}, which is not the newest in flight")
@@ -243,8 +240,7 @@ class Scheduler:
             _, plan = self._in_flight.popleft()
             for i, (row, request) in enumerate(zip(output.rows, plan.requests, strict=True)):
                 if request.status is RequestStatus.RUNNING:  # else aborted meanwhile, or failed by a sibling's row
-                    if i in result.sat_out and i not in plan.sat_out:
-                        plan.sit_out(i)
+                    plan.end_row(i, sat_out=i in result.sat_out)
                     self._commit_row(i, row, request, result, deltas)
         for delta in deltas:
             if delta.finish_reason is not None:
@@ -254,12 +250,8 @@ class Scheduler:
     def _commit_row(
         self, i: int, row: ScheduledRequest, request: Request, result: ModelRunnerOutput, deltas: list[TokenDelta]
     ) -> None:
-        sat_out = i in result.sat_out
-        request.num_in_flight -= row.num_tokens - (1 + len(row.draft_token_ids) if sat_out else 0)
-        request.num_awaited -= row.samples and not sat_out
-        request.sat_out = sat_out
         token_ids = result.token_ids[i]
-        error = result.failed.get(i) or _token_error(row, sat_out, token_ids, self.config.vocab_size)
+        error = result.failed.get(i) or _token_error(row, request.sat_out, token_ids, self.config.vocab_size)
         if error is not None:
             self._fail(request.request_id, error, deltas)
             return

@@ -143,6 +143,15 @@ class StepPlan:
         request.num_in_flight -= 1 + len(row.draft_token_ids)
         request.num_awaited -= 1
 
+    def end_row(self, index: int, *, sat_out: bool) -> None:
+        """The step is over: nothing of the row is in flight any more."""
+        row, request = self.rows[index], self.requests[index]
+        if sat_out and index not in self.sat_out:
+            self.sit_out(index)
+        request.sat_out = sat_out
+        request.num_in_flight -= row.num_tokens - (1 + len(row.draft_token_ids) if sat_out else 0)
+        request.num_awaited -= row.samples and not sat_out
+
     def add_drafts(self, index: int, new_block_ids: tuple[int, ...], drafts: tuple[int, ...]) -> None:
         """Let the row go on with `drafts` behind its last token."""
         row, request = self.rows[index], self.requests[index]

@@ -84,8 +84,8 @@ class PaddedGenerator:
     ) -> PaddedRun:
         """Generate, `batch_size` requests at a time in the given order.
 
-        prompts: token ids; caps: output tokens wanted of each; sampling: what `generate` is told of it. `on_step` is called after each forward pass
-        with the number of wanted tokens it produced.
+        prompts: token ids; caps: output tokens wanted of each; sampling: what `generate` is told of it. `on_step` is
+        called after each forward pass with the number of wanted tokens it produced.
         """
         outputs: list[tuple[int, ...]] = []
         spans: list[Span] = []

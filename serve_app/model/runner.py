@@ -273,15 +273,7 @@ class ModelRunner:
                 outputs.append(ModelRunnerOutput(((),), failed={0: EngineError("the model failed on this request")}))
         if all(output.failed for output in outputs):
             self._check_alive(error)
-        return ModelRunnerOutput(
-            tuple(output.token_ids[0] for output in outputs),
-            {i: output.results[0] for i, output in enumerate(outputs) if output.results},
-            {i: output.prompt_results[0] for i, output in enumerate(outputs) if output.prompt_results},
-            {i: output.failed[0] for i, output in enumerate(outputs) if output.failed},
-            frozenset(i for i, output in enumerate(outputs) if output.sat_out),
-            {i: output.forced[0] for i, output in enumerate(outputs) if output.forced},
-            sum(output.mask_s for output in outputs),
-        )
+        return _joined(outputs)
 
     def _check_alive(self, error: Exception) -> None:
         """Raise the step's `error` when the model cannot run a single harmless token either."""
@@ -327,6 +319,19 @@ class ModelRunner:
             wanted=wanted,
         )
         return self.model.forward(torch.zeros_like(positions, device=device), positions.to(device), batch)
+
+
+def _joined(outputs: Sequence[ModelRunnerOutput]) -> ModelRunnerOutput:
+    """Steps of one row each as one step."""
+    return ModelRunnerOutput(
+        tuple(output.token_ids[0] for output in outputs),
+        {i: output.results[0] for i, output in enumerate(outputs) if output.results},
+        {i: output.prompt_results[0] for i, output in enumerate(outputs) if output.prompt_results},
+        {i: output.failed[0] for i, output in enumerate(outputs) if output.failed},
+        frozenset(i for i, output in enumerate(outputs) if output.sat_out),
+        {i: output.forced[0] for i, output in enumerate(outputs) if output.forced},
+        sum(output.mask_s for output in outputs),
+    )
 
 
 def set_num_threads(num_threads: int) -> None:

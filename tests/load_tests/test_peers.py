@@ -92,7 +92,7 @@ def test_everybody_is_measured_and_who_is_not_is_named_with_the_reason(
 
 def test_wrong_answers_of_ours_fail_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(CONTESTANTS, "us", word_server("too_short", ours=True))
-    result = run("us", "--workloads", "single:1", "--repeats", "1", "--peers", str(tmp_path))
+    result = run("us", "--workloads", "single:1", "--repeats", "1", "--peers", str(tmp_path / "new"))
     assert result.exit_code == 1
 
 

@@ -296,7 +296,7 @@ def test_plain_rows_stay_in_the_sampling_graph_beside_others(
         "penalized": {"ignore_eos": True, "frequency_penalty": 1.5},
     }
     workload = [
-        EngineRequest(name, (5, 6, 7 + i), SamplingParams(seed=i, max_tokens=6, **fields))
+        EngineRequest(name, (5, 6, 7 + i), SamplingParams(seed=i, max_tokens=4, **fields))
         for i, (name, fields) in enumerate(kinds.items())
     ]
     config: dict[str, Any] = {
@@ -321,5 +321,5 @@ def test_plain_rows_stay_in_the_sampling_graph_beside_others(
         key: outcome.token_ids for key, outcome in expected.items()
     }
     assert [entry.token_id for entry in run.outcomes["constrained", 0].logprobs] == expected["constrained", 0].token_ids
-    assert (graph_rows, sampled) == ([3] * 5, [3, *[2] * 5])
-    assert len(run.records) == 6
+    assert (graph_rows, sampled) == ([3] * 3, [3, *[2] * 3])
+    assert len(run.records) == 4
