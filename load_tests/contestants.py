@@ -139,7 +139,8 @@ def _vllm(dtype: str, max_num_seqs: int | None) -> Any:
 
 
 def _transformers(folder: PeerFolder, _config: Path) -> ServerCommand:
-    """`transformers serve`: it refuses fields it does not know and takes the number of tokens in a JSON string."""
+    """`transformers serve`: it refuses fields it does not know and takes the number of tokens, and how to sample
+    them, in a JSON string."""
     port, model = free_port(), str(folder.model)
     command = [str(folder.environment("transformers") / "bin/transformers"), "serve", model, "--continuous-batching"]
     command += ["--device", "cpu", "--dtype", "float32", "--attn-implementation", "sdpa"]
@@ -150,7 +151,7 @@ def _transformers(folder: PeerFolder, _config: Path) -> ServerCommand:
         f"http://127.0.0.1:{port}",
         "/health",
         model=model,
-        extra_body={"generation_config": '{"max_new_tokens": $MAX_TOKENS, "do_sample": false}'},
+        extra_body={"generation_config": '{"max_new_tokens": $MAX_TOKENS, $SAMPLING}'},
         extensions=False,
         environment=_QUIET_ENVIRONMENT,
     )

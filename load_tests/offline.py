@@ -28,7 +28,7 @@ from serve_app.demo.padded import PaddedGenerator
 from serve_app.engine.core import EngineCore
 from serve_app.settings import Settings
 from serve_app.workloads.client import RequestResult, Run
-from serve_app.workloads.mixes import Workload, build_workload, read_names
+from serve_app.workloads.mixes import WorkItem, Workload, build_workload, read_names
 from serve_app.workloads.prompts import PromptWriter, open_writer
 from serve_app.workloads.runs import OnDone, Runner, measure
 
@@ -47,8 +47,11 @@ class OurEngine:
     def __init__(self, core: EngineCore) -> None:
         self._core = core
 
-    def add(self, number: int, prompt: Sequence[int], max_tokens: int) -> None:
-        params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
+    def add(self, number: int, prompt: Sequence[int], item: WorkItem) -> None:
+        sampling = item.sampling
+        params = SamplingParams(
+            temperature=sampling.temperature, top_p=sampling.top_p, max_tokens=item.output_tokens, ignore_eos=True
+        )
         self._core.add(EngineRequest(str(number), tuple(prompt), params))
 
     def step(self) -> Iterable[StepOutput]:
@@ -67,7 +70,9 @@ def generate_runner(generator: PaddedGenerator, writer: PromptWriter) -> Runner:
         prompts = [tuple(writer.ids(item.prompt)) for item in workload.items]
         caps = [item.output_tokens for item in workload.items]
         cpu = time.process_time()
-        done = generator.run(prompts, caps, min(BATCH_SIZE, workload.concurrency or BATCH_SIZE))
+        (sampling,) = {item.sampling for item in workload.items}
+        batch_size = min(BATCH_SIZE, workload.concurrency or BATCH_SIZE)
+        done = generator.run(prompts, caps, batch_size, sampling=sampling.for_transformers)
         results = [
             RequestResult(item, output_tokens=len(output), e2e_s=done.seconds)
             for item, output in zip(workload.items, done.outputs, strict=True)

@@ -12,6 +12,7 @@ import openvino
 import openvino_genai as genai
 
 from load_tests.step_runner import StepOutput
+from serve_app.workloads.mixes import WorkItem
 
 _CACHE_GIB = 1
 """For keys and values, as ours; with 8 bits a value they hold twice as many tokens."""
@@ -33,8 +34,11 @@ class OpenVinoEngine:
         self._pipeline = genai.ContinuousBatchingPipeline(str(gguf), scheduler, "CPU")
         self._handles: dict[int, genai.GenerationHandle] = {}
 
-    def add(self, number: int, prompt: Sequence[int], max_tokens: int) -> None:
-        config = genai.GenerationConfig(max_new_tokens=max_tokens, ignore_eos=True, do_sample=False)
+    def add(self, number: int, prompt: Sequence[int], item: WorkItem) -> None:
+        config = genai.GenerationConfig(max_new_tokens=item.output_tokens, ignore_eos=True, do_sample=False)
+        if item.sampling.temperature:  # its default is all tokens for top-k
+            config.do_sample, config.temperature = True, item.sampling.temperature
+            config.top_p, config.rng_seed = item.sampling.top_p, number
         ids = openvino.Tensor(np.array([prompt], dtype=np.int64))
         self._handles[number] = self._pipeline.add_request(number, ids, config)
 

@@ -36,7 +36,7 @@ from serve_app.workloads.runs import measure, reach, through_http
 _START_LIMIT_S = 600.0
 # `generate` serves nobody; it is for `make bench`.
 RIVALS = ",".join(name for name in CONTESTANTS if name != "generate")
-WORKLOADS = "decode,mixed,single,first_token,repetitive,prefill:16,shared_prefix,long,crowd,lognormal,agents"
+WORKLOADS = "decode,mixed,single,first_token,repetitive,prefill:16,shared_prefix,long,crowd,lognormal,agents,sampled"
 
 console = Console(stderr=True)
 Wanted = Mapping[str, int | None]
@@ -109,6 +109,7 @@ def main(
     # So that a server which is running is stopped too.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     peers = PeerFolder(folder.absolute())
+    peers.path.mkdir(parents=True, exist_ok=True)
     needed = dict.fromkeys(need for name in names for need in CONTESTANTS[name].needs)
     missing = set_up(peers, list(needed))
     writer = open_writer("default")

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from serve_app.workloads.client import RequestResult, Run
-from serve_app.workloads.mixes import Workload
+from serve_app.workloads.mixes import WorkItem, Workload
 from serve_app.workloads.prompts import PromptWriter
 from serve_app.workloads.runs import OnDone, Runner
 
@@ -25,8 +25,8 @@ class StepOutput:
 class Engine(Protocol):
     """An engine that computes several requests at once, step by step."""
 
-    def add(self, number: int, prompt: Sequence[int], max_tokens: int) -> None:
-        """One more request: greedy, and of exactly `max_tokens` tokens."""
+    def add(self, number: int, prompt: Sequence[int], item: WorkItem) -> None:
+        """One more request: `item`, whose text is these tokens, sampled as it says to exactly its number of tokens."""
 
     def step(self) -> Iterable[StepOutput]:
         """Compute one step."""
@@ -66,7 +66,7 @@ def step_runner(engine: Engine, writer: PromptWriter) -> Runner:
             for number in places.take():
                 last[number] = time.perf_counter()
                 results[number].due_s = last[number] - start
-                engine.add(number, prompts[number], results[number].item.output_tokens)
+                engine.add(number, prompts[number], results[number].item)
             if not last:
                 break
             for output in engine.step():

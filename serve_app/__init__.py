@@ -2,7 +2,8 @@
 
 from typing import TYPE_CHECKING, Any
 
-__version__ = "0.1.0"
+from serve_app.version import __version__
+
 __all__ = ["LLM", "RequestOutput", "SamplingParams", "__version__"]
 
 if TYPE_CHECKING:

@@ -51,13 +51,13 @@ class EngineSettings(_Frozen):
     max_num_seqs: Annotated[int | Literal["auto"], _auto_or_up_to(4096)] = "auto"
     """Sequences at once in a replica, each of `n` choices one; `auto` = what KV pool and step time allow, 16 to 256."""
     max_num_batched_tokens: Annotated[int | Literal["auto"], _auto_or_up_to(1_048_576)] = "auto"
-    """Most tokens in one step, prefill and decode together; `auto` = by step time on CPUs, 8192 on GPUs."""
+    """Most tokens in one step, prefill and decode together; `auto` = what step time allows, up to 8192."""
     max_model_len: int | None = Field(default=None, ge=1)
     """Longest prompt plus output, in tokens; null = the model's context. Decides `longrope`'s frequencies."""
     kv_cache_gib: float | None = Field(default=None, gt=0)
     """Cap on the KV pool in GiB; null = what measured memory allows (on a CPU at most 4)."""
     memory_fraction: float = Field(default=0.8, gt=0, le=1)
-    """Part of the memory left after loading and a largest step that the KV pool may take; CUDA graphs need some."""
+    """Part of the memory left to a replica after loading and a largest step for the KV pool; CUDA graphs need some."""
     policy: Literal["fcfs", "priority", "static"] = "fcfs"
     """Queue order: by arrival; lowest `priority` of the request first; or closed batches (a baseline)."""
     prefill: Literal["fused", "separate"] = "fused"

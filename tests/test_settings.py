@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import yaml
 
-from serve_app.environment import bypass_proxies
+from serve_app.environment import ENGINE_ENVIRONMENT, bypass_proxies, export
 from serve_app.errors import ConfigError
 from serve_app.settings import Settings, setting_rows
 from tests.quiet_ray import ServeDeploySchema
@@ -140,3 +140,13 @@ def test_loopback_is_excepted_from_proxies_and_what_the_user_excepts_stays_so(
     assert found["no_proxy"] == no_proxy
     assert found.get("no_grpc_proxy") == no_grpc_proxy
     assert found.get("NO_PROXY") == (None if no_grpc_proxy is None else no_proxy)
+
+
+@pytest.mark.parametrize(("given", "found"), [(None, "PCI_BUS_ID"), ("FASTEST_FIRST", "FASTEST_FIRST")])
+def test_a_replica_numbers_gpus_as_ray_and_nvml_do_unless_told_otherwise(
+    given: str | None, found: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    environment = {} if given is None else {"CUDA_DEVICE_ORDER": given}
+    monkeypatch.setattr(os, "environ", environment)
+    export(ENGINE_ENVIRONMENT)
+    assert environment["CUDA_DEVICE_ORDER"] == found

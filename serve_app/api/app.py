@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from functools import partial
-from importlib.metadata import version
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -34,6 +33,7 @@ from serve_app.api.token_bodies import DetokenizeBody, TokenizeBody
 from serve_app.api.translation import TranslatedJob
 from serve_app.tenants.accounts import Accounts
 from serve_app.tenants.tenant import Tenant
+from serve_app.version import __version__
 
 _QUESTION = [{"role": "user", "content": "Name the capital of France."}]
 
@@ -55,7 +55,7 @@ def create_app(
     `access` says who may come in: without it, anybody. `share_prefixes`: tenants may find each other's prompts.
     `accounts` hold what tenants may use and have used. `cors_origins`: browsers may show answers to these pages.
     """
-    app = DocumentedApi(title="serve_app", version=version("serve_app"), redirect_slashes=False)
+    app = DocumentedApi(title="serve_app", version=__version__, redirect_slashes=False)
     drain, accounts = drain or Drain(), accounts or Accounts()
     context = ApiContext(service, admission, limits, observer, drain, log, accounts, share_prefixes)
     app.add_middleware(HeadAsGet)

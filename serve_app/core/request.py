@@ -115,13 +115,9 @@ class Request:
 
     @property
     def can_decode(self) -> bool:
-        """Whether it is done with prefilling, and the token that a step in flight samples is not the last one.
-
-        A grammar must know that token before it can say what may come next, and so must a bad word.
-        """
+        """Whether it is done with prefilling, and the token that a step in flight samples is not the last one."""
         return (
-            not (self.num_awaited and self.params.needs_last_token)
-            and self.num_computed_tokens + self.num_in_flight >= self.num_prefill_tokens
+            self.num_computed_tokens + self.num_in_flight >= self.num_prefill_tokens
             and len(self.token_ids) + self.num_awaited < self.max_num_tokens
         )
 
@@ -135,15 +131,17 @@ class Request:
         return FinishReason.LENGTH if total >= self.max_num_tokens else None
 
     def draft(self, at_most: int, min_chance: float) -> tuple[int, ...]:
-        """Guesses of the next tokens; the last one is known.
+        """Guesses of the tokens that follow its last one in the step being planned.
 
-        The last that may come is not among them: it comes out of the one before it.
+        That one may be in flight, where the grammar forces what comes then. The last token that may come is not among
+        them: it comes out of the one before it.
         """
         if self.sat_out:
             return ()
-        at_most = min(at_most, self.max_num_tokens - self.num_tokens - 1)
+        ahead = max(0, self.num_awaited - 1)
+        at_most = min(at_most, self.max_num_tokens - self.num_tokens - ahead - 1)
         if self.forced:
-            return self.forced[: max(0, at_most)]
+            return self.forced[ahead : ahead + max(0, at_most)]
         return self.lookup.propose(self.token_ids, at_most, min_chance) if at_most > 0 else ()
 
     def take_prompt_results(self, results: Results, start: int) -> Results:

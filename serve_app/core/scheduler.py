@@ -12,15 +12,16 @@ Decodes go on with draft tokens (see `drafts`), which the runner verifies, as fa
 Drafts never cause a preemption and never take the last free blocks.
 
 A step may be planned while the one before it is in flight: rows of both then go on with a token whose id nobody knows
-yet. What cannot be planned without that id waits for the commit. A row whose request turns out to have ended is
-computed for nothing, and dropped. Its blocks are given away at once, because the device runs steps in their order.
+yet. What a row may sample can depend on that id (a grammar's mask): the runner then samples after the commit. A row
+whose request turns out to have ended is computed for nothing, and dropped. Its blocks are given away at once, because
+the device runs steps in their order.
 
 Decides nothing about text, sampling or the device. Same calls, same outputs.
 """
 
 from bisect import bisect_left, insort
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from heapq import heappop, heappush
 from operator import attrgetter
@@ -216,6 +217,15 @@ class Scheduler:
         plan.add_row(request)
         return True
 
+    def sit_out(self, output: SchedulerOutput, rows: Collection[int]) -> None:
+        """Say of the newest step in flight which of its rows will yield no token: the next plan has them once more."""
+        step, plan = self._in_flight[-1]
+        if step != output.step:
+            raise RuntimeError(f"sit_out() for step {output.step}, which is not the newest in flight")
+        for index in rows:
+            if plan.requests[index].status is RequestStatus.RUNNING:  # else it has ended meanwhile
+                plan.sit_out(index)
+
     # ---------------------------------------------------------------------------------------------- commit
     def update(self, output: SchedulerOutput, result: ModelRunnerOutput) -> list[TokenDelta]:
         """Commit a finished step: append tokens, publish full blocks, end what is done. Deltas in row order.
@@ -230,6 +240,7 @@ class Scheduler:
             _, plan = self._in_flight.popleft()
             for i, (row, request) in enumerate(zip(output.rows, plan.requests, strict=True)):
                 if request.status is RequestStatus.RUNNING:  # else aborted meanwhile, or failed by a sibling's row
+                    plan.end_row(i, sat_out=i in result.sat_out)
                     self._commit_row(i, row, request, result, deltas)
         for delta in deltas:
             if delta.finish_reason is not None:
@@ -239,10 +250,7 @@ class Scheduler:
     def _commit_row(
         self, i: int, row: ScheduledRequest, request: Request, result: ModelRunnerOutput, deltas: list[TokenDelta]
     ) -> None:
-        request.num_in_flight -= row.num_tokens
-        request.num_awaited -= row.samples
         token_ids = result.token_ids[i]
-        request.sat_out = i in result.sat_out
         error = result.failed.get(i) or _token_error(row, request.sat_out, token_ids, self.config.vocab_size)
         if error is not None:
             self._fail(request.request_id, error, deltas)

@@ -44,7 +44,8 @@ class ScheduledRequest(NamedTuple):
 
     `draft_token_ids`: guesses of what follows the last known token, the last of the row's `num_tokens`. After each of
     them the row yields one more token if the guess is what was sampled before it; only rows that sample have any.
-    `token_in_flight`: the row's token is what the step before it, not yet committed, samples in the same slot.
+    `token_in_flight`: the row's token, before any drafts, is what the step before it, not yet committed, samples in the
+    same slot. `waits`: what the row may sample cannot be said before that token is known to the host.
     `constrained`: a grammar says what it may sample. `forced`: its drafts are what the grammar leaves no choice about.
     """
 
@@ -59,6 +60,7 @@ class ScheduledRequest(NamedTuple):
     """True while prompt (or, after preemption or failover, already known) tokens are being computed."""
     draft_token_ids: tuple[int, ...] = ()
     token_in_flight: bool = False
+    waits: bool = False
     constrained: bool = False
     forced: bool = False
 
@@ -88,6 +90,8 @@ class StepPlan:
     budget: int
     rows: list[ScheduledRequest] = field(default_factory=list)
     requests: list[Request] = field(default_factory=list)
+    sat_out: set[int] = field(default_factory=set)
+    """Rows that will yield no token although they should; see `sit_out`."""
     slot_starts: list[SlotStart] = field(default_factory=list)
     preempted: list[tuple[str, int]] = field(default_factory=list)
     admitted: list[tuple[str, int]] = field(default_factory=list)
@@ -113,6 +117,7 @@ class StepPlan:
                 samples,
                 start < request.num_prefill_tokens,
                 token_in_flight=request.num_awaited > 0,
+                waits=request.num_awaited > 0 and request.params.needs_last_token,
                 constrained=request.params.grammar is not None,
             )
         )
@@ -122,12 +127,30 @@ class StepPlan:
         self.requests.append(request)
 
     def decodes(self) -> list[tuple[int, Request]]:
-        """Rows that compute a known last token, by index."""
+        """Rows that compute a last token after which something can be guessed, by index. Behind a token in flight that
+        is what a grammar forces."""
         return [
             (index, request)
             for index, (row, request) in enumerate(zip(self.rows, self.requests, strict=True))
-            if not row.is_prefill and not row.token_in_flight
+            if not row.is_prefill and not (row.token_in_flight and len(request.forced) < 2)
         ]
+
+    def sit_out(self, index: int) -> None:
+        """The row will yield no token: its request has its last token still to compute, and no drafts."""
+        row, request = self.rows[index], self.requests[index]
+        self.sat_out.add(index)
+        request.sat_out = True
+        request.num_in_flight -= 1 + len(row.draft_token_ids)
+        request.num_awaited -= 1
+
+    def end_row(self, index: int, *, sat_out: bool) -> None:
+        """The step is over: nothing of the row is in flight any more."""
+        row, request = self.rows[index], self.requests[index]
+        if sat_out and index not in self.sat_out:
+            self.sit_out(index)
+        request.sat_out = sat_out
+        request.num_in_flight -= row.num_tokens - (1 + len(row.draft_token_ids) if sat_out else 0)
+        request.num_awaited -= row.samples and not sat_out
 
     def add_drafts(self, index: int, new_block_ids: tuple[int, ...], drafts: tuple[int, ...]) -> None:
         """Let the row go on with `drafts` behind its last token."""

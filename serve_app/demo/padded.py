@@ -7,7 +7,7 @@ forward passes are counted by a hook, not computed from the lengths.
 import contextlib
 import io
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -63,6 +63,9 @@ def left_padded(prompts: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
     return ids, torch.tensor([[0] * pad + [1] * (width - pad) for pad in padding])
 
 
+_GREEDY: Mapping[str, Any] = {"do_sample": False}
+
+
 class PaddedGenerator:
     """A causal language model of transformers, called batch by batch; see `load_causal_lm`."""
 
@@ -77,11 +80,12 @@ class PaddedGenerator:
         caps: Sequence[int],
         batch_size: int,
         on_step: Callable[[int], None] = lambda _: None,
+        sampling: Mapping[str, Any] = _GREEDY,
     ) -> PaddedRun:
-        """Generate greedily, `batch_size` requests at a time in the given order.
+        """Generate, `batch_size` requests at a time in the given order.
 
-        prompts: token ids; caps: output tokens wanted of each. `on_step` is called after each forward pass
-        with the number of wanted tokens it produced.
+        prompts: token ids; caps: output tokens wanted of each; sampling: what `generate` is told of it. `on_step` is
+        called after each forward pass with the number of wanted tokens it produced.
         """
         outputs: list[tuple[int, ...]] = []
         spans: list[Span] = []
@@ -90,7 +94,7 @@ class PaddedGenerator:
         for first in range(0, len(prompts), batch_size):
             batch = range(first, min(first + batch_size, len(prompts)))
             batch_caps = [caps[index] for index in batch]
-            rows, passes, computed = self._generate([prompts[index] for index in batch], batch_caps, on_step)
+            rows, passes, computed = self._generate([prompts[index] for index in batch], batch_caps, on_step, sampling)
             outputs.extend(rows)
             for slot, index in enumerate(batch):
                 spans.extend(_spans(slot, f"request-{index}", steps, caps[index], passes))
@@ -100,7 +104,11 @@ class PaddedGenerator:
 
     @torch.inference_mode()
     def _generate(
-        self, prompts: Sequence[tuple[int, ...]], caps: Sequence[int], on_step: Callable[[int], None]
+        self,
+        prompts: Sequence[tuple[int, ...]],
+        caps: Sequence[int],
+        on_step: Callable[[int], None],
+        sampling: Mapping[str, Any],
     ) -> tuple[list[tuple[int, ...]], int, int]:
         """Outputs of one batch, the number of forward passes it took, and the positions that they computed."""
         ids, mask = left_padded(prompts)
@@ -118,9 +126,9 @@ class PaddedGenerator:
             rows = self._model.generate(
                 input_ids=ids.to(self._model.device),
                 attention_mask=mask.to(self._model.device),
-                do_sample=False,
                 max_new_tokens=max(caps),
                 pad_token_id=0,
+                **sampling,
             )
         finally:
             hook.remove()

@@ -21,14 +21,14 @@ from serve_app.core.seats import choose_seats, most_seats
 from serve_app.core.step_cost import DeviceLimits
 from serve_app.core.step_plan import SchedulerOutput
 from serve_app.core.step_record import SchedulerStats, StepRecord
-from serve_app.core.step_tokens import choose_step_tokens
+from serve_app.core.step_tokens import choose_step_tokens, shorten_step_tokens
 from serve_app.grammars import Grammars, Vocabulary
 from serve_app.model.limits import measure_limits
 from serve_app.model.loader import load_model
 from serve_app.model.memory import size_kv_pool
 from serve_app.model.options import ModelOptions
 from serve_app.model.paged_model import PagedModel
-from serve_app.model.runner import ModelRunner, Pending, set_num_threads
+from serve_app.model.runner import Launched, ModelRunner, Pending, set_num_threads
 from serve_app.model.step_times import StepTimes
 
 logger = logging.getLogger(__name__)
@@ -46,7 +46,8 @@ class EngineConfig(SchedulerKnobs):
     """One engine's settings: the scheduler's knobs, and what it is built with.
 
     kv_cache_gib caps the KV pool (None: no cap on a GPU, 4 GiB on a CPU); memory_fraction is the part of the memory
-    left after loading and warming up that the pool may take. auto_seats, auto_step_tokens: `max_num_seqs` and
+    left after loading and warming up that the pool may take; gpu_share: the part of the GPU that is this engine's, for
+    several on one. auto_seats, auto_step_tokens: `max_num_seqs` and
     `max_num_batched_tokens` are only the most that the engine may choose when it starts, see `core.seats` and
     `core.step_tokens`. max_num_waiting: requests beyond the slots that an `AsyncEngine` accepts. num_threads: CPU
     threads of the model (None: torch's choice). overlap: launch a step before the tokens of the one before are read,
@@ -56,6 +57,7 @@ class EngineConfig(SchedulerKnobs):
     model: ModelOptions = field(default_factory=ModelOptions)
     kv_cache_gib: float | None = None
     memory_fraction: float = 0.8
+    gpu_share: float = 1.0
     auto_seats: bool = False
     auto_step_tokens: bool = False
     max_num_waiting: int = 256
@@ -86,20 +88,25 @@ class ModelInfo:
     """How long a step of as many tokens as fit in one took at start."""
     quantization: str
     kv_cache_dtype: str
+    executor: str
+    sampler: str
+    """Classes of what runs the layers and of what chooses tokens: faster ones may have been left out at start."""
     build: str
     """What computes, down to the compiler: equal for builds that give the same numbers."""
     limits: DeviceLimits | None = None
     """Measured by `EngineCore.load`."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Step:
-    """A step in flight, when it was begun, and how long planning it took; seconds."""
+    """A step in flight, when it was begun, and how long planning it took; seconds. pending: once it is launched as a
+    whole."""
 
     output: SchedulerOutput
-    pending: Pending
+    launched: Launched
     started_at: float
     schedule_s: float
+    pending: Pending | None = None
 
 
 class EngineCore:
@@ -136,7 +143,7 @@ class EngineCore:
         if config.auto_step_tokens:
             config = _with_step_tokens(config, model, times, progress)
         longest_s = times.largest(config.max_num_batched_tokens, config.max_num_seqs)
-        num_blocks = size_kv_pool(model, config.kv_cache_gib, config.memory_fraction)
+        num_blocks = size_kv_pool(model, config.kv_cache_gib, config.memory_fraction, config.gpu_share)
         if config.auto_seats:
             config = _with_seats(config, model, times, num_blocks, progress)
         draft_cost = FOR_FEW
@@ -244,25 +251,39 @@ class EngineCore:
         output = self._scheduler.schedule(started_at)
         if on_scheduled is not None:
             on_scheduled()
-        launched = None
+        step = None
         if output.rows:
             schedule_s = self.clock() - started_at
-            launched = _Step(output, self._runner.execute(output), started_at, schedule_s)
-        due = launched
+            step = _Step(output, self._runner.launch(output), started_at, schedule_s)
+            if not step.launched.waits:
+                self._sample(step)
+        due = step
         if self._overlap:
-            due, self._in_flight = self._in_flight, launched
+            due, self._in_flight = self._in_flight, step
         if due is not None:
-            return self._finish(due)
-        if launched is not None:
+            deltas = self._finish(due, step)
+            if step is not None and step.pending is None:
+                self._sample(step)
+            return deltas
+        if step is not None:
             return []
         if self._scheduler.has_unfinished and self.config.policy != "static":
             raise RuntimeError("requests wait but none can be scheduled")
         return None
 
-    def _finish(self, step: _Step) -> list[TokenDelta]:
-        """Wait for a step, commit and report it."""
+    def _sample(self, step: _Step) -> None:
+        """Launch the rest of a step."""
+        step.pending = self._runner.finish(step.launched)
+        if step.pending.sat_out:
+            self._scheduler.sit_out(step.output, step.pending.sat_out)
+
+    def _finish(self, step: _Step, newest: _Step | None) -> list[TokenDelta]:
+        """Wait for a step, commit and report it. newest: the last one launched, whose masks may wait for this one."""
+        assert step.pending is not None
         result = step.pending.resolve()
         resolved_at = self.clock()
+        if newest is not None:
+            self._runner.tokens_known(newest.launched)
         deltas = self._scheduler.update(step.output, result)
         updated_at = self.clock()
         # A step that was launched while another ran has its time from the end of that one on.
@@ -327,8 +348,9 @@ def _with_step_tokens(config: EngineConfig, model: PagedModel, times: StepTimes,
 
     # As with automatic seats, prompts keep half of a step in which all sequences have a token.
     least, most = 1 if config.auto_seats else 2 * config.max_num_seqs, config.max_num_batched_tokens
-    on_cpu = model.device.type == "cpu"
-    chosen = choose_step_tokens(least, most, (lambda tokens: times.largest(tokens, seats(tokens))) if on_cpu else None)
+    choose = choose_step_tokens if model.device.type == "cpu" else shorten_step_tokens
+    chosen = choose(least, most, lambda tokens: times.largest(tokens, seats(tokens)))
+    model.release_unused_memory()  # of larger steps, which will not come
     progress(str(chosen))
     return replace(
         config, max_num_batched_tokens=chosen.number, max_num_seqs=seats(chosen.number), auto_step_tokens=False
@@ -364,6 +386,8 @@ def _describe(
         backend=model.attention_backend,
         quantization=model.quantization,
         kv_cache_dtype=str(model.cache_dtype).removeprefix("torch."),
+        executor=type(model.executor).__name__,
+        sampler=model.sampler,
         build=model.build,
         largest_step_s=largest_step_s,
         limits=limits,

@@ -7,7 +7,7 @@ another replica) gets a fresh one, which is fed the output so far.
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -30,7 +30,7 @@ _CEILINGS = np.where(
     np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little"), np.inf, -np.inf
 ).astype(np.float32)
 _PATIENCE_S = 0.005
-"""How long a step waits for its masks after the forward pass."""
+"""How long a step waits for its masks once its forward pass is launched and all tokens before it are known."""
 _MAX_WORK_S = 2.0
 """Processor time that the grammar of one choice may take in one slot."""
 
@@ -101,12 +101,20 @@ class Follower:
 
 @dataclass(frozen=True, slots=True)
 class Awaited:
-    """A row that samples by a grammar: its number in the step, and its places among those where the step samples."""
+    """A row that samples by a grammar: its number in the step, and its places among those where the step samples, after
+    the output and after each of `drafts`. waits: the output's last token is in flight."""
 
     index: int
     place: int
-    num_places: int
     follower: Follower
+    slot: "Constrained"
+    drafts: Sequence[int]
+    waits: bool
+
+    @property
+    def num_places(self) -> int:
+        """Where the row samples."""
+        return 1 + len(self.drafts)
 
 
 class Constrained(Protocol):
@@ -142,24 +150,32 @@ class GrammarMasks:
             return Follower(None, error)
 
     def begin(self, rows: Sequence[ScheduledRequest], slots: Sequence[Constrained]) -> list[Awaited]:
-        """Before the forward pass. What a row that sat out began then is still right: its output has not grown, and
-        it has no drafts."""
+        """Before the forward pass: the step's constrained rows. Work on those that wait for a token begins later."""
         awaited: list[Awaited] = []
-        work = []
         place = 0
         for i, (row, slot) in enumerate(zip(rows, slots, strict=True)):
             if not row.samples:
                 continue
-            num_places = 1 + len(row.draft_token_ids)
-            if (follower := slot.follower) is not None:
-                awaited.append(Awaited(i, place, num_places, follower))
-                if not follower.is_begun:
-                    follower.is_begun = True
-                    work.append((follower, slot.output_from(follower.num_consumed), row.draft_token_ids))
-            place += num_places
+            if slot.follower is not None:
+                awaited.append(Awaited(i, place, slot.follower, slot, row.draft_token_ids, row.waits))
+            place += 1 + len(row.draft_token_ids)
+        self._start(row for row in awaited if not row.waits)
+        return awaited
+
+    def go_on(self, awaited: Sequence[Awaited]) -> None:
+        """Begin what waited for tokens of the step before, which are known now."""
+        self._start(row for row in awaited if row.waits)
+
+    def _start(self, awaited: Iterable[Awaited]) -> None:
+        """What a row that sat out began then is still right: its output has not grown, and it has no drafts."""
+        work = []
+        for row in awaited:
+            follower = row.follower
+            if not follower.is_begun:
+                follower.is_begun = True
+                work.append((follower, row.slot.output_from(follower.num_consumed), row.drafts))
         if work:
             self._newest = self._thread.submit(self._work_out_all, work)
-        return awaited
 
     def finish(self, awaited: Sequence[Awaited], masks: dict[int, TokenSet]) -> dict[int, RequestError | None]:
         """After the forward pass: writes down a mask for each place where a constrained row samples.

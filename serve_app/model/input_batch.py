@@ -66,7 +66,7 @@ class SamplingRows:
     num_tokens: int64 [R], how many tokens of the sequence come before the new one.
     slots: the R slots; see `states`.
     parameters: float64 [R, len(Column)].
-    is_plain: nothing changes the logits before a token is chosen, and no log-probabilities are asked for.
+    plain: bool [R], where nothing changes the logits before a token is chosen, and no log-probabilities are asked for.
     masks: the ids that a grammar allows, by row; written after the forward pass.
     """
 
@@ -76,8 +76,27 @@ class SamplingRows:
     num_tokens: Int64Array
     slots: Sequence[Slot]
     parameters: Float64Array
-    is_plain: bool
+    plain: npt.NDArray[np.bool_]
     masks: dict[int, TokenSet] = field(default_factory=dict)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether all are."""
+        return bool(self.plain.all())
+
+    def part(self, indices: Int64Array) -> "SamplingRows":
+        """Some of the rows, ascending."""
+        chosen: list[int] = indices.tolist()
+        return SamplingRows(
+            self.tokens[indices],
+            self.seq_slots[indices],
+            self.generations[indices],
+            self.num_tokens[indices],
+            [self.slots[i] for i in chosen],
+            self.parameters[indices],
+            self.plain[indices],
+            {j: self.masks[i] for j, i in enumerate(chosen) if i in self.masks},
+        )
 
     def states(self) -> list[Slot]:
         """The R slots, each as it is at that position."""
@@ -165,14 +184,15 @@ class InputBatch:
         positions[:] = np.arange(host.shape[1])
         positions += (kv_lens - ends).repeat(counts)
         input_ids[:] = self._token_ids[token_seq_slots, positions]
+        num_drafts = [len(drafts) for drafts in columns.draft_token_ids]
         has_unknown_ids = not self._knows_samples and any(columns.token_in_flight)
         if has_unknown_ids:
-            input_ids[ends[np.array(columns.token_in_flight)] - 1] = -1
+            lasts = ends - 1 - np.array(num_drafts)
+            input_ids[lasts[np.array(columns.token_in_flight)]] = -1
         block, offset = np.divmod(positions, self.block_size)
         kv_slots[:] = self._block_tables[token_seq_slots, block]
         kv_slots *= self.block_size
         kv_slots += offset
-        num_drafts = [len(drafts) for drafts in columns.draft_token_ids]
         num_samples = np.array(columns.samples, dtype=np.int64) * (1 + np.array(num_drafts))
         return PackedBatch(
             rows=tuple(rows),
@@ -202,8 +222,8 @@ class InputBatch:
         if parameters[:, Column.TEMPERATURE].any():
             parameters[:, Column.NOISE] = noise.at(self._noise_keys[seq_slots], num_tokens)
         owners = [slots[i] for i in row.tolist()]
-        is_plain = bool((num_tokens >= self._plain_from[seq_slots]).all())
-        return SamplingRows(tokens, seq_slots, self._generations[seq_slots], num_tokens, owners, parameters, is_plain)
+        plain = num_tokens >= self._plain_from[seq_slots]
+        return SamplingRows(tokens, seq_slots, self._generations[seq_slots], num_tokens, owners, parameters, plain)
 
     def remember(self, rows: SamplingRows, token_ids: Sequence[int]) -> None:
         """Record what was sampled, an id for each row, except in slots where another sequence has started meanwhile."""

@@ -11,18 +11,21 @@ from serve_app.errors import ConfigError
 from serve_app.model.paged_model import PagedModel
 
 GIB = 2**30
+_CUDA_CONTEXT_BYTES = GIB // 2
+"""What a process takes of a GPU beside torch's memory: CUDA's context and its libraries' kernels. An estimate."""
 # Host memory is shared with everything else on the machine, so the pool takes it all only when told to.
 _DEFAULT_CPU_KV_CACHE_GIB = 4.0
 
 
-def size_kv_pool(model: PagedModel, kv_cache_gib: float | None, memory_fraction: float) -> int:
+def size_kv_pool(model: PagedModel, kv_cache_gib: float | None, memory_fraction: float, gpu_share: float = 1.0) -> int:
     """How many blocks the memory that is left holds for the scheduler. The largest step has been run before.
 
     kv_cache_gib: a cap; None is no cap on a GPU, 4 GiB on a CPU. memory_fraction: the part of the free memory that the
-    pool may take. Raises ConfigError when the pool could not hold one request of max_model_len tokens.
+    pool may take; gpu_share: see `available_memory`. Raises ConfigError when the pool could not hold one request of
+    max_model_len tokens.
     """
     needed = -(-model.max_model_len // model.block_size) + 1  # and the null block
-    budget = (available_memory(model.device) - model.mapped_bytes) * memory_fraction
+    budget = (available_memory(model.device, gpu_share) - model.mapped_bytes) * memory_fraction
     if kv_cache_gib is None and model.device.type == "cpu":
         kv_cache_gib = _DEFAULT_CPU_KV_CACHE_GIB
     if kv_cache_gib is not None:
@@ -38,15 +41,19 @@ def size_kv_pool(model: PagedModel, kv_cache_gib: float | None, memory_fraction:
     return num_blocks
 
 
-def available_memory(device: torch.device) -> int:
-    """Bytes that can still be allocated on `device`.
+def available_memory(device: torch.device, gpu_share: float = 1.0) -> int:
+    """Bytes that this process can still allocate on `device`.
 
-    On Linux CPUs: what the kernel calls available, and no more than the control group's limit leaves.
+    gpu_share: of a GPU that several processes share, the part of its memory that is this one's. That does not depend on
+    what the others have taken so far, so they may start at the same time. On Linux CPUs: what the kernel calls
+    available, and no more than the control group's limit leaves.
     """
     if device.type == "cuda":
         # What torch keeps for itself is not counted: the largest step that was run needs it again.
-        free, _ = torch.cuda.mem_get_info(device)
-        return int(free)
+        free, total = torch.cuda.mem_get_info(device)
+        if gpu_share >= 1:
+            return int(free)
+        return min(free, int(total * gpu_share) - torch.cuda.memory_reserved(device) - _CUDA_CONTEXT_BYTES)
     return min(_meminfo_available(Path("/proc/meminfo")), _cgroup_available(Path("/sys/fs/cgroup")))
 
 

@@ -53,6 +53,11 @@ class PagedModel:
         return isinstance(self._sampler, DeviceSampler)
 
     @property
+    def sampler(self) -> str:
+        """Class of what chooses tokens."""
+        return type(self._sampler).__name__
+
+    @property
     def attention_backend(self) -> str:
         """Name of the backend that was picked."""
         return self.executor.backend.name
@@ -100,21 +105,27 @@ class PagedModel:
         # Before the new pool is allocated: both would not fit.
         self._cache = None
         self.executor.attach(None)
-        if self.device.type == "cuda":
-            # Return to the device what torch has cached since loading and warming up.
-            gc.collect()
-            torch.cuda.empty_cache()
+        self.release_unused_memory()
         executor = self.executor
         self._cache = kv_cache.KVCache(
             executor.backend, self.facts.layers, num_blocks, executor.cache_dtype, self.device
         )
         executor.attach(self._cache.layers, memory)
 
+    def release_unused_memory(self) -> None:
+        """Return to a GPU what torch has cached since loading and warming up."""
+        if self.device.type == "cuda":
+            gc.collect()
+            torch.cuda.empty_cache()
+
     @torch.inference_mode()
     def capture(self, max_num_seqs: int, on_capture: OnCapture) -> None:
-        """Capture the CUDA graphs that steps of up to `max_num_seqs` rows use, if any. The pool comes first."""
+        """Capture the CUDA graphs that steps of up to `max_num_seqs` rows use, if any, and compile the sampling kernels
+        for the head's own dtype. The pool comes first."""
         self._allocated()
         self.executor.capture(max_num_seqs, on_capture)
+        if isinstance(self._sampler, DeviceSampler):
+            self._sampler.warm_up(torch.zeros(1, self.hidden_size, dtype=self.dtype, device=self.device))
 
     def copy_blocks(self, copies: Sequence[BlockCopy]) -> None:
         """Copy whole KV blocks in every layer."""

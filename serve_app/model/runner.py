@@ -4,8 +4,9 @@ Decides: how host arrays reach the device, in which slices prompt log-probabilit
 made a step fail. Does not decide what runs (the scheduler) or how attention works (the backend).
 Order of side effects in a step: slots and block tables, block copies, keys and values of the batch, sampled tokens.
 
-A step may be executed before the one before it is resolved: the ids that this one samples are on the device, where the
-next one's rows and penalties find them by slot and position.
+A step may be launched before the one before it is resolved: the ids that this one samples are on the device, where the
+next one's rows and penalties find them by slot and position. Where the host must know them before a row may sample, the
+step's sampling is launched once the one before it is resolved, while its forward pass runs.
 """
 
 import itertools
@@ -25,11 +26,12 @@ from serve_app.errors import EngineError, RequestError
 from serve_app.grammars import Grammars
 from serve_app.model.attention.base import AttentionBatch, ResidentTables, block_matrix
 from serve_app.model.grammar_masks import Awaited, GrammarMasks
-from serve_app.model.input_batch import InputBatch, PackedBatch
+from serve_app.model.input_batch import InputBatch, PackedBatch, SamplingRows
 from serve_app.model.paged_model import PagedModel
 from serve_app.model.pooling import pool
 from serve_app.model.sampler import PendingSample, Sampled, one_thread, rank
 from serve_app.model.slot_memory import SlotMemory
+from serve_app.model.token_samplers import Mended
 from serve_app.model.transfer import to_device
 
 logger = logging.getLogger(__name__)
@@ -51,11 +53,23 @@ class Forwarded:
 
 
 @dataclass(frozen=True, slots=True)
+class Launched:
+    """A step whose forward pass is launched, or the error of trying. waits: it may be sampled only once the step before
+    it is resolved."""
+
+    rows: Sequence[ScheduledRequest]
+    forwarded: Forwarded | Exception
+    waits: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Pending:
-    """A launched step."""
+    """A step that is launched as a whole."""
 
     resolve: Callable[[], ModelRunnerOutput]
-    """Waits for the step. Steps are resolved in the order in which they were executed, each once."""
+    """Waits for the step. Steps are resolved in the order in which they were launched, each once."""
+    sat_out: frozenset[int] = frozenset()
+    """See `ModelRunnerOutput`."""
 
 
 class ModelRunner:
@@ -80,9 +94,13 @@ class ModelRunner:
         self.model.allocate_kv_cache(num_blocks + 1, self._memory)
         self._scratch_block = num_blocks
 
-    @torch.inference_mode()
     def execute(self, output: SchedulerOutput) -> Pending:
-        """Launch one step. The one before it may still be unresolved, unless that has drafts."""
+        """Launch one step as a whole."""
+        return self.finish(self.launch(output))
+
+    @torch.inference_mode()
+    def launch(self, output: SchedulerOutput) -> Launched:
+        """Launch a step's forward pass. The step before it may still be unresolved, unless that has drafts."""
         self._batch.apply(output)
         for start in output.slot_starts:
             self._batch.slot(start.slot).follower = self._masks.follower(start.params)
@@ -90,11 +108,27 @@ class ModelRunner:
                 self._memory.start(start)
         if output.block_copies:
             self.model.copy_blocks(output.block_copies)
+        waits = any(row.waits for row in output.rows)
         try:
-            return self.sample(self.forward(output.rows))
+            return Launched(output.rows, self.forward(output.rows), waits)
         except Exception as error:
-            result = self._run_one_by_one(output.rows, error)
-            return Pending(lambda: result)
+            return Launched(output.rows, error, waits)
+
+    def tokens_known(self, launched: Launched) -> None:
+        """The step before it is resolved: begin the grammar masks that waited for that."""
+        if isinstance(launched.forwarded, Forwarded):
+            self._masks.go_on(launched.forwarded.awaited)
+
+    @torch.inference_mode()
+    def finish(self, launched: Launched) -> Pending:
+        """Launch the rest of a step."""
+        try:
+            if isinstance(launched.forwarded, Exception):
+                raise launched.forwarded
+            return self.sample(launched.forwarded)
+        except Exception as error:
+            result = self._run_one_by_one(launched.rows, error)
+            return Pending(lambda: result, result.sat_out)
 
     def forward(self, rows: Sequence[ScheduledRequest]) -> Forwarded:
         """Launch the forward pass of `rows`, whose slots and blocks are in place. Writes their keys and values."""
@@ -118,7 +152,9 @@ class ModelRunner:
     def sample(self, forwarded: Forwarded) -> Pending:
         """Launch the rest of a step: tokens for each row that samples, and the log-probabilities asked for."""
         packed = forwarded.packed
+        self._masks.go_on(forwarded.awaited)
         held = self._masks.finish(forwarded.awaited, packed.sampling.masks)
+        sat_out = frozenset(i for i, error in held.items() if error is None)
         sampled = self._sample_rows(forwarded)
         pooled = pool(packed, forwarded.hidden)
         prompt_results: dict[int, Results] = {
@@ -135,17 +171,25 @@ class ModelRunner:
         if isinstance(sampled, Sampled):
             # The next step's penalties, if they are the host's to compute, count these.
             result = resolve()
-            return Pending(lambda: result)
-        return Pending(resolve)
+            return Pending(lambda: result, sat_out)
+        return Pending(resolve, sat_out)
 
-    def _sample_rows(self, forwarded: Forwarded) -> PendingSample:
+    def _sample_rows(self, forwarded: Forwarded) -> PendingSample | Mended:
         """A token for each of the step's sampling rows. Up to the first that differs from its draft, a row's tokens are
         what steps without drafts would have sampled."""
         rows, hidden = forwarded.packed.sampling, forwarded.hidden
         if not len(rows.tokens):
             return Sampled([])
-        if forwarded.choose is not None and rows.is_plain:
-            return forwarded.choose()
+        if forwarded.choose is not None and rows.plain.any():
+            chosen = forwarded.choose()
+            if rows.is_plain:
+                return chosen
+            others = np.flatnonzero(~rows.plain)
+            return Mended(chosen, others.tolist(), self._launch_sampling(hidden, rows.part(others)))
+        return self._launch_sampling(hidden, rows)
+
+    def _launch_sampling(self, hidden: Tensor, rows: SamplingRows) -> PendingSample:
+        """A token for each of `rows`. hidden: of all the step's tokens."""
         if len(rows.tokens) < len(hidden):
             with one_thread():
                 hidden = hidden[to_device(rows.tokens, hidden.device)]
@@ -158,7 +202,7 @@ class ModelRunner:
     def _resolve(
         self,
         packed: PackedBatch,
-        pending: PendingSample,
+        pending: PendingSample | Mended,
         held: Mapping[int, RequestError | None],
         embeddings: Mapping[int, Results],
         prompt_results: dict[int, Results],
@@ -229,15 +273,7 @@ class ModelRunner:
                 outputs.append(ModelRunnerOutput(((),), failed={0: EngineError("the model failed on this request")}))
         if all(output.failed for output in outputs):
             self._check_alive(error)
-        return ModelRunnerOutput(
-            tuple(output.token_ids[0] for output in outputs),
-            {i: output.results[0] for i, output in enumerate(outputs) if output.results},
-            {i: output.prompt_results[0] for i, output in enumerate(outputs) if output.prompt_results},
-            {i: output.failed[0] for i, output in enumerate(outputs) if output.failed},
-            frozenset(i for i, output in enumerate(outputs) if output.sat_out),
-            {i: output.forced[0] for i, output in enumerate(outputs) if output.forced},
-            sum(output.mask_s for output in outputs),
-        )
+        return _joined(outputs)
 
     def _check_alive(self, error: Exception) -> None:
         """Raise the step's `error` when the model cannot run a single harmless token either."""
@@ -283,6 +319,19 @@ class ModelRunner:
             wanted=wanted,
         )
         return self.model.forward(torch.zeros_like(positions, device=device), positions.to(device), batch)
+
+
+def _joined(outputs: Sequence[ModelRunnerOutput]) -> ModelRunnerOutput:
+    """Steps of one row each as one step."""
+    return ModelRunnerOutput(
+        tuple(output.token_ids[0] for output in outputs),
+        {i: output.results[0] for i, output in enumerate(outputs) if output.results},
+        {i: output.prompt_results[0] for i, output in enumerate(outputs) if output.prompt_results},
+        {i: output.failed[0] for i, output in enumerate(outputs) if output.failed},
+        frozenset(i for i, output in enumerate(outputs) if output.sat_out),
+        {i: output.forced[0] for i, output in enumerate(outputs) if output.forced},
+        sum(output.mask_s for output in outputs),
+    )
 
 
 def set_num_threads(num_threads: int) -> None:

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -58,6 +59,29 @@ class DeviceSampler:
             return sampling.sample_plain(hidden, rows.parameters, self._choose)
         assert history is not None
         return sampling.sample(wide_logits(self._executor, hidden), rows, history, self._eos_token_ids)
+
+    def warm_up(self, hidden: Tensor) -> None:
+        """Compile what plain rows need, whose logits stay in the head's dtype. hidden: [1, hidden]."""
+        self._choose(hidden, torch.zeros(1, len(Column), dtype=torch.float64, device=hidden.device))
+
+
+@dataclass(frozen=True, slots=True)
+class Mended:
+    """What was sampled of all rows as if they were plain, and of the `others` among them as they are."""
+
+    plain: PendingSample
+    others: Sequence[int]
+    sampled: PendingSample
+
+    def resolve(self) -> Sampled:
+        """Wait for the results."""
+        plain, sampled = self.plain.resolve(), self.sampled.resolve()
+        token_ids = list(plain.token_ids)
+        for i, token_id in zip(self.others, sampled.token_ids, strict=True):
+            token_ids[i] = token_id
+        failed = {i: error for i, error in plain.failed.items() if i not in self.others}
+        failed |= {self.others[j]: error for j, error in sampled.failed.items()}
+        return Sampled(token_ids, {self.others[j]: entry for j, entry in sampled.logprobs.items()}, failed)
 
 
 def wide_logits(executor: ModelExecutor, hidden: Tensor) -> Tensor:

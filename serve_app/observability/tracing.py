@@ -7,10 +7,10 @@ those have one.
 
 import re
 from collections.abc import Mapping
-from importlib.metadata import version
 from typing import Any
 
 from serve_app.errors import ConfigError
+from serve_app.version import __version__
 
 _TRACEPARENT = re.compile(r"00-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})")
 """W3C Trace Context, version 00: trace id, parent's span id, flags."""
@@ -34,11 +34,11 @@ class RequestSpans:
             from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
         except ImportError:
             raise ConfigError("ingress.otlp_endpoint: needs the exporter: pip install 'serve_app[trace]'") from None
-        resource = Resource.create({"service.name": "serve_app", "service.version": version("serve_app")})
+        resource = Resource.create({"service.name": "serve_app", "service.version": __version__})
         self._provider = TracerProvider(resource=resource, shutdown_on_exit=True)
         exporter = OTLPSpanExporter(endpoint=f"{endpoint.rstrip('/')}/v1/traces")
         self._provider.add_span_processor(BatchSpanProcessor(exporter))
-        self._tracer = self._provider.get_tracer("serve_app", version("serve_app"))
+        self._tracer = self._provider.get_tracer("serve_app", __version__)
         self._model = model
 
     def __call__(self, summary: Mapping[str, Any]) -> None:

@@ -11,8 +11,8 @@ from serve_app.settings import Settings
 _STALLED_STEPS = 5
 
 
-def engine_config(settings: Settings, *, use_gpu: bool) -> EngineConfig:
-    """The settings as the engine's plain dataclasses. `use_gpu`: Ray has given the replica a GPU."""
+def engine_config(settings: Settings, *, use_gpu: bool, gpu_share: float = 1.0) -> EngineConfig:
+    """The settings as the engine's plain dataclasses. `use_gpu`: Ray has given the replica a GPU, or a share of one."""
     engine = settings.engine
     threads = engine.num_threads
     if threads is None and not use_gpu:
@@ -31,6 +31,7 @@ def engine_config(settings: Settings, *, use_gpu: bool) -> EngineConfig:
         auto_step_tokens=engine.max_num_batched_tokens == "auto",
         kv_cache_gib=engine.kv_cache_gib,
         memory_fraction=engine.memory_fraction,
+        gpu_share=gpu_share,
         # The ingress does the counting. The engine's own limit lies beyond, since a request that left the ingress stays
         # in the engine until the step in flight is over.
         max_num_waiting=settings.max_num_waiting + settings.max_ongoing_per_replica,

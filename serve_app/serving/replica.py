@@ -49,6 +49,12 @@ STEPS_PATH = "/steps"
 _SWITCH_INTERVAL_S = 0.0001
 
 
+def gpu_share() -> float:
+    """The part of a GPU that Ray has given this actor (`num_gpus` in its `ray_actor_options`), at most 1."""
+    share: float = ray.get_runtime_context().get_assigned_resources().get("GPU", 1.0)
+    return min(1.0, share)
+
+
 class EngineReplica:
     """The deployment's class. All its methods run on the replica's event loop; the engine has its own thread."""
 
@@ -75,7 +81,7 @@ class EngineReplica:
         # Before them, as imports take three times as long while the system gives the KV pool its memory.
         tokenizer = await asyncio.to_thread(load_tokenizer, settings.model)
         self._engine = await AsyncEngine.start(
-            engine_config(settings, use_gpu=use_gpu),
+            engine_config(settings, use_gpu=use_gpu, gpu_share=gpu_share()),
             on_step=self._on_step,
             on_progress=logger.info,
             vocabulary=tokenizer.vocabulary,

@@ -13,7 +13,10 @@ from typing import Any
 from serve_app.code_digest import digest_code
 
 _LIBRARIES = ("torch", "transformers", "triton", "llguidance")
-_OF_THE_ENGINE = ("dtype", "quantization", "kv_cache_dtype", "backend", "build", "max_model_len", "eos_token_ids")
+_OF_THE_ENGINE = (
+    *("dtype", "quantization", "kv_cache_dtype", "backend", "executor", "sampler", "build"),
+    *("max_model_len", "eos_token_ids"),
+)
 
 
 def identify(info: Mapping[str, Any], *, weights: str, tokenizer: str, deterministic: bool) -> dict[str, Any]:

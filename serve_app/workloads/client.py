@@ -13,6 +13,7 @@ how late this process itself was.
 """
 
 import asyncio
+import json
 import resource
 import time
 from collections.abc import Callable
@@ -26,6 +27,9 @@ from serve_app.workloads.mixes import WorkItem, Workload
 from serve_app.workloads.prompts import PromptWriter
 
 MAX_TOKENS_PLACEHOLDER = "$MAX_TOKENS"
+SAMPLING_PLACEHOLDER = "$SAMPLING"
+_NO_TRUNCATION = {"top_k": 0, "min_p": 0}
+"""Of these, servers have defaults of their own."""
 REFUSALS = (429, 503)
 
 
@@ -33,8 +37,10 @@ REFUSALS = (429, 503)
 class Server:
     """Where to send requests, and what a server requires or does not accept.
 
-    `extra_body` is merged into every body; the string "$MAX_TOKENS" anywhere inside it becomes the item's number.
-    `extensions` False leaves out `ignore_eos` and `stream_options`, for servers that reject unknown fields.
+    `extra_body` is merged into every body; the string "$MAX_TOKENS" anywhere inside it becomes the item's number, and
+    "$SAMPLING" inside a string its sampling, in the words of transformers' generation config without the braces.
+    `extensions` False leaves out what OpenAI's API does not have, and `stream_options`, for servers that reject unknown
+    fields.
     """
 
     base_url: str
@@ -45,28 +51,34 @@ class Server:
     api_key: str | None = field(default=None, repr=False)
 
     def body(self, item: WorkItem) -> dict[str, Any]:
-        """The JSON body of a greedy streaming completion of exactly `item.output_tokens` tokens."""
+        """The JSON body of a streaming completion of exactly `item.output_tokens` tokens, sampled as the item says."""
+        sampling = item.sampling
         body: dict[str, Any] = {
             "model": self.model,
             "prompt": item.prompt,
             "max_tokens": item.output_tokens,
-            "temperature": 0,
+            "temperature": sampling.temperature,
             "stream": True,
         }
+        if sampling.temperature:
+            body |= {"top_p": sampling.top_p} | (_NO_TRUNCATION if self.extensions else {})
         if self.extensions:
             body |= {"ignore_eos": True, "stream_options": {"include_usage": True}}
-        body.update(_fill_in(self.extra_body, item.output_tokens))
+        body.update(_fill_in(self.extra_body, item))
         return body
 
 
-def _fill_in(value: Any, max_tokens: int) -> Any:
+def _fill_in(value: Any, item: WorkItem) -> Any:
     if isinstance(value, dict):
-        return {key: _fill_in(inner, max_tokens) for key, inner in value.items()}
+        return {key: _fill_in(inner, item) for key, inner in value.items()}
     if isinstance(value, list):
-        return [_fill_in(inner, max_tokens) for inner in value]
+        return [_fill_in(inner, item) for inner in value]
     if value == MAX_TOKENS_PLACEHOLDER:
-        return max_tokens
-    return value.replace(MAX_TOKENS_PLACEHOLDER, str(max_tokens)) if isinstance(value, str) else value
+        return item.output_tokens
+    if not isinstance(value, str):
+        return value
+    sampling = json.dumps(item.sampling.for_transformers)[1:-1]
+    return value.replace(MAX_TOKENS_PLACEHOLDER, str(item.output_tokens)).replace(SAMPLING_PLACEHOLDER, sampling)
 
 
 @dataclass(slots=True)

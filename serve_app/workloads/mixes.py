@@ -16,20 +16,22 @@ Decides lengths, texts and arrival times; sends nothing. Lengths depend on the s
     agents         8 agents at once, 6 turns each, a turn after the previous answer; all share 384 tokens and
                    add 64 of their own; each further turn repeats the history and adds 128; 48 out. All text is
                    fixed in advance, answers in the history too, so that all servers get the same prompts
+    sampled        as mixed, at temperature 0.9 with top_p 0.95, in texts of its own; all others are greedy
     poisson        open loop: arrivals at `rate` per second for `duration` seconds, lengths as in mixed
     bursty         the same in bursts: the gaps vary four times as much
 """
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
+from typing import Any
 
 from serve_app.workloads.arrivals import Arrival, crowd_lengths, lognormal_lengths, mixed_lengths, random_arrivals
 from serve_app.workloads.prompts import PromptWriter
 
 WORKLOADS = (
     *("mixed", "decode", "prefill", "single", "first_token", "shared_prefix", "repetitive"),
-    *("long", "crowd", "lognormal", "agents", "poisson", "bursty"),
+    *("long", "crowd", "lognormal", "agents", "sampled", "poisson", "bursty"),
 )
 BURSTY_VARIATION = 4.0
 Lengths = Callable[[Random], tuple[int, int]]
@@ -55,6 +57,24 @@ _AGENTS, _TURNS, _INSTRUCTION_TOKENS, _TASK_TOKENS, _TURN_TOKENS, _TURN_OUTPUT =
 
 
 @dataclass(frozen=True, slots=True)
+class Sampling:
+    """How tokens are chosen. temperature 0: the likeliest, whatever top_p is."""
+
+    temperature: float = 0.0
+    top_p: float = 1.0
+
+    @property
+    def for_transformers(self) -> dict[str, Any]:
+        """As transformers' generation config says it, without its default of the 50 likeliest."""
+        if not self.temperature:
+            return {"do_sample": False}
+        return {"do_sample": True, "temperature": self.temperature, "top_p": self.top_p, "top_k": 0}
+
+
+GREEDY, SAMPLED = Sampling(), Sampling(temperature=0.9, top_p=0.95)
+
+
+@dataclass(frozen=True, slots=True)
 class WorkItem:
     """One request to send: its text and exact length in tokens, the output tokens, and when (seconds, open loop)."""
 
@@ -62,6 +82,7 @@ class WorkItem:
     prompt_tokens: int
     output_tokens: int
     at_s: float = 0.0
+    sampling: Sampling = GREEDY
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +121,11 @@ def build_workload(
     `num_requests` overrides the number of requests (closed loop only); `rate` and `duration_s` are for open loops.
     Raises `ValueError` for an unknown name.
     """
+    if name == "sampled":
+        mixed = build_workload(
+            "mixed", writer, seed=seed, repeat=repeat, salt=f"sampled {salt}", num_requests=num_requests
+        )
+        return replace(mixed, name=name, items=tuple(replace(item, sampling=SAMPLED) for item in mixed.items))
     lengths = Random(f"len-{name}-{seed}")
     texts = Random(f"text-{name}-{seed}-{repeat}-{salt}")
 

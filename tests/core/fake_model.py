@@ -266,6 +266,9 @@ class Driver:
         output = pickle.loads(pickle.dumps(output))
         self._check_tokens_in_flight(output)
         step = output, self.runner.execute(output, failing(output))
+        samples_late = any(row.waits for row in output.rows)
+        if not samples_late:
+            self._sit_out(*step)
         meanwhile()
         if self.overlap:
             due, self.in_flight = self.in_flight, step if output.rows else None
@@ -273,12 +276,27 @@ class Driver:
             due = step
         if due is not None:
             self._commit(*due)
+        if samples_late:
+            self._sit_out(*step)
         self.outputs.append(output)
         return output
 
+    def _sit_out(self, output: SchedulerOutput, result: ModelRunnerOutput) -> None:
+        """A runner knows of such rows as soon as it has launched the step."""
+        if result.sat_out:
+            self.scheduler.sit_out(output, result.sat_out)
+            self.twin.sit_out(output, result.sat_out)
+            self.scheduler.check_invariants()
+
     def _check_tokens_in_flight(self, output: SchedulerOutput) -> None:
-        before = () if self.in_flight is None else self.in_flight[0].rows
-        sampled = {(row.slot, row.request_id, row.choice) for row in before if row.samples}
+        sampled = set()
+        if self.in_flight is not None:
+            before, result = self.in_flight
+            sampled = {
+                (row.slot, row.request_id, row.choice)
+                for i, row in enumerate(before.rows)
+                if row.samples and i not in result.sat_out
+            }
         sampled -= {(start.slot, start.request_id, start.choice) for start in output.slot_starts}
         for row in output.rows:
             assert row.token_in_flight == ((row.slot, row.request_id, row.choice) in sampled)

@@ -172,3 +172,44 @@ def test_steps_whose_results_never_come_take_their_requests_with_them(num_in_fli
     scheduler.check_invariants()
     assert (scheduler.stats().running, scheduler.stats().waiting) == (0, 1)
     assert [row.request_id for row in scheduler.schedule(9.0).rows] == ["c"]
+
+
+def test_rows_whose_tokens_a_grammar_decides_go_on_like_others() -> None:
+    """And say that they are to be sampled after the commit. A bad word of one token needs nothing of the kind."""
+    driver = Driver(make_config(), overlap=True)
+    workload = [
+        make_request("plain", max_tokens=6),
+        make_request("word", max_tokens=6, bad_words=((1, 1, 1),)),
+        make_request("letter", max_tokens=6, bad_words=((9,),)),
+    ]
+    driver.run(*workload)
+    steps = [output for output in driver.outputs if output.rows]
+    assert [in_flight(output) for output in steps] == [set(), *[{"plain", "word", "letter"}] * 5]
+    assert [{row.request_id for row in output.rows if row.waits} for output in steps] == [set(), *[{"word"}] * 5]
+
+
+def test_a_row_that_sits_out_is_computed_again_in_the_next_step() -> None:
+    """Without waiting for a commit: every start is planned once, and once more where the row sat out."""
+    driver = Driver(make_config(), overlap=True)
+    request = make_request("a", max_tokens=20, grammar="any", ignore_eos=False)
+    driver.run(request)
+    driver.check_outputs(request)
+    starts = [row.start for output in driver.outputs for row in output.rows]
+    again = [
+        start for before, start in zip(starts, starts[1:], strict=False) if start == before or before == 0 == start
+    ]
+    assert starts == sorted(starts)
+    assert len(again) >= 2
+    assert all(output.rows for output in driver.outputs[:-1])
+
+
+def test_what_a_grammar_forces_is_drafted_behind_a_token_in_flight() -> None:
+    driver = Driver(make_config(speculation="auto"), overlap=True)
+    workload = [
+        make_request(name, 5 + i, max_tokens=24, grammar="any", ignore_eos=False) for i, name in enumerate("abc")
+    ]
+    driver.run(*workload)
+    driver.check_outputs(*workload)
+    drafted = [row for output in driver.outputs for row in output.rows if row.draft_token_ids and row.token_in_flight]
+    assert drafted
+    assert all(row.forced and row.waits for row in drafted)

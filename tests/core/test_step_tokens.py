@@ -6,31 +6,34 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serve_app.core.step_tokens import LEAST, MOST, choose_step_tokens
+from serve_app.core.step_tokens import LEAST, MOST, StepTokens, choose_step_tokens, shorten_step_tokens
 
 
 def linear(fixed_ms: float, token_ms: float) -> Callable[[int], float]:
     return lambda tokens: (fixed_ms + token_ms * tokens) / 1e3
 
 
+Choose = Callable[[int, int, Callable[[int], float]], StepTokens]
+
+
+@pytest.mark.parametrize("choose", [choose_step_tokens, shorten_step_tokens])
 @given(
     least=st.integers(1, MOST),
     most=st.integers(1, MOST),
-    steps_s=st.none() | st.lists(st.floats(1e-6, 10), min_size=1, max_size=30),
+    steps_s=st.lists(st.floats(1e-6, 10), min_size=1, max_size=30),
 )
 def test_the_number_is_within_its_limits_whatever_was_measured(
-    least: int, most: int, steps_s: list[float] | None
+    choose: Choose, least: int, most: int, steps_s: list[float]
 ) -> None:
     measured: list[int] = []
 
     def step_s(tokens: int) -> float:
         measured.append(tokens)
-        assert steps_s is not None
         return steps_s[len(measured) % len(steps_s)]
 
-    chosen = choose_step_tokens(least, most, None if steps_s is None else step_s)
+    chosen = choose(least, most, step_s)
     assert min(max(LEAST, least), most) <= chosen.number <= most
-    assert not measured or chosen.number in measured
+    assert not measured or chosen.number in measured or chosen.number == min(max(LEAST, least), most)
     assert all(measured.count(tokens) <= 10 for tokens in measured)
 
 
@@ -46,11 +49,24 @@ def test_the_number_is_within_its_limits_whatever_was_measured(
         (linear(10.0, 0.02), "1024 tokens in a step at most: a step of 2048 would take more than 50 ms"),
         (linear(1.0, 0.004), "4096 tokens in a step at most: 8192 would compute hardly more tokens a second"),
         (linear(1.0, 1e-6), "8192 tokens in a step at most: no more are worth it"),
-        (None, "8192 tokens in a step at most: no more are worth it"),
     ],
 )
-def test_cheaper_tokens_count_until_streams_would_stutter(step_s: Callable[[int], float] | None, expected: str) -> None:
+def test_cheaper_tokens_count_until_streams_would_stutter(step_s: Callable[[int], float], expected: str) -> None:
     assert str(choose_step_tokens(1, MOST, step_s)) == expected
+
+
+@pytest.mark.parametrize(
+    ("step_s", "expected"),
+    [
+        (linear(1.0, 0.002), "8192 tokens in a step at most: no more are worth it"),
+        (linear(0.0, 196 / 8192), "4096 tokens in a step at most: a step of 8192 would take more than 100 ms"),
+        (linear(5.0, 0.05), "1024 tokens in a step at most: a step of 2048 would take more than 100 ms"),
+        (linear(150.0, 0.1), "128 tokens in a step at most: a step of 256 would take more than 100 ms"),
+    ],
+)
+def test_a_gpu_takes_the_most_that_do_not_hold_up_streams(step_s: Callable[[int], float], expected: str) -> None:
+    """The second is an 8B model in bfloat16 on an H200."""
+    assert str(shorten_step_tokens(1, MOST, step_s)) == expected
 
 
 def test_a_step_that_must_be_longer_than_one_that_is_too_long_is_not_measured() -> None:

@@ -1,6 +1,7 @@
 """Constrained requests: valid by construction, and bitwise the same whatever happens around them and to them, on a
 random model whose vocabulary spells JSON."""
 
+import importlib.util
 import json
 from collections.abc import Sequence
 from dataclasses import replace
@@ -17,8 +18,10 @@ from serve_app.core.request import EngineRequest
 from serve_app.core.results import FinishReason
 from serve_app.core.sampling_params import SamplingParams
 from serve_app.grammars import Vocabulary
+from serve_app.model import grammar_masks
 from serve_app.model.loader import from_module
 from serve_app.model.paged_model import PagedModel
+from serve_app.model.token_samplers import DeviceSampler
 from serve_app.text.message_parser import MessageParser
 from serve_app.text.parts import Kind
 from serve_app.text.tool_format import ReasoningFormat, Thinking, ToolFormat
@@ -27,6 +30,7 @@ from tests.engine.harness import Harness, Outcome, Run
 from tests.models import VOCAB_SIZE, tiny_model
 from tests.schemas import bounded_schemas
 
+needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="the sampling kernels need Triton")
 EOS = 1
 _PIECES = [
     '{"',
@@ -218,6 +222,115 @@ def test_a_grammar_that_gets_too_much_work_ends_that_request_alone(model: PagedM
     run = Harness(model, vocabulary=VOCABULARY).run([EngineRequest("hostile", PROMPT, params), *crowd(3)])
     assert run.outcomes["hostile", 0].finish_reason is FinishReason.ERROR
     assert all(run.outcomes[f"crowd {i}", 0].finish_reason is not FinishReason.ERROR for i in range(3))
+
+
+def on_device(model: PagedModel) -> DeviceSampler:
+    """The sampling kernels, whose tokens the host reads a step late."""
+    from serve_app.model.gpu.sampling import choose
+
+    return DeviceSampler(
+        model.executor,
+        model.eos_token_ids,
+        lambda hidden, parameters: choose(model.compute_logits(hidden), parameters),
+    )
+
+
+def streams(count: int, max_tokens: int) -> list[EngineRequest]:
+    """As many tokens each: two plain ones, one with a grammar that forces nothing, one with a bad word, and so on."""
+    kinds: list[dict[str, Any]] = [
+        {"ignore_eos": True},
+        {"grammar": grammars.regex("[a-z]{60,80}")},
+        {"ignore_eos": True},
+        {"ignore_eos": True, "bad_words": ((40, 41),)},
+    ]
+    return [
+        EngineRequest(f"r{i}", (*PROMPT[:3], 90 + i), SamplingParams(seed=i, max_tokens=max_tokens, **kinds[i % 4]))
+        for i in range(count)
+    ]
+
+
+@pytest.mark.parametrize("sampler", ["host", pytest.param("device", marks=needs_triton)])
+def test_constrained_streams_keep_their_pace_beside_plain_ones_under_overlap(
+    model: PagedModel, sampler: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One token in every step, though what they may sample follows from a token in flight."""
+    tokens = 50 if sampler == "host" else 20
+    workload = streams(4, tokens)
+    expected = Harness(model, vocabulary=VOCABULARY, overlap="off", speculation="off").run(workload)
+    if sampler == "device":
+        monkeypatch.setattr(model, "_sampler", on_device(model))
+    monkeypatch.setattr(grammar_masks, "_PATIENCE_S", 60.0)  # as on a machine that has nothing else to do
+    run = Harness(model, vocabulary=VOCABULARY, overlap="on").run(workload)
+    assert {key: outcome.token_ids for key, outcome in run.outcomes.items()} == {
+        key: outcome.token_ids for key, outcome in expected.outcomes.items()
+    }
+    assert len(run.records) == len(expected.records) == tokens
+    assert all(len(record.rows) == 4 for record in run.records)
+    assert all(row.token_in_flight for record in run.records[1:] for row in record.rows)
+
+
+def test_masks_that_come_late_change_no_bit_under_overlap(
+    model: PagedModel, alone: dict[str, Signature], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows sit out again and again, before and while a later step is planned."""
+    monkeypatch.setattr(grammar_masks, "_PATIENCE_S", 0.0)
+    harness = Harness(model, vocabulary=VOCABULARY, max_num_seqs=24, overlap="on")
+    late: list[frozenset[int]] = []
+    sit_out = harness.core._scheduler.sit_out
+    monkeypatch.setattr(
+        harness.core._scheduler, "sit_out", lambda output, rows: (late.append(rows), sit_out(output, rows))
+    )
+    check(harness.run([*crowd(6), *subjects()]), alone)
+    assert late
+
+
+@given(
+    names=st.lists(st.sampled_from(sorted(PARAMS)), min_size=1, max_size=4, unique=True),
+    others=st.integers(0, 6),
+    patience_s=st.sampled_from([0.0, 60.0]),
+    knobs=st.fixed_dictionaries(
+        {
+            "max_num_seqs": st.sampled_from([2, 5]),
+            "max_num_batched_tokens": st.sampled_from([5, 64]),
+            "num_blocks": st.sampled_from([12, 64]),
+            "speculation": st.sampled_from(["auto", "off"]),
+            "prefill": st.sampled_from(["fused", "separate"]),
+        }
+    ),
+)
+@settings(max_examples=20, deadline=None)
+def test_overlap_changes_no_bit_whatever_happens(
+    model: PagedModel,
+    alone: dict[str, Signature],
+    names: list[str],
+    others: int,
+    patience_s: float,
+    knobs: dict[str, Any],
+) -> None:
+    workload = [*crowd(others), *(EngineRequest(name, PROMPT, PARAMS[name]) for name in names)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(grammar_masks, "_PATIENCE_S", patience_s)
+        run = Harness(model, vocabulary=VOCABULARY, overlap="on", **knobs).run(workload)
+    check(run, {name: alone[name] for name in names})
+
+
+@pytest.mark.parametrize("num_steps", range(1, 8))
+def test_a_constrained_request_is_aborted_with_its_sampling_in_flight(
+    model: PagedModel, alone: dict[str, Signature], num_steps: int
+) -> None:
+    harness = Harness(model, vocabulary=VOCABULARY, overlap="on")
+    core = harness.core
+    for name in ("sampled", "top-k"):
+        core.add(EngineRequest(f"gone {name}", PROMPT, PARAMS[name]))
+    for _ in range(num_steps):
+        core.step()
+    for name in ("sampled", "top-k"):
+        core.abort(f"gone {name}")
+    while core.has_unfinished:
+        core.step()
+    core.check_invariants()
+    assert core.stats().blocks_used == 0
+    assert signature(harness.run([EngineRequest("top-k", PROMPT, PARAMS["top-k"])]), "top-k") == alone["top-k"]
 
 
 @given(schema=bounded_schemas(), seed=st.integers(0, 2**32), temperature=st.sampled_from([0.0, 1.0, 2.0]))

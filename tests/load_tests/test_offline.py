@@ -42,13 +42,14 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("baseline", ["engine", "generate"])
 def test_every_request_gets_its_tokens(baseline: str, config: Path, tmp_path: Path) -> None:
     file = tmp_path / "figures.json"
-    options = ["--config", str(config), "--workloads", "decode:3,single:2", "--json", str(file)]
+    options = ["--config", str(config), "--workloads", "decode:3,single:2,sampled:2", "--json", str(file)]
     result = CliRunner().invoke(app, [baseline, *options])
     assert result.exit_code == 0, result.output
     runs = json.loads(file.read_text())
     assert [(name, run["requests"], run["output_tokens"]) for name, run in runs.items()] == [
         ("decode", 3, 384),
         ("single", 2, 256),
+        ("sampled", 2, 200),
     ]
     for run in runs.values():
         assert (run["failures"], run["wrong_length"], run["prompt_mismatch"]) == (0, 0, 0)
@@ -69,8 +70,8 @@ class Counter:
         self.left: dict[int, int] = {}
         self.steps: list[set[int]] = []
 
-    def add(self, number: int, prompt: Sequence[int], max_tokens: int) -> None:
-        self.left[number] = max_tokens
+    def add(self, number: int, prompt: Sequence[int], item: WorkItem) -> None:
+        self.left[number] = item.output_tokens
 
     def step(self) -> Iterable[StepOutput]:
         self.steps.append(set(self.left))

@@ -21,7 +21,7 @@ from load_tests.servers import ServerCommand
 from serve_app.core.seats import LEAST
 from serve_app.launch.ports import free_port
 from serve_app.settings import Settings
-from serve_app.workloads.mixes import WorkItem
+from serve_app.workloads.mixes import SAMPLED, WorkItem
 
 CONFIG = Path(__file__).parents[2] / "deploy" / "config.yaml"
 WORD_SERVER = Path(__file__).with_name("word_server.py")
@@ -92,7 +92,7 @@ def test_everybody_is_measured_and_who_is_not_is_named_with_the_reason(
 
 def test_wrong_answers_of_ours_fail_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(CONTESTANTS, "us", word_server("too_short", ours=True))
-    result = run("us", "--workloads", "single:1", "--repeats", "1", "--peers", str(tmp_path))
+    result = run("us", "--workloads", "single:1", "--repeats", "1", "--peers", str(tmp_path / "new"))
     assert result.exit_code == 1
 
 
@@ -235,3 +235,22 @@ def test_transformers_serve_gets_the_number_of_tokens_in_its_own_way(tmp_path: P
     body = command.client().body(WorkItem("a b", 2, 77))
     assert body["generation_config"] == '{"max_new_tokens": 77, "do_sample": false}'
     assert "ignore_eos" not in body
+    sampled = command.client().body(WorkItem("a b", 2, 77, sampling=SAMPLED))
+    assert json.loads(sampled["generation_config"]) == {
+        "max_new_tokens": 77,
+        "do_sample": True,
+        "temperature": 0.9,
+        "top_p": 0.95,
+        "top_k": 0,
+    }
+
+
+@pytest.mark.parametrize("name", [name for name in CONTESTANTS if name != "transformers_serve"])
+def test_every_server_is_told_how_to_sample_and_not_to_truncate_by_defaults_of_its_own(
+    name: str, tmp_path: Path
+) -> None:
+    command = CONTESTANTS[name].make(PeerFolder(tmp_path), CONFIG)
+    if isinstance(command, ServerCommand):
+        body = command.client().body(WorkItem("a b", 2, 77, sampling=SAMPLED))
+        wanted = {"temperature": 0.9, "top_p": 0.95, "top_k": 0, "min_p": 0, "max_tokens": 77}
+        assert {key: body[key] for key in wanted} == wanted

@@ -61,6 +61,34 @@ serve.shutdown()
 ray.shutdown()
 """
 
+SHARES = """
+import json, ray
+from ray import serve
+from ray.serve.config import RequestRouterConfig
+from serve_app.app import engine_options
+from serve_app.serving.replica import gpu_share
+from serve_app.settings import Settings
+
+class Probe:
+    def __init__(self):
+        self.share = gpu_share()  # as a replica does while it starts
+    def where(self):
+        return ray.get_runtime_context().get_actor_id(), ray.get_gpu_ids(), self.share
+
+ray.init(address="local", num_cpus=1, num_gpus=1, include_dashboard=False, object_store_memory=100 * 2**20,
+         logging_level="error", log_to_driver=False)
+options = {**engine_options(Settings.model_validate({"device": "cuda", "num_replicas": 2})),
+           "request_router_config": RequestRouterConfig(), "ray_actor_options": {"num_cpus": 0, "num_gpus": 0.5}}
+handle = serve.run(serve.deployment(Probe).options(**options).bind(), route_prefix=None)
+found = {}
+while len(found) < 2:
+    actor, ids, share = handle.where.remote().result()
+    found[actor] = [list(map(str, ids)), share]
+print(json.dumps(list(found.values())))
+serve.shutdown()
+ray.shutdown()
+"""
+
 
 def run(script: str, *arguments: str) -> Any:
     """The list that `script` prints (among lines of Ray's), from a process of its own on loopback."""
@@ -112,6 +140,11 @@ def test_auto_gives_each_replica_a_gpu_of_its_own_where_ray_has_some() -> None:
     assert gpus_left == 0
 
 
+@pytest.mark.cluster
+def test_replicas_on_one_gpu_learn_their_shares_of_it() -> None:
+    assert run(SHARES) == [[["0"], 0.5]] * 2
+
+
 def test_the_engine_follows_the_place_and_the_settings() -> None:
     settings = Settings.model_validate(
         {
@@ -120,11 +153,11 @@ def test_the_engine_follows_the_place_and_the_settings() -> None:
             "engine": {"max_num_seqs": 4, "policy": "static", "max_model_len": 99, "memory_fraction": 0.5},
         }
     )
-    on_cpu, on_gpu = engine_config(settings, use_gpu=False), engine_config(settings, use_gpu=True)
+    on_cpu, on_gpu = engine_config(settings, use_gpu=False), engine_config(settings, use_gpu=True, gpu_share=0.5)
     assert (on_cpu.model.device, on_gpu.model.device) == ("cpu", "cuda")
     assert (on_cpu.num_threads, on_gpu.num_threads) == (1, None)
     assert (on_cpu.model.max_model_len, on_cpu.policy, on_cpu.max_num_seqs) == (99, "static", 4)
-    assert on_gpu.memory_fraction == 0.5
+    assert (on_gpu.memory_fraction, on_gpu.gpu_share, on_cpu.gpu_share) == (0.5, 0.5, 1.0)
     assert on_cpu.max_num_waiting >= settings.max_num_waiting
 
 

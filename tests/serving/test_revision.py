@@ -1,5 +1,6 @@
 """Which replicas may continue each other's streams. No cluster."""
 
+import importlib.util
 import shutil
 from collections.abc import Callable
 from dataclasses import asdict
@@ -9,6 +10,8 @@ from typing import Any
 import pytest
 
 from serve_app.engine.core import EngineConfig, EngineCore
+from serve_app.model.executors import gpu
+from serve_app.model.executors.base import UnsupportedModelError
 from serve_app.model.options import ModelOptions
 from serve_app.model_files import digest_content, locate_model
 from serve_app.serving.revision import identify, revision_of
@@ -63,3 +66,31 @@ def test_what_is_computed_counts_and_not_what_it_was_called(tiny_folder: Path, t
     assert revision(tiny_folder, dtype="float32", quantization="none") == here, "as the defaults turn out here"
     others = [{"attention_backend": "cpu"}, {"dtype": "bfloat16"}, {"max_model_len": 64}, {"quantization": "auto"}]
     assert len({here, *(revision(tiny_folder, **options) for options in others)}) == 1 + len(others)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="the Triton executor needs Triton")
+def test_a_replica_that_fell_back_to_a_slower_executor_is_another_revision(
+    tiny_folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Attention, dtype and build are the same."""
+
+    def fail(*_: object) -> None:
+        raise UnsupportedModelError("a kernel failed")
+
+    from serve_app.model.gpu import decoder
+
+    monkeypatch.setattr(decoder, "TOKEN_BUCKETS", (16,))
+    fast = revision(tiny_folder, attention_backend="triton")
+    monkeypatch.setattr(gpu, "_build", fail)
+    assert revision(tiny_folder, attention_backend="triton") != fast
+    assert "a kernel failed" in caplog.text
+
+
+def test_a_replica_that_samples_elsewhere_is_another_revision(tiny_folder: Path) -> None:
+    model = ModelOptions(model=str(tiny_folder), device="cpu")
+    info = asdict(
+        EngineCore.load(EngineConfig(model=model, max_num_seqs=2, max_num_batched_tokens=16, kv_cache_gib=0.01)).info
+    )
+    facts = {"weights": "", "tokenizer": "", "deterministic": False}
+    assert info["sampler"] == "HostSampler"
+    assert revision_of(identify(info, **facts)) != revision_of(identify(info | {"sampler": "DeviceSampler"}, **facts))

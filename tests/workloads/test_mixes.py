@@ -5,7 +5,7 @@ from random import Random
 import pytest
 
 from serve_app.text.tokenizer import load_tokenizer
-from serve_app.workloads.mixes import WORKLOADS, build_workload, read_names
+from serve_app.workloads.mixes import GREEDY, SAMPLED, WORKLOADS, build_workload, read_names
 from serve_app.workloads.prompts import PromptWriter, open_writer
 
 
@@ -58,6 +58,7 @@ def test_sizes_are_those_that_the_log_compares(writer: PromptWriter) -> None:
         "crowd": (128, 64, 8725, 7391),
         "lognormal": (48, 12, 11375, 3773),
         "agents": (48, 8, 36864, 2304),
+        "sampled": (64, 16, 8785, 3885),
         "poisson": (56, None, 10347, 3536),
         "bursty": (102, None, 13554, 6286),
     }
@@ -97,6 +98,16 @@ def test_agents_go_on_where_they_were(writer: PromptWriter) -> None:
     for earlier, later in zip(ids, ids[8:], strict=False):
         assert later[: len(earlier)] == earlier
         assert len(later) == len(earlier) + 128
+
+
+def test_sampled_is_mixed_with_other_texts_and_alone_is_not_greedy(writer: PromptWriter) -> None:
+    mixed, sampled = build_workload("mixed", writer), build_workload("sampled", writer)
+    for one, other in zip(mixed.items, sampled.items, strict=True):
+        assert (one.prompt_tokens, one.output_tokens) == (other.prompt_tokens, other.output_tokens)
+        assert one.prompt != other.prompt
+    for name in WORKLOADS:
+        wanted = SAMPLED if name == "sampled" else GREEDY
+        assert {item.sampling for item in build_workload(name, writer, duration_s=5.0).items} == {wanted}
 
 
 def test_names_come_with_how_many_requests() -> None:

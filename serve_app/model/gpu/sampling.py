@@ -6,7 +6,7 @@ there, and comes to the host when somebody asks. Semantics are those of `serve_a
 `agrees` compares with the kernels'.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,11 +20,11 @@ from serve_app.core.step_plan import SlotStart
 from serve_app.errors import RequestError
 from serve_app.model import sampler
 from serve_app.model.gpu.kernels import sampling as kernels
-from serve_app.model.grammar_masks import mask_out
 from serve_app.model.input_batch import SamplingRows, sampling_rows
 from serve_app.model.noise import Float64Array, Int64Array
 from serve_app.model.sampler import Sampled
 from serve_app.model.transfer import ToHost, to_device
+from serve_app.token_set import TokenSet
 
 PART = 1024
 """Tokens of a part."""
@@ -87,8 +87,7 @@ def sample(logits: Tensor, rows: SamplingRows, history: Tensor, eos_token_ids: S
         raw = logits[shown].log_softmax(-1)
     penalize(logits, rows, history)
     add(logits, rows, [(i, sampler.biases(slot)) for i, slot in enumerate(slots) if slot.params.logit_bias])
-    for i, allowed in rows.masks.items():
-        mask_out(logits[i], allowed)
+    mask_out(logits, rows.masks)
     for i, slot in enumerate(slots):
         sampler.keep_allowed(logits[i], slot)
     add(logits, rows, [(i, sampler.ends_of_bad_words(slot)) for i, slot in enumerate(slots) if slot.params.bad_words])
@@ -150,6 +149,17 @@ def penalize(logits: Tensor, rows: SamplingRows, history: Tensor) -> None:
     logits[row, ids] = old + cost.to(logits.dtype)
 
 
+def mask_out(logits: Tensor, masks: Mapping[int, TokenSet]) -> None:
+    """Leave only what grammars allow, in place on logits float32 [R, vocab]. masks: by row; all travel in one copy."""
+    if not masks:
+        return
+    vocab = logits.shape[1]
+    packed = [row.to_bytes(3, "little") + allowed.packed for row, allowed in masks.items()]
+    lines = to_device(np.frombuffer(bytearray().join(packed), dtype=np.uint8), logits.device)
+    grid = (len(masks), triton.cdiv(vocab, PART))
+    kernels.mask_out[grid](logits, lines, vocab, len(packed[0]), PART=PART, num_warps=4)
+
+
 def add(logits: Tensor, rows: SamplingRows, entries: Sequence[tuple[int, tuple[Int64Array, Float64Array]]]) -> None:
     """Add numbers to logits [R, vocab] in place. entries: a row, its ids and their numbers, of which only -inf may come
     twice for an id. Raises IndexError for ids outside."""
@@ -184,9 +194,10 @@ def agrees(vocab: int, device: torch.device) -> bool:
         for slot, fields in enumerate(variants)
     ]
     rows = sampling_rows(starts)
+    rows.masks[2] = TokenSet(b"\xaa" * (vocab // 8) + bytes(-(-vocab // 8) - vocab // 8), vocab)
     history = torch.tensor([start.token_ids for start in starts], dtype=torch.int32, device=device)
     logits = 3 * torch.randn(len(starts), vocab, generator=torch.Generator().manual_seed(0))
     # Here penalties decide: of prompt 0 and output 1, 1 the likeliest is too dear, and then both are.
     logits[-2:, :3] = torch.tensor([[20.0, 21.5, 0.0], [21.0, 21.5, 15.0]])
-    expected = sampler.sample(logits.clone(), rows.slots, rows.parameters, ())
+    expected = sampler.sample(logits.clone(), rows.slots, rows.parameters, (), rows.masks)
     return sample(logits.to(device), rows, history, ()).resolve().token_ids == expected.token_ids

@@ -94,6 +94,7 @@ STEP = {
     **dict.fromkeys(("history", "tables", "kv_lens", "table_lines"), "*i32"),
     **dict.fromkeys(("rows", "history_stride", "table_stride"), "i32"),
 }
+MASKED = {"logits": "*fp32", "masks": "*u8", "vocab": "i32", "mask_bytes": "i32"}
 DRAW = {**PARTS, "token_ids": "*i64"}
 FEW, MANY = {"BLOCK_O": 64, "BLOCK_R": 16}, {"BLOCK_O": 128, "BLOCK_R": 128}
 A_PART = {**WHOLE, **FEW, "BLOCK_R": 32, "SPLIT": True}
@@ -139,6 +140,7 @@ KERNELS = {
     "rotate, fp8 cache": Kernel("rotate_and_store", {**ROTATE, **FP8_CACHE}, {**TURN, "NORMED": False}, 4, 3, 40, 1),
     "prepare": Kernel("prepare", STEP, {"PAGE": 16, "BLOCK": 32}, 1, 3, 40, 0),
     "remember": Kernel("remember", STEP, {"BLOCK": 32}, 1, 3, 40, 0),
+    "mask": Kernel("mask_out", MASKED, {"PART": 1024}, 4, 3, 40, 0),
     "scan": Kernel("scan_parts", PARTS, {"PART": 1024}, 4, 3, 40, 1),
     "draw": Kernel("draw", DRAW, {"PART": 1024, "PARTS": 256, "WAYS": 16}, 8, 3, 96, 8, 64),
     "product, one row": Kernel("product", PRODUCT, {**WHOLE, **FEW}, 4, 8, 64, 100),

@@ -3,20 +3,24 @@
 import gc
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 import torch
 from torch import Tensor
 
+from serve_app import grammars
 from serve_app.core.request import EngineRequest
 from serve_app.core.sampling_params import SamplingParams
 from serve_app.core.step_plan import ScheduledRequest, SchedulerOutput, SlotStart
 from serve_app.engine.core import EngineConfig, EngineCore
+from serve_app.model import grammar_masks
 from serve_app.model.attention.base import AttentionBatch, AttentionLayer, block_matrix
 from serve_app.model.input_batch import InputBatch, PackedBatch
 from serve_app.model.loader import from_module
 from serve_app.model.slot_memory import SlotMemory
+from tests.engine.harness import Harness
+from tests.engine.test_constrained import VOCABULARY
 from tests.model.gpu.fake_cuda import FakeCuda
 from tests.models import tiny_model
 
@@ -272,3 +276,50 @@ def test_an_engine_on_graphs_gives_the_models_tokens(
         ids = torch.tensor([prompt], device=device)
         out = module.generate(ids, max_new_tokens=lengths[index], do_sample=False, eos_token_id=None, pad_token_id=0)
         assert got[str(index)] == out[0, len(prompt) :].tolist()
+
+
+@pytest.mark.parametrize("overlap", ["off", "on"])
+def test_plain_rows_stay_in_the_sampling_graph_beside_others(
+    overlap: Literal["off", "on"], device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The graph samples all rows of a step; those with a grammar, penalties or log-probabilities are then sampled anew,
+    and it is these tokens that the next step finds in the history."""
+    from serve_app.model.gpu import decoder as decoders
+    from serve_app.model.gpu import graphs, sampling
+
+    monkeypatch.setattr(decoders, "TOKEN_BUCKETS", (16,))
+    monkeypatch.setattr(grammar_masks, "_PATIENCE_S", 60.0)
+    module = tiny_model("qwen3", torch.float32).to(device)
+    kinds: dict[str, dict[str, Any]] = {
+        "plain": {"ignore_eos": True},
+        "constrained": {"grammar": grammars.regex("[a-z]{60,80}"), "logprobs": 1},
+        "penalized": {"ignore_eos": True, "frequency_penalty": 1.5},
+    }
+    workload = [
+        EngineRequest(name, (5, 6, 7 + i), SamplingParams(seed=i, max_tokens=4, **fields))
+        for i, (name, fields) in enumerate(kinds.items())
+    ]
+    config: dict[str, Any] = {
+        "max_num_batched_tokens": 16,
+        "max_num_seqs": 3,
+        "vocabulary": VOCABULARY,
+        "speculation": "off",
+    }
+    plain_model = from_module(module, attention_backend="reference", max_model_len=64)
+    expected = Harness(plain_model, overlap="off", **config).run(workload).outcomes
+    model = from_module(module, attention_backend="triton", max_model_len=64)
+    harness = Harness(model, overlap=overlap, **config)
+    sampled: list[int] = []
+    sample, chosen = sampling.sample, graphs.chosen
+    graph_rows: list[int] = []
+    monkeypatch.setattr(graphs, "chosen", lambda ids: (graph_rows.append(len(ids)), chosen(ids))[1])
+    monkeypatch.setattr(
+        sampling, "sample", lambda logits, *rest: (sampled.append(len(logits)), sample(logits, *rest))[1]
+    )
+    run = harness.run(workload)
+    assert {key: outcome.token_ids for key, outcome in run.outcomes.items()} == {
+        key: outcome.token_ids for key, outcome in expected.items()
+    }
+    assert [entry.token_id for entry in run.outcomes["constrained", 0].logprobs] == expected["constrained", 0].token_ids
+    assert (graph_rows, sampled) == ([3] * 3, [3, *[2] * 3])
+    assert len(run.records) == 4

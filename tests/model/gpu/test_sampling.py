@@ -2,14 +2,24 @@
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
+from serve_app.core.request import EngineRequest
 from serve_app.core.sampling_params import SamplingParams
 from serve_app.core.step_plan import SlotStart
+from serve_app.engine.core import EngineConfig, EngineCore
+from serve_app.errors import InvalidRequestError
 from serve_app.model import sampler
+from serve_app.model.executors.transformers import TransformersExecutor
+from serve_app.model.grammar_masks import mask_out
 from serve_app.model.input_batch import SamplingRows, sampling_rows
+from serve_app.model.loader import from_module
 from serve_app.model.sampler import Sampled
+from serve_app.model.token_samplers import pick_sampler
+from serve_app.token_set import TokenSet
+from tests.models import tiny_model
 
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered in subtract")  # numpy's, in the interpreter
 
@@ -112,6 +122,35 @@ def test_penalties_change_the_same_logits_in_the_same_way(fields: dict[str, obje
     assert torch.equal(got.cpu(), expected)
 
 
+def test_masks_of_several_rows_leave_out_what_they_say_and_nothing_else(device: torch.device) -> None:
+    from serve_app.model.gpu import sampling
+
+    expected = make_logits(6)  # of a vocabulary that neither a byte nor a part divides
+    random = np.random.default_rng(0)
+    masks = {row: TokenSet.cut(random.integers(0, 256, 200, np.uint8).tobytes(), 1531) for row in (0, 2, 5)}
+    masks[5] = masks[5].only(masks[5].ids()[-1])
+    got = expected.clone().to(device)
+    for row, allowed in masks.items():
+        mask_out(expected[row], allowed)
+    sampling.mask_out(got, masks)
+    assert torch.equal(got.cpu(), expected)
+
+
+def test_masked_rows_agree_with_the_host(device: torch.device) -> None:
+    """Beside penalties and bias, and beside rows without a mask; a mask that leaves nothing fails its row alone."""
+    from serve_app.model.gpu import sampling
+
+    starts = [make_start(seed, fields) for seed, fields in enumerate([*DRAWN[:4], *EDITED[:3], {}])]
+    rows, logits = seated(starts), make_logits(8)
+    for row in (1, 2, 4, 5, 6, 7):
+        rows.masks[row] = TokenSet.cut(bytes([row, 2 * row, 0]) * 64 if row < 7 else b"", 1531)
+    expected = sampler.sample(logits.clone(), rows.slots, rows.parameters, EOS, rows.masks)
+    got = sampling.sample(logits.to(device), rows, history_of(starts).to(device), EOS).resolve()
+    assert set(got.failed) == set(expected.failed) == {7}
+    assert got.token_ids[:7] == expected.token_ids[:7]
+    assert isinstance(got.failed[7], InvalidRequestError)
+
+
 @pytest.mark.parametrize(
     "fields", [{}, {"top_p": 0.8}, {"top_k": 30}, {"top_k": 9, "top_p": 0.5, "min_p": 0.1}], ids=str
 )
@@ -171,3 +210,29 @@ def test_the_check_at_start(broken: str, device: torch.device, monkeypatch: pyte
     assert sampling.agrees(2000, device)
     monkeypatch.setattr(sampling, broken, lambda logits, *rest: torch.zeros_like(logits[:, 0], dtype=torch.int64))
     assert not sampling.agrees(2000, device)
+
+
+def test_every_kernel_that_requests_need_has_run_when_the_engine_is_ready(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On transformers' modules, whose steps no graph holds: a kernel is compiled for each dtype of logits."""
+    from serve_app.model.gpu import sampling
+
+    launched: set[torch.dtype] = set()
+    choose = sampling.choose
+
+    def record(logits: torch.Tensor, params: torch.Tensor) -> torch.Tensor:
+        launched.add(logits.dtype)
+        return choose(logits, params)
+
+    monkeypatch.setattr(sampling, "choose", record)
+    model = from_module(tiny_model("llama", torch.bfloat16), max_model_len=64, attention_backend="reference")
+    assert isinstance(model.executor, TransformersExecutor)
+    monkeypatch.setattr(model.executor, "choose", model.executor._choose)  # as on a GPU
+    monkeypatch.setattr(model, "_sampler", pick_sampler(model.executor, model.facts))
+    assert model.sampler == "DeviceSampler"
+    core = EngineCore(model, EngineConfig(max_num_batched_tokens=16, max_num_seqs=2, kv_cache_gib=0.01))
+    before = set(launched)
+    for name, penalty in (("plain", 0.0), ("penalized", 0.5)):
+        core.add(EngineRequest(name, (5, 6), SamplingParams(seed=1, max_tokens=3, frequency_penalty=penalty)))
+    while core.has_unfinished:
+        core.step()
+    assert before == launched == {torch.bfloat16, torch.float32}

@@ -1,4 +1,5 @@
-"""From logits to one token per row, without the host: `scan_parts` reads every row once, `draw` chooses.
+"""From logits to one token per row, without the host: `scan_parts` reads every row once, `draw` chooses. Before them
+`mask_out` applies what grammars allow.
 
 A row is cut into parts of PART tokens. A greedy row's token and a plain draw need the parts' maxima and sums, and then
 one part. Truncation is a threshold on the weight exp((logit - largest) / temperature): of top-k, the k-th largest; of
@@ -20,6 +21,21 @@ TEMPERATURE, TOP_K, TOP_P = (tl.constexpr(int(column)) for column in (Column.TEM
 MIN_P, NOISE = tl.constexpr(int(Column.MIN_P)), tl.constexpr(int(Column.NOISE))
 # As a signed integer, one more than the bits of 1.0, the largest weight.
 ABOVE_ONE = tl.constexpr(0x3F800001)
+
+
+@triton.jit
+def mask_out(logits, masks, vocab, mask_bytes, PART: tl.constexpr):
+    """Grid (masks, parts): -inf for the logits of the tokens that a mask leaves out, in place.
+
+    logits: float32 [rows, vocab]; masks: uint8 [masks, mask_bytes]: the row's number in three bytes, then a bit for
+    each token, the lowest of both first.
+    """
+    mask = masks + tl.program_id(0).to(tl.int64) * mask_bytes
+    row = tl.load(mask).to(tl.int64) + tl.load(mask + 1).to(tl.int64) * 256 + tl.load(mask + 2).to(tl.int64) * 65536
+    token = tl.program_id(1) * PART + tl.arange(0, PART)
+    bits = tl.load(mask + 3 + token // 8, mask=token < vocab, other=255).to(tl.int32)
+    left_out = (token < vocab) & (((bits >> (token % 8)) & 1) == 0)
+    tl.store(logits + row * vocab + token, float("-inf"), mask=left_out)
 
 
 @triton.jit
