@@ -7,21 +7,21 @@ import os
 import shutil
 import tempfile
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
 from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import tokenizers
 
+from serve_app.code_digest import digest_code
 from serve_app.errors import ConfigError
-from serve_app.gguf_header import in_transformers
 from serve_app.grammars import Grammars, Vocabulary
 from serve_app.model_files import CACHE_DIR, ModelFiles, locate_model
 from serve_app.one_writer import flush_to_disk, remove_damaged
 from serve_app.text.chat_template import Ending, encode_chat, takes_role, template_variables, write_calls
 from serve_app.text.detokenizer import Detokenizer
 from serve_app.text.fill_in_the_middle import FillInTheMiddle
+from serve_app.text.gguf_tokenizer import load_gguf_tokenizer
 from serve_app.text.prefix_encoder import PrefixEncoder, encoding_of
 from serve_app.text.template_check import check_chat_template
 from serve_app.text.token_bytes import TokenBytes
@@ -39,6 +39,9 @@ if TYPE_CHECKING:
 
 _TAIL = 32
 """Tokens of a prompt's end that hold the mark of a reasoning, if it ends with one."""
+
+_MAKERS = ("gguf_header.py", "text/gguf_tokenizer.py", "text/pre_tokenizers.py")
+"""The code that makes a tokenizer of a GGUF file."""
 
 
 class Tokenizer:
@@ -239,8 +242,8 @@ def load_tokenizer(model: str, cache_dir: Path | None = CACHE_DIR, *, tools: str
 
     Raises `ConfigError`.
 
-    Making one of a GGUF file takes about a second and imports torch, so the result is kept under `cache_dir` (None: not
-    kept), keyed by the file's identity; the next start reads it in 0.2 s.
+    Making one of a GGUF file takes a second or more, so the result is kept under `cache_dir` (None: not kept), keyed by
+    the file's identity and by the code that made it; the next start reads it in 0.2 s.
     """
     files = locate_model(model)
     try:
@@ -254,12 +257,12 @@ def load_tokenizer(model: str, cache_dir: Path | None = CACHE_DIR, *, tools: str
 
 
 def _load(files: ModelFiles) -> "PreTrainedTokenizerBase":
-    from transformers import AutoTokenizer  # imports torch, which a start from the cache does without
+    if files.kind == "gguf":
+        assert files.path is not None
+        return load_gguf_tokenizer(files.path)
+    from transformers import AutoTokenizer  # imports torch, which GGUF files do without
 
-    with in_transformers() if files.kind == "gguf" else nullcontext():
-        return AutoTokenizer.from_pretrained(
-            files.source, gguf_file=files.gguf_file, revision=files.commit or "main", trust_remote_code=False
-        )
+    return AutoTokenizer.from_pretrained(files.source, revision=files.commit or "main", trust_remote_code=False)
 
 
 def _load_cached(files: ModelFiles, cache_dir: Path | None) -> "PreTrainedTokenizerBase":
@@ -269,7 +272,8 @@ def _load_cached(files: ModelFiles, cache_dir: Path | None) -> "PreTrainedTokeni
 
     cache_dir = cache_dir.expanduser()
     stat = files.path.stat()
-    identity = f"{files.path}|{stat.st_size}|{stat.st_mtime_ns}|{transformers.__version__}"
+    made_by = f"{digest_code(*_MAKERS)}|{transformers.__version__}|{tokenizers.__version__}"
+    identity = f"{files.path}|{stat.st_size}|{stat.st_mtime_ns}|{made_by}"
     folder = cache_dir / "tokenizers" / hashlib.sha256(identity.encode()).hexdigest()[:20]
     read = partial(transformers.PreTrainedTokenizerFast.from_pretrained, folder)
     if folder.is_dir():
