@@ -64,6 +64,19 @@ class Vocabulary:
     special_ids: frozenset[int]
     encode: Callable[[str], list[int]]
 
+    def cut(self, width: int) -> "Vocabulary":
+        """Without ids from `width` on, which no model of so many logits generates."""
+        if len(self.tokens) <= width:
+            return self
+        special_ids = frozenset(token_id for token_id in self.special_ids if token_id < width)
+
+        def encode(text: str) -> list[int]:
+            ids = self.encode(text)
+            # Only a text that an added token is written in has such ids. Its characters alone have none.
+            return ids if max(ids, default=0) < width else [i for char in text for i in self.encode(char)]
+
+        return Vocabulary(self.tokens[:width], special_ids, encode)
+
 
 def json_schema(schema: Mapping[str, Any] | str, *, param: str = "response_format") -> str:
     """The grammar of the JSON texts that `schema` (an object, or its text) accepts.
@@ -119,6 +132,17 @@ def compose(rules: str, parts: Mapping[str, str], *, param: str) -> str:
         part = json.loads(text)["grammars"][0] if text.startswith("{") else {"lark_grammar": text}
         grammars.append({**part, "name": name})
     return _checked(json.dumps({"grammars": grammars}, ensure_ascii=False), param)
+
+
+def check_has_end(end_ids: Sequence[int], param: str | None = None) -> None:
+    """Raise `InvalidRequestError` where no token ends a text: a constrained output could not end."""
+    if not end_ids:
+        raise InvalidRequestError(
+            "this model has no token that ends a text, in its configuration or its tokenizer: constrained output "
+            "(schemas, grammars, choices, tools) is not available",
+            param=param,
+            code=Refusal.UNSUPPORTED,
+        )
 
 
 class Matcher:
@@ -215,7 +239,8 @@ class Grammars:
         self._lock = Lock()
 
     def matcher(self, text: str, *, param: str | None = None) -> Matcher:
-        """A matcher at the start of an output. Raises `InvalidRequestError` where no output could ever match."""
+        """A matcher at the start of an output. Raises `InvalidRequestError` where no output could ever match or end."""
+        check_has_end(self._eos_token_ids, param)
         budget, text = ThinkingBudget.split(text)
         with self._lock:
             kept = self._kept.get(text)
@@ -233,7 +258,7 @@ class Grammars:
         """Read the vocabulary, if that is still to be done."""
         with self._building:
             if self._tokenizer is None:
-                self._known = self._vocabulary()
+                self._known = self._vocabulary().cut(self._width)
                 wrapper = _library().TokenizerWrapper(_View(self._known, self._eos_token_ids[0]))
                 self._tokenizer = _library().LLTokenizer(wrapper, eos_token=list(self._eos_token_ids))
             return self._tokenizer

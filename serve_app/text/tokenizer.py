@@ -33,6 +33,7 @@ from serve_app.text.tool_format import (
     find_reasoning,
     find_tool_format,
 )
+from serve_app.text.turn_end import find_turn_end
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -65,6 +66,7 @@ class Tokenizer:
         """Highest id plus one."""
         self.token_bytes = TokenBytes(backend)
         added = backend.get_added_tokens_decoder()
+        self._num_ordinary = max((i for i in vocab.values() if i not in added), default=-1) + 1
         self._control_tokens = [token.content for token in added.values()]
         self.special_ids = {token.content: token_id for token_id, token in added.items() if token.special}
         """Ids of the special tokens, which are no text."""
@@ -83,9 +85,14 @@ class Tokenizer:
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
     def check_fits(self, vocab_size: int) -> None:
-        """Raise `ConfigError` when this tokenizer makes ids that a model with so many logits does not know."""
-        if self.vocab_size > vocab_size:
-            raise ConfigError(f"model: the tokenizer knows {self.vocab_size} ids, but the logits are {vocab_size} wide")
+        """Raise `ConfigError` when this tokenizer makes ids of ordinary text that a model with so many logits lacks.
+
+        Added tokens beyond them are left to the requests that use one: Gemma 3 has one for images.
+        """
+        if self._num_ordinary > vocab_size:
+            raise ConfigError(
+                f"model: the tokenizer knows {self._num_ordinary} ids, but the logits are {vocab_size} wide"
+            )
 
     def check_chat_template(self) -> None:
         """Raise `ConfigError` when the chat template is broken; takes seconds, most of them in another process."""
@@ -124,7 +131,7 @@ class Tokenizer:
 
     def learn_formats(self) -> None:
         """Find out now what else the first chat would wait for; takes some ten milliseconds."""
-        _ = self.reasoning, self.tool_format, self.template_variables
+        _ = self.reasoning, self.tool_format, self.template_variables, self.end_ids
 
     @cached_property
     def template_variables(self) -> frozenset[str]:
@@ -192,11 +199,16 @@ class Tokenizer:
             encode=partial(self.encode, add_special_tokens=False),
         )
 
-    @property
-    def end_id(self) -> int:
-        """Ends a text."""
-        end_id: int | None = self._tokenizer.eos_token_id
-        return end_id or 0
+    @cached_property
+    def end_ids(self) -> tuple[int, ...]:
+        """Tokens that end a text: first what ends an answer of a chat, then the tokenizer's ends of sequence, turn and
+        message. Renders the chat template."""
+        named = self._tokenizer.special_tokens_map
+        marks = () if self.reasoning is None else (self.reasoning.open.strip(), self.reasoning.close.strip())
+        turn_end = find_turn_end(self._render, self.special_ids, marks) if self._tokenizer.chat_template else None
+        tokens = [turn_end, *(named.get(f"{name}_token") for name in ("eos", "eot", "eom"))]
+        ids = [self._backend.token_to_id(str(token)) for token in tokens if token is not None]
+        return tuple(dict.fromkeys(token_id for token_id in ids if token_id is not None))
 
     def fill_in(self, before: Sequence[int], behind: Sequence[int]) -> list[int]:
         """The prompt for what comes between the texts of these ids; `fills_in` says whether the model knows of such."""
@@ -210,8 +222,8 @@ class Tokenizer:
 
     @cached_property
     def grammars(self) -> Grammars:
-        """Grammars over this vocabulary alone; an engine has its own, with the model's ids that end a text."""
-        return Grammars(self.vocabulary, [self.end_id], self.vocab_size)
+        """Grammars over this vocabulary alone, for checks; an engine has its own, with all ids that end its texts."""
+        return Grammars(self.vocabulary, self.end_ids or (0,), self.vocab_size)
 
     def min_tokens(self, text: str) -> int:
         """A quick lower bound on the tokens that `encode` makes of `text`; 0 where there is none.
