@@ -11,7 +11,6 @@ import json
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from enum import StrEnum
 from functools import cache
 from threading import Lock
@@ -20,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from serve_app.core.sampling_params import MAX_GRAMMAR_CHARS
 from serve_app.errors import InvalidRequestError
 from serve_app.thinking_budget import ThinkingBudget
-from serve_app.token_set import TokenSet
+from serve_app.token_set import TokenSet, Vocabulary
 
 if TYPE_CHECKING:
     import llguidance
@@ -51,31 +50,6 @@ class Refusal(StrEnum):
     """A JSON schema that cannot be enforced."""
     UNMATCHABLE = "grammar_unmatchable"
     """No text can match it, or finding one is too much work."""
-
-
-@dataclass(frozen=True, slots=True)
-class Vocabulary:
-    """What a matcher must know of the tokenizer: each id's bytes, and which ids are control tokens.
-
-    encode: text to ids, without special tokens around it.
-    """
-
-    tokens: Sequence[bytes]
-    special_ids: frozenset[int]
-    encode: Callable[[str], list[int]]
-
-    def cut(self, width: int) -> "Vocabulary":
-        """Without ids from `width` on, which no model of so many logits generates."""
-        if len(self.tokens) <= width:
-            return self
-        special_ids = frozenset(token_id for token_id in self.special_ids if token_id < width)
-
-        def encode(text: str) -> list[int]:
-            ids = self.encode(text)
-            # Only a text that an added token is written in has such ids. Its characters alone have none.
-            return ids if max(ids, default=0) < width else [i for char in text for i in self.encode(char)]
-
-        return Vocabulary(self.tokens[:width], special_ids, encode)
 
 
 def json_schema(schema: Mapping[str, Any] | str, *, param: str = "response_format") -> str:

@@ -372,7 +372,8 @@ def _room(token_ids: list[int], card: ModelCard, field: str) -> int:
 
 
 def check_ids(token_ids: Sequence[int], card: ModelCard, field: str) -> None:
-    """Raise `InvalidRequestError` for ids beyond the model's logits, also of added tokens that are written in a text."""
+    """Raise `InvalidRequestError` for ids beyond the model's logits, which a text too has where an added token of the
+    tokenizer is written in it."""
     for token_id in (min(token_ids), max(token_ids)):
         if not 0 <= token_id < card.vocab_size:
             raise InvalidRequestError(
