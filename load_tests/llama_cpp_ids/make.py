@@ -1,6 +1,6 @@
 """See the package. Besides the lines, the file holds the ids of both models, and for each name of a pre-tokenizer a
 checksum per line of the ids that the default model's vocabulary has under that name; names with equal ones
-together."""
+together. Checksums too for a small SentencePiece vocabulary."""
 
 import gzip
 import json
@@ -13,7 +13,7 @@ from typing import Any
 from llama_cpp import Llama
 
 from load_tests.llama_cpp_ids import checksum
-from load_tests.llama_cpp_ids.headers import write_header
+from load_tests.llama_cpp_ids.headers import write_header, write_sentencepiece
 from load_tests.llama_cpp_ids.lines import make_lines
 from serve_app.text.pre_tokenizers import PRE_TOKENIZERS
 
@@ -31,6 +31,10 @@ def main(default: str, gemma: str, output: str) -> None:
         "default": token_ids(Path(default), lines),
         "gemma": token_ids(Path(gemma), lines, add_bos=True),
     }
+    for name, space_in_front in (("sentencepiece", False), ("sentencepiece with a space in front", True)):
+        with tempfile.TemporaryDirectory() as folder:
+            file = write_sentencepiece(Path(folder, "file.gguf"), lines, space_in_front=space_in_front)
+            found[name] = [checksum(ids) for ids in token_ids(file, lines, add_bos=True)]
     by_checksums: dict[tuple[int, ...], list[str]] = {}
     with tempfile.TemporaryDirectory() as folder:
         for name, pre in PRE_TOKENIZERS.items():
