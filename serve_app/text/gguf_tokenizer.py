@@ -78,14 +78,14 @@ _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE = 1, 2, 3, 4, 6
 _SPACE_MARK = "\u2581"
 
 
-def load_gguf_tokenizer(path: Path, ignore_keys: Sequence[str] = ()) -> "PreTrainedTokenizerBase":
-    """ignore_keys: full names of keys that are skipped although they are unknown or not supported.
+def load_gguf_tokenizer(path: Path, ignored: Sequence[str] = ()) -> "PreTrainedTokenizerBase":
+    """ignored: full names of keys that are skipped although they are unknown or not supported.
 
     Raises `ConfigError` for what cannot be honoured, naming the key, and whatever a damaged file provokes.
     """
     from transformers import PreTrainedTokenizerFast
 
-    keys = _Keys({name: field for name, field in GgufHeader(path).fields.items() if name not in ignore_keys})
+    keys = _Keys({name: field for name, field in GgufHeader(path).fields.items() if name not in ignored})
     keys.check()
     vocabulary = _Vocabulary.read(keys)
     if vocabulary.kind == _SENTENCEPIECE:

@@ -250,17 +250,19 @@ def _has_calls(messages: Sequence[dict[str, Any]]) -> bool:
     return any(message["role"] == "tool" or "tool_calls" in message for message in messages)
 
 
-def load_tokenizer(model: str, cache_dir: Path | None = CACHE_DIR, *, tools: str = "auto") -> Tokenizer:
+def load_tokenizer(
+    model: str, cache_dir: Path | None = CACHE_DIR, *, tools: str = "auto", ignored: Sequence[str] = ()
+) -> Tokenizer:
     """Load the tokenizer of "default", a local folder, a .gguf file or a hub id; `tools` as for `Tokenizer`.
 
-    Raises `ConfigError`.
+    ignored: keys of a GGUF file, such as `tokenizer.ggml.new_key`, without which it is read. Raises `ConfigError`.
 
     Making one of a GGUF file takes a second or more, so the result is kept under `cache_dir` (None: not kept), keyed by
     the file's identity and by the code that made it; the next start reads it in 0.2 s.
     """
     files = locate_model(model)
     try:
-        loaded = _load_cached(files, cache_dir) if files.kind == "gguf" else _load(files)
+        loaded = _load_cached(files, cache_dir, ignored) if files.kind == "gguf" else _load(files)
         return Tokenizer(loaded, files.name, tools)
     except ConfigError:
         raise
@@ -269,24 +271,24 @@ def load_tokenizer(model: str, cache_dir: Path | None = CACHE_DIR, *, tools: str
         raise ConfigError(f"model: no usable tokenizer in {files.path or files.source}: {reason}") from error
 
 
-def _load(files: ModelFiles) -> "PreTrainedTokenizerBase":
+def _load(files: ModelFiles, ignored: Sequence[str] = ()) -> "PreTrainedTokenizerBase":
     if files.kind == "gguf":
         assert files.path is not None
-        return load_gguf_tokenizer(files.path)
+        return load_gguf_tokenizer(files.path, ignored)
     from transformers import AutoTokenizer  # imports torch, which GGUF files do without
 
     return AutoTokenizer.from_pretrained(files.source, revision=files.commit or "main", trust_remote_code=False)
 
 
-def _load_cached(files: ModelFiles, cache_dir: Path | None) -> "PreTrainedTokenizerBase":
+def _load_cached(files: ModelFiles, cache_dir: Path | None, ignored: Sequence[str]) -> "PreTrainedTokenizerBase":
     if cache_dir is None or files.path is None:
-        return _load(files)
+        return _load(files, ignored)
     import transformers  # half a second, which those who only name this module do without
 
     cache_dir = cache_dir.expanduser()
     stat = files.path.stat()
     made_by = f"{digest_code(*_MAKERS)}|{transformers.__version__}|{tokenizers.__version__}"
-    identity = f"{files.path}|{stat.st_size}|{stat.st_mtime_ns}|{made_by}"
+    identity = f"{files.path}|{stat.st_size}|{stat.st_mtime_ns}|{made_by}|{sorted(ignored)}"
     folder = cache_dir / "tokenizers" / hashlib.sha256(identity.encode()).hexdigest()[:20]
     read = partial(transformers.PreTrainedTokenizerFast.from_pretrained, folder)
     if folder.is_dir():
@@ -294,7 +296,7 @@ def _load_cached(files: ModelFiles, cache_dir: Path | None) -> "PreTrainedTokeni
             return read()
         except Exception as error:  # a damaged one raises whatever its bytes provoke
             remove_damaged(folder, error)
-    tokenizer = _load(files)
+    tokenizer = _load(files, ignored)
     _keep(tokenizer, folder)
     # Also where it has just been written: what comes out must not depend on who came first.
     return read() if folder.is_dir() else tokenizer

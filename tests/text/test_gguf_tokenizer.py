@@ -3,6 +3,7 @@
 import gzip
 import json
 import re
+from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,9 @@ from hypothesis import strategies as st
 from load_tests.llama_cpp_ids import checksum
 from load_tests.llama_cpp_ids.headers import write_header, write_sentencepiece
 from serve_app.errors import ConfigError
+from serve_app.gguf_header import GgufHeader
 from serve_app.model_files import locate_model
+from serve_app.text.gguf_tokenizer import _Keys, _merging, _Vocabulary
 from serve_app.text.pre_tokenizers import PRE_TOKENIZERS
 from serve_app.text.tokenizer import Tokenizer, load_tokenizer
 from tests.gemma import gemma_file
@@ -42,9 +45,9 @@ DEPARTURES = {
 to capitals, and leaves white space together with the digits behind it."""
 
 
-def differing(tokenizer: Tokenizer, checksums: list[int]) -> list[str]:
-    lines = truth()["lines"]
-    return [line for line, one in zip(lines, checksums, strict=True) if checksum(tokenizer.encode(line)) != one]
+def differing(token_ids: Iterable[list[int]], checksums: list[int]) -> list[str]:
+    """The lines whose ids are others."""
+    return [line for line, ids, one in zip(truth()["lines"], token_ids, checksums, strict=True) if checksum(ids) != one]
 
 
 def changed(folder: Path, **changes: Any) -> Path:
@@ -90,23 +93,38 @@ def test_a_numbered_list_and_a_run_of_spaces() -> None:
     assert list(map(len, spaces)) == [31, 2]
 
 
-@pytest.mark.parametrize("name", PRE_TOKENIZERS)
-def test_each_pre_tokenizer_splits_as_llama_cpp_does(tmp_path: Path, name: str) -> None:
-    if not PRE_TOKENIZERS[name].byte_level:
-        pytest.skip("merges characters, which the default model's vocabulary does not have")
-    expected = next(checksums for names, checksums in truth()["pre"] if name in names)
-    tokenizer = load(tmp_path, pre=name, add_bos_token=False)
-    different = differing(tokenizer, expected)
-    departs = DEPARTURES.get(name)
-    assert [line for line in different if departs is None or not re.search(departs, line)] == []
-    assert (different == []) is (departs is None)
+@cache
+def default_vocabulary() -> tuple[_Vocabulary, list[str]]:
+    """Tokens and merges."""
+    assert DEFAULT is not None
+    keys = _Keys(GgufHeader(DEFAULT).fields)
+    return _Vocabulary.read(keys), keys.texts("ggml.merges")
+
+
+@pytest.mark.parametrize(("names", "expected"), truth()["pre"], ids=[names[0] for names, _ in truth()["pre"]])
+def test_each_pre_tokenizer_splits_as_llama_cpp_does(names: list[str], expected: list[int]) -> None:
+    """With the default model's tokens and merges. Names that llama.cpp splits alike are split alike here."""
+    vocabulary, merges = default_vocabulary()
+    for pre in {PRE_TOKENIZERS[name] for name in names}:
+        backend = _merging(vocabulary, merges, pre)
+        backend.add_tokens([*vocabulary.added_tokens(rstrip=lambda token: False)])
+        encodings = backend.encode_batch(truth()["lines"], add_special_tokens=False)
+        different = differing((encoding.ids for encoding in encodings), expected)
+        departs = next((DEPARTURES[name] for name in names if PRE_TOKENIZERS[name] == pre and name in DEPARTURES), None)
+        assert [line for line in different if departs is None or not re.search(departs, line)] == []
+        assert (different == []) is (departs is None)
+
+
+def test_the_table_has_all_names_that_were_compared() -> None:
+    compared = {name for names, _ in truth()["pre"] for name in names}
+    assert compared == {name for name, pre in PRE_TOKENIZERS.items() if pre.byte_level}
 
 
 @pytest.mark.parametrize("space_in_front", [False, True])
 def test_a_sentencepiece_vocabulary_is_merged_by_its_scores(tmp_path: Path, space_in_front: bool) -> None:
     path = write_sentencepiece(tmp_path / "file.gguf", truth()["lines"], space_in_front=space_in_front)
     name = "sentencepiece with a space in front" if space_in_front else "sentencepiece"
-    assert differing(load_tokenizer(str(path), None), truth()[name]) == []
+    assert differing(map(load_tokenizer(str(path), None).encode, truth()["lines"]), truth()[name]) == []
 
 
 @pytest.mark.parametrize(
@@ -144,6 +162,14 @@ def test_what_changes_nothing_is_served(tmp_path: Path) -> None:
     tokenizer, plain = load(tmp_path, **harmless, **off), load_tokenizer("default")
     assert tokenizer.encode("Ship 12, ahoy!") == plain.encode("Ship 12, ahoy!")
     assert tokenizer.digest == plain.digest
+
+
+def test_keys_that_the_operator_ignores_are_skipped(tmp_path: Path) -> None:
+    path, ignored = changed(tmp_path, made_up=1), ["tokenizer.ggml.made_up"]
+    tokenizer = load_tokenizer(str(path), tmp_path / "cache", ignored=ignored)
+    assert tokenizer.digest == load_tokenizer("default").digest
+    with pytest.raises(ConfigError, match="made_up"):  # also with what is kept
+        load_tokenizer(str(path), tmp_path / "cache")
 
 
 def test_begin_and_end_tokens_are_added_where_the_file_says_so(tmp_path: Path) -> None:
