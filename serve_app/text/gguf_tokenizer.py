@@ -4,6 +4,7 @@ Decides which keys under `tokenizer.` are used, which change nothing, and which 
 the ids of a text is never skipped. The ids are those that llama.cpp makes with the same file.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -186,8 +187,8 @@ class _Vocabulary:
         for name, values in (("token_type", types), ("scores", scores)):
             if len(values) < len(tokens):
                 raise ConfigError(f"model: tokenizer.ggml.{name} has {len(values)} entries for {len(tokens)} tokens")
-        if len(set(tokens)) < len(tokens):
-            twice = next(token for i, token in enumerate(tokens) if token in tokens[:i])
+        twice, times = Counter(tokens).most_common(1)[0] if tokens else ("", 1)
+        if times > 1:
             raise ConfigError(f"model: tokenizer.ggml.tokens has {twice!r} more than once")
         defaults = _SENTENCEPIECE_IDS if kind == _SENTENCEPIECE else {}
         special = {}
@@ -208,11 +209,13 @@ class _Vocabulary:
         return {token: i for i, token in enumerate(self.tokens)}
 
     def added_tokens(self, *, rstrip: Callable[[str], bool]) -> Iterator[AddedToken]:
-        """What is looked for in a text before anything else: control and user-defined tokens."""
+        """What is looked for in a text before anything else: control and user-defined tokens, and the runs of new lines
+        of files with merges of characters, which have no merges that make them."""
         named = set(self.special.values())
         for token, kind in zip(self.tokens, self.types, strict=False):
             special = kind in (_UNKNOWN, _CONTROL) or token in named
-            if special or kind == _USER_DEFINED:
+            is_run = self.kind == _CHARACTERS and not token.strip("\n")
+            if special or is_run or kind == _USER_DEFINED:
                 yield AddedToken(token, special=special, normalized=False, rstrip=rstrip(token))
 
     def merges_by_score(self) -> list[tuple[str, str]]:
