@@ -34,6 +34,12 @@ def truth() -> dict[str, Any]:
     return found
 
 
+@cache
+def tokenizer_of(model: str) -> Tokenizer:
+    """Of the default model, or of Gemma."""
+    return load_tokenizer("default" if model == "default" else str(gemma_file()))
+
+
 DEPARTURES = {
     "kimi-k2": "[a-z][A-Z]",
     "youtu": "[a-z][A-Z]",
@@ -60,23 +66,27 @@ def load(folder: Path, **changes: Any) -> Tokenizer:
     return load_tokenizer(str(changed(folder, **changes)), None)
 
 
+@cache
+def default_vocabulary() -> tuple[_Vocabulary, list[str]]:
+    """Tokens and merges."""
+    assert DEFAULT is not None
+    keys = _Keys(GgufHeader(DEFAULT).fields)
+    return _Vocabulary.read(keys), keys.texts("ggml.merges")
+
+
 def with_tokens(types: dict[str, int]) -> dict[str, list[Any]]:
     """The default model's tokens, the last ones replaced."""
-    header = load_tokenizer("default")._backend
-    tokens = [header.id_to_token(i) for i in range(49152 - len(types))] + list(types)
-    kinds = [CONTROL if i < 17 else 1 for i in range(49152 - len(types))] + list(types.values())
-    return {"tokens": tokens, "token_type": kinds, "merges": _merges_without(len(types))}
-
-
-def _merges_without(count: int) -> list[str]:
-    backend = json.loads(load_tokenizer("default")._backend.to_str())
-    merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in backend["model"]["merges"]]
-    return merges[: len(merges) - count]
+    vocabulary, merges = default_vocabulary()
+    count = len(vocabulary.tokens) - len(types)
+    tokens = [*vocabulary.tokens[:count], *types]
+    known = set(tokens)
+    kept = [merge for merge in merges if merge.replace(" ", "") in known]
+    return {"tokens": tokens, "token_type": [*vocabulary.types[:count], *types.values()], "merges": kept}
 
 
 @pytest.mark.parametrize("model", ["default", "gemma"])
 def test_a_thousand_lines_have_llama_cpp_s_ids(model: str) -> None:
-    tokenizer = load_tokenizer("default" if model == "default" else str(gemma_file()))
+    tokenizer = tokenizer_of(model)
     lines = truth()["lines"]
     assert len(lines) == 1000
     different = [line for line, ids in zip(lines, truth()[model], strict=True) if tokenizer.encode(line) != ids]
@@ -87,18 +97,10 @@ def test_a_thousand_lines_have_llama_cpp_s_ids(model: str) -> None:
 
 def test_a_numbered_list_and_a_run_of_spaces() -> None:
     """Digits are split off before everything else; Gemma's runs of up to 31 spaces are tokens that nothing merges."""
-    default, gemma = load_tokenizer("default"), load_tokenizer(str(gemma_file()))
+    default, gemma = map(tokenizer_of, ("default", "gemma"))
     assert [default.token_bytes(i) for i in default.encode("\n\n1.")] == [b"\n\n", b"1", b"."]
     spaces = [gemma.token_bytes(i) for i in gemma.encode(" " * 33, add_special_tokens=False)]
     assert list(map(len, spaces)) == [31, 2]
-
-
-@cache
-def default_vocabulary() -> tuple[_Vocabulary, list[str]]:
-    """Tokens and merges."""
-    assert DEFAULT is not None
-    keys = _Keys(GgufHeader(DEFAULT).fields)
-    return _Vocabulary.read(keys), keys.texts("ggml.merges")
 
 
 @pytest.mark.parametrize(("names", "expected"), truth()["pre"], ids=[names[0] for names, _ in truth()["pre"]])
@@ -182,10 +184,10 @@ def test_begin_and_end_tokens_are_added_where_the_file_says_so(tmp_path: Path) -
 
 
 def test_user_defined_tokens_are_matched_before_anything_is_merged(tmp_path: Path) -> None:
-    tokenizer = load(tmp_path, **with_tokens({"ello": USER_DEFINED, "<note>": CONTROL}))
-    ids = tokenizer.encode("Hello<note>")
-    assert [tokenizer.token_bytes(i) for i in ids] == [b"H", b"ello", b"<note>"]
-    assert tokenizer.decode(ids, skip_special_tokens=True) == "Hello"
+    tokenizer = load(tmp_path, **with_tokens({"loWo": USER_DEFINED, "<note>": CONTROL}))
+    ids = tokenizer.encode("HelloWorld<note>")
+    assert [tokenizer.token_bytes(i) for i in ids] == [b"Hel", b"loWo", b"r", b"ld", b"<note>"]
+    assert tokenizer.decode(ids, skip_special_tokens=True) == "HelloWorld"
 
 
 def test_a_changed_file_is_read_anew(tmp_path: Path) -> None:
@@ -199,6 +201,6 @@ def test_a_changed_file_is_read_anew(tmp_path: Path) -> None:
 @settings(max_examples=200, deadline=None)
 @given(text=st.text(max_size=80))
 def test_any_text_comes_back(text: str) -> None:
-    for tokenizer in (load_tokenizer("default"), load_tokenizer(str(gemma_file()))):
+    for tokenizer in map(tokenizer_of, ("default", "gemma")):
         ids = tokenizer.encode(text, add_special_tokens=False)
         assert b"".join(map(tokenizer.token_bytes, ids)).decode(errors="replace") == tokenizer.decode(ids) == text
