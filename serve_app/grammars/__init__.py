@@ -7,8 +7,7 @@ The work is llguidance's (Earley parser over a lexer of regex derivatives, masks
 bounded whatever the grammar, and because it refuses what it cannot enforce instead of ignoring it.
 """
 
-from serve_app.grammars.library import Vocabulary
-from serve_app.grammars.matchers import BudgetedMatcher, Grammars, Matcher
+from serve_app.grammars.matchers import BudgetedMatcher, Grammars, Matcher, check_has_end
 from serve_app.grammars.refusals import Refusal
 from serve_app.grammars.texts import choice, compose, json_object, json_schema, lark, regex
 
@@ -17,7 +16,7 @@ __all__ = [
     "Grammars",
     "Matcher",
     "Refusal",
-    "Vocabulary",
+    "check_has_end",
     "choice",
     "compose",
     "json_object",

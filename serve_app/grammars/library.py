@@ -1,11 +1,12 @@
 """llguidance: loaded with the first grammar, called with its limits, and on a stack that its recursion fits."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cache
 from json import dumps
 from threading import Lock, Thread, current_thread, stack_size
 from typing import TYPE_CHECKING, Any, TypeVar
+
+from serve_app.token_set import Vocabulary
 
 if TYPE_CHECKING:
     import llguidance
@@ -22,18 +23,6 @@ _JSON_OPTIONS: Any = {"whitespace_flexible": False, "item_separator": ", ", "key
 
 class GrammarError(Exception):
     """llguidance refuses a grammar; the text says why."""
-
-
-@dataclass(frozen=True, slots=True)
-class Vocabulary:
-    """What a matcher must know of the tokenizer: each id's bytes, and which ids are control tokens.
-
-    encode: text to ids, without special tokens around it.
-    """
-
-    tokens: Sequence[bytes]
-    special_ids: frozenset[int]
-    encode: Callable[[str], list[int]]
 
 
 def tokenizer(vocabulary: Vocabulary, eos_token_ids: Sequence[int]) -> "llguidance.LLTokenizer":

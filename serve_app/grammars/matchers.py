@@ -6,11 +6,10 @@ from typing import TYPE_CHECKING
 
 from serve_app.errors import EngineError, InvalidRequestError, RequestError
 from serve_app.grammars import library
-from serve_app.grammars.library import Vocabulary
 from serve_app.grammars.recent import Recent
 from serve_app.grammars.refusals import Refusal
 from serve_app.thinking_budget import ThinkingBudget
-from serve_app.token_set import TokenSet
+from serve_app.token_set import TokenSet, Vocabulary
 
 if TYPE_CHECKING:
     import llguidance
@@ -20,6 +19,17 @@ _MAX_KEPT_CHARS = 2**22
 """Matchers that are kept, by number (about 0.1 MiB each) and by the text of their grammars."""
 _WRONG_OUTPUT = ("doesn't satisfy the grammar", "out of range", "not eaten by parser")
 """What llguidance says of a token that it did not allow."""
+
+
+def check_has_end(end_ids: Sequence[int], param: str | None = None) -> None:
+    """Raise `InvalidRequestError` where no token ends a text: a constrained output could not end."""
+    if not end_ids:
+        raise InvalidRequestError(
+            "this model has no token that ends a text, in its configuration or its tokenizer: constrained output "
+            "(schemas, grammars, choices, tools) is not available",
+            param=param,
+            code=Refusal.UNSUPPORTED,
+        )
 
 
 class Matcher:
@@ -123,7 +133,8 @@ class Grammars:
         self._kept: Recent[llguidance.LLMatcher] = Recent(_MAX_KEPT, _MAX_KEPT_CHARS)
 
     def matcher(self, text: str, *, param: str | None = None) -> Matcher:
-        """A matcher at the start of an output. Raises `InvalidRequestError` where no output could ever match."""
+        """A matcher at the start of an output. Raises `InvalidRequestError` where no output could ever match or end."""
+        check_has_end(self._eos_token_ids, param)
         budget, text = ThinkingBudget.split(text)
         kept = self._kept.get(text)
         if kept is None:
@@ -138,7 +149,7 @@ class Grammars:
         """Read the vocabulary, if that is still to be done."""
         with self._building:
             if self._tokenizer is None:
-                self._known = self._vocabulary()
+                self._known = self._vocabulary().cut(self._width)
                 self._tokenizer = library.tokenizer(self._known, self._eos_token_ids)
             return self._tokenizer
 
