@@ -74,6 +74,7 @@ class LLM:
         max_model_len: int | None = None,
         attention_backend: str = "auto",
         quantization: str = "none",
+        ignore_model_keys: Sequence[str] = (),
         tokenizer: str | Tokenizer | None = None,
         max_num_seqs: int | Literal["auto"] = "auto",
         max_num_batched_tokens: int | Literal["auto"] = "auto",
@@ -86,6 +87,7 @@ class LLM:
             max_model_len=max_model_len,
             attention_backend=attention_backend,
             quantization=quantization,
+            ignore_model_keys=tuple(ignore_model_keys),
         )
         self.tokenizer = tokenizer if isinstance(tokenizer, Tokenizer) else load_tokenizer(tokenizer or model)
         most_tokens = step_tokens.MOST if max_num_batched_tokens == "auto" else max_num_batched_tokens
