@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import transformers
 from safetensors.torch import save_file
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 
 from serve_app.errors import ConfigError
 from serve_app.gguf_header import in_transformers
@@ -101,7 +101,7 @@ def _load_gguf(path: Path, options: ModelOptions, device: torch.device, report: 
             raise ConfigError(f"model: cannot read {path}: {error}") from error
         _convert_gguf(path, config, cached)
         report("converting gguf", 1.0)
-    return _load_pretrained(str(cached), AutoConfig.from_pretrained(cached), options.dtype, device, report)
+    return _load_pretrained(str(cached), config, options.dtype, device, report)
 
 
 def _convert_gguf(path: Path, config: Any, target: Path) -> None:

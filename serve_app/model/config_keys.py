@@ -13,57 +13,51 @@ from transformers import AutoConfig, PretrainedConfig
 from serve_app.errors import ConfigError
 from serve_app.model.refused_keys import check_refused
 
-_TRAINING = "of training"
-_ORIGIN = "of where the file comes from"
-_OUTPUTS = "of what transformers returns"
-_STATED = "the weights' shapes or another key state it"
-_ENGINE = "of how another engine computes the same"
 HARMLESS: Mapping[str, str] = {
-    "_attn_implementation_autoset": _ENGINE,
-    "_flash_attn_2_enabled": _ENGINE,
-    "attention_probs_dropout_prob": _TRAINING,
-    "attn_implementation": _ENGINE,
+    **dict.fromkeys(
+        (
+            "activation_dropout", "attention_dropout", "attention_probs_dropout_prob", "attn_pdrop", "dropout",
+            "embd_pdrop", "embedding_dropout", "gradient_checkpointing", "gradient_checkpointing_use_reentrant",
+            "hidden_dropout", "hidden_dropout_prob", "initializer_factor", "initializer_range", "layerdrop",
+            "resid_pdrop", "residual_dropout", "router_aux_loss_coef",
+        ),
+        "of training",
+    ),
+    **dict.fromkeys(
+        (
+            "_name_or_path", "is_llama_config", "license", "model_name", "name", "original_architecture",
+            "unsloth_fixed", "unsloth_version",
+        ),
+        "of where the file comes from",
+    ),
+    **dict.fromkeys(
+        (
+            "_attn_implementation_autoset", "_flash_attn_2_enabled", "attn_implementation", "cache_implementation",
+            "flash_attn", "keys_to_ignore_at_inference", "output_router_logits", "pretraining_tp",
+            "transformers.js_config", "use_cache", "use_flash_attn",
+        ),
+        "of how a program computes or returns the same",
+    ),
+    **dict.fromkeys(
+        (
+            "head_dim", "max_seq_len", "max_seq_length", "max_sequence_length", "model_max_length", "model_type",
+            "n_ctx", "num_heads", "seq_length", "tokenizer_model_max_length", "torch_dtype",
+        ),
+        "the weights' shapes or another key state it",
+    ),
+    **dict.fromkeys(
+        ("bos_token", "chat_template", "eos_token", "pad_token", "prefix", "task_specific_params", "tokenizer_class"),
+        "of tokenizer and pipelines",
+    ),
     "auto_map": "names code of the folder, which is never run",
-    "cache_implementation": _ENGINE,
-    "dropout": _TRAINING,
-    "embd_pdrop": _TRAINING,
-    "flash_attn": _ENGINE,
-    "gradient_checkpointing": _TRAINING,
-    "gradient_checkpointing_use_reentrant": _TRAINING,
-    "head_dim": _STATED,
-    "hidden_dropout": _TRAINING,
-    "initializer_factor": _TRAINING,
-    "initializer_range": _TRAINING,
-    "is_llama_config": _ORIGIN,
-    "keys_to_ignore_at_inference": _OUTPUTS,
-    "license": _ORIGIN,
-    "max_sequence_length": _STATED,
-    "max_window_layers": "counts only where `use_sliding_window` is true, whose class declares it",
-    "model_max_length": _STATED,
-    "model_name": _ORIGIN,
-    "n_ctx": _STATED,
-    "name": _ORIGIN,
-    "original_architecture": _ORIGIN,
-    "output_router_logits": _OUTPUTS,
-    "pretraining_tp": _ENGINE,
+    "max_window_layers": "counts only beside `use_sliding_window`, whose class declares it",
     "quantization_config": "transformers' quantizers read it, or refuse it",
-    "resid_pdrop": _TRAINING,
-    "router_aux_loss_coef": _TRAINING,
-    "seq_length": _STATED,
-    "task_specific_params": "parameters of generation, which requests contain",
-    "tokenizer_class": "is the tokenizer's",
-    "tokenizer_model_max_length": _STATED,
-    "torch_dtype": _STATED,
-    "transformers.js_config": _ENGINE,
-    "unsloth_fixed": _ORIGIN,
-    "unsloth_version": _ORIGIN,
-    "use_cache": _ENGINE,
-    "use_flash_attn": _ENGINE,
-}
+    "_sliding_window_pattern": "`layer_types` states it",
+    "sliding_window_pattern": "counts only beside `sliding_window`, whose class reads it",
+}  # fmt: skip
 """Keys that change no result in a class that does not use them, with the reason."""
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "attention_bias": (False,),
-    "attention_dropout": (0, 0.0),
     "attention_softmax_in_fp32": (True,),
     "full_attn_mod": (1,),
     "interpolate_factor": (1,),
@@ -84,9 +78,12 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "use_sliding_window": (False,),
 }
 """Keys that are refused in a class that does not use them, but for these values."""
-_ALIASES = {"activation_function": "hidden_act", "hidden_act": "hidden_activation", "layer_norm_epsilon": "norm_epsilon"}
-"""Older names, which the class of some models ignores for the name beside it, which the file has too or the class
-fixes."""
+_ALIASES = {
+    "activation_function": "hidden_act",
+    "hidden_act": "hidden_activation",
+    "layer_norm_epsilon": "norm_epsilon",
+}
+"""Older names, beside the newer one that the class uses."""
 
 _ROPE_KEYS: Mapping[str, Collection[str]] = {
     "default": (),
@@ -132,7 +129,7 @@ def _refused(written: Mapping[str, Any], config: Any, prefix: str = "") -> Itera
     for key, value in written.items():
         if isinstance(value, Mapping) and text is not config and getattr(config, key, None) is text:
             yield from _refused(value, text, f"{prefix}{key}.")
-        elif value is not None and not (key in declared or _taken_over(key, config) or _says_nothing(key, value, config)):
+        elif value is not None and not (key in declared or _taken_over(key, config) or _says_nothing(key, written)):
             yield f"{prefix}{key}", f"{kind.__name__} does not use it"
     for name, parameters in _rope_parameters(config):
         yield from _refused_rope(f"{prefix}{name}", parameters, kind)
@@ -145,9 +142,8 @@ def _taken_over(key: str, config: Any) -> bool:
     return key not in vars(config)
 
 
-def _says_nothing(key: str, value: Any, config: Any) -> bool:
-    used = _ALIASES.get(key)
-    return key in HARMLESS or value in NEUTRAL.get(key, ()) or (used is not None and hasattr(config, used))
+def _says_nothing(key: str, written: Mapping[str, Any]) -> bool:
+    return key in HARMLESS or written[key] in NEUTRAL.get(key, ()) or _ALIASES.get(key) in written
 
 
 def _rope_parameters(config: Any) -> Iterator[tuple[str, Mapping[str, Any]]]:

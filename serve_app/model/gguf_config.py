@@ -29,6 +29,9 @@ _SPECIAL_TOKENS = {
     "eos_token_id": "tokenizer.ggml.eos_token_id",
     "pad_token_id": "tokenizer.ggml.padding_token_id",
 }
+_FLAGS = ("expert_weights_norm",)
+_NUMBERS = ("epsilon", "softcapping")
+"""Endings of keys whose values are no whole numbers."""
 _OFF_AT_ZERO = ("attention.sliding_window", "attn_logit_softcapping", "final_logit_softcapping")
 _GEMMA_27B_LAYERS = {"gemma2": 46, "gemma3": 62}
 """By its number of layers llama.cpp knows the one size whose attention is scaled by the width of all heads."""
@@ -103,10 +106,17 @@ def _architecture(header: GgufHeader, source: object) -> str:
 
 
 def _attributes(keys: Metadata, row: Architecture, tensors: Mapping[str, TensorInfo]) -> dict[str, Any]:
-    values = {}
+    values: dict[str, Any] = {}
     for key, attribute in row.attributes.items():
-        value = keys.value(key, row.optional[key]) if key in row.optional else keys.value(key)
-        values[attribute] = None if key in _OFF_AT_ZERO and not value else value
+        given = keys.whole(key)
+        if given is None and key in row.optional:
+            values[attribute] = row.optional[key]
+        elif key in _OFF_AT_ZERO and given == 0:
+            values[attribute] = None
+        elif key in _FLAGS:
+            values[attribute] = keys.flag(key)
+        else:
+            values[attribute] = keys.number(key) if key.endswith(_NUMBERS) else keys.count(key)
     if "num_key_value_heads" in values:
         values["num_key_value_heads"] = keys.count("attention.head_count_kv", keys.count("attention.head_count"))
     if values["vocab_size"] is None and "token_embd.weight" in tensors:
@@ -160,7 +170,8 @@ def _gemma(keys: Metadata, values: dict[str, Any], tensors: Collection[str]) -> 
         if not math.isclose(scalar**-0.5, scale, rel_tol=1e-5):
             keys.refuse("attention.scale", f"{scale} is not the inverse root of a whole number")
     values["query_pre_attn_scalar"] = scalar
-    if values["sliding_window"] is None:
+    if values["sliding_window"] is None:  # its modules ask for a number, also where no layer has a window
+        values["sliding_window"] = values["max_position_embeddings"]
         values["layer_types"] = ["full_attention"] * keys.count("block_count")
 
 
@@ -173,7 +184,7 @@ def _gemma3(keys: Metadata, values: dict[str, Any], tensors: Collection[str]) ->
     """Layers with a window have frequencies of their own, which are not scaled."""
     _gemma(keys, values, tensors)
     pattern = keys.whole("attention.sliding_window_pattern")
-    if values["sliding_window"] is not None:
+    if "layer_types" not in values:
         layers = range(keys.count("block_count"))
         if isinstance(pattern, list) and len(pattern) == len(layers):
             windowed = [bool(element) for element in pattern]

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-_SHAPE: Mapping[str, str] = {
+_SHAPE = {
     "context_length": "max_position_embeddings",
     "block_count": "num_hidden_layers",
     "embedding_length": "hidden_size",
@@ -58,10 +58,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "qwen3": Architecture("qwen3", _LLAMA, _ABSENT),
     "qwen2moe": Architecture(
         "qwen2_moe",
-        _LLAMA
-        | _MIXTURE
-        | _NORMED_EXPERTS
-        | {"expert_shared_feed_forward_length": "shared_expert_intermediate_size"},
+        _LLAMA | _MIXTURE | _NORMED_EXPERTS | {"expert_shared_feed_forward_length": "shared_expert_intermediate_size"},
         {**_ABSENT, "expert_weights_norm": False},
     ),
     "qwen3moe": Architecture(
@@ -146,12 +143,12 @@ REFUSED_ARCHITECTURES: Mapping[str, str] = {
 }
 """What else transformers' reader takes, and why it is not served."""
 
-HARMLESS: Mapping[str, str] = {
+HARMLESS: dict[str, str] = {
     "rope.scaling.finetuned": "says how the model was trained; llama.cpp prints it",
     "tensor_data_layout": "all files of one architecture have their rows in one order",
 }
 """Keys under the prefix that change no result, with the reason."""
-HARMLESS_IN: Mapping[str, Mapping[str, str]] = {
+HARMLESS_IN: dict[str, dict[str, str]] = {
     "stablelm": {"use_parallel_residual": "which norms the file has decides, as in llama.cpp"},
 }
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {
@@ -192,4 +189,3 @@ HARMLESS_TENSORS: Mapping[str, str] = {
     "attn_rot_embd.weight": "rotary frequencies, which the metadata state too",
 }
 """By the name without its layer."""
-

@@ -67,6 +67,13 @@ class Metadata:
             raise self.error(f"{self.architecture}.{key} is {value!r}, and must be a finite number")
         return float(value)
 
+    def flag(self, key: str) -> bool:
+        """A truth value. Raises ConfigError for anything else."""
+        value = self.value(key)
+        if not isinstance(value, bool):
+            raise self.error(f"{self.architecture}.{key} is {value!r}, and must be true or false")
+        return value
+
     def text(self, key: str, default: str) -> str:
         """A string. Raises ConfigError for anything else."""
         value = self.value(key, default)
