@@ -88,7 +88,7 @@ _ALIASES = {
 _ROPE_KEYS: Mapping[str, Collection[str]] = {
     "default": (),
     "linear": ("factor",),
-    "dynamic": ("factor", "original_max_position_embeddings"),
+    "dynamic": ("factor",),
     "proportional": ("factor",),
     "yarn": (
         "attention_factor", "beta_fast", "beta_slow", "factor", "mscale", "mscale_all_dim",

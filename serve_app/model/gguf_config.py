@@ -76,11 +76,11 @@ def read_config(header: GgufHeader, source: object) -> GgufConfig:
 
 def check_tensors(tensors: Iterable[str], known: Collection[str], source: object) -> None:
     """Raise ConfigError naming tensors that are neither `known` nor harmless."""
-    unknown = []
+    known, unknown = set(known), []
     for name in tensors:
         short = name.removeprefix("blk.").partition(".")[2] if name.startswith("blk.") else name
         # transformers' names of merged experts have no ending.
-        if not {name, name.removesuffix(".weight")} & set(known) and short not in HARMLESS_TENSORS:
+        if not {name, name.removesuffix(".weight")} & known and short not in HARMLESS_TENSORS:
             unknown.append(name)
     if unknown:
         more = f" and {len(unknown) - 3} more" if len(unknown) > 3 else ""
@@ -89,6 +89,8 @@ def check_tensors(tensors: Iterable[str], known: Collection[str], source: object
 
 def _architecture(header: GgufHeader, source: object) -> str:
     """Raises ConfigError for what is not one whole file of a language model that is served."""
+    if "general.architecture" not in header.fields:
+        raise ConfigError(f"model: {source}: its metadata lack general.architecture")
     parts = header.fields.get("split.count")
     if parts is not None and parts.value > 1:
         raise ConfigError(
