@@ -60,10 +60,10 @@ class RequestOutput:
 class LLM:
     """A loaded model; `with LLM(...) as llm:` gives its memory back at the end, as `close` does.
 
-    ignore_model_keys: as in `ModelOptions`. tokenizer: where it is, as `model` says where that is, or one that is loaded; None: beside the model. max_num_seqs:
+    tokenizer: where it is, as `model` says where that is, or one that is loaded; None: beside the model. max_num_seqs:
     sequences that run at once; "auto": as many as the KV pool holds and steps bear, as measured now, and so with
-    max_num_batched_tokens. `**knobs` are other fields of `EngineConfig`, such as kv_cache_gib. Raises `ConfigError`
-    when the model cannot be loaded as asked.
+    max_num_batched_tokens. ignore_model_keys: as in `ModelOptions`. `**knobs` are other fields of `EngineConfig`, such
+    as kv_cache_gib. Raises `ConfigError` when the model cannot be loaded as asked.
     """
 
     def __init__(

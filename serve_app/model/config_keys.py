@@ -40,7 +40,8 @@ HARMLESS: Mapping[str, str] = {
     ),
     **dict.fromkeys(
         (
-            "head_dim", "max_seq_len", "max_seq_length", "max_sequence_length", "model_max_length", "model_type",
+            "head_dim", "intermediate_size", "max_seq_len", "max_seq_length", "max_sequence_length",
+            "model_max_length", "model_type",
             "n_ctx", "num_heads", "seq_length", "tokenizer_model_max_length", "torch_dtype",
         ),
         "the weights' shapes or another key state it",
@@ -124,7 +125,7 @@ def read_config(source: str, ignored: Collection[str], commit: str = "main") -> 
 def _refused(written: Mapping[str, Any], config: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
     """Key and reason."""
     kind = type(config)
-    declared = {field.name for field in fields(kind)} | kind.attribute_map.keys()
+    declared = {field.name for field in fields(kind)} | {*kind.attribute_map, *kind.attribute_map.values()}
     text = config.get_text_config()
     for key, value in written.items():
         if isinstance(value, Mapping) and text is not config and getattr(config, key, None) is text:
