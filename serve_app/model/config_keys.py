@@ -41,14 +41,17 @@ HARMLESS: Mapping[str, str] = {
     **dict.fromkeys(
         (
             "head_dim", "intermediate_size", "max_seq_len", "max_seq_length", "max_sequence_length",
-            "model_max_length", "model_type",
-            "n_ctx", "num_heads", "seq_length", "tokenizer_model_max_length", "torch_dtype",
+            "model_max_length", "model_type", "n_ctx", "num_heads", "seq_length", "tokenizer_model_max_length",
+            "torch_dtype",
         ),
         "the weights' shapes or another key state it",
     ),
     **dict.fromkeys(
-        ("bos_token", "chat_template", "eos_token", "pad_token", "prefix", "task_specific_params", "tokenizer_class"),
-        "of tokenizer and pipelines",
+        (
+            "bos_token", "bos_token_id", "chat_template", "eos_token", "eos_token_id", "pad_token", "pad_token_id",
+            "prefix", "sep_token_id", "task_specific_params", "tokenizer_class", "unk_token_id",
+        ),
+        "of tokens and pipelines, read elsewhere or not at all",
     ),
     "auto_map": "names code of the folder, which is never run",
     "max_window_layers": "counts only beside `use_sliding_window`, whose class declares it",
@@ -58,6 +61,7 @@ HARMLESS: Mapping[str, str] = {
 }  # fmt: skip
 """Keys that change no result in a class that does not use them, with the reason."""
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+    "activation": ("swiglu",),
     "attention_bias": (False,),
     "attention_softmax_in_fp32": (True,),
     "full_attn_mod": (1,),

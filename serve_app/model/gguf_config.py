@@ -39,6 +39,7 @@ _GEMMA3_PATTERN = 6
 _LOCAL_BASE = 10_000.0
 _EPSILONS = {"attention.layer_norm_epsilon", "attention.layer_norm_rms_epsilon"}
 _MOST_SHOWN = 60
+_MOST_HEAD_DIM = 2**14
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +59,8 @@ def read_config(header: GgufHeader, source: object) -> GgufConfig:
     row = ARCHITECTURES[name]
     keys = Metadata(header, source, name)
     tensors = {tensor.name: tensor for tensor in header.tensors}
+    if keys.count("block_count") > len(tensors):
+        raise keys.error(f"{name}.block_count is {keys.count('block_count')}, and the file has {len(tensors)} tensors")
     values = {"model_type": row.model_type, **row.constants, **_attributes(keys, row, tensors)}
     head_dim = _head_dim(keys, row)
     if "attention.key_length" in row.attributes:
@@ -127,11 +130,14 @@ def _attributes(keys: Metadata, row: Architecture, tensors: Mapping[str, TensorI
 
 
 def _head_dim(keys: Metadata, row: Architecture) -> int:
-    of_all = keys.count("embedding_length") // keys.count("attention.head_count")
+    head_dim = keys.count("embedding_length") // keys.count("attention.head_count")
     if "attention.key_length" in row.attributes:
-        return keys.count("attention.key_length", of_all)
-    keys.expect("attention.key_length", of_all)
-    return of_all
+        head_dim = keys.count("attention.key_length", head_dim)
+    else:
+        keys.expect("attention.key_length", head_dim)
+    if not 0 < head_dim <= _MOST_HEAD_DIM:
+        raise keys.error(f"its heads have a width of {head_dim}, which must be from 1 to {_MOST_HEAD_DIM}")
+    return head_dim
 
 
 def _expect_what_is_computed(keys: Metadata, row: Architecture, head_dim: int) -> None:

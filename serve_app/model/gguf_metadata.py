@@ -10,6 +10,8 @@ from serve_app.errors import ConfigError
 from serve_app.gguf_header import Field, GgufHeader
 
 _REQUIRED: Any = object()
+_MOST = 2**28
+"""More than any model has of anything. A damaged file could ask for all memory."""
 
 
 class Metadata:
@@ -54,10 +56,12 @@ class Metadata:
         return None if field is None else field.value
 
     def count(self, key: str, default: Any = _REQUIRED) -> int:
-        """A positive whole number. Raises ConfigError for anything else."""
+        """A positive whole number below `_MOST`. Raises ConfigError for anything else."""
         value = self.value(key, default)
-        if type(value) is not int or value <= 0:
-            raise self.error(f"{self.architecture}.{key} is {value!r}, and must be a positive whole number")
+        if type(value) is not int or not 0 < value < _MOST:
+            raise self.error(
+                f"{self.architecture}.{key} is {value!r}, and must be a positive whole number below {_MOST}"
+            )
         return value
 
     def number(self, key: str, default: Any = _REQUIRED) -> float:

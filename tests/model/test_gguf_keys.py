@@ -194,7 +194,7 @@ def test_the_27b_gemmas_attention_is_scaled_by_the_width_of_all_heads(tmp_path: 
     """No key of theirs says it: llama.cpp knows the size by its number of layers."""
     values = {}
     for layers in (46, 45):
-        module = module_of("gemma2", num_hidden_layers=2)
+        module = module_of("gemma2", num_hidden_layers=5)
         keys = [("gemma2.block_count", layers, Value.UINT32)]
         path = write_model(tmp_path / f"{layers}.gguf", "gemma2", module, keys=keys)
         values[layers] = read_config(GgufHeader(path), path).values["query_pre_attn_scalar"]
@@ -255,6 +255,9 @@ def test_an_unknown_key_is_refused_unless_the_setting_names_it(tmp_path: Path, b
         (("llama.attention.head_count_kv", [1, 2, 2], Value.ARRAY, Value.UINT32), "llama.attention.head_count_kv d"),
         (("llama.attention.head_count", [4, 4, 2], Value.ARRAY, Value.UINT32), "llama.attention.head_count differs"),
         (("llama.attention.head_count", 0, Value.UINT32), "llama.attention.head_count is 0, and must be"),
+        (("llama.block_count", 10**8, Value.UINT32), "llama.block_count is 100000000, and the file has"),
+        (("llama.attention.key_length", 10**8, Value.UINT32), "its heads have a width of 100000000, which must be"),
+        (("llama.context_length", 2**31, Value.UINT32), "llama.context_length is 2147483648, and must be"),
         (("llama.block_count", "many", Value.STRING), "llama.block_count is 'many', and must be"),
         (("llama.attention.layer_norm_rms_epsilon", "small", Value.STRING), "layer_norm_rms_epsilon is 'small', and"),
         (("llama.pooling_type", 1, Value.UINT32), r"`llama.pooling_type` \(1 is not computed\)"),
