@@ -16,6 +16,7 @@ from transformers.integrations.gguf import GGUF_CONFIG_ARCHS
 from serve_app.errors import ConfigError
 from serve_app.gguf_header import GgufHeader
 from serve_app.model.gguf_config import GgufConfig, read_config
+from serve_app.model.gguf_file import describe
 from serve_app.model.gguf_keys import ARCHITECTURES, HARMLESS, HARMLESS_IN, NEUTRAL, REFUSED_ARCHITECTURES
 from serve_app.model.loader import load_model
 from serve_app.model.options import ModelOptions
@@ -350,3 +351,26 @@ def test_no_key_is_dropped_in_silence(tmp_path: Path, architecture: str, key: st
     listed = key in HARMLESS or key in HARMLESS_IN.get(architecture, {}) or value[0] in NEUTRAL.get(key, ())
     same = key in _EQUAL or (whole, *value) in [*yarn, *converter_keys(architecture, module.config)]
     assert whole in after.refused or after.values != before.values or listed or same
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    architecture=st.sampled_from(["llama", "gemma3", "phi3", "gpt2"]),
+    changes=st.lists(st.tuples(st.floats(0, 1, exclude_max=True), st.integers(0, 255)), min_size=1, max_size=8),
+)
+def test_damaged_metadata_are_read_or_refused_in_one_line(
+    tmp_path: Path, architecture: str, changes: list[tuple[float, int]]
+) -> None:
+    path = write_model(tmp_path / "tiny.gguf", architecture, module_of(architecture))
+    content = bytearray(path.read_bytes())
+    end = content.index(b"token_embd")
+    for place, byte in changes:
+        content[int(place * end)] = byte
+    path.write_bytes(content)
+    try:
+        describe(path, ())
+    except ConfigError as error:
+        line = str(error)
+    else:
+        line = "read"
+    assert "\n" not in line
