@@ -54,6 +54,12 @@ class Field:
         """Which of `parts` are elements."""
         return range(len(self.parts))
 
+    @property
+    def value(self) -> Any:
+        """The number, truth value or string; for arrays, a list of them. Raises ValueError for what is not UTF-8."""
+        elements = [part.decode() if isinstance(part, bytes) else part[0].item() for part in self.parts]
+        return elements if self.types[0] == _ARRAY else elements[0]
+
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:

@@ -88,6 +88,8 @@ def check_model(files: ModelFiles, max_model_len: int | None) -> None:
         context = config.get("max_position_embeddings") or config.get("text_config", {}).get("max_position_embeddings")
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ConfigError(f"model: cannot load {folder}: {' '.join(str(error).split())[:300]}") from error
+    if (folder / "adapter_config.json").is_file():
+        raise ConfigError(f"model: {folder} has an adapter_config.json: adapters are not loaded; merge it first")
     if missing:
         raise ConfigError(f"model: folder {folder} lacks {', '.join(sorted(missing)[:3])}")
     if not any(folder.glob("*.safetensors")):

@@ -36,12 +36,11 @@ def tiny_llama() -> PagedModel:
 @pytest.fixture(scope="session")
 def default_module() -> Any:
     """The default model as transformers loads it, float32, untouched."""
-    options = ModelOptions()
+    options = ModelOptions(dtype="float32")
     path = locate_model(options.model).path
     assert isinstance(path, Path)
-    cache_dir = Path(options.cache_dir).expanduser()
     with quiet():
-        return checkpoint._load_gguf(path, cache_dir, "float32", torch.device("cpu"), lambda stage, fraction: None)
+        return checkpoint._load_gguf(path, options, torch.device("cpu"), lambda stage, fraction: None)
 
 
 @pytest.fixture(scope="session")

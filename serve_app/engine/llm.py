@@ -62,8 +62,8 @@ class LLM:
 
     tokenizer: where it is, as `model` says where that is, or one that is loaded; None: beside the model. max_num_seqs:
     sequences that run at once; "auto": as many as the KV pool holds and steps bear, as measured now, and so with
-    max_num_batched_tokens. `**knobs` are other fields of `EngineConfig`, such as kv_cache_gib. Raises `ConfigError`
-    when the model cannot be loaded as asked.
+    max_num_batched_tokens. ignore_model_keys: as in `ModelOptions`. `**knobs` are other fields of `EngineConfig`, such
+    as kv_cache_gib. Raises `ConfigError` when the model cannot be loaded as asked.
     """
 
     def __init__(
@@ -74,6 +74,7 @@ class LLM:
         max_model_len: int | None = None,
         attention_backend: str = "auto",
         quantization: str = "none",
+        ignore_model_keys: Sequence[str] = (),
         tokenizer: str | Tokenizer | None = None,
         max_num_seqs: int | Literal["auto"] = "auto",
         max_num_batched_tokens: int | Literal["auto"] = "auto",
@@ -88,6 +89,7 @@ class LLM:
             attention_backend=attention_backend,
             quantization=quantization,
             end_ids=self.tokenizer.end_ids,
+            ignore_model_keys=tuple(ignore_model_keys),
         )
         most_tokens = step_tokens.MOST if max_num_batched_tokens == "auto" else max_num_batched_tokens
         config = EngineConfig(

@@ -8,6 +8,7 @@ import contextlib
 import copy
 import hashlib
 import io
+import json
 import logging
 from pathlib import Path
 from typing import Any
@@ -15,12 +16,15 @@ from typing import Any
 import torch
 import transformers
 from safetensors.torch import save_file
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 
 from serve_app.errors import ConfigError
-from serve_app.gguf_header import GgufHeader, in_transformers
-from serve_app.model.options import Progress, resolve_dtype
-from serve_app.model.rope import divide_frequencies
+from serve_app.gguf_header import in_transformers
+from serve_app.model.config_keys import read_config
+from serve_app.model.executors.base import UnsupportedModelError
+from serve_app.model.gguf_file import describe, known_tensors, make_config
+from serve_app.model.options import ModelOptions, Progress, resolve_dtype
+from serve_app.model.skeleton import empty_module
 from serve_app.model.write_once import write_once
 from serve_app.model_files import ModelFiles
 
@@ -28,34 +32,34 @@ logger = logging.getLogger(__name__)
 
 
 def read_checkpoint(
-    files: ModelFiles, dtype: str, device: torch.device, cache_dir: Path, report: Progress, *, embeds: bool = False
+    files: ModelFiles, options: ModelOptions, device: torch.device, report: Progress, *, embeds: bool = False
 ) -> Any:
-    """The module with its weights, on the CPU and in eval mode. dtype: as in `ModelOptions`; "auto" depends on the
-    device on which the model will run. embeds: the checkpoint is for embeddings, and may lack a head.
+    """The module with its weights, on the CPU and in eval mode. device: on which the model will run; it decides what
+    the dtype "auto" is. embeds: the checkpoint is for embeddings, and may lack a head.
 
     Raises ConfigError."""
     if files.gguf_file is not None:
-        return _load_gguf(Path(files.source, files.gguf_file), cache_dir, dtype, device, report)
-    return _load_pretrained(files.source, dtype, device, report, files.commit, embeds=embeds)
+        return _load_gguf(Path(files.source, files.gguf_file), options, device, report)
+    commit = files.commit or "main"
+    config = read_config(files.source, options.ignore_model_keys, commit)
+    return _load_pretrained(files.source, config, options.dtype, device, report, commit, embeds=embeds)
 
 
 def _load_pretrained(
     source: str,
+    config: Any,
     dtype: str,
     device: torch.device,
     report: Progress,
-    commit: str | None = None,
+    commit: str = "main",
     *,
     embeds: bool = False,
 ) -> Any:
     report("loading weights", 0.0)
     try:
-        config = AutoConfig.from_pretrained(source, revision=commit or "main", trust_remote_code=False)
-        if getattr(config, "is_encoder_decoder", False):
-            raise ConfigError(f"model: {source} is an encoder-decoder model ({config.model_type}), not a causal LM")
         module, info = AutoModelForCausalLM.from_pretrained(
             source,
-            revision=commit or "main",
+            revision=commit,
             config=config,
             dtype=resolve_dtype(dtype, config.dtype, device),
             use_safetensors=True,
@@ -64,8 +68,6 @@ def _load_pretrained(
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # reported, and refused below by name
         )
-    except ConfigError:
-        raise
     except Exception as error:  # transformers raises whatever its validators and readers raise; here it all means this
         raise ConfigError(f"model: cannot load {source}: {_one_line(error)}") from error
     if embeds and {*info["missing_keys"]} == {"lm_head.weight"}:
@@ -77,36 +79,44 @@ def _load_pretrained(
     return module.eval()
 
 
-def _load_gguf(path: Path, cache_dir: Path, dtype: str, device: torch.device, report: Progress) -> Any:
+def _load_gguf(path: Path, options: ModelOptions, device: torch.device, report: Progress) -> Any:
     """Weights of a GGUF file, dequantized once and then read from the cache.
 
     The conversion takes seconds, so its result is kept: float32 safetensors, bit for bit what it gave, under the hash
-    of the file's content.
+    of the file's content and of the configuration that was read from it.
     """
     report("reading gguf", 0.0)
+    header, described = describe(path, options.ignore_model_keys)
+    config = make_config(path, described)
     with path.open("rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-    cached = cache_dir / f"gguf-floats-{digest[:32]}-transformers-{transformers.__version__}"
+        digest = hashlib.file_digest(file, "sha256")
+    digest.update(json.dumps(described.values, sort_keys=True).encode())
+    cache_dir = Path(options.cache_dir).expanduser()
+    cached = cache_dir / f"gguf-floats-{digest.hexdigest()[:32]}-transformers-{transformers.__version__}"
     if not (cached / "config.json").is_file():
         report("converting gguf", 0.0)
-        _convert_gguf(path, cached)
+        try:
+            known_tensors(path, header, described, empty_module(config))
+        except UnsupportedModelError as error:
+            raise ConfigError(f"model: cannot read {path}: {error}") from error
+        _convert_gguf(path, config, cached)
         report("converting gguf", 1.0)
-    return _load_pretrained(str(cached), dtype, device, report)
+    return _load_pretrained(str(cached), config, options.dtype, device, report)
 
 
-def _convert_gguf(path: Path, target: Path) -> None:
+def _convert_gguf(path: Path, config: Any, target: Path) -> None:
     try:
         # The converter draws its bar past every switch of transformers.
         with in_transformers(), contextlib.redirect_stderr(io.StringIO()):
             module, info = AutoModelForCausalLM.from_pretrained(
                 str(path.parent),
                 gguf_file=path.name,
+                config=config,
                 dtype=torch.float32,
                 attn_implementation="eager",
                 trust_remote_code=False,
                 output_loading_info=True,
             )
-        divide_frequencies(module.config, GgufHeader(path).tensors)
     except Exception as error:  # the reader raises whatever a damaged file provokes
         raise ConfigError(f"model: cannot read {path}: {_one_line(error)}") from error
     _check_weights(str(path), info)

@@ -3,6 +3,7 @@
 Apart from `blueprint`, because importing transformers' modules takes long, and most starts find one that was drawn.
 """
 
+from collections.abc import Collection
 from dataclasses import replace
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from transformers import AutoConfig, GenerationConfig
 
 from serve_app.model.blueprint import Blueprint
+from serve_app.model.config_keys import read_config
 from serve_app.model.cpu.ops import Kernels
 from serve_app.model.executors import cpu
 from serve_app.model.executors.base import UnsupportedModelError
@@ -35,7 +37,7 @@ def draw_blueprint(
 def _draw(
     files: ModelFiles, checkpoint: MappedCheckpoint, kernels: Kernels, dtype: torch.dtype, options: ModelOptions
 ) -> Blueprint:
-    config, generation_config = _configs(checkpoint)
+    config, generation_config = _configs(files, checkpoint, options.ignore_model_keys)
     module = empty_module(config)
     if generation_config is not None:
         module.generation_config = generation_config
@@ -49,10 +51,12 @@ def _draw(
     return Blueprint(facts, llama, dict(module.named_parameters()))
 
 
-def _configs(checkpoint: MappedCheckpoint) -> tuple[Any, Any]:
+def _configs(files: ModelFiles, checkpoint: MappedCheckpoint, ignored: Collection[str]) -> tuple[Any, Any]:
     folder = checkpoint.config_folder
+    # What a GGUF file says has been looked at when its configuration was written.
+    of_folder = read_config(str(folder), ignored) if files.kind == "folder" else None
     try:
-        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        config = of_folder or AutoConfig.from_pretrained(folder, trust_remote_code=False)
         own = (folder / GENERATION_CONFIG).is_file()
         generation_config = GenerationConfig.from_pretrained(folder) if own else None
     except Exception as error:  # transformers' validators raise whatever does not fit together

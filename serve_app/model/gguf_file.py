@@ -6,6 +6,7 @@ take a second. What they tell is kept: configuration and positions of the tensor
 
 import hashlib
 import json
+from collections.abc import Collection
 from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
@@ -14,12 +15,14 @@ from typing import Any
 
 import numpy as np
 
+from serve_app.code_digest import digest_code
 from serve_app.errors import ConfigError
-from serve_app.gguf_header import GgufHeader, TensorInfo, in_transformers
+from serve_app.gguf_header import GgufHeader, TensorInfo
 from serve_app.model.cpu.stored import Blocks
 from serve_app.model.executors.base import UnsupportedModelError
+from serve_app.model.gguf_config import GgufConfig, check_tensors, read_config
 from serve_app.model.mapped_checkpoint import MappedCheckpoint, StoredTensor, interleaved
-from serve_app.model.rope import divide_frequencies
+from serve_app.model.refused_keys import check_refused
 from serve_app.model.write_once import write_once
 from serve_app.one_writer import remove_damaged
 
@@ -27,70 +30,118 @@ _HEADER_BYTES = 64 * 2**20
 """More than any file has before its tensors."""
 
 
-def open_gguf(path: Path, cache_dir: Path) -> MappedCheckpoint:
-    """Raises ConfigError for a damaged file or a folder that cannot be written, UnsupportedModelError for one whose
-    tensors are more than rows in some order."""
+def open_gguf(path: Path, cache_dir: Path, ignored: Collection[str] = ()) -> MappedCheckpoint:
+    """ignored: the setting `ignore_model_keys`.
+
+    Raises ConfigError for a damaged file, for what in it cannot be honoured, and for a folder that cannot be written;
+    UnsupportedModelError for a file whose tensors are more than rows in some order.
+    """
     with path.open("rb") as file:
         header = file.read(_HEADER_BYTES)
     content = hashlib.sha256(header + str(path.stat().st_size).encode()).hexdigest()
-    cached = cache_dir / f"gguf-header-{content[:32]}-transformers-{version('transformers')}"
-    tensors = _read_index(cached)
-    if tensors is None:
-        _write_index(path, cached)
-        tensors = _read_index(cached)
-    if tensors is None:
+    cached = cache_dir / f"gguf-index-{content[:32]}-{digest_code()}-transformers-{version('transformers')}"
+    index = _read_index(cached)
+    if index is None:
+        _write_index(path, cached, ignored)
+        index = _read_index(cached)
+    if index is None:
         raise ConfigError(f"cache_dir: cannot read {cached}")
+    tensors, refused = index
+    check_refused(path, refused, ignored)
     return MappedCheckpoint(path, [path], cached, tensors)
 
 
-def _read_index(folder: Path) -> dict[str, StoredTensor] | None:
-    """None where there is none; a damaged one is removed."""
+def describe(path: Path, ignored: Collection[str]) -> tuple[GgufHeader, GgufConfig]:
+    """Raises ConfigError for a damaged file, and for what in it cannot be honoured."""
+    try:
+        header = GgufHeader(path)
+        described = read_config(header, path)
+    except ConfigError:
+        raise
+    except Exception as error:  # a damaged file raises whatever its bytes provoke
+        raise _unreadable(path, error) from error
+    check_refused(path, described.refused, ignored)
+    return header, described
+
+
+def make_config(path: Path, described: GgufConfig) -> Any:
+    """transformers' configuration. Raises ConfigError for values that do not fit together."""
+    from transformers import AutoConfig
+
+    from serve_app.model.quiet import quiet
+
+    try:
+        with quiet():
+            return AutoConfig.for_model(**described.values)
+    except Exception as error:  # transformers' validators raise whatever does not fit together
+        raise _unreadable(path, error) from error
+
+
+def known_tensors(path: Path, header: GgufHeader, described: GgufConfig, module: Any) -> dict[str, str]:
+    """The module's names of the file's tensors.
+
+    Raises ConfigError for tensors that belong to no part of the model, UnsupportedModelError for a module whose
+    tensors transformers cannot name."""
+    try:
+        names = _names(module, _processor(header, module.config))
+    except (AttributeError, KeyError, NotImplementedError, ValueError) as error:
+        raise UnsupportedModelError(f"its tensors are not known by name: {error}") from error
+    check_tensors((tensor.name for tensor in header.tensors), names.keys() | {*described.tensors}, path)
+    return names
+
+
+def _unreadable(path: Path, error: Exception) -> ConfigError:
+    return ConfigError(f"model: cannot read {path}: {' '.join(str(error).split())[:300]}")
+
+
+def _read_index(folder: Path) -> tuple[dict[str, StoredTensor], dict[str, str]] | None:
+    """Tensors by the module's names, and refused keys. None where there is none; a damaged one is removed."""
     if not folder.is_dir():
         return None
     try:
         dict(json.loads((folder / "config.json").read_text()))  # for whoever makes the module
         index = json.loads((folder / "tensors.json").read_text())
-        return {name: StoredTensor(**{**entry, "shape": tuple(entry["shape"])}) for name, entry in index.items()}
+        stored = {
+            name: StoredTensor(**{**entry, "shape": tuple(entry["shape"])}) for name, entry in index["tensors"].items()
+        }
+        return stored, dict(index["refused"])
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         remove_damaged(folder, error)
         return None
 
 
-def _write_index(path: Path, target: Path) -> None:
-    # A start from the index does without.
-    from transformers import AutoConfig
-    from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor
-
-    from serve_app.model.quiet import quiet
+def _write_index(path: Path, target: Path, ignored: Collection[str]) -> None:
+    # A start from the index does without what this imports.
     from serve_app.model.skeleton import empty_module
 
-    try:
-        reader = GgufHeader(path)
-        with quiet(), in_transformers():
-            config = AutoConfig.from_pretrained(str(path.parent), gguf_file=path.name)
-        divide_frequencies(config, reader.tensors)
-        architecture = reader.fields["general.architecture"].parts[0].decode()
-    except Exception as error:  # transformers raises whatever a damaged file provokes
-        raise ConfigError(f"model: cannot read {path}: {' '.join(str(error).split())[:300]}") from error
-    if hasattr(config, "quantization_config"):
-        del config.quantization_config
+    header, described = describe(path, ignored)
+    config = make_config(path, described)
     module = empty_module(config)
+    names = known_tensors(path, header, described, module)
+    processor = _processor(header, config)
     try:
-        processor = TENSOR_PROCESSORS.get(architecture, TensorProcessor)(config=config.to_dict())
-        names = _names(module, processor)
-        index = {
+        tensors = {
             names[tensor.name]: asdict(_stored(tensor, processor, config))
-            for tensor in reader.tensors
+            for tensor in header.tensors
             if tensor.name in names
         }
     except (AttributeError, KeyError, NotImplementedError, ValueError) as error:
-        raise UnsupportedModelError(f"its tensors are not known by name: {error}") from error
+        raise UnsupportedModelError(f"its tensors are not read as they are: {error}") from error
 
     def write(folder: Path) -> None:
         config.save_pretrained(folder)
+        index = {"tensors": tensors, "refused": dict(described.refused)}
         (folder / "tensors.json").write_text(json.dumps(index))
 
     write_once(target, write)
+
+
+def _processor(header: GgufHeader, config: Any) -> Any:
+    """transformers' one, which turns tensors of the architecture round."""
+    from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor
+
+    architecture = header.fields["general.architecture"].value
+    return TENSOR_PROCESSORS.get(architecture, TensorProcessor)(config=config.to_dict())
 
 
 def _names(module: Any, processor: Any) -> dict[str, str]:

@@ -74,9 +74,8 @@ def _load_floats(
     from serve_app.model.checkpoint import read_checkpoint
     from serve_app.model.quiet import quiet
 
-    cache_dir = Path(options.cache_dir).expanduser()
     with quiet():
-        module = read_checkpoint(files, options.dtype, device, cache_dir, report, embeds=pooling is not None)
+        module = read_checkpoint(files, options, device, report, embeds=pooling is not None)
         return prepare(module.to(device), files.name, options, report, pooling or "last")
 
 
@@ -107,10 +106,11 @@ def _map(
     cache_dir = Path(options.cache_dir).expanduser()
     reading = "reading gguf" if files.kind == "gguf" else "reading safetensors"
     report(reading, 0.0)
-    checkpoint = open_gguf(files.path, cache_dir) if files.kind == "gguf" else open_safetensors(files.path)
+    ignored = options.ignore_model_keys
+    checkpoint = open_gguf(files.path, cache_dir, ignored) if files.kind == "gguf" else open_safetensors(files.path)
     report(reading, 1.0)
     kernels = cpu.pick_kernels(torch.device("cpu"), dtype, options)
-    choices = files.name, dtype, options.quantization, options.max_model_len
+    choices = files.name, dtype, options.quantization, options.max_model_len, sorted(ignored)
     path = blueprint_path(cache_dir, checkpoint.identity, kernels.library, *choices)
     blueprint = Blueprint.read(path)
     if blueprint is None:

@@ -48,6 +48,8 @@ class ModelOptions:
         float32), "fp8" (the same on GPUs) or "auto" (int8 where the CPU kernels run the model in float32).
     kernel_options: how the Triton kernels compute.
     end_ids: the tokenizer's, which end a text as well as those of the model's configuration.
+    ignore_model_keys: keys of a GGUF file's metadata or of config.json that are not supported, and that the model is
+        loaded without.
     cache_dir: where compiled kernels are kept, the weights that they have packed, what is known of the models that they
         run, what stands in GGUF files before the weights, and the weights of those that they do not run, in float32.
     """
@@ -60,6 +62,7 @@ class ModelOptions:
     quantization: str = "none"
     kernel_options: KernelOptions = KernelOptions()
     end_ids: tuple[int, ...] = ()
+    ignore_model_keys: tuple[str, ...] = ()
     cache_dir: str = str(CACHE_DIR)
 
     def __post_init__(self) -> None:

@@ -1,42 +1,16 @@
-"""Rotary positions: angles that do not depend on what else is in the step, and what GGUF files say of frequencies.
+"""Rotary positions: angles that do not depend on what else is in the step.
 
 transformers derives the frequencies of some kinds of RoPE (`dynamic`, `longrope`) from the largest position that a call
 sees. In a packed step that is another request's.
 """
 
 import logging
-from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import nn
 
-from serve_app.gguf_header import TensorInfo
-
 logger = logging.getLogger(__name__)
-
-
-def divide_frequencies(config: Any, tensors: Iterable[TensorInfo]) -> None:
-    """Write into the configuration of a GGUF file that the frequency of each pair of a head is divided by its number in
-    the tensor `rope_freqs.weight`: so llama.cpp has Llama 3.1's positions, and transformers reads no such tensor.
-
-    Raises ValueError where there are not as many numbers as pairs."""
-    factors = next((tensor.data.reshape(-1).tolist() for tensor in tensors if tensor.name == "rope_freqs.weight"), None)
-    if factors is None:
-        return
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    if len(factors) != head_dim // 2:
-        raise ValueError(f"rope_freqs.weight has {len(factors)} numbers for the {head_dim // 2} pairs of a head")
-    # transformers' form for a factor for each pair; the same for sequences of every length.
-    config.rope_parameters = {
-        "rope_type": "longrope",
-        "rope_theta": config.rope_parameters["rope_theta"],
-        "short_factor": factors,
-        "long_factor": factors,
-        "factor": 1.0,
-        "attention_factor": 1.0,
-        "original_max_position_embeddings": config.max_position_embeddings,
-    }
 
 
 def fix_frequencies(module: nn.Module, max_model_len: int) -> None:

@@ -27,6 +27,7 @@ def engine_config(
             device="cuda" if use_gpu else "cpu",
             max_model_len=engine.max_model_len,
             quantization=settings.quantization,
+            ignore_model_keys=tuple(settings.ignore_model_keys),
             kernel_options=KernelOptions(deterministic=engine.deterministic, fp8_cache=engine.kv_cache_dtype == "fp8"),
             end_ids=end_ids,
         ),

@@ -149,6 +149,7 @@ def test_the_engine_follows_the_place_and_the_settings() -> None:
     settings = Settings.model_validate(
         {
             "model": "x",
+            "ignore_model_keys": ["llama.made_up"],
             "num_replicas": 64,
             "engine": {"max_num_seqs": 4, "policy": "static", "max_model_len": 99, "memory_fraction": 0.5},
         }
@@ -158,6 +159,7 @@ def test_the_engine_follows_the_place_and_the_settings() -> None:
     assert (on_cpu.num_threads, on_gpu.num_threads) == (1, None)
     assert (on_cpu.model.max_model_len, on_cpu.policy, on_cpu.max_num_seqs) == (99, "static", 4)
     assert (on_gpu.memory_fraction, on_gpu.gpu_share, on_cpu.gpu_share) == (0.5, 0.5, 1.0)
+    assert on_gpu.model.ignore_model_keys == ("llama.made_up",)
     assert on_cpu.max_num_waiting >= settings.max_num_waiting
 
 

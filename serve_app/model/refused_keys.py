@@ -1,0 +1,25 @@
+"""Keys of a model's files that cannot be honoured: reported by name, unless the operator names them."""
+
+from collections.abc import Collection, Mapping
+
+from serve_app.errors import ConfigError
+
+_SHOWN = 3
+
+
+def check_refused(source: object, refused: Mapping[str, str], ignored: Collection[str]) -> None:
+    """refused: by key, why it is not honoured; ignored: the setting `ignore_model_keys`.
+
+    Raises ConfigError for a refused key that is not ignored, and for a name in `ignored` that is no refused key.
+    """
+    left = {key: reason for key, reason in refused.items() if key not in ignored}
+    if left:
+        shown = "; ".join(f"`{key}` ({reason})" for key, reason in list(left.items())[:_SHOWN])
+        more = f"; and {len(left) - _SHOWN} more" if len(left) > _SHOWN else ""
+        raise ConfigError(
+            f"model: {source}: keys that would change the answers are not supported: {shown}{more}. "
+            "Name them in the setting `ignore_model_keys` to load the model as if it did not have them"
+        )
+    unused = sorted(set(ignored) - refused.keys())
+    if unused:
+        raise ConfigError(f"ignore_model_keys: {source} has no unsupported key `{unused[0]}`")
