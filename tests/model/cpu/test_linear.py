@@ -37,12 +37,14 @@ def random_weight(format: Format, outputs: int, inputs: int, seed: int = 0) -> T
 
 
 def quantized(x: Tensor) -> Tensor:
-    """x [rows, inputs] as int8 mode sees it: groups of 32 in steps of their largest size / 127."""
-    groups = x.view(x.shape[0], -1, GROUP)
+    """x [rows, inputs] as int8 mode sees it: the largest number of a row as it is, the others in groups of 32 in steps
+    of their largest size / 127."""
+    outlier = x.abs().argmax(1, keepdim=True)
+    groups = x.scatter(1, outlier, 0.0).view(x.shape[0], -1, GROUP)
     size = groups.abs().amax(-1, keepdim=True)
     largest = torch.tensor(127.0)  # a tensor: torch divides a plain number by multiplying with the reciprocal
     q = (groups * torch.where(size > 0, largest / size, 0.0)).round()
-    return (q * (size / 127.0)).view(x.shape)
+    return (q * (size / 127.0)).view(x.shape).scatter(1, outlier, x.gather(1, outlier))
 
 
 def seen_by_int8(kernels: Kernels, weight: PackedWeight, values: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -270,7 +272,8 @@ def test_byte_products_are_exact_integers(
     extreme = torch.rand(groups, generator=generator) < 0.5
     weight[:, extreme] = torch.where(weight[:, extreme] > (low + high) // 2, high, low)
     x[:, extreme] = torch.where(x[:, extreme] > 0, 127, -127)
-    weight[..., 3], weight[..., 17], x[..., 5] = low, high, 127  # so that the steps are 1
+    weight[..., 3], weight[..., 17] = low, high  # so that the steps are 1
+    x[..., 5], x[..., 6] = 127, -127  # two, as the largest number of a row is multiplied as a float
     # 8 bits from -128 on are no file's, but the nearest ones to these numbers are these numbers.
     packed_weight = pack(kernels, weight.view(outputs, -1).float(), None, format, exactly=format != Format.Q8)
     assert packed_weight is not None

@@ -19,9 +19,10 @@ enum arithmetic { EXACT, INT8, BFLOAT16 };
 /* The forms of activations. */
 enum form {
     AS_FLOATS = 0,
-    AS_BYTES = 1,       /* fixed-point numbers of so many bytes: [inputs / GROUP] of int8 [1][GROUP], and group_terms */
+    AS_BYTES = 1,       /* fixed-point numbers of so many bytes: [inputs / GROUP] of int8 [1][GROUP] and group_terms,
+                           then the row's outlier */
     AS_BF16 = 2,        /* uint16 [inputs] */
-    AS_THREE_BYTES = 3, /* the same of three, the highest byte of all numbers first */
+    AS_THREE_BYTES = 3, /* the same of three, the highest byte of all numbers first, without an outlier */
     AS_DIGITS = 4,      /* the numbers of AS_THREE_BYTES for tiles: digit_tile [rows / 16][inputs / GROUP] */
 };
 
@@ -40,6 +41,13 @@ struct group_terms {
     int32_t less_32[2];  /* -32 times the sums of the first half and of the second */
     int32_t less_8;      /* -8 times the sum of all */
     int32_t less_128[2]; /* only with three bytes: -128 times the sums of the first two and of the third */
+};
+
+/* The largest activation of a row in bytes, whose own number in its group is 0. It is multiplied as a float: the inputs
+ * of most products have a few that are ten times as large as all others, which would get the scale of such a one. */
+struct outlier {
+    int32_t input;
+    float value;
 };
 
 /* Activations of some rows. For `float` products only `x`, for the others only `rounded`. */
@@ -64,6 +72,7 @@ static inline int64_t rounded_bytes(int64_t inputs, enum form form) {
         case AS_FLOATS: return 0;
         case AS_BF16: return 2 * inputs;
         case AS_DIGITS: return inputs / GROUP * (int64_t)sizeof(struct digit_tile) / TILE_ROWS;
+        case AS_BYTES: return inputs / GROUP * activation_group_bytes(1) + (int64_t)sizeof(struct outlier);
         default: return inputs / GROUP * activation_group_bytes(form);
     }
 }
@@ -302,7 +311,7 @@ static void quantize_four_groups(const float *x, uint8_t *to) {
 
 #if defined(BUILD_AVX512) || defined(BUILD_AVX2)
 /* As quantize_groups in bytes. The last groups are rounded twice where they are no four. */
-static void quantize_bytes(const float *x, int count, uint8_t *to) {
+static void quantize_byte_groups(const float *x, int count, uint8_t *to) {
     const int groups = count / GROUP;
     if (groups < 4) {
         quantize_groups(1, x, count, to);
@@ -314,8 +323,37 @@ static void quantize_bytes(const float *x, int count, uint8_t *to) {
     }
 }
 #else
-static void quantize_bytes(const float *x, int count, uint8_t *to) { quantize_groups(1, x, count, to); }
+static void quantize_byte_groups(const float *x, int count, uint8_t *to) { quantize_groups(1, x, count, to); }
 #endif
+
+/* The first of the largest numbers of a group. */
+static int largest_of_group(const float *x) {
+    int largest = 0;
+    for (int k = 1; k < GROUP; k++) largest = fabsf(x[k]) > fabsf(x[largest]) ? k : largest;
+    return largest;
+}
+
+/* One row in bytes: the group that has the outlier is rounded again without it. A group with an infinity or a NaN has
+ * none. */
+static void quantize_bytes(const float *x, int count, uint8_t *to) {
+    const int groups = count / GROUP, size = activation_group_bytes(1);
+    int group = 0;
+    float scale = 0.0f, others[GROUP];
+    quantize_byte_groups(x, count, to);
+    for (int g = 0; g < groups; g++) {
+        const struct group_terms *terms = (const void *)(to + g * size + GROUP);
+        if (terms->scale > scale) group = g, scale = terms->scale;
+    }
+    struct outlier outlier = {group * GROUP, 0.0f};
+    if (scale > 0.0f) {
+        outlier.input += largest_of_group(x + outlier.input);
+        outlier.value = x[outlier.input];
+        memcpy(others, x + group * GROUP, sizeof others);
+        others[outlier.input % GROUP] = 0.0f;
+        quantize_groups(1, others, GROUP, to + group * size);
+    }
+    memcpy(to + groups * size, &outlier, sizeof outlier);
+}
 
 /* The same numbers as of three bytes. Rows behind the last one, up to a whole tile, get scales of zero: whatever floats
  * the memory held would be multiplied, slowly where they are denormal. */

@@ -167,7 +167,7 @@ SPECIALIZED void fixed_tile(const int rows, const int format, const int bytes, c
     const uint8_t *row[FIXED_ROWS];
     UNROLL
     for (int r = 0; r < rows; r++) {
-        row[r] = x + r * groups * activation_group_bytes(bytes);
+        row[r] = x + r * rounded_bytes(inputs, (enum form)bytes);
         store(sums + r * PANEL, load(bias));
         store(sums + r * PANEL + LANES, load(bias + LANES));
     }
@@ -241,6 +241,46 @@ FIXED_ROWS_OF(Q6K)
 #undef TILES_OF
 #undef TILE
 #undef FIXED_ROWS_OF
+
+/* The weights of one input, for all outputs of a panel. */
+SPECIALIZED void weights_of(const int format, const uint8_t *panel, unsigned input, vec weight[2]) {
+    const unsigned g = input / GROUP, k = input % GROUP, part = k * (unsigned)group_parts(format) / GROUP;
+    const uint8_t *values = panel + group_at(format, g) + scale_bytes(format);
+    UNROLL
+    for (int v = 0; v < 2; v++) {
+        const ivec q = step_values(format, values, (int)k / 4, v * LANES) >> (int)(k % 4 * 8) & 0xff;
+        const vec d = group_step(format, panel, g, (int)part, v * LANES);
+        weight[v] = fma_(d, to_float(q), group_minimum(format, panel, g, (int)part, v * LANES));
+    }
+}
+
+static inline void weights_of_input(int format, const uint8_t *panel, unsigned input, vec weight[2]) {
+    switch (format) {
+        case Q8: weights_of(Q8, panel, input, weight); break;
+        case Q4: weights_of(Q4, panel, input, weight); break;
+        case Q4S: weights_of(Q4S, panel, input, weight); break;
+        case Q4K: weights_of(Q4K, panel, input, weight); break;
+        default: weights_of(Q6K, panel, input, weight);
+    }
+}
+
+/* Adds the products of the rows' outliers. Not in fixed_rows, where it would cost the tiles registers. */
+static __attribute__((noinline)) void add_outliers(int rows, int format, const uint8_t *x, int inputs,
+                                                   const uint8_t *panel, float *out, int64_t stride) {
+    const int64_t row_bytes = rounded_bytes(inputs, AS_BYTES);
+    struct outlier outlier;
+    int known = -1; /* often that of the next row too */
+    vec weight[2] = {{0}};
+    for (x += row_bytes - (int64_t)sizeof outlier; rows > 0; rows--, x += row_bytes, out += stride) {
+        memcpy(&outlier, x, sizeof outlier);
+        if (outlier.input != known) {
+            known = outlier.input;
+            weights_of_input(format, panel, (unsigned)known, weight);
+        }
+        store(out, fma_(splat(outlier.value), weight[0], load(out)));
+        store(out + LANES, fma_(splat(outlier.value), weight[1], load(out + LANES)));
+    }
+}
 
 static void fixed_rows(int rows, int format, int bytes, const uint8_t *x, int inputs, const uint8_t *panel,
                        const float *bias, float *out, int64_t stride) {

@@ -89,8 +89,12 @@ static void fixed_panel(const struct matmul *job, int row, int end, const struct
     const int tiles = end - row <= FIXED_ROWS ? 1 : (end - row + MANY_ROWS - 1) / MANY_ROWS;
     for (int tile = 0, r = row, next; tile < tiles; tile++, r = next) {
         next = row + (end - row) * (tile + 1) / tiles;
-        fixed_rows(next - r, (int)panel->format, (int)job->form, job->input.rounded + r * row_bytes, weight->inputs,
-                   panel->data, bias, out + (r - row) * job->out_stride, job->out_stride);
+        const uint8_t *x = job->input.rounded + r * row_bytes;
+        float *to = out + (r - row) * job->out_stride;
+        fixed_rows(next - r, (int)panel->format, (int)job->form, x, weight->inputs, panel->data, bias, to,
+                   job->out_stride);
+        if (job->form == AS_BYTES)
+            add_outliers(next - r, (int)panel->format, x, weight->inputs, panel->data, to, job->out_stride);
     }
 }
 
