@@ -2,8 +2,8 @@
 
 Decides: the environment Ray starts with, when the server counts as ready (a token came out of it over HTTP), what
 signals do (SIGINT, SIGTERM: drain and end; SIGUSR1: read the file again), and how the process ends: 0 after a signal
-and a drain, 1 when the deployment failed, 2 when the configuration is refused, 130 at a second SIGINT, which ends all
-at once. Ray and everything below it are children of this process and end with it.
+and a drain, 1 when the deployment failed or Ray or the proxy was lost, 2 when the configuration is refused, 130 at a
+second SIGINT, which ends all at once. Ray and everything below it are children of this process and end with it.
 """
 
 import logging

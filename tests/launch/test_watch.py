@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from urllib.error import URLError
 
 import pytest
 
@@ -87,3 +88,19 @@ def test_readiness_is_told_when_it_goes_and_when_it_returns(world: World) -> Non
     world.problem = None
     (told,) = world.look()
     assert told.startswith("ready again after ")
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_a_port_that_stays_closed_ends_the_server(world: World, monkeypatch: pytest.MonkeyPatch, wrapped: bool) -> None:
+    """A server that answers late or with an error is there, and may recover."""
+    refused = ConnectionRefusedError(111, "Connection refused")
+    world.problem = URLError(refused) if wrapped else refused
+    assert world.watch.look() is None
+    monkeypatch.setattr(watch, "_MOST_REFUSED_S", 0.0)
+    for problem in (HttpStatusError(503, b""), TimeoutError("timed out"), None):
+        world.problem = problem
+        assert world.watch.look() is None
+    world.problem = refused
+    lost = world.watch.look()
+    assert lost is not None
+    assert lost.startswith("http://x has taken no connection for ")
