@@ -8,6 +8,7 @@ from functools import cache
 from typing import TYPE_CHECKING
 
 from serve_app.grammars import library
+from serve_app.token_set import Vocabulary
 
 if TYPE_CHECKING:
     import llguidance
@@ -66,4 +67,4 @@ def _stop(matcher: "llguidance.LLMatcher", written: bytearray) -> str:
 @cache
 def _bytes() -> "llguidance.LLTokenizer":
     tokens = [*(bytes([byte]) for byte in range(256)), b"<eos>"]
-    return library.tokenizer(library.Vocabulary(tokens, frozenset([_EOS]), lambda text: [*text.encode()]), [_EOS])
+    return library.tokenizer(Vocabulary(tokens, frozenset([_EOS]), lambda text: [*text.encode()]), [_EOS])
