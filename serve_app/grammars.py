@@ -11,7 +11,6 @@ import json
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from enum import StrEnum
 from functools import cache
 from threading import Lock
@@ -20,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from serve_app.core.sampling_params import MAX_GRAMMAR_CHARS
 from serve_app.errors import InvalidRequestError
 from serve_app.thinking_budget import ThinkingBudget
-from serve_app.token_set import TokenSet
+from serve_app.token_set import TokenSet, Vocabulary
 
 if TYPE_CHECKING:
     import llguidance
@@ -51,18 +50,6 @@ class Refusal(StrEnum):
     """A JSON schema that cannot be enforced."""
     UNMATCHABLE = "grammar_unmatchable"
     """No text can match it, or finding one is too much work."""
-
-
-@dataclass(frozen=True, slots=True)
-class Vocabulary:
-    """What a matcher must know of the tokenizer: each id's bytes, and which ids are control tokens.
-
-    encode: text to ids, without special tokens around it.
-    """
-
-    tokens: Sequence[bytes]
-    special_ids: frozenset[int]
-    encode: Callable[[str], list[int]]
 
 
 def json_schema(schema: Mapping[str, Any] | str, *, param: str = "response_format") -> str:
@@ -119,6 +106,17 @@ def compose(rules: str, parts: Mapping[str, str], *, param: str) -> str:
         part = json.loads(text)["grammars"][0] if text.startswith("{") else {"lark_grammar": text}
         grammars.append({**part, "name": name})
     return _checked(json.dumps({"grammars": grammars}, ensure_ascii=False), param)
+
+
+def check_has_end(end_ids: Sequence[int], param: str | None = None) -> None:
+    """Raise `InvalidRequestError` where no token ends a text: a constrained output could not end."""
+    if not end_ids:
+        raise InvalidRequestError(
+            "this model has no token that ends a text, in its configuration or its tokenizer: constrained output "
+            "(schemas, grammars, choices, tools) is not available",
+            param=param,
+            code=Refusal.UNSUPPORTED,
+        )
 
 
 class Matcher:
@@ -215,7 +213,8 @@ class Grammars:
         self._lock = Lock()
 
     def matcher(self, text: str, *, param: str | None = None) -> Matcher:
-        """A matcher at the start of an output. Raises `InvalidRequestError` where no output could ever match."""
+        """A matcher at the start of an output. Raises `InvalidRequestError` where no output could ever match or end."""
+        check_has_end(self._eos_token_ids, param)
         budget, text = ThinkingBudget.split(text)
         with self._lock:
             kept = self._kept.get(text)
@@ -233,7 +232,7 @@ class Grammars:
         """Read the vocabulary, if that is still to be done."""
         with self._building:
             if self._tokenizer is None:
-                self._known = self._vocabulary()
+                self._known = self._vocabulary().cut(self._width)
                 wrapper = _library().TokenizerWrapper(_View(self._known, self._eos_token_ids[0]))
                 self._tokenizer = _library().LLTokenizer(wrapper, eos_token=list(self._eos_token_ids))
             return self._tokenizer

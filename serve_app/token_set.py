@@ -1,9 +1,35 @@
-"""Which ids of a vocabulary may come next."""
+"""A vocabulary as grammars see it, and which of its ids may come next."""
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
+
+
+@dataclass(frozen=True, slots=True)
+class Vocabulary:
+    """What a matcher must know of the tokenizer: each id's bytes, and which ids are control tokens.
+
+    encode: text to ids, without special tokens around it.
+    """
+
+    tokens: Sequence[bytes]
+    special_ids: frozenset[int]
+    encode: Callable[[str], list[int]]
+
+    def cut(self, width: int) -> "Vocabulary":
+        """Without ids from `width` on, which no model of so many logits generates."""
+        if len(self.tokens) <= width:
+            return self
+        special_ids = frozenset(token_id for token_id in self.special_ids if token_id < width)
+
+        def encode(text: str) -> list[int]:
+            ids = self.encode(text)
+            # Only a text that an added token is written in has such ids. Its characters alone have none.
+            return ids if max(ids, default=0) < width else [i for char in text for i in self.encode(char)]
+
+        return Vocabulary(self.tokens[:width], special_ids, encode)
 
 
 @dataclass(frozen=True, slots=True)

@@ -79,6 +79,7 @@ class LLM:
         max_num_batched_tokens: int | Literal["auto"] = "auto",
         **knobs: Any,
     ) -> None:
+        self.tokenizer = tokenizer if isinstance(tokenizer, Tokenizer) else load_tokenizer(tokenizer or model)
         options = ModelOptions(
             model=model,
             dtype=dtype,
@@ -86,8 +87,8 @@ class LLM:
             max_model_len=max_model_len,
             attention_backend=attention_backend,
             quantization=quantization,
+            end_ids=self.tokenizer.end_ids,
         )
-        self.tokenizer = tokenizer if isinstance(tokenizer, Tokenizer) else load_tokenizer(tokenizer or model)
         most_tokens = step_tokens.MOST if max_num_batched_tokens == "auto" else max_num_batched_tokens
         config = EngineConfig(
             model=options,
@@ -158,7 +159,8 @@ class LLM:
         if not answers:
             raise InvalidRequestError("`answers` must hold one text at least", param="answers")
         ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
-        prompts = [[*ids, *answer] for answer in answer_tokens(self.tokenizer, answers)]
+        end_ids = self.core.info.eos_token_ids
+        prompts = [[*ids, *answer] for answer in answer_tokens(self.tokenizer, answers, end_ids)]
         params = scoring_params(len(ids))
         # The first one alone: the others find the prompt in the prefix cache.
         scored = self.generate(prompts[:1], params) + self.generate(prompts[1:], params)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _MAX_MESSAGE = 500
-_CANNOT_RENDER = (
+CANNOT_RENDER = (
     jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError, OverflowError, RecursionError,
 )  # fmt: skip
 _VARIABLES = ("enable_thinking", "thinking", "reasoning_effort", "preserve_thinking", "date_string")
@@ -102,7 +102,7 @@ def encode_chat(
         raise InvalidRequestError(
             f"the model's chat template refuses these messages: {said}", param="messages"
         ) from error
-    except _CANNOT_RENDER as error:
+    except CANNOT_RENDER as error:
         raise InvalidRequestError("the model's chat template cannot render these messages", param="messages") from error
 
 
@@ -112,7 +112,7 @@ def takes_role(render: Callable[[Sequence[dict[str, Any]]], str], role: str) -> 
     try:
         written = render([{"role": "user", "content": "?"}, {"role": role, "content": text}])
         usual = render([{"role": "user", "content": "?"}, {"role": "assistant", "content": text}])
-    except _CANNOT_RENDER:
+    except CANNOT_RENDER:
         return False
     return text in written and written.count(role) > usual.count(role)
 

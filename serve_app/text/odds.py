@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from serve_app.core.sampling_params import SamplingParams
+from serve_app.grammars import check_has_end
 from serve_app.text.tokenizer import Tokenizer
 
 
@@ -20,9 +21,13 @@ class Odds:
     probability: float
 
 
-def answer_tokens(tokenizer: Tokenizer, answers: Sequence[str]) -> list[tuple[int, ...]]:
-    """Each answer as the tokenizer writes it, and the end of sequence behind it."""
-    return [(*tokenizer.encode(answer, add_special_tokens=False), tokenizer.end_id) for answer in answers]
+def answer_tokens(tokenizer: Tokenizer, answers: Sequence[str], end_ids: Sequence[int]) -> list[tuple[int, ...]]:
+    """Each answer as the tokenizer writes it, and behind it the first of the model's tokens that end a text.
+
+    Raises `InvalidRequestError` if there are none.
+    """
+    check_has_end(end_ids, "odds")
+    return [(*tokenizer.encode(answer, add_special_tokens=False), end_ids[0]) for answer in answers]
 
 
 def scoring_params(num_prompt_tokens: int) -> SamplingParams:

