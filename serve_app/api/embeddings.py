@@ -18,7 +18,7 @@ from serve_app.api.body import Body, refusal, unfit
 from serve_app.api.endpoint import ApiContext, Choice
 from serve_app.api.fields import Prompt
 from serve_app.api.generation import Generation, Usage
-from serve_app.api.prepare import check_model, encode_prompts, off_loop
+from serve_app.api.prepare import check_ids, check_model, encode_prompts, off_loop
 from serve_app.api.schemas import GenerationBody
 from serve_app.core.request import EngineRequest
 from serve_app.core.results import EMBEDDING
@@ -114,8 +114,7 @@ class EmbeddingsJob:
             raise ContextLengthError(
                 f"`{name}` has {len(token_ids)} tokens, but this model's context holds {card.max_model_len}", param=name
             )
-        if not 0 <= min(token_ids) <= max(token_ids) < card.vocab_size:
-            raise InvalidRequestError(f"`{name}` must hold token ids from 0 to {card.vocab_size - 1}", param=name)
+        check_ids(token_ids, card, name)
         priority = self._asked.priority or 0
         return EngineRequest(uuid.uuid4().hex, tuple(token_ids), self._params, cache_salt=cache_salt, priority=priority)
 

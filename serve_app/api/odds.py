@@ -39,7 +39,8 @@ class OddsMeter:
         if not answers:
             return None
         tokenizer, context = service.tokenizer, service.model.max_model_len
-        token_ids = await off_loop(partial(answer_tokens, tokenizer, answers), sum(map(len, answers)))
+        work = partial(answer_tokens, tokenizer, answers, service.model.end_ids)
+        token_ids = await off_loop(work, sum(map(len, answers)))
         meter = cls(service, answers, token_ids)
         if meter.num_tokens * len(requests) > limits.max_prompt_logprobs:
             raise InvalidRequestError(

@@ -19,6 +19,7 @@ from serve_app.api.tools import Tool
 from serve_app.core.request import EngineRequest
 from serve_app.core.sampling_params import SamplingParams
 from serve_app.errors import ContextLengthError, InvalidRequestError, ModelNotFoundError, OverloadedError
+from serve_app.grammars import check_has_end
 from serve_app.tenants.tenant import Tenant
 from serve_app.text.chat_template import Ending
 from serve_app.text.stream import StopConfig
@@ -296,6 +297,8 @@ def engine_request(
         logprobs=logprobs,
         max_logprobs=max_logprobs,
     )
+    if grammar is not None:
+        check_has_end(card.end_ids)
     params = SamplingParams(
         **{**body.sampling_fields(), "n": body.num_choices},
         max_tokens=limit,
@@ -364,9 +367,18 @@ def _room(token_ids: list[int], card: ModelCard, field: str) -> int:
             "at least one of them for the answer",
             param=field,
         )
-    if not 0 <= min(token_ids) <= max(token_ids) < card.vocab_size:
-        raise InvalidRequestError(f"`{field}` must hold token ids from 0 to {card.vocab_size - 1}", param=field)
+    check_ids(token_ids, card, field)
     return room
+
+
+def check_ids(token_ids: Sequence[int], card: ModelCard, field: str) -> None:
+    """Raise `InvalidRequestError` for ids beyond the model's logits, which a text too has where an added token of the
+    tokenizer is written in it."""
+    for token_id in (min(token_ids), max(token_ids)):
+        if not 0 <= token_id < card.vocab_size:
+            raise InvalidRequestError(
+                f"`{field}` must hold token ids from 0 to {card.vocab_size - 1}, got {token_id}", param=field
+            )
 
 
 def answer_head(prefix: str, kind: str, card: ModelCard) -> dict[str, Any]:

@@ -18,7 +18,8 @@ from serve_app.text.tokenizer import Tokenizer
 class ModelCard:
     """The served model. `vocab_size` is the width of the logits, `created` a Unix time in seconds.
 
-    `hidden_size` is the length of its embeddings, `pooling` how they are made where the request does not say.
+    `hidden_size` is the length of its embeddings, `pooling` how they are made where the request does not say. `end_ids`
+    are the tokens that end a text.
 
     `fingerprint` changes whenever the same seed may give another answer (weights, dtype, version).
     """
@@ -30,6 +31,7 @@ class ModelCard:
     fingerprint: str
     hidden_size: int
     pooling: Pooling
+    end_ids: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)

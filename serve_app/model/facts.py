@@ -1,6 +1,9 @@
 """What is known of a model, whatever runs it."""
 
+import json
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,8 +15,9 @@ from serve_app.model.attention.base import AttentionLayer
 class ModelFacts:
     """What stays known of a model once it runs. Plain data; holds no weights.
 
-    vocab_size: width of the logits; hidden_size: of the hidden states that they are made from. layer_weights,
-    head_weights: how many numbers they have; of an embedding that is not the head too, few rows are read.
+    vocab_size: width of the logits; hidden_size: of the hidden states that they are made from. eos_token_ids: end a
+    text. layer_weights, head_weights: how many numbers they have; of an embedding that is not the head too, few rows
+    are read.
     """
 
     name: str
@@ -40,6 +44,15 @@ class ModelFacts:
             hidden_size=hidden_size,
         )
 
+    def ending_with(self, end_ids: Sequence[int]) -> "ModelFacts":
+        """With the tokenizer's tokens that end a text too, which come first. Any of them ends a text, as authors state
+        only some of them in each place: end of text in one file, end of turn in another.
+
+        Those beyond the logits are left out: no model generates them.
+        """
+        known = [token_id for token_id in end_ids if token_id < self.vocab_size]
+        return replace(self, eos_token_ids=tuple(dict.fromkeys((*known, *self.eos_token_ids))))
+
 
 def count_weights(module: Any) -> tuple[int, int]:
     """Numbers in the layers, and in the head."""
@@ -49,9 +62,24 @@ def count_weights(module: Any) -> tuple[int, int]:
 
 
 def eos_token_ids(module: Any) -> tuple[int, ...]:
-    """The tokens after which the module's authors end a text."""
-    for config in (module.generation_config, module.config):
-        ids = getattr(config, "eos_token_id", None)
-        if ids is not None:
-            return (ids,) if isinstance(ids, int) else tuple(ids)
-    return ()
+    """The tokens that end a text, of generation config and config; () if neither states any."""
+    found: list[int] = []
+    folder = Path(module.config.name_or_path or ".")
+    for file, config in (("generation_config.json", module.generation_config), ("config.json", module.config)):
+        for part in (config, getattr(config, "text_config", None)):
+            ids = getattr(part, "eos_token_id", None)
+            if ids is not None and _states_end(folder, file):
+                found += [ids] if isinstance(ids, int) else ids
+    return tuple(dict.fromkeys(found))
+
+
+def _states_end(folder: Path, file: str) -> bool:
+    """Whether a model's folder has an end of its own there: transformers' classes have defaults, which are another
+    model's. True for a model that is in memory or came from a hub."""
+    if not (folder / "config.json").is_file():
+        return True
+    try:
+        stated = json.loads((folder / file).read_text())
+    except OSError:
+        return False
+    return any(part.get("eos_token_id") is not None for part in (stated, stated.get("text_config") or {}))

@@ -63,8 +63,8 @@ def prepare(
 
     source = SourceModel.take(module, name, options.max_model_len)
     executor = pick_executor(source, options, report)
-    sampler = pick_sampler(executor, source.facts)
-    return PagedModel(source.facts, executor, sampler, pooling)
+    facts = source.facts.ending_with(options.end_ids)
+    return PagedModel(facts, executor, pick_sampler(executor, facts), pooling)
 
 
 def _load_floats(
@@ -121,8 +121,8 @@ def _map(
         blueprint.write(path)
         report("verifying", 1.0)
     executor = cpu.load_mapped(blueprint, checkpoint, kernels, options, report)
-    sampler = pick_sampler(executor, blueprint.facts)
-    return PagedModel(blueprint.facts, executor, sampler, pooling or "last")
+    facts = blueprint.facts.ending_with(options.end_ids)
+    return PagedModel(facts, executor, pick_sampler(executor, facts), pooling or "last")
 
 
 def _device(name: str) -> torch.device:

@@ -47,6 +47,7 @@ class ModelOptions:
     quantization: "none" (the file's weights in the arithmetic of `dtype`), "int8" (products in 8 bits, on CPUs in
         float32), "fp8" (the same on GPUs) or "auto" (int8 where the CPU kernels run the model in float32).
     kernel_options: how the Triton kernels compute.
+    end_ids: the tokenizer's, which end a text as well as those of the model's configuration.
     cache_dir: where compiled kernels are kept, the weights that they have packed, what is known of the models that they
         run, what stands in GGUF files before the weights, and the weights of those that they do not run, in float32.
     """
@@ -58,6 +59,7 @@ class ModelOptions:
     attention_backend: str = "auto"
     quantization: str = "none"
     kernel_options: KernelOptions = KernelOptions()
+    end_ids: tuple[int, ...] = ()
     cache_dir: str = str(CACHE_DIR)
 
     def __post_init__(self) -> None:

@@ -11,8 +11,9 @@ from serve_app.settings import Settings
 _STALLED_STEPS = 5
 
 
-def engine_config(settings: Settings, *, use_gpu: bool) -> EngineConfig:
-    """The settings as the engine's plain dataclasses. `use_gpu`: Ray has given the replica a GPU."""
+def engine_config(settings: Settings, *, use_gpu: bool, end_ids: tuple[int, ...] = ()) -> EngineConfig:
+    """The settings as the engine's plain dataclasses. `use_gpu`: Ray has given the replica a GPU. end_ids: the
+    tokenizer's."""
     engine = settings.engine
     threads = engine.num_threads
     if threads is None and not use_gpu:
@@ -25,6 +26,7 @@ def engine_config(settings: Settings, *, use_gpu: bool) -> EngineConfig:
             max_model_len=engine.max_model_len,
             quantization=settings.quantization,
             kernel_options=KernelOptions(deterministic=engine.deterministic, fp8_cache=engine.kv_cache_dtype == "fp8"),
+            end_ids=end_ids,
         ),
         **scheduler_knobs(settings).knobs(),
         auto_seats=engine.max_num_seqs == "auto",

@@ -92,7 +92,9 @@ class ReplicaService:
         self._metrics = metrics
         self._replicas = replicas
         created = int(time.time())
-        self.model = ModelCard(name, 0, vocab_size=0, created=created, fingerprint="", hidden_size=0, pooling="last")
+        self.model = ModelCard(
+            name, 0, vocab_size=0, created=created, fingerprint="", hidden_size=0, pooling="last", end_ids=()
+        )
         self.tokenizer = tokenizer
         self._describe_model()
         replicas.add_listener(self._describe_model)
@@ -338,6 +340,7 @@ def describe_model(card: ModelCard, replicas: Sequence[Mapping[str, Any]]) -> Mo
         vocab_size=min(metadata["info"]["vocab_size"] for metadata in replicas),
         hidden_size=min(metadata["info"]["hidden_size"] for metadata in replicas),
         pooling=replicas[0]["info"]["pooling"],
+        end_ids=tuple(replicas[0]["info"]["eos_token_ids"]),
         fingerprint="fp_" + "_".join(revisions),
     )
 

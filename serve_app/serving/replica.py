@@ -72,8 +72,10 @@ class EngineReplica:
         digesting = asyncio.create_task(asyncio.to_thread(digest_content, locate_model(settings.model)))
         # Before them, as imports take three times as long while the system gives the KV pool its memory.
         tokenizer = await asyncio.to_thread(load_tokenizer, settings.model)
+        # Before the template is rendered, in this process, to see what ends an answer.
+        await asyncio.to_thread(tokenizer.check_chat_template)
         self._engine = await AsyncEngine.start(
-            engine_config(settings, use_gpu=use_gpu),
+            engine_config(settings, use_gpu=use_gpu, end_ids=tokenizer.end_ids),
             on_step=self._on_step,
             on_progress=logger.info,
             vocabulary=tokenizer.vocabulary,

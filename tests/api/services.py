@@ -42,7 +42,7 @@ class ScriptedService:
     @property
     def model(self) -> ModelCard:
         return ModelCard(
-            "scripted", self.max_model_len, self.tokenizer.vocab_size, 1_700_000_000, "fp_scripted", 64, "last"
+            "scripted", self.max_model_len, self.tokenizer.vocab_size, 1_700_000_000, "fp_scripted", 64, "last", (EOS,)
         )
 
     def check_ready(self) -> None:
@@ -120,7 +120,9 @@ class EngineService:
     def model(self) -> ModelCard:
         info = self.engine.info
         made = 1_700_000_000, "fp_engine"
-        return ModelCard(self.name, info.max_model_len, info.vocab_size, *made, info.hidden_size, info.pooling)
+        return ModelCard(
+            self.name, info.max_model_len, info.vocab_size, *made, info.hidden_size, info.pooling, info.eos_token_ids
+        )
 
     def check_ready(self) -> None:
         return None

@@ -101,7 +101,9 @@ class Engines:
     def model(self) -> ModelCard:
         info = self.engines[0].info
         made = 1_700_000_000, "fp_console"
-        return ModelCard("babbler", info.max_model_len, info.vocab_size, *made, info.hidden_size, info.pooling)
+        return ModelCard(
+            "babbler", info.max_model_len, info.vocab_size, *made, info.hidden_size, info.pooling, info.eos_token_ids
+        )
 
     def check_ready(self) -> None:
         if self.silent >= set(REPLICAS):

@@ -55,7 +55,7 @@ def test_odds_of_answers(llm: LLM) -> None:
     assert max(told, key=lambda one: one.probability).answer == " Paris"
     assert math.fsum(one.probability for one in told) == pytest.approx(1)
     prompt = llm.tokenizer.encode("The capital of France is")
-    whole = [*prompt, *llm.tokenizer.encode(" London", add_special_tokens=False), llm.tokenizer.end_id]
+    whole = [*prompt, *llm.tokenizer.encode(" London", add_special_tokens=False), llm.core.info.eos_token_ids[0]]
     (scored,) = llm.generate([whole], SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0))
     expected = math.fsum(entry.logprob for entry in (scored.prompt_logprobs or [])[len(prompt) - 1 :])
     assert told[1].logprob == pytest.approx(expected, abs=1e-6)

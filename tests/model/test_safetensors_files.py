@@ -82,7 +82,7 @@ def test_a_changed_configuration_is_not_served_from_what_was_packed_before(tmp_p
     assert "mapping weights" in news
 
 
-def test_many_files_and_the_end_of_a_text_that_stands_in_the_generation_config(tmp_path: Path) -> None:
+def test_many_files_and_the_ends_of_a_text_that_the_generation_config_adds(tmp_path: Path) -> None:
     folder = tmp_path / "model"
     save(folder, "llama", torch.bfloat16, max_shard_size="40kB")
     assert len([*folder.glob("*.safetensors")]) > 2
@@ -90,7 +90,7 @@ def test_many_files_and_the_end_of_a_text_that_stands_in_the_generation_config(t
     (folder / "generation_config.json").write_text(json.dumps(generation | {"eos_token_id": [5, 6]}))
     model = load(folder, [])
     assert model.mapped_bytes > 0
-    assert model.eos_token_ids == (5, 6)
+    assert model.eos_token_ids == (5, 6, 1)
 
 
 def test_what_is_no_such_model_is_transformers(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -35,9 +35,9 @@ async def test_an_ingress_says_what_it_waited_for_in_vain() -> None:
 
 
 def test_a_model_is_described_by_what_all_its_replicas_can_do() -> None:
-    card = ModelCard("m", 0, vocab_size=0, created=7, fingerprint="", hidden_size=0, pooling="last")
-    kinds = {"hidden_size": 64, "pooling": "mean"}
+    card = ModelCard("m", 0, vocab_size=0, created=7, fingerprint="", hidden_size=0, pooling="last", end_ids=())
+    kinds = {"hidden_size": 64, "pooling": "mean", "eos_token_ids": [5, 6]}
     old = {"revision": "a", "info": {"max_model_len": 4096, "vocab_size": 90, **kinds}}
     new = {"revision": "b", "info": {"max_model_len": 2048, "vocab_size": 96, **kinds}}
-    assert describe_model(card, [old, old]) == ModelCard("m", 4096, 90, 7, "fp_a", 64, "mean")
-    assert describe_model(card, [new, old]) == ModelCard("m", 2048, 90, 7, "fp_a_b", 64, "mean")
+    assert describe_model(card, [old, old]) == ModelCard("m", 4096, 90, 7, "fp_a", 64, "mean", (5, 6))
+    assert describe_model(card, [new, old]) == ModelCard("m", 2048, 90, 7, "fp_a_b", 64, "mean", (5, 6))

@@ -14,10 +14,11 @@ import pytest
 
 from serve_app import grammars
 from serve_app.errors import InvalidRequestError
-from serve_app.grammars import Grammars, Matcher, Vocabulary
+from serve_app.grammars import Grammars, Matcher
 from serve_app.text.message_parser import Kind, MessageParser
 from serve_app.text.tool_format import Thinking
 from serve_app.text.tool_grammar import CallableTool, Calls, message_grammar
+from serve_app.token_set import Vocabulary
 from tests.hostile_schemas import HOSTILE_SCHEMAS
 from tests.text.formats import FAMILIES, tokenizer_of
 from tests.text.test_message_parser import form_of, message_of, written
