@@ -18,6 +18,8 @@ _LONG = 10**18
 _MAX_FACTOR = 1_000_000
 """Of a `multipleOf`: as many states has its automaton."""
 _LEAST_ABOVE_ZERO = 1e-15
+_READ_DIGITS = 15
+"""Of a number with a fraction: so many its JSON reader reads exactly."""
 
 
 class NumberError(Exception):
@@ -35,6 +37,8 @@ def exact_constant(value: Any) -> None:
             waiting += part
         elif isinstance(part, int | float) and not isinstance(part, bool):
             number = _finite("const", part)
+            if isinstance(part, float) and _num_digits(part) > _READ_DIGITS:
+                raise NumberError(f"the constant {_short(part)} has more than {_READ_DIGITS} digits")
             if part == -(2**63) or (isinstance(part, int) and Decimal(repr(number)) != part and part != _MAX_INT64):
                 raise NumberError(f"the constant {_short(part)} cannot be written exactly (limit: 2**53)")
 
@@ -114,7 +118,7 @@ def _write_numbers(schema: dict[str, Any], low: Bound, high: Bound) -> None:
         raise NumberError("`minimum` and `maximum` leave no number")
     if (least is not None and least > _MOST) or (most is not None and most < -_MOST):
         raise NumberError("a bound has more than 64 bits")
-    # Numbers with a bound on their other side are written up to 2**63.
+    # Numbers with a bound on their other side are written up to `_MOST`.
     if most is None and least is not None and least >= _LONG or (most is not None and most > _MOST):
         most, below = _MOST, False
     if least is None and most is not None and most <= -_LONG or (least is not None and least < -_MOST):
@@ -126,9 +130,9 @@ def _write_numbers(schema: dict[str, Any], low: Bound, high: Bound) -> None:
         if below and most <= 0 and math.floor(-least) == math.floor(-most):
             most, below = -_next(-most, -least), False
     if least is not None:
-        schema["exclusiveMinimum" if above else "minimum"] = least
+        schema["exclusiveMinimum" if above else "minimum"] = _readable(least, math.inf)
     if most is not None:
-        schema["exclusiveMaximum" if below else "maximum"] = most
+        schema["exclusiveMaximum" if below else "maximum"] = _readable(most, -math.inf)
 
 
 def _next(end: float, other: float) -> float:
@@ -141,12 +145,29 @@ def _next(end: float, other: float) -> float:
     return following
 
 
+def _readable(number: float, inward: float) -> float:
+    """A bound that llguidance reads as it is, or a little further in: its reader is off by a bit at 16 digits."""
+    if number.is_integer() and abs(number) < 2**63:
+        return int(number)
+    if _num_digits(number) > _READ_DIGITS:
+        for _ in range(3):
+            number = math.nextafter(number, inward)
+    return number
+
+
+def _num_digits(number: float) -> int:
+    return len(Decimal(repr(number)).as_tuple().digits)
+
+
 def _double(bound: Bound, *, up: bool) -> tuple[float | None, bool]:
     """A bound as a double that leaves out what it leaves out."""
     if bound is None:
         return None, False
     value, is_open = bound
     number = float(value)
+    if Fraction(number) == value and is_open and number:
+        # A text next to it would be read as the end itself.
+        return math.nextafter(number, math.inf if up else -math.inf), False
     if Fraction(number) == value:
         return number + 0.0, is_open
     if (Fraction(number) < value) == up:
