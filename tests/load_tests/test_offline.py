@@ -8,10 +8,12 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-from load_tests.offline import app
+from load_tests.offline import OurEngine, app
 from load_tests.peer_setup import write_safetensors
 from load_tests.step_runner import StepOutput, step_runner
-from serve_app.workloads.mixes import WorkItem, Workload
+from serve_app.engine.core import EngineConfig, EngineCore
+from serve_app.model.paged_model import PagedModel
+from serve_app.workloads.mixes import GREEDY, SAMPLED, WorkItem, Workload
 from tests.workloads.fake_server import WRITER
 
 
@@ -42,14 +44,13 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("baseline", ["engine", "generate"])
 def test_every_request_gets_its_tokens(baseline: str, config: Path, tmp_path: Path) -> None:
     file = tmp_path / "figures.json"
-    options = ["--config", str(config), "--workloads", "decode:3,single:2,sampled:2", "--json", str(file)]
+    options = ["--config", str(config), "--workloads", "decode:3,single:2", "--json", str(file)]
     result = CliRunner().invoke(app, [baseline, *options])
     assert result.exit_code == 0, result.output
     runs = json.loads(file.read_text())
     assert [(name, run["requests"], run["output_tokens"]) for name, run in runs.items()] == [
         ("decode", 3, 384),
         ("single", 2, 256),
-        ("sampled", 2, 200),
     ]
     for run in runs.values():
         assert (run["failures"], run["wrong_length"], run["prompt_mismatch"]) == (0, 0, 0)
@@ -61,6 +62,14 @@ def test_every_request_gets_its_tokens(baseline: str, config: Path, tmp_path: Pa
         assert all(0 < kind["p50"] <= kind["p99"] < 1000 * runs["single"]["seconds"] for kind in latencies)
     else:
         assert all(kind["p50"] is None for kind in latencies)
+
+
+def test_our_engine_samples_as_the_request_says(tiny_llama: PagedModel) -> None:
+    core = EngineCore(tiny_llama, EngineConfig(kv_cache_gib=0.01))
+    for number, sampling in enumerate((GREEDY, SAMPLED)):
+        OurEngine(core).add(number, (5, 6), WorkItem("five six", 2, 3, sampling=sampling))
+    params = [core._scheduler._choices[name][0].params for name in ("0", "1")]
+    assert [(one.temperature, one.top_p, one.max_tokens) for one in params] == [(0.0, 1.0, 3), (0.9, 0.95, 3)]
 
 
 class Counter:
