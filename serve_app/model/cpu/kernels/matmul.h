@@ -8,10 +8,12 @@
  * -32 d, of the two d that a group of Q6K has, is taken off in integers.) In int8 mode a has one byte. In exact mode it
  * has three, of which 23 bits are used: as many as a float has beside its exponent, so that a sum is as near to the
  * truth as in float arithmetic; and three byte products cost less than unpacking and multiplying floats.
+ * In one byte the row's largest x stays a float and is 0 among the a: its products are added last (see add_outliers).
  * With AMX, many rows and weights of 4 bits the same numbers have four digits instead (see digit_tile): the same sums.
  *
  * Work is shared out as chunks of (rows, panels). Whatever the tile that an output falls into, its sum runs over the
- * inputs (or groups) in order, in one accumulator: a row's result has the same bits alone and in any batch.
+ * inputs (or groups) in order, in one accumulator, and the outlier comes last: a row's result has the same bits alone
+ * and in any batch.
  */
 #ifndef SERVE_APP_MATMUL_H
 #define SERVE_APP_MATMUL_H
