@@ -39,7 +39,7 @@ def test_the_pool_takes_a_part_of_the_memory_that_is_left(
     tiny_llama: PagedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     block = tiny_llama.kv_bytes_per_block()
-    monkeypatch.setattr(memory, "available_memory", lambda device: 100 * block)
+    monkeypatch.setattr(memory, "available_memory", lambda device, gpu_share: 100 * block)
     core = EngineCore(tiny_llama, EngineConfig(memory_fraction=0.5, kv_cache_gib=1.0))
     assert core.info.num_blocks == 49
 
