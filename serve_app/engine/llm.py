@@ -74,13 +74,15 @@ class LLM:
         max_model_len: int | None = None,
         attention_backend: str = "auto",
         quantization: str = "none",
-        ignore_model_keys: Sequence[str] = (),
         tokenizer: str | Tokenizer | None = None,
         max_num_seqs: int | Literal["auto"] = "auto",
         max_num_batched_tokens: int | Literal["auto"] = "auto",
+        ignore_model_keys: Sequence[str] = (),
         **knobs: Any,
     ) -> None:
-        self.tokenizer = tokenizer if isinstance(tokenizer, Tokenizer) else load_tokenizer(tokenizer or model)
+        if not isinstance(tokenizer, Tokenizer):
+            tokenizer = load_tokenizer(tokenizer or model, ignored=() if tokenizer else ignore_model_keys)
+        self.tokenizer = tokenizer
         options = ModelOptions(
             model=model,
             dtype=dtype,

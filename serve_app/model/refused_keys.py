@@ -5,6 +5,8 @@ from collections.abc import Collection, Mapping
 from serve_app.errors import ConfigError
 
 _SHOWN = 3
+_TOKENIZERS = "tokenizer."
+"""Begins keys that are the tokenizer's to honour or to refuse."""
 
 
 def check_refused(source: object, refused: Mapping[str, str], ignored: Collection[str]) -> None:
@@ -20,6 +22,6 @@ def check_refused(source: object, refused: Mapping[str, str], ignored: Collectio
             f"model: {source}: keys that would change the answers are not supported: {shown}{more}. "
             "Name them in the setting `ignore_model_keys` to load the model as if it did not have them"
         )
-    unused = sorted(set(ignored) - refused.keys())
+    unused = sorted(key for key in set(ignored) - refused.keys() if not key.startswith(_TOKENIZERS))
     if unused:
         raise ConfigError(f"ignore_model_keys: {source} has no unsupported key `{unused[0]}`")

@@ -340,7 +340,7 @@ async def wait_for_replica(replicas: ReplicaSet, timeout_s: float) -> None:
 
 
 def _load_tokenizer(settings: Settings) -> Tokenizer:
-    tokenizer = load_tokenizer(settings.model, tools=settings.ingress.tools)
+    tokenizer = load_tokenizer(settings.model, tools=settings.ingress.tools, ignored=settings.ignore_model_keys)
     tokenizer.check_chat_template()
     tokenizer.learn_formats()
     return tokenizer

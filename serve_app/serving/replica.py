@@ -79,7 +79,7 @@ class EngineReplica:
         # Beside the loading of the weights: both take their time, mostly with reading.
         digesting = asyncio.create_task(asyncio.to_thread(digest_content, locate_model(settings.model)))
         # Before them, as imports take three times as long while the system gives the KV pool its memory.
-        tokenizer = await asyncio.to_thread(load_tokenizer, settings.model)
+        tokenizer = await asyncio.to_thread(load_tokenizer, settings.model, ignored=settings.ignore_model_keys)
         # Before the template is rendered, in this process, to see what ends an answer.
         await asyncio.to_thread(tokenizer.check_chat_template)
         self._engine = await AsyncEngine.start(

@@ -76,6 +76,7 @@ _SENTENCEPIECE_IDS = {"unknown": 0, "bos": 1, "eos": 2}
 _ROLES = {"bos": "bos", "eos": "eos", "eot": "eot", "eom": "eom", "unknown": "unk", "padding": "pad"}
 """Special tokens: the file's name of each, and transformers'."""
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE = 1, 2, 3, 4, 6
+_IGNORED = "name it in `ignore_model_keys` to load the model without it"
 _SPACE_MARK = "\u2581"
 
 
@@ -123,11 +124,9 @@ class _Keys:
             if short in _OFF:
                 parts = self.fields[name].parts
                 if len(parts) > 1 or any(bool(part[0]) for part in parts if len(part)):
-                    raise ConfigError(f"model: {name} asks for {_OFF[short]}, which this server does not do")
+                    raise ConfigError(f"model: {name} asks for {_OFF[short]}, which is not supported; {_IGNORED}")
             elif short not in _USED and short not in _HARMLESS and not short.startswith(_HARMLESS_PREFIX):
-                raise ConfigError(
-                    f"model: {name} is a key that this server does not know; it may change the ids of a text"
-                )
+                raise ConfigError(f"model: {name} is not supported, and may change the ids of a text; {_IGNORED}")
 
     def texts(self, name: str) -> list[str]:
         """Raises `ConfigError` if there are none."""

@@ -16,7 +16,10 @@ from load_tests.llama_cpp_ids import checksum
 from load_tests.llama_cpp_ids.headers import write_header, write_sentencepiece
 from serve_app.errors import ConfigError
 from serve_app.gguf_header import GgufHeader
+from serve_app.model.refused_keys import check_refused
 from serve_app.model_files import locate_model
+from serve_app.serving.ingress import _load_tokenizer
+from serve_app.settings import Settings
 from serve_app.text.gguf_tokenizer import _Keys, _merging, _Vocabulary
 from serve_app.text.pre_tokenizers import PRE_TOKENIZERS
 from serve_app.text.tokenizer import Tokenizer, load_tokenizer
@@ -170,8 +173,11 @@ def test_keys_that_the_operator_ignores_are_skipped(tmp_path: Path) -> None:
     path, ignored = changed(tmp_path, made_up=1), ["tokenizer.ggml.made_up"]
     tokenizer = load_tokenizer(str(path), tmp_path / "cache", ignored=ignored)
     assert tokenizer.digest == load_tokenizer("default").digest
-    with pytest.raises(ConfigError, match="made_up"):  # also with what is kept
+    with pytest.raises(ConfigError, match="made_up.*ignore_model_keys"):  # also with what is kept
         load_tokenizer(str(path), tmp_path / "cache")
+    settings = Settings(model=str(path), ignore_model_keys=ignored)
+    assert _load_tokenizer(settings).digest == tokenizer.digest
+    check_refused(path, {}, ignored)  # the model's other files have no say in the tokenizer's keys
 
 
 def test_begin_and_end_tokens_are_added_where_the_file_says_so(tmp_path: Path) -> None:
