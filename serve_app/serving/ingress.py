@@ -197,7 +197,7 @@ class Ingress:
         self._doors = Doors(settings.ingress, await asyncio.to_thread(http_host))
         self._engines = engines  # whose router tells us which replicas there are
         tokenizer, _ = await asyncio.gather(
-            asyncio.to_thread(_load_tokenizer, settings), engines.options(method_name="ping").remote()
+            asyncio.to_thread(load_tokenizer_of, settings), engines.options(method_name="ping").remote()
         )
         self._replicas = ReplicaSet(tokenizer.digest)
         membership.engines.subscribe(lambda known: loop.call_soon_threadsafe(self._replicas.publish, known))
@@ -339,7 +339,8 @@ async def wait_for_replica(replicas: ReplicaSet, timeout_s: float) -> None:
         remove_listener()
 
 
-def _load_tokenizer(settings: Settings) -> Tokenizer:
+def load_tokenizer_of(settings: Settings) -> Tokenizer:
+    """The model's tokenizer, with what the first chat would wait for. Raises `ConfigError`."""
     tokenizer = load_tokenizer(settings.model, tools=settings.ingress.tools, ignored=settings.ignore_model_keys)
     tokenizer.check_chat_template()
     tokenizer.learn_formats()

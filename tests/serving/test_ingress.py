@@ -2,15 +2,19 @@
 
 import asyncio
 import warnings
+from pathlib import Path
 
 import pytest
 
 from serve_app.api.service import ModelCard
+from serve_app.errors import ConfigError
 from serve_app.fleet.replica_set import ReplicaSet
+from serve_app.settings import Settings
+from tests.text.test_gguf_tokenizer import changed
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # of Ray's own modules
-    from serve_app.serving.ingress import describe_model, wait_for_replica
+    from serve_app.serving.ingress import describe_model, load_tokenizer_of, wait_for_replica
 
 OURS, THEIRS = {"tokenizer": "ours"}, {"tokenizer": "theirs"}
 
@@ -41,3 +45,10 @@ def test_a_model_is_described_by_what_all_its_replicas_can_do() -> None:
     new = {"revision": "b", "info": {"max_model_len": 2048, "vocab_size": 96, **kinds}}
     assert describe_model(card, [old, old]) == ModelCard("m", 4096, 90, 7, "fp_a", 64, "mean", (5, 6))
     assert describe_model(card, [new, old]) == ModelCard("m", 2048, 90, 7, "fp_a_b", 64, "mean", (5, 6))
+
+
+def test_the_operator_may_load_a_tokenizer_without_a_key_that_is_not_supported(tmp_path: Path) -> None:
+    path = str(changed(tmp_path, made_up=1))
+    with pytest.raises(ConfigError, match="made_up"):
+        load_tokenizer_of(Settings(model=path))
+    assert load_tokenizer_of(Settings(model=path, ignore_model_keys=["tokenizer.ggml.made_up"])).encode("Hello")
