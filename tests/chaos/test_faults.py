@@ -1,7 +1,7 @@
 """The chaos suite in short: three real replicas, struck from outside under load. `make chaos` runs all of it.
 
-Not the proxy, which Ray takes half a minute to replace. SIGTERM's is `tests/serving/test_sigterm.py`: it must be
-the last test of its fleet.
+Not the proxy and the GCS, which `tests/launch/test_lost_processes.py` has. SIGTERM's is
+`tests/serving/test_sigterm.py`: it must be the last test of its fleet.
 """
 
 import pytest
