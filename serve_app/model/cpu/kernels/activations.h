@@ -43,8 +43,8 @@ struct group_terms {
     int32_t less_128[2]; /* only with three bytes: -128 times the sums of the first two and of the third */
 };
 
-/* The largest activation of a row in bytes, whose own number in its group is 0. It is multiplied as a float: the inputs
- * of most products have a few that are ten times as large as all others, which would get the scale of such a one. */
+/* The largest activation of a row in bytes, whose number in its group is 0. It is multiplied as a float: else the others
+ * of its group, which are often a tenth as large, would be rounded in its steps. */
 struct outlier {
     int32_t input;
     float value;
@@ -333,8 +333,7 @@ static int largest_of_group(const float *x) {
     return largest;
 }
 
-/* One row in bytes: the group that has the outlier is rounded again without it. A group with an infinity or a NaN has
- * none. */
+/* One row in bytes. The group that has the outlier is rounded again; of one with an infinity or a NaN it is none. */
 static void quantize_bytes(const float *x, int count, uint8_t *to) {
     const int groups = count / GROUP, size = activation_group_bytes(1);
     int group = 0;
@@ -344,12 +343,12 @@ static void quantize_bytes(const float *x, int count, uint8_t *to) {
         const struct group_terms *terms = (const void *)(to + g * size + GROUP);
         if (terms->scale > scale) group = g, scale = terms->scale;
     }
-    struct outlier outlier = {group * GROUP, 0.0f};
+    struct outlier outlier = {0, 0.0f};
     if (scale > 0.0f) {
-        outlier.input += largest_of_group(x + outlier.input);
-        outlier.value = x[outlier.input];
+        const int largest = largest_of_group(x + group * GROUP);
+        outlier = (struct outlier){group * GROUP + largest, x[group * GROUP + largest]};
         memcpy(others, x + group * GROUP, sizeof others);
-        others[outlier.input % GROUP] = 0.0f;
+        others[largest] = 0.0f;
         quantize_groups(1, others, GROUP, to + group * size);
     }
     memcpy(to + groups * size, &outlier, sizeof outlier);
