@@ -93,7 +93,8 @@ class GgufHeader:
         try:
             self._read()
         except Exception as error:  # sizes and offsets that make no sense raise whatever they provoke
-            raise DamagedGgufError(" ".join(str(error).split()) or type(error).__name__) from error
+            reason = " ".join(str(error).split())[:300] or type(error).__name__
+            raise DamagedGgufError(f"model: cannot read {self._path}: {reason}") from error
 
     def _read(self) -> None:
         with self._path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:

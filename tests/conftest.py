@@ -5,6 +5,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import pytest
 import torch
 
@@ -17,6 +18,9 @@ from serve_app.model.quiet import quiet
 from serve_app.model_files import locate_model
 from tests.fleets import fleet, references, small_model
 from tests.models import tiny_model
+
+hypothesis.settings.register_profile("tests", deadline=None)  # a busy machine fails no test
+hypothesis.settings.load_profile("tests")
 
 __all__ = ["fleet", "references", "small_model"]
 

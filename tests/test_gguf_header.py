@@ -68,7 +68,7 @@ def _write(path: Path, values: dict[str, tuple[str, Any]], alignment: int | None
     return path
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(
     values=st.dictionaries(st.text(min_size=1).map("key.{}".format), st.one_of(_SCALARS, _ARRAYS), max_size=6),
     alignment=st.sampled_from([None, 8, 64, 256]),

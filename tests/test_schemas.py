@@ -66,7 +66,7 @@ _FACTORS = st.sampled_from([1, 2, 7, 0.5, 0.01, 1.3, 0.07, 1000, 65_537, 2**40, 
     factor=st.one_of(st.none(), _FACTORS),
     seed=st.integers(0, 2**32),
 )
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_every_number_keeps_its_bounds(kind: str, limits: dict[str, float], factor: float | None, seed: int) -> None:
     schema = {"type": kind, **limits} | ({} if factor is None else {"multipleOf": factor})
     try:
@@ -276,7 +276,7 @@ _RULES = ["start: ", "a: ", "B: ", '"x"', "/a+/", "%json {}", "<[7]>", *"aB| \n*
     ),
     seed=st.integers(0, 2**32),
 )
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_a_text_of_a_client_never_fails_as_an_error_of_the_server(pieces: tuple[str, list[str]], seed: int) -> None:
     kind, parts = pieces
     try:

@@ -1,4 +1,4 @@
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from serve_app.core.block_pool import Block, BlockPool
@@ -72,7 +72,6 @@ def test_a_cached_free_block_can_be_revived_from_the_middle_of_the_list() -> Non
     assert (pool.num_free, pool.num_free_cached) == (2, 2)
 
 
-@settings(deadline=None)
 @given(st.lists(st.tuples(st.sampled_from(["new", "grow", "free", "share", "name"]), st.integers(0, 99)), max_size=60))
 def test_blocks_are_conserved(actions: list[tuple[str, int]]) -> None:
     pool = BlockPool(num_blocks=12)

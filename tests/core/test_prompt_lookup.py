@@ -1,6 +1,6 @@
 """Guesses from a request's own text, against a search that remembers nothing."""
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from serve_app.core.prompt_lookup import MAX_MATCH, PromptLookup
@@ -19,7 +19,6 @@ def search(token_ids: list[int], count: int) -> tuple[int, ...]:
     return ()
 
 
-@settings(deadline=None)
 @given(st.lists(st.integers(0, 2), max_size=40), st.data())
 def test_guesses_are_those_of_a_search(token_ids: list[int], data: st.DataObject) -> None:
     """However the text grew, and whatever part of the guess was thought worth trying."""

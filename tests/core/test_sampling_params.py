@@ -3,7 +3,7 @@ import math
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from serve_app.core.sampling_params import (
@@ -161,7 +161,6 @@ def test_defaults_need_no_bytes_on_the_wire() -> None:
     assert SamplingParams().to_wire() == {}
 
 
-@settings(deadline=None)
 @given(
     st.builds(
         SamplingParams,

@@ -145,7 +145,7 @@ class WatchfulDriver(Driver):
 
 
 @given(configs(), st.lists(st.tuples(requests(), st.integers(0, 6)), min_size=2, max_size=10), st.booleans())
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_nobody_overdue_stays_out_while_there_is_room(
     config: SchedulerConfig, workload: list[tuple[EngineRequest, int]], overlap: bool
 ) -> None:
@@ -163,7 +163,7 @@ def test_nobody_overdue_stays_out_while_there_is_room(
 
 
 @given(configs(), workloads, st.booleans())
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=250)
 def test_outputs_are_those_of_each_request_alone(
     config: SchedulerConfig, workload: list[EngineRequest], overlap: bool
 ) -> None:
@@ -173,7 +173,7 @@ def test_outputs_are_those_of_each_request_alone(
 
 
 @given(configs(), workloads, st.integers(1, 40), st.booleans())
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_failover_after_any_step_changes_no_token(
     config: SchedulerConfig, workload: list[EngineRequest], steps: int, overlap: bool
 ) -> None:
@@ -287,7 +287,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.driver.check_outputs(*self.alive.values())
 
 
-SchedulerMachine.TestCase.settings = settings(max_examples=80, stateful_step_count=30, deadline=None)
+SchedulerMachine.TestCase.settings = settings(max_examples=80, stateful_step_count=30)
 
 
 @pytest.mark.timeout(120)

@@ -298,7 +298,7 @@ def test_masks_that_come_late_change_no_bit_under_overlap(
         }
     ),
 )
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 def test_overlap_changes_no_bit_whatever_happens(
     model: PagedModel,
     alone: dict[str, Signature],
@@ -334,7 +334,7 @@ def test_a_constrained_request_is_aborted_with_its_sampling_in_flight(
 
 
 @given(schema=bounded_schemas(), seed=st.integers(0, 2**32), temperature=st.sampled_from([0.0, 1.0, 2.0]))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_random_schemas_and_logits_give_valid_output(
     model: PagedModel, schema: dict[str, Any], seed: int, temperature: float
 ) -> None:

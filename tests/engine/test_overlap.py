@@ -70,7 +70,7 @@ def requests(draw: st.DrawFn) -> EngineRequest:
         }
     ),
 )
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_the_same_as_one_request_alone_without_overlap(
     tiny_llama: PagedModel, workload: list[EngineRequest], config: dict[str, Any]
 ) -> None:

@@ -125,7 +125,7 @@ def subjects(draw: st.DrawFn) -> EngineRequest:
     )
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(subject=subjects(), faults=st.lists(st.tuples(st.integers(0, 8), st.sampled_from(PLANNED)), max_size=4))
 def test_any_request_lost_any_number_of_times(
     lab: Lab, subject: EngineRequest, faults: list[tuple[int, LossReason]]

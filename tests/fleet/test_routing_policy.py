@@ -93,7 +93,7 @@ OPERATIONS = st.lists(
 )
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(
     operations=OPERATIONS,
     candidates=st.lists(st.sampled_from(NAMES), unique=True),
@@ -122,7 +122,7 @@ def test_ranks_hold_every_candidate_once(
     assert sorted(ranked) == sorted(candidates)
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(favourite=st.sampled_from(NAMES))
 def test_every_replica_can_be_the_best(favourite: str) -> None:
     policy = fleet(*NAMES)
@@ -191,7 +191,7 @@ def test_a_replica_without_prefix_cache_attracts_nothing() -> None:
     assert policy.rank(request("2", prefix(1)), "ab", {}, 0.0)[0] == "b"
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(numbers=st.lists(st.integers(0, 30), max_size=60), max_blocks=st.integers(0, 20))
 def test_an_index_is_bounded_and_keeps_whole_chains_of_recent_use(numbers: list[int], max_blocks: int) -> None:
     index = PrefixIndex(max_blocks)
@@ -204,7 +204,7 @@ def test_an_index_is_bounded_and_keeps_whole_chains_of_recent_use(numbers: list[
         assert known == len(index), "a block is known whose beginning is not"
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(st.data())
 def test_memory_is_bounded_whatever_comes(data: st.DataObject) -> None:
     policy = fleet("a", "b", info=ReplicaInfo(BLOCK, num_blocks=8, max_num_seqs=SEATS))
@@ -328,7 +328,7 @@ def test_an_old_report_of_load_keeps_nobody_away() -> None:
     assert policy.rank(request("2", prefix(1)), "ab", {"a": busy}, 130.0)[0] == "a"
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(seed=st.integers(0, 1000), count=st.integers(2, 5))
 def test_unlike_prompts_go_where_the_fewest_are_also_to_a_new_replica(seed: int, count: int) -> None:
     rng, names = Random(seed), [f"r{i}" for i in range(count)]

@@ -95,7 +95,7 @@ def test_an_adapter_beside_the_weights_is_refused(folder: Path) -> None:
         load(folder)
 
 
-@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=50, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     key=st.text("abcdefghij_", min_size=3, max_size=20).filter(lambda key: not key.startswith("_")),
     value=st.one_of(st.integers(), st.floats(allow_nan=False), st.booleans(), st.text(max_size=5)),

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from serve_app.errors import ConfigError, InvalidRequestError, OverloadedError
@@ -136,7 +136,6 @@ def test_usage_tells_what_was_used_and_what_is_allowed(tmp_path: Path) -> None:
 REQUEST = st.tuples(st.integers(1, 120), st.floats(0, 1), st.floats(0, 30), st.sampled_from(["end", "fail", "stay"]))
 
 
-@settings(deadline=None)
 @given(st.lists(REQUEST, max_size=40))
 def test_nothing_is_left_over_and_no_limit_is_passed(requests: list[tuple[int, float, float, str]]) -> None:
     accounts, clock = make()

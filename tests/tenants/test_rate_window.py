@@ -1,6 +1,6 @@
 """What a window of a minute promises, held against the list of everything that was ever charged."""
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from serve_app.tenants.rate_window import WINDOW_S, RateWindow
@@ -30,7 +30,6 @@ class Checked:
             self.charges[index][1] -= amount
 
 
-@settings(deadline=None)
 @given(st.lists(STEP, max_size=60))
 def test_no_minute_exceeds_its_limit_and_waiting_as_told_helps(steps: list[tuple[float, int, float, float]]) -> None:
     checked, now = Checked(), 0.0

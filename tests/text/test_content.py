@@ -62,7 +62,7 @@ def words(parts: list[Part]) -> list[tuple[Any, ...]]:
 
 @pytest.mark.parametrize("family", FAMILIES)
 @given(data=st.data())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_the_first_stop_string_in_the_content_ends_the_answer(family: str, data: st.DataObject) -> None:
     tokenizer = tokenizer_of(family)
     ids = tokenizer.encode(data.draw(answers(family)), add_special_tokens=False)
@@ -92,7 +92,7 @@ def test_the_first_stop_string_in_the_content_ends_the_answer(family: str, data:
 
 @pytest.mark.parametrize("family", FAMILIES)
 @given(data=st.data())
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_log_probabilities_are_those_of_the_tokens_that_begin_in_the_content(family: str, data: st.DataObject) -> None:
     tokenizer = tokenizer_of(family)
     ids = tokenizer.encode(data.draw(answers(family)), add_special_tokens=False)

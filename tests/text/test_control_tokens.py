@@ -44,7 +44,7 @@ def control_ids(tokenizer: Tokenizer, ids: list[int], tokens: tuple[str, ...]) -
 
 @pytest.mark.parametrize("family", FAMILIES)
 @given(data=st.data())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_without_control_tokens_the_prompt_is_the_templates(family: str, data: st.DataObject) -> None:
     tokenizer = tokenizer_of(family)
     pieces = tuple(p for p in (*_PIECES, *_LOOKED_AT) if not tokenizer._control_pattern.search(p))
@@ -55,7 +55,7 @@ def test_without_control_tokens_the_prompt_is_the_templates(family: str, data: s
 
 @pytest.mark.parametrize("family", FAMILIES)
 @given(data=st.data())
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_with_control_tokens_the_prompt_reads_as_the_templates(family: str, data: st.DataObject) -> None:
     """And the turns are those of the same messages without such tokens."""
     tokenizer = tokenizer_of(family)

@@ -11,7 +11,7 @@ from serve_app.text.detokenizer import Detokenizer
 from serve_app.text.tokenizer import Tokenizer
 from tests.sentencepiece import sentencepiece_tokenizer
 
-same_fixture = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+same_fixture = settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 def stream(tokenizer: Tokenizer, ids: list[int], prompt: list[int] | None = None) -> list[str]:
@@ -63,7 +63,6 @@ def test_any_ids_of_any_vocabulary_have_one_text(kind: str) -> None:
     """In pieces and whole. It is the library's wherever that has whole characters alone."""
     tokenizer = VOCABULARIES[kind]()
 
-    @settings(deadline=None)
     @given(ids=st.lists(st.integers(0, tokenizer.vocab_size + 2), max_size=40))
     def check(ids: list[int]) -> None:
         pieces = stream(tokenizer, ids)

@@ -200,7 +200,7 @@ def test_a_changed_file_is_read_anew(tmp_path: Path) -> None:
     assert first.digest != second.digest
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(text=st.text(max_size=80))
 def test_any_text_comes_back(text: str) -> None:
     """But for bytes that the default model's vocabulary lacks, and for the mark that stands for a space in Gemma's."""

@@ -152,7 +152,7 @@ def answers(draw: st.DrawFn, family: str) -> str:
 
 @pytest.mark.parametrize("family", FAMILIES)
 @given(data=st.data())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_every_split_into_deltas_adds_up_to_the_whole(family: str, data: st.DataObject) -> None:
     tokenizer, form = tokenizer_of(family), form_of(family)
     ids = tokenizer.encode(data.draw(answers(family)), add_special_tokens=False)

@@ -74,7 +74,7 @@ def backend(pattern: str) -> tokenizers.Tokenizer:
 texts = st.lists(st.sampled_from(TEXT_PARTS) | st.text(max_size=8), max_size=60).map("".join)
 
 
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 @given(
     pattern=st.sampled_from([*PATTERNS]),
     start=texts,

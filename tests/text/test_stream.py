@@ -9,7 +9,7 @@ from serve_app.errors import EngineError
 from serve_app.text.stream import StopConfig, TextStream
 from serve_app.text.tokenizer import Tokenizer
 
-same_fixture = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+same_fixture = settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 EOS = 2
 
 

@@ -16,7 +16,7 @@ from serve_app.text.tokenizer import Tokenizer, _keep, load_tokenizer
 USER = {"role": "user", "content": "Hi"}
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(text=st.text(max_size=60))
 def test_token_bytes_join_to_the_text(tokenizer: Tokenizer, text: str) -> None:
     ids = tokenizer.encode(text, add_special_tokens=False)
@@ -179,7 +179,7 @@ def test_control_tokens_in_a_message_are_text(byte_level: Tokenizer) -> None:
     assert forged in byte_level.decode(attack)
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(text=st.text(alphabet=" \n\tab1=-é", max_size=2000))
 def test_the_least_number_of_tokens_is_a_lower_bound(tokenizer: Tokenizer, text: str) -> None:
     assert tokenizer.min_tokens(text) <= len(tokenizer.encode(text))
