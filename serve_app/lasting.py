@@ -15,6 +15,7 @@ logger = logging.getLogger(__name__)
 
 _FIRST_DELAY_S = 0.5
 _LONGEST_DELAY_S = 10.0
+_MOST_DOUBLINGS = 10
 _WELL_S = 10.0
 """After so long without an error a task counts as well again, and its next delay is the shortest."""
 _FAILING = 3
@@ -38,6 +39,8 @@ class LastingTasks:
         self._clock = clock
         self._sleep = sleep
         self._states: dict[str, _State] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        """Kept here: the event loop itself holds its tasks weakly."""
         self._logged: dict[tuple[str, str], float] = {}
         self._unlogged: Counter[tuple[str, str]] = Counter()
         self.errors: Counter[str] = Counter()
@@ -45,14 +48,19 @@ class LastingTasks:
 
     def start(self, name: str, work: Callable[[], Awaitable[None]], *, vital: bool = True) -> "asyncio.Task[None]":
         """A task that does what `run` does."""
-        return asyncio.create_task(self.run(name, work, vital=vital), name=name)
+        task = asyncio.create_task(self.run(name, work, vital=vital), name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
 
     async def run(self, name: str, work: Callable[[], Awaitable[None]], *, vital: bool = True) -> None:
         """Run `work` until it returns, or until this task is cancelled; after an error, run it again.
 
-        `vital`: whether the process is `failing` while this keeps failing.
+        `vital`: whether the process is `failing` while this keeps failing; others may share a name.
         """
-        state = self._states[name] = _State()
+        state = _State()
+        if vital:
+            self._states[name] = state
         try:
             while True:
                 began = self._clock()
@@ -67,10 +75,8 @@ class LastingTasks:
                     if self._clock() - began >= _WELL_S:
                         state.errors = 0
                     state.errors += 1
-                    delay = min(_FIRST_DELAY_S * 2 ** (state.errors - 1), _LONGEST_DELAY_S)
+                    delay = min(_FIRST_DELAY_S * 2 ** min(state.errors - 1, _MOST_DOUBLINGS), _LONGEST_DELAY_S)
                     state.runs_again_at = self._clock() + delay
-                    if not vital:
-                        state.errors = min(state.errors, _FAILING - 1)
                     self._log(name, error, delay)
                 await self._sleep(delay)
         finally:

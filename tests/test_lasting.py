@@ -99,3 +99,10 @@ async def test_a_task_that_is_cancelled_ends() -> None:
         with pytest.raises(asyncio.CancelledError):
             await task
     assert tasks.failing is None
+
+
+async def test_a_task_that_fails_for_hours_is_still_run_again() -> None:
+    time = Time()
+    tasks = LastingTasks(time.clock, time.sleep)
+    await tasks.run("keys", failing_times(1_100, ValueError))
+    assert time.delays[-1] == 10

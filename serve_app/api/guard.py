@@ -73,7 +73,9 @@ class RequestGuard:
             await self._serve(scope, receive, send_with_id)
         except _ClientGone:
             return
-        except Exception as error:
+        except (asyncio.CancelledError, KeyboardInterrupt, SystemExit, GeneratorExit):
+            raise
+        except BaseException as error:  # a panic of a Rust library is no Exception
             if not isinstance(error, RequestError):
                 logger.exception("request %s failed", request_id)
             if started:

@@ -225,7 +225,7 @@ class AsyncEngine:
         try:
             while not self._stopping:
                 self._turn()
-        except Exception as error:
+        except BaseException as error:  # a panic of a Rust library is no Exception
             logger.exception("the engine died")
             self._error = f"the engine died: {type(error).__name__}: {error}"
             self._hand_over_outputs()

@@ -51,19 +51,19 @@ class Watchdog:
     async def run(self) -> None:
         """Tick until cancelled."""
         loop = asyncio.get_running_loop()
-        self._replicas.add_listener(lambda: loop.call_soon(self._listen_to_all))
-        self._listen_to_all()
+        remove_listener = self._replicas.add_listener(lambda: loop.call_soon(self._listen_to_all))
         try:
-            await self._tasks.run("ticks of the watchdog", self._tick_for_ever)
+            self._listen_to_all()
+            while True:
+                await asyncio.sleep(TICK_S)
+                self.tick()
         finally:
-            for task in self._listeners.values():
+            remove_listener()
+            listeners = [*self._listeners.values()]
+            self._listeners.clear()
+            for task in listeners:
                 task.cancel()
-            await asyncio.gather(*self._listeners.values(), return_exceptions=True)
-
-    async def _tick_for_ever(self) -> None:
-        while True:
-            await asyncio.sleep(TICK_S)
-            self.tick()
+            await asyncio.gather(*listeners, return_exceptions=True)
 
     def tick(self) -> None:
         """Look at every replica and every attempt once."""
@@ -79,9 +79,9 @@ class Watchdog:
         # One that has left is heard until its last attempt is over: outputs come the same way.
         known = {replica.replica_id for replica in replicas}
         for replica_id in present - self._listeners.keys():
-            name = f"heartbeats of {replica_id}"
             # Not vital: the other replicas serve on.
-            self._listeners[replica_id] = self._tasks.start(name, partial(self._listen, replica_id), vital=False)
+            listen = partial(self._listen, replica_id)
+            self._listeners[replica_id] = self._tasks.start("heartbeats", listen, vital=False)
         for replica_id in self._listeners.keys() - known:
             self._listeners.pop(replica_id).cancel()
 

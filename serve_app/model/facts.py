@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from serve_app.errors import ConfigError
 from serve_app.model.attention.base import AttentionLayer
 
 
@@ -62,15 +63,25 @@ def count_weights(module: Any) -> tuple[int, int]:
 
 
 def eos_token_ids(module: Any) -> tuple[int, ...]:
-    """The tokens that end a text, of generation config and config; () if neither states any."""
+    """The tokens that end a text, of generation config and config; () if neither states any.
+
+    Raises ConfigError for what is no token id.
+    """
     found: list[int] = []
-    folder = Path(module.config.name_or_path or ".")
+    source = module.config.name_or_path
     for file, config in (("generation_config.json", module.generation_config), ("config.json", module.config)):
         for part in (config, getattr(config, "text_config", None)):
             ids = getattr(part, "eos_token_id", None)
-            if ids is not None and _states_end(folder, file):
-                found += [ids] if isinstance(ids, int) else ids
+            if ids is not None and (not source or _states_end(Path(source), file)):
+                found += _token_ids(ids, file)
     return tuple(dict.fromkeys(found))
+
+
+def _token_ids(value: Any, file: str) -> list[int]:
+    ids = list(value) if isinstance(value, list | tuple) else [value]
+    if not all(type(token_id) is int for token_id in ids):
+        raise ConfigError(f"model: `eos_token_id` of {file} must be a token id or a list of them, got {value!r}")
+    return ids
 
 
 def _states_end(folder: Path, file: str) -> bool:
@@ -80,6 +91,7 @@ def _states_end(folder: Path, file: str) -> bool:
         return True
     try:
         stated = json.loads((folder / file).read_text())
-    except OSError:
+    except (OSError, ValueError):
         return False
-    return any(part.get("eos_token_id") is not None for part in (stated, stated.get("text_config") or {}))
+    parts = [stated, stated.get("text_config")] if isinstance(stated, dict) else []
+    return any(isinstance(part, dict) and part.get("eos_token_id") is not None for part in parts)

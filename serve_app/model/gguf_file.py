@@ -26,6 +26,11 @@ from serve_app.model.refused_keys import check_refused
 from serve_app.model.write_once import write_once
 from serve_app.one_writer import remove_damaged
 
+_MAKERS = (
+    *("gguf_header.py", "model/gguf_config.py", "model/gguf_file.py", "model/gguf_keys.py"),
+    *("model/gguf_metadata.py", "model/gguf_rope.py"),
+)
+"""The code that makes an index."""
 _HEADER_BYTES = 64 * 2**20
 """More than any file has before its tensors."""
 
@@ -39,7 +44,7 @@ def open_gguf(path: Path, cache_dir: Path, ignored: Collection[str] = ()) -> Map
     with path.open("rb") as file:
         header = file.read(_HEADER_BYTES)
     content = hashlib.sha256(header + str(path.stat().st_size).encode()).hexdigest()
-    cached = cache_dir / f"gguf-index-{content[:32]}-{digest_code()}-transformers-{version('transformers')}"
+    cached = cache_dir / f"gguf-index-{content[:32]}-{digest_code(*_MAKERS)}-transformers-{version('transformers')}"
     index = _read_index(cached)
     if index is None:
         _write_index(path, cached, ignored)

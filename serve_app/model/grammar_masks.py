@@ -207,7 +207,7 @@ class GrammarMasks:
         for follower, new, drafts in work:
             try:
                 follower.masks = self._work_out(follower, new, drafts)
-            except Exception:
+            except BaseException:  # a panic of a Rust library is no Exception
                 logger.exception("a grammar failed")
                 follower.masks = EngineError("the grammar failed on this request")
 

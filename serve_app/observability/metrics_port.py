@@ -6,6 +6,7 @@ requests, few threads answer them, and connections are bounded in time and numbe
 """
 
 import asyncio
+import logging
 import socket
 import threading
 from collections.abc import Callable, Iterable, Mapping
@@ -25,6 +26,8 @@ Page = Callable[[Mapping[str, str]], bytes]
 
 Admits = Callable[[str], bool]
 """Whether who sends this key may see the pages. Called in any thread."""
+
+logger = logging.getLogger(__name__)
 
 _MAX_CONNECTIONS = 64
 """One more closes the oldest of those that have not sent their request yet."""
@@ -109,6 +112,7 @@ class _Server:
             try:
                 body = b"".join(self._app(environ, start_response))
             except Exception:  # a page's, whatever it is: the next request gets its answer
+                logger.exception("the page %s failed", environ["PATH_INFO"])
                 failed = HTTPStatus.INTERNAL_SERVER_ERROR
                 status, headers, body = f"{failed.value} {failed.phrase}", [], b""
             if environ["REQUEST_METHOD"] == "HEAD":

@@ -41,7 +41,7 @@ class TokenBytes:
         self._by_library = not self.byte_level and not marked
         self._suffix = next((stage["suffix"] for stage in stages if stage["type"] == "BPEDecoder"), "")
         self._anchor: list[int] = backend.encode("a", add_special_tokens=False).ids[-1:] if self._by_library else []
-        self.drops_space = self._by_library or any(map(_drops_space, stages))
+        self.drops_space = self._puts_space_between() or any(map(_drops_space, stages))
         """Whether a whole text lacks the space in front of its first word."""
 
     def __call__(self, token_id: int) -> bytes:
@@ -53,6 +53,11 @@ class TokenBytes:
                 return b""
             known = self._known[token_id] = self._bytes(token_id, token)
         return known
+
+    def _puts_space_between(self) -> bool:
+        """Whether the library itself writes the space in front of a word, as for WordPiece."""
+        text, twice = (self._backend.decode(self._anchor * count) for count in (1, 2))
+        return twice[len(text) :].startswith(" ") and not text.startswith(" ")
 
     def _bytes(self, token_id: int, token: str) -> bytes:
         if self.byte_level:

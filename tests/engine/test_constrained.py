@@ -256,10 +256,10 @@ def test_constrained_streams_keep_their_pace_beside_plain_ones_under_overlap(
     """One token in every step, though what they may sample follows from a token in flight."""
     tokens = 50 if sampler == "host" else 20
     workload = streams(4, tokens)
+    monkeypatch.setattr(grammar_masks, "_PATIENCE_S", 60.0)  # as on a machine that has nothing else to do
     expected = Harness(model, vocabulary=VOCABULARY, overlap="off", speculation="off").run(workload)
     if sampler == "device":
         monkeypatch.setattr(model, "_sampler", on_device(model))
-    monkeypatch.setattr(grammar_masks, "_PATIENCE_S", 60.0)  # as on a machine that has nothing else to do
     run = Harness(model, vocabulary=VOCABULARY, overlap="on").run(workload)
     assert {key: outcome.token_ids for key, outcome in run.outcomes.items()} == {
         key: outcome.token_ids for key, outcome in expected.outcomes.items()

@@ -20,9 +20,9 @@ StartServer = Callable[..., Server]
 
 
 @pytest.fixture
-def started(start: StartServer, tiny_folder: Path) -> Server:
+def started(start: StartServer, small_model: Path) -> Server:
     args = {
-        "model": str(tiny_folder),
+        "model": str(small_model),
         "served_model_name": "tiny",
         "device": "cpu",
         "engine": {"max_num_seqs": 8, "kv_cache_gib": 0.05, "num_threads": 1},

@@ -8,6 +8,7 @@ from tokenizers import decoders, models
 from transformers import PreTrainedTokenizerFast
 
 from serve_app.text.detokenizer import Detokenizer
+from serve_app.text.token_bytes import TokenBytes
 from serve_app.text.tokenizer import Tokenizer
 from tests.sentencepiece import sentencepiece_tokenizer
 
@@ -129,3 +130,10 @@ def test_bytes_that_never_become_text_are_not_held_for_ever(byte_level: Tokenize
     longest_silence = max(len(run) for run in "".join("x" if piece else "." for piece in shown).split("x"))
     assert longest_silence < 40
     assert "".join([*shown, decoder.flush()]) == byte_level.decode([lone] * 1000)
+
+
+def test_a_decoder_that_joins_tokens_keeps_the_first_space() -> None:
+    backend = tokenizers.Tokenizer(models.BPE({" ": 0, "a": 1}, []))
+    backend.decoder = decoders.Fuse()
+    token_bytes = TokenBytes(backend)
+    assert [Detokenizer(token_bytes).step(token_id) for token_id in (0, 1)] == [" ", "a"]
