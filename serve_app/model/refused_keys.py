@@ -16,7 +16,7 @@ def check_refused(source: object, refused: Mapping[str, str], ignored: Collectio
     """
     left = {key: reason for key, reason in refused.items() if key not in ignored}
     if left:
-        shown = "; ".join(f"`{key}` ({reason})" for key, reason in list(left.items())[:_SHOWN])
+        shown = "; ".join(f"`{' '.join(key.split())}` ({reason})" for key, reason in list(left.items())[:_SHOWN])
         more = f"; and {len(left) - _SHOWN} more" if len(left) > _SHOWN else ""
         raise ConfigError(
             f"model: {source}: keys that would change the answers are not supported: {shown}{more}. "

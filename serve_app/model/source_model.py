@@ -102,11 +102,13 @@ def _check_layers(name: str, config: Any, calls: list[tuple[nn.Module, Attention
 
 
 def _max_model_len(config: Any, wanted: int | None) -> int:
-    limit: int | None = getattr(config.get_text_config(), "max_position_embeddings", None)
+    limit: Any = getattr(config.get_text_config(), "max_position_embeddings", None)
+    if limit is not None and (type(limit) is not int or limit < 1):
+        raise ConfigError(f"model: `max_position_embeddings` of config.json must be a positive integer, got {limit!r}")
     if wanted is None:
         if limit is None:
             raise ConfigError("max_model_len: the model does not state its context length; set it")
-        return limit
+        return int(limit)
     if wanted < 1 or (limit is not None and wanted > limit):
         raise ConfigError(f"max_model_len: {wanted} is not between 1 and the model's context length of {limit}")
     return wanted

@@ -126,7 +126,7 @@ def test_without_rays_raylet_the_server_ends(started: Server) -> None:
     (raylet,) = started.running("/raylet ")
     raylet.kill()
     assert started.wait_stopped() == (1, [])
-    (line,) = [line for line in started.lines if "raylet" in line]
+    (line,) = [line for line in started.lines if "Ray's raylet" in line]
     assert f"Ray's raylet (pid {raylet.pid}) has ended (signal 9)" in line
 
 
