@@ -27,7 +27,10 @@ class ServeAppError(Exception):
 
 
 class ConfigError(ServeAppError):
-    """The server cannot start as configured; the message names the setting or file."""
+    """The server cannot start as configured; the message, one line, names the setting or file."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(" ".join(message.split()))
 
 
 class RequestError(ServeAppError):

@@ -108,12 +108,22 @@ def test_bounds_of_integers_are_exact(limits: dict[str, Any], inside: list[int],
         {"type": "integer", "allOf": [{"multipleOf": 999_983}, {"multipleOf": 999_979}]},
         {"type": "integer", "multipleOf": 1.3, "minimum": 1, "maximum": 3.9},
         {"type": "number", "minimum": 1e300},
+        {"type": "integer", "const": -1e19},  # ended the process
+        {"allOf": [{"type": "integer"}, {"const": -1e25}]},
+        {"type": "integer", "enum": [1e19, 5]},  # was written as another number
+        {"type": "integer", "multipleOf": 999_983},  # took ten seconds
     ],
 )
 def test_a_number_that_cannot_be_kept_is_refused_with_its_path(part: dict[str, Any]) -> None:
     error = refusal({"type": "object", "properties": {"a/b": {"items": part}}})
     assert error.code == Refusal.UNSUPPORTED
     assert "at /properties/a~1b/items" in error.message
+
+
+def test_sizes_and_factors_of_any_length_are_refused() -> None:
+    assert refusal({"type": "string", "minLength": 10**400}).code == Refusal.TOO_LARGE
+    primes = [{"type": "integer", "multipleOf": prime} for prime in (9967, 9949)]
+    assert refusal({"prefixItems": primes}).code == Refusal.TOO_LARGE
 
 
 _CHAIN = {f"a{i}": {"items": {"items": {"items": {"$ref": f"#/$defs/a{i + 1}"}}}} for i in range(2_000)}
@@ -129,6 +139,7 @@ DEADLY = {
     ),
     "a chain of rules": r"""grammars.compose("start: a0\n" + "".join(f"a{i}: a{i + 1}\n" for i in range(9000)) """
     r"""+ 'a9000: "x"', {}, param="x")""",
+    "a large constant": 'grammars.json_schema({"type": ["integer", "null"], "enum": [-1e300, None]})',
     "a chain of terminals": r"""grammars.compose("start: A0\n" + "".join(f"A{i}: A{i + 1}\n" for i in range(9000)) """
     r"""+ 'A9000: "x"', {}, param="x")""",
 }

@@ -16,7 +16,8 @@ _MOST = 9e18
 _LONG = 10**18
 """From here on llguidance cannot write a range without a second end."""
 _MAX_FACTOR = 1_000_000
-"""Of a `multipleOf`: as many states has its automaton."""
+MAX_STATES = 10_000
+"""Of a `multipleOf`, and of its part that has no factor in common with 10: so many states has its automaton."""
 _LEAST_ABOVE_ZERO = 1e-15
 _READ_DIGITS = 15
 """Of a number with a fraction: so many its JSON reader reads exactly."""
@@ -38,9 +39,11 @@ def exact_constant(value: Any) -> None:
         elif isinstance(part, int | float) and not isinstance(part, bool):
             number = _finite("const", part)
             if isinstance(part, float) and _num_digits(part) > _READ_DIGITS:
-                raise NumberError(f"the constant {_short(part)} has more than {_READ_DIGITS} digits")
-            if part == -(2**63) or (isinstance(part, int) and Decimal(repr(number)) != part and part != _MAX_INT64):
-                raise NumberError(f"the constant {_short(part)} cannot be written exactly (limit: 2**53)")
+                raise NumberError(f"the constant {short(part)} has more than {_READ_DIGITS} digits")
+            if number.is_integer() and not _LEAST_INT64 <= part <= _MAX_INT64:
+                raise NumberError(f"the constant {short(part)} has more than 64 bits")
+            if isinstance(part, int) and Decimal(repr(number)) != part and part != _MAX_INT64:
+                raise NumberError(f"the constant {short(part)} cannot be written exactly (limit: 2**53)")
 
 
 def exact_numbers(schema: dict[str, Any]) -> tuple[int, int] | None:
@@ -98,12 +101,12 @@ def _write_integers(schema: dict[str, Any], low: Bound, high: Bound) -> None:
         most = math.ceil(high[0]) - 1 if high[1] else math.floor(high[0])
         most = min(most, _MAX_INT64)
     if least is not None and most is not None and least > most:
-        raise NumberError(f"`minimum` and `maximum` leave no integer: {_short(least)} is above {_short(most)}")
+        raise NumberError(f"`minimum` and `maximum` leave no integer: {short(least)} is above {short(most)}")
     for bound in (least, most):
         if bound is not None and bound != _MAX_INT64 and int(float(bound)) != bound:
-            raise NumberError(f"the bound {_short(bound)} cannot be kept exactly (limit: 2**53)")
+            raise NumberError(f"the bound {short(bound)} cannot be kept exactly (limit: 2**53)")
         if bound is not None and not _LEAST_INT64 <= bound <= _MAX_INT64:
-            raise NumberError(f"the bound {_short(bound)} has more than 64 bits")
+            raise NumberError(f"the bound {short(bound)} has more than 64 bits")
     if least is not None and least >= _LONG and most is None:
         most = _MAX_INT64
     if most is not None and most <= -_LONG and least is None:
@@ -185,8 +188,18 @@ def _factor(schema: dict[str, Any]) -> tuple[int, int] | None:
     while number % 1:  # as llguidance reads it
         number, exponent = number * 10, exponent + 1
     if number > _MAX_FACTOR or exponent > 9 or Decimal(int(number)).scaleb(-exponent) != Decimal(str(factor)):
-        raise NumberError(f"`multipleOf` {_short(factor)} has too many digits: they must make {_MAX_FACTOR} at most")
+        raise NumberError(f"`multipleOf` {short(factor)} has too many digits: they must make {_MAX_FACTOR} at most")
+    if num_states(int(number)) > MAX_STATES:
+        raise NumberError(f"`multipleOf` {short(factor)} must be {MAX_STATES} at most, without its factors 2 and 5")
     return int(number), exponent
+
+
+def num_states(coefficient: int) -> int:
+    """States of the automaton of a `multipleOf`'s coefficient: what is left of it without factors of 10."""
+    for prime in (2, 5):
+        while coefficient % prime == 0:
+            coefficient //= prime
+    return coefficient
 
 
 def _check_multiple(factor: tuple[int, int], low: Bound, high: Bound, *, integers: bool) -> None:
@@ -211,6 +224,7 @@ def _finite(key: str, value: float) -> float:
     return number
 
 
-def _short(value: float) -> str:
+def short(value: float) -> str:
+    """A number for an error message, in 48 characters at most."""
     text = repr(value) if abs(value) < 10**40 else f"{Decimal(value):.6e}"
     return text[:48]

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 from urllib.parse import unquote
 
-from serve_app.grammars.numbers import NumberError, exact_constant, exact_numbers
+from serve_app.grammars.numbers import MAX_STATES, NumberError, exact_constant, exact_numbers, num_states, short
 from serve_app.grammars.refusals import Refusal, SchemaError
 
 Schema = dict[str, Any]
@@ -135,6 +135,9 @@ class _Preparation:
         product = 1
         for coefficient, exponent in self._factors:
             product *= coefficient * 10 ** max(e for _, e in self._factors) // 10**exponent
+        if sum(num_states(coefficient) for coefficient, _ in self._factors) > MAX_STATES:
+            reason = f"all `multipleOf` together must be {MAX_STATES} at most, without their factors 2 and 5"
+            raise SchemaError("", reason, Refusal.TOO_LARGE)
         if self._mixes and len(self._factors) > 1 and product > MAX_FACTORS:
             raise SchemaError(self._mixes.rstrip("/"), "`multipleOf` of several large values in one schema")
 
@@ -164,7 +167,7 @@ class _Preparation:
                 if not isinstance(size, int) or isinstance(size, bool) or size <= MAX_SIZE:
                     continue
                 if is_low:
-                    raise SchemaError(path, f"`{key}` is {size:.6g}; the limit is {MAX_SIZE}", Refusal.TOO_LARGE)
+                    raise SchemaError(path, f"`{key}` is {short(size)}; the limit is {MAX_SIZE}", Refusal.TOO_LARGE)
                 schema[key] = MAX_SIZE
 
     def _text(self, schema: Schema) -> None:

@@ -103,8 +103,8 @@ def _check_layers(name: str, config: Any, calls: list[tuple[nn.Module, Attention
 
 def _max_model_len(config: Any, wanted: int | None) -> int:
     limit: Any = getattr(config.get_text_config(), "max_position_embeddings", None)
-    if limit is not None and (type(limit) is not int or limit < 1):
-        raise ConfigError(f"model: `max_position_embeddings` of config.json must be a positive integer, got {limit!r}")
+    if limit is not None and (type(limit) is not int or limit < 2):
+        raise ConfigError(f"model: `max_position_embeddings` of config.json must be an integer above 1, got {limit!r}")
     if wanted is None:
         if limit is None:
             raise ConfigError("max_model_len: the model does not state its context length; set it")
