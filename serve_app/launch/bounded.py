@@ -48,13 +48,20 @@ class BoundedCalls:
                 raise TimeoutError(f"Ray does not answer within {timeout_s:g} s")
         return future.result()
 
-    def attempt(self, what: str, work: Callable[[], T], otherwise: T, timeout_s: float) -> T:
+    def attempt(
+        self,
+        what: str,
+        work: Callable[[], T],
+        otherwise: T,
+        timeout_s: float,
+        given_up: Callable[[], bool] = lambda: False,
+    ) -> T:
         """As `call`, but for an error, which is said in a line that begins with `what`, the answer is `otherwise`.
 
         The same error is said again after 30 s.
         """
         try:
-            return self.call(work, timeout_s)
+            return self.call(work, timeout_s, given_up)
         except Exception as error:
             self.report(what, error)
             return otherwise
