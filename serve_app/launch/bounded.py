@@ -68,7 +68,7 @@ class BoundedCalls:
 
     def report(self, what: str, error: BaseException) -> None:
         """Say an error in one line, unless it was said within the last 30 s."""
-        line, now = f"{what}: {one_line(error)}", time.monotonic()
+        line, now = f"{what}: {first_line(error)}", time.monotonic()
         if now >= self._next_report.get(line, 0.0):
             self._next_report[line] = now + _REMINDER_S
             self._say(line)
@@ -78,7 +78,7 @@ class BoundedCalls:
             self._calls.get()()
 
 
-def one_line(error: BaseException) -> str:
-    """The first line of the error's text, behind its kind."""
+def first_line(error: BaseException) -> str:
+    """Of the error's text, behind its kind: Ray's errors go on with tracebacks."""
     text = str(error).strip().partition("\n")[0][:500]
     return f"{type(error).__name__}: {text}" if text else type(error).__name__

@@ -31,7 +31,7 @@ from serve_app.environment import (
 )
 from serve_app.errors import ConfigError
 from serve_app.launch import haproxy
-from serve_app.launch.bounded import BoundedCalls, one_line
+from serve_app.launch.bounded import BoundedCalls, first_line
 from serve_app.launch.config_file import ConfigFile, read_config, write_for_ray
 from serve_app.launch.deployment import DeploymentError, delete, has_stopping_ingress, is_running, logs_folder
 from serve_app.launch.gpus import check_gpus
@@ -142,7 +142,7 @@ class _Launch:
             except ConfigError as error:
                 self._fail(f"{self._config_path}: {error}", 2)
             except Exception as error:
-                self._fail(f"the start failed: {one_line(error)} (logs: {logs_folder()})")
+                self._fail(f"the start failed: {first_line(error)} (logs: {logs_folder()})")
             if not self._stopping.is_set():
                 self._fail(f"Ray Serve ended by itself (logs: {logs_folder()})")
         if self._failure is not None:
@@ -230,7 +230,7 @@ class _Launch:
         except DeploymentError as error:
             self._fail(str(error))
         except Exception as error:
-            self._fail(f"the start failed: {one_line(error)} (logs: {logs_folder()})")
+            self._fail(f"the start failed: {first_line(error)} (logs: {logs_folder()})")
         else:
             if model is None:
                 self._end_at_once("stopping: it was not ready yet", 0)
@@ -302,7 +302,7 @@ class _Launch:
                     break
                 time.sleep(_POLL_S)
         except Exception as error:  # of Ray's, whatever it is: an ingress that does not live has nothing to drain
-            self._say(f"draining failed: {one_line(error)}")
+            self._say(f"draining failed: {first_line(error)}")
         time.sleep(_LAST_BYTES_S)
         for name in set(self._target.applications) - self._target.ours.keys():
             rays.attempt(f"{name} was not deleted", partial(delete, name), None, _DELETE_S)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from serve_app.errors import ConfigError
 from serve_app.launch import haproxy
-from serve_app.launch.bounded import BoundedCalls, one_line
+from serve_app.launch.bounded import BoundedCalls, first_line
 from serve_app.launch.config_file import ConfigFile, read_config
 from serve_app.launch.deployment import DeploymentError, is_running
 from serve_app.launch.gpus import check_gpus
@@ -83,7 +83,7 @@ class Update:
             haproxy.write_additions(self._scratch, target.ours)
             deploy_again(target.schema)
         except Exception as error:
-            reason = str(error) if isinstance(error, ConfigError) else f"the update failed: {one_line(error)}"
+            reason = str(error) if isinstance(error, ConfigError) else f"the update failed: {first_line(error)}"
             self._say(f"{self._config_path}: {reason}; nothing has changed")
             haproxy.write_additions(self._scratch, before.ours)
             return

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from serve_app.errors import one_line
 from serve_app.http_client import HttpStatusError, fetch
 from serve_app.launch.bounded import BoundedCalls
 from serve_app.serving.ray_patches import Actor, actors
@@ -106,7 +107,7 @@ def _why(error: Exception) -> str:
             return str(json.loads(error.body)["error"]["message"])
         except (ValueError, KeyError, TypeError):
             pass
-    return " ".join(str(error).split())[:300]
+    return one_line(error)
 
 
 def _count_oom_kills() -> int:

@@ -27,6 +27,7 @@ from ray.serve.context import _get_global_client
 from ray.serve.handle import DeploymentHandle
 from ray.serve.schema import ServeDeploySchema
 
+from serve_app.errors import one_line
 from serve_app.lasting import LastingTasks
 from serve_app.observability.logging import log_to_terminal
 
@@ -165,7 +166,7 @@ async def _watch_haproxy(manager: Any) -> None:
                 try:
                     await _start_haproxy(manager._haproxy)
                 except Exception as error:  # whatever it is: the launcher ends the server if it lasts
-                    logger.error("HAProxy did not start: %s", " ".join(str(error).split())[:300])
+                    logger.error("HAProxy did not start: %s", one_line(error))
                     await asyncio.sleep(_START_HAPROXY_S)
 
 
