@@ -58,12 +58,13 @@ class BoundedCalls:
     ) -> T:
         """As `call`, but for an error, which is said in a line that begins with `what`, the answer is `otherwise`.
 
-        The same error is said again after 30 s.
+        The same error is said again after 30 s; none is said once `given_up`.
         """
         try:
             return self.call(work, timeout_s, given_up)
         except Exception as error:
-            self.report(what, error)
+            if not given_up():
+                self.report(what, error)
             return otherwise
 
     def report(self, what: str, error: BaseException) -> None:

@@ -90,5 +90,5 @@ def test_an_update_is_waited_for_no_longer_than_the_server_runs(
     assert controller.is_asked.wait(60)
     stopping.set()
     follower.join(60)
+    assert (follower.is_alive(), said) == (False, [])
     controller.may_answer.set()
-    assert not follower.is_alive()
