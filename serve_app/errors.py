@@ -181,3 +181,9 @@ def from_wire(data: dict[str, Any]) -> RequestError:
     """The error that `RequestError.to_wire` described; an unknown name becomes an `EngineError`."""
     cls = _WIRE_TYPES.get(data["error"], EngineError)
     return cls(data["message"], param=data["param"], code=data["code"], retry_after_s=data["retry_after_s"])
+
+
+def one_line(error: BaseException, *, kind: bool = False) -> str:
+    """The error's text as one line of at most 300 characters, behind its kind if `kind`; the kind where it has none."""
+    name, text = type(error).__name__, " ".join(str(error).split())[:300]
+    return (f"{name}: {text}" if kind else text) if text else name

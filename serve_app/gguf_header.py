@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from serve_app.errors import ConfigError
+from serve_app.errors import ConfigError, one_line
 
 _STRING, _ARRAY = 8, 9
 _NUMBERS = {
@@ -93,8 +93,7 @@ class GgufHeader:
         try:
             self._read()
         except Exception as error:  # sizes and offsets that make no sense raise whatever they provoke
-            reason = " ".join(str(error).split())[:300] or type(error).__name__
-            raise DamagedGgufError(f"model: cannot read {self._path}: {reason}") from error
+            raise DamagedGgufError(f"model: cannot read {self._path}: {one_line(error)}") from error
 
     def _read(self) -> None:
         with self._path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from serve_app.errors import ConfigError
+from serve_app.errors import ConfigError, one_line
 
 CACHE_DIR = Path("~/.cache/serve_app")
 """Where what takes long to make is kept."""
@@ -87,7 +87,7 @@ def check_model(files: ModelFiles, max_model_len: int | None) -> None:
         missing = {name for index in indices for name in index["weight_map"].values() if not (folder / name).is_file()}
         context = config.get("max_position_embeddings") or config.get("text_config", {}).get("max_position_embeddings")
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise ConfigError(f"model: cannot load {folder}: {' '.join(str(error).split())[:300]}") from error
+        raise ConfigError(f"model: cannot load {folder}: {one_line(error)}") from error
     if (folder / "adapter_config.json").is_file():
         raise ConfigError(f"model: {folder} has an adapter_config.json: adapters are not loaded; merge it first")
     if missing:
@@ -115,9 +115,8 @@ def pin_model(model: str) -> str:
     except Exception as error:  # whatever its HTTP client raises; here all of it means this
         cached = try_to_load_from_cache(model, "config.json")
         if not isinstance(cached, str):
-            reason = " ".join(str(error).split())[:200]
             raise ConfigError(
-                f"model: {model} is not cached, and the hub does not tell its commit: {reason}"
+                f"model: {model} is not cached, and the hub does not tell its commit: {one_line(error)}"
             ) from error
         commit = Path(cached).parent.name
     return f"{model}@{commit}"

@@ -13,7 +13,7 @@ from typing import Any
 
 import yaml
 
-from serve_app.errors import ConfigError, ServeAppError
+from serve_app.errors import ConfigError, ServeAppError, one_line
 
 MAX_BYTES = 4 * 2**20
 _MAX_NODES = 500_000
@@ -31,7 +31,8 @@ def typed_errors(prefix: str = "", *, show_text: bool = True) -> Iterator[None]:
     except ServeAppError:
         raise
     except Exception as error:
-        raise ConfigError(f"{prefix}{_one_line(error, show_text)}") from None
+        reason = one_line(error, kind=True) if show_text else type(error).__name__
+        raise ConfigError(f"{prefix}{reason}") from None
 
 
 def read_text(path: Path) -> str:
@@ -106,8 +107,3 @@ def _num_nodes(node: Any, known: dict[int, int]) -> int:
     parts = (part for pair in node.value for part in (pair if isinstance(pair, tuple) else (pair,)))
     known[id(node)] = total = 1 + sum(_num_nodes(part, known) for part in parts)
     return total
-
-
-def _one_line(error: Exception, show_text: bool) -> str:
-    text = " ".join(str(error).split())[:300] if show_text else ""
-    return f"{type(error).__name__}: {text}" if text else type(error).__name__

@@ -3,7 +3,7 @@ import json
 import pytest
 
 from serve_app import errors
-from serve_app.errors import EngineError, RequestError, from_wire
+from serve_app.errors import EngineError, RequestError, from_wire, one_line
 
 
 def subclasses(cls: type[RequestError]) -> list[type[RequestError]]:
@@ -37,3 +37,10 @@ def test_an_unknown_name_is_an_engine_error() -> None:
 def test_the_docstring_draws_every_error_with_its_status(cls: type[RequestError]) -> None:
     line = next(line for line in str(errors.__doc__).splitlines() if f"─ {cls.__name__} " in line)
     assert f" {cls.status}" in line
+
+
+def test_an_error_is_one_line() -> None:
+    assert one_line(ValueError("first\n  second")) == "first second"
+    assert one_line(ValueError("first"), kind=True) == "ValueError: first"
+    assert one_line(ValueError("\n")) == one_line(ValueError(), kind=True) == "ValueError"
+    assert one_line(ValueError("x" * 1000)) == "x" * 300

@@ -48,20 +48,28 @@ class BoundedCalls:
                 raise TimeoutError(f"Ray does not answer within {timeout_s:g} s")
         return future.result()
 
-    def attempt(self, what: str, work: Callable[[], T], otherwise: T, timeout_s: float) -> T:
+    def attempt(
+        self,
+        what: str,
+        work: Callable[[], T],
+        otherwise: T,
+        timeout_s: float,
+        given_up: Callable[[], bool] = lambda: False,
+    ) -> T:
         """As `call`, but for an error, which is said in a line that begins with `what`, the answer is `otherwise`.
 
-        The same error is said again after 30 s.
+        The same error is said again after 30 s; none is said once `given_up`.
         """
         try:
-            return self.call(work, timeout_s)
+            return self.call(work, timeout_s, given_up)
         except Exception as error:
-            self.report(what, error)
+            if not given_up():
+                self.report(what, error)
             return otherwise
 
     def report(self, what: str, error: BaseException) -> None:
         """Say an error in one line, unless it was said within the last 30 s."""
-        line, now = f"{what}: {one_line(error)}", time.monotonic()
+        line, now = f"{what}: {first_line(error)}", time.monotonic()
         if now >= self._next_report.get(line, 0.0):
             self._next_report[line] = now + _REMINDER_S
             self._say(line)
@@ -71,7 +79,7 @@ class BoundedCalls:
             self._calls.get()()
 
 
-def one_line(error: BaseException) -> str:
-    """The first line of the error's text, behind its kind."""
+def first_line(error: BaseException) -> str:
+    """Of the error's text, behind its kind: Ray's errors go on with tracebacks."""
     text = str(error).strip().partition("\n")[0][:500]
     return f"{type(error).__name__}: {text}" if text else type(error).__name__

@@ -22,10 +22,9 @@ class KeptFolder:
         self._folder = folder
         self._say = say
         self._contents: dict[Path, tuple[FileState | None, bytes, int]] = {}
-        self.look()
 
     def look(self) -> None:
-        """Remember what is new, and write again what has gone, for this user alone."""
+        """Remember what is new, and write again what has gone, for this user alone. Raises `OSError`."""
         self._folder.mkdir(mode=0o700, exist_ok=True)
         for path in self._folder.iterdir():
             state = file_state(path)

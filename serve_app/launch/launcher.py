@@ -14,12 +14,12 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, redirect_stderr, redirect_stdout, suppress
 from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, NoReturn, TypeVar
 
 from serve_app.environment import (
     bypass_proxies,
@@ -31,7 +31,7 @@ from serve_app.environment import (
 )
 from serve_app.errors import ConfigError
 from serve_app.launch import haproxy
-from serve_app.launch.bounded import BoundedCalls, one_line
+from serve_app.launch.bounded import BoundedCalls, first_line
 from serve_app.launch.config_file import ConfigFile, read_config, write_for_ray
 from serve_app.launch.deployment import DeploymentError, delete, has_stopping_ingress, is_running, logs_folder
 from serve_app.launch.gpus import check_gpus
@@ -46,15 +46,17 @@ from serve_app.launch.readiness import example, first_token, write_internal_key
 from serve_app.launch.surroundings import check_surroundings
 from serve_app.launch.terminal import Terminal, write_line
 from serve_app.launch.tls import WatchedKeyPair
-from serve_app.launch.update import Update, bound_requests
+from serve_app.launch.update import Update
 from serve_app.precedence import interrupt_nobody
 
 if TYPE_CHECKING:
     from serve_app.launch.drain import Ingresses
 
+T = TypeVar("T")
+
 _POLL_S = 0.25
-# How long Ray may take to answer a question, or to take a new deployment.
-_ANSWER_S, _DEPLOY_S = 10.0, 60.0
+# How long Ray may take to answer a question, or to delete an application.
+_ANSWER_S, _DELETE_S = 10.0, 60.0
 _FIRST_TOKEN_S = 150.0
 # For the ends of streams that HAProxy has and the clients have not.
 _LAST_BYTES_S = 1.0
@@ -89,7 +91,7 @@ def _prepare(config_path: Path, scratch: Path, started: float) -> "_Launch":
         key_pair = _key_pair_for_haproxy(scratch, target)
     except ConfigError as error:
         raise ConfigError(f"{config_path}: {error}") from None
-    bound_requests(scratch, target)
+    haproxy.write_additions(scratch, target.ours)
     interrupt_nobody()  # nor does anything that Ray starts, except for the engines' threads
     return _Launch(config_path, target, started, scratch, internal_key, key_pair)
 
@@ -110,16 +112,14 @@ class _Launch:
         self._key_pair = key_pair
         self._scratch = scratch
         self._internal_key = internal_key
-        self._update = Update(config_path, target, scratch, self._say)
+        self._update = Update(config_path, target, scratch, self._say, self._ingresses)
         self._started = started
         self._failure: str | None = None
         self._status = 0
         self._rays = BoundedCalls(self._say)
-        self._deploying = False
         self._prepared: Ingresses | None = None
         self._node = NodeWatch(self._lose, self._say)
         self._stopping = threading.Event()
-        self._reload = threading.Event()
         self._watcher = threading.Thread(target=self._watch, daemon=True)
         self._ending = False
 
@@ -142,7 +142,7 @@ class _Launch:
             except ConfigError as error:
                 self._fail(f"{self._config_path}: {error}", 2)
             except Exception as error:
-                self._fail(f"the start failed: {one_line(error)} (logs: {logs_folder()})")
+                self._fail(f"the start failed: {first_line(error)} (logs: {logs_folder()})")
             if not self._stopping.is_set():
                 self._fail(f"Ray Serve ended by itself (logs: {logs_folder()})")
         if self._failure is not None:
@@ -179,7 +179,7 @@ class _Launch:
     @contextmanager
     def _signals(self) -> Iterator[None]:
         before = {number: signal.signal(number, self._stop) for number in (signal.SIGINT, signal.SIGTERM)}
-        before[signal.SIGUSR1] = signal.signal(signal.SIGUSR1, lambda _number, _frame: self._reload.set())
+        before[signal.SIGUSR1] = signal.signal(signal.SIGUSR1, lambda _number, _frame: self._update.ask())
         try:
             yield
         finally:
@@ -230,7 +230,7 @@ class _Launch:
         except DeploymentError as error:
             self._fail(str(error))
         except Exception as error:
-            self._fail(f"the start failed: {one_line(error)} (logs: {logs_folder()})")
+            self._fail(f"the start failed: {first_line(error)} (logs: {logs_folder()})")
         else:
             if model is None:
                 self._end_at_once("stopping: it was not ready yet", 0)
@@ -243,9 +243,12 @@ class _Launch:
 
     def _wait_for_first_token(self) -> str | None:
         """The model's name; None after a signal. Raises `DeploymentError`, and whatever Ray raises."""
+        from serve_app.serving.gpus import GpuReports
+
+        reports = GpuReports(self._say)
         while not self._stopping.is_set():
             try:
-                self._rays.call(self._update.report_gpus, _ANSWER_S, self._stopping.is_set)
+                self._rays.call(reports.look, _ANSWER_S, self._stopping.is_set)
                 if (model := self._rays.call(self._served_model, _FIRST_TOKEN_S, self._stopping.is_set)) is not None:
                     return model
             except TimeoutError:
@@ -258,35 +261,29 @@ class _Launch:
         from serve_app.launch.watch import Watch
 
         # Before anybody is told that the server is ready, so that no death after that is taken for an old one.
-        watch, kept = Watch(self._target.url, self._say), KeptFolder(self._scratch, self._say)
+        watch = Watch(self._target.url, self._say, self._stopping.is_set)
         self._rays.attempt("the ingresses", self._ingresses, None, 2 * _ANSWER_S)
         wants_key = any(settings.ingress.keys_file is not None for settings in self._target.ours.values())
         command = example(self._target.url, model, wants_key=wants_key)
         self._say(f"ready: {model} served its first token. Try:\n{command}")
+        threading.Thread(target=self._update.follow, args=(self._stopping,), daemon=True).start()
+        kept = KeptFolder(self._scratch, self._say)
         while not self._stopping.wait(_POLL_S):
-            try:
-                self._look()
-                kept.look()
-                lost = watch.look()
-            except Exception as error:
-                self._rays.report("a look at the server failed", error)
-                continue
-            if lost is not None:
+            if self._key_pair is not None and (told := self._see("the certificate", self._key_pair.look)) is not None:
+                self._say(told)
+            self._see(f"the files in {self._scratch}", kept.look)
+            if (lost := self._see("a look at the server failed", watch.look)) is not None:
                 self._fail(lost)
                 return
         self._end()
 
-    def _look(self) -> None:
-        """At the signal to deploy again, at how far that is, and at the certificate."""
-        if self._reload.is_set():
-            self._reload.clear()
-            self._deploying = self._rays.attempt("the update", self._update.begin, True, _DEPLOY_S)
-        elif self._deploying:
-            self._deploying = not self._rays.attempt("the update", self._update.has_ended, False, _ANSWER_S)
-            if not self._deploying:
-                self._rays.attempt("the ingresses", self._ingresses, None, 2 * _ANSWER_S)
-        if self._key_pair is not None and (told := self._key_pair.look()) is not None:
-            self._say(told)
+    def _see(self, what: str, look: Callable[[], T]) -> T | None:
+        """What `look` returns; None where it raises, which is said and hinders no other look."""
+        try:
+            return look()
+        except Exception as error:
+            self._rays.report(what, error)
+            return None
 
     def _end(self) -> None:
         """Take no new requests, let the running ones finish or end them with an error.
@@ -305,10 +302,10 @@ class _Launch:
                     break
                 time.sleep(_POLL_S)
         except Exception as error:  # of Ray's, whatever it is: an ingress that does not live has nothing to drain
-            self._say(f"draining failed: {one_line(error)}")
+            self._say(f"draining failed: {first_line(error)}")
         time.sleep(_LAST_BYTES_S)
         for name in set(self._target.applications) - self._target.ours.keys():
-            rays.attempt(f"{name} was not deleted", partial(delete, name), None, _DEPLOY_S)
+            rays.attempt(f"{name} was not deleted", partial(delete, name), None, _DELETE_S)
 
     @property
     def _target(self) -> ConfigFile:

@@ -46,11 +46,16 @@ def make_rays_token() -> None:
             token.chmod(0o600)
         return
     token.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile("w", dir=token.parent) as new:  # for this user alone
-        new.write(secrets.token_hex(32))
-        new.flush()
-        with suppress(FileExistsError):  # another start was first
-            os.link(new.name, token)
+    try:
+        file = os.open(token, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    except FileExistsError:  # another start was first
+        return
+    try:
+        with os.fdopen(file, "w") as new:
+            new.write(secrets.token_hex(32))
+    except OSError:
+        token.unlink()
+        raise
 
 
 def _check_open_files() -> None:
@@ -86,10 +91,10 @@ def _check_temporary(folder: Path) -> None:
         )
     for place in (folder, Path("/tmp")):
         _check_writable(place, "TMPDIR: ", "set TMPDIR to a folder that can be written")
-        free = shutil.disk_usage(place).free
-        if free < _MIN_FREE_BYTES:
-            needed = _MIN_FREE_BYTES // 2**20
-            raise ConfigError(f"{place}: {free // 2**20} MiB are free, and Ray needs {needed} MiB: make room")
+    free = shutil.disk_usage(folder).free
+    if free < _MIN_FREE_BYTES:
+        needed = _MIN_FREE_BYTES // 2**20
+        raise ConfigError(f"{folder}: {free // 2**20} MiB are free, and Ray needs {needed} MiB: make room")
     if not _SHARED_MEMORY.is_dir():
         raise ConfigError(f"{_SHARED_MEMORY} is missing, and Ray needs it: mount a tmpfs there")
 

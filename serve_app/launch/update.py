@@ -3,69 +3,103 @@
 Whatever is wrong with the file, or with Ray's controller, changes nothing of the server that runs.
 """
 
+import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from serve_app.errors import ConfigError
 from serve_app.launch import haproxy
-from serve_app.launch.bounded import one_line
+from serve_app.launch.bounded import BoundedCalls, first_line
 from serve_app.launch.config_file import ConfigFile, read_config
 from serve_app.launch.deployment import DeploymentError, is_running
-from serve_app.launch.gpus import GpuReports, check_gpus
+from serve_app.launch.gpus import check_gpus
+
+if TYPE_CHECKING:
+    from serve_app.serving.gpus import GpuReports
+
+_POLL_S = 0.25
+# How long Ray may take to answer a question, or to take a new deployment.
+_ANSWER_S, _DEPLOY_S = 10.0, 60.0
 
 
 class Update:
     """The deployment that was asked for last."""
 
-    def __init__(self, config_path: Path, target: ConfigFile, scratch: Path, say: Callable[[str], None]) -> None:
-        """`target`: what the file says now. `scratch`: the folder of HAProxy's files. `say` prints a line."""
+    def __init__(
+        self,
+        config_path: Path,
+        target: ConfigFile,
+        scratch: Path,
+        say: Callable[[str], None],
+        ended: Callable[[], object],
+    ) -> None:
+        """`target`: what the file says now. `scratch`: the folder of HAProxy's files. `say` prints a line.
+
+        `ended`: called when an update has ended, in whichever way.
+        """
         self._config_path = config_path
         self._scratch = scratch
         self._say = say
-        self._gpus = GpuReports(say)
+        self._ended = ended
+        self._is_asked_for = False
+        self._reports: GpuReports | None = None
+        """Of the deployment in progress; None where there is none."""
         self.target = target
 
-    def begin(self) -> bool:
+    def ask(self) -> None:
+        """Have the file read again, soon. May be called in a signal's handler."""
+        self._is_asked_for = True
+
+    def follow(self, stopping: threading.Event) -> None:
+        """Deploy whenever asked to, until `stopping`. In a thread of its own: Ray may let an update wait for long."""
+        rays = BoundedCalls(self._say)
+        while not stopping.wait(_POLL_S):
+            self.look(rays, stopping.is_set)
+
+    def look(self, rays: BoundedCalls, given_up: Callable[[], bool]) -> None:
+        """Begin what was asked for, or see how far it is. Errors are said; what was asked for stays so until begun."""
+        if self._is_asked_for:
+            rays.attempt("the update", self._begin, None, _DEPLOY_S, given_up)
+        elif self._reports is not None:
+            rays.attempt("the update", partial(self._see, self._reports), None, 3 * _ANSWER_S, given_up)
+
+    def _begin(self) -> None:
         """Read the config file again and let Serve change what it must: knobs at once, replicas one after another.
 
-        False if nothing changes, because the file is refused or Ray fails.
+        Nothing changes if the file is refused or Ray fails.
         """
+        from serve_app.serving.gpus import GpuReports
         from serve_app.serving.ray_patches import deploy_again
 
+        self._is_asked_for = False
         before = self.target
         try:
             target = read_config(self._config_path)
             if (target.host, target.port, target.key_pair) != (before.host, before.port, before.key_pair):
                 raise ConfigError("http_options: host, port and files cannot change while the server runs")
             check_gpus(target)
-            bound_requests(self._scratch, target)
+            haproxy.write_additions(self._scratch, target.ours)
             deploy_again(target.schema)
         except Exception as error:
-            reason = str(error) if isinstance(error, ConfigError) else f"the update failed: {one_line(error)}"
+            reason = str(error) if isinstance(error, ConfigError) else f"the update failed: {first_line(error)}"
             self._say(f"{self._config_path}: {reason}; nothing has changed")
-            bound_requests(self._scratch, before)
-            return False
+            haproxy.write_additions(self._scratch, before.ours)
+            return
         self.target = target
+        self._reports = GpuReports(self._say)
         self._say(f"deploying {self._config_path} again")
-        return True
 
-    def has_ended(self) -> bool:
-        """Whether it is over, and say how. If it failed, the old replicas serve on. Raises what Ray raises."""
-        self.report_gpus()
+    def _see(self, reports: "GpuReports") -> None:
+        """Whether it is over, and how. If it failed, the old replicas serve on. Raises what Ray raises."""
+        reports.look()
         try:
             if not is_running(self.target.applications):
-                return False
+                return
         except DeploymentError as error:
             self._say(str(error))
         else:
             self._say("deployed")
-        return True
-
-    def report_gpus(self) -> None:
-        """Say now and then which GPUs are waited for. Raises what Ray raises."""
-        self._gpus.look(self.target)
-
-
-def bound_requests(scratch: Path, target: ConfigFile) -> None:
-    """Write the limits on requests for HAProxy. Raises `OSError`."""
-    haproxy.write_additions(scratch, target.ours)
+        self._reports = None
+        self._ended()

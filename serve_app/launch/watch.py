@@ -9,11 +9,15 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from serve_app.errors import one_line
 from serve_app.http_client import HttpStatusError, fetch
+from serve_app.launch.bounded import BoundedCalls
 from serve_app.serving.ray_patches import Actor, actors
 
 _PERIOD_S = 1.0
 _TIMEOUT_S = 1.0
+_ANSWER_S = 10.0
+"""Of Ray: without its GCS it may never come."""
 _MOST_REFUSED_S = 30.0
 """Serve starts its proxy again within seconds; see `keep_haproxy_running` for HAProxy."""
 _VMSTAT = Path("/proc/vmstat")
@@ -24,9 +28,12 @@ _DETAIL = re.compile(r"exit detail: (.*?)(?: Some common causes| There are some 
 class Watch:
     """Looks once a second, at `url` and at Ray's table of actors; `say` prints a line."""
 
-    def __init__(self, url: str, say: Callable[[str], None]) -> None:
+    def __init__(self, url: str, say: Callable[[str], None], given_up: Callable[[], bool] = lambda: False) -> None:
+        """`given_up`: whether Ray is no longer to be waited for."""
         self._url = url
         self._say = say
+        self._given_up = given_up
+        self._rays = BoundedCalls(say)
         self._next_look = 0.0
         self._away_since: float | None = None
         self._refused_since: float | None = None
@@ -54,7 +61,7 @@ class Watch:
         kills, before = _count_oom_kills(), self._oom_kills
         self._oom_kills = kills
         try:
-            table = actors()
+            table = self._rays.call(actors, _ANSWER_S, self._given_up)
         except Exception:  # of Ray's, whatever it is: without its table, readiness is still told
             return
         for actor in table:
@@ -100,7 +107,7 @@ def _why(error: Exception) -> str:
             return str(json.loads(error.body)["error"]["message"])
         except (ValueError, KeyError, TypeError):
             pass
-    return " ".join(str(error).split())[:300]
+    return one_line(error)
 
 
 def _count_oom_kills() -> int:

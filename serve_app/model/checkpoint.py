@@ -18,7 +18,7 @@ import transformers
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
-from serve_app.errors import ConfigError
+from serve_app.errors import ConfigError, one_line
 from serve_app.gguf_header import in_transformers
 from serve_app.model.config_keys import read_config
 from serve_app.model.executors.base import UnsupportedModelError
@@ -69,7 +69,7 @@ def _load_pretrained(
             ignore_mismatched_sizes=True,  # reported, and refused below by name
         )
     except Exception as error:  # transformers raises whatever its validators and readers raise; here it all means this
-        raise ConfigError(f"model: cannot load {source}: {_one_line(error)}") from error
+        raise ConfigError(f"model: cannot load {source}: {one_line(error)}") from error
     if embeds and {*info["missing_keys"]} == {"lm_head.weight"}:
         logger.warning("model %s has no head: its embeddings are right, and the text that it generates is none", source)
         module.lm_head.weight = module.get_input_embeddings().weight
@@ -118,7 +118,7 @@ def _convert_gguf(path: Path, config: Any, target: Path) -> None:
                 output_loading_info=True,
             )
     except Exception as error:  # the reader raises whatever a damaged file provokes
-        raise ConfigError(f"model: cannot read {path}: {_one_line(error)}") from error
+        raise ConfigError(f"model: cannot read {path}: {one_line(error)}") from error
     _check_weights(str(path), info)
     write_once(target, lambda folder: _save(module, folder))
 
@@ -148,7 +148,3 @@ def _check_weights(source: str, info: Any) -> None:
         if keys:
             more = f" and {len(keys) - 3} more" if len(keys) > 3 else ""
             raise ConfigError(f"model: {source}: {text}: {', '.join(keys[:3])}{more}")
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())[:300] or type(error).__name__

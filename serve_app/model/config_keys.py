@@ -10,7 +10,7 @@ from typing import Any
 
 from transformers import AutoConfig, PretrainedConfig
 
-from serve_app.errors import ConfigError
+from serve_app.errors import ConfigError, one_line
 from serve_app.model.refused_keys import check_refused
 
 HARMLESS: Mapping[str, str] = {
@@ -118,8 +118,7 @@ def read_config(source: str, ignored: Collection[str], commit: str = "main") -> 
         config = AutoConfig.from_pretrained(source, revision=commit, trust_remote_code=False)
         refused = dict(_refused(written, config))
     except Exception as error:  # transformers raises whatever its validators and readers raise; here it all means this
-        reason = " ".join(str(error).split())[:300] or type(error).__name__
-        raise ConfigError(f"model: cannot load {source}: {reason}") from error
+        raise ConfigError(f"model: cannot load {source}: {one_line(error)}") from error
     if getattr(config, "is_encoder_decoder", False):
         raise ConfigError(f"model: {source} is an encoder-decoder model ({config.model_type}), not a causal LM")
     check_refused(f"{source}/config.json", refused, ignored)

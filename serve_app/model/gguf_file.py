@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from serve_app.code_digest import digest_code
-from serve_app.errors import ConfigError
+from serve_app.errors import ConfigError, one_line
 from serve_app.gguf_header import GgufHeader, TensorInfo
 from serve_app.model.cpu.stored import Blocks
 from serve_app.model.executors.base import UnsupportedModelError
@@ -96,7 +96,7 @@ def known_tensors(path: Path, header: GgufHeader, described: GgufConfig, module:
 
 
 def _unreadable(path: Path, error: Exception) -> ConfigError:
-    return ConfigError(f"model: cannot read {path}: {' '.join(str(error).split())[:300]}")
+    return ConfigError(f"model: cannot read {path}: {one_line(error)}")
 
 
 def _read_index(folder: Path) -> tuple[dict[str, StoredTensor], dict[str, str]] | None:

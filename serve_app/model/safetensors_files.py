@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from serve_app.errors import one_line
 from serve_app.model.cpu.stored import Blocks
 from serve_app.model.executors.base import UnsupportedModelError
 from serve_app.model.mapped_checkpoint import MappedCheckpoint, StoredTensor
@@ -26,7 +27,7 @@ def open_safetensors(folder: Path) -> MappedCheckpoint:
         tensors = {name: tensor for number, path in enumerate(files) for name, tensor in _tensors(path, number)}
         return MappedCheckpoint(folder, files, folder, tensors)
     except Exception as error:  # a header that makes no sense raises whatever it provokes
-        raise UnsupportedModelError(f"{folder} is not read as it is: {' '.join(str(error).split())[:200]}") from error
+        raise UnsupportedModelError(f"{folder} is not read as it is: {one_line(error)}") from error
 
 
 def check_complete(checkpoint: MappedCheckpoint, module: Any) -> None:

@@ -2,16 +2,18 @@
 
 import asyncio
 import logging
-from collections.abc import Iterable
+import time
+from collections.abc import Callable
 
 import ray
 
 from serve_app.environment import internal_key_file
+from serve_app.serving.ray_patches import gpus_wanted
 from serve_app.settings import Settings
 
 logger = logging.getLogger(__name__)
 
-_REPORT_S = 30.0
+_LOOK_S, _REPORT_S = 1.0, 30.0
 
 
 def cluster_gpus() -> int:
@@ -26,26 +28,27 @@ def use_gpu(settings: Settings) -> bool:
     return settings.device == "cuda"
 
 
-def gpus_wanted(applications: Iterable[Settings]) -> int:
-    """GPUs that the replicas of these applications take before Ray says that all of them run."""
-    return sum(
-        settings.num_replicas if settings.autoscaling is None else settings.autoscaling.min_replicas
-        for settings in applications
-        if use_gpu(settings)
-    )
+class GpuReports:
+    """Says, at once and every 30 s, what is waited for. Ray does not."""
+
+    def __init__(self, say: Callable[[str], None]) -> None:
+        """`say` prints a line."""
+        self._say = say
+        self._next = 0.0
+
+    def look(self) -> None:
+        """To be called while applications start; fast unless the last call was a second ago. Raises what Ray raises."""
+        if (now := time.monotonic()) < self._next:
+            return
+        wanted, there = gpus_wanted(), cluster_gpus()
+        if is_lacking := wanted > there:
+            self._say(f"waiting for {wanted:g} GPU{'s' * (wanted > 1)}; the cluster has {there or 'none'}")
+        self._next = now + (_REPORT_S if is_lacking else _LOOK_S)
 
 
-def lacking_gpus(applications: Iterable[Settings]) -> str | None:
-    """What is waited for, if the cluster has too few; None if it has enough."""
-    wanted, there = gpus_wanted(applications), cluster_gpus()
-    if wanted <= there:
-        return None
-    return f"waiting for {wanted} GPU{'s' * (wanted > 1)}; the cluster has {there or 'none'}"
-
-
-async def report_lacking_gpus(settings: Settings) -> None:
+async def report_lacking_gpus() -> None:
     """Log what is waited for, every 30 s until cancelled; nothing where our launcher does so."""
+    reports = GpuReports(logger.warning)
     while internal_key_file() is None:
-        if (lack := await asyncio.to_thread(lacking_gpus, [settings])) is not None:
-            logger.warning(lack)
-        await asyncio.sleep(_REPORT_S)
+        await asyncio.to_thread(reports.look)
+        await asyncio.sleep(_LOOK_S)

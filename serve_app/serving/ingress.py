@@ -12,7 +12,6 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import asdict, replace
-from functools import partial
 from typing import Any, get_args
 
 from prometheus_client import CONTENT_TYPE_LATEST
@@ -189,7 +188,7 @@ class Ingress:
         bypass_proxies(node_address())
         loop = asyncio.get_running_loop()
         tasks = LastingTasks()
-        waiting = tasks.start("waiting for GPUs", partial(report_lacking_gpus, settings), vital=False)
+        waiting = tasks.start("waiting for GPUs", report_lacking_gpus, vital=False)
         self._request_lines = RequestLines(loop.call_later)
         if haproxy_enabled() and await asyncio.to_thread(has_certificate):
             logger.error(_NO_TLS)  # Ray keeps the reason to itself, and tries again

@@ -4,9 +4,10 @@ To be read again when the pin in pyproject.toml moves. What must be replaced bef
 `launch/ray_node.py`.
 
 What is used: `ray.serve._private.replica.add_port_to_grpc_server` (replaced), the controller's client
-(`ray.serve.context._get_global_client`) with its `deploy_apps`, its `http_config` and the controller's
-`_all_running_replicas`, and `DeploymentHandle._init`; Ray's table of actors (`ray._private.state.actors`); and the
-class of Serve's HAProxy manager, whose `ready` is replaced, with its `_haproxy` and `_reload_lock`.
+(`ray.serve.context._get_global_client`) with its `deploy_apps`, `get_serve_details` and `http_config`
+and the controller's `_all_running_replicas`, and `DeploymentHandle._init`; Ray's table of actors
+(`ray._private.state.actors`); and the class of Serve's HAProxy manager, whose `ready` is replaced,
+with its `_haproxy` and `_reload_lock`.
 """
 
 import asyncio
@@ -26,6 +27,7 @@ from ray.serve.context import _get_global_client
 from ray.serve.handle import DeploymentHandle
 from ray.serve.schema import ServeDeploySchema
 
+from serve_app.errors import one_line
 from serve_app.lasting import LastingTasks
 from serve_app.observability.logging import log_to_terminal
 
@@ -82,6 +84,14 @@ def has_certificate() -> bool:
 def deploy_again(schema: ServeDeploySchema) -> None:
     """Have Serve change what `schema` changes, without waiting: `serve.run` takes no config file."""
     _get_global_client().deploy_apps(schema, _blocking=False)
+
+
+def gpus_wanted() -> float:
+    """GPUs that all the replicas take that Serve keeps at present, or waits for. Blocks; raises what Ray raises."""
+    client = _get_global_client(raise_if_no_controller_running=False)
+    applications = {} if client is None else client.get_serve_details()["applications"]
+    deployments = [item for application in applications.values() for item in application["deployments"].values()]
+    return sum((item["required_resources"].get("GPU", 0.0) * item["target_num_replicas"] for item in deployments), 0.0)
 
 
 def use_in_any_thread(handle: DeploymentHandle[Any]) -> None:
@@ -156,7 +166,7 @@ async def _watch_haproxy(manager: Any) -> None:
                 try:
                     await _start_haproxy(manager._haproxy)
                 except Exception as error:  # whatever it is: the launcher ends the server if it lasts
-                    logger.error("HAProxy did not start: %s", " ".join(str(error).split())[:300])
+                    logger.error("HAProxy did not start: %s", one_line(error))
                     await asyncio.sleep(_START_HAPROXY_S)
 
 

@@ -27,6 +27,8 @@ _REMINDER_S = 30.0
 _TAIL_BYTES = 64
 _CARRIED = {"model": "", "revision": "", "request_id": "", "endpoint": "", "outcome": "carried", "seconds": 0.0}
 """Of a line with the sums of requests whose own lines were lost, or could not be written."""
+_LOST, _UNTIL = "lost_file", "carried_bytes"
+"""Of a line before those: up to where in a lost file, by its inode, they go."""
 _COUNTS = ("prompt_tokens", "cached_tokens", "output_tokens")
 
 
@@ -148,6 +150,8 @@ class Ledger:
             self._turn_to(datetime.fromtimestamp(now, UTC).date())
             if self._is_cut():
                 self.look()
+                if self._is_cut():
+                    raise OSError("today's file was truncated")
             self._append(entry)
         except OSError as error:
             self._missing[spent.key].add(entry)
@@ -165,6 +169,8 @@ class Ledger:
                 self._open_again(path)
             self._write_missing()
             os.close(os.open(path, os.O_RDWR))  # as the next start does
+        except BlockingIOError:
+            pass  # another process writes what the file lacks
         except OSError as error:
             self._report("the ledger's file of today cannot be used; today's sums are kept in memory", error)
 
@@ -214,8 +220,7 @@ class Ledger:
         self._file, self._day, self._dirty = file, day, False
         self._read, self._rest, self._tail = 0, b"", b""
         self._totals.clear()
-        size = os.fstat(file).st_size if file >= 0 else 0
-        self._cut = size > 0 and os.pread(file, 1, size - 1) != b"\n"  # by a loss of power
+        self._cut = file >= 0 and _is_cut_short(file)
 
     def _is_lost(self, path: Path) -> bool:
         """Whether the open file is not, or no longer as a whole, the one that the next start would read."""
@@ -235,23 +240,47 @@ class Ledger:
     def _open_again(self, path: Path) -> None:
         """Take the file that has this name now, or a new one, and write what it lacks. Raises `OSError`.
 
-        Other processes may find the same loss at the same time: each writes what the ones before have not.
+        Other processes may find the same loss, before or after: the first writes all sums, and up to
+        where in the lost file they go; the next ones what was written to that since. Without such a
+        mark, as in a file that an operator has put there, the difference of the sums is written.
         """
         assert self._day is not None
         self._folder.mkdir(parents=True, exist_ok=True)
         file = self._open(self._day)
-        known = {key: self._totals[key].plus(self._missing[key]) for key in {*self._totals, *self._missing}}
-        if self._file >= 0:
-            logger.error("today's ledger %s was removed, replaced or truncated: its sums are written again", path)
-        fcntl.flock(file, fcntl.LOCK_EX)  # until it is closed, or unlocked
         try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # until it is closed, or unlocked
+            carried = self._mark_carried(file)
+        except OSError:
+            os.close(file)
+            raise
+        try:
+            if self._file >= 0:
+                logger.error("today's ledger %s was removed, replaced or truncated: its sums are written again", path)
+            known = dict(self._totals) if carried is None else _sums(self._file, carried, self._read)
             self._begin(file, self._day)
             self._read_on()
-            self._missing.clear()
-            self._missing.update({key: total.without(self._totals[key]) for key, total in known.items()})
+            for key, total in known.items():
+                lack = total.without(self._totals[key]) if carried is None else total
+                self._missing[key] = self._missing[key].plus(lack)
             self._write_missing()
         finally:
             fcntl.flock(file, fcntl.LOCK_UN)
+
+    def _mark_carried(self, file: int) -> int | None:
+        """Say in `file` how much of the lost one it is about to have. Returns how much it had before; None for none.
+
+        Raises `OSError`.
+        """
+        if self._file < 0 or os.path.sameopenfile(self._file, file):
+            return None
+        self._read_on()
+        lost, size = os.fstat(self._file).st_ino, os.fstat(file).st_size
+        marks = [_entry(line) for line in os.pread(file, size, 0).split(b"\n") if _LOST.encode() in line]
+        mark = {"time": _time(self._clock()), _LOST: lost, _UNTIL: self._read - len(self._rest)}
+        line = b"\n" * _is_cut_short(file) + orjson.dumps(mark, option=orjson.OPT_APPEND_NEWLINE)
+        if os.write(file, line) < len(line):
+            raise OSError("the disk is full")
+        return max((mark[_UNTIL] for mark in marks if mark.get(_LOST) == lost), default=None)
 
     def _write_missing(self) -> None:
         """A line for each key of what is in no line. Raises `OSError`."""
@@ -309,16 +338,37 @@ def read_ledger(folder: Path, since: date, until: date) -> Iterator[tuple[date, 
             raise ConfigError(f"{path}: {error.strerror}") from None
 
 
+def _is_cut_short(file: int) -> bool:
+    """Whether its last line has no end, as after a loss of power. Raises `OSError`."""
+    size = os.fstat(file).st_size
+    return size > 0 and os.pread(file, 1, size - 1) != b"\n"
+
+
+def _sums(file: int, start: int, end: int) -> dict[str, Totals]:
+    """Of the lines from byte `start` to byte `end`, by key. Raises `OSError`."""
+    sums: dict[str, Totals] = defaultdict(Totals)
+    for line in os.pread(file, end - start, start).split(b"\n"):
+        if (entry := _parse(line)) is not None:
+            sums[entry["key"]].add(entry)
+    return sums
+
+
 def _parse(line: bytes) -> dict[str, Any] | None:
     """A line that was written whole; None for what is left of another, or was never one of ours."""
-    try:
-        entry = orjson.loads(line)
-    except orjson.JSONDecodeError:
-        return None
-    if not isinstance(entry, dict) or not isinstance(entry.get("key"), str):
+    entry = _entry(line)
+    if not isinstance(entry.get("key"), str):
         return None
     counts = [entry.get("requests", 1), entry.get("reasoning_tokens", 0), *(entry.get(name) for name in _COUNTS)]
     return entry if all(type(count) is int and count >= 0 for count in counts) else None
+
+
+def _entry(line: bytes) -> dict[str, Any]:
+    """A line's JSON object; empty where it has none."""
+    try:
+        entry = orjson.loads(line)
+    except orjson.JSONDecodeError:
+        return {}
+    return entry if isinstance(entry, dict) else {}
 
 
 def _time(seconds: float) -> str:

@@ -1,5 +1,6 @@
 """The servers of `tests.serving`."""
 
+from tests.cli.conftest import tiny_folder
 from tests.serving.conftest import start
 
-__all__ = ["start"]
+__all__ = ["start", "tiny_folder"]

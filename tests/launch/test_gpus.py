@@ -22,6 +22,17 @@ def test_without_any_gpu_it_is_refused_in_a_line(start: StartServer) -> None:
     assert "setting `device`: cuda, but Ray finds no GPU on this machine" in errors[0]
 
 
+def test_replicas_that_share_a_gpu_wait_for_no_other(start: StartServer) -> None:
+    """They start, and fail for want of a real one."""
+    engine = {"name": "EngineReplica", "ray_actor_options": {"num_cpus": 0, "num_gpus": 0.5}}
+    args = {"device": "cuda", "num_replicas": 2}
+    server = start(args, {"RAY_OVERRIDE_RESOURCES": json.dumps({"GPU": 1})}, deployments=[engine])
+    assert server.process.wait(240) == 1
+    server.wait_stopped()
+    assert "deployment failed" in server.lines[-1]
+    assert [line for line in server.lines if "waiting for" in line] == []
+
+
 def test_too_few_gpus_are_said_and_ctrl_c_ends_the_wait(start: StartServer) -> None:
     server = start({"device": "cuda", "num_replicas": 2}, {"RAY_OVERRIDE_RESOURCES": json.dumps({"GPU": 1})})
     said = "waiting for 2 GPUs; the cluster has 1"

@@ -139,6 +139,7 @@ def test_deleted_files_are_written_again(tmp_path: Path) -> None:
     program.chmod(0o700)
     unfinished.write_text("half")
     kept = KeptFolder(folder, said.append)
+    kept.look()
     key.write_text("secret")
     key.chmod(0o600)
     program.write_text("two")

@@ -1,6 +1,8 @@
 """What the machine lacks is said in one line, with status 2, before anything starts."""
 
+import errno
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +12,7 @@ import pytest
 from serve_app.errors import ConfigError
 from serve_app.launch import surroundings
 from serve_app.launch.ports import check_port
-from serve_app.launch.surroundings import check_surroundings
+from serve_app.launch.surroundings import check_surroundings, make_rays_token
 from tests.serving.conftest import write_config
 
 
@@ -66,6 +68,26 @@ def test_a_full_disk_no_shared_memory_and_few_processes(
     monkeypatch.setattr(surroundings, name, tmp_path / value if isinstance(value, str) else value)
     with pytest.raises(ConfigError, match=said):
         check_surroundings(Path("/tmp"))
+
+
+def test_a_full_tmp_is_none_of_rays_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The launcher's own files there are small."""
+    full, roomy = shutil.disk_usage("/")._replace(free=2**20), shutil.disk_usage("/")._replace(free=2**40)
+    monkeypatch.setattr(shutil, "disk_usage", lambda place: full if place == Path("/tmp") else roomy)
+    with pytest.raises(ConfigError, match="/tmp: 1 MiB are free"):
+        check_surroundings(Path("/tmp"))
+    check_surroundings(Path("/var/tmp"))
+
+
+def test_a_home_without_hard_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setattr(os, "link", refuse)
+    make_rays_token()
+    (token,) = (tmp_path / ".ray").iterdir()
+    assert (len(token.read_text()), token.stat().st_mode & 0o777) == (64, 0o600)
 
 
 def test_a_user_without_a_home(monkeypatch: pytest.MonkeyPatch) -> None:

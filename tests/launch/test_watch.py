@@ -1,5 +1,6 @@
 """What the launcher tells of Ray's actors and of readiness, from tables and answers such as Ray's and the ingress's."""
 
+import threading
 from dataclasses import replace
 from pathlib import Path
 from urllib.error import URLError
@@ -78,6 +79,15 @@ def test_who_was_told_to_end_has_not_died(world: World) -> None:
     left = replace(ENGINE, actor_id="b", dead=True, cause="Worker exit type: INTENDED_USER_EXIT Worker exit detail: x")
     world.table = [ended, left]
     assert world.look() == []
+
+
+def test_a_gcs_that_does_not_answer_hides_nothing_else(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    may_answer = threading.Event()
+    monkeypatch.setattr(watch, "actors", lambda: [ENGINE] * may_answer.wait())
+    monkeypatch.setattr(watch, "_ANSWER_S", 0.0)
+    world.problem = ConnectionResetError("reset")
+    assert world.look() == ["not ready: reset"]
+    may_answer.set()
 
 
 def test_readiness_is_told_when_it_goes_and_when_it_returns(world: World) -> None:

@@ -7,7 +7,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -112,11 +112,15 @@ class Server:
         return openai.AsyncOpenAI(api_key="none", base_url=f"{self.url}/v1", max_retries=0, timeout=120)
 
 
-def write_config(folder: Path, args: dict[str, Any], port: int) -> Path:
-    """deploy/config.yaml with other `args`, on another port."""
+def write_config(
+    folder: Path, args: dict[str, Any], port: int, deployments: Sequence[dict[str, Any]] | None = None
+) -> Path:
+    """deploy/config.yaml with other `args`, and `deployments` if they are given, on another port."""
     config = yaml.safe_load((REPOSITORY / "deploy" / "config.yaml").read_text())
     config["http_options"]["port"] = port
     config["applications"][0]["args"] = args
+    if deployments is not None:
+        config["applications"][0]["deployments"] = deployments
     path = folder / f"config-{port}.yaml"
     path.write_text(yaml.safe_dump(config))
     return path
@@ -149,9 +153,14 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Server]]:
     """Start a server that the test stops itself, or that is stopped after the test."""
     servers: list[Server] = []
 
-    def start(args: dict[str, Any], environment: dict[str, str] | None = None, **how: Any) -> Server:
+    def start(
+        args: dict[str, Any],
+        environment: dict[str, str] | None = None,
+        deployments: Sequence[dict[str, Any]] | None = None,
+        **how: Any,
+    ) -> Server:
         port = free_port()
-        process = launch(write_config(tmp_path, args, port), environment or {}, **how)
+        process = launch(write_config(tmp_path, args, port, deployments), environment or {}, **how)
         server = Server(process, f"http://127.0.0.1:{port}")
         servers.append(server)
         return server

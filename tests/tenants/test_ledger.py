@@ -1,10 +1,14 @@
 """The ledger: nothing that was written is lost, whoever else writes, whatever a crash left behind."""
 
+import errno
+import fcntl
+import itertools
 import logging
 import multiprocessing
 import os
 import shutil
 import signal
+import tempfile
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import UTC, date, datetime
@@ -13,6 +17,8 @@ from typing import Any
 
 import orjson
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from serve_app.errors import ConfigError
 from serve_app.tenants.ledger import Ledger, Spent, Totals, ledger_file, read_ledger
@@ -195,6 +201,86 @@ def test_the_days_sums_outlive_their_file(tmp_path: Path, caplog: pytest.LogCapt
     ledger.write(SPENT)
     assert Ledger(folder, Clock()).today("team").requests == 5
     assert sum(entry.get("requests", 1) for _, entry in read_ledger(folder, DAY, DAY) if entry["key"] == "other") == 3
+
+
+STEPS = st.sampled_from([*itertools.product(("write", "look"), range(3)), ("remove", 0), ("restart", 0)])
+
+
+@settings(max_examples=100)
+@given(steps=st.lists(STEPS, max_size=25))
+def test_no_use_is_lost_or_counted_twice_whoever_sees_a_loss_first(steps: list[tuple[str, int]]) -> None:
+    """Several ingresses: each goes on writing to a file that was removed until it notices."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        ledgers = [Ledger(folder, Clock()) for _ in range(3)]
+        written = 0
+        for step, number in steps:
+            if step == "write":
+                written += 1
+                ledgers[number].write(SPENT)
+                continue
+            if step == "look":
+                ledgers[number].look()
+                continue
+            for ledger in ledgers:  # as each does within a second
+                ledger.look()
+            if step == "remove":
+                ledger_file(folder, DAY).unlink()
+            else:
+                ledgers[0].close()
+                ledgers[0] = Ledger(folder, Clock())
+        for ledger in ledgers:
+            ledger.look()
+        assert [ledger.today("team").requests for ledger in ledgers] == [written] * 3
+        assert sum(entry.get("requests", 1) for _, entry in read_ledger(folder, DAY, DAY)) == written
+        for ledger in ledgers:
+            ledger.close()
+
+
+def test_a_file_that_cannot_be_locked_costs_no_descriptor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a network's file system without locks."""
+
+    def fail(file: int, operation: int) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    ledger = Ledger(tmp_path, Clock())
+    ledger.write(SPENT)
+    ledger_file(tmp_path, DAY).unlink()
+    with monkeypatch.context() as patch:
+        patch.setattr(fcntl, "flock", fail)
+        before = len(os.listdir("/proc/self/fd"))
+        for _ in range(5):
+            ledger.look()
+        assert len(os.listdir("/proc/self/fd")) == before
+    ledger.look()
+    assert Ledger(tmp_path, Clock()).today("team").requests == 1
+
+
+def test_a_file_that_another_process_has_locked_is_not_waited_for(tmp_path: Path) -> None:
+    ledger = Ledger(tmp_path, Clock())
+    ledger.write(SPENT)
+    os.truncate(ledger_file(tmp_path, DAY), 0)
+    with ledger_file(tmp_path, DAY).open("rb") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        ledger.look()
+        ledger.write(SPENT)
+        assert ledger.today("team").requests == 2
+    ledger.look()
+    assert Ledger(tmp_path, Clock()).today("team").requests == ledger.today("team").requests == 2
+
+
+def test_what_was_used_without_a_file_is_added_to_what_the_file_has(tmp_path: Path) -> None:
+    folder = tmp_path / "ledger"
+    for _ in range(3):
+        Ledger(folder, Clock()).write(SPENT)
+    folder.rename(tmp_path / "away")
+    folder.touch()
+    ledger = Ledger(folder, Clock(), must_open=False)
+    ledger.write(SPENT)
+    folder.unlink()
+    (tmp_path / "away").rename(folder)
+    ledger.look()
+    assert ledger.today("team").requests == Ledger(folder, Clock()).today("team").requests == 4
 
 
 def test_what_could_not_be_written_is_written_later(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -14,6 +14,7 @@ import subprocess
 import tempfile
 from pathlib import Path
 
+from serve_app.errors import one_line
 from serve_app.one_writer import flush_to_disk, only_writer
 
 logger = logging.getLogger(__name__)
@@ -78,7 +79,7 @@ def load_library(build: str, cache_dir: Path) -> ctypes.CDLL:
     try:
         return ctypes.CDLL(str(compiled(build, cache_dir)))
     except OSError as error:
-        raise KernelsUnavailableError(" ".join(str(error).split())) from error
+        raise KernelsUnavailableError(one_line(error)) from error
 
 
 def compiled(build: str, cache_dir: Path) -> Path:
@@ -98,7 +99,7 @@ def compiled(build: str, cache_dir: Path) -> Path:
                     _compile([compiler, *flags], path)
         return path
     except OSError as error:
-        raise KernelsUnavailableError(" ".join(str(error).split())) from error
+        raise KernelsUnavailableError(one_line(error)) from error
 
 
 def _fingerprint(compiler: str, flags: list[str]) -> str:
