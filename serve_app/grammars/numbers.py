@@ -38,9 +38,9 @@ def exact_constant(value: Any) -> None:
         elif isinstance(part, int | float) and not isinstance(part, bool):
             number = _finite("const", part)
             if isinstance(part, float) and _num_digits(part) > _READ_DIGITS:
-                raise NumberError(f"the constant {_short(part)} has more than {_READ_DIGITS} digits")
+                raise NumberError(f"the constant {short(part)} has more than {_READ_DIGITS} digits")
             if part == -(2**63) or (isinstance(part, int) and Decimal(repr(number)) != part and part != _MAX_INT64):
-                raise NumberError(f"the constant {_short(part)} cannot be written exactly (limit: 2**53)")
+                raise NumberError(f"the constant {short(part)} cannot be written exactly (limit: 2**53)")
 
 
 def exact_numbers(schema: dict[str, Any]) -> tuple[int, int] | None:
@@ -49,12 +49,10 @@ def exact_numbers(schema: dict[str, Any]) -> tuple[int, int] | None:
     Returns its `multipleOf` as (coefficient, exponent): coefficient / 10**exponent; None without one. Raises
     `NumberError`.
     """
-    kinds = schema.get("type")
-    kinds = {kinds} if isinstance(kinds, str) else set(map(str, kinds)) if isinstance(kinds, list) else {"number"}
+    kinds = schema.get("type", "number")
+    kinds = {kinds} if isinstance(kinds, str) else {*kinds}
     keys = ("minimum", "exclusiveMinimum", "maximum", "exclusiveMaximum")
     values = {key: schema[key] for key in keys if key in schema}
-    if any(not isinstance(value, int | float) for value in values.values()):
-        return None  # no schema: llguidance names the keyword
     factor = _factor(schema)
     if not values:
         return factor
@@ -98,12 +96,12 @@ def _write_integers(schema: dict[str, Any], low: Bound, high: Bound) -> None:
         most = math.ceil(high[0]) - 1 if high[1] else math.floor(high[0])
         most = min(most, _MAX_INT64)
     if least is not None and most is not None and least > most:
-        raise NumberError(f"`minimum` and `maximum` leave no integer: {_short(least)} is above {_short(most)}")
+        raise NumberError(f"`minimum` and `maximum` leave no integer: {short(least)} is above {short(most)}")
     for bound in (least, most):
         if bound is not None and bound != _MAX_INT64 and int(float(bound)) != bound:
-            raise NumberError(f"the bound {_short(bound)} cannot be kept exactly (limit: 2**53)")
+            raise NumberError(f"the bound {short(bound)} cannot be kept exactly (limit: 2**53)")
         if bound is not None and not _LEAST_INT64 <= bound <= _MAX_INT64:
-            raise NumberError(f"the bound {_short(bound)} has more than 64 bits")
+            raise NumberError(f"the bound {short(bound)} has more than 64 bits")
     if least is not None and least >= _LONG and most is None:
         most = _MAX_INT64
     if most is not None and most <= -_LONG and least is None:
@@ -177,7 +175,7 @@ def _double(bound: Bound, *, up: bool) -> tuple[float | None, bool]:
 
 def _factor(schema: dict[str, Any]) -> tuple[int, int] | None:
     factor = schema.get("multipleOf")
-    if not isinstance(factor, int | float) or isinstance(factor, bool):
+    if factor is None:
         return None
     number, exponent = _finite("multipleOf", factor), 0
     if number <= 0:
@@ -185,7 +183,7 @@ def _factor(schema: dict[str, Any]) -> tuple[int, int] | None:
     while number % 1:  # as llguidance reads it
         number, exponent = number * 10, exponent + 1
     if number > _MAX_FACTOR or exponent > 9 or Decimal(int(number)).scaleb(-exponent) != Decimal(str(factor)):
-        raise NumberError(f"`multipleOf` {_short(factor)} has too many digits: they must make {_MAX_FACTOR} at most")
+        raise NumberError(f"`multipleOf` {short(factor)} has too many digits: they must make {_MAX_FACTOR} at most")
     return int(number), exponent
 
 
@@ -211,6 +209,7 @@ def _finite(key: str, value: float) -> float:
     return number
 
 
-def _short(value: float) -> str:
+def short(value: float) -> str:
+    """A number as it is written in a message, however long it is."""
     text = repr(value) if abs(value) < 10**40 else f"{Decimal(value):.6e}"
     return text[:48]

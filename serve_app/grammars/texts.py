@@ -111,7 +111,10 @@ def _key(schema: Mapping[str, Any]) -> str:
 
 
 def _can_name_more(schema: Mapping[str, Any]) -> bool:
-    text = library.from_schema(schema)
+    try:
+        text = library.from_schema(schema)
+    except GrammarError:
+        return True  # the whole schema is refused for it
     return _reason(text) is not None or dead_end(text) is None
 
 
@@ -123,9 +126,8 @@ def _with_schemas(rules: str) -> str:
             continue
         try:
             schema, stop = json.JSONDecoder().raw_decode(rules, found.end())
-            schemas.check_depth(schema)
             written = schemas.prepared(schema, _can_name_more)
-        except (SchemaError, ValueError, RecursionError, AttributeError, TypeError) as error:
+        except (SchemaError, ValueError, RecursionError) as error:
             raise GrammarError(f"`%json` must be followed by a JSON schema that can be enforced: {error}") from None
         pieces += [rules[end : found.start()], f"%json {json.dumps(written)}"]
         end = stop
