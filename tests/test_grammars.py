@@ -16,7 +16,7 @@ from serve_app import grammars
 from serve_app.errors import InvalidRequestError
 from serve_app.grammars import Grammars, Matcher
 from serve_app.text.tokenizer import Tokenizer, load_tokenizer
-from tests.grammar_work import MAX_BUILDS, MAX_CHARS, counted
+from tests.grammar_work import MAX_BUILDS, MAX_CHARS, MAX_MASKS, counted
 from tests.hostile_schemas import HOSTILE_SCHEMAS
 
 WIDTH = 49_160
@@ -181,6 +181,9 @@ HOSTILE: dict[str, Callable[[], str]] = {
     "left recursion": lambda: grammars.lark('start: a\na: a b | b\nb: a a | "x" a'),
     "3,000 parentheses": lambda: grammars.lark("start: " + "(" * 3000 + '"a"' + ")" * 3000),
     "nothing, many times": lambda: grammars.lark('start: x*\nx: ""'),
+    "500 patternProperties": lambda: grammars.lark(
+        "\n".join(["start: a0", *(f'a{i}: %json {{"patternProperties": {{"{i}": {{}}}}}}' for i in range(500))])
+    ),
     "30,000 alternatives": lambda: grammars.lark("start: " + " | ".join(f'"w{i}"' for i in range(30_000))),
 }
 
@@ -192,3 +195,13 @@ def test_no_grammar_takes_much_work(compiled: Grammars, name: str) -> None:
         walk(compiled.matcher(HOSTILE[name]()), random.Random(0), most=200)
     assert work.chars <= MAX_CHARS
     assert work.builds <= MAX_BUILDS
+    assert work.masks <= MAX_MASKS
+
+
+def test_too_many_patterns_are_refused_with_the_path() -> None:
+    for parts in ([f"a{i}" for i in range(100)], [f"{i}" * 1_000 for i in range(60)]):
+        schema: dict[str, Any] = {"items": {"anyOf": [{"patternProperties": {part: {}}} for part in parts]}}
+        with pytest.raises(InvalidRequestError) as refused:
+            grammars.json_schema(schema)
+        assert refused.value.code == "grammar_too_large"
+        assert "at /items/anyOf/" in refused.value.message

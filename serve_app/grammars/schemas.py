@@ -48,10 +48,11 @@ _DECIMAL = re.compile(
 )
 
 
-def prepared(schema: Any, can_name_more: Callable[[Schema], bool]) -> Schema:
+def prepared(schema: Any, can_name_more: Callable[[Schema, str], bool]) -> Schema:
     """A schema that llguidance enforces as the client's means it.
 
-    can_name_more: whether an object of a schema can have a property beside its required ones. Raises `SchemaError`.
+    can_name_more: whether an object of a schema (at a path) can have a property beside its required ones. Raises
+    `SchemaError`.
     """
     check_depth(schema)
     if not isinstance(schema, Mapping):
@@ -93,7 +94,7 @@ def parts(schema: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
 
 
 class _Preparation:
-    def __init__(self, can_name_more: Callable[[Schema], bool]) -> None:
+    def __init__(self, can_name_more: Callable[[Schema, str], bool]) -> None:
         self._can_name_more = can_name_more
         self._paths: set[str] = set()
         """Of everything that is prepared as a schema."""
@@ -198,7 +199,7 @@ class _Preparation:
             "additionalProperties": schema.get("additionalProperties") is not False,
             "minProperties": len(properties) + 1,
         }
-        if self._can_name_more(probe):
+        if self._can_name_more(probe, path):
             return schema
         if not {*properties} <= required:
             raise SchemaError(path, "`patternProperties` leaves no name beside those of `properties`: leave it out")
