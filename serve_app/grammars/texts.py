@@ -26,7 +26,7 @@ _LOCATE_MASKS = 64
 """Of the walk through each of them."""
 _EMBEDDED = re.compile(r"%json\b\s*")
 _known: Recent[str] = Recent(256, 2**22)
-"""Grammars by the schemas that they are of: those that agents send with every request."""
+"""Grammars by what they are of: those that agents send with every request."""
 
 
 def json_schema(schema: Mapping[str, Any] | str, *, param: str = "response_format") -> str:
@@ -64,14 +64,14 @@ def json_object(*, param: str = "response_format") -> str:
 
 def regex(pattern: str, *, param: str = "structured_outputs") -> str:
     """The grammar of the texts that `pattern` matches as a whole (syntax of Rust's regex crate)."""
-    return _walked(lambda: library.from_regex(pattern), param)
+    return _walked("regex", pattern, library.from_regex, param)
 
 
 def lark(grammar: str, *, param: str = "structured_outputs") -> str:
     """A grammar in llguidance's dialect of Lark."""
     if len(grammar) > MAX_RULE_CHARS:
         raise _refused(f"it has {len(grammar)} characters; the limit is {MAX_RULE_CHARS}", param, Refusal.TOO_LARGE)
-    return _walked(lambda: library.from_lark(_with_schemas(grammar)), param)
+    return _walked("lark", grammar, lambda rules: library.from_lark(_with_schemas(rules)), param)
 
 
 def choice(answers: Sequence[str], *, param: str = "structured_outputs") -> str:
@@ -83,7 +83,7 @@ def choice(answers: Sequence[str], *, param: str = "structured_outputs") -> str:
             code=Refusal.TOO_LARGE if answers else Refusal.UNMATCHABLE,
         )
     alternatives = " | ".join(json.dumps(answer, ensure_ascii=False) for answer in dict.fromkeys(answers))
-    return _walked(lambda: library.from_lark(f"start: {alternatives}"), param)
+    return _walked("choice", f"start: {alternatives}", library.from_lark, param)
 
 
 def compose(rules: str, parts: Mapping[str, str], *, param: str) -> str:
@@ -159,14 +159,20 @@ def _checked(build: Callable[[], str], param: str) -> str:
     return text
 
 
-def _walked(build: Callable[[], str], param: str) -> str:
+def _walked(kind: str, source: str, write: Callable[[str], str], param: str) -> str:
+    """What `write` makes of `source`, checked and walked; known where it was before."""
+
     def build_and_walk() -> str:
-        text = _checked(build, param)
+        text = _checked(lambda: write(source), param)
         if (reason := dead_end(text)) is not None:
             raise _refused(reason, param, Refusal.UNMATCHABLE)
         return text
 
-    return library.on_deep_stack(build_and_walk)
+    known = _known.get(key := f"{kind} {source}")
+    if known is None:
+        known = library.on_deep_stack(build_and_walk)
+        _known.put(key, known)
+    return known
 
 
 def _refused(reason: str, param: str, code: Refusal) -> InvalidRequestError:
