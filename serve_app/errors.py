@@ -49,8 +49,9 @@ class RequestError(ServeAppError):
         code: str | None = None,
         retry_after_s: float | None = None,
     ) -> None:
-        super().__init__(message)
-        self.message = message
+        # A client's text may hold halves of surrogate pairs, which no answer can.
+        self.message = message.encode(errors="backslashreplace").decode()
+        super().__init__(self.message)
         self.param = param
         self.code = code if code is not None else self.default_code
         self.retry_after_s = retry_after_s

@@ -46,4 +46,27 @@ HOSTILE_SCHEMAS: dict[str, dict[str, Any]] = {
         "properties": {f"field {i}": {"type": "string"} for i in range(2_000)},
         "required": [f"field {i}" for i in range(2_000)],
     },
+    "2,000 equal patternProperties": {"anyOf": [{"patternProperties": {"a": {}}}] * 2_000},
+    "2,000 different patternProperties": {"anyOf": [{"patternProperties": {f"a{i}": {}}} for i in range(2_000)]},
+    "60 patternProperties of long names": {
+        "anyOf": [{"patternProperties": {f"^[a-z]{{1900}}{i}$": {}}, "additionalProperties": False} for i in range(60)]
+    },
+    "patternProperties beside 30 names, 60 times": {
+        "anyOf": [
+            {"properties": {f"{i}_{j}": {} for j in range(30)}, "patternProperties": {f"^[a-z]{{1900}}{i}$": {}}}
+            for i in range(60)
+        ]
+    },
+    "too long, of patternProperties": {
+        "anyOf": [{"patternProperties": {"a" * 5_000 + str(i): {}}} for i in range(60)],
+    },
+    "long parts beside a dead end": {
+        "$defs": {"n": {"type": "object", "properties": {"l": {"$ref": "#/$defs/n"}}, "required": ["l"]}},
+        "type": "object",
+        "properties": {
+            **{f"p{i}": {"type": "string", "pattern": f"^[a-z]{{1990}}{i}$"} for i in range(200)},
+            "dead": {"$ref": "#/$defs/n"},
+        },
+        "required": ["dead"],
+    },
 }

@@ -16,7 +16,7 @@ from serve_app import grammars
 from serve_app.errors import InvalidRequestError
 from serve_app.grammars import Grammars, Matcher
 from serve_app.text.tokenizer import Tokenizer, load_tokenizer
-from tests.grammar_work import MAX_BUILDS, MAX_CHARS, counted
+from tests.grammar_work import MAX_BUILDS, MAX_CHARS, MAX_MASKS, counted
 from tests.hostile_schemas import HOSTILE_SCHEMAS
 
 WIDTH = 49_160
@@ -123,12 +123,12 @@ def test_ids_beyond_the_vocabulary_never_match(compiled: Grammars, tokenizer: To
 def test_only_so_many_grammars_are_kept(compiled: Grammars) -> None:
     for number in range(300):
         compiled.matcher(grammars.regex(f"a{{{number}}}b"))
-    assert len(compiled._kept) == 256
+    assert len(compiled._kept._values) == 256
     long = [grammars.choice([f"{number}-{i}" * 1000 for i in range(25)]) for number in range(30)]
     for text in long:
         compiled.matcher(text)
-    assert compiled._kept.chars <= 2**22
-    assert long[-1] in compiled._kept
+    assert sum(map(len, compiled._kept._values)) == compiled._kept._chars <= 2**22
+    assert compiled._kept.get(long[-1]) is not None
 
 
 def test_ten_thousand_schemas_leave_no_memory_behind(compiled: Grammars) -> None:
@@ -143,7 +143,7 @@ def test_ten_thousand_schemas_leave_no_memory_behind(compiled: Grammars) -> None
 
     before = meet(range(1_000))
     assert meet(range(1_000, 10_000)) - before < 64 * 2**20
-    assert len(compiled._kept) <= 256
+    assert len(compiled._kept._values) <= 256
 
 
 @pytest.mark.parametrize(
@@ -181,6 +181,9 @@ HOSTILE: dict[str, Callable[[], str]] = {
     "left recursion": lambda: grammars.lark('start: a\na: a b | b\nb: a a | "x" a'),
     "3,000 parentheses": lambda: grammars.lark("start: " + "(" * 3000 + '"a"' + ")" * 3000),
     "nothing, many times": lambda: grammars.lark('start: x*\nx: ""'),
+    "500 patternProperties": lambda: grammars.lark(
+        "\n".join(["start: a0", *(f'a{i}: %json {{"patternProperties": {{"{i}": {{}}}}}}' for i in range(500))])
+    ),
     "30,000 alternatives": lambda: grammars.lark("start: " + " | ".join(f'"w{i}"' for i in range(30_000))),
 }
 
@@ -192,3 +195,34 @@ def test_no_grammar_takes_much_work(compiled: Grammars, name: str) -> None:
         walk(compiled.matcher(HOSTILE[name]()), random.Random(0), most=200)
     assert work.chars <= MAX_CHARS
     assert work.builds <= MAX_BUILDS
+    assert work.masks <= MAX_MASKS
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        lambda: grammars.json_schema({"type": "object", "properties": {"kept": {}}}),
+        lambda: grammars.regex("kept [a-z]+"),
+        lambda: grammars.lark('start: "kept" %json {"type": "integer"}'),
+        lambda: grammars.choice([f"kept {i}" for i in range(1000)]),
+    ],
+)
+def test_what_is_asked_for_again_is_not_built_again(build: Callable[[], str]) -> None:
+    first = build()
+    with counted() as work:
+        assert build() == first
+    assert work.builds == 0
+
+
+def test_the_same_text_means_another_grammar_elsewhere() -> None:
+    text = 'start: "a"'
+    assert len({grammars.regex(text), grammars.lark(text), grammars.choice([text])}) == 3
+
+
+def test_too_many_patterns_are_refused_with_the_path() -> None:
+    for parts in ([f"a{i}" for i in range(100)], [f"{i}" * 1_000 for i in range(60)]):
+        schema: dict[str, Any] = {"items": {"anyOf": [{"patternProperties": {part: {}}} for part in parts]}}
+        with pytest.raises(InvalidRequestError) as refused:
+            grammars.json_schema(schema)
+        assert refused.value.code == "grammar_too_large"
+        assert "at /items/anyOf/" in refused.value.message

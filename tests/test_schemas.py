@@ -214,6 +214,72 @@ def test_what_has_no_answer_is_refused_with_its_path(schema: dict[str, Any], cod
     assert said in error.message
 
 
+_WRONG: dict[str, tuple[Any, ...]] = {
+    "type": (5, ["string", 5], {}),
+    "format": ([], {}, 5),
+    "pattern": (5, []),
+    "enum": ("a", {}),
+    "$ref": (5, []),
+    "$defs": ([], "a"),
+    "allOf": (5, {}, [5], [[{}]]),
+    "anyOf": (5, {}, ["a"]),
+    "oneOf": (5, {}, [None]),
+    "items": (5, "a", [5]),
+    "prefixItems": ({}, ["a"]),
+    "properties": ([], 5, {"b": 5}),
+    "patternProperties": ([], 5, {"b": []}),
+    "additionalProperties": (5, [], None),
+    "required": (5, "a", [["a"]], [5], {}),
+    **dict.fromkeys(("minimum", "maximum", "multipleOf"), ("5", [], True, None)),
+    **dict.fromkeys(("exclusiveMinimum", "exclusiveMaximum"), ("5", [], None)),
+    **dict.fromkeys(("minLength", "maxLength", "minItems", "maxItems"), ("5", [], True, None, -1, 1.5)),
+    **dict.fromkeys(("minProperties", "maxProperties"), ("5", {}, False, None, -1, 1.5)),
+}
+_FULL: list[dict[str, Any]] = [
+    {"type": "string", "format": "byte", "pattern": "a", "allOf": [{"minLength": 1}], "maxLength": 9},
+    {"type": "object", "properties": {"a": {}}, "patternProperties": {"^a$": {}}, "additionalProperties": False,
+     "required": ["a"], "minProperties": 1, "maxProperties": 2},
+    {"type": "array", "items": {"type": "integer"}, "prefixItems": [{}], "minItems": 1, "maxItems": 3},
+    {"type": "number", "minimum": 1, "exclusiveMaximum": 9, "multipleOf": 2, "enum": [2, 4]},
+    {"$ref": "#/$defs/a", "$defs": {"a": {"anyOf": [{"const": 1}, {"type": "null"}]}}, "$id": "x"},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("keyword", "value"), [(key, value) for key, values in _WRONG.items() for value in values])
+def test_a_keyword_with_a_value_of_a_wrong_type_is_refused_with_its_path(keyword: str, value: Any) -> None:
+    for whole in ({}, *_FULL):
+        error = refusal({"properties": {"part": {**whole, keyword: value}}})
+        assert error.code == Refusal.UNSUPPORTED
+        assert "at /properties/part" in error.message
+
+
+_ANY_JSON = st.recursive(
+    st.sampled_from([None, True, 0, -1, 1.5, 10**400, float("nan"), "a", "(", "byte", "\ud800", "#/a"]),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.sampled_from(["a", "^a$", "\ud800", *_WRONG]), inner, max_size=3)
+    ),
+    max_leaves=5,
+)
+
+
+@given(
+    whole=st.sampled_from([{}, *_FULL]),
+    changes=st.dictionaries(
+        st.sampled_from([*_WRONG, "const", "$id", "additionalItems", "title"]), _ANY_JSON, max_size=3
+    ),
+    around=st.sampled_from(["{}", '{"items": {}}', '{"$defs": {"a": {}}, "$ref": "#/$defs/a"}']),
+)
+@settings(max_examples=500)
+def test_no_value_of_a_keyword_is_an_error_of_the_server(whole: Any, changes: Any, around: str) -> None:
+    schema = json.loads(around.replace("{}", json.dumps({**whole, **changes})))
+    for build in (lambda: grammars.json_schema(schema), lambda: grammars.lark(f"start: %json {json.dumps(schema)}")):
+        try:
+            build()
+        except InvalidRequestError as error:
+            error.message.encode()
+
+
 class Account(BaseModel):
     home: Path
     password: SecretStr

@@ -142,12 +142,20 @@ async def encode_messages(
     plain = [message.for_template() for message in messages]
     given = [tool.for_template() for tool in tools]
     # What is not content stands in the prompt as JSON or nearly so.
-    others = [json.dumps(given)] if given else []
-    others += [json.dumps(message["tool_calls"]) for message in plain if "tool_calls" in message]
+    others = [_as_json(given)] if given else []
+    others += [_as_json(message["tool_calls"]) for message in plain if "tool_calls" in message]
     text = "".join([message["content"] for message in plain] + others)
     await _check_size(tokenizer, text, card, "messages")
     work = partial(tokenizer.apply_chat_template, plain, given, variables, ending, scope)
     return await off_loop(work, len(text) + _MESSAGE * len(plain))
+
+
+def _as_json(data: Any) -> str:
+    """As templates write it, without escapes; empty for what no template can write, which it refuses itself."""
+    try:
+        return json.dumps(data, ensure_ascii=False).encode(errors="replace").decode()
+    except (ValueError, RecursionError):
+        return ""
 
 
 def _check_roles(tokenizer: Tokenizer, messages: Sequence[Message]) -> None:

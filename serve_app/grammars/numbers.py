@@ -52,12 +52,10 @@ def exact_numbers(schema: dict[str, Any]) -> tuple[int, int] | None:
     Returns its `multipleOf` as (coefficient, exponent): coefficient / 10**exponent; None without one. Raises
     `NumberError`.
     """
-    kinds = schema.get("type")
-    kinds = {kinds} if isinstance(kinds, str) else set(map(str, kinds)) if isinstance(kinds, list) else {"number"}
+    kinds = schema.get("type", "number")
+    kinds = {kinds} if isinstance(kinds, str) else {*kinds}
     keys = ("minimum", "exclusiveMinimum", "maximum", "exclusiveMaximum")
     values = {key: schema[key] for key in keys if key in schema}
-    if any(not isinstance(value, int | float) for value in values.values()):
-        return None  # no schema: llguidance names the keyword
     factor = _factor(schema)
     if not values:
         return factor
@@ -180,7 +178,7 @@ def _double(bound: Bound, *, up: bool) -> tuple[float | None, bool]:
 
 def _factor(schema: dict[str, Any]) -> tuple[int, int] | None:
     factor = schema.get("multipleOf")
-    if not isinstance(factor, int | float) or isinstance(factor, bool):
+    if factor is None:
         return None
     number, exponent = _finite("multipleOf", factor), 0
     if number <= 0:

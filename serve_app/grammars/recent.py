@@ -17,17 +17,6 @@ class Recent(Generic[Value]):
         self._chars = 0
         self._lock = Lock()
 
-    def __len__(self) -> int:
-        return len(self._values)
-
-    def __contains__(self, text: str) -> bool:
-        return text in self._values
-
-    @property
-    def chars(self) -> int:
-        """Of all texts that are kept."""
-        return self._chars
-
     def get(self, text: str) -> Value | None:
         """The value of a text; None: it is not kept."""
         with self._lock:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 from urllib.parse import unquote
 
+from serve_app.grammars.keywords import check_keywords
 from serve_app.grammars.numbers import MAX_STATES, NumberError, exact_constant, exact_numbers, num_states, short
 from serve_app.grammars.refusals import Refusal, SchemaError
 
@@ -47,18 +48,21 @@ _DECIMAL = re.compile(
 )
 
 
-def prepared(schema: Mapping[str, Any], can_name_more: Callable[[Schema], bool]) -> Schema:
+def prepared(schema: Any, can_name_more: Callable[[Schema, str], bool]) -> Schema:
     """A schema that llguidance enforces as the client's means it.
 
-    can_name_more: whether an object of a schema can have a property beside its required ones. Raises `SchemaError`.
+    can_name_more: whether an object of a schema (at a path) can have a property beside its required ones. Raises
+    `SchemaError`.
     """
     check_depth(schema)
+    if not isinstance(schema, Mapping):
+        raise SchemaError("", "it must be an object")
     if "x-guidance" in schema:
         raise SchemaError("", "`x-guidance` changes how a schema is enforced")
     preparation = _Preparation(can_name_more)
-    written = preparation.schema(schema, "", "")
+    written: Schema = preparation.schema(schema, "", "")
     preparation.check_references()
-    return written if isinstance(written, dict) else {}
+    return written
 
 
 def check_depth(schema: Any) -> None:
@@ -90,7 +94,7 @@ def parts(schema: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
 
 
 class _Preparation:
-    def __init__(self, can_name_more: Callable[[Schema], bool]) -> None:
+    def __init__(self, can_name_more: Callable[[Schema, str], bool]) -> None:
         self._can_name_more = can_name_more
         self._paths: set[str] = set()
         """Of everything that is prepared as a schema."""
@@ -102,14 +106,15 @@ class _Preparation:
 
     def schema(self, schema: Any, path: str, base: str) -> Any:
         self._paths.add(path)
-        if not isinstance(schema, Mapping):
+        check_keywords(schema, path)
+        if isinstance(schema, bool):
             return schema
         if path and isinstance(schema.get("$id", schema.get("id")), str):
             base = path
         written: Schema = {}
         for key, value in schema.items():
             written[key] = self._keyword(key, value, f"{path}/{key}", base)
-        if isinstance(reference := schema.get("$ref"), str):
+        if (reference := schema.get("$ref")) is not None:
             self._references.append((path, base, reference))
         if "allOf" in schema or ({"$ref", "anyOf", "oneOf", "patternProperties"} & {*schema} and len(schema) > 1):
             self._mixes = self._mixes or f"{path}/"
@@ -146,12 +151,12 @@ class _Preparation:
             return [self.schema(part, f"{path}/{i}", base) for i, part in enumerate(value)]
         if key in _ONE:
             return self.schema(value, path, base)
-        if key in _NAMED and isinstance(value, Mapping):
+        if key in _NAMED:
             return {name: self.schema(part, f"{path}/{_step(name)}", base) for name, part in value.items()}
         try:
             if key == "const":
                 exact_constant(value)
-            elif key == "enum" and isinstance(value, list):
+            elif key == "enum":
                 for constant in value:
                     exact_constant(constant)
         except NumberError as error:
@@ -161,22 +166,20 @@ class _Preparation:
     def _sizes(self, schema: Schema, path: str) -> None:
         for what in _SIZES:
             for key, is_low in ((f"min{what}", True), (f"max{what}", False)):
-                size = schema.get(key)
-                if isinstance(size, float) and size.is_integer():
-                    size = schema[key] = int(size)
-                if not isinstance(size, int) or isinstance(size, bool) or size <= MAX_SIZE:
+                if key not in schema:
                     continue
-                if is_low:
+                size = int(schema[key])
+                if is_low and size > MAX_SIZE:
                     raise SchemaError(path, f"`{key}` is {short(size)}; the limit is {MAX_SIZE}", Refusal.TOO_LARGE)
-                schema[key] = MAX_SIZE
+                schema[key] = min(size, MAX_SIZE)
 
     def _text(self, schema: Schema) -> None:
         form, pattern = schema.get("format"), schema.get("pattern")
-        if isinstance(pattern, str) and (match := _DECIMAL.fullmatch(pattern)):
+        if pattern is not None and (match := _DECIMAL.fullmatch(pattern)):
             schema["pattern"] = pattern = _decimal(match)
         if form in _FREE_FORMATS:
             del schema["format"]
-        elif isinstance(form, str) and form in _PATTERNS:
+        elif form in _PATTERNS:
             del schema["format"]
             if pattern is None:
                 schema["pattern"] = _PATTERNS[form]
@@ -186,12 +189,10 @@ class _Preparation:
     def _names(self, schema: Schema, path: str) -> Schema:
         """An object whose patterns leave no name but declared ones would have a comma that nothing may follow."""
         properties, patterns = schema.get("properties", {}), schema.get("patternProperties")
-        required = schema.get("required", [])
-        least = schema.get("minProperties", 0)
-        if isinstance(least, int) and isinstance(required, list) and least > len(set(map(str, required))) + 1:
-            # Names may be written twice, and count once.
+        required = {*schema.get("required", ())}  # names may be written twice, and count once
+        if schema.get("minProperties", 0) > len(required) + 1:
             raise SchemaError(path, "`minProperties` is larger than the number of required properties and one more")
-        if not isinstance(patterns, dict) or not patterns or not isinstance(properties, dict):
+        if not patterns:
             return schema
         probe = {
             "type": "object",
@@ -201,11 +202,11 @@ class _Preparation:
             "additionalProperties": schema.get("additionalProperties") is not False,
             "minProperties": len(properties) + 1,
         }
-        if self._can_name_more(probe):
+        if self._can_name_more(probe, path):
             return schema
-        if not {*properties} <= {*required}:
+        if not {*properties} <= required:
             raise SchemaError(path, "`patternProperties` leaves no name beside those of `properties`: leave it out")
-        return {**schema, "maxProperties": min(schema.get("maxProperties", MAX_SIZE), len(set(required)))}
+        return {**schema, "maxProperties": min(schema.get("maxProperties", MAX_SIZE), len(required))}
 
 
 def _step(name: str) -> str:

@@ -3,12 +3,14 @@
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from serve_app.core.sampling_params import MAX_GRAMMAR_CHARS
 from serve_app.errors import InvalidRequestError
 from serve_app.grammars import library, schemas
 from serve_app.grammars.library import GrammarError
+from serve_app.grammars.probes import Probes
 from serve_app.grammars.recent import Recent
 from serve_app.grammars.refusals import Refusal, SchemaError
 from serve_app.grammars.walk import dead_end
@@ -18,9 +20,13 @@ MAX_RULE_CHARS = 32_768
 """Of rules in Lark: the work for one terminal grows with the square of its parts."""
 _MAX_LOCATE_CHARS = 2**18
 """Of the grammars that are built to find the part of a refused schema that is at fault."""
+_MIN_LOCATE_CHARS = 2**10
+"""What each of these counts for, however short."""
+_LOCATE_MASKS = 64
+"""Of the walk through each of them."""
 _EMBEDDED = re.compile(r"%json\b\s*")
 _known: Recent[str] = Recent(256, 2**22)
-"""Grammars by the schemas that they are of: those that agents send with every request."""
+"""Grammars by what they are of: those that agents send with every request."""
 
 
 def json_schema(schema: Mapping[str, Any] | str, *, param: str = "response_format") -> str:
@@ -35,7 +41,9 @@ def json_schema(schema: Mapping[str, Any] | str, *, param: str = "response_forma
         )
     try:
         schemas.check_depth(parsed)
-        known = _known.get(key := _key(parsed))
+        key = _key(parsed)
+        _check_size(key)
+        known = _known.get(key)
         if known is None:
             known = library.on_deep_stack(lambda: _schema_grammar(parsed))
             _known.put(key, known)
@@ -56,14 +64,14 @@ def json_object(*, param: str = "response_format") -> str:
 
 def regex(pattern: str, *, param: str = "structured_outputs") -> str:
     """The grammar of the texts that `pattern` matches as a whole (syntax of Rust's regex crate)."""
-    return _walked(lambda: library.from_regex(pattern), param)
+    return _walked("regex", pattern, library.from_regex, param)
 
 
 def lark(grammar: str, *, param: str = "structured_outputs") -> str:
     """A grammar in llguidance's dialect of Lark."""
     if len(grammar) > MAX_RULE_CHARS:
         raise _refused(f"it has {len(grammar)} characters; the limit is {MAX_RULE_CHARS}", param, Refusal.TOO_LARGE)
-    return _walked(lambda: library.from_lark(_with_schemas(grammar)), param)
+    return _walked("lark", grammar, lambda rules: library.from_lark(_with_schemas(rules)), param)
 
 
 def choice(answers: Sequence[str], *, param: str = "structured_outputs") -> str:
@@ -75,7 +83,7 @@ def choice(answers: Sequence[str], *, param: str = "structured_outputs") -> str:
             code=Refusal.TOO_LARGE if answers else Refusal.UNMATCHABLE,
         )
     alternatives = " | ".join(json.dumps(answer, ensure_ascii=False) for answer in dict.fromkeys(answers))
-    return _walked(lambda: library.from_lark(f"start: {alternatives}"), param)
+    return _walked("choice", f"start: {alternatives}", library.from_lark, param)
 
 
 def compose(rules: str, parts: Mapping[str, str], *, param: str) -> str:
@@ -88,18 +96,16 @@ def compose(rules: str, parts: Mapping[str, str], *, param: str) -> str:
 
 
 def _schema_grammar(schema: Mapping[str, Any]) -> str:
-    written = schemas.prepared(schema, _can_name_more)
+    written = schemas.prepared(schema, Probes().can_name_more)
     try:
         text = library.from_schema(written)
     except GrammarError as error:
         raise SchemaError("", str(error), Refusal.INVALID) from None
-    if len(text) > MAX_GRAMMAR_CHARS:
-        reason = f"it has {len(text)} characters; the limit is {MAX_GRAMMAR_CHARS}"
-        raise SchemaError("", reason, Refusal.TOO_LARGE)
+    _check_size(text)
     if (refused := _reason(text)) is not None:
         raise SchemaError(*_locate(written, refused, _reason))
     if (stop := dead_end(text)) is not None:
-        raise SchemaError(*_locate(written, stop, dead_end), Refusal.UNMATCHABLE)
+        raise SchemaError(*_locate(written, stop, partial(dead_end, max_masks=_LOCATE_MASKS)), Refusal.UNMATCHABLE)
     return text
 
 
@@ -110,22 +116,22 @@ def _key(schema: Mapping[str, Any]) -> str:
         raise SchemaError("", str(error).partition(";")[0], Refusal.INVALID) from None
 
 
-def _can_name_more(schema: Mapping[str, Any]) -> bool:
-    text = library.from_schema(schema)
-    return _reason(text) is not None or dead_end(text) is None
+def _check_size(text: str) -> None:
+    if len(text) > MAX_GRAMMAR_CHARS:
+        reason = f"it has {len(text)} characters; the limit is {MAX_GRAMMAR_CHARS}"
+        raise SchemaError("", reason, Refusal.TOO_LARGE)
 
 
 def _with_schemas(rules: str) -> str:
     """Rules with the JSON schemas in them prepared as others are."""
-    pieces, end = [], 0
+    pieces, end, probes = [], 0, Probes()
     for found in _EMBEDDED.finditer(rules):
         if found.start() < end:
             continue
         try:
             schema, stop = json.JSONDecoder().raw_decode(rules, found.end())
-            schemas.check_depth(schema)
-            written = schemas.prepared(schema, _can_name_more)
-        except (SchemaError, ValueError, RecursionError, AttributeError, TypeError) as error:
+            written = schemas.prepared(schema, probes.can_name_more)
+        except (SchemaError, ValueError, RecursionError) as error:
             raise GrammarError(f"`%json` must be followed by a JSON schema that can be enforced: {error}") from None
         pieces += [rules[end : found.start()], f"%json {json.dumps(written)}"]
         end = stop
@@ -153,14 +159,20 @@ def _checked(build: Callable[[], str], param: str) -> str:
     return text
 
 
-def _walked(build: Callable[[], str], param: str) -> str:
+def _walked(kind: str, source: str, write: Callable[[str], str], param: str) -> str:
+    """What `write` makes of `source`, checked and walked; known where it was before."""
+
     def build_and_walk() -> str:
-        text = _checked(build, param)
+        text = _checked(lambda: write(source), param)
         if (reason := dead_end(text)) is not None:
             raise _refused(reason, param, Refusal.UNMATCHABLE)
         return text
 
-    return library.on_deep_stack(build_and_walk)
+    known = _known.get(key := f"{kind} {source}")
+    if known is None:
+        known = library.on_deep_stack(build_and_walk)
+        _known.put(key, known)
+    return known
 
 
 def _refused(reason: str, param: str, code: Refusal) -> InvalidRequestError:
@@ -174,7 +186,7 @@ def _locate(schema: Mapping[str, Any], reason: str, check: Callable[[str], str |
     while True:
         for step, child in schemas.parts(part):
             text = library.from_schema({**shared, **child})
-            chars += len(text)
+            chars += max(len(text), _MIN_LOCATE_CHARS)
             if chars > _MAX_LOCATE_CHARS:
                 return path, reason
             found = check(text)

@@ -22,8 +22,8 @@ _FREE = 64
 _OTHERS = [*dict.fromkeys((*b"0123456789 ntfea", *(byte for byte in range(256) if byte not in b"[{("), *b"({["))]
 
 
-def dead_end(text: str) -> str | None:
-    """What stops a walk through a grammar before its end; None where it ended, or went on for `MAX_MASKS` masks.
+def dead_end(text: str, max_masks: int = MAX_MASKS) -> str | None:
+    """What stops a walk through a grammar before its end; None where it ended, or went on for `max_masks` masks.
 
     A grammar that refers to tokens of a vocabulary is not walked.
     """
@@ -32,7 +32,7 @@ def dead_end(text: str) -> str | None:
         return None if "token" in reason else reason
     written = bytearray()
     times = [0] * 256
-    for _ in range(MAX_MASKS):
+    for _ in range(max_masks):
         chosen = matcher.compute_ff_tokens()
         if not chosen:
             allowed = int.from_bytes(matcher.compute_bitmask(), "little")

@@ -2,11 +2,14 @@
 
 The prompt is always what the template makes of the messages as they are. Who wrote a token is found by rendering a
 second time, with marks around the tokens in the messages; where a template's own logic (`lstrip`, `split`) stumbles
-over these, with marks around the tokens in the template's literals.
+over these, with marks around the tokens in the template's literals: all that it may write, or, where it looks for one
+of these itself, those that it writes at once. What is found is believed only if no more tokens are a client's than the
+messages hold.
 """
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import islice
@@ -47,11 +50,16 @@ def split_forged(
     found = marks.parts(render(chat.map(marks.put)))
     if "".join(part for part, _ in found) == text:
         return found
-    own = marks.parts(_render_marked(chat, marks))
-    # A message that is to be continued ends before the template does.
-    if not "".join(part for part, _ in own).startswith(text):
-        return found
-    return _complement(own, pattern, len(text))
+    given: Counter[str] = Counter()
+    chat.map(lambda value: given.update(pattern.findall(value)) or value)
+    for assigned in (True, False):
+        own = marks.parts(_render_marked(chat, marks, assigned))
+        # A message that is to be continued ends before the template does.
+        if "".join(part for part, _ in own).startswith(text):
+            parts = _complement(own, pattern, len(text))
+            if Counter(part for part, forged in parts if forged) <= given:
+                return parts
+    return found
 
 
 def _complement(own: Sequence[tuple[str, bool]], pattern: re.Pattern[str], length: int) -> list[tuple[str, bool]]:
@@ -102,49 +110,59 @@ class _Marks:
         return [(part or "", i % 2 == 1) for i, part in enumerate(marks.split(text))]
 
 
-def _render_marked(chat: Chat, marks: _Marks) -> str:
+def _render_marked(chat: Chat, marks: _Marks, assigned: bool) -> str:
     """The rendering with marks around the control tokens that the template writes; empty if that fails."""
     special = {name: marks.put(token) for name, token in chat.special.items()}
     given = {"documents": None, **special, **chat.variables}
     messages = [{key: value for key, value in message.items() if value is not None} for message in chat.messages]
     try:
-        return _marked_template(chat.template, marks).render(messages=messages, **given)
+        return _marked_template(chat.template, marks, assigned).render(messages=messages, **given)
     except Exception:  # a template may raise whatever a program may
         return ""
 
 
-@lru_cache(maxsize=4)
-def _marked_template(template: str, marks: _Marks) -> jinja2.Template:
+@lru_cache(maxsize=8)
+def _marked_template(template: str, marks: _Marks, assigned: bool) -> jinja2.Template:
     """The template with marks around the control tokens in the literals that it writes.
 
-    Not in those that it compares with.
+    assigned: also in those that it gives to variables and may write later.
     """
     # transformers' own environment: nothing public gives it.
     from transformers.utils.chat_template_utils import _compile_jinja_template
 
     environment: jinja2.Environment = _compile_jinja_template(template).environment
     tree = environment.parse(template)
-    for output in tree.find_all(nodes.Output):
-        for node in output.nodes:
-            _mark_literals(node, marks.put)
+    for node in [tree] if assigned else [*tree.find_all(nodes.Output)]:
+        _mark_literals(node, marks.put)
     return environment.from_string(tree)
 
 
-def _mark_literals(node: nodes.Node | None, marked: Callable[[str], str]) -> None:
+def _mark_literals(node: nodes.Node, marked: Callable[[str], str]) -> None:
     match node:
         case nodes.TemplateData():
             node.data = marked(node.data)
         case nodes.Const() if isinstance(node.value, str):
             node.value = marked(node.value)
-        case nodes.Add():
-            _mark_literals(node.left, marked)
-            _mark_literals(node.right, marked)
-        case nodes.Concat():
-            for part in node.nodes:
+        case _:
+            for part in _written(node):
                 _mark_literals(part, marked)
-        case nodes.CondExpr():
-            _mark_literals(node.expr1, marked)
-            _mark_literals(node.expr2, marked)
+
+
+def _written(node: nodes.Node) -> Iterable[nodes.Node]:
+    """The parts whose texts may be written; not those that are looked for, or looked up."""
+    match node:
+        case nodes.Compare() | nodes.Test():
+            return ()
+        case nodes.Filter() if node.node is not None:
+            return (node.node,)
+        case nodes.Getitem():
+            return (node.node,)
+        case nodes.Call() if isinstance(node.node, nodes.Getattr):
+            return (node.node,)
+        case nodes.Pair():
+            return (node.value,)
+        case _:
+            return node.iter_child_nodes()
 
 
 def _unused(text: str, chat: Chat) -> tuple[str, str]:

@@ -126,6 +126,9 @@ async def test_a_dead_end_in_an_answer_is_the_clients_error(live: Api, tokenizer
         {"json": {"const": -(2**63)}},
         {"json": '{"minimum": 1e999}'},
         {"json": {"minimum": 2**53 + 1, "type": "integer"}},
+        {"json": {"type": "string", "format": []}},
+        {"json": {"properties": {"a": {}}, "patternProperties": {"^a$": {}}, "required": [["a"]]}},
+        {"json": r'{"properties": {"\ud800": {"format": 5}}}'},
     ],
     ids=str,
 )

@@ -12,6 +12,7 @@ from serve_app.api import app, completions, embeddings, prepare
 from serve_app.api.schemas import ChatBody, parse_body
 from serve_app.errors import InvalidRequestError
 from tests.api.conftest import Api
+from tests.text.formats import tokenizer_of
 
 
 async def test_many_empty_messages_are_rendered_beside_the_event_loop(
@@ -136,6 +137,28 @@ async def test_a_long_text_of_few_tokens_is_served(api: Api, monkeypatch: pytest
     text = " " * 30_000
     assert len(api.service.tokenizer.encode(text)) < 2000
     assert (await api.http.post("/v1/completions", json={"prompt": text})).status_code == 200
+
+
+async def test_letters_that_json_could_escape_count_as_they_are(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(api.service, "tokenizer", tokenizer_of("qwen3"))
+    text = ("\u00e9" + " " * 16) * 900
+    assert len(api.service.tokenizer.encode(text)) < 1900
+    call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": orjson.dumps({"a": text}).decode()}}
+    messages = [{"role": "assistant", "tool_calls": [call]}, {"role": "tool", "tool_call_id": "a", "content": "b"}]
+    answer = await api.http.post("/v1/chat/completions", json={"messages": messages, "max_tokens": 1})
+    assert answer.status_code == 200, answer.text
+
+
+@pytest.mark.parametrize("odd", ["9" * 5000, r'"\ud800"', "[" * 500 + "]" * 500])
+async def test_a_tool_that_no_template_can_write_is_no_error_of_the_server(
+    api: Api, monkeypatch: pytest.MonkeyPatch, odd: str
+) -> None:
+    monkeypatch.setattr(api.service, "tokenizer", tokenizer_of("qwen3"))
+    tool = f'{{"type": "function", "function": {{"name": "f", "parameters": {{"default": {odd}}}}}}}'
+    body = f'{{"messages": [{{"role": "user", "content": "a"}}], "max_tokens": 1, "tools": [{tool}]}}'
+    headers = {"content-type": "application/json"}
+    answer = await api.http.post("/v1/chat/completions", content=body, headers=headers)
+    assert answer.status_code in (200, 400), answer.text
 
 
 async def test_more_ids_than_the_context_holds_are_not_decoded(api: Api) -> None:

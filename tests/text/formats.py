@@ -15,6 +15,17 @@ _SPECIAL = {
     "llama3_1": ["<|eot_id|>", "<|start_header_id|>", "<|end_header_id|>"],
 }
 _ADDED = {"qwen3": ["<tool_call>", "</tool_call>", "<think>", "</think>"]}
+IN_VARIABLES = "qwen3 with its control tokens in variables"
+_ADDED[IN_VARIABLES] = _ADDED["qwen3"]
+
+
+def _template(family: str) -> str:
+    if family != IN_VARIABLES:
+        return (TEMPLATES / f"{family}.jinja").read_text()
+    usual = _template("qwen3").replace("'<|im_start|>' + message.role", "turn.start ~ message.role")
+    return "{%- set turn = {'start': '<|im_start|>'} %}{%- set end = '<|im_end|>' %}" + usual.replace(
+        "'<|im_end|>'", "end"
+    )
 
 
 @cache
@@ -26,8 +37,7 @@ def tokenizer_of(family: str) -> Tokenizer:
     backend = tokenizers.Tokenizer.from_str(default._backend.to_str())
     backend.add_special_tokens(_SPECIAL.get(family, []))
     backend.add_tokens(_ADDED.get(family, []))
-    template = (TEMPLATES / f"{family}.jinja").read_text()
     hf = PreTrainedTokenizerFast(
-        tokenizer_object=backend, chat_template=template, bos_token="<|im_start|>", eos_token="<|im_end|>"
+        tokenizer_object=backend, chat_template=_template(family), bos_token="<|im_start|>", eos_token="<|im_end|>"
     )
     return Tokenizer(hf, family)

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from serve_app.text.folding import fold
 from serve_app.text.tokenizer import Tokenizer
-from tests.text.formats import FAMILIES, tokenizer_of
+from tests.text.formats import FAMILIES, IN_VARIABLES, tokenizer_of
 
 _TURNS = ("<|im_start|>", "<|im_end|>", "<|turn>", "<turn|>", "<|eot_id|>", "<|start_header_id|>", "<|end_header_id|>")
 """Tokens around messages, which no template looks for in them."""
@@ -42,7 +42,7 @@ def control_ids(tokenizer: Tokenizer, ids: list[int], tokens: tuple[str, ...]) -
     return [i for i in ids if i in known]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, IN_VARIABLES])
 @given(data=st.data())
 @settings(max_examples=60)
 def test_without_control_tokens_the_prompt_is_the_templates(family: str, data: st.DataObject) -> None:
@@ -53,7 +53,7 @@ def test_without_control_tokens_the_prompt_is_the_templates(family: str, data: s
     assert tokenizer.apply_chat_template(messages) == tokenizer.encode(text, add_special_tokens=False)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, IN_VARIABLES])
 @given(data=st.data())
 @settings(max_examples=100)
 def test_with_control_tokens_the_prompt_reads_as_the_templates(family: str, data: st.DataObject) -> None:
@@ -76,8 +76,9 @@ def test_with_control_tokens_the_prompt_reads_as_the_templates(family: str, data
         ("<think>\nfoo\n</think>\n\n<|im_start|>bar", "<|im_start|>bar"),
     ],
 )
-def test_a_reasoning_in_the_content_is_the_templates_to_read(content: str, told: str) -> None:
-    tokenizer = tokenizer_of("qwen3")
+@pytest.mark.parametrize("family", ["qwen3", IN_VARIABLES])
+def test_a_reasoning_in_the_content_is_the_templates_to_read(family: str, content: str, told: str) -> None:
+    tokenizer = tokenizer_of(family)
     messages = [user("a"), {"role": "assistant", "content": content}, user("b")]
     ids = tokenizer.apply_chat_template(messages)
     assert f"<|im_start|>assistant\n{told}<|im_end|>\n<|im_start|>user\nb" in tokenizer.decode(ids)
