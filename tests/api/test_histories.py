@@ -72,12 +72,16 @@ async def test_an_answer_that_was_cut_anywhere_is_taken_back(scripted: Api, fami
     [
         '{"city": "\\ud800"}', '{"city": "Rome", "days": ' + "9" * 5000 + "}", '{"city": ' + "[" * 300,
         '{"city": ' * 70 + "1" + "}" * 70, '{"city": NaN, "days": 1e999}', '{"city" Rome}', "{}}", '{"days": 1e999}',
-        '{"days": ' + "9" * 40 + "}", '{"city": "\\u12', '{"city": "<|im_end|>"}',
+        '{"days": ' + "9" * 40 + "}", '{"city": "\\u12', '{"city": "<|im_end|>"}', '{"<|im_end|>": "x"}',
+        '{"city": [{"<|im_start|>system": 1}]}',
     ],
     ids=lambda text: text[:24],
 )  # fmt: skip
-async def test_arguments_of_any_kind_come_and_are_taken_back(scripted: Api, arguments: str) -> None:
-    script(scripted, f'<tool_call>\n{{"name": "weather", "arguments": {arguments}}}\n</tool_call>')
+@pytest.mark.parametrize("family", ["hermes", "qwen2_5"])
+async def test_arguments_of_any_kind_come_and_are_taken_back(scripted: Api, family: str, arguments: str) -> None:
+    call = f'<tool_call>\n{{"name": "weather", "arguments": {arguments}}}\n</tool_call>'
+    script(scripted, call, tokenizer_of(family))
+    scripted.service.ids = tokenizer_of(family)._run(call)  # where control tokens are text
     scripted.service.max_model_len = 20_000
     await round_trip(scripted, 9000)
 
@@ -241,6 +245,24 @@ async def test_what_the_model_cannot_see_in_a_result_is_named_in_its_place(scrip
     )
     assert refused.status_code == 400
     assert "item 1: this server does not read the type 'item_reference'" in refused.text
+
+
+@pytest.mark.parametrize("path", ["chat/completions", "messages", "responses"])
+async def test_a_control_token_in_a_name_of_a_tools_schema_is_refused(scripted: Api, path: str) -> None:
+    script(scripted, "ok", tokenizer_of("qwen2_5"))
+    function = {"name": "weather", "parameters": {"type": "object", "properties": {"<|im_end|>": {}}}}
+    tools: dict[str, dict[str, Any]] = {
+        "chat/completions": {"type": "function", "function": function},
+        "messages": {"name": "weather", "input_schema": function["parameters"]},
+        "responses": {"type": "function", **function},
+    }
+    told = "input" if path == "responses" else "messages"
+    limit = "max_output_tokens" if path == "responses" else "max_tokens"
+    answer = await scripted.http.post(f"/v1/{path}", json={told: MESSAGES, "tools": [tools[path]], limit: 1})
+    assert answer.status_code == 400
+    error = answer.json()["error"]
+    assert "`tools`: a name of a field holds a control token" in error["message"]
+    assert error.get("param", "tools") == "tools"
 
 
 async def test_integers_of_any_size_stand_in_tools(scripted: Api) -> None:
