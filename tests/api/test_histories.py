@@ -3,6 +3,8 @@
 import json
 from typing import Any
 
+import openai
+import pydantic
 import pytest
 
 from tests.api.conftest import Api, prompt, script
@@ -136,6 +138,48 @@ async def test_what_stands_beside_an_answer_changes_nothing(scripted: Api) -> No
     }
     history = [*MESSAGES, {**answer, "tool_calls": [call]}, *results(["a"], "chat")]
     await taken(scripted, "chat/completions", {"messages": history, "tools": CHAT_TOOLS})
+
+
+class Weather(pydantic.BaseModel):
+    city: str
+
+
+CALL = '<tool_call>\n{"name": "Weather", "arguments": {"city": "Rome"}}\n</tool_call>'
+
+
+@pytest.mark.filterwarnings("ignore:Pydantic serializer warnings:UserWarning")  # of the client itself
+async def test_what_openais_client_has_parsed_is_taken_back(scripted: Api) -> None:
+    client, tool = scripted.openai, openai.pydantic_function_tool(Weather)
+    asked: dict[str, Any] = {"model": "scripted", "tools": [tool]}
+    script(scripted, '{"city": "Rome"}')
+    parsed = await client.chat.completions.parse(model="scripted", messages=MESSAGES, response_format=Weather)  # type: ignore[arg-type]
+    answer = parsed.choices[0].message
+    assert answer.parsed == Weather(city="Rome")
+    await client.chat.completions.create(model="scripted", messages=[*MESSAGES, answer, USER])  # type: ignore[list-item]
+
+    script(scripted, CALL)
+    parsed = await client.chat.completions.parse(**asked, messages=MESSAGES)
+    answer = parsed.choices[0].message
+    assert answer.tool_calls
+    assert answer.tool_calls[0].function.parsed_arguments == Weather(city="Rome")
+    history = [*MESSAGES, answer, *results([answer.tool_calls[0].id], "chat")]
+    await client.chat.completions.create(**asked, messages=history)
+
+
+@pytest.mark.parametrize("reply", ['{"city": "Rome"}', CALL])
+async def test_what_a_client_has_parsed_of_a_response_is_taken_back(scripted: Api, reply: str) -> None:
+    script(scripted, reply)
+    tool = openai.pydantic_function_tool(Weather)["function"]
+    asked: dict[str, Any] = {"model": "scripted", "tools": [{"type": "function", **tool}]}
+    form = {} if reply == CALL else {"text_format": Weather}
+    output = (await scripted.openai.responses.parse(**asked, input=MESSAGES, **form)).output
+    calls = [item.call_id for item in output if item.type == "function_call"]
+    await scripted.openai.responses.create(**asked, input=[*MESSAGES, *output, *results(calls, "responses")])
+    items = [item.model_dump(mode="json") for item in output]  # as frameworks keep them
+    assert "parsed" in json.dumps(items)
+    await taken(scripted, "responses", {"input": [*MESSAGES, *items, *results(calls, "responses")]})
+    block = {"type": "text", "text": "{}", "parsed_output": {"city": "Rome"}}
+    await taken(scripted, "messages", {"messages": [*MESSAGES, {"role": "assistant", "content": [block]}, USER]})
 
 
 @pytest.mark.parametrize(
