@@ -124,6 +124,7 @@ MESSAGE: Ignored = {
     "metadata": ANYTHING,
     "annotations": ANYTHING,
     "cache_control": ANYTHING,
+    "parsed": ANYTHING,  # the content as an object, which SDKs put beside it
     **COMPANIONS,
     "audio": NOTHING,
     "function_call": NOTHING,
@@ -137,12 +138,13 @@ CONTENT_PART: Ignored = {
     "citations": ANYTHING,
     "prompt_cache_breakpoint": ANYTHING,
     "logprobs": ANYTHING,
+    "parsed": ANYTHING,
     **COMPANIONS,
 }
 
 TOOL: Ignored = {"cache_control": ANYTHING}
 TOOL_CALL: Ignored = {"index": ANYTHING, "cache_control": ANYTHING, **COMPANIONS}
-FUNCTION_CALL: Ignored = {**COMPANIONS}
+FUNCTION_CALL: Ignored = {"parsed_arguments": ANYTHING, **COMPANIONS}
 
 RESPONSES: Ignored = {
     "access_programs": NOTHING,
@@ -170,6 +172,7 @@ RESPONSES_ITEM: Ignored = {
     "namespace": ANYTHING,
     "created_by": ANYTHING,
     "annotations": ANYTHING,
+    "parsed_arguments": ANYTHING,
     "async": (False,),
     **COMPANIONS,
 }
@@ -221,6 +224,7 @@ ANTHROPIC_BLOCK: Ignored = {
     "data": ANYTHING,
     "caller": ANYTHING,
     "toolset_name": ANYTHING,
+    "parsed_output": ANYTHING,
     "is_error": ANYTHING,  # chat templates have no word for it; the result's text says so
     **COMPANIONS,
 }

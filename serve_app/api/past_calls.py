@@ -5,8 +5,8 @@ from typing import Any
 
 from pydantic_core import from_json
 
-UNREADABLE = "arguments"
-"""What arguments that are no JSON object stand under, as text."""
+from serve_app.text.tool_format import UNREADABLE
+
 _MOST_DEPTH = 64
 
 

@@ -16,7 +16,7 @@ import jinja2
 from serve_app.errors import InvalidRequestError
 from serve_app.text.control_tokens import Chat, split_forged
 from serve_app.text.hermes import as_text
-from serve_app.text.tool_format import ToolFormat
+from serve_app.text.tool_format import UNREADABLE, ToolFormat
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -61,7 +61,7 @@ def write_calls(
         return as_text(messages, tools)
     if form.separator is None:
         messages = [single for message in messages for single in _single_calls(message)]
-    return [_with_text_arguments(message) for message in messages] if form.text_arguments else list(messages)
+    return [_with_arguments(message, json.dumps) for message in messages] if form.text_arguments else list(messages)
 
 
 def _single_calls(message: dict[str, Any]) -> list[dict[str, Any]]:
@@ -72,12 +72,24 @@ def _single_calls(message: dict[str, Any]) -> list[dict[str, Any]]:
     return [{**message, "tool_calls": calls[:1]}, *({**message, "content": "", "tool_calls": [c]} for c in calls[1:])]
 
 
-def _with_text_arguments(message: dict[str, Any]) -> dict[str, Any]:
+def _with_arguments(message: dict[str, Any], write: Callable[[Any], Any]) -> dict[str, Any]:
+    """`message` with `write` made to the arguments of each call."""
     calls = [
-        {**call, "function": {**call["function"], "arguments": json.dumps(call["function"]["arguments"])}}
+        {**call, "function": {**call["function"], "arguments": write(call["function"]["arguments"])}}
         for call in message.get("tool_calls", ())
     ]
     return {**message, "tool_calls": calls} if calls else message
+
+
+def _without_control_keys(message: dict[str, Any], control_tokens: re.Pattern[str]) -> dict[str, Any]:
+    """Arguments with a control token in a name are text as a whole: only in values are control tokens marked."""
+
+    def readable(arguments: Any) -> Any:
+        keys, _ = _texts(arguments)
+        forged = any(control_tokens.search(key) for key in keys)
+        return {UNREADABLE: json.dumps(arguments, ensure_ascii=False)} if forged else arguments
+
+    return _with_arguments(message, readable)
 
 
 def encode_chat(
@@ -98,9 +110,11 @@ def encode_chat(
     if not tokenizer.chat_template:
         raise InvalidRequestError("this model has no chat template; use /v1/completions", param="messages")
     given: dict[str, Any] = {**variables, "tools": list(tools) or None, **ending.value}
-    keys, values = _texts([list(messages), given["tools"], dict(variables)])
-    if any(control_tokens.search(key) for key in keys):
-        raise InvalidRequestError("a name in `tools` or in a call's arguments holds a control token", param="tools")
+    for param, data in (("tools", given["tools"]), ("chat_template_kwargs", dict(variables))):
+        if any(control_tokens.search(key) for key in _texts(data)[0]):
+            raise InvalidRequestError(f"`{param}`: a name of a field holds a control token", param=param)
+    messages = [_without_control_keys(message, control_tokens) for message in messages]
+    _, values = _texts([messages, given["tools"], dict(variables)])
 
     def render(chat: Chat) -> str:
         text: str = tokenizer.apply_chat_template(list(chat.messages), tokenize=False, **chat.variables)

@@ -20,6 +20,7 @@ from jinja2 import nodes
 
 _MARKS = range(0xF0000, 0xFFFFE)
 """Characters for private use."""
+_MARK = re.compile(r"<[^<>\s]*[|_\uff5c\u2581][^<>\s]*>")
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +35,11 @@ class Chat:
     def map(self, change: Callable[[str], str]) -> "Chat":
         """The same with other texts in messages and variables."""
         return Chat(self.template, _map(self.messages, change), _map(self.variables, change), self.special)
+
+
+def is_mark(token: str) -> bool:
+    """Whether a token looks like `<|im_end|>` or `<end_of_turn>`, which no text holds, unlike a tag of HTML."""
+    return _MARK.fullmatch(token) is not None
 
 
 def find_pattern(control_tokens: Sequence[str]) -> re.Pattern[str]:

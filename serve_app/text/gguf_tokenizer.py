@@ -15,6 +15,7 @@ from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tok
 
 from serve_app.errors import ConfigError
 from serve_app.gguf_header import Field, GgufHeader
+from serve_app.text.control_tokens import is_mark
 from serve_app.text.pre_tokenizers import PreTokenizer, find_pre_tokenizer
 
 if TYPE_CHECKING:
@@ -95,14 +96,15 @@ def load_gguf_tokenizer(path: Path, ignored: Sequence[str] = ()) -> "PreTrainedT
     else:
         pre = _pre_tokenizer(vocabulary.kind, keys)
         backend, add_bos = _merging(vocabulary, keys.texts("ggml.merges"), pre), pre.add_bos
-    backend.add_tokens(list(vocabulary.added_tokens(rstrip=_strips_space(keys))))
+    template = keys.text("chat_template")
+    backend.add_tokens(list(vocabulary.added_tokens(template or "", rstrip=_strips_space(keys))))
     add = {name: keys.flag(f"ggml.add_{name}_token", default) for name, default in (("bos", add_bos), ("eos", False))}
     for name, wanted in add.items():
         if wanted and f"{name}_token" not in vocabulary.special:
             raise ConfigError(f"model: tokenizer.ggml.add_{name}_token is true, but there is no {name}_token_id")
     return PreTrainedTokenizerFast(
         tokenizer_object=backend,
-        chat_template=keys.text("chat_template"),
+        chat_template=template,
         add_bos_token=add["bos"],
         add_eos_token=add["eos"],
         **vocabulary.special,
@@ -207,14 +209,15 @@ class _Vocabulary:
         """By token."""
         return {token: i for i, token in enumerate(self.tokens)}
 
-    def added_tokens(self, *, rstrip: Callable[[str], bool]) -> Iterator[AddedToken]:
-        """What is looked for in a text before anything else: control and user-defined tokens, and the runs of new lines
-        of files with merges of characters, which have no merges that make them."""
+    def added_tokens(self, template: str = "", *, rstrip: Callable[[str], bool]) -> Iterator[AddedToken]:
+        """What is looked for in a text before anything else: control and user-defined tokens, the runs of new lines of
+        files with merges of characters, which have no merges that make them, and the chat template's marks, which some
+        files declare as normal tokens."""
         named = set(self.special.values())
         for token, kind in zip(self.tokens, self.types, strict=False):
             special = kind in (_UNKNOWN, _CONTROL) or token in named
             is_run = self.kind == _CHARACTERS and not token.strip("\n")
-            if special or is_run or kind == _USER_DEFINED:
+            if special or is_run or kind == _USER_DEFINED or (is_mark(token) and token in template):
                 yield AddedToken(token, special=special, normalized=False, rstrip=rstrip(token))
 
     def merges_by_score(self) -> list[tuple[str, str]]:

@@ -20,7 +20,7 @@ from serve_app.grammars import Grammars
 from serve_app.model_files import CACHE_DIR, ModelFiles, locate_model
 from serve_app.one_writer import flush_to_disk, remove_damaged
 from serve_app.text.chat_template import Ending, encode_chat, takes_role, template_variables, write_calls
-from serve_app.text.control_tokens import find_pattern
+from serve_app.text.control_tokens import find_pattern, is_mark
 from serve_app.text.detokenizer import Detokenizer
 from serve_app.text.fill_in_the_middle import FillInTheMiddle
 from serve_app.text.folding import TemplateOrder, fold
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 _TAIL = 32
 """Tokens of a prompt's end that hold the mark of a reasoning, if it ends with one."""
 
-_MAKERS = ("gguf_header.py", "text/gguf_tokenizer.py", "text/pre_tokenizers.py")
+_MAKERS = ("gguf_header.py", "text/control_tokens.py", "text/gguf_tokenizer.py", "text/pre_tokenizers.py")
 """The code that makes a tokenizer of a GGUF file."""
 
 
@@ -242,7 +242,9 @@ class Tokenizer:
         message. Renders the chat template."""
         named = self._tokenizer.special_tokens_map
         marks = () if self.reasoning is None else (self.reasoning.open.strip(), self.reasoning.close.strip())
-        turn_end = find_turn_end(self._render, self.special_ids, marks) if self._tokenizer.chat_template else None
+        # Some files do not declare their marks as special.
+        control = [token for token in self._control_tokens if token in self.special_ids or is_mark(token)]
+        turn_end = find_turn_end(self._render, control, marks) if self._tokenizer.chat_template else None
         tokens = [turn_end, *(named.get(f"{name}_token") for name in ("eos", "eot", "eom"))]
         ids = [self._backend.token_to_id(str(token)) for token in tokens if token is not None]
         return tuple(dict.fromkeys(token_id for token_id in ids if token_id is not None))

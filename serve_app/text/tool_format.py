@@ -27,6 +27,8 @@ class Dialect(StrEnum):
 
 QUOTE = '<|"|>'
 """Begins and ends a string in `Dialect.BARE_KEYS`."""
+UNREADABLE = "arguments"
+"""The name that holds, as text, the arguments of an earlier call that cannot be given to a template as an object."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,13 +13,13 @@ _QUESTION, _REPLY = {"role": "user", "content": "Well?"}, {"role": "assistant", 
 _CHATS = ([_QUESTION, _REPLY], [_QUESTION, _REPLY, _QUESTION])
 
 
-def find_turn_end(render: Render, special_tokens: Iterable[str], marks: Sequence[str]) -> str | None:
-    """The special token behind an answer, or behind that and white space; None if there is none.
+def find_turn_end(render: Render, control_tokens: Iterable[str], marks: Sequence[str]) -> str | None:
+    """The control token behind an answer, or behind that and white space; None if there is none.
 
-    None too where an answer has special tokens of its own (gpt-oss writes several messages in one): what ends such a
-    part does not end the answer. marks: of a reasoning, which may be special tokens and do not count.
+    None too where an answer has control tokens of its own (gpt-oss writes several messages in one): what ends such a
+    part does not end the answer. marks: of a reasoning, which may be control tokens and do not count.
     """
-    longest_first = sorted(special_tokens, key=len, reverse=True)
+    longest_first = sorted(control_tokens, key=len, reverse=True)
     opening = _try(render, [_QUESTION], add_generation_prompt=True)
     for messages in _CHATS:
         before, _, behind = _try(render, messages).partition(_ANSWER)

@@ -98,11 +98,16 @@ def test_control_tokens_in_arguments_and_tools_are_text(family: str) -> None:
     control = set(tokenizer._backend.get_added_tokens_decoder())
     attacked = tokenizer.apply_chat_template(attack, [told])
     assert [i for i in attacked if i in control] == [i for i in honest if i in control]
+    call["function"]["arguments"] = {"city": [{forged: 1}]}  # type: ignore[index]
+    attacked = tokenizer.apply_chat_template(attack, [told])
+    assert [i for i in attacked if i in control] == [i for i in honest if i in control]
+    assert forged in tokenizer.decode(attacked)
     if family == "hermes":  # writes names as text, like all else
         return
-    call["function"]["arguments"] = {"<|im_end|>": 1}  # type: ignore[index]
-    with pytest.raises(InvalidRequestError, match="control token"):
-        tokenizer.apply_chat_template(attack, [told])
+    told["function"]["parameters"] = {"type": "object", "properties": {"<|im_end|>": {}}}  # type: ignore[index]
+    with pytest.raises(InvalidRequestError, match="control token") as refused:
+        tokenizer.apply_chat_template(HISTORY, [told])
+    assert refused.value.param == "tools"
 
 
 def test_where_a_prompt_leaves_the_reasoning() -> None:
