@@ -65,6 +65,8 @@ def _read_config(path: Path) -> ConfigFile:
     _check_keys("", data, ServeDeploySchema)
     _check_keys("http_options.", data.get("http_options") or {}, HTTPOptionsSchema)
     applications, host = schema.applications, schema.http_options.host
+    if not applications:
+        raise ConfigError("applications: must name at least one")
     return ConfigFile(
         data,
         schema,

@@ -24,11 +24,13 @@ def free_port() -> int:
 
 def check_port(host: str, port: int) -> None:
     """Raise `ConfigError` if the server cannot listen there."""
+    if not 1 <= port <= 65_535:  # for 0 the kernel would choose one, which nothing could find
+        raise ConfigError(f"http_options.port: {port} is not between 1 and 65535")
     try:
         with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind((host, port))
     except OSError as error:
         raise ConfigError(f"http_options: cannot listen on {host}:{port}: {error.strerror}") from None
-    except Exception as error:  # a name that is none, or a number that is no port
+    except Exception as error:  # a name that is none
         raise ConfigError(f"http_options: cannot listen on {host}:{port}: {error}") from None

@@ -13,6 +13,7 @@ from pathlib import Path
 from serve_app.errors import ConfigError
 from serve_app.file_state import FileState, file_state
 from serve_app.launch.haproxy_config import PEM
+from serve_app.operator_files import read_text
 
 HAPROXY_SOCKET = "admin.sock"
 
@@ -36,24 +37,34 @@ class WatchedKeyPair:
         """Raises `ConfigError` in one line if they cannot be used."""
         self._files = files
         self._folder = folder
-        self._seen = self._installed = self._state()
+        self._seen = self._done = self._state()
+        self._failure: str | None = None
         self._install()
 
     def look(self) -> str | None:
         """Take a new pair over; what there is to say about it. To be called every moment.
 
-        Not at the first sight of a change: certificate and key are replaced one after the other.
+        Not at the first sight of a change: certificate and key are replaced one after the other. While HAProxy does not
+        take the pair, each call tries again, and reports each reason once.
         """
         state, before = self._state(), self._seen
         self._seen = state
-        if state == self._installed or state != before:
+        if state == self._done or state != before:
             return None
-        self._installed = state
         try:
             self._tell_haproxy(self._install())
-        except (ConfigError, OSError) as error:
-            return f"{error}; the certificate before stays in force"
-        return f"{self._files.certificate} was read again: new connections get it"
+        except ConfigError as error:
+            failure = str(error)
+            self._done = state
+        except OSError as error:
+            failure = str(error)
+            if failure == self._failure:
+                return None
+        else:
+            self._done, self._failure = state, None
+            return f"{self._files.certificate} was read again: new connections get it"
+        self._failure = failure
+        return f"{failure}; the certificate before stays in force"
 
     def _state(self) -> _State:
         return tuple(file_state(path) for path in (self._files.certificate, self._files.key))
@@ -61,8 +72,8 @@ class WatchedKeyPair:
     def _install(self) -> str:
         """Copy the pair for the next HAProxy that starts; returns it, as PEM. Raises `ConfigError`."""
         try:
-            text = "\n".join(path.read_text() for path in (self._files.certificate, self._files.key))
-        except (OSError, UnicodeDecodeError) as error:
+            text = "\n".join(read_text(path) for path in (self._files.certificate, self._files.key))
+        except ConfigError as error:
             raise self._unusable(error) from None
         # HAProxy's socket takes an empty line for the end.
         pem = "".join(f"{line}\n" for line in text.splitlines() if line.strip())
@@ -90,7 +101,7 @@ class WatchedKeyPair:
         if not sockets:
             raise OSError("HAProxy does not run")
         for address in sockets:
-            self._command(address, f"set ssl cert {path} <<\n{pem}\n", "Transaction created")
+            self._command(address, f"set ssl cert {path} <<\n{pem}\n", "Transaction ")
             self._command(address, f"commit ssl cert {path}\n", "Success")
 
     @staticmethod

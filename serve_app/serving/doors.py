@@ -85,8 +85,9 @@ class Doors:
 
     def check_ready(self) -> None:
         """Raise `UnavailableError` while no key can be checked, or no use of today can be read or written."""
-        if self._file is not None and isinstance(self._file.ring, UnknownKeys):
-            raise self._file.ring.error()
+        ring = None if self._file is None else self._file.ring  # once: another thread replaces it
+        if isinstance(ring, UnknownKeys):
+            raise ring.error()
         if self._ledger is not None and not self._ledger.is_open:
             raise UnavailableError("today's file in `ingress.ledger_folder` cannot be opened; the log says why")
 

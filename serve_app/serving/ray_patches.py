@@ -21,13 +21,14 @@ from typing import Any
 
 import ray._private.state
 import ray.util
+from ray import serve
 from ray.serve._private import haproxy as ray_haproxy
 from ray.serve._private import replica as ray_replica
 from ray.serve.context import _get_global_client
 from ray.serve.handle import DeploymentHandle
 from ray.serve.schema import ServeDeploySchema
 
-from serve_app.errors import one_line
+from serve_app.errors import ConfigError, one_line
 from serve_app.lasting import LastingTasks
 from serve_app.observability.logging import log_to_terminal
 
@@ -82,7 +83,13 @@ def has_certificate() -> bool:
 
 
 def deploy_again(schema: ServeDeploySchema) -> None:
-    """Have Serve change what `schema` changes, without waiting: `serve.run` takes no config file."""
+    """Have Serve change what `schema` changes, without waiting: `serve.run` takes no config file.
+
+    Raises `ConfigError` if `schema` has no application that serves now: Serve would delete them all at once.
+    """
+    serving = {name for name, application in serve.status().applications.items() if application.status == "RUNNING"}
+    if serving and serving.isdisjoint(application.name for application in schema.applications):
+        raise ConfigError(f"applications: keep one that serves now ({', '.join(sorted(serving))})")
     _get_global_client().deploy_apps(schema, _blocking=False)
 
 

@@ -4,6 +4,7 @@ import logging
 import os
 import re
 import tempfile
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -32,7 +33,7 @@ def read_key_file(path: Path, check: Check = lambda _: None) -> KeyRing:
 
 
 class WatchedKeyFile:
-    """The newest key ring that a file has held and that could be read. `refresh` it every second or so."""
+    """The newest key ring that a file has held and that could be read. `refresh` it every second or so, in any thread."""
 
     def __init__(
         self,
@@ -51,6 +52,9 @@ class WatchedKeyFile:
         self._check = check
         self._clock = clock
         self._next_reminder = 0.0
+        self._refreshing = threading.Lock()
+        self._invalid = ("", "")
+        """The newest text that is invalid, and why: parsing takes long, and would find the same again."""
         self._seen = file_state(path) if ring is None else None
         self.ring = read_key_file(path, check) if ring is None else ring
         self.error: str | None = None
@@ -61,12 +65,16 @@ class WatchedKeyFile:
 
         An error is logged at once, and again every 30 s while it lasts.
         """
+        with self._refreshing:
+            self._refresh()
+
+    def _refresh(self) -> None:
         state = file_state(self._path)
         if state == self._seen and self.error is None:
             return
         self._seen = state
         try:
-            ring = read_key_file(self._path, self._check)
+            ring = self._read()
         except ConfigError as error:
             self._complain(str(error))
             return
@@ -82,6 +90,17 @@ class WatchedKeyFile:
         told = told or "the same names and limits"
         logger.info("keys file %s was read again: %s", self._path, told)
         self._on_change(told)
+
+    def _read(self) -> KeyRing:
+        """Raises `ConfigError`."""
+        text = _read(self._path)
+        if text and text == self._invalid[0]:
+            raise ConfigError(self._invalid[1])
+        try:
+            return _parse(self._path, text, self._check)
+        except ConfigError as error:
+            self._invalid = text, str(error)
+            raise
 
     def _complain(self, error: str) -> None:
         now = self._clock()

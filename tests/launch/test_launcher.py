@@ -125,6 +125,18 @@ def test_a_taken_port_is_named(refuse: Refuse, tmp_path: Path) -> None:
         assert f"127.0.0.1:{port}: Address already in use" in refuse(write_config(tmp_path, {}, port))
 
 
+@pytest.mark.parametrize("port", [0, -1, 65_536])
+def test_a_number_that_is_no_port_is_refused(refuse: Refuse, tmp_path: Path, port: int) -> None:
+    assert f"http_options.port: {port} is not between 1 and 65535" in refuse(write_config(tmp_path, {}, port))
+
+
+def test_a_file_without_applications_is_refused(refuse: Refuse, tmp_path: Path) -> None:
+    """Serve would take it, and as an update it would delete every application."""
+    path = tmp_path / "config.yaml"
+    path.write_text("applications: []")
+    assert "applications: must name at least one" in refuse(path)
+
+
 def test_what_is_no_config_is_refused(refuse: Refuse, tmp_path: Path) -> None:
     for text in ("[", "", "applications: 3"):
         path = tmp_path / "config.yaml"

@@ -1,6 +1,7 @@
 """TLS at a real HAProxy, started by our wrapper with a configuration of the form of Ray's."""
 
 import http.client
+import os
 import socket
 import ssl
 import subprocess
@@ -187,6 +188,45 @@ def test_a_haproxy_that_is_gone_is_told_of(pair: KeyPair, short_folder: Path) ->
     watched = WatchedKeyPair(pair, short_folder)
     write_certificate(pair.certificate, pair.key)
     assert "the certificate before stays in force" in said(watched)
+
+
+def test_a_haproxy_that_was_away_gets_the_new_certificate(pair: KeyPair, short_folder: Path, behind: int) -> None:
+    watched = WatchedKeyPair(pair, short_folder)
+    proxy = start(short_folder, behind)
+    try:
+        address = short_folder / "node" / HAPROXY_SOCKET
+        hidden = address.rename(short_folder / "hidden")
+        write_certificate(pair.certificate, pair.key)
+        assert "HAProxy does not run; the certificate before stays in force" in said(watched)
+        assert said(watched) == "", "reported once"
+        hidden.rename(address)
+        assert "was read again" in (watched.look() or "")
+        with closing(connect(proxy, pair.certificate)) as client:
+            client.request("GET", "/")
+            assert client.getresponse().status == 200
+        assert said(watched) == ""
+    finally:
+        proxy.process.kill()
+        proxy.process.wait(20)
+
+
+def test_files_that_never_end_are_refused(pair: KeyPair, short_folder: Path, tmp_path: Path) -> None:
+    """Nothing writes to a named pipe, and a device has no end: reading either would stop the launcher for good."""
+    watched = WatchedKeyPair(pair, short_folder)
+    good = pair.key.read_bytes()
+    fifo = tmp_path / "fifo"
+    os.mkfifo(fifo)
+    for path in (fifo, Path("/dev/zero")):
+        with pytest.raises(ConfigError, match=r"cannot be used: is not a regular file$"):
+            WatchedKeyPair(KeyPair(pair.certificate, path), short_folder)
+        pair.key.unlink()
+        pair.key.symlink_to(path)
+        assert "is not a regular file; the certificate before stays in force" in said(watched)
+    with pytest.raises(ConfigError, match="cannot be used"):
+        WatchedKeyPair(KeyPair(Path("a\0b"), pair.key), short_folder)
+    pair.key.unlink()
+    pair.key.write_bytes(good)
+    assert "HAProxy does not run" in said(watched)
 
 
 def test_what_cannot_be_used_is_refused_in_one_line(pair: KeyPair, short_folder: Path) -> None:

@@ -29,6 +29,7 @@ BROKEN = {
     "a date": b"applications: 2026-13-45",
     "a number": b"applications: " + b"9" * 5000,
     "a NUL": b"a\0b",
+    "no application": b"applications: []",
     "a long name": b"applications:\n- {name: serve_app, import_path: 'serve_app.app:build', args: {model: /%b}}"
     % (b"x" * 300),
 }
@@ -94,11 +95,14 @@ def test_a_date_that_does_not_exist_keeps_no_key_in_force(keyed: Keyed) -> None:
 def test_no_config_file_ends_the_server(keyed: Keyed) -> None:
     config = Path(keyed.server.process.args[-1])  # type: ignore[index, arg-type]
     good = config.read_bytes()
-    for content in BROKEN.values():
+    renamed = good.replace(b"name: serve_app\n", b"name: another\n")
+    assert renamed != good
+    for content in (*BROKEN.values(), renamed):
         before = count(keyed.server, "nothing has changed")
         config.write_bytes(content)
         keyed.server.send(signal.SIGUSR1)
         wait_for(lambda before=before: count(keyed.server, "nothing has changed") > before, "the refusal")  # type: ignore[misc]
+    assert count(keyed.server, "keep one that serves now (serve_app); nothing has changed") == 1
     config.write_bytes(good)
     assert keyed.complete("a").status_code == 200
     # A controller that is away is Ray's to bring back; whatever becomes of the update, the server serves.

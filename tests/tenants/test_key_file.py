@@ -2,6 +2,8 @@
 
 import logging
 import os
+import threading
+from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -9,6 +11,7 @@ import pytest
 
 from serve_app.errors import AuthenticationError, ConfigError
 from serve_app.tenants.key_file import WatchedKeyFile, add_key, read_key_file, remove_key
+from serve_app.tenants.keys import KeyRing
 
 NOW = datetime(2026, 11, 23, tzinfo=UTC)
 
@@ -101,6 +104,56 @@ def test_a_watched_file_is_followed_and_a_broken_one_is_not(tmp_path: Path, capl
     told = [record.getMessage().rpartition(": ")[2] for record in caplog.records if record.levelno == logging.INFO]
     assert told == ["added b", "changed b", "removed a"]
     assert not any(key in caplog.text for key in (first, second))
+
+
+def test_an_invalid_file_is_parsed_once_and_read_as_soon_as_it_changes(tmp_path: Path) -> None:
+    """Each request to the metrics port looks at it: 0.5 s of parsing for 4,000 keys would be the client's to order."""
+    path, parsed = tmp_path / "keys.yaml", 0
+
+    def check(ring: KeyRing) -> None:
+        nonlocal parsed
+        parsed += 1
+        if any(tenant.name == "wrong" for tenant in ring.tenants):
+            raise ConfigError("wrong is not allowed")
+
+    key = add_key(path, "a", {})
+    good = path.read_text()
+    watched = WatchedKeyFile(path, check)
+    add_key(path, "wrong", {})
+    invalid, before = path.read_text(), parsed
+    for _ in range(100):
+        watched.refresh()
+    assert parsed == before + 1
+    path.unlink()
+    watched.refresh()
+    assert "No such file" in (watched.error or "")
+    path.write_text(invalid)
+    watched.refresh()
+    assert "wrong is not allowed" in (watched.error or ""), "not the error in between"
+    path.write_text(good.replace("a:", "b:"))
+    watched.refresh()
+    assert (watched.error, watched.ring.find(key, NOW).name) == (None, "b")
+
+
+def test_several_threads_read_a_change_once(tmp_path: Path) -> None:
+    path, told = tmp_path / "keys.yaml", list[str]()
+    both = threading.Barrier(2)
+
+    def check(_: KeyRing) -> None:
+        with suppress(threading.BrokenBarrierError):
+            both.wait(0.5)
+
+    path.write_text("a: [")
+    watched = WatchedKeyFile(path, check, told.append, ring=KeyRing({}))
+    watched.refresh()
+    path.unlink()
+    add_key(path, "a", {})
+    threads = [threading.Thread(target=watched.refresh) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert told == ["added a"]
 
 
 def test_a_server_does_not_start_with_a_broken_file(tmp_path: Path) -> None:
