@@ -37,6 +37,7 @@ OWN_THREADS = {
     "launch/impatience.py": "a second Ctrl-C; reads a pipe until it is closed",
     "launch/processes.py": "looks at Ray's node processes",
     "launch/launcher.py": "the watcher, which reports every error; the compiler, which ends",
+    "launch/terminal.py": "writes lines to a pipe that may be full; drops those that cannot be written",
     "model/cpu/pages.py": "asks for memory while the model loads, and ends",
     "observability/metrics_port.py": "the metrics port's server, which answers or refuses each connection by itself",
     "text/template_check.py": "a time limit of one process",

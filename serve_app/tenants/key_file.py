@@ -33,7 +33,7 @@ def read_key_file(path: Path, check: Check = lambda _: None) -> KeyRing:
 
 
 class WatchedKeyFile:
-    """The newest key ring that a file has held and that could be read. `refresh` it every second or so, in any thread."""
+    """The newest key ring that a file has held and that could be read. Any thread may `refresh` it."""
 
     def __init__(
         self,

@@ -1,7 +1,11 @@
 """The terminal passes on our workers' lines and drops the rest of what Ray carries to it."""
 
+import fcntl
 import io
 import os
+import re
+import subprocess
+import sys
 from contextlib import suppress
 
 from serve_app.launch.terminal import Terminal, write_line
@@ -62,3 +66,53 @@ def test_what_a_terminal_cannot_show_is_escaped() -> None:
     target = io.TextIOWrapper(raw, "ascii")
     write_line(target, "caf\xe9 \udc80")
     assert raw.getvalue() == b"caf\\xe9 \\udc80\n"
+
+
+# More than a pipe and the queue hold.
+FLOOD = """
+import sys
+from serve_app.launch.terminal import write_line
+for number in range(10_000):
+    write_line(sys.stdout, f"{{number:099}}")
+write_line(sys.stderr, "flooded")
+{wait}
+write_line(sys.stdout, "last")
+"""
+
+
+def test_a_pipe_that_is_not_read_keeps_no_server_from_ending() -> None:
+    with subprocess.Popen([sys.executable, "-c", FLOOD.format(wait="")], stdout=-1, stderr=-1, text=True) as process:
+        try:
+            assert process.wait(60) == 0
+        finally:
+            process.kill()
+        assert process.stderr is not None
+        assert process.stderr.read() == "flooded\n", "each descriptor has its own queue"
+
+
+def test_a_pipe_that_is_read_late_shows_all_that_fits_in_order_and_what_was_dropped() -> None:
+    command = [sys.executable, "-c", FLOOD.format(wait="sys.stdin.readline()")]
+    with subprocess.Popen(command, stdin=-1, stdout=-1, stderr=-1, text=True) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        assert process.stderr is not None
+        assert process.stderr.readline() == "flooded\n"
+        shown = [process.stdout.readline() for _ in range(1000)]
+        print("go on", file=process.stdin, flush=True)
+        shown += process.stdout.readlines()
+        assert process.wait(60) == 0
+    *numbers, dropped, last = shown
+    assert [int(number) for number in numbers] == list(range(len(numbers)))
+    assert len(numbers) > 1000, "the queue's"
+    told = re.fullmatch(r"serve-app: (\d+) lines were dropped here: not read\n", dropped)
+    assert told is not None
+    assert (int(told[1]) + len(numbers), last) == (10_000, "last\n")
+
+
+def test_a_non_blocking_pipe_takes_every_line() -> None:
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    size = fcntl.fcntl(writer, fcntl.F_SETPIPE_SZ, 4096)
+    with open(reader, "rb") as out, open(writer, "w") as target:
+        write_line(target, "x" * 3 * size)
+        assert out.read(3 * size + 1) == b"x" * 3 * size + b"\n"
