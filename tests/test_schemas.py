@@ -108,6 +108,8 @@ def test_bounds_of_integers_are_exact(limits: dict[str, Any], inside: list[int],
         {"type": "integer", "allOf": [{"multipleOf": 999_983}, {"multipleOf": 999_979}]},
         {"type": "integer", "multipleOf": 1.3, "minimum": 1, "maximum": 3.9},
         {"type": "number", "minimum": 1e300},
+        {"type": "integer", "minimum": True},
+        {"maximum": False},
     ],
 )
 def test_a_number_that_cannot_be_kept_is_refused_with_its_path(part: dict[str, Any]) -> None:
