@@ -3,7 +3,7 @@
 from collections.abc import Collection
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, Field, WithJsonSchema, model_validator
+from pydantic import AfterValidator, Field, ValidationInfo, WithJsonSchema, model_validator
 
 from serve_app.api import ignored
 from serve_app.api.body import SHOWN, Body, ignored_schemas, refusal, unfit
@@ -112,6 +112,10 @@ class ToolCall(Body):
     function: FunctionCall
 
 
+def _check_content(value: object, info: ValidationInfo) -> str | None:
+    return check_text(value, replaces=info.data.get("role") == "tool")
+
+
 class Message(Body):
     """One chat message."""
 
@@ -119,7 +123,7 @@ class Message(Body):
 
     role: Annotated[str, Field(pattern=r"^[A-Za-z][A-Za-z0-9_.-]{0,63}$")]
     """Others than the usual ones are the chat template's."""
-    content: Annotated[Any, AfterValidator(check_text), text_schema()] = None
+    content: Annotated[Any, AfterValidator(_check_content), text_schema(replaces=True)] = None
     refusal: str | None = None
     """Text of the assistant, too."""
     name: Annotated[str | None, Field(max_length=512)] = None

@@ -78,7 +78,9 @@ Bound = tuple[Fraction, bool] | None
 def _bound(values: dict[str, Any], closed: str, open_: str, tighter: Any) -> Bound:
     found: list[tuple[Fraction, bool]] = []
     exclusive = values.get(open_, False)
-    if closed in values and not isinstance(values[closed], bool):
+    if isinstance(values.get(closed), bool):
+        raise NumberError(f"`{closed}` must be a number")
+    if closed in values:
         _finite(closed, values[closed])
         found.append((Fraction(values[closed]), exclusive is True))
     if not isinstance(exclusive, bool):

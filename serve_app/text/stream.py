@@ -184,18 +184,21 @@ class TextStream:
         return self._parser.feed(text, looks=not least or self.num_tokens - (self.num_reasoning_tokens or 0) > least)
 
     def _release(self, parts: Sequence[Part]) -> tuple[TokenText, ...]:
-        """Log-probabilities of the tokens that begin in these parts of the content.
+        """Log-probabilities of the tokens that these parts of the content hold; the first one's text may begin before.
 
         At an end without a stop string, also those behind it that have no text.
         """
         if not self._pending:
             return ()
         released: list[TokenText] = []
+        following = [*(token.offset for token in self._pending[1:]), self._decoded]
+        spans = list(zip(self._pending, following, strict=True))
         for part in parts:
             if part.kind is Kind.CONTENT:
                 self._told = part.end
-                released += [token for token in self._pending if part.at <= token.offset < part.end]
-                self._pending = [token for token in self._pending if token.offset >= part.end]
+                released += [t for t, end in spans if t.offset < part.end and (part.at <= t.offset or part.at < end)]
+                spans = [(t, end) for t, end in spans if t.offset >= part.end]
+        self._pending = [token for token, _ in spans]
         if self.finish_reason is not None and not self._stops.stopped and self._told == self._decoded:
             released += self._pending
         return tuple(released)

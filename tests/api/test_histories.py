@@ -276,6 +276,17 @@ async def test_what_the_model_cannot_see_in_a_result_is_named_in_its_place(scrip
     )
     assert refused.status_code == 400
     assert "`messages[1].content` block 0: this server does not read the type 'image'" in refused.text
+    call = {"id": "a", "type": "function", "function": {"name": "weather", "arguments": "{}"}}
+    parts = [{"type": "image_url", "image_url": {"url": "data:x"}}, {"type": "text", "text": "Look."}]
+    seen = {"role": "tool", "tool_call_id": "a", "content": parts}
+    chat = [*MESSAGES, {"role": "assistant", "tool_calls": [call]}, seen]
+    told = await taken(scripted, "chat/completions", {"messages": chat, "tools": CHAT_TOOLS})
+    assert "[image_url: left out, as this model reads text only]\nLook." in told
+    refused = await scripted.http.post(
+        "/v1/chat/completions", json={"messages": [*MESSAGES, {"role": "user", "content": parts}]}
+    )
+    assert refused.status_code == 400
+    assert "part 0: the model reads text only, not 'image_url'" in refused.text
     items = [
         *MESSAGES,
         {"type": "custom_tool_call", "call_id": "c", "name": "apply_patch", "input": "*** Begin"},

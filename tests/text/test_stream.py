@@ -8,6 +8,8 @@ from serve_app.core.results import LOGPROBS, FinishReason, TokenDelta, TokenLogp
 from serve_app.errors import EngineError
 from serve_app.text.stream import StopConfig, TextStream
 from serve_app.text.tokenizer import Tokenizer
+from serve_app.text.tool_format import Thinking
+from tests.text.formats import tokenizer_of
 
 same_fixture = settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 EOS = 2
@@ -142,6 +144,20 @@ def test_after_a_stop_string_nothing_is_shown_or_counted(byte_level: Tokenizer) 
     assert [entry.data for entry in at_border.logprobs] == [b"one"]
     assert stream.feed(delta([30], 3, FinishReason.LENGTH)).text == ""
     assert stream.finish_reason is FinishReason.STOP
+
+
+@pytest.mark.parametrize("size", [1, 100])
+@pytest.mark.parametrize("answer", [" Rome is", "\n\nRome is", "Rome is"])
+def test_logprobs_begin_with_the_token_whose_space_was_trimmed(answer: str, size: int) -> None:
+    tokenizer = tokenizer_of("qwen3")
+    assert tokenizer.reasoning is not None
+    stop = StopConfig(thinking=Thinking(tokenizer.reasoning, True), markers="<think></think>")
+    stream = TextStream(tokenizer, (), stop)
+    ids = tokenizer.encode(f"Hm.</think>{answer}", add_special_tokens=False)
+    pieces = [stream.feed(d) for d in in_parts(ids, [size], FinishReason.LENGTH, logprobs=True)]
+    assert "".join(piece.text for piece in pieces) == "Rome is"
+    entries = [entry.data for piece in pieces for entry in piece.logprobs]
+    assert b"".join(entries).decode().lstrip() == "Rome is"
 
 
 def test_logprob_offsets_count_characters_of_the_text(byte_level: Tokenizer) -> None:
