@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from load_tests.chaos.traffic import MODEL, ask, open_session, send
+from load_tests.chaos.traffic import MODEL, Ask, ask, open_session, send
 from load_tests.gpu.checks import Checks, Result
 from load_tests.gpu.serve_faults import PROMPTS
 from load_tests.gpu.server import Started, server
@@ -22,6 +22,9 @@ _DASHBOARDS = Path("grafana/json")
 _NEEDS_MORE = re.compile(r"_key_")
 """Series that exist only where API keys are configured."""
 _ONLY_ON_GPUS = re.compile(r"_gpu_")
+
+_TOO_MANY = Ask("too many", {"model": MODEL, "prompt": ["a"] * 5, "n": 128, "max_tokens": 1, "stream": True})
+"""More sequences than one request may have in the queue: refused, which the metrics count."""
 
 _REFERENCE = """
 import json, sys, torch
@@ -173,6 +176,7 @@ async def _pages_under_load(started: Started, seconds: int) -> list[dict[str, fl
         for _ in range(seconds):
             await asyncio.sleep(1)
             pages.append(await asyncio.to_thread(lambda: started.fleet.metrics() or {}))
+        await send(session, started.url, _TOO_MANY)
         for task in users:
             task.cancel()
         await asyncio.gather(*users, return_exceptions=True)
