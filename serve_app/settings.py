@@ -205,9 +205,9 @@ class Settings(_Frozen):
         """Requests that the ingress has at once: all places, as many bodies under way, and a reserve.
 
         Streams cannot take the reserve, as what has no place is refused; it is for refusals, and for requests that
-        take no place (models, metrics, tokenize).
+        take no place (models, metrics, tokenize). Bodies that are still to come take none of it either.
         """
-        return 2 * self.num_places + _SPARE_REQUESTS
+        return 2 * self.num_places + self.ingress.max_unfinished_per_source + _SPARE_REQUESTS
 
     @model_validator(mode="after")
     def _check_replicas(self) -> "Settings":
