@@ -74,7 +74,7 @@ def haproxy_enabled() -> bool:
 
 
 def haproxy_metrics_port() -> int:
-    """Where HAProxy tells of itself. Raises `KeyError` where no launcher has chosen a port."""
+    """The port of HAProxy's metrics. Raises `KeyError` where no launcher has chosen a port."""
     return int(os.environ[HAPROXY_METRICS_PORT])
 
 

@@ -201,7 +201,7 @@ class MessageWire(ChatWire):
     def __init__(
         self, head: dict[str, Any], details: Details, request_id: str, *, with_logprobs: bool, usage: ChunkUsage
     ) -> None:
-        """request_id: names the calls, so that they are named alike wherever told."""
+        """request_id: the ids of calls derive from it, so that they are the same in all events."""
         super().__init__(head, details, with_logprobs=with_logprobs, usage=usage)
         self._request_id = request_id
 

@@ -69,7 +69,7 @@ def _repeated(value: Any) -> orjson.Fragment:
 
 
 class TextLogprobs:
-    """Tells which tokens of the content made which of its texts."""
+    """Assigns the tokens of the content to its texts."""
 
     def __init__(self) -> None:
         self._tokens = deque[tuple[int, Any]]()
@@ -83,7 +83,7 @@ class TextLogprobs:
         self._tokens.extend(entries)
 
     def of(self, part: Part) -> list[Any]:
-        """What is told of the tokens that begin in this part."""
+        """Log-probabilities of the tokens that this part holds."""
         told = []
         while self._tokens and self._tokens[0][0] < part.end:
             told.append(self._tokens.popleft()[1])
