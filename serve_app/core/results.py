@@ -53,6 +53,7 @@ class ModelRunnerOutput:
     `failed[i]` ends that request, and no other. `results[i]` has an entry for each of its
     tokens, `prompt_results[i]` for each *next* prompt token that the row's positions predict.
     `sat_out` names rows that should have sampled and could not yet: their last token is to be computed again.
+    The scheduler knows of them earlier, by `sit_out`.
     `forced[i]` are tokens that the grammar makes almost certain to follow `token_ids[i]`: drafts for the next step.
     `mask_s`: processor time of grammar masks since the step before, in seconds.
     """
