@@ -30,8 +30,8 @@ from serve_app.errors import (
     RequestError,
     UnavailableError,
 )
+from serve_app.grammars.token_set import Vocabulary
 from serve_app.precedence import interrupt_as_usual
-from serve_app.token_set import Vocabulary
 
 logger = logging.getLogger(__name__)
 

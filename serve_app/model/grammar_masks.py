@@ -21,7 +21,7 @@ from serve_app.core.sampling_params import SamplingParams
 from serve_app.core.step_plan import ScheduledRequest
 from serve_app.errors import EngineError, InvalidRequestError, RequestError
 from serve_app.grammars import Grammars, Matcher, Refusal
-from serve_app.token_set import TokenSet
+from serve_app.grammars.token_set import TokenSet
 
 logger = logging.getLogger(__name__)
 

@@ -15,11 +15,11 @@ from torch import Tensor
 
 from serve_app.core.sampling_params import SamplingParams
 from serve_app.core.step_plan import ScheduledRequest, SchedulerOutput, SlotStart
+from serve_app.grammars.token_set import TokenSet
 from serve_app.model import noise
 from serve_app.model.grammar_masks import Follower
 from serve_app.model.noise import Float64Array, Int64Array
 from serve_app.model.sampling_columns import Column, request_columns
-from serve_app.token_set import TokenSet
 
 _NEVER = 2**62
 

@@ -17,6 +17,7 @@ import tokenizers
 from serve_app.code_digest import digest_code
 from serve_app.errors import ConfigError
 from serve_app.grammars import Grammars
+from serve_app.grammars.token_set import Vocabulary
 from serve_app.model_files import CACHE_DIR, ModelFiles, locate_model
 from serve_app.one_writer import flush_to_disk, remove_damaged
 from serve_app.text.chat_template import Ending, encode_chat, takes_role, template_variables, write_calls
@@ -37,7 +38,6 @@ from serve_app.text.tool_format import (
     find_tool_format,
 )
 from serve_app.text.turn_end import find_turn_end
-from serve_app.token_set import Vocabulary
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -18,13 +18,13 @@ from serve_app.core.results import TokenLogprob
 from serve_app.core.sampling_params import MAX_TOP_LOGPROBS, SamplingParams
 from serve_app.core.step_plan import SlotStart
 from serve_app.errors import RequestError
+from serve_app.grammars.token_set import TokenSet
 from serve_app.model import sampler
 from serve_app.model.gpu.kernels import sampling as kernels
 from serve_app.model.input_batch import SamplingRows, sampling_rows
 from serve_app.model.noise import Float64Array, Int64Array
 from serve_app.model.sampler import Sampled
 from serve_app.model.transfer import ToHost, to_device
-from serve_app.token_set import TokenSet
 
 PART = 1024
 """Tokens of a part."""

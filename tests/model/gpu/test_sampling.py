@@ -11,6 +11,7 @@ from serve_app.core.sampling_params import SamplingParams
 from serve_app.core.step_plan import SlotStart
 from serve_app.engine.core import EngineConfig, EngineCore
 from serve_app.errors import InvalidRequestError
+from serve_app.grammars.token_set import TokenSet
 from serve_app.model import sampler
 from serve_app.model.executors.transformers import TransformersExecutor
 from serve_app.model.grammar_masks import mask_out
@@ -18,7 +19,6 @@ from serve_app.model.input_batch import SamplingRows, sampling_rows
 from serve_app.model.loader import from_module
 from serve_app.model.sampler import Sampled
 from serve_app.model.token_samplers import pick_sampler
-from serve_app.token_set import TokenSet
 from tests.models import tiny_model
 
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered in subtract")  # numpy's, in the interpreter

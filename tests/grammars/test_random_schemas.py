@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from serve_app import grammars
 from serve_app.errors import InvalidRequestError
 from serve_app.grammars import Grammars
-from serve_app.token_set import Vocabulary
-from tests.schemas import bounded_schemas, instances, schemas
+from serve_app.grammars.token_set import Vocabulary
+from tests.grammars.schemas import bounded_schemas, instances, schemas
 
 EOS = 256
 TOKENS = [*(bytes([byte]) for byte in range(256)), b"<eos>"]

@@ -18,7 +18,7 @@ from pydantic import Base64Bytes, BaseModel, SecretBytes, SecretStr
 from serve_app import grammars
 from serve_app.errors import EngineError, InvalidRequestError
 from serve_app.grammars import Refusal
-from tests.test_random_schemas import BYTES, EOS, walk
+from tests.grammars.test_random_schemas import BYTES, EOS, walk
 
 MAX_INT64 = 2**63 - 1
 
@@ -154,7 +154,7 @@ def test_no_grammar_ends_the_process(name: str) -> None:
 import threading
 from serve_app import grammars
 from serve_app.errors import InvalidRequestError
-from tests.test_random_schemas import BYTES
+from tests.grammars.test_random_schemas import BYTES
 def run():
     try:
         BYTES.matcher({DEADLY[name]}).allowed()

@@ -16,8 +16,8 @@ from serve_app import grammars
 from serve_app.errors import InvalidRequestError
 from serve_app.grammars import Grammars, Matcher
 from serve_app.text.tokenizer import Tokenizer, load_tokenizer
-from tests.grammar_work import MAX_BUILDS, MAX_CHARS, MAX_MASKS, counted
-from tests.hostile_schemas import HOSTILE_SCHEMAS
+from tests.grammars.grammar_work import MAX_BUILDS, MAX_CHARS, MAX_MASKS, counted
+from tests.grammars.hostile_schemas import HOSTILE_SCHEMAS
 
 WIDTH = 49_160
 EOS = 2
