@@ -140,7 +140,7 @@ def _install_llama(folder: PeerFolder, shell: _Shell) -> None:
 
     The formats are made from the default model's own 4-bit file: right for speed, not for quality.
     """
-    from serve_app.model_files import locate_model
+    from serve_app.checkpoints.model_files import locate_model
 
     place = folder.path / "llama"
     tools = shell.environment(folder.environment("llama"), ("cmake", "ninja"))
@@ -202,7 +202,7 @@ def write_safetensors(target: Path, model: str = "default") -> None:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from serve_app.model_files import locate_model
+    from serve_app.checkpoints.model_files import locate_model
 
     files = locate_model(model)
     # The reader of GGUF files draws a progress bar that nothing switches off.

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from serve_app.model_files import CACHE_DIR
-from serve_app.one_writer import only_writer
+from serve_app.checkpoints.model_files import CACHE_DIR
+from serve_app.checkpoints.one_writer import only_writer
 
 
 @cache

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from serve_app.model_files import locate_model
+from serve_app.checkpoints.model_files import locate_model
 from serve_app.observability.timeline import Span, Work
 
 

@@ -10,10 +10,10 @@ from typing import Any
 
 import yaml
 
+from serve_app.checkpoints.model_files import check_model, locate_model
 from serve_app.environment import haproxy_enabled
 from serve_app.errors import ConfigError
 from serve_app.launch.tls import KeyPair
-from serve_app.model_files import check_model, locate_model
 from serve_app.operator_files import load_yaml, read_text, typed_errors
 from serve_app.serving.doors import check_doors
 from serve_app.serving.knobs import live_knobs, scheduler_knobs

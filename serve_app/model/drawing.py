@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, GenerationConfig
 
+from serve_app.checkpoints.model_files import ModelFiles
 from serve_app.errors import one_line
 from serve_app.model.blueprint import Blueprint
 from serve_app.model.config_keys import read_config
@@ -24,7 +25,6 @@ from serve_app.model.rope import fix_frequencies
 from serve_app.model.safetensors_files import check_complete
 from serve_app.model.skeleton import empty_module, small_copy
 from serve_app.model.source_model import SourceModel
-from serve_app.model_files import ModelFiles
 
 
 def draw_blueprint(

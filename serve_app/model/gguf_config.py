@@ -9,8 +9,8 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from serve_app.checkpoints.gguf_header import GgufHeader, TensorInfo
 from serve_app.errors import ConfigError
-from serve_app.gguf_header import GgufHeader, TensorInfo
 from serve_app.model.gguf_keys import (
     ARCHITECTURES,
     HARMLESS,

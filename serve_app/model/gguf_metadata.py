@@ -6,8 +6,8 @@ Every key that `gguf_config` reads is used; what is left over is harmless or ref
 import math
 from typing import Any
 
+from serve_app.checkpoints.gguf_header import Field, GgufHeader
 from serve_app.errors import ConfigError
-from serve_app.gguf_header import Field, GgufHeader
 
 _REQUIRED: Any = object()
 _MOST = 2**28

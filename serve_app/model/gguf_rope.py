@@ -9,7 +9,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from serve_app.gguf_header import TensorInfo
+from serve_app.checkpoints.gguf_header import TensorInfo
 from serve_app.model.gguf_metadata import Metadata
 
 FREQUENCIES = "rope_freqs.weight"

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from serve_app.checkpoints.model_files import ModelFiles, check_model, locate_model
 from serve_app.core.sampling_params import Pooling
 from serve_app.errors import ConfigError
 from serve_app.model.blueprint import Blueprint, blueprint_path
@@ -18,7 +19,6 @@ from serve_app.model.paged_model import PagedModel
 from serve_app.model.pooling import read_pooling
 from serve_app.model.safetensors_files import open_safetensors
 from serve_app.model.token_samplers import pick_sampler
-from serve_app.model_files import ModelFiles, check_model, locate_model
 
 logger = logging.getLogger(__name__)
 

@@ -19,6 +19,7 @@ from typing import Any
 import ray
 from ray import serve
 
+from serve_app.checkpoints.model_files import digest_content, locate_model
 from serve_app.core.step_record import StepRecord
 from serve_app.environment import ENGINE_ENVIRONMENT, bypass_proxies, export
 from serve_app.errors import ConfigError
@@ -26,7 +27,6 @@ from serve_app.fleet.attempt import STALL_TIMEOUT_S
 from serve_app.fleet.link import LINK, MAX_UNSENT_BYTES, LinkServer
 from serve_app.fleet.replica_set import REVISION, TOKENIZER
 from serve_app.fleet.wire import WireDelta, WireLoad, WireRequest, pack_deltas, pack_load, unpack_request
-from serve_app.model_files import digest_content, locate_model
 from serve_app.observability.held_bytes import HeldBytes, register_held_bytes
 from serve_app.observability.logging import log_to_terminal
 from serve_app.observability.metrics import EngineMetrics

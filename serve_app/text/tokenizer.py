@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Any
 
 import tokenizers
 
+from serve_app.checkpoints.model_files import CACHE_DIR, ModelFiles, locate_model
+from serve_app.checkpoints.one_writer import flush_to_disk, remove_damaged
 from serve_app.code_digest import digest_code
 from serve_app.errors import ConfigError
 from serve_app.grammars import Grammars
 from serve_app.grammars.token_set import Vocabulary
-from serve_app.model_files import CACHE_DIR, ModelFiles, locate_model
-from serve_app.one_writer import flush_to_disk, remove_damaged
 from serve_app.text.chat_template import Ending, encode_chat, takes_role, template_variables, write_calls
 from serve_app.text.control_tokens import find_pattern, is_mark
 from serve_app.text.detokenizer import Detokenizer

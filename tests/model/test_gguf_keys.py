@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from transformers.integrations.ggml import GGUF_CONFIG_MAPPING
 from transformers.integrations.gguf import GGUF_CONFIG_ARCHS
 
+from serve_app.checkpoints.gguf_header import GgufHeader
 from serve_app.errors import ConfigError
-from serve_app.gguf_header import GgufHeader
 from serve_app.model.gguf_config import GgufConfig, read_config
 from serve_app.model.gguf_file import describe
 from serve_app.model.gguf_keys import ARCHITECTURES, HARMLESS, HARMLESS_IN, NEUTRAL, REFUSED_ARCHITECTURES

@@ -9,10 +9,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from serve_app.checkpoints.model_files import locate_model
 from serve_app.errors import ConfigError
 from serve_app.model.loader import load_model
 from serve_app.model.options import ModelOptions
-from serve_app.model_files import locate_model
 from tests.model.stepping import Sequences, random_tokens
 from tests.models import tiny_model
 

@@ -9,8 +9,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
+from serve_app.checkpoints.model_files import locate_model
 from serve_app.errors import ConfigError, InvalidRequestError
-from serve_app.model_files import locate_model
 from serve_app.text.tokenizer import Tokenizer, _keep, load_tokenizer
 
 USER = {"role": "user", "content": "Hi"}

@@ -14,8 +14,8 @@ import subprocess
 import tempfile
 from pathlib import Path
 
+from serve_app.checkpoints.one_writer import flush_to_disk, only_writer
 from serve_app.errors import one_line
-from serve_app.one_writer import flush_to_disk, only_writer
 
 logger = logging.getLogger(__name__)
 

@@ -26,9 +26,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from serve_app.checkpoints.one_writer import flush_to_disk, only_writer
 from serve_app.model.cpu.ops import Format, PackedPart
 from serve_app.model.options import Progress
-from serve_app.one_writer import flush_to_disk, only_writer
 
 logger = logging.getLogger(__name__)
 

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from transformers.integrations.ggml import _gguf_parse_value
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
-from serve_app.gguf_header import GgufHeader, in_transformers
-from serve_app.model_files import locate_model
+from serve_app.checkpoints.gguf_header import GgufHeader, in_transformers
+from serve_app.checkpoints.model_files import locate_model
 
 _INTEGERS = {"UINT8": 8, "INT8": 8, "UINT16": 16, "INT16": 16, "UINT32": 32, "INT32": 32, "UINT64": 64, "INT64": 64}
 

@@ -4,8 +4,8 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
+from serve_app.checkpoints.one_writer import flush_to_disk
 from serve_app.errors import ConfigError
-from serve_app.one_writer import flush_to_disk
 
 
 def write_once(target: Path, write: Callable[[Path], None]) -> None:

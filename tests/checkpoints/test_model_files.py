@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from serve_app.checkpoints.model_files import digest_content, locate_model, pin_model
 from serve_app.errors import ConfigError
-from serve_app.model_files import digest_content, locate_model, pin_model
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
@@ -25,7 +25,7 @@ def cached_model(home: Path) -> None:
 
 def pin_offline(home: Path, model: str) -> str:
     """`pin_model` in a process whose cache is in `home`, and which does not ask the hub."""
-    code = f"from serve_app.model_files import pin_model; print(pin_model({model!r}))"
+    code = f"from serve_app.checkpoints.model_files import pin_model; print(pin_model({model!r}))"
     environment = {**os.environ, "HF_HOME": str(home), "HF_HUB_OFFLINE": "1"}
     run = subprocess.run((sys.executable, "-c", code), env=environment, capture_output=True, text=True, check=False)
     return (run.stdout or run.stderr).strip().splitlines()[-1]
