@@ -23,7 +23,7 @@ from rich.console import Console
 from rich.table import Table
 
 from load_tests.servers import ServerCommand, running
-from serve_app.http_client import fetch
+from serve_app.system.http_client import fetch
 from serve_app.workloads.machine import machine
 
 _REPOSITORY = Path(__file__).parents[1]

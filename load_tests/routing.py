@@ -26,7 +26,7 @@ from rich.table import Table
 
 from load_tests.servers import ServerCommand, running
 from serve_app.cli.outputs import JsonFile
-from serve_app.http_client import fetch
+from serve_app.system.http_client import fetch
 from serve_app.workloads.client import Run, Server, run_workload
 from serve_app.workloads.figures import percentile, summarize
 from serve_app.workloads.machine import Meter, machine, wait_until_quiet

@@ -10,7 +10,7 @@ from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from serve_app.http_client import fetch
+from serve_app.system.http_client import fetch
 from serve_app.workloads.client import RequestResult
 from serve_app.workloads.figures import percentile
 

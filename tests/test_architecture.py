@@ -128,10 +128,10 @@ def calls(path: Path, *called: str) -> bool:
 
 
 def test_what_lasts_is_run_by_the_helper_that_runs_it_again() -> None:
-    """An error in a task that nobody awaits ends it in silence: `serve_app.lasting` logs it and runs it again."""
+    """An error in a task that nobody awaits ends it in silence: `system.lasting` logs it and runs it again."""
     names = ("create_task", "ensure_future", "TaskGroup", "run_coroutine_threadsafe")
     making = {path.relative_to(PACKAGE).as_posix() for path in SOURCES if calls(path, *names)}
-    assert making == {"lasting.py", *SHORT_TASKS}
+    assert making == {"system/lasting.py", *SHORT_TASKS}
     assert {path.relative_to(PACKAGE).as_posix() for path in SOURCES if calls(path, "Thread", "Timer")} == {
         *OWN_THREADS
     }

@@ -22,8 +22,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from load_tests.chaos.traffic import MODEL
 from load_tests.servers import ServerCommand, running
 from serve_app.environment import FAST_PATH_ENVIRONMENT, LAUNCHER_ENVIRONMENT
-from serve_app.http_client import fetch
 from serve_app.launch.ports import free_port
+from serve_app.system.http_client import fetch
 
 REPOSITORY = Path(__file__).parents[2]
 PATHS = ("fast", "default")

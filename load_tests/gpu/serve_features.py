@@ -14,7 +14,7 @@ from load_tests.chaos.traffic import MODEL, Ask, ask, open_session, send
 from load_tests.gpu.checks import Checks, Result
 from load_tests.gpu.serve_faults import PROMPTS
 from load_tests.gpu.server import Started, server
-from serve_app.http_client import fetch
+from serve_app.system.http_client import fetch
 
 _BF16_LIMIT = 0.02
 """Most by which bfloat16's log-probabilities of prompt tokens may differ from float32's, on average."""

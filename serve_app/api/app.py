@@ -31,9 +31,9 @@ from serve_app.api.schemas import ChatBody, CompletionBody, parse_body
 from serve_app.api.service import Service
 from serve_app.api.token_bodies import DetokenizeBody, TokenizeBody
 from serve_app.api.translation import TranslatedJob
+from serve_app.system.version import __version__
 from serve_app.tenants.accounts import Accounts
 from serve_app.tenants.tenant import Tenant
-from serve_app.version import __version__
 
 _QUESTION = [{"role": "user", "content": "Name the capital of France."}]
 

@@ -31,7 +31,7 @@ from serve_app.errors import (
     UnavailableError,
 )
 from serve_app.grammars.token_set import Vocabulary
-from serve_app.precedence import interrupt_as_usual
+from serve_app.system.cpu_priority import interrupt_as_usual
 
 logger = logging.getLogger(__name__)
 

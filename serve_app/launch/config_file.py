@@ -14,10 +14,10 @@ from serve_app.checkpoints.model_files import check_model, locate_model
 from serve_app.environment import haproxy_enabled
 from serve_app.errors import ConfigError
 from serve_app.launch.tls import KeyPair
-from serve_app.operator_files import load_yaml, read_text, typed_errors
 from serve_app.serving.doors import check_doors
 from serve_app.serving.knobs import live_knobs, scheduler_knobs
 from serve_app.settings import Settings, suggest
+from serve_app.system.operator_files import load_yaml, read_text, typed_errors
 
 _IMPORT_PATH = "serve_app.app:build"
 ENGINE, INGRESS = "EngineReplica", "Ingress"

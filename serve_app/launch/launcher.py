@@ -47,7 +47,7 @@ from serve_app.launch.surroundings import check_surroundings
 from serve_app.launch.terminal import Terminal, write_line
 from serve_app.launch.tls import WatchedKeyPair
 from serve_app.launch.update import Update
-from serve_app.precedence import interrupt_nobody
+from serve_app.system.cpu_priority import interrupt_nobody
 
 if TYPE_CHECKING:
     from serve_app.launch.drain import Ingresses

@@ -18,9 +18,9 @@ from typing import IO, Any
 import torch
 from torch import Tensor
 
-from serve_app.code_digest import digest_code
 from serve_app.model.facts import ModelFacts
 from serve_app.model.llama import Llama
+from serve_app.system.code_digest import digest_code
 
 logger = logging.getLogger(__name__)
 

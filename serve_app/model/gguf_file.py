@@ -18,16 +18,16 @@ import numpy as np
 from serve_app.checkpoints.gguf_header import GgufHeader, TensorInfo
 from serve_app.checkpoints.one_writer import remove_damaged
 from serve_app.checkpoints.write_once import write_once
-from serve_app.code_digest import digest_code
 from serve_app.errors import ConfigError, one_line
 from serve_app.model.cpu.stored import Blocks
 from serve_app.model.executors.base import UnsupportedModelError
 from serve_app.model.gguf_config import GgufConfig, check_tensors, read_config
 from serve_app.model.mapped_checkpoint import MappedCheckpoint, StoredTensor, interleaved
 from serve_app.model.refused_keys import check_refused
+from serve_app.system.code_digest import digest_code
 
 _MAKERS = (
-    *("gguf_header.py", "model/gguf_config.py", "model/gguf_file.py", "model/gguf_keys.py"),
+    *("checkpoints/gguf_header.py", "model/gguf_config.py", "model/gguf_file.py", "model/gguf_keys.py"),
     *("model/gguf_metadata.py", "model/gguf_rope.py"),
 )
 """The code that makes an index."""

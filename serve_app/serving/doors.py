@@ -15,9 +15,9 @@ from serve_app.api.access import Access
 from serve_app.api.origins import Origins
 from serve_app.environment import internal_key_file
 from serve_app.errors import ConfigError, UnavailableError
-from serve_app.lasting import LastingTasks
 from serve_app.observability.metrics_port import Admits
 from serve_app.settings import IngressSettings
+from serve_app.system.lasting import LastingTasks
 from serve_app.tenants.accounts import Accounts
 from serve_app.tenants.audit import AuditLog
 from serve_app.tenants.key_file import WatchedKeyFile, read_key_file

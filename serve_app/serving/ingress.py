@@ -40,8 +40,6 @@ from serve_app.fleet.replica_set import REVISION, ReplicaSet
 from serve_app.fleet.transport import LinkTransport
 from serve_app.fleet.watchdog import Watchdog
 from serve_app.grammars import Refusal
-from serve_app.http_client import fetch
-from serve_app.lasting import LastingTasks
 from serve_app.observability.held_bytes import HeldBytes, register_held_bytes
 from serve_app.observability.logging import RequestLines, log_to_terminal
 from serve_app.observability.metrics import IngressMetrics, merge_expositions
@@ -56,6 +54,8 @@ from serve_app.serving.ray_patches import bind_replica_port_to_node, has_certifi
 from serve_app.serving.replica import STEPS_PATH
 from serve_app.serving.scraping import METRICS_ADDRESS, METRICS_KEY, metrics_targets, open_metrics_port
 from serve_app.settings import Settings
+from serve_app.system.http_client import fetch
+from serve_app.system.lasting import LastingTasks
 from serve_app.text.tokenizer import Tokenizer, load_tokenizer
 
 logger = logging.getLogger(__name__)

@@ -16,10 +16,10 @@ import tokenizers
 
 from serve_app.checkpoints.model_files import CACHE_DIR, ModelFiles, locate_model
 from serve_app.checkpoints.one_writer import flush_to_disk, remove_damaged
-from serve_app.code_digest import digest_code
 from serve_app.errors import ConfigError
 from serve_app.grammars import Grammars
 from serve_app.grammars.token_set import Vocabulary
+from serve_app.system.code_digest import digest_code
 from serve_app.text.chat_template import Ending, encode_chat, takes_role, template_variables, write_calls
 from serve_app.text.control_tokens import find_pattern, is_mark
 from serve_app.text.detokenizer import Detokenizer
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 _TAIL = 32
 """Tokens of a prompt's end that hold the mark of a reasoning, if it ends with one."""
 
-_MAKERS = ("gguf_header.py", "text/control_tokens.py", "text/gguf_tokenizer.py", "text/pre_tokenizers.py")
+_MAKERS = ("checkpoints/gguf_header.py", "text/control_tokens.py", "text/gguf_tokenizer.py", "text/pre_tokenizers.py")
 """The code that makes a tokenizer of a GGUF file."""
 
 

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from serve_app.errors import AuthenticationError, ConfigError, UnavailableError
-from serve_app.lasting import LastingTasks
 from serve_app.serving import doors
 from serve_app.serving.doors import Doors, admits_to_replicas_metrics, check_doors
 from serve_app.settings import IngressSettings
+from serve_app.system.lasting import LastingTasks
 from serve_app.tenants.key_file import WatchedKeyFile, add_key, remove_key
 
 

@@ -9,7 +9,7 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
 
-from serve_app.http_client import HttpStatusError, fetch
+from serve_app.system.http_client import HttpStatusError, fetch
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -54,7 +54,7 @@ def test_get_and_post(url: str) -> None:
 
 def test_a_proxy_of_the_environment_is_not_used(url: str) -> None:
     """In a process of its own, because urllib reads the environment when the opener is built."""
-    code = f"from serve_app.http_client import fetch; print(fetch('{url}/200', timeout_s=10).decode())"
+    code = f"from serve_app.system.http_client import fetch; print(fetch('{url}/200', timeout_s=10).decode())"
     environment = {**os.environ, "http_proxy": "http://127.0.0.1:9", "no_proxy": ""}
     result = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "body of the answer"

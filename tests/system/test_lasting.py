@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from serve_app.lasting import LastingTasks
+from serve_app.system.lasting import LastingTasks
 
 
 class Time:
