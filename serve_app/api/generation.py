@@ -9,9 +9,9 @@ from typing import Any
 import orjson
 
 from serve_app.api.admission import Ticket
+from serve_app.api.bodies.schemas import GenerationBody
 from serve_app.api.merging import merge
 from serve_app.api.odds import OddsMeter
-from serve_app.api.schemas import GenerationBody
 from serve_app.api.service import RequestContext, Service
 from serve_app.api.sse import ChunkUsage
 from serve_app.api.tracking import RequestTracker

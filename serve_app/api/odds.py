@@ -10,10 +10,10 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Self
 
-from serve_app.api.limits import ApiLimits
+from serve_app.api.bodies.schemas import GenerationBody
+from serve_app.api.door.limits import ApiLimits
 from serve_app.api.merging import merge
 from serve_app.api.prepare import off_loop
-from serve_app.api.schemas import GenerationBody
 from serve_app.api.service import RequestContext, Service
 from serve_app.core.request import EngineRequest
 from serve_app.errors import ContextLengthError, InvalidRequestError

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from serve_app.api.errors import anthropic_error_json, error_json
+from serve_app.api.door.errors import anthropic_error_json, error_json
 from serve_app.errors import (
     EngineError,
     InvalidRequestError,

@@ -11,8 +11,8 @@ from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 
-from serve_app.api.access import Access
-from serve_app.api.origins import Origins
+from serve_app.api.door.access import Access
+from serve_app.api.door.origins import Origins
 from serve_app.environment import internal_key_file
 from serve_app.errors import ConfigError, UnavailableError
 from serve_app.observability.metrics_port import Admits

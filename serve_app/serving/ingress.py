@@ -21,8 +21,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from serve_app.api.admission import AsyncAdmissionQueue
 from serve_app.api.app import create_app
+from serve_app.api.door.limits import ApiLimits
 from serve_app.api.drain import Drain
-from serve_app.api.limits import ApiLimits
 from serve_app.api.request_events import Endpoint, Outcome, RequestSummary
 from serve_app.api.service import MetricsPage, ModelCard, RequestContext
 from serve_app.console.routes import Sources, add_console

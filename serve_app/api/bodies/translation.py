@@ -9,10 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, ClassVar
 
-from serve_app.api.chat import ChatJob
-from serve_app.api.endpoint import ApiContext
-from serve_app.api.schemas import ChatBody, SharedBody, validate
-from serve_app.core.request import EngineRequest
+from serve_app.api.bodies.schemas import ChatBody, SharedBody, validate
 from serve_app.errors import InvalidRequestError
 from serve_app.text.tokenizer import Tokenizer
 
@@ -52,35 +49,6 @@ class TranslatedBody(SharedBody):
         for pattern, replacement in self.chat_names:
             name = re.sub(pattern, replacement, name)
         return name
-
-
-class TranslatedJob(ChatJob):
-    """The chat request that a body of another API means."""
-
-    def __init__(self, context: ApiContext, asked: TranslatedBody) -> None:
-        """Raises what `ChatJob` raises."""
-        self._asked = asked
-        with asked.named():
-            super().__init__(context, asked.to_chat(context.service.tokenizer))
-
-    async def prompt(self, cache_salt: str | None = None) -> list[int]:
-        """Render and tokenize. Raises `InvalidRequestError`.
-
-        No such body asks in so many words to continue a message: where the template hides it, a new one follows.
-        """
-        with self._asked.named():
-            try:
-                return await super().prompt(cache_salt)
-            except InvalidRequestError as error:
-                if error.param != "continue_final_message":
-                    raise
-            self.body = self.body.model_copy(update={"continue_final_message": None})
-            return await super().prompt(cache_salt)
-
-    async def engine_requests(self, cache_salt: str) -> list[EngineRequest]:
-        """Render, tokenize, validate."""
-        with self._asked.named():
-            return await super().engine_requests(cache_salt)
 
 
 class Conversation:

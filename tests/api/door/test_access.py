@@ -11,9 +11,9 @@ import httpx
 import pytest
 from fastapi.routing import APIRoute
 
-from serve_app.api.access import Access
 from serve_app.api.admission import AsyncAdmissionQueue
 from serve_app.api.app import create_app
+from serve_app.api.door.access import Access
 from serve_app.console.routes import Sources, add_console
 from serve_app.tenants.keys import KeyRing, hash_key
 from serve_app.tenants.tenant import Tenant

@@ -5,9 +5,9 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, Field, ValidationInfo, WithJsonSchema, model_validator
 
-from serve_app.api import ignored
-from serve_app.api.body import SHOWN, Body, ignored_schemas, refusal, unfit
-from serve_app.api.past_calls import arguments_of, as_object
+from serve_app.api.bodies import ignored
+from serve_app.api.bodies.body import SHOWN, Body, ignored_schemas, refusal, unfit
+from serve_app.api.bodies.past_calls import arguments_of, as_object
 
 MAX_MESSAGES = 4096
 MAX_CONTENT_PARTS = 4096

@@ -19,11 +19,11 @@ from pydantic import (
 )
 from pydantic_core import CoreSchema, from_json
 
-from serve_app.api import ignored
-from serve_app.api.body import MAX_CONTAINERS, SHOWN, Body, has_too_many_containers, refusal, unfit
-from serve_app.api.fields import BadWord, LogitBias, MaxTokens, Prompt, Stop, TemplateVariables, TokenId, at_most
-from serve_app.api.messages import MAX_MESSAGES, Message, check_parts
-from serve_app.api.tools import MAX_TOOLS, Tool, ToolChoice, check_tool_choice, check_tools
+from serve_app.api.bodies import ignored
+from serve_app.api.bodies.body import MAX_CONTAINERS, SHOWN, Body, has_too_many_containers, refusal, unfit
+from serve_app.api.bodies.fields import BadWord, LogitBias, MaxTokens, Prompt, Stop, TemplateVariables, TokenId, at_most
+from serve_app.api.bodies.messages import MAX_MESSAGES, Message, check_parts
+from serve_app.api.bodies.tools import MAX_TOOLS, Tool, ToolChoice, check_tool_choice, check_tools
 from serve_app.core.sampling_params import (
     MAX_ALLOWED_TOKEN_IDS,
     MAX_BAD_WORDS,

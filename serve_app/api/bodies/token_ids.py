@@ -4,11 +4,11 @@ from typing import Annotated, Any, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from serve_app.api.body import Body, unfit
-from serve_app.api.fields import TemplateVariables, TokenId
-from serve_app.api.messages import Message
-from serve_app.api.schemas import ChatBody, ReasoningEffort, validate
-from serve_app.api.tools import Tool, ToolChoice
+from serve_app.api.bodies.body import Body, unfit
+from serve_app.api.bodies.fields import TemplateVariables, TokenId
+from serve_app.api.bodies.messages import Message
+from serve_app.api.bodies.schemas import ChatBody, ReasoningEffort, validate
+from serve_app.api.bodies.tools import Tool, ToolChoice
 
 
 def _checked_by_chat(kind: Any) -> BeforeValidator:

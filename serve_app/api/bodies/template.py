@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
-from serve_app.api.schemas import ChatBody
-from serve_app.api.tools import FunctionDefinition, NamedTool, allowed_names
+from serve_app.api.bodies.schemas import ChatBody
+from serve_app.api.bodies.tools import FunctionDefinition, NamedTool, allowed_names
 from serve_app.errors import InvalidRequestError
 from serve_app.text.chat_template import without_tools
 from serve_app.text.tokenizer import Tokenizer

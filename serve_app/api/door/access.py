@@ -7,7 +7,7 @@ from datetime import UTC, datetime
 from starlette.datastructures import Headers
 from starlette.types import Scope
 
-from serve_app.api.origins import Origins
+from serve_app.api.door.origins import Origins
 from serve_app.errors import AuthenticationError, PermissionDeniedError
 from serve_app.tenants.keys import KeyRing, hash_key
 from serve_app.tenants.tenant import ANONYMOUS, Tenant

@@ -5,13 +5,13 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BeforeValidator, Field, WithJsonSchema, model_validator
 
-from serve_app.api import ignored
-from serve_app.api.body import Body, Variant, unfit
-from serve_app.api.fields import Stop
-from serve_app.api.messages import MAX_MESSAGES, Name, check_parts, check_text, text_schema
-from serve_app.api.template import knows_effort
-from serve_app.api.tools import ToolName
-from serve_app.api.translation import Conversation, TranslatedBody
+from serve_app.api.bodies import ignored
+from serve_app.api.bodies.body import Body, Variant, unfit
+from serve_app.api.bodies.fields import Stop
+from serve_app.api.bodies.messages import MAX_MESSAGES, Name, check_parts, check_text, text_schema
+from serve_app.api.bodies.template import knows_effort
+from serve_app.api.bodies.tools import ToolName
+from serve_app.api.bodies.translation import Conversation, TranslatedBody
 from serve_app.core.sampling_params import SamplingParams
 from serve_app.text.tokenizer import Tokenizer
 

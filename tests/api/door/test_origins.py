@@ -5,10 +5,10 @@ from typing import Any
 import httpx
 import pytest
 
-from serve_app.api.access import Access
 from serve_app.api.admission import AsyncAdmissionQueue
 from serve_app.api.app import create_app
-from serve_app.api.origins import Origins
+from serve_app.api.door.access import Access
+from serve_app.api.door.origins import Origins
 from serve_app.text.tokenizer import Tokenizer
 from tests.api.conftest import Recorder
 from tests.api.limits import make_limits

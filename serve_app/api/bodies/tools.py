@@ -5,8 +5,8 @@ from typing import Annotated, Any, Literal, cast
 
 from pydantic import Field, ValidationError
 
-from serve_app.api import ignored
-from serve_app.api.body import Body, refusal
+from serve_app.api.bodies import ignored
+from serve_app.api.bodies.body import Body, refusal
 from serve_app.errors import InvalidRequestError
 
 MAX_TOOLS = 128

@@ -9,13 +9,13 @@ from typing import Any
 
 import orjson
 
-from serve_app.api.chat import call_name, entry
+from serve_app.api.bodies.responses import ResponsesBody
 from serve_app.api.endpoint import ApiContext, Choice
 from serve_app.api.generation import Generation, Usage
-from serve_app.api.item_wire import ItemWire
-from serve_app.api.responses_body import ResponsesBody
 from serve_app.api.sse import named_event
-from serve_app.api.translation import TranslatedJob
+from serve_app.api.wires.chat import call_name, entry
+from serve_app.api.wires.items import ItemWire
+from serve_app.api.wires.translation import TranslatedJob
 from serve_app.errors import OverloadedError, RequestError
 from serve_app.text.parts import Kind, Part
 from serve_app.text.stream import TextPiece, TokenText

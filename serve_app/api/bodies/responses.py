@@ -4,14 +4,22 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BeforeValidator, Field, WithJsonSchema, model_validator
 
-from serve_app.api import ignored
-from serve_app.api.body import Body, Variant, refusal, unfit
-from serve_app.api.fields import MaxTokens
-from serve_app.api.messages import ARGUMENTS, MAX_MESSAGES, Name, check_arguments, check_parts, check_text, text_schema
-from serve_app.api.schemas import ReasoningEffort
-from serve_app.api.template import knows_effort
-from serve_app.api.tools import MAX_TOOLS, FunctionDefinition
-from serve_app.api.translation import Conversation, TranslatedBody
+from serve_app.api.bodies import ignored
+from serve_app.api.bodies.body import Body, Variant, refusal, unfit
+from serve_app.api.bodies.fields import MaxTokens
+from serve_app.api.bodies.messages import (
+    ARGUMENTS,
+    MAX_MESSAGES,
+    Name,
+    check_arguments,
+    check_parts,
+    check_text,
+    text_schema,
+)
+from serve_app.api.bodies.schemas import ReasoningEffort
+from serve_app.api.bodies.template import knows_effort
+from serve_app.api.bodies.tools import MAX_TOOLS, FunctionDefinition
+from serve_app.api.bodies.translation import Conversation, TranslatedBody
 from serve_app.core.sampling_params import MAX_TOP_LOGPROBS
 from serve_app.text.tokenizer import Tokenizer
 

@@ -4,7 +4,7 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, BeforeValidator, Field, WithJsonSchema
 
-from serve_app.api.body import SHOWN, refusal, unfit
+from serve_app.api.bodies.body import SHOWN, refusal, unfit
 from serve_app.core.sampling_params import BIASES, MAX_LOGIT_BIAS, RANGES
 
 MAX_STOP_STRINGS = 16

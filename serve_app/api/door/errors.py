@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Scope
 
-from serve_app.api.access import path_of
+from serve_app.api.door.access import path_of
 from serve_app.errors import EngineError, RequestError
 
 _HTTP_CODES = {404: "not_found", 405: "method_not_allowed"}

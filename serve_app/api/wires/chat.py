@@ -7,10 +7,11 @@ from typing import Any
 
 import orjson
 
+from serve_app.api.bodies.schemas import ChatBody
+from serve_app.api.bodies.template import CallableTools, template_variables
 from serve_app.api.constraints import grammar_of
-from serve_app.api.details import LOWEST_LOGPROB, Details
+from serve_app.api.door.errors import error_json
 from serve_app.api.endpoint import ApiContext, Choice, Wire
-from serve_app.api.errors import error_json
 from serve_app.api.generation import Generation, Usage, chunk_usage
 from serve_app.api.prepare import (
     answer_head,
@@ -23,9 +24,8 @@ from serve_app.api.prepare import (
     stop_config,
     truncated,
 )
-from serve_app.api.schemas import ChatBody
 from serve_app.api.sse import PING, ChunkTemplate, ChunkUsage
-from serve_app.api.template import CallableTools, template_variables
+from serve_app.api.wires.details import LOWEST_LOGPROB, Details
 from serve_app.core.request import EngineRequest
 from serve_app.core.results import FinishReason
 from serve_app.errors import RequestError

@@ -9,7 +9,7 @@ import orjson
 from pydantic import BaseModel, ConfigDict, GetJsonSchemaHandler, model_validator
 from pydantic_core import CoreSchema, PydanticCustomError
 
-from serve_app.api.ignored import ANYTHING, Ignored, changes_nothing
+from serve_app.api.bodies.ignored import ANYTHING, Ignored, changes_nothing
 
 SHOWN = 64
 """Characters of a client's text that an error repeats at most."""

@@ -7,10 +7,10 @@ from typing import Any
 
 import orjson
 
+from serve_app.api.bodies.schemas import CompletionBody, parse_body
 from serve_app.api.constraints import grammar_of
-from serve_app.api.details import LOWEST_LOGPROB, Details
+from serve_app.api.door.errors import error_json
 from serve_app.api.endpoint import ApiContext, Choice
-from serve_app.api.errors import error_json
 from serve_app.api.generation import Generation, Usage, chunk_usage
 from serve_app.api.prepare import (
     answer_head,
@@ -24,8 +24,8 @@ from serve_app.api.prepare import (
     stop_config,
     truncated,
 )
-from serve_app.api.schemas import CompletionBody, parse_body
 from serve_app.api.sse import PING, ChunkTemplate, ChunkUsage
+from serve_app.api.wires.details import LOWEST_LOGPROB, Details
 from serve_app.core.request import EngineRequest
 from serve_app.errors import InvalidRequestError, RequestError
 from serve_app.text.stream import TextPiece, TokenText, token_text

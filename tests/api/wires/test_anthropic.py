@@ -9,9 +9,9 @@ import httpx2
 import pytest
 from anthropic.types import Message
 
-from serve_app.api.access import Access
 from serve_app.api.admission import AsyncAdmissionQueue
 from serve_app.api.app import create_app
+from serve_app.api.door.access import Access
 from serve_app.api.request_events import Outcome
 from serve_app.errors import EngineError, OverloadedError, UnavailableError
 from serve_app.tenants.keys import KeyRing

@@ -13,13 +13,13 @@ import numpy as np
 import orjson
 from pydantic import AfterValidator, Field, model_validator
 
-from serve_app.api import ignored
-from serve_app.api.body import Body, refusal, unfit
+from serve_app.api.bodies import ignored
+from serve_app.api.bodies.body import Body, refusal, unfit
+from serve_app.api.bodies.fields import Prompt
+from serve_app.api.bodies.schemas import GenerationBody
 from serve_app.api.endpoint import ApiContext, Choice
-from serve_app.api.fields import Prompt
 from serve_app.api.generation import Generation, Usage
 from serve_app.api.prepare import check_ids, check_model, encode_prompts, off_loop
-from serve_app.api.schemas import GenerationBody
 from serve_app.core.request import EngineRequest
 from serve_app.core.results import EMBEDDING
 from serve_app.core.sampling_params import Pooling, SamplingParams

@@ -8,9 +8,9 @@ from typing import Any
 
 import orjson
 
+from serve_app.api.bodies.schemas import GenerationBody
 from serve_app.api.endpoint import Choice
 from serve_app.api.generation import Generation
-from serve_app.api.schemas import GenerationBody
 from serve_app.core.results import FinishReason, TokenLogprob
 from serve_app.text.stream import TextPiece
 from serve_app.text.tokenizer import Tokenizer

@@ -11,12 +11,12 @@ import uuid
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from serve_app.api.access import Access
-from serve_app.api.errors import error_response, internal_error, plain_error_response, speaks_anthropic
-from serve_app.api.limits import ApiLimits
-from serve_app.api.origins import is_from_browser
+from serve_app.api.door.access import Access
+from serve_app.api.door.errors import error_response, internal_error, plain_error_response, speaks_anthropic
+from serve_app.api.door.limits import ApiLimits
+from serve_app.api.door.origins import is_from_browser
+from serve_app.api.door.uploads import Uploads
 from serve_app.api.request_events import RequestObserver
-from serve_app.api.uploads import Uploads
 from serve_app.errors import (
     InvalidRequestError,
     OverloadedError,

@@ -5,15 +5,15 @@ from typing import Any
 
 import orjson
 
-from serve_app.api.anthropic_body import MessagesBody
-from serve_app.api.chat import call_name
+from serve_app.api.bodies.anthropic import MessagesBody
+from serve_app.api.bodies.past_calls import as_json
+from serve_app.api.door.errors import anthropic_error_json
 from serve_app.api.endpoint import ApiContext
-from serve_app.api.errors import anthropic_error_json
 from serve_app.api.generation import Generation, Usage
-from serve_app.api.item_wire import ItemWire
-from serve_app.api.past_calls import as_json
 from serve_app.api.sse import named_event
-from serve_app.api.translation import TranslatedJob
+from serve_app.api.wires.chat import call_name
+from serve_app.api.wires.items import ItemWire
+from serve_app.api.wires.translation import TranslatedJob
 from serve_app.errors import RequestError
 from serve_app.text.parts import Kind, Part
 
