@@ -41,11 +41,11 @@ from serve_app.cli.outputs import JsonFile
 from serve_app.core.request import EngineRequest
 from serve_app.core.sampling_params import SamplingParams
 from serve_app.engine.core import EngineConfig, EngineCore
-from serve_app.model.input_batch import SamplingRows
 from serve_app.model.loader import load_model
 from serve_app.model.paged_model import PagedModel
 from serve_app.model.runner import set_num_threads
-from serve_app.model.sampler import PendingSample, Sampled
+from serve_app.model.sampling.rows import SamplingRows
+from serve_app.model.sampling.sampler import PendingSample, Sampled
 from serve_app.model.token_samplers import TokenSampler, pick_sampler
 from serve_app.settings import Settings
 from serve_app.text.tokenizer import Tokenizer, load_tokenizer

@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from serve_app.model.attention.base import AttentionBatch, block_matrix
+from serve_app.model.attention_backend import AttentionBatch, block_matrix
 from serve_app.model.loader import load_model
 from serve_app.model.options import ModelOptions
 from serve_app.model.paged_model import PagedModel

@@ -12,10 +12,11 @@ import torch
 from serve_app.checkpoints.model_files import locate_model
 from serve_app.engine.async_engine import AsyncEngine
 from serve_app.engine.core import EngineConfig, EngineCore
-from serve_app.model import checkpoint, loader
+from serve_app.model import loader
 from serve_app.model.options import ModelOptions
 from serve_app.model.paged_model import PagedModel
 from serve_app.model.quiet import quiet
+from serve_app.model.sources import checkpoint
 from tests.fleets import fleet, references, small_model
 from tests.models import tiny_model
 

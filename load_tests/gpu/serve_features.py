@@ -28,7 +28,7 @@ _TOO_MANY = Ask("too many", {"model": MODEL, "prompt": ["a"] * 5, "n": 128, "max
 
 _REFERENCE = """
 import json, sys, torch
-from serve_app.model.checkpoint import read_checkpoint
+from serve_app.model.sources.checkpoint import read_checkpoint
 from serve_app.checkpoints.model_files import CACHE_DIR, locate_model
 from serve_app.text.tokenizer import load_tokenizer
 prompts, count, device = json.loads(sys.argv[1])

@@ -24,13 +24,13 @@ from serve_app.core.step_record import SchedulerStats, StepRecord
 from serve_app.core.step_tokens import choose_step_tokens, shorten_step_tokens
 from serve_app.grammars import Grammars
 from serve_app.grammars.token_set import Vocabulary
-from serve_app.model.limits import measure_limits
 from serve_app.model.loader import load_model
-from serve_app.model.memory import size_kv_pool
 from serve_app.model.options import ModelOptions
 from serve_app.model.paged_model import PagedModel
+from serve_app.model.profiling.limits import measure_limits
+from serve_app.model.profiling.memory import size_kv_pool
+from serve_app.model.profiling.step_times import StepTimes
 from serve_app.model.runner import Launched, ModelRunner, Pending, set_num_threads
-from serve_app.model.step_times import StepTimes
 
 logger = logging.getLogger(__name__)
 

@@ -12,19 +12,19 @@ from transformers import AutoConfig, GenerationConfig
 
 from serve_app.checkpoints.model_files import ModelFiles
 from serve_app.errors import one_line
-from serve_app.model.blueprint import Blueprint
-from serve_app.model.config_keys import read_config
 from serve_app.model.cpu.ops import Kernels
+from serve_app.model.executor import UnsupportedModelError
 from serve_app.model.executors import cpu
-from serve_app.model.executors.base import UnsupportedModelError
 from serve_app.model.llama import recognise
-from serve_app.model.mapped_checkpoint import GENERATION_CONFIG, MappedCheckpoint
 from serve_app.model.options import ModelOptions
 from serve_app.model.quiet import quiet
 from serve_app.model.rope import fix_frequencies
-from serve_app.model.safetensors_files import check_complete
-from serve_app.model.skeleton import empty_module, small_copy
-from serve_app.model.source_model import SourceModel
+from serve_app.model.sources.blueprint import Blueprint
+from serve_app.model.sources.config_keys import read_config
+from serve_app.model.sources.mapped_checkpoint import GENERATION_CONFIG, MappedCheckpoint
+from serve_app.model.sources.safetensors_files import check_complete
+from serve_app.model.sources.skeleton import empty_module, small_copy
+from serve_app.model.sources.source_model import SourceModel
 
 
 def draw_blueprint(

@@ -10,14 +10,14 @@ import torch
 from serve_app.checkpoints.model_files import ModelFiles, check_model, locate_model
 from serve_app.core.sampling_params import Pooling
 from serve_app.errors import ConfigError
-from serve_app.model.blueprint import Blueprint, blueprint_path
+from serve_app.model.executor import Demand, UnsupportedModelError
 from serve_app.model.executors import cpu
-from serve_app.model.executors.base import Demand, UnsupportedModelError
-from serve_app.model.gguf_file import open_gguf
 from serve_app.model.options import ModelOptions, Progress, resolve_dtype
 from serve_app.model.paged_model import PagedModel
 from serve_app.model.pooling import read_pooling
-from serve_app.model.safetensors_files import open_safetensors
+from serve_app.model.sources.blueprint import Blueprint, blueprint_path
+from serve_app.model.sources.gguf_file import open_gguf
+from serve_app.model.sources.safetensors_files import open_safetensors
 from serve_app.model.token_samplers import pick_sampler
 
 logger = logging.getLogger(__name__)
@@ -59,7 +59,7 @@ def prepare(
     """Take over a transformers causal LM in eval mode. Raises ConfigError for one that cannot be served this way."""
     # These import transformers' modules, which most models on a CPU do without once they have a blueprint.
     from serve_app.model.executors.selection import pick_executor
-    from serve_app.model.source_model import SourceModel
+    from serve_app.model.sources.source_model import SourceModel
 
     source = SourceModel.take(module, name, options.max_model_len)
     executor = pick_executor(source, options, report)
@@ -71,8 +71,8 @@ def _load_floats(
     files: ModelFiles, device: torch.device, options: ModelOptions, report: Progress, pooling: Pooling | None
 ) -> PagedModel:
     """By way of transformers, which can read any model."""
-    from serve_app.model.checkpoint import read_checkpoint
     from serve_app.model.quiet import quiet
+    from serve_app.model.sources.checkpoint import read_checkpoint
 
     with quiet():
         module = read_checkpoint(files, options, device, report, embeds=pooling is not None)

@@ -18,9 +18,9 @@ from serve_app.core.request import EngineRequest
 from serve_app.core.results import FinishReason
 from serve_app.core.sampling_params import SamplingParams
 from serve_app.grammars.token_set import Vocabulary
-from serve_app.model import grammar_masks
 from serve_app.model.loader import from_module
 from serve_app.model.paged_model import PagedModel
+from serve_app.model.sampling import grammar_masks
 from serve_app.model.token_samplers import DeviceSampler
 from serve_app.text.message_parser import MessageParser
 from serve_app.text.parts import Kind

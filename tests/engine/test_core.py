@@ -12,13 +12,14 @@ from serve_app.core.sampling_params import SamplingParams
 from serve_app.core.step_record import StepRecord
 from serve_app.engine.core import EngineConfig, EngineCore
 from serve_app.errors import ConfigError, InvalidRequestError
-from serve_app.model import memory, runner
+from serve_app.model import runner
 from serve_app.model.input_batch import PackedBatch
-from serve_app.model.limits import measure_limits
 from serve_app.model.loader import from_module
-from serve_app.model.memory import GIB
 from serve_app.model.paged_model import PagedModel
 from serve_app.model.pooling import Pooled
+from serve_app.model.profiling import memory
+from serve_app.model.profiling.limits import measure_limits
+from serve_app.model.profiling.memory import GIB
 from tests.engine.harness import Harness
 from tests.models import needs_compiler, tiny_model
 
@@ -195,7 +196,7 @@ def test_limits_are_measured_on_data_that_differs(monkeypatch: pytest.MonkeyPatc
         results.append(run())
         return [1.0]
 
-    monkeypatch.setattr("serve_app.model.limits.call_times", once)
+    monkeypatch.setattr("serve_app.model.profiling.limits.call_times", once)
     measure_limits(torch.device("cpu"), torch.float32)
     assert [bool((result == result.view(-1)[0]).all()) for result in results] == [False, False]
 

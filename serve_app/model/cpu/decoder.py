@@ -17,8 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from serve_app.model.attention.base import AttentionBatch, LayerCache
-from serve_app.model.attention.c_kernels import CKernelAttention, unsupported_by_kernels
+from serve_app.model.attention_backend import AttentionBatch, LayerCache
+from serve_app.model.cpu.attention import CKernelAttention, unsupported_by_kernels
 from serve_app.model.cpu.ops import (
     CACHE_FORMATS,
     GROUP,
@@ -33,7 +33,7 @@ from serve_app.model.cpu.ops import (
 )
 from serve_app.model.cpu.packed_file import Matrix, PackedFile, pack_all
 from serve_app.model.cpu.stored import Blocks, ModuleParameters, Parameters, StoredMatrix
-from serve_app.model.executors.base import OnCapture, UnsupportedModelError
+from serve_app.model.executor import OnCapture, UnsupportedModelError
 from serve_app.model.input_batch import PackedBatch
 from serve_app.model.llama import Linear, Llama
 from serve_app.model.options import Progress

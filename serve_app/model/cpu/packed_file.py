@@ -223,6 +223,6 @@ def _code() -> str:
     """Of the sources that decide what is packed, and how."""
     folder = Path(__file__).parent
     digest = hashlib.sha256()
-    for path in sorted([*folder.glob("*.py"), *folder.parent.glob("*.py")]):
+    for path in sorted(folder.parent.rglob("*.py")):
         digest.update(path.name.encode() + path.read_bytes())
     return digest.hexdigest()

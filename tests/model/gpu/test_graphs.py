@@ -14,10 +14,10 @@ from serve_app.core.request import EngineRequest
 from serve_app.core.sampling_params import SamplingParams
 from serve_app.core.step_plan import ScheduledRequest, SchedulerOutput, SlotStart
 from serve_app.engine.core import EngineConfig, EngineCore
-from serve_app.model import grammar_masks
-from serve_app.model.attention.base import AttentionBatch, AttentionLayer, block_matrix
+from serve_app.model.attention_backend import AttentionBatch, AttentionLayer, block_matrix
 from serve_app.model.input_batch import InputBatch, PackedBatch
 from serve_app.model.loader import from_module
+from serve_app.model.sampling import grammar_masks
 from serve_app.model.slot_memory import SlotMemory
 from tests.engine.harness import Harness
 from tests.engine.test_constrained import VOCABULARY

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
-from serve_app.model.executors.base import UnsupportedModelError
+from serve_app.model.executor import UnsupportedModelError
 
 _NARROW = 64
 """Hidden states, the MLP and the vocabulary of the small copy."""

@@ -7,9 +7,10 @@ import torch
 
 from serve_app.core.step_cost import DeviceLimits
 from serve_app.errors import ConfigError
-from serve_app.model import loader, step_times
+from serve_app.model import loader
+from serve_app.model.profiling import step_times
+from serve_app.model.profiling.step_times import StepTimes
 from serve_app.model.runner import ModelRunner
-from serve_app.model.step_times import StepTimes
 from tests.models import tiny_model
 
 

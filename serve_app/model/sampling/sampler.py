@@ -31,10 +31,10 @@ from torch import Tensor
 from serve_app.core.results import TokenLogprob
 from serve_app.errors import EngineError, InvalidRequestError, RequestError
 from serve_app.grammars.token_set import TokenSet
-from serve_app.model.grammar_masks import mask_out
-from serve_app.model.input_batch import Slot
-from serve_app.model.noise import Float64Array, Int64Array
-from serve_app.model.sampling_columns import Column
+from serve_app.model.sampling.columns import Column
+from serve_app.model.sampling.grammar_masks import mask_out
+from serve_app.model.sampling.noise import Float64Array, Int64Array
+from serve_app.model.sampling.rows import Slot
 
 NO_MASKS: Mapping[int, TokenSet] = {}
 # A row is cut into this many parts when a floor for its k-th value is looked for.

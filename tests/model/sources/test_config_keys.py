@@ -10,10 +10,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from serve_app.errors import ConfigError
-from serve_app.model.config_keys import HARMLESS, NEUTRAL, read_config
 from serve_app.model.loader import load_model
 from serve_app.model.options import ModelOptions
-from tests.model.published_configs import PUBLISHED
+from serve_app.model.sources.config_keys import HARMLESS, NEUTRAL, read_config
+from tests.model.sources.published_configs import PUBLISHED
 from tests.models import ARCHITECTURES, MIXTURES_OF_EXPERTS, own_cache, tiny_model
 
 

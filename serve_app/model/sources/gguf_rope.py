@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from serve_app.checkpoints.gguf_header import TensorInfo
-from serve_app.model.gguf_metadata import Metadata
+from serve_app.model.sources.gguf_metadata import Metadata
 
 FREQUENCIES = "rope_freqs.weight"
 LONG, SHORT = "rope_factors_long.weight", "rope_factors_short.weight"

@@ -20,15 +20,20 @@ from serve_app.checkpoints.one_writer import remove_damaged
 from serve_app.checkpoints.write_once import write_once
 from serve_app.errors import ConfigError, one_line
 from serve_app.model.cpu.stored import Blocks
-from serve_app.model.executors.base import UnsupportedModelError
-from serve_app.model.gguf_config import GgufConfig, check_tensors, read_config
-from serve_app.model.mapped_checkpoint import MappedCheckpoint, StoredTensor, interleaved
-from serve_app.model.refused_keys import check_refused
+from serve_app.model.executor import UnsupportedModelError
+from serve_app.model.sources.gguf_config import GgufConfig, check_tensors, read_config
+from serve_app.model.sources.mapped_checkpoint import MappedCheckpoint, StoredTensor, interleaved
+from serve_app.model.sources.refused_keys import check_refused
 from serve_app.system.code_digest import digest_code
 
 _MAKERS = (
-    *("checkpoints/gguf_header.py", "model/gguf_config.py", "model/gguf_file.py", "model/gguf_keys.py"),
-    *("model/gguf_metadata.py", "model/gguf_rope.py"),
+    *(
+        "checkpoints/gguf_header.py",
+        "model/sources/gguf_config.py",
+        "model/sources/gguf_file.py",
+        "model/sources/gguf_keys.py",
+    ),
+    *("model/sources/gguf_keys.py", "model/sources/gguf_metadata.py", "model/sources/gguf_rope.py"),
 )
 """The code that makes an index."""
 _HEADER_BYTES = 64 * 2**20
@@ -117,7 +122,7 @@ def _read_index(folder: Path) -> tuple[dict[str, StoredTensor], dict[str, str]] 
 
 def _write_index(path: Path, target: Path, ignored: Collection[str]) -> None:
     # A start from the index does without what this imports.
-    from serve_app.model.skeleton import empty_module
+    from serve_app.model.sources.skeleton import empty_module
 
     header, described = describe(path, ignored)
     config = make_config(path, described)

@@ -9,11 +9,11 @@ import torch
 
 from serve_app.core.sampling_params import SamplingParams
 from serve_app.errors import EngineError, InvalidRequestError
-from serve_app.model import noise as noise_module
-from serve_app.model import sampler
-from serve_app.model.input_batch import Slot
-from serve_app.model.sampler import Sampled, rank
-from serve_app.model.sampling_columns import request_columns
+from serve_app.model.sampling import noise as noise_module
+from serve_app.model.sampling import sampler
+from serve_app.model.sampling.columns import request_columns
+from serve_app.model.sampling.rows import Slot
+from serve_app.model.sampling.sampler import Sampled, rank
 
 VOCAB = 1531  # a prime above the number of parts, so that the last part is filled up
 EOS = 7

@@ -13,9 +13,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from serve_app.model.attention.base import AttentionBackend, AttentionBatch, LayerCache
+from serve_app.model.attention_backend import AttentionBackend, AttentionBatch, LayerCache
 from serve_app.model.input_batch import PackedBatch
-from serve_app.model.sampler import PendingSample
+from serve_app.model.sampling.sampler import PendingSample
 from serve_app.model.slot_memory import SlotMemory
 
 OnCapture = Callable[[int, int], None]

@@ -15,11 +15,11 @@ from transformers.integrations.gguf import GGUF_CONFIG_ARCHS
 
 from serve_app.checkpoints.gguf_header import GgufHeader
 from serve_app.errors import ConfigError
-from serve_app.model.gguf_config import GgufConfig, read_config
-from serve_app.model.gguf_file import describe
-from serve_app.model.gguf_keys import ARCHITECTURES, HARMLESS, HARMLESS_IN, NEUTRAL, REFUSED_ARCHITECTURES
 from serve_app.model.loader import load_model
 from serve_app.model.options import ModelOptions
+from serve_app.model.sources.gguf_config import GgufConfig, read_config
+from serve_app.model.sources.gguf_file import describe
+from serve_app.model.sources.gguf_keys import ARCHITECTURES, HARMLESS, HARMLESS_IN, NEUTRAL, REFUSED_ARCHITECTURES
 from tests.gguf_models import VOCAB, converter_keys, module_of, write_model
 from tests.model.stepping import Sequences
 from tests.models import needs_compiler, own_cache

@@ -8,7 +8,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttenti
 
 from serve_app.errors import ConfigError
 from serve_app.model.attention import transformers_hook
-from serve_app.model.attention.base import AttentionLayer
+from serve_app.model.attention_backend import AttentionLayer
 from serve_app.model.facts import ModelFacts, count_weights, eos_token_ids
 from serve_app.model.fusion import watch_inputs
 from serve_app.model.rope import fix_frequencies

@@ -11,7 +11,7 @@ from typing import Any
 
 from serve_app.checkpoints.gguf_header import GgufHeader, TensorInfo
 from serve_app.errors import ConfigError
-from serve_app.model.gguf_keys import (
+from serve_app.model.sources.gguf_keys import (
     ARCHITECTURES,
     HARMLESS,
     HARMLESS_IN,
@@ -21,8 +21,8 @@ from serve_app.model.gguf_keys import (
     REFUSED_ARCHITECTURES,
     Architecture,
 )
-from serve_app.model.gguf_metadata import Metadata
-from serve_app.model.gguf_rope import rope_parameters
+from serve_app.model.sources.gguf_metadata import Metadata
+from serve_app.model.sources.gguf_rope import rope_parameters
 
 _SPECIAL_TOKENS = {
     "bos_token_id": "tokenizer.ggml.bos_token_id",

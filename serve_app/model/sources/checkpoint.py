@@ -22,11 +22,11 @@ from serve_app.checkpoints.gguf_header import in_transformers
 from serve_app.checkpoints.model_files import ModelFiles
 from serve_app.checkpoints.write_once import write_once
 from serve_app.errors import ConfigError, one_line
-from serve_app.model.config_keys import read_config
-from serve_app.model.executors.base import UnsupportedModelError
-from serve_app.model.gguf_file import describe, known_tensors, make_config
+from serve_app.model.executor import UnsupportedModelError
 from serve_app.model.options import ModelOptions, Progress, resolve_dtype
-from serve_app.model.skeleton import empty_module
+from serve_app.model.sources.config_keys import read_config
+from serve_app.model.sources.gguf_file import describe, known_tensors, make_config
+from serve_app.model.sources.skeleton import empty_module
 
 logger = logging.getLogger(__name__)
 

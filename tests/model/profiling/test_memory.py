@@ -6,8 +6,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serve_app.model import memory
-from serve_app.model.memory import GIB
+from serve_app.model.profiling import memory
+from serve_app.model.profiling.memory import GIB
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from serve_app.model.attention.base import AttentionBatch, AttentionLayer, block_matrix
-from serve_app.model.attention.c_kernels import CKernelAttention
 from serve_app.model.attention.reference import ReferenceAttention
 from serve_app.model.attention.verification import verify_backend
+from serve_app.model.attention_backend import AttentionBatch, AttentionLayer, block_matrix
+from serve_app.model.cpu.attention import CKernelAttention
 from serve_app.model.cpu.ops import Kernels
 from serve_app.model.kv_cache import bytes_per_block
 from tests.models import poison

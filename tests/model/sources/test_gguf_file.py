@@ -13,11 +13,11 @@ from transformers import AutoModelForCausalLM
 from load_tests.random_gguf import mixed_kinds, random_contents, tensor_shapes, write_gguf
 from serve_app.errors import ConfigError
 from serve_app.model.cpu.build import usable_builds
-from serve_app.model.gguf_file import open_gguf
 from serve_app.model.loader import load_model
 from serve_app.model.options import ModelOptions
 from serve_app.model.paged_model import PagedModel
 from serve_app.model.quiet import quiet
+from serve_app.model.sources.gguf_file import open_gguf
 from tests.model.stepping import Sequences
 from tests.models import needs_compiler, own_cache
 

@@ -11,8 +11,8 @@ import numpy as np
 
 from serve_app.errors import one_line
 from serve_app.model.cpu.stored import Blocks
-from serve_app.model.executors.base import UnsupportedModelError
-from serve_app.model.mapped_checkpoint import MappedCheckpoint, StoredTensor
+from serve_app.model.executor import UnsupportedModelError
+from serve_app.model.sources.mapped_checkpoint import MappedCheckpoint, StoredTensor
 
 _BLOCKS = {"F32": Blocks.F32, "F16": Blocks.F16, "BF16": Blocks.BF16}
 _WHOLE, _INDEX = "model.safetensors", "model.safetensors.index.json"

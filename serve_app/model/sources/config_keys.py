@@ -11,7 +11,7 @@ from typing import Any
 from transformers import AutoConfig, PretrainedConfig
 
 from serve_app.errors import ConfigError, one_line
-from serve_app.model.refused_keys import check_refused
+from serve_app.model.sources.refused_keys import check_refused
 
 HARMLESS: Mapping[str, str] = {
     **dict.fromkeys(

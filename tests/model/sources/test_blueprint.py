@@ -53,7 +53,7 @@ def test_a_later_start_computes_the_same_without_transformers(
     script = tmp_path / "later_start.py"
     script.write_text(LATER_START)
     arguments = [str(script), str(model), str(model.parent / "cache"), quantization, str(tmp_path / "logits.pt")]
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])}
     told = subprocess.run([sys.executable, *arguments], env=environment, check=True, capture_output=True, text=True)
     modules = told.stdout.split()
     assert "serve_app.model.paged_model" in modules
