@@ -84,7 +84,7 @@ def main(
     ramp_s: Annotated[float, typer.Option(help="how long locust runs, in seconds")] = 120.0,
     after_s: Annotated[float, typer.Option(help="how long to wait for the replicas to stop, in seconds")] = 120.0,
     model: Annotated[str, typer.Option(help="what to serve")] = "default",
-    seats: Annotated[int, typer.Option(help="sequences that run at once in a replica")] = 4,
+    slots: Annotated[int, typer.Option(help="sequences that run at once in a replica")] = 4,
     max_replicas: Annotated[int, typer.Option(help="replicas at most")] = 3,
     port: int = 8000,
     json_file: Annotated[Path | None, typer.Option("--json", help="also write the figures to this file")] = None,
@@ -96,7 +96,7 @@ def main(
         "model": model,
         "device": "cpu",
         "autoscaling": {"max_replicas": max_replicas, "upscale_delay_s": 5.0, "downscale_delay_s": 15.0},
-        "engine": {"max_num_seqs": seats, "kv_cache_gib": 0.25},
+        "engine": {"max_num_seqs": slots, "kv_cache_gib": 0.25},
     }
     base_url = f"http://127.0.0.1:{port}"
     samples: list[Sample] = []

@@ -17,11 +17,11 @@ import yaml
 
 from load_tests.peer_setup import PeerFolder
 from load_tests.servers import ServerCommand
-from serve_app.core.seats import LEAST
+from serve_app.core.autosize import MIN_SLOTS
 from serve_app.environment import ENGINE_ENVIRONMENT
 from serve_app.launch.ports import free_port
 
-_SEQUENCES, _CONTEXT = LEAST, 4096
+_SEQUENCES, _CONTEXT = MIN_SLOTS, 4096
 _BIN = Path(sys.executable).parent
 _QUIET_ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
 

@@ -2,8 +2,8 @@
 
     python -m load_tests.two_deaths --json FILE
 
-8 replicas of 32 seats, 200 streams of 20 to 79 tokens, all in this process. Two replicas die 2.5 s apart and are
-replaced 15 s later; what is left has 192 seats.
+8 replicas of 32 slots, 200 streams of 20 to 79 tokens, all in this process. Two replicas die 2.5 s apart and are
+replaced 15 s later; what is left has 192 slots.
 Reports how many sequences run throughout, how long streams were silent, and who was interrupted.
 """
 
@@ -33,22 +33,22 @@ from serve_app.fleet.transport import LinkTransport
 from serve_app.fleet.watchdog import Watchdog
 from serve_app.fleet.wire import WireDelta, WireLoad, WireRequest, pack_deltas, unpack_request
 
-SEATS = 32
-_MAX_IN_ENGINE = 4 * SEATS
+SLOTS = 32
+_MAX_IN_ENGINE = 4 * SLOTS
 _REPLICAS, _STREAMS, _STEP_S = 8, 200, 0.25
 _BETWEEN_DEATHS_S, _REPLACED_AFTER_S, _SAMPLE_S = 2.5, 15.0, 0.05
 _INFO = {"block_size": 16, "num_blocks": 4096}
 
 
 class StubEngine:
-    """One token per step for whoever has one of `SEATS` seats; others wait in the order of their arrival."""
+    """One token per step for whoever has one of `SLOTS` slots; others wait in the order of their arrival."""
 
     def __init__(self, step_s: float) -> None:
         self.running = 0
         self.waiting = 0
         self.link = LinkServer(self._generate, self._load)
         self._step_s = step_s
-        self._seats = asyncio.Semaphore(SEATS)
+        self._slots = asyncio.Semaphore(SLOTS)
 
     async def _generate(self, data: WireRequest) -> AsyncGenerator[list[WireDelta], None]:
         request = unpack_request(data)
@@ -57,7 +57,7 @@ class StubEngine:
             raise OverloadedError("full")
         self.waiting += 1
         try:
-            await self._seats.acquire()
+            await self._slots.acquire()
         finally:
             self.waiting -= 1
         self.running += 1
@@ -67,7 +67,7 @@ class StubEngine:
                     yield pack_deltas([delta])
         finally:
             self.running -= 1
-            self._seats.release()
+            self._slots.release()
 
     async def _decode(self, request: EngineRequest, known: int) -> AsyncGenerator[TokenDelta, None]:
         assert request.params.max_tokens is not None
@@ -108,7 +108,7 @@ class StubFleet:
 
     @property
     def running(self) -> int:
-        """Sequences that have a seat, now."""
+        """Sequences that have a slot, now."""
         return sum(engine.running for engine in self.engines.values())
 
     @property
@@ -121,7 +121,7 @@ class StubFleet:
         engine = self.engines[name] = StubEngine(self._step_s)
         address = await engine.link.listen("127.0.0.1")
         link = (address, engine.link.key)
-        self._metadata[name] = {"info": _INFO, "max_num_seqs": SEATS, "prefix_cache": True, LINK: link}
+        self._metadata[name] = {"info": _INFO, "max_num_seqs": SLOTS, "prefix_cache": True, LINK: link}
         self.replicas.publish(self._metadata)
 
     def kill(self, name: str) -> None:
@@ -189,8 +189,8 @@ async def experiment() -> dict[str, Any]:
         while not all(task.done() for task in strikes):
             await asyncio.sleep(_SAMPLE_S)
             left = sum(not task.done() for task in reading)
-            seats = SEATS * len(fleet.engines)
-            shares.append(fleet.running / min(left, seats) if left else 1.0)
+            slots = SLOTS * len(fleet.engines)
+            shares.append(fleet.running / min(left, slots) if left else 1.0)
         await asyncio.gather(*reading, *strikes)
         seconds = time.monotonic() - started_at
     on_dead = sum(bool({"0", "1"} & set(stream.visited)) for stream in streams)

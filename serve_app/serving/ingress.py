@@ -252,8 +252,8 @@ class Ingress:
 
     def _follow_replicas(self) -> None:
         """Admit what the replicas can hold; without any, what one could: these requests wait, or fail with an error."""
-        seats = [replica.metadata["max_num_seqs"] for replica in self._replicas.alive()]
-        places = [self._settings.with_chosen(max_num_seqs=number).max_ongoing_per_replica for number in seats]
+        slots = [replica.metadata["max_num_seqs"] for replica in self._replicas.alive()]
+        places = [self._settings.with_chosen(max_num_seqs=number).max_ongoing_per_replica for number in slots]
         self._places_of_one = max(places, default=self._places_of_one)
         self._queue.set_capacity(sum(places) or self._places_of_one)
 

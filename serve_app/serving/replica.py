@@ -150,7 +150,7 @@ class EngineReplica:
             REVISION: self._revision,
             TOKENIZER: self._identity["tokenizer"],
             "identity": self._identity,
-            "max_num_seqs": self._settings.most_seats,
+            "max_num_seqs": self._settings.max_slots,
             "prefix_cache": self._settings.engine.enable_prefix_cache,
             METRICS_ADDRESS: self._metrics_address,
             METRICS_KEY: self._metrics_key,
@@ -166,7 +166,7 @@ class EngineReplica:
         return {
             "waiting": float(stats.waiting),
             "running": float(stats.running),
-            "seats": float(self._settings.most_seats),
+            "slots": float(self._settings.max_slots),
             "kv_usage": stats.blocks_used / stats.blocks_total,
         }
 
@@ -207,7 +207,7 @@ class EngineReplica:
         engine = self._engine
         recorder = Recorder(
             replica=self._replica_id,
-            num_slots=self._settings.most_seats,
+            num_slots=self._settings.max_slots,
             block_size=engine.info.block_size,
             stats=engine.stats,
             step_age_s=lambda: engine.health().last_step_age_s,

@@ -156,7 +156,7 @@ def test_a_missing_model_is_told_in_one_line() -> None:
     assert "/no/such/folder" in result.output
 
 
-def test_a_budget_smaller_than_the_seats_is_refused_before_anything_is_loaded() -> None:
+def test_a_budget_smaller_than_the_slots_is_refused_before_anything_is_loaded() -> None:
     result = CliRunner().invoke(app, ["explain", "--model", "/no/such/folder", "--budget", "7"], env={"COLUMNS": "200"})
     assert result.exit_code == 2
     assert "'--budget'" in result.output

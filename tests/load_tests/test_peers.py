@@ -18,7 +18,7 @@ from load_tests.contestants import CONTESTANTS, Contestant, OfflineCommand
 from load_tests.peer_setup import INSTALLATIONS, PeerFolder, set_up
 from load_tests.peers_report import Entry, draw, far_behind, path_costs, print_tables, ratios, standings
 from load_tests.servers import ServerCommand
-from serve_app.core.seats import LEAST
+from serve_app.core.autosize import MIN_SLOTS
 from serve_app.launch.ports import free_port
 from serve_app.settings import Settings
 from serve_app.workloads.mixes import SAMPLED, WorkItem
@@ -226,7 +226,7 @@ def test_peers_run_as_many_sequences_as_ours_at_least_and_beside_that_their_defa
             text = " ".join(CONTESTANTS[name + suffix].make(PeerFolder(tmp_path), CONFIG).command)
             told[name + suffix] = re.search(r"(?:--parallel|--max-num-seqs|\"max_num_seqs\":) (\d+)", text)
     assert all((match is None) == name.endswith("_defaults") for name, match in told.items())
-    assert {match[1] for match in told.values() if match} == {str(LEAST)}
+    assert {match[1] for match in told.values() if match} == {str(MIN_SLOTS)}
 
 
 def test_transformers_serve_gets_the_number_of_tokens_in_its_own_way(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ for its longest request.
     packed static      without padding                        (another order of the same ideas)
     padded continuous  iteration-level: batches are merged and filtered
     packed continuous  without padding
-    paged              more seats in the same memory, because a request holds only the blocks that it fills
+    paged              more slots in the same memory, because a request holds only the blocks that it fills
     kernels            the same, by the kernels in C instead of torch where they run the model
 
 The contribution of an idea is the throughput of its lane over that of the lane before it, so that they multiply up to
@@ -35,8 +35,8 @@ if TYPE_CHECKING:
 
     from serve_app.text.tokenizer import Tokenizer
 
-PAGED_SEATS = 4
-"""Seats with paging, as a multiple of those that have room for the greatest length."""
+PAGED_SLOTS = 4
+"""Slots with paging, as a multiple of those that have room for the greatest length."""
 REPEATS = 2
 """Runs with the greatest cap, whose spread the picture shows; one with each other cap."""
 
@@ -57,7 +57,7 @@ class _Setup:
     label: str
     mode: Mode
     attention_backend: str = "cpu"
-    seats: int = 1
+    slots: int = 1
 
 
 _SETUPS = {
@@ -65,14 +65,14 @@ _SETUPS = {
     Lane.PACKED_STATIC: _Setup("packed static", Mode.STATIC),
     Lane.PADDED_CONTINUOUS: _Setup("padded continuous", Mode.PADDED_CONTINUOUS),
     Lane.PACKED_CONTINUOUS: _Setup("packed continuous", Mode.CONTINUOUS),
-    Lane.PAGED: _Setup("with paging's seats", Mode.CONTINUOUS, seats=PAGED_SEATS),
-    Lane.KERNELS: _Setup("with kernels in C", Mode.CONTINUOUS, attention_backend="auto", seats=PAGED_SEATS),
+    Lane.PAGED: _Setup("with paging's slots", Mode.CONTINUOUS, slots=PAGED_SLOTS),
+    Lane.KERNELS: _Setup("with kernels in C", Mode.CONTINUOUS, attention_backend="auto", slots=PAGED_SLOTS),
 }
 _CHAIN = (Lane.PADDED_STATIC, Lane.PADDED_CONTINUOUS, Lane.PACKED_CONTINUOUS, Lane.PAGED, Lane.KERNELS)
 _IDEAS = {
     Lane.PADDED_CONTINUOUS: "iteration-level scheduling",
     Lane.PACKED_CONTINUOUS: "packing",
-    Lane.PAGED: "paging's seats",
+    Lane.PAGED: "paging's slots",
     Lane.KERNELS: "kernels in C",
 }
 
@@ -101,7 +101,7 @@ def run(
     results: Results = {}
     for lane, setup in _SETUPS.items():
         mine = [
-            replace(job, slots=slots * setup.seats, attention_backend=setup.attention_backend, context=jobs[0].context)
+            replace(job, slots=slots * setup.slots, attention_backend=setup.attention_backend, context=jobs[0].context)
             for job in jobs
         ]
         on_tokens = begin(setup.label, sum(job.output_tokens for job in mine))

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import torch
 
-from serve_app.core.seats import SEQUENCE_TOKENS
+from serve_app.core.autosize import SEQUENCE_TOKENS
 from serve_app.core.step_cost import DeviceLimits
 from serve_app.errors import ConfigError
 from serve_app.model.runner import ModelRunner

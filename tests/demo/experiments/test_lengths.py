@@ -47,7 +47,7 @@ def test_each_idea_takes_away_what_it_says(results: Results) -> None:
     assert positions[Lane.PADDED_STATIC] > positions[Lane.PADDED_CONTINUOUS] > positions[Lane.PACKED_CONTINUOUS]
     assert positions[Lane.PACKED_STATIC] == positions[Lane.PACKED_CONTINUOUS], "packed rows hold no padding"
     assert positions[Lane.PAGED] >= positions[Lane.PACKED_CONTINUOUS], "who is preempted is computed again"
-    assert steps(results, Lane.PAGED, cap) < steps(results, Lane.PACKED_CONTINUOUS, cap), "paging seats more"
+    assert steps(results, Lane.PAGED, cap) < steps(results, Lane.PACKED_CONTINUOUS, cap), "paging slots more"
     assert steps(results, Lane.PACKED_STATIC, cap) == steps(results, Lane.PADDED_STATIC, cap)
 
 

@@ -242,7 +242,7 @@ def test_mixed_steps_call_attention_between_the_pieces(device: torch.device) -> 
 def test_an_engine_on_graphs_gives_the_models_tokens(
     overlap: Literal["off", "on"], device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All sizes that its seats need are run before the first request; then batches shrink from size to size, rows grow
+    """All sizes that its slots need are run before the first request; then batches shrink from size to size, rows grow
     into new blocks, one row is not plain, and a prompt comes from the prefix cache."""
     from serve_app.model.gpu import decoder as decoders
     from serve_app.model.gpu.decoder import GpuDecoder

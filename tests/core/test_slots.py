@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from serve_app.core.autosize import MAX_SLOTS, MIN_SLOTS, SEQUENCE_TOKENS, choose_slots, max_slots
 from serve_app.core.config import SchedulerKnobs
-from serve_app.core.seats import LEAST, MOST, SEQUENCE_TOKENS, choose_seats, most_seats
 
-LARGE_POOL = MOST * SEQUENCE_TOKENS
+LARGE_POOL = MAX_SLOTS * SEQUENCE_TOKENS
 
 
 def linear(fixed_ms: float, row_ms: float) -> Callable[[int], float]:
@@ -18,14 +18,14 @@ def linear(fixed_ms: float, row_ms: float) -> Callable[[int], float]:
 
 @given(st.integers(1, 100_000))
 def test_the_most_fits_into_a_step(tokens: int) -> None:
-    most = most_seats(tokens)
-    assert 1 <= most <= MOST
+    most = max_slots(tokens)
+    assert 1 <= most <= MAX_SLOTS
     SchedulerKnobs(max_num_seqs=most, max_num_batched_tokens=tokens)
-    assert most <= max(LEAST, tokens // 2)
+    assert most <= max(MIN_SLOTS, tokens // 2)
 
 
 @given(
-    most=st.integers(1, MOST),
+    most=st.integers(1, MAX_SLOTS),
     pool_tokens=st.integers(1, 10**6),
     steps_s=st.none() | st.lists(st.floats(1e-6, 10), min_size=1, max_size=30),
 )
@@ -39,10 +39,10 @@ def test_the_number_is_within_its_limits_whatever_was_measured(
         assert steps_s is not None
         return steps_s[len(measured) % len(steps_s)]
 
-    seats = choose_seats(most, pool_tokens, None if steps_s is None else step_s)
-    assert min(LEAST, most) <= seats.number <= most
-    assert seats.number <= max(LEAST, pool_tokens // SEQUENCE_TOKENS)
-    assert not measured or seats.number in measured
+    slots = choose_slots(most, pool_tokens, None if steps_s is None else step_s)
+    assert min(MIN_SLOTS, most) <= slots.number <= most
+    assert slots.number <= max(MIN_SLOTS, pool_tokens // SEQUENCE_TOKENS)
+    assert not measured or slots.number in measured
     assert all(measured.count(rows) <= 10 for rows in measured)
 
 
@@ -50,23 +50,23 @@ def test_the_number_is_within_its_limits_whatever_was_measured(
     ("step_s", "expected"),
     [
         (linear(2.0, 1.6), 64),  # 64 rows take 104 ms, 128 would take 207
-        (linear(2.0, 0.1), MOST),
-        (linear(80.0, 4.0), LEAST),  # 32 rows would take 208 ms
-        (linear(400.0, 1.0), LEAST),  # even these are slow
+        (linear(2.0, 0.1), MAX_SLOTS),
+        (linear(80.0, 4.0), MIN_SLOTS),  # 32 rows would take 208 ms
+        (linear(400.0, 1.0), MIN_SLOTS),  # even these are slow
         (linear(0.0, 1.2), 128),  # a row costs the same with any number beside it: 128 rows take 154 ms
-        (lambda rows: 1e-5 * rows**2, LEAST),  # 32 rows give half the tokens a second
-        (None, MOST),
+        (lambda rows: 1e-5 * rows**2, MIN_SLOTS),  # 32 rows give half the tokens a second
+        (None, MAX_SLOTS),
     ],
 )
 def test_steps_that_bear_more_get_more(step_s: Callable[[int], float] | None, expected: int) -> None:
-    assert choose_seats(MOST, LARGE_POOL, step_s).number == expected
+    assert choose_slots(MAX_SLOTS, LARGE_POOL, step_s).number == expected
 
 
 @pytest.mark.parametrize("step_s", [linear(2.0, 0.1), None])
 def test_a_pool_bounds_them(step_s: Callable[[int], float] | None) -> None:
-    seats = choose_seats(MOST, 100 * SEQUENCE_TOKENS + 99, step_s)
-    assert str(seats) == "100 sequences at once: the KV pool holds 25699 tokens"
-    assert choose_seats(MOST, 10, step_s).number == LEAST
+    slots = choose_slots(MAX_SLOTS, 100 * SEQUENCE_TOKENS + 99, step_s)
+    assert str(slots) == "100 sequences at once: the KV pool holds 25699 tokens"
+    assert choose_slots(MAX_SLOTS, 10, step_s).number == MIN_SLOTS
 
 
 @pytest.mark.parametrize(
@@ -78,9 +78,9 @@ def test_a_pool_bounds_them(step_s: Callable[[int], float] | None) -> None:
     ],
 )
 def test_the_reason_is_told(step_s: Callable[[int], float], reason: str) -> None:
-    assert choose_seats(MOST, LARGE_POOL, step_s).reason == reason
+    assert choose_slots(MAX_SLOTS, LARGE_POOL, step_s).reason == reason
 
 
 def test_prompts_keep_their_part_of_a_step() -> None:
-    seats = choose_seats(most_seats(256), LARGE_POOL, linear(2.0, 0.1))
-    assert str(seats) == "128 sequences at once: that leaves prompts their part of a step"
+    slots = choose_slots(max_slots(256), LARGE_POOL, linear(2.0, 0.1))
+    assert str(slots) == "128 sequences at once: that leaves prompts their part of a step"
