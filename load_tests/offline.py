@@ -24,8 +24,8 @@ from load_tests.step_runner import StepOutput, step_runner
 from serve_app.cli.outputs import JsonFile
 from serve_app.core.request import EngineRequest
 from serve_app.core.sampling_params import SamplingParams
-from serve_app.demo.padded import PaddedGenerator
 from serve_app.engine.core import EngineCore
+from serve_app.experiments.padded import PaddedGenerator
 from serve_app.settings import Settings
 from serve_app.workloads.client import RequestResult, Run
 from serve_app.workloads.mixes import WorkItem, Workload, build_workload, read_names

@@ -30,7 +30,7 @@ SHORT_TASKS = {
 }
 """Who may make tasks that nobody looks after, and why: they end with a request or with the start."""
 OWN_THREADS = {
-    "demo/compare_runs.py": "ends a process of a measurement with its parent",
+    "experiments/compare_runs.py": "ends a process of a measurement with its parent",
     "grammars/library.py": "a deep stack for one call, whose error is handed to the caller",
     "engine/async_engine.py": "the step loop; its error ends the engine, which health checks see",
     "launch/bounded.py": "calls of Ray's, whose errors are handed to the caller",

@@ -55,10 +55,9 @@ class EngineConfig(SchedulerKnobs):
     kv_cache_gib caps the KV pool (None: no cap on a GPU, 4 GiB on a CPU); memory_fraction is the part of the memory
     left after loading and warming up that the pool may take; gpu_share: the part of the GPU that is this engine's, for
     several on one. auto_slots, auto_step_tokens: `max_num_seqs` and `max_num_batched_tokens` are only the most that the
-    engine may choose when it starts, see `core.autosize`. max_num_waiting: requests beyond the slots that an
-    `AsyncEngine` accepts. num_threads: CPU threads of the model (None: torch's choice). overlap: launch a step before
-    the tokens of the one before are read, and so without prompt lookup (auto: on a GPU; on a CPU the model takes the
-    cores).
+    engine may choose when it starts (`core.autosize`). max_num_waiting: requests beyond the slots that an `AsyncEngine`
+    accepts. num_threads: CPU threads of the model (None: torch's choice). overlap: launch a step before the tokens of
+    the one before are read, and so without prompt lookup (auto: on a GPU; on a CPU the model takes the cores).
     """
 
     model: ModelOptions = field(default_factory=ModelOptions)

@@ -8,10 +8,10 @@ import pytest
 from typer.testing import CliRunner
 
 from serve_app.cli import app
-from serve_app.demo.experiments import latency, waiting, window
-from serve_app.demo.experiments.replay import Replay, Way, capacity, replay
-from serve_app.demo.experiments.requests import poisson_arrivals
-from serve_app.demo.experiments.step_costs import StepCost, fit, pairs_of
+from serve_app.experiments import latency, waiting, window
+from serve_app.experiments.replay import Replay, Way, capacity, replay
+from serve_app.experiments.requests import poisson_arrivals
+from serve_app.experiments.step_costs import StepCost, fit, pairs_of
 from serve_app.workloads.arrivals import Arrival
 
 COST = StepCost(0.004, 0.0005, 1e-7)

@@ -13,8 +13,8 @@ from rich.console import Console
 from serve_app.core.request import EngineRequest
 from serve_app.core.sampling_params import SamplingParams
 from serve_app.core.step_record import StepRecord
-from serve_app.demo.packed_step import PackedStep, draw_mask, draw_row, packed_step
 from serve_app.errors import InvalidRequestError
+from serve_app.experiments.packed_step import PackedStep, draw_mask, draw_row, packed_step
 
 if TYPE_CHECKING:
     from serve_app.engine.core import EngineCore

@@ -26,9 +26,9 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.table import Table
 
-from serve_app.demo.compare import agreement
-from serve_app.demo.compare_runs import CompareJob, Measurement, Mode, OnTokens, measure_jobs
-from serve_app.demo.experiments.requests import make_job
+from serve_app.experiments.compare import agreement
+from serve_app.experiments.compare_runs import CompareJob, Measurement, Mode, OnTokens, measure_jobs
+from serve_app.experiments.requests import make_job
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -182,7 +182,7 @@ def show(console: Console, results: Results) -> None:
 
 def draw(path: Path, results: Results) -> None:
     """Throughput over the cap, a line for each lane, and the contributions with the greatest cap; a PNG."""
-    from serve_app.demo.experiments.pictures import save, side_by_side
+    from serve_app.experiments.pictures import save, side_by_side
 
     figure, (lines, bars) = side_by_side(2, height=4.2)
     _draw_lines(lines, results)
@@ -193,7 +193,7 @@ def draw(path: Path, results: Results) -> None:
 def _draw_lines(panel: "Axes", results: Results) -> None:
     from matplotlib.ticker import LogLocator, StrMethodFormatter
 
-    from serve_app.demo.experiments.pictures import MARKERS
+    from serve_app.experiments.pictures import MARKERS
     from serve_app.observability.timeline import PALETTE
 
     figures = report(results)
@@ -216,7 +216,7 @@ def _draw_lines(panel: "Axes", results: Results) -> None:
 
 
 def _draw_bars(panel: "Axes", results: Results) -> None:
-    from serve_app.demo.experiments.pictures import BLUE, ORANGE
+    from serve_app.experiments.pictures import BLUE, ORANGE
 
     cap = max(results[Lane.KERNELS])
     factors = list(_factors(results, cap))

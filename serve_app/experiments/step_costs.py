@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from serve_app.core.request import EngineRequest
 from serve_app.core.sampling_params import SamplingParams
 from serve_app.core.step_record import StepRecord
-from serve_app.demo.compare_runs import CompareJob, OnTokens, load_packed_model, packed_engine
+from serve_app.experiments.compare_runs import CompareJob, OnTokens, load_packed_model, packed_engine
 
 _ROWS, _PROMPTS, _OUTPUT = (1, 4, 16), (16, 96), 12
 _REPEATS = 3

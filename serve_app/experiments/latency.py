@@ -13,9 +13,9 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from serve_app.demo.experiments.replay import Served, Way, capacity, replay
-from serve_app.demo.experiments.requests import poisson_arrivals
-from serve_app.demo.experiments.step_costs import StepCost
+from serve_app.experiments.replay import Served, Way, capacity, replay
+from serve_app.experiments.requests import poisson_arrivals
+from serve_app.experiments.step_costs import StepCost
 
 LOADS = (0.4, 0.6, 0.8, 1.1)
 _CAP, _PROMPTS = 384, (8, 64)
@@ -86,7 +86,7 @@ def show(console: Console, result: Latencies) -> None:
 
 def draw(path: Path, result: Latencies) -> None:
     """Cumulative distributions: a column for each load, first tokens above whole answers; a PNG."""
-    from serve_app.demo.experiments.pictures import grid, save
+    from serve_app.experiments.pictures import grid, save
     from serve_app.observability.timeline import PALETTE
 
     loads = list(result.requests[Way.PADDED_STATIC])

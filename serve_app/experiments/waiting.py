@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.table import Table
 
-from serve_app.demo.experiments.replay import Replay, Way, capacity, replay
-from serve_app.demo.experiments.requests import poisson_arrivals
-from serve_app.demo.experiments.step_costs import StepCost
+from serve_app.experiments.replay import Replay, Way, capacity, replay
+from serve_app.experiments.requests import poisson_arrivals
+from serve_app.experiments.step_costs import StepCost
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -121,7 +121,7 @@ def show(console: Console, sweep: Sweep) -> None:
 
 def draw(path: Path, sweep: Sweep) -> None:
     """First token, pauses, gaps and throughput over the ratio, and below them streams and their pauses; a PNG."""
-    from serve_app.demo.experiments.pictures import mosaic, save
+    from serve_app.experiments.pictures import mosaic, save
 
     figure, panels = mosaic("ABCD\nEEEE\nFFFF\nGGGG", height=7.6)
     for name, key, label, scale in (
@@ -153,7 +153,7 @@ def draw(path: Path, sweep: Sweep) -> None:
 
 
 def _draw_curve(panel: "Axes", sweep: Sweep, key: str, scale: float) -> None:
-    from serve_app.demo.experiments.pictures import BLUE, ORANGE
+    from serve_app.experiments.pictures import BLUE, ORANGE
 
     greatest = 0.0
     for (prefill, by_ratio), colour, marker, line in zip(
@@ -167,7 +167,7 @@ def _draw_curve(panel: "Axes", sweep: Sweep, key: str, scale: float) -> None:
 
 def _draw_streams(panel: "Axes", result: Replay, window: tuple[float, float]) -> None:
     """A dot for each token, in the row of its slot; where prompts alone are read, a band."""
-    from serve_app.demo.experiments.pictures import BLUE, RED, SKY
+    from serve_app.experiments.pictures import BLUE, RED, SKY
 
     begin_s, end_s = window
     tokens = [(moment, one.slot) for one in result.requests for moment in one.token_s if begin_s <= moment <= end_s]

@@ -17,7 +17,7 @@ from serve_app.core.results import ModelRunnerOutput
 from serve_app.core.sampling_params import SamplingParams
 from serve_app.core.scheduler import Scheduler
 from serve_app.core.step_plan import ScheduledRequest, SchedulerOutput
-from serve_app.demo.experiments.step_costs import StepCost, pairs_of
+from serve_app.experiments.step_costs import StepCost, pairs_of
 from serve_app.workloads.arrivals import Arrival
 
 _BLOCK_SIZE = 16

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from serve_app.cli import app
 from serve_app.core.step_plan import ScheduledRequest
 from serve_app.core.step_record import SchedulerStats, StepRecord
-from serve_app.demo.packed_step import PackedStep, Segment, draw_mask, draw_mask_png, draw_row, packed_step
+from serve_app.experiments.packed_step import PackedStep, Segment, draw_mask, draw_mask_png, draw_row, packed_step
 
 
 def record(*rows: ScheduledRequest) -> StepRecord:

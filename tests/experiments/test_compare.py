@@ -15,12 +15,12 @@ from typer.testing import CliRunner
 from serve_app.cli import app
 from serve_app.core.request import EngineRequest
 from serve_app.core.sampling_params import SamplingParams
-from serve_app.demo.compare import CAPS, PROMPTS, events, make_job, read_requests, report, run_all, show
-from serve_app.demo.compare_runs import CompareJob, Measurement, Mode, measure, measure_in_process
-from serve_app.demo.padded import PaddedGenerator, load_causal_lm
-from serve_app.demo.padded_continuous import PaddedContinuousEngine
-from serve_app.demo.padding import PaddedStep
 from serve_app.errors import InvalidRequestError, ServeAppError
+from serve_app.experiments.compare import CAPS, PROMPTS, events, make_job, read_requests, report, run_all, show
+from serve_app.experiments.compare_runs import CompareJob, Measurement, Mode, measure, measure_in_process
+from serve_app.experiments.padded import PaddedGenerator, load_causal_lm
+from serve_app.experiments.padded_continuous import PaddedContinuousEngine
+from serve_app.experiments.padding import PaddedStep
 from serve_app.observability.timeline import Timeline, Work
 from serve_app.text.tokenizer import load_tokenizer
 from tests.cli.conftest import CONTEXT

@@ -8,8 +8,8 @@ import math
 from random import Random
 from typing import TYPE_CHECKING, Any
 
-from serve_app.demo.compare import PROMPTS
-from serve_app.demo.compare_runs import CompareJob
+from serve_app.experiments.compare import PROMPTS
+from serve_app.experiments.compare_runs import CompareJob
 from serve_app.workloads.arrivals import Arrival
 
 if TYPE_CHECKING:

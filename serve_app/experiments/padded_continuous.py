@@ -22,8 +22,8 @@ from serve_app.core.request import EngineRequest
 from serve_app.core.results import FinishReason, TokenDelta
 from serve_app.core.step_plan import ScheduledRequest
 from serve_app.core.step_record import SchedulerStats, StepRecord
-from serve_app.demo.padded import left_padded
-from serve_app.demo.padding import PaddedStep
+from serve_app.experiments.padded import left_padded
+from serve_app.experiments.padding import PaddedStep
 
 
 @dataclass(slots=True)

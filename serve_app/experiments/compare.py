@@ -14,9 +14,9 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from serve_app.demo.compare_runs import CompareJob, Measurement, Mode, OnTokens, measure_in_process
-from serve_app.demo.padding import draw_copies, draw_held, padding_figures
 from serve_app.errors import InvalidRequestError
+from serve_app.experiments.compare_runs import CompareJob, Measurement, Mode, OnTokens, measure_in_process
+from serve_app.experiments.padding import draw_copies, draw_held, padding_figures
 from serve_app.observability.timeline import Work, draw_png, draw_terminal
 
 if TYPE_CHECKING:

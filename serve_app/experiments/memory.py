@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.table import Table
 
 from serve_app.core.step_record import StepRecord
-from serve_app.demo.compare_runs import CompareJob, OnTokens
+from serve_app.experiments.compare_runs import CompareJob, OnTokens
 
 MIB = 2**20
 
@@ -115,7 +115,7 @@ def run(
     `begin` is told which way comes next; what it returns is called after each step with the number of new tokens.
     Raises `ConfigError` if the model cannot be loaded.
     """
-    from serve_app.demo.compare_runs import generate_all, load_packed_model, packed_engine
+    from serve_app.experiments.compare_runs import generate_all, load_packed_model, packed_engine
 
     assert job.context is not None
     model = load_packed_model(job)
@@ -161,7 +161,7 @@ def show(console: Console, results: dict[Way, MemoryRun]) -> None:
 
 def draw(path: Path, results: dict[Way, MemoryRun]) -> None:
     """Reserved and used memory over steps, a panel for each way on the same scales; a PNG, overwritten."""
-    from serve_app.demo.experiments.pictures import BLUE, ORANGE, save, stacked_panels
+    from serve_app.experiments.pictures import BLUE, ORANGE, save, stacked_panels
 
     figure, panels = stacked_panels(len(results))
     for panel, (way, result) in zip(panels, results.items(), strict=True):

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.table import Table
 
-from serve_app.demo.experiments.replay import Replay, Way, replay
-from serve_app.demo.experiments.requests import exponential_lengths
-from serve_app.demo.experiments.step_costs import StepCost
+from serve_app.experiments.replay import Replay, Way, replay
+from serve_app.experiments.requests import exponential_lengths
+from serve_app.experiments.step_costs import StepCost
 from serve_app.workloads.arrivals import Arrival
 
 if TYPE_CHECKING:
@@ -112,7 +112,7 @@ def show(console: Console, result: Windows) -> None:
 
 def draw(path: Path, result: Windows) -> None:
     """Fill of batches and waiting time over `max_wait_time`, a line for each `max_batch_size`; a PNG."""
-    from serve_app.demo.experiments.pictures import save, side_by_side
+    from serve_app.experiments.pictures import save, side_by_side
 
     figure, (fills, waits) = side_by_side(2)
     for index, (size, by_wait) in enumerate(result.static.items()):
@@ -132,7 +132,7 @@ def draw(path: Path, result: Windows) -> None:
 
 
 def _draw_line(panel: "Axes", index: int, size: int, values: dict[float, float]) -> None:
-    from serve_app.demo.experiments.pictures import MARKERS
+    from serve_app.experiments.pictures import MARKERS
     from serve_app.observability.timeline import PALETTE
 
     label = f"max_batch_size {size}"

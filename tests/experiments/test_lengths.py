@@ -9,8 +9,8 @@ import pytest
 from typer.testing import CliRunner
 
 from serve_app.cli import app
-from serve_app.demo.compare_runs import CompareJob, Measurement, Mode, OnTokens, measure
-from serve_app.demo.experiments.lengths import Lane, Results, draw, report, run
+from serve_app.experiments.compare_runs import CompareJob, Measurement, Mode, OnTokens, measure
+from serve_app.experiments.lengths import Lane, Results, draw, report, run
 from serve_app.text.tokenizer import Tokenizer
 
 REQUESTS, CAPS, SLOTS = 24, (4, 64), 4

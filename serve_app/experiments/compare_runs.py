@@ -21,13 +21,13 @@ from serve_app.core.request import EngineRequest
 from serve_app.core.results import TokenDelta
 from serve_app.core.sampling_params import SamplingParams
 from serve_app.core.step_record import StepRecord
-from serve_app.demo.padding import PaddedStep
 from serve_app.errors import ServeAppError
+from serve_app.experiments.padding import PaddedStep
 from serve_app.observability.timeline import Timeline, timeline_of
 
 if TYPE_CHECKING:
-    from serve_app.demo.padded import PaddedGenerator
     from serve_app.engine.core import EngineCore
+    from serve_app.experiments.padded import PaddedGenerator
     from serve_app.model.paged_model import PagedModel
 
 _WARM_UP_TOKENS = 4
@@ -146,11 +146,11 @@ def open_run(mode: Mode, job: CompareJob) -> Run:
     if job.num_threads is not None:
         set_num_threads(job.num_threads)
     if mode is Mode.PADDED:
-        from serve_app.demo.padded import PaddedGenerator
+        from serve_app.experiments.padded import PaddedGenerator
 
         return partial(_measure_padded, PaddedGenerator(job.model, job.dtype, job.device))
     if mode is Mode.PADDED_CONTINUOUS:
-        from serve_app.demo.padded import load_causal_lm
+        from serve_app.experiments.padded import load_causal_lm
 
         return partial(_measure_padded_continuous, load_causal_lm(job.model, job.dtype, job.device))
     return partial(_measure_packed, mode, load_packed_model(job))
@@ -165,7 +165,7 @@ def _measure_padded(generator: "PaddedGenerator", job: CompareJob, on_tokens: On
 
 
 def _measure_padded_continuous(model: Any, job: CompareJob, on_tokens: OnTokens) -> Measurement:
-    from serve_app.demo.padded_continuous import PaddedContinuousEngine
+    from serve_app.experiments.padded_continuous import PaddedContinuousEngine
 
     records: list[StepRecord] = []
     padding: list[PaddedStep] = []

@@ -10,8 +10,8 @@ from serve_app.cli import app
 from serve_app.core.results import FinishReason
 from serve_app.core.step_plan import ScheduledRequest
 from serve_app.core.step_record import SchedulerStats, StepRecord
-from serve_app.demo.experiments.memory import MemoryRun, Usage, Way, draw, run, usages
-from serve_app.demo.experiments.requests import make_job
+from serve_app.experiments.memory import MemoryRun, Usage, Way, draw, run, usages
+from serve_app.experiments.requests import make_job
 from serve_app.text.tokenizer import Tokenizer
 
 SLOTS, CAP = 4, 96
