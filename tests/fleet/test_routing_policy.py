@@ -423,7 +423,7 @@ def test_an_attempt_counts_where_it_was_sent_and_not_after_its_end() -> None:
 # -------------------------------------------------------------------------------------------------- the whole
 @pytest.mark.parametrize("concurrency", [6, 12, 48])
 def test_shared_prefixes_hit_half_as_often_again_as_by_power_of_two_and_answer_sooner(concurrency: int) -> None:
-    """Real schedulers in virtual time: what `load_tests.routing` measures on real ones."""
+    """Real schedulers in virtual time: what `load_tests.bench.routing` measures on real ones."""
     names = ["a", "b", "c"]
     prompts = prefix_groups(Random(1))
     ours, other = SimulatedFleet(names, Ours(names)), SimulatedFleet(names, PowerOfTwo(Random(2)))

@@ -2,7 +2,7 @@
 
 import asyncio
 
-from load_tests.two_deaths import SLOTS, Stream, open_fleet
+from load_tests.chaos.two_deaths import SLOTS, Stream, open_fleet
 from serve_app.fleet.loss import LossReason
 from tests.fleet.replicas import until
 

@@ -17,9 +17,9 @@ import psutil
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from load_tests.bench.server_view import Comparison
 from load_tests.chaos.fleet import Fleet
 from load_tests.chaos.traffic import MODEL
-from load_tests.server_view import Comparison
 from serve_app.observability.metrics import _LATENCY_BUCKETS
 from serve_app.workloads import client
 from serve_app.workloads.client import RequestResult

@@ -8,9 +8,9 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-from load_tests.offline import OurEngine, app
-from load_tests.peer_setup import write_safetensors
-from load_tests.step_runner import StepOutput, step_runner
+from load_tests.bench.offline import OurEngine, app
+from load_tests.bench.peer_setup import write_safetensors
+from load_tests.bench.step_runner import StepOutput, step_runner
 from serve_app.engine.core import EngineConfig, EngineCore
 from serve_app.model.paged_model import PagedModel
 from serve_app.workloads.mixes import GREEDY, SAMPLED, WorkItem, Workload

@@ -13,17 +13,17 @@ import yaml
 from rich.console import Console
 from typer.testing import CliRunner
 
-from load_tests import peer_setup, peers
-from load_tests.contestants import CONTESTANTS, Contestant, OfflineCommand
-from load_tests.peer_setup import INSTALLATIONS, PeerFolder, set_up
-from load_tests.peers_report import Entry, draw, far_behind, path_costs, print_tables, ratios, standings
+from load_tests.bench import peer_setup, peers
+from load_tests.bench.contestants import CONTESTANTS, Contestant, OfflineCommand
+from load_tests.bench.peer_setup import INSTALLATIONS, PeerFolder, set_up
+from load_tests.bench.peers_report import Entry, draw, far_behind, path_costs, print_tables, ratios, standings
 from load_tests.servers import ServerCommand
 from serve_app.core.autosize import MIN_SLOTS
 from serve_app.launch.ports import free_port
 from serve_app.settings import Settings
 from serve_app.workloads.mixes import SAMPLED, WorkItem
 
-CONFIG = Path(__file__).parents[2] / "deploy" / "config.yaml"
+CONFIG = Path(__file__).parents[3] / "deploy" / "config.yaml"
 WORD_SERVER = Path(__file__).with_name("word_server.py")
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import openvino
 import openvino_genai as genai
 
-from load_tests.step_runner import StepOutput
+from load_tests.bench.step_runner import StepOutput
 from serve_app.workloads.mixes import WorkItem
 
 _CACHE_GIB = 1

@@ -3,7 +3,7 @@
 import pytest
 from prometheus_client import generate_latest
 
-from load_tests.server_view import Comparison, Histogram, ServerView, compare_views
+from load_tests.bench.server_view import Comparison, Histogram, ServerView, compare_views
 from serve_app.observability.metrics import EngineMetrics, IngressMetrics, merge_expositions
 from serve_app.workloads.client import RequestResult
 from serve_app.workloads.mixes import WorkItem

@@ -1,7 +1,7 @@
 """What keys cost and what they keep, on servers that this starts itself.
 
-    python -m load_tests.keys cost --repeats 6 --json cost.json       # with keys and a ledger, and without, in turns
-    python -m load_tests.keys shares --minutes 5 --json shares.json   # weights 1 : 2, and 600 tokens a minute
+    python -m load_tests.bench.keys cost --repeats 6 --json cost.json       # with keys and a ledger, and without
+    python -m load_tests.bench.keys shares --minutes 5 --json shares.json   # weights 1 : 2, and 600 tokens a minute
 
 Exits with 1 where a promise is missed: decode at most 1 % slower, the first token at most 0.3 ms later; shares within
 5 % of the weights while both queue, the limit used to 95 % and never passed by more than a request.
@@ -24,7 +24,7 @@ import yaml
 from rich.console import Console
 from rich.table import Table
 
-from load_tests.contestants import write_config
+from load_tests.bench.contestants import write_config
 from load_tests.servers import ServerCommand, running
 from serve_app.cli.outputs import JsonFile
 from serve_app.launch.ports import free_port
@@ -45,7 +45,7 @@ Keys = Mapping[str, Mapping[str, int]]
 Line = Mapping[str, Any]
 Results = dict[str, dict[str, Any]]
 
-_CONFIG = Path(__file__).parents[1] / "deploy" / "config.yaml"
+_CONFIG = Path(__file__).parents[2] / "deploy" / "config.yaml"
 _LIMITS = {"requests_per_minute": 10**6, "tokens_per_minute": 10**9, "tokens_per_day": 10**10, "max_sequences": 10**4}
 """Never reached, but all looked at."""
 _LIMIT = 600

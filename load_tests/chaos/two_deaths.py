@@ -1,6 +1,6 @@
 """What two unrelated deaths of replicas cost everybody: ours from the links to failover, in front of stub engines.
 
-    python -m load_tests.two_deaths --json FILE
+    python -m load_tests.chaos.two_deaths --json FILE
 
 8 replicas of 32 slots, 200 streams of 20 to 79 tokens, all in this process. Two replicas die 2.5 s apart and are
 replaced 15 s later; what is left has 192 slots.

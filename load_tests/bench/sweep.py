@@ -1,7 +1,7 @@
 """What do the knobs do? Scheduler settings under open-loop load, with fused and with separate prefill.
 
-    python -m load_tests.sweep --json sweep.json --html sweep.html --png sweep.png
-    python -m load_tests.sweep --quick --json sweep.json      # smoke test: few settings, one rate
+    python -m load_tests.bench.sweep --json sweep.json --html sweep.html --png sweep.png
+    python -m load_tests.bench.sweep --quick --json sweep.json      # smoke test: few settings, one rate
 
 Every setting gets a fresh server and the same arrivals: the defaults, and the defaults with one knob turned. Decides
 which settings and rates are tried and in which order; `sweep_report` draws them. The machine drifts, so the
@@ -21,8 +21,8 @@ import typer
 import yaml
 from rich.console import Console
 
+from load_tests.bench.sweep_report import KNOBS, draw_sweep, sweep_page
 from load_tests.servers import ServerCommand, running
-from load_tests.sweep_report import KNOBS, draw_sweep, sweep_page
 from serve_app.cli.outputs import HtmlFile, JsonFile, PngFile
 from serve_app.workloads.arrivals import mixed_lengths, random_arrivals
 from serve_app.workloads.client import Server, run_workload

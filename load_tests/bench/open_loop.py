@@ -1,8 +1,8 @@
 """Open-loop load: requests are sent when they are due, however slow the answers are.
 
-    python -m load_tests.open_loop --rate 2 --duration 60 --html report.html        # Poisson arrivals
-    python -m load_tests.open_loop --rate 2 --duration 60 --variation 4             # the same rate in bursts
-    python -m load_tests.open_loop --trace BurstGPT_1.csv --speed 10 --num-requests 500
+    python -m load_tests.bench.open_loop --rate 2 --duration 60 --html report.html        # Poisson arrivals
+    python -m load_tests.bench.open_loop --rate 2 --duration 60 --variation 4             # the same rate in bursts
+    python -m load_tests.bench.open_loop --trace BurstGPT_1.csv --speed 10 --num-requests 500
 
 A generator that waits for answers slows down with the server that it measures and hides the queue. This one does not,
 and counts a request's latency from when it was due. Decides which requests are due when, and whether the objective was
@@ -20,8 +20,8 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from load_tests.run_report import run_page
-from load_tests.server_view import Comparison, ServerView, compare_views
+from load_tests.bench.run_report import run_page
+from load_tests.bench.server_view import Comparison, ServerView, compare_views
 from serve_app.cli.outputs import HtmlFile, JsonFile
 from serve_app.workloads.arrivals import Arrival, random_arrivals, read_trace
 from serve_app.workloads.client import Run, Server, run_workload

@@ -4,8 +4,8 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
-from load_tests.run_plots import draw_distributions, draw_first_tokens, draw_over_time
-from load_tests.server_view import Comparison
+from load_tests.bench.run_plots import draw_distributions, draw_first_tokens, draw_over_time
+from load_tests.bench.server_view import Comparison
 from serve_app.workloads.client import Run
 from serve_app.workloads.figures import Objective
 from serve_app.workloads.plots import image

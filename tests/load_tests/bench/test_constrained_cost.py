@@ -9,14 +9,14 @@ import jsonschema
 import pytest
 from typer.testing import CliRunner
 
-from load_tests import constrained_cost
-from load_tests.constrained_cost import AN_ORDER, ORDER, app, thirty_fields
-from load_tests.contestants import CONTESTANTS, Contestant
-from load_tests.peer_setup import PeerFolder
+from load_tests.bench import constrained_cost
+from load_tests.bench.constrained_cost import AN_ORDER, ORDER, app, thirty_fields
+from load_tests.bench.contestants import CONTESTANTS, Contestant
+from load_tests.bench.peer_setup import PeerFolder
 from load_tests.servers import ServerCommand
 from serve_app import grammars
 from serve_app.launch.ports import free_port
-from tests.load_tests.test_offline import config
+from tests.load_tests.bench.test_offline import config
 
 __all__ = ["config"]
 

@@ -10,7 +10,7 @@ import typer
 from click.testing import Result
 from typer.testing import CliRunner
 
-from load_tests.open_loop import main
+from load_tests.bench.open_loop import main
 from tests.workloads.fake_server import FakeServer, answer, serving
 
 app = typer.Typer()

@@ -1,7 +1,7 @@
 """Installs what we are measured against, each into a folder of its own, and writes the model in the forms they read.
 
-    python -m load_tests.peer_setup build/peers              # everything
-    python -m load_tests.peer_setup build/peers --only llama
+    python -m load_tests.bench.peer_setup build/peers              # everything
+    python -m load_tests.bench.peer_setup build/peers --only llama
 
 Decides versions, and the repairs without which a peer does not start; starts none of them (see `contestants`).
 Needs pip, and for llama.cpp a C++ compiler. What is there already is left alone; after an interruption it goes on.

@@ -1,6 +1,6 @@
 """Autoscaling on this machine: a server with `autoscaling`, a locust ramp against it, and the replicas over time.
 
-    python -m load_tests.autoscaling --users 24 --ramp-s 120 --json autoscaling.json
+    python -m load_tests.bench.autoscaling --users 24 --ramp-s 120 --json autoscaling.json
 
 Decides the load and what is sampled. Exits with 1 when the replicas did not go up under the ramp and down after it, or
 when locust saw a failure.
@@ -26,8 +26,8 @@ from load_tests.servers import ServerCommand, running
 from serve_app.system.http_client import fetch
 from serve_app.workloads.machine import machine
 
-_REPOSITORY = Path(__file__).parents[1]
-_LOCUSTFILE = Path(__file__).with_name("locustfile.py")
+_REPOSITORY = Path(__file__).parents[2]
+_LOCUSTFILE = _REPOSITORY / "load_tests" / "locustfile.py"
 _POLL_S = 1.0
 
 

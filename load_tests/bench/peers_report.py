@@ -16,7 +16,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from load_tests.contestants import Contestant
+from load_tests.bench.contestants import Contestant
 from serve_app.workloads.figures import median_of
 
 _BLUE, _ORANGE = "#0072B2", "#E69F00"

@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-from load_tests.routing import build_prefix_groups, parse_counters, prefix_figures, verdict
+from load_tests.bench.routing import build_prefix_groups, parse_counters, prefix_figures, verdict
 from serve_app.workloads.prompts import open_writer
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # of Ray's own modules
-    from load_tests.routing_rivals import PrefixTreeRouter
+    from load_tests.bench.routing_rivals import PrefixTreeRouter
 
 HITS, QUERIES = "serve_app_prefix_cache_hit_tokens_total", "serve_app_prefix_cache_query_tokens_total"
 

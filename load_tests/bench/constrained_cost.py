@@ -1,8 +1,8 @@
 """What constraints cost, and what they save.
 
-    python -m load_tests.constrained_cost grammars --json FILE
-    python -m load_tests.constrained_cost engine --json FILE
-    python -m load_tests.constrained_cost servers --contestants serve_app,vllm_bfloat16 --json FILE
+    python -m load_tests.bench.constrained_cost grammars --json FILE
+    python -m load_tests.bench.constrained_cost engine --json FILE
+    python -m load_tests.bench.constrained_cost servers --contestants serve_app,vllm_bfloat16 --json FILE
 
 `grammars`: processor time to build, check and walk a grammar that comes for the first time.
 `engine`, without a server: decoding of 16 rows of which 0, 1 or 16 follow a grammar, without speculation; and one
@@ -33,8 +33,8 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from load_tests.contestants import CONTESTANTS
-from load_tests.peer_setup import PeerFolder, set_up
+from load_tests.bench.contestants import CONTESTANTS
+from load_tests.bench.peer_setup import PeerFolder, set_up
 from load_tests.servers import ServerCommand, running
 from serve_app import grammars
 from serve_app.cli.outputs import JsonFile
@@ -303,7 +303,9 @@ def engine(config: Config = _CONFIG, rounds: Rounds = 5, json_file: JsonFile = N
 
 @app.command()
 def servers(
-    contestants: Annotated[str, typer.Option(help="Names of `load_tests.peers`, separated by commas.")] = "serve_app",
+    contestants: Annotated[
+        str, typer.Option(help="Names of `load_tests.bench.peers`, separated by commas.")
+    ] = "serve_app",
     folder: Annotated[Path, typer.Option("--peers", help="Folder of the peers.")] = Path("build/peers"),
     config: Config = _CONFIG,
     rounds: Rounds = 5,

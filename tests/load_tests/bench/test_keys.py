@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from load_tests.keys import cost_faults, share_faults, share_figures
+from load_tests.bench.keys import cost_faults, share_faults, share_figures
 
 START = datetime(2026, 11, 23, 12, tzinfo=UTC).timestamp()
 

@@ -4,7 +4,7 @@ Both modes run on one text in windows of `--window` tokens, each position predic
 long descriptions of the installed packages, in order of their names, so that the same environment gives the same
 figures.
 
-    python -m load_tests.quality --mode int8 --json FILE
+    python -m load_tests.bench.quality --mode int8 --json FILE
 """
 
 import argparse

@@ -5,12 +5,12 @@ from typing import Any
 
 import yaml
 
-from load_tests.sweep import PREFILLS, VALUES, Setting, arrivals_at, server_of, settings_to_try
-from load_tests.sweep_report import KNOBS, draw_sweep, medians, sweep_page
+from load_tests.bench.sweep import PREFILLS, VALUES, Setting, arrivals_at, server_of, settings_to_try
+from load_tests.bench.sweep_report import KNOBS, draw_sweep, medians, sweep_page
 from serve_app.settings import Settings
 from tests.workloads.fake_server import WRITER
 
-CONFIG = Path(__file__).parents[2] / "deploy" / "config.yaml"
+CONFIG = Path(__file__).parents[3] / "deploy" / "config.yaml"
 
 
 def point(setting: Setting, rate: float, factor: float = 1.0) -> dict[str, Any]:

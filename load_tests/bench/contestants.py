@@ -15,7 +15,7 @@ from typing import Any
 
 import yaml
 
-from load_tests.peer_setup import PeerFolder
+from load_tests.bench.peer_setup import PeerFolder
 from load_tests.servers import ServerCommand
 from serve_app.core.autosize import MIN_SLOTS
 from serve_app.environment import ENGINE_ENVIRONMENT
@@ -83,7 +83,7 @@ def _offline(baseline: str, environment: Mapping[str, str], kind: str | None = N
     def make(folder: PeerFolder, config: Path) -> OfflineCommand:
         path = folder.path / f"offline-{kind or 'default'}.yaml"
         write_config(config, path, free_port(), **_model(folder, kind))
-        command = (sys.executable, "-m", "load_tests.offline", baseline, "--config", str(path))
+        command = (sys.executable, "-m", "load_tests.bench.offline", baseline, "--config", str(path))
         return OfflineCommand(command, environment)
 
     return make
@@ -91,7 +91,7 @@ def _offline(baseline: str, environment: Mapping[str, str], kind: str | None = N
 
 def _openvino(kind: str, max_num_seqs: int | None) -> Any:
     def make(folder: PeerFolder, _config: Path) -> OfflineCommand:
-        command = [sys.executable, "-m", "load_tests.offline", "openvino", "--gguf", str(folder.gguf(kind))]
+        command = [sys.executable, "-m", "load_tests.bench.offline", "openvino", "--gguf", str(folder.gguf(kind))]
         if max_num_seqs is not None:
             command += ["--max-num-seqs", str(max_num_seqs)]
         path = os.pathsep.join(filter(None, (str(folder.packages("openvino")), os.environ.get("PYTHONPATH"))))

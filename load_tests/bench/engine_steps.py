@@ -3,7 +3,7 @@
 The modes take turns, round after round, so that drift and other load on the machine affect them alike. CPU time is
 reported beside wall time: on a busy machine it says more.
 
-    python -m load_tests.engine_steps --modes torch,none,int8,bfloat16 --json FILE
+    python -m load_tests.bench.engine_steps --modes torch,none,int8,bfloat16 --json FILE
 """
 
 import argparse

@@ -1,7 +1,7 @@
 """We and the peers on the same requests in one run, each alone on the machine, one after another.
 
-    python -m load_tests.peers --repeats 3 --json FILE --png FILE
-    python -m load_tests.peers --contestants serve_app,llama_q4_0 --workloads decode,mixed:8
+    python -m load_tests.bench.peers --repeats 3 --json FILE --png FILE
+    python -m load_tests.bench.peers --contestants serve_app,llama_q4_0 --workloads decode,mixed:8
 
 Decides the order: in every round each contestant is started, sent every workload, and stopped, so a machine that
 drifts treats all alike; figures are medians over the rounds. A peer that takes long and decides nothing, by the first
@@ -22,9 +22,9 @@ import psutil  # type: ignore[import-untyped]
 import typer
 from rich.console import Console
 
-from load_tests.contestants import CONTESTANTS, OfflineCommand
-from load_tests.peer_setup import PeerFolder, set_up
-from load_tests.peers_report import Entry, draw, far_behind, figures, print_tables
+from load_tests.bench.contestants import CONTESTANTS, OfflineCommand
+from load_tests.bench.peer_setup import PeerFolder, set_up
+from load_tests.bench.peers_report import Entry, draw, far_behind, figures, print_tables
 from load_tests.servers import ServerCommand, running
 from serve_app.cli.outputs import JsonFile, PngFile
 from serve_app.workloads.machine import machine

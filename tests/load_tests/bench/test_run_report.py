@@ -2,9 +2,9 @@
 
 import pytest
 
-from load_tests.run_plots import _binned, _in_flight, _token_times
-from load_tests.run_report import _verdict, _views, run_page
-from load_tests.server_view import Comparison
+from load_tests.bench.run_plots import _binned, _in_flight, _token_times
+from load_tests.bench.run_report import _verdict, _views, run_page
+from load_tests.bench.server_view import Comparison
 from serve_app.workloads.client import RequestResult, Run
 from serve_app.workloads.figures import Objective, summarize
 from serve_app.workloads.mixes import WorkItem, Workload

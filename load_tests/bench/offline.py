@@ -1,8 +1,8 @@
 """The requests of a workload without a server: through our engine, OpenVINO GenAI's, and batched `generate`.
 
-    python -m load_tests.offline engine   --workloads decode,single --json FILE
-    python -m load_tests.offline openvino --workloads decode --gguf FILE --json FILE
-    python -m load_tests.offline generate --workloads decode --json FILE
+    python -m load_tests.bench.offline engine   --workloads decode,single --json FILE
+    python -m load_tests.bench.offline openvino --workloads decode --gguf FILE --json FILE
+    python -m load_tests.bench.offline generate --workloads decode --json FILE
 
 `engine` shows what HTTP and Ray cost: the same engine as in a replica, fed with token ids in this process. `openvino`
 is an engine that has no server, fed by the same loop. `generate` is the usual first attempt at batching: static padded
@@ -20,7 +20,7 @@ from typing import Annotated
 import typer
 import yaml
 
-from load_tests.step_runner import StepOutput, step_runner
+from load_tests.bench.step_runner import StepOutput, step_runner
 from serve_app.cli.outputs import JsonFile
 from serve_app.core.request import EngineRequest
 from serve_app.core.sampling_params import SamplingParams
@@ -140,7 +140,7 @@ def openvino(
     json_file: JsonFile = None,
 ) -> None:
     """The requests through OpenVINO GenAI's continuous batching, in this process; its packages must be on the path."""
-    from load_tests.openvino_engine import OpenVinoEngine
+    from load_tests.bench.openvino_engine import OpenVinoEngine
 
     writer = open_writer("default")
     _report(step_runner(OpenVinoEngine(gguf, max_num_seqs), writer), writer, workloads, repeat, wait_quiet, json_file)

@@ -1,6 +1,6 @@
 """Our router beside two of Ray's, in front of the same engine replicas, on requests that share prefixes.
 
-    python -m load_tests.routing --json FILE
+    python -m load_tests.bench.routing --json FILE
 
 24 prefixes of 512 tokens, 4 requests each, shuffled, on 3 replicas. Each router gets a server of its own, one after
 another. Decides the workload and the two figures that count: the prefix hit rate (the share of prompt tokens found in
@@ -37,8 +37,8 @@ from serve_app.workloads.runs import reach, show_progress
 OURS, POWER_OF_TWO, PREFIX_TREE = "serve_app", "power_of_two", "prefix_tree"
 APPLICATIONS = {
     OURS: "serve_app.app:build",
-    POWER_OF_TWO: "load_tests.routing_rivals:power_of_two",
-    PREFIX_TREE: "load_tests.routing_rivals:prefix_tree",
+    POWER_OF_TWO: "load_tests.bench.routing_rivals:power_of_two",
+    PREFIX_TREE: "load_tests.bench.routing_rivals:prefix_tree",
 }
 _HITS, _QUERIES = "serve_app_prefix_cache_hit_tokens_total", "serve_app_prefix_cache_query_tokens_total"
 _PREFIXES, _REQUESTS_EACH, _PREFIX_TOKENS, _OWN_TOKENS, _OUTPUT_TOKENS = 24, 4, 512, 32, 8
@@ -88,7 +88,9 @@ def measure(router: str, config: dict[str, Any], writer: PromptWriter, repeats: 
         file = Path(folder) / "config.yaml"
         file.write_text(yaml.safe_dump(config))
         serve = (str(Path(sys.executable).with_name("serve-app")), "serve", str(file))
-        command = ServerCommand(router, serve, base_url, "/health/ready")
+        # Ray's processes import the rivals from here, which are in no installed package.
+        environment = {"PYTHONPATH": str(Path(__file__).parents[2])}
+        command = ServerCommand(router, serve, base_url, "/health/ready", environment=environment)
         log = Path(tempfile.gettempdir()) / f"serve-app-routing-{router}.log"
         with running(command, log) as server:
             client = reach(command.client(), writer)
