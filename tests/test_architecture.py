@@ -34,7 +34,7 @@ OWN_THREADS = {
     "grammars/library.py": "a deep stack for one call, whose error is handed to the caller",
     "engine/async_engine.py": "the step loop; its error ends the engine, which health checks see",
     "launch/bounded.py": "calls of Ray's, whose errors are handed to the caller",
-    "launch/impatience.py": "a second Ctrl-C; reads a pipe until it is closed",
+    "launch/force_quit.py": "a second Ctrl-C; reads a pipe until it is closed",
     "launch/processes.py": "looks at Ray's node processes",
     "launch/launcher.py": "the watcher, which reports every error; the compiler, which ends",
     "launch/terminal.py": "writes lines to a pipe that may be full; drops those that cannot be written",

@@ -22,7 +22,7 @@ from serve_app.core.sampling_params import Pooling, SamplingParams
 from serve_app.engine.core import BATCH_POLL_S, EngineConfig, EngineCore
 from serve_app.errors import EngineError, InvalidRequestError
 from serve_app.model.options import ModelOptions
-from serve_app.text.odds import Odds, answer_tokens, odds, scoring_params
+from serve_app.text.choice_scores import Odds, answer_tokens, odds, scoring_params
 from serve_app.text.stream import StopConfig, TextStream
 from serve_app.text.tokenizer import Tokenizer, load_tokenizer
 
@@ -156,7 +156,7 @@ class LLM:
         return list(results.values())
 
     def odds(self, prompt: str | Sequence[int], answers: Sequence[str]) -> list[Odds]:
-        """How likely each of `answers`, and no other, is to follow `prompt`, in the order given; see `text.odds`.
+        """How likely each of `answers`, and no other, is to follow `prompt`, in this order; see `text.choice_scores`.
 
         Raises as `generate` does.
         """

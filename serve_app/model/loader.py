@@ -115,7 +115,7 @@ def _map(
     blueprint = Blueprint.read(path)
     if blueprint is None:
         # Imports transformers' modules.
-        from serve_app.model.drawing import draw_blueprint
+        from serve_app.model.blueprint_builder import draw_blueprint
 
         blueprint = draw_blueprint(files, checkpoint, kernels, dtype, options)
         blueprint.write(path)

@@ -31,7 +31,7 @@ from serve_app.observability.held_bytes import HeldBytes, register_held_bytes
 from serve_app.observability.logging import log_to_terminal
 from serve_app.observability.metrics import EngineMetrics
 from serve_app.observability.step_ring import Recorder, StepRing
-from serve_app.serving.doors import admits_to_replicas_metrics
+from serve_app.serving.auth import admits_to_replicas_metrics
 from serve_app.serving.knobs import CHOSEN, live_knobs, scheduler_knobs
 from serve_app.serving.ray_patches import bind_replica_port_to_node, node_address
 from serve_app.serving.revision import identify, revision_of

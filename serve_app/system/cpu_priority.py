@@ -1,4 +1,4 @@
-"""Whose threads interrupt others on cores that they share. Only Linux knows this; elsewhere nothing happens.
+"""Which threads may interrupt others on cores that they share. Only on Linux; elsewhere nothing happens.
 
 All threads of a step on a CPU wait for one that was interrupted. Ray's processes and ours wake up more than a thousand
 times a second even when idle, each time for some microseconds that can wait.
@@ -9,7 +9,7 @@ import sys
 from contextlib import suppress
 
 
-def interrupt_nobody() -> None:
+def yield_cpu() -> None:
     """This thread, and all threads and processes that it starts, wait for a core until its thread pauses.
 
     They get as much of the cores as before, only later by some milliseconds at most.
@@ -17,8 +17,8 @@ def interrupt_nobody() -> None:
     _set_policy("SCHED_BATCH")
 
 
-def interrupt_as_usual() -> None:
-    """The contrary, for this thread and what it starts."""
+def share_cpu_normally() -> None:
+    """Restore the default policy for this thread and what it starts."""
     _set_policy("SCHED_OTHER")
 
 

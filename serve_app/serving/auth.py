@@ -32,7 +32,7 @@ _SYNC_EVERY = 20
 """Looks at the ledger between two times that it is put on the disk."""
 
 
-def check_doors(ingress: IngressSettings, host: str) -> None:
+def check_auth(ingress: IngressSettings, host: str) -> None:
     """Raise `ConfigError` if keys file or ledger cannot be used, or if anybody could come from elsewhere untold.
 
     `host` is the address on which the server listens.
@@ -44,7 +44,7 @@ def check_doors(ingress: IngressSettings, host: str) -> None:
         Ledger(Path(ingress.ledger_folder)).close()
 
 
-class Doors:
+class Auth:
     """The ingress's `access` and `accounts`, which the tasks of `start` keep as new as their files.
 
     A file that cannot be used keeps no ingress from starting: the one that it replaces may be dead.

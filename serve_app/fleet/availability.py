@@ -12,7 +12,7 @@ from serve_app.fleet.replica_set import ReplicaSet
 RETRY_AFTER_S = 2.0
 
 
-class Presence:
+class Availability:
     """For one event loop, the one it is made on."""
 
     def __init__(self, replicas: ReplicaSet, wait_s: float) -> None:

@@ -17,7 +17,7 @@ from serve_app.api.prepare import off_loop
 from serve_app.api.service import RequestContext, Service
 from serve_app.core.request import EngineRequest
 from serve_app.errors import ContextLengthError, InvalidRequestError
-from serve_app.text.odds import Odds, answer_tokens, odds, scoring_params
+from serve_app.text.choice_scores import Odds, answer_tokens, odds, scoring_params
 
 _FIELD = "structured_outputs.choice"
 

@@ -13,7 +13,7 @@ _REMEMBERED_S = 300.0
 _MAX_REMEMBERED = 1024
 
 
-class Killers:
+class PoisonRequests:
     """Times are in seconds of one clock. Bounded: the oldest is forgotten first."""
 
     def __init__(self) -> None:

@@ -10,7 +10,7 @@ from tests.serving.conftest import wait_for
 
 PROGRAM = """
 import os, signal, subprocess, sys, threading
-from serve_app.launch.impatience import at_once_on_second_interrupt, kill_descendants
+from serve_app.launch.force_quit import at_once_on_second_interrupt, kill_descendants
 
 def end():
     kill_descendants()

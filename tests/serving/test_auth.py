@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from serve_app.errors import AuthenticationError, ConfigError, UnavailableError
-from serve_app.serving import doors
-from serve_app.serving.doors import Doors, admits_to_replicas_metrics, check_doors
+from serve_app.serving import auth
+from serve_app.serving.auth import Auth, admits_to_replicas_metrics, check_auth
 from serve_app.settings import IngressSettings
 from serve_app.system.lasting import LastingTasks
 from serve_app.tenants.key_file import WatchedKeyFile, add_key, remove_key
@@ -42,7 +42,7 @@ async def until(condition: Callable[[], bool]) -> None:
             await asyncio.sleep(0.01)
 
 
-def is_refused(opened: Doors, key: str) -> bool:
+def is_refused(opened: Auth, key: str) -> bool:
     try:
         opened.access.tenant_of(scope(key))
     except AuthenticationError:
@@ -53,10 +53,10 @@ def is_refused(opened: Doors, key: str) -> bool:
 async def test_keys_are_revoked_after_whatever_stood_in_the_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(doors, "_REFRESH_S", 0.001)
+    monkeypatch.setattr(auth, "_REFRESH_S", 0.001)
     path = tmp_path / "keys.yaml"
     kept, revoked = add_key(path, "kept", {}), add_key(path, "revoked", {})
-    opened, tasks = Doors(IngressSettings(keys_file=str(path)), "127.0.0.1"), LastingTasks()
+    opened, tasks = Auth(IngressSettings(keys_file=str(path)), "127.0.0.1"), LastingTasks()
     opened.start(tasks)
     good = path.read_text()
     for broken in (b"\xff\xfe", b"[" * 5000, good.encode() + b"\nx: {expires: 2027-02-30}", b"x: " + b"9" * 5000):
@@ -76,7 +76,7 @@ async def test_keys_are_revoked_after_whatever_stood_in_the_file(
 async def test_an_ingress_that_starts_with_broken_files_lets_nobody_in_until_they_are_mended(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(doors, "_REFRESH_S", 0.001)
+    monkeypatch.setattr(auth, "_REFRESH_S", 0.001)
     path, folder = tmp_path / "keys.yaml", tmp_path / "ledger"
     key = add_key(path, "a", {"tokens_per_day": 5})
     good = path.read_text()
@@ -84,8 +84,8 @@ async def test_an_ingress_that_starts_with_broken_files_lets_nobody_in_until_the
     folder.touch()
     ingress = IngressSettings(keys_file=str(path), ledger_folder=str(folder))
     with pytest.raises(ConfigError, match="is not YAML"):
-        check_doors(ingress, "127.0.0.1")
-    opened = Doors(ingress, "127.0.0.1")
+        check_auth(ingress, "127.0.0.1")
+    opened = Auth(ingress, "127.0.0.1")
     opened.start(LastingTasks())
     with pytest.raises(UnavailableError, match="`ingress.keys_file`"):
         opened.access.tenant_of(scope(key))
@@ -98,7 +98,7 @@ async def test_an_ingress_that_starts_with_broken_files_lets_nobody_in_until_the
     with pytest.raises(UnavailableError, match="`ingress.ledger_folder`"):
         opened.check_ready()
     with pytest.raises(ConfigError, match="`ingress.ledger_folder`"):
-        check_doors(ingress, "127.0.0.1")
+        check_auth(ingress, "127.0.0.1")
     folder.unlink()
     await until(folder.is_dir)
     opened.check_ready()
