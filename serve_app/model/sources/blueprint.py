@@ -1,7 +1,8 @@
 """What an executor is built from beside the weights, kept on disk from one start to the next.
 
 How a model computes is found out from transformers' modules (`blueprint_builder`), whose imports take a second and
-100 MiB in each process. The answer is the same as long as model, options, libraries and code are, so later starts do without them.
+100 MiB in each process. The answer is the same as long as model, options, libraries and code are, so later starts do
+without them.
 """
 
 import hashlib
