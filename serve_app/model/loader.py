@@ -15,7 +15,7 @@ from serve_app.model.executors import cpu
 from serve_app.model.options import ModelOptions, Progress, resolve_dtype
 from serve_app.model.paged_model import PagedModel
 from serve_app.model.pooling import read_pooling
-from serve_app.model.sources.blueprint import Blueprint, blueprint_path
+from serve_app.model.sources.blueprint import Blueprint, find_blueprint
 from serve_app.model.sources.gguf_file import open_gguf
 from serve_app.model.sources.safetensors_files import open_safetensors
 from serve_app.model.token_samplers import pick_sampler
@@ -111,15 +111,16 @@ def _map(
     report(reading, 1.0)
     kernels = cpu.pick_kernels(torch.device("cpu"), dtype, options)
     choices = files.name, dtype, options.quantization, options.max_model_len, sorted(ignored)
-    path = blueprint_path(cache_dir, checkpoint.identity, kernels.library, *choices)
-    blueprint = Blueprint.read(path)
-    if blueprint is None:
+
+    def draw() -> Blueprint:
         # Imports transformers' modules.
         from serve_app.model.blueprint_builder import draw_blueprint
 
-        blueprint = draw_blueprint(files, checkpoint, kernels, dtype, options)
-        blueprint.write(path)
+        drawn = draw_blueprint(files, checkpoint, kernels, dtype, options)
         report("verifying", 1.0)
+        return drawn
+
+    blueprint = find_blueprint(cache_dir, checkpoint.identity, kernels.library, choices, draw)
     executor = cpu.load_mapped(blueprint, checkpoint, kernels, options, report)
     facts = blueprint.facts.ending_with(options.end_ids)
     return PagedModel(facts, executor, pick_sampler(executor, facts), pooling or "last")

@@ -5,12 +5,8 @@ How a model computes is found out from transformers' modules (`blueprint_builder
 without them.
 """
 
-import hashlib
-import logging
 import pickle
-import tempfile
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -19,11 +15,10 @@ from typing import IO, Any
 import torch
 from torch import Tensor
 
+from serve_app.checkpoints.disk_cache import DiskCache, Key
 from serve_app.model.facts import ModelFacts
 from serve_app.model.llama import Llama
 from serve_app.system.code_digest import digest_code
-
-logger = logging.getLogger(__name__)
 
 _LIBRARIES = "torch", "transformers"
 
@@ -41,39 +36,32 @@ class Blueprint:
     parameters: Mapping[str, Tensor]
 
     @classmethod
-    def read(cls, path: Path) -> "Blueprint | None":
-        """None where there is none that can be read. The folder is trusted, as that of the compiled kernels is."""
-        try:
-            with path.open("rb") as file:
-                reader = _Unpickler(file)
-                facts, llama = reader.load()
-        except OSError:
-            return None
-        except Exception as error:  # a damaged file raises whatever its bytes provoke
-            logger.warning("%s is damaged, and made again: %r", path, error)
-            return None
+    def read(cls, path: Path) -> "Blueprint":
+        """Raises whatever a damaged file provokes."""
+        with path.open("rb") as file:
+            reader = _Unpickler(file)
+            facts, llama = reader.load()
         return cls(facts, llama, reader.parameters)
 
     def write(self, path: Path) -> None:
-        """In place of others of the same source and choices. A disk that does not take it is no error."""
-        with suppress(OSError):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryDirectory(dir=path.parent, prefix="tmp-") as scratch:
-                unfinished = Path(scratch) / path.name
-                with unfinished.open("wb") as file:
-                    _Pickler(file, self.parameters).dump((self.facts, self.llama))
-                unfinished.rename(path)
-            for other in path.parent.glob(f"{path.name.partition('-')[0]}-*"):
-                if other != path:
-                    other.unlink(missing_ok=True)
+        """Raises OSError."""
+        with path.open("wb") as file:
+            _Pickler(file, self.parameters).dump((self.facts, self.llama))
 
 
-def blueprint_path(cache_dir: Path, identity: tuple[str, str], library: str, *choices: object) -> Path:
-    """Where it is kept. identity: see `Parameters`; library: see `Kernels`; choices: of who starts the model."""
-    same = hashlib.sha256(f"{identity[0]} {choices}".encode()).hexdigest()
+def find_blueprint(
+    cache_dir: Path, identity: tuple[str, str], library: str, choices: Sequence[object], draw: Callable[[], Blueprint]
+) -> Blueprint:
+    """The one that is kept, or what `draw` makes; a disk that takes none is no error.
+
+    identity: see `Parameters`; library: see `Kernels`; choices: of who starts the model.
+    """
     libraries = [library, *map(version, _LIBRARIES)]
-    exact = hashlib.sha256(f"{identity} {choices} {libraries} {digest_code()}".encode()).hexdigest()
-    return cache_dir / "blueprints" / f"{same[:16]}-{exact[:32]}"
+    key = Key(Path(identity[0]), str(choices), f"{identity[1]} {libraries} {digest_code()}")
+    try:
+        return DiskCache(cache_dir, "blueprints").get(key, lambda path: draw().write(path), Blueprint.read)
+    except OSError:
+        return draw()
 
 
 class _Pickler(pickle.Pickler):

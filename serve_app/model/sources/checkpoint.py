@@ -15,12 +15,13 @@ from typing import Any
 
 import torch
 import transformers
+from safetensors import safe_open
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
+from serve_app.checkpoints.disk_cache import DiskCache, Key
 from serve_app.checkpoints.gguf_header import in_transformers
 from serve_app.checkpoints.model_files import ModelFiles
-from serve_app.checkpoints.write_once import write_once
 from serve_app.errors import ConfigError, one_line
 from serve_app.model.executor import UnsupportedModelError
 from serve_app.model.options import ModelOptions, Progress, resolve_dtype
@@ -91,17 +92,26 @@ def _load_gguf(path: Path, options: ModelOptions, device: torch.device, report: 
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256")
     digest.update(json.dumps(described.values, sort_keys=True).encode())
-    cache_dir = Path(options.cache_dir).expanduser()
-    cached = cache_dir / f"gguf-floats-{digest.hexdigest()[:32]}-transformers-{transformers.__version__}"
-    if not (cached / "config.json").is_file():
+
+    def convert(folder: Path) -> None:
         report("converting gguf", 0.0)
         try:
             known_tensors(path, header, described, empty_module(config))
         except UnsupportedModelError as error:
             raise ConfigError(f"model: cannot read {path}: {error}") from error
-        _convert_gguf(path, config, cached)
+        _convert_gguf(path, config, folder)
         report("converting gguf", 1.0)
-    return _load_pretrained(str(cached), config, options.dtype, device, report)
+
+    key = Key(path.resolve(), "", f"{digest.hexdigest()} transformers {transformers.__version__}")
+    kept = DiskCache(Path(options.cache_dir), "gguf-floats").get_or_temporary(key, convert, _whole)
+    return _load_pretrained(str(kept), config, options.dtype, device, report)
+
+
+def _whole(folder: Path) -> Path:
+    """The folder. Raises whatever damaged files in it provoke."""
+    json.loads((folder / "config.json").read_text())
+    with safe_open(folder / "model.safetensors", "pt"):  # which compares what its header says with its size
+        return folder
 
 
 def _convert_gguf(path: Path, config: Any, target: Path) -> None:
@@ -120,10 +130,11 @@ def _convert_gguf(path: Path, config: Any, target: Path) -> None:
     except Exception as error:  # the reader raises whatever a damaged file provokes
         raise ConfigError(f"model: cannot read {path}: {one_line(error)}") from error
     _check_weights(str(path), info)
-    write_once(target, lambda folder: _save(module, folder))
+    _save(module, target)
 
 
 def _save(module: Any, folder: Path) -> None:
+    folder.mkdir()
     unique: dict[int, tuple[str, torch.Tensor]] = {}
     for name, tensor in module.state_dict().items():
         unique.setdefault(tensor.data_ptr(), (name, tensor.contiguous()))

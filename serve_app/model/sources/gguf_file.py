@@ -15,9 +15,8 @@ from typing import Any
 
 import numpy as np
 
+from serve_app.checkpoints.disk_cache import DiskCache, Key
 from serve_app.checkpoints.gguf_header import GgufHeader, TensorInfo
-from serve_app.checkpoints.one_writer import remove_damaged
-from serve_app.checkpoints.write_once import write_once
 from serve_app.errors import ConfigError, one_line
 from serve_app.model.cpu.stored import Blocks
 from serve_app.model.executor import UnsupportedModelError
@@ -26,39 +25,28 @@ from serve_app.model.sources.mapped_checkpoint import MappedCheckpoint, StoredTe
 from serve_app.model.sources.refused_keys import check_refused
 from serve_app.system.code_digest import digest_code
 
-_MAKERS = (
-    *(
-        "checkpoints/gguf_header.py",
-        "model/sources/gguf_config.py",
-        "model/sources/gguf_file.py",
-        "model/sources/gguf_keys.py",
-    ),
-    *("model/sources/gguf_keys.py", "model/sources/gguf_metadata.py", "model/sources/gguf_rope.py"),
-)
-"""The code that makes an index."""
 _HEADER_BYTES = 64 * 2**20
 """More than any file has before its tensors."""
+_KEPT = 4
+"""Indices of one file: several versions of this package may run on one machine."""
 
 
 def open_gguf(path: Path, cache_dir: Path, ignored: Collection[str] = ()) -> MappedCheckpoint:
     """ignored: the setting `ignore_model_keys`.
 
-    Raises ConfigError for a damaged file, for what in it cannot be honoured, and for a folder that cannot be written;
-    UnsupportedModelError for a file whose tensors are more than rows in some order.
+    Raises ConfigError for a damaged file, for what in it cannot be honoured, and where not even a temporary folder can
+    be written; UnsupportedModelError for a file whose tensors are more than rows in some order.
     """
     with path.open("rb") as file:
         header = file.read(_HEADER_BYTES)
     content = hashlib.sha256(header + str(path.stat().st_size).encode()).hexdigest()
-    cached = cache_dir / f"gguf-index-{content[:32]}-{digest_code(*_MAKERS)}-transformers-{version('transformers')}"
-    index = _read_index(cached)
-    if index is None:
-        _write_index(path, cached, ignored)
-        index = _read_index(cached)
-    if index is None:
-        raise ConfigError(f"cache_dir: cannot read {cached}")
-    tensors, refused = index
+    made_by = f"{digest_code('checkpoints', 'model/sources')} transformers {version('transformers')}"
+    kept = DiskCache(cache_dir, "gguf-index", keep=_KEPT)
+    folder, tensors, refused = kept.get_or_temporary(
+        Key(path.resolve(), "", f"{content} {made_by}"), lambda folder: _write_index(path, folder, ignored), _read_index
+    )
     check_refused(path, refused, ignored)
-    return MappedCheckpoint(path, [path], cached, tensors)
+    return MappedCheckpoint(path, [path], folder, tensors)
 
 
 def describe(path: Path, ignored: Collection[str]) -> tuple[GgufHeader, GgufConfig]:
@@ -104,23 +92,17 @@ def _unreadable(path: Path, error: Exception) -> ConfigError:
     return ConfigError(f"model: cannot read {path}: {one_line(error)}")
 
 
-def _read_index(folder: Path) -> tuple[dict[str, StoredTensor], dict[str, str]] | None:
-    """Tensors by the module's names, and refused keys. None where there is none; a damaged one is removed."""
-    if not folder.is_dir():
-        return None
-    try:
-        dict(json.loads((folder / "config.json").read_text()))  # for whoever makes the module
-        index = json.loads((folder / "tensors.json").read_text())
-        stored = {
-            name: StoredTensor(**{**entry, "shape": tuple(entry["shape"])}) for name, entry in index["tensors"].items()
-        }
-        return stored, dict(index["refused"])
-    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-        remove_damaged(folder, error)
-        return None
+def _read_index(folder: Path) -> tuple[Path, dict[str, StoredTensor], dict[str, str]]:
+    """The folder, tensors by the module's names, and refused keys. Raises whatever a damaged file provokes."""
+    dict(json.loads((folder / "config.json").read_text()))  # for whoever makes the module
+    index = json.loads((folder / "tensors.json").read_text())
+    stored = {
+        name: StoredTensor(**{**entry, "shape": tuple(entry["shape"])}) for name, entry in index["tensors"].items()
+    }
+    return folder, stored, dict(index["refused"])
 
 
-def _write_index(path: Path, target: Path, ignored: Collection[str]) -> None:
+def _write_index(path: Path, folder: Path, ignored: Collection[str]) -> None:
     # A start from the index does without what this imports.
     from serve_app.model.sources.skeleton import empty_module
 
@@ -138,12 +120,9 @@ def _write_index(path: Path, target: Path, ignored: Collection[str]) -> None:
     except (AttributeError, KeyError, NotImplementedError, ValueError) as error:
         raise UnsupportedModelError(f"its tensors are not read as they are: {error}") from error
 
-    def write(folder: Path) -> None:
-        config.save_pretrained(folder)
-        index = {"tensors": tensors, "refused": dict(described.refused)}
-        (folder / "tensors.json").write_text(json.dumps(index))
-
-    write_once(target, write)
+    config.save_pretrained(folder)
+    index = {"tensors": tensors, "refused": dict(described.refused)}
+    (folder / "tensors.json").write_text(json.dumps(index))
 
 
 def _processor(header: GgufHeader, config: Any) -> Any:
