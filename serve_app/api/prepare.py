@@ -16,7 +16,7 @@ from serve_app.api.bodies.tools import Tool
 from serve_app.api.door.limits import ApiLimits
 from serve_app.api.service import ModelCard
 from serve_app.core.request import EngineRequest
-from serve_app.core.sampling_params import SamplingParams
+from serve_app.core.sampling_params import SamplingParams, ThinkingBudget
 from serve_app.errors import ContextLengthError, InvalidRequestError, ModelNotFoundError, OverloadedError
 from serve_app.grammars import check_has_end
 from serve_app.tenants.tenant import Tenant
@@ -286,6 +286,7 @@ def engine_request(
     prompt_logprobs: int | None = None,
     bad_words: tuple[tuple[int, ...], ...] = (),
     grammar: str | None = None,
+    thinking_budget: ThinkingBudget | None = None,
     cache_salt: str,
 ) -> EngineRequest:
     """One prompt's request. `max_tokens` is (field name, asked value); `default_max_tokens` None is the whole rest.
@@ -314,6 +315,7 @@ def engine_request(
         logprobs=logprobs,
         prompt_logprobs=prompt_logprobs,
         grammar=grammar,
+        thinking_budget=thinking_budget,
     )
     params.check_vocab(card.vocab_size)
     # The id is ours: a client's own could name somebody else's request.

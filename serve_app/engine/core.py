@@ -207,7 +207,7 @@ class EngineCore:
         Raises `InvalidRequestError` for one that no text could match.
         """
         if request.params.grammar is not None and self.grammars is not None:
-            self.grammars.matcher(request.params.grammar)
+            self.grammars.matcher(request.params.grammar, request.params.thinking_budget)
 
     def add(self, request: EngineRequest) -> None:
         """Queue a request. Raises `InvalidRequestError`, `ContextLengthError`. A missing seed is drawn here."""

@@ -3,13 +3,12 @@
 Where an output stands is a function of its tokens, as in a grammar; `grammars` joins the two and speaks for both.
 """
 
-import json
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from enum import Enum, auto
-from typing import NamedTuple, Self
+from typing import NamedTuple
 
-_HEAD = "thinking "
+from serve_app.core.sampling_params import ThinkingBudget
 
 
 class Phase(Enum):
@@ -34,45 +33,31 @@ class Stage(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class ThinkingBudget:
-    """`max_tokens` between the marks `open` and `close`. `open` is empty where the prompt has opened the reasoning."""
+class Reasoning:
+    """Follows outputs whose reasoning has a budget."""
 
-    max_tokens: int
-    open: str
-    close: str
-
-    def before(self, grammar: str) -> str:
-        """`grammar` with this budget, as one text."""
-        return f"{_HEAD}{json.dumps(astuple(self))}\n{grammar}"
-
-    @classmethod
-    def split(cls, text: str) -> tuple[Self | None, str]:
-        """What `before` has joined."""
-        if not text.startswith(_HEAD):
-            return None, text
-        head, _, grammar = text.removeprefix(_HEAD).partition("\n")
-        return cls(*json.loads(head)), grammar
+    budget: ThinkingBudget
 
     def start(self) -> Stage:
         """Before the first token."""
-        return Stage(Phase.BEFORE if self.open else Phase.INSIDE)
+        return Stage(Phase.BEFORE if self.budget.open else Phase.INSIDE)
 
     def advance(self, stage: Stage, data: bytes, *, closing: bool) -> Stage:
         """After one more token, of these bytes. closing: it is what `rest` wanted next."""
         text = stage.text + data
         if stage.phase is Phase.BEFORE:
-            mark, solid = self.open.encode(), text.lstrip()
+            mark, solid = self.budget.open.encode(), text.lstrip()
             if solid.startswith(mark):
                 return Stage(Phase.INSIDE)
             return Stage(Phase.BEFORE, text) if mark.startswith(solid) else Stage(Phase.AFTER)
-        if stage.phase is Phase.AFTER or self.close.encode() in text:
+        if stage.phase is Phase.AFTER or self.budget.close.encode() in text:
             return Stage(Phase.AFTER)
-        keep = len(self.close.encode()) + 4
+        keep = len(self.budget.close.encode()) + 4
         return Stage(Phase.INSIDE, text[-keep:], stage.num_tokens + 1, stage.num_closing + 1 if closing else 0)
 
     def rest(self, stage: Stage, close_ids: Sequence[int]) -> Sequence[int]:
         """Tokens that must come next: the closing mark's, once the budget is used up and the last character whole."""
-        if stage.phase is not Phase.INSIDE or stage.num_tokens < self.max_tokens or not _is_whole(stage.text):
+        if stage.phase is not Phase.INSIDE or stage.num_tokens < self.budget.max_tokens or not _is_whole(stage.text):
             return ()
         return close_ids[stage.num_closing :]
 

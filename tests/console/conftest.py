@@ -120,7 +120,7 @@ class Engines:
         if self.answer:
             # A grammar would make the engine say something else, at another length.
             ids.append(EOS)
-            params = replace(request.params, grammar=None, max_tokens=len(ids), ignore_eos=True)
+            params = replace(request.params, grammar=None, thinking_budget=None, max_tokens=len(ids), ignore_eos=True)
             request = replace(request, params=params)
         async for deltas in next(self._turns).generate(request):
             yield [self._instead(delta, ids) if ids else delta for delta in deltas]

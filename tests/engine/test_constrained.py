@@ -80,7 +80,7 @@ GRAMMARS = {
     "order": grammars.json_schema(ORDER),
     "choice": grammars.choice(["red apple", "red pear", "green"]),
     "regex": grammars.regex("[0-9]{3}-[a-f]{2,8}"),
-    "thinking": message_grammar(None, grammars.json_schema(ORDER), THINKING, {}, budget=9),
+    "thinking": message_grammar(None, grammars.json_schema(ORDER), THINKING, {}),
 }
 PARAMS = {
     "greedy": SamplingParams(temperature=0.0, max_tokens=80, grammar=GRAMMARS["order"], logprobs=2),
@@ -88,7 +88,9 @@ PARAMS = {
     "top-k": SamplingParams(seed=4, max_tokens=80, top_k=5, top_p=0.9, grammar=GRAMMARS["regex"], logprobs=0),
     "penalties": SamplingParams(seed=5, max_tokens=80, repetition_penalty=1.3, grammar=GRAMMARS["regex"]),
     "tool call": SamplingParams(seed=13, max_tokens=120, grammar=GRAMMARS["tool call"], logprobs=0),
-    "thinking": SamplingParams(seed=14, max_tokens=120, grammar=GRAMMARS["thinking"], logprobs=0),
+    "thinking": SamplingParams(
+        seed=14, max_tokens=120, grammar=GRAMMARS["thinking"], thinking_budget=THINKING.bounded(9), logprobs=0
+    ),
     "three choices": SamplingParams(seed=6, n=3, max_tokens=80, grammar=GRAMMARS["choice"]),
 }
 Signature = list[tuple[list[int], list[object], object]]

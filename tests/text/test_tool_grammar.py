@@ -207,8 +207,9 @@ def test_a_reasoning_ends_when_its_budget_is_used_up(family: str, begun: bool, f
     cut = 0
     for seed in range(60):
         budget, rng = seed % 12, random.Random(seed)
-        text = message_grammar(None, answer, Thinking(reasoning, begun), special, budget)
-        matcher = compiled(family, close=reasoning.close).matcher(text)
+        text = message_grammar(None, answer, Thinking(reasoning, begun), special)
+        bounded = Thinking(reasoning, begun).bounded(budget)
+        matcher = compiled(family, close=reasoning.close).matcher(text, bounded)
         output = [] if begun else encode(family, reasoning.open)
         assert matcher.consume(output)
         for _ in range(40 + len(reasoning.close)):
@@ -229,7 +230,7 @@ def test_a_reasoning_ends_when_its_budget_is_used_up(family: str, begun: bool, f
             cut += len(thought.encode()) >= budget
             assert free or '"yes"'.startswith(rest.strip()) or '"no"'.startswith(rest.strip())
         # Another replica that gets the output so far goes on alike.
-        again = compiled(family, close=reasoning.close).matcher(text)
+        again = compiled(family, close=reasoning.close).matcher(text, bounded)
         assert again.consume(output)
         assert again.allowed() == matcher.allowed()
     assert cut > 30

@@ -82,8 +82,9 @@ class ChatJob:
             check_prompt_logprobs("prompt_logprobs", len(token_ids), body.prompt_logprobs, self._context.limits)
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
         calls = None if self._called is None else self._called.calls
+        thinking, most = self._thinking, body.thinking_token_budget
         grammar = await grammar_of(
-            body, self._tokenizer, self._context.observer, calls, self._thinking, body.thinking_token_budget
+            body, self._tokenizer, self._context.observer, calls, thinking, bounded=most is not None
         )
         request = engine_request(
             body,
@@ -97,6 +98,7 @@ class ChatJob:
             prompt_logprobs=body.prompt_logprobs,
             bad_words=bad_words(body, self._tokenizer),
             grammar=grammar,
+            thinking_budget=None if thinking is None or most is None else thinking.bounded(most),
             cache_salt=cache_salt,
         )
         self.request_id = request.request_id

@@ -145,7 +145,7 @@ class GrammarMasks:
         if self._grammars is None:
             return Follower(None)
         try:
-            return Follower(self._grammars.matcher(params.grammar))
+            return Follower(self._grammars.matcher(params.grammar, params.thinking_budget))
         except InvalidRequestError as error:
             return Follower(None, error)
 
