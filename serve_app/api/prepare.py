@@ -291,9 +291,8 @@ def engine_request(
 ) -> EngineRequest:
     """One prompt's request. `max_tokens` is (field name, asked value); `default_max_tokens` None is the whole rest.
 
-    -1 asks for the whole rest, as with llama.cpp and LM Studio.
-    `max_logprobs` bounds what its choices may carry together: an output that nobody bounds ends there.
-    Raises `InvalidRequestError` naming the field and its limit.
+    -1 asks for the whole rest, as with llama.cpp and LM Studio. `max_logprobs` bounds what its choices may carry
+    together: an output that nobody bounds ends there. Raises `InvalidRequestError` naming the field and its limit.
     """
     limit = _output_limit(
         body,

@@ -21,7 +21,7 @@ from serve_app.core.config import SchedulerKnobs
 from serve_app.core.request import EngineRequest
 from serve_app.core.results import TokenDelta, join_deltas
 from serve_app.core.step_record import SchedulerStats
-from serve_app.engine.core import BATCH_POLL_S, EngineConfig, EngineCore, ModelInfo, OnProgress, OnStep
+from serve_app.engine.core import EngineConfig, EngineCore, ModelInfo, OnProgress, OnStep
 from serve_app.errors import (
     ENGINE_DIED,
     EngineError,
@@ -250,7 +250,7 @@ class AsyncEngine:
         deltas = core.step(on_scheduled=self._hand_over_outputs)
         self._stats = core.stats()
         if deltas is None:
-            self._sleep(core.clock() + BATCH_POLL_S)
+            self._sleep(core.wake_time)
         else:
             self._note_outputs(deltas)
 

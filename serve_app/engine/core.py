@@ -40,8 +40,6 @@ from serve_app.model.runner import Launched, ModelRunner, Pending, set_num_threa
 
 logger = logging.getLogger(__name__)
 
-BATCH_POLL_S = 0.01
-"""How long an idle engine waits, in seconds, before it looks again whether an incomplete static batch may start."""
 _PROGRESS_PERIOD_S = 5.0
 
 OnStep = Callable[[StepRecord], None]
@@ -50,7 +48,7 @@ OnProgress = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig(SchedulerKnobs):
-    """One engine's settings: the scheduler's knobs, and what it is built with.
+    """The scheduler's knobs, and what an engine is built with.
 
     kv_cache_gib caps the KV pool (None: no cap on a GPU, 4 GiB on a CPU); memory_fraction is the part of the memory
     left after loading and warming up that the pool may take; gpu_share: the part of the GPU that is this engine's, for
@@ -141,6 +139,8 @@ class EngineCore:
         self._overlap = config.overlap == "on" or (config.overlap == "auto" and model.device.type == "cuda")
         self._in_flight: _Step | None = None
         self._ended_at = 0.0
+        self.wake_time: float | None = None
+        """When to call `step` again after it has returned None."""
         self.grammars = None if vocabulary is None else Grammars(vocabulary, model.eos_token_ids, model.vocab_size)
         self._runner = ModelRunner(model, config.max_num_seqs, self.grammars)
         progress("warming up")
@@ -240,9 +240,8 @@ class EngineCore:
     def step(self, on_scheduled: Callable[[], None] | None = None) -> list[TokenDelta] | None:
         """Run one step; with overlap, launch one and finish the one before. Returns the outputs of the finished one.
 
-        None while requests only wait for a static batch to fill up: try again after `BATCH_POLL_S`. `on_scheduled` is
-        called when the model is next. Raises only when the engine itself is broken, or somebody interrupts it; then the
-        requests of the steps in flight are gone.
+        None while requests only wait for the admission gate, until `wake_time`. `on_scheduled` is called when the model
+        is next. Raises only when the engine is broken or interrupted; the requests of steps in flight are gone then.
         """
         try:
             return self._step(on_scheduled)
@@ -273,7 +272,8 @@ class EngineCore:
             return deltas
         if step is not None:
             return []
-        if self._scheduler.has_unfinished and self.config.policy != "static":
+        self.wake_time = self._scheduler.wake_time
+        if self._scheduler.has_unfinished and (self.wake_time is None or self.wake_time <= started_at):
             raise RuntimeError("requests wait but none can be scheduled")
         return None
 

@@ -19,7 +19,7 @@ from serve_app.core import autosize
 from serve_app.core.request import EngineRequest
 from serve_app.core.results import FinishReason, TokenDelta, TokenLogprob
 from serve_app.core.sampling_params import Pooling, SamplingParams
-from serve_app.engine.core import BATCH_POLL_S, EngineConfig, EngineCore
+from serve_app.engine.core import EngineConfig, EngineCore
 from serve_app.errors import EngineError, InvalidRequestError
 from serve_app.model.options import ModelOptions
 from serve_app.text.choice_scores import Odds, answer_tokens, odds, scoring_params
@@ -211,7 +211,8 @@ class LLM:
         while self.core.has_unfinished:
             deltas = self.core.step()
             if deltas is None:
-                time.sleep(BATCH_POLL_S)
+                assert self.core.wake_time is not None
+                time.sleep(max(0.0, self.core.wake_time - self.core.clock()))
                 continue
             for delta in deltas:
                 _collect(delta, results[delta.request_id])

@@ -374,6 +374,7 @@ def test_static_batches_are_closed() -> None:
     workload = [make_request(name, max_tokens=max_tokens) for name, max_tokens in (("a", 2), ("b", 6), ("c", 2))]
     driver.add(workload[0])
     assert driver.step().rows == ()
+    assert driver.scheduler.wake_time == 5.0
     driver.now = 4.999
     assert driver.step().rows == ()
     driver.add(workload[1])

@@ -21,20 +21,12 @@ def _triton() -> AttentionBackend:
     return TritonAttention()
 
 
-def _varlen() -> AttentionBackend:
-    """Imported only when it is asked for: the oldest supported torch has no such function."""
-    from serve_app.model.gpu.varlen import VarlenAttention
-
-    return VarlenAttention()
-
-
 _BACKENDS: dict[str, Callable[[], AttentionBackend]] = {
     "cpu": TorchCpuAttention,
     "reference": ReferenceAttention,
     "triton": _triton,
-    "varlen": _varlen,
 }
-_ORDER = {"cpu": ("cpu",), "cuda": ("triton", "varlen")}
+_ORDER = {"cpu": ("cpu",), "cuda": ("triton",)}
 """What "auto" tries on a device, fastest first."""
 
 
