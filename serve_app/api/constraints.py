@@ -8,8 +8,8 @@ import time
 from functools import partial
 
 from serve_app import grammars
+from serve_app.api.bodies.schemas import ChatBody, GenerationBody, ResponseFormat, StructuredOutputs
 from serve_app.api.request_events import RequestObserver
-from serve_app.api.schemas import ChatBody, GenerationBody, ResponseFormat, StructuredOutputs
 from serve_app.errors import InvalidRequestError
 from serve_app.text.tokenizer import Tokenizer
 from serve_app.text.tool_format import Thinking
@@ -22,12 +22,13 @@ async def grammar_of(
     observer: RequestObserver,
     calls: Calls | None = None,
     thinking: Thinking | None = None,
-    budget: int | None = None,
+    *,
+    bounded: bool = False,
 ) -> str | None:
     """The grammar that the answer must follow; None if it may be anything.
 
-    `calls` may stand in its place, `thinking` of at most `budget` tokens before it. Raises `InvalidRequestError` naming
-    the field, the keyword and its path, for what cannot be enforced.
+    `calls` may stand in its place, `thinking` before it; bounded: that has a budget. Raises `InvalidRequestError`
+    naming the field, the keyword and its path, for what cannot be enforced.
     """
     if body.answers_with_odds and (calls is not None or thinking is not None):
         raise InvalidRequestError(
@@ -35,12 +36,12 @@ async def grammar_of(
             param="structured_outputs.odds",
         )
     build = _builder(body)
-    if build is None and calls is None and (thinking is None or budget is None):
+    if build is None and calls is None and (thinking is None or not bounded):
         return None
     # Beside the event loop: it takes about a millisecond, and up to half a second for the worst of grammars.
     began = time.monotonic()
     try:
-        text = await asyncio.to_thread(_build, build, tokenizer, calls, thinking, budget)
+        text = await asyncio.to_thread(_build, build, tokenizer, calls, thinking)
     except InvalidRequestError as error:
         observer.grammar_refused(error.code or grammars.Refusal.UNSUPPORTED)
         raise
@@ -65,13 +66,12 @@ def _build(
     tokenizer: Tokenizer,
     calls: Calls | None,
     thinking: Thinking | None,
-    budget: int | None,
 ) -> str:
     answer = None if build is None else build()
     if calls is None and thinking is None and answer is not None:
         text = answer
     else:
-        text = message_grammar(calls, answer, thinking, tokenizer.special_ids, budget)
+        text = message_grammar(calls, answer, thinking, tokenizer.special_ids)
     tokenizer.grammars.matcher(text)  # finds what only the first mask shows
     return text
 

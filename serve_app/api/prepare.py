@@ -10,13 +10,13 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, TypeVar
 
-from serve_app.api.limits import ApiLimits
-from serve_app.api.messages import USUAL_ROLES, Message
-from serve_app.api.schemas import GenerationBody
+from serve_app.api.bodies.messages import USUAL_ROLES, Message
+from serve_app.api.bodies.schemas import GenerationBody
+from serve_app.api.bodies.tools import Tool
+from serve_app.api.door.limits import ApiLimits
 from serve_app.api.service import ModelCard
-from serve_app.api.tools import Tool
 from serve_app.core.request import EngineRequest
-from serve_app.core.sampling_params import SamplingParams
+from serve_app.core.sampling_params import SamplingParams, ThinkingBudget
 from serve_app.errors import ContextLengthError, InvalidRequestError, ModelNotFoundError, OverloadedError
 from serve_app.grammars import check_has_end
 from serve_app.tenants.tenant import Tenant
@@ -286,13 +286,13 @@ def engine_request(
     prompt_logprobs: int | None = None,
     bad_words: tuple[tuple[int, ...], ...] = (),
     grammar: str | None = None,
+    thinking_budget: ThinkingBudget | None = None,
     cache_salt: str,
 ) -> EngineRequest:
     """One prompt's request. `max_tokens` is (field name, asked value); `default_max_tokens` None is the whole rest.
 
-    -1 asks for the whole rest, as with llama.cpp and LM Studio.
-    `max_logprobs` bounds what its choices may carry together: an output that nobody bounds ends there.
-    Raises `InvalidRequestError` naming the field and its limit.
+    -1 asks for the whole rest, as with llama.cpp and LM Studio. `max_logprobs` bounds what its choices may carry
+    together: an output that nobody bounds ends there. Raises `InvalidRequestError` naming the field and its limit.
     """
     limit = _output_limit(
         body,
@@ -314,6 +314,7 @@ def engine_request(
         logprobs=logprobs,
         prompt_logprobs=prompt_logprobs,
         grammar=grammar,
+        thinking_budget=thinking_budget,
     )
     params.check_vocab(card.vocab_size)
     # The id is ours: a client's own could name somebody else's request.

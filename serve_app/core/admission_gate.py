@@ -17,9 +17,6 @@ class AdmissionGate:
 
     Before all that, for the decodes that pause with `prefill: separate`: once anybody has started, no new group before
     they have had a step; after `max_num_seqs` starts, nobody at all. Nothing bypasses this, or load would starve them.
-
-    Static policy: opens only when nothing runs or resumes, and `max_num_seqs` wait or the oldest has waited
-    `max_wait_s`; the group is the batch.
     """
 
     def __init__(self, knobs: SchedulerKnobs) -> None:
@@ -48,21 +45,27 @@ class AdmissionGate:
             return True
         decodes_wait = self._knobs.prefill == "separate" and self._starts_since_decodes > 0
         opens = not decodes_wait and self._opens(now, queue, running)
-        limit = self._knobs.max_num_seqs if self._knobs.policy == "static" else queue.num_new
-        self._last_of_group = queue.last_arrival(limit) if opens else -1
+        self._last_of_group = queue.last_arrival(self._max_group(queue)) if opens else -1
         return opens
+
+    def wake_time(self, queue: RequestQueue) -> float | None:
+        """When the gate opens by itself for those who wait while nothing runs; None: it does not need time for that."""
+        return None
+
+    def _max_group(self, queue: RequestQueue) -> int:
+        return queue.num_new
 
     def _opens(self, now: float, queue: RequestQueue, running: int) -> bool:
         knobs = self._knobs
-        overdue = now >= queue.oldest_arrival + knobs.max_wait_s
-        if knobs.policy == "static":
-            return running == 0 and queue.num_resuming == 0 and (overdue or queue.num_new >= knobs.max_num_seqs)
         return (
             running == 0
-            or overdue
+            or self._is_overdue(now, queue)
             or self._steps_since_admission >= knobs.max_waiting_steps
             or len(queue) >= math.floor(running * knobs.waiting_served_ratio)
         )
+
+    def _is_overdue(self, now: float, queue: RequestQueue) -> bool:
+        return now >= queue.oldest_arrival + self._knobs.max_wait_s
 
     def next_in(self, now: float, queue: RequestQueue, running: int) -> Request | None:
         """Who starts next. Behind a group that is in, the gate may open for another one in the same step."""
@@ -90,3 +93,27 @@ class AdmissionGate:
     def step_done(self) -> None:
         """A step was planned."""
         self._steps_since_admission += 1
+
+
+class StaticGate(AdmissionGate):
+    """Opens only when nothing runs or resumes, and `max_num_seqs` wait or the oldest has waited `max_wait_s`.
+
+    The group is the batch: it runs to its end before the next one starts. These two knobs are what the literature calls
+    max_batch_size and max_wait_time.
+    """
+
+    def wake_time(self, queue: RequestQueue) -> float | None:
+        """When the oldest has waited `max_wait_s`; None where nobody new waits."""
+        return queue.oldest_arrival + self._knobs.max_wait_s if queue.num_new else None
+
+    def _max_group(self, queue: RequestQueue) -> int:
+        return self._knobs.max_num_seqs
+
+    def _opens(self, now: float, queue: RequestQueue, running: int) -> bool:
+        is_full = queue.num_new >= self._knobs.max_num_seqs
+        return running == 0 and queue.num_resuming == 0 and (is_full or self._is_overdue(now, queue))
+
+
+def make_gate(knobs: SchedulerKnobs) -> AdmissionGate:
+    """The gate of the knobs' policy."""
+    return StaticGate(knobs) if knobs.policy == "static" else AdmissionGate(knobs)

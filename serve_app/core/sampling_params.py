@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any, Literal, Self, get_args
+from typing import Any, Literal, NamedTuple, Self, get_args
 
 from serve_app.errors import InvalidRequestError
 
@@ -20,9 +20,20 @@ Pooling = Literal["last", "mean"]
 
 _SET_BY_ENDPOINT = (
     "max_tokens", "seed", "bad_words", "logprobs", "prompt_logprobs", "prompt_logprobs_from", "grammar",
-    "pooling", "dimensions",
+    "thinking_budget", "pooling", "dimensions",
 )  # fmt: skip
 """Fields whose meaning in a request depends on its endpoint, or whose default is not here."""
+
+
+class ThinkingBudget(NamedTuple):
+    """At most `max_tokens` of reasoning between the marks `open` and `close`, then `close` by force.
+
+    `open` is empty where the prompt has opened the reasoning.
+    """
+
+    max_tokens: int
+    open: str
+    close: str
 
 
 def _refuse(param: str, value: object, limit: str) -> InvalidRequestError:
@@ -92,6 +103,7 @@ class SamplingParams:
     `allowed_token_ids`, unless empty, are all that may come. `bad_words` are sequences of token ids that may not be in
     the output: the last id of one may not follow the others.
     `grammar` (see `serve_app.grammars`) is what the output must follow; it then says when the output ends.
+    `thinking_budget` bounds the reasoning that the grammar allows in front of the answer.
     `pooling` asks for the prompt's embedding, of its first `dimensions` numbers (None: all); see `for_embedding`.
     """
 
@@ -115,6 +127,7 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     prompt_logprobs_from: int = 1
     grammar: str | None = None
+    thinking_budget: ThinkingBudget | None = None
     pooling: Pooling | None = None
     dimensions: int | None = None
 
@@ -162,6 +175,8 @@ class SamplingParams:
     def _check_grammar(self) -> None:
         grammar: Any = self.grammar
         if grammar is None:
+            if self.thinking_budget is not None:
+                raise InvalidRequestError("`thinking_budget` needs a `grammar`", param="thinking_budget")
             return
         if not isinstance(grammar, str) or not 0 < len(grammar) <= MAX_GRAMMAR_CHARS:
             raise InvalidRequestError(
@@ -240,7 +255,10 @@ class SamplingParams:
     @classmethod
     def from_wire(cls, data: dict[str, Any]) -> "SamplingParams":
         """The params that `to_wire` described; lists (as JSON makes them) become tuples again."""
-        return cls(**{name: as_tuple(value) for name, value in data.items()})
+        values = {name: as_tuple(value) for name, value in data.items()}
+        if (budget := values.get("thinking_budget")) is not None:
+            values["thinking_budget"] = ThinkingBudget(*budget)
+        return cls(**values)
 
 
 def as_tuple(value: Any) -> Any:

@@ -26,7 +26,7 @@ from dataclasses import replace
 from heapq import heappop, heappush
 from operator import attrgetter
 
-from serve_app.core.admission_gate import AdmissionGate
+from serve_app.core.admission_gate import make_gate
 from serve_app.core.config import SchedulerConfig, SchedulerKnobs
 from serve_app.core.drafts import add_drafts
 from serve_app.core.kv_cache_manager import KVCacheManager
@@ -70,7 +70,7 @@ class Scheduler:
         self._built_with = config
         self._kv = KVCacheManager(config)
         self._queue = RequestQueue()
-        self._gate = AdmissionGate(config)
+        self._gate = make_gate(config)
         self._running: list[Request] = []  # sorted by order: the last is the first to be preempted
         self._free_slots = list(range(config.max_num_seqs))  # a heap: the lowest is taken first
         self._choices: dict[str, list[Request]] = {}
@@ -117,6 +117,11 @@ class Scheduler:
     def has_unfinished(self) -> bool:
         """Whether any request is waiting or running."""
         return bool(self._choices)
+
+    @property
+    def wake_time(self) -> float | None:
+        """When to plan again after a plan without rows; None: when requests come or go."""
+        return self._gate.wake_time(self._queue)
 
     def reconfigure(self, knobs: SchedulerKnobs) -> None:
         """Go on with other knobs from the next `schedule` on. Raises ConfigError, changing nothing, for what cannot.
@@ -303,7 +308,6 @@ class Scheduler:
         if all(choice.status is RequestStatus.FINISHED for choice in choices):
             self._choices.pop(request_id, None)
 
-    # ---------------------------------------------------------------------------------------------- state
     def stats(self) -> SchedulerStats:
         """How full everything is. Further choices of a request count as waiting once their prompt is computed."""
         total, used, cached = self._kv.pool.usage()

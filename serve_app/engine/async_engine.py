@@ -21,7 +21,7 @@ from serve_app.core.config import SchedulerKnobs
 from serve_app.core.request import EngineRequest
 from serve_app.core.results import TokenDelta, join_deltas
 from serve_app.core.step_record import SchedulerStats
-from serve_app.engine.core import BATCH_POLL_S, EngineConfig, EngineCore, ModelInfo, OnProgress, OnStep
+from serve_app.engine.core import EngineConfig, EngineCore, ModelInfo, OnProgress, OnStep
 from serve_app.errors import (
     ENGINE_DIED,
     EngineError,
@@ -30,8 +30,8 @@ from serve_app.errors import (
     RequestError,
     UnavailableError,
 )
-from serve_app.precedence import interrupt_as_usual
-from serve_app.token_set import Vocabulary
+from serve_app.grammars.token_set import Vocabulary
+from serve_app.system.cpu_priority import share_cpu_normally
 
 logger = logging.getLogger(__name__)
 
@@ -213,7 +213,7 @@ class AsyncEngine:
     # In the engine's thread.
 
     def _run(self) -> None:
-        interrupt_as_usual()
+        share_cpu_normally()
         try:
             self._core = self._build()
             self.info = self._core.info
@@ -250,7 +250,7 @@ class AsyncEngine:
         deltas = core.step(on_scheduled=self._hand_over_outputs)
         self._stats = core.stats()
         if deltas is None:
-            self._sleep(core.clock() + BATCH_POLL_S)
+            self._sleep(core.wake_time)
         else:
             self._note_outputs(deltas)
 

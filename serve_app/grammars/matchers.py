@@ -4,12 +4,13 @@ from collections.abc import Callable, Sequence
 from threading import Lock
 from typing import TYPE_CHECKING
 
+from serve_app.core.sampling_params import ThinkingBudget
 from serve_app.errors import EngineError, InvalidRequestError, RequestError
 from serve_app.grammars import library
 from serve_app.grammars.recent import Recent
 from serve_app.grammars.refusals import Refusal
-from serve_app.thinking_budget import ThinkingBudget
-from serve_app.token_set import TokenSet, Vocabulary
+from serve_app.grammars.thinking_budget import Reasoning
+from serve_app.grammars.token_set import TokenSet, Vocabulary
 
 if TYPE_CHECKING:
     import llguidance
@@ -78,14 +79,14 @@ class BudgetedMatcher(Matcher):
     """Follows an output that begins with a reasoning of bounded length."""
 
     def __init__(
-        self, matcher: Matcher, budget: ThinkingBudget, tokens: Sequence[bytes], close_ids: Sequence[int]
+        self, matcher: Matcher, reasoning: Reasoning, tokens: Sequence[bytes], close_ids: Sequence[int]
     ) -> None:
         """tokens: the vocabulary's; close_ids: the closing mark's."""
         super().__init__(matcher._matcher, matcher._width, matcher.eos_token_ids)
-        self._budget = budget
+        self._reasoning = reasoning
         self._tokens = tokens
         self._close_ids = close_ids
-        self._stages = [budget.start()]
+        self._stages = [reasoning.start()]
 
     def consume(self, token_ids: Sequence[int]) -> bool:
         """Likewise."""
@@ -93,7 +94,7 @@ class BudgetedMatcher(Matcher):
             return False
         for token_id in token_ids:
             closing = list(self._rest()[:1]) == [token_id]
-            self._stages.append(self._budget.advance(self._stages[-1], self._tokens[token_id], closing=closing))
+            self._stages.append(self._reasoning.advance(self._stages[-1], self._tokens[token_id], closing=closing))
         return True
 
     def roll_back(self, num_tokens: int) -> None:
@@ -113,7 +114,7 @@ class BudgetedMatcher(Matcher):
         return list(self._rest()) or super().forced()
 
     def _rest(self) -> Sequence[int]:
-        return self._budget.rest(self._stages[-1], self._close_ids)
+        return self._reasoning.rest(self._stages[-1], self._close_ids)
 
 
 class Grammars:
@@ -132,10 +133,12 @@ class Grammars:
         self._building = Lock()
         self._kept: Recent[llguidance.LLMatcher] = Recent(_MAX_KEPT, _MAX_KEPT_CHARS)
 
-    def matcher(self, text: str, *, param: str | None = None) -> Matcher:
-        """A matcher at the start of an output. Raises `InvalidRequestError` where no output could ever match or end."""
+    def matcher(self, text: str, budget: ThinkingBudget | None = None, *, param: str | None = None) -> Matcher:
+        """A matcher at the start of an output, whose reasoning has this budget.
+
+        Raises `InvalidRequestError` where no output could ever match or end.
+        """
         check_has_end(self._eos_token_ids, param)
-        budget, text = ThinkingBudget.split(text)
         kept = self._kept.get(text)
         if kept is None:
             kept = self._open(text, param)
@@ -143,7 +146,7 @@ class Grammars:
         matcher = Matcher(kept.deep_copy(), self._width, frozenset(self._eos_token_ids))
         if budget is None:
             return matcher
-        return BudgetedMatcher(matcher, budget, self._known.tokens, self._known.encode(budget.close))
+        return BudgetedMatcher(matcher, Reasoning(budget), self._known.tokens, self._known.encode(budget.close))
 
     def build(self) -> "llguidance.LLTokenizer":
         """Read the vocabulary, if that is still to be done."""

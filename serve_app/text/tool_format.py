@@ -13,6 +13,8 @@ from enum import StrEnum
 from os.path import commonprefix
 from typing import Any
 
+from serve_app.core.sampling_params import ThinkingBudget
+
 
 class Dialect(StrEnum):
     """How arguments are written."""
@@ -84,6 +86,10 @@ class Thinking:
 
     form: ReasoningFormat
     begun: bool
+
+    def bounded(self, max_tokens: int) -> ThinkingBudget:
+        """A budget for it."""
+        return ThinkingBudget(max_tokens, "" if self.begun else self.form.open, self.form.close)
 
 
 Render = Callable[..., str]

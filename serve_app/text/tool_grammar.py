@@ -9,7 +9,6 @@ from typing import Any
 from serve_app import grammars
 from serve_app.text.argument_grammar import TAG_TEXT, ArgumentRules
 from serve_app.text.tool_format import Dialect, Thinking, ToolFormat
-from serve_app.thinking_budget import ThinkingBudget
 
 _FREE_TEXT = "(?s:.*)"
 
@@ -38,20 +37,15 @@ def message_grammar(
     answer: str | None,
     thinking: Thinking | None,
     special_ids: Mapping[str, int],
-    budget: int | None = None,
 ) -> str:
     """The grammar of a message: perhaps `thinking`, then `calls`, or what follows the grammar `answer`; or any text.
 
-    special_ids: ids of the special tokens, which no text of a grammar matches. budget: the most tokens of `thinking`.
-    Raises `InvalidRequestError`.
+    special_ids: ids of the special tokens, which no text of a grammar matches. Raises `InvalidRequestError`.
     """
     builder = _Builder(special_ids)
     body = builder.body(calls, answer, thinking)
     start = body if thinking is None else builder.after_thinking(thinking, body)
-    text = grammars.compose("\n".join([f"start: {start}", *builder.rules]), builder.parts, param="tools")
-    if thinking is None or budget is None:
-        return text
-    return ThinkingBudget(budget, "" if thinking.begun else thinking.form.open, thinking.form.close).before(text)
+    return grammars.compose("\n".join([f"start: {start}", *builder.rules]), builder.parts, param="tools")
 
 
 class _Builder:

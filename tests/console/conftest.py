@@ -19,9 +19,9 @@ import torch
 import uvicorn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from serve_app.api.access import Access
 from serve_app.api.admission import AsyncAdmissionQueue
 from serve_app.api.app import create_app
+from serve_app.api.door.access import Access
 from serve_app.api.service import NO_CONTEXT, MetricsPage, ModelCard, RequestContext
 from serve_app.console.routes import Sources, add_console
 from serve_app.core.request import EngineRequest
@@ -120,7 +120,7 @@ class Engines:
         if self.answer:
             # A grammar would make the engine say something else, at another length.
             ids.append(EOS)
-            params = replace(request.params, grammar=None, max_tokens=len(ids), ignore_eos=True)
+            params = replace(request.params, grammar=None, thinking_budget=None, max_tokens=len(ids), ignore_eos=True)
             request = replace(request, params=params)
         async for deltas in next(self._turns).generate(request):
             yield [self._instead(delta, ids) if ids else delta for delta in deltas]

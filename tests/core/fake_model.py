@@ -320,8 +320,10 @@ class Driver:
             was_idle = self.in_flight is None
             output = self.step()
             if not output.rows and was_idle and self.scheduler.has_unfinished:
-                assert self.config.policy == "static", "only an incomplete static batch lets an idle scheduler wait"
-                self.now += self.config.max_wait_s
+                wake_time = self.scheduler.wake_time
+                assert wake_time is not None, "only an incomplete static batch lets an idle scheduler wait"
+                assert wake_time > self.now, "time would not help"
+                self.now = wake_time
             max_steps -= 1
             assert max_steps > 0, "no progress"
         self.settle()

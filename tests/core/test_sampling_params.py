@@ -14,6 +14,7 @@ from serve_app.core.sampling_params import (
     MAX_LOGIT_BIAS,
     MAX_STOP_TOKEN_IDS,
     SamplingParams,
+    ThinkingBudget,
 )
 from serve_app.errors import InvalidRequestError
 
@@ -62,6 +63,7 @@ def test_what_a_grammar_decides_is_not_asked_for_beside_it(field: str, value: ob
         ("bad_words", ((1,),) * (MAX_BAD_WORDS + 1), f"at most {MAX_BAD_WORDS}"),
         ("grammar", "", "a text of 1 to"),
         ("grammar", "a" * (MAX_GRAMMAR_CHARS + 1), "a text of 1 to"),
+        ("thinking_budget", ThinkingBudget(3, "<a>", "</a>"), "needs a `grammar`"),
         ("logprobs", 21, "from 0 to 20"),
         ("prompt_logprobs", -1, "from 0 to 20"),
         ("prompt_logprobs_from", 0, "from 1 to 2147483647"),
@@ -118,6 +120,15 @@ def test_each_penalty_makes_the_tokens_so_far_count() -> None:
 def test_what_edits_logits_and_what_waits_for_the_last_token(fields: Any, edits: bool, waits: bool) -> None:
     params = SamplingParams(**fields)
     assert (params.edits_logits, params.needs_last_token) == (edits, waits)
+
+
+def test_a_budget_travels_beside_its_grammar() -> None:
+    params = SamplingParams(grammar="start: /a+/", thinking_budget=ThinkingBudget(3, "", "</think>"))
+    for data in (params.to_wire(), json.loads(json.dumps(params.to_wire()))):
+        back = SamplingParams.from_wire(data)
+        assert back == params
+        assert back.thinking_budget is not None
+        assert back.thinking_budget.close == "</think>"
 
 
 def test_an_embedding_is_as_long_as_hidden_states_at_most() -> None:

@@ -17,18 +17,18 @@ from serve_app import grammars
 from serve_app.core.request import EngineRequest
 from serve_app.core.results import FinishReason
 from serve_app.core.sampling_params import SamplingParams
-from serve_app.model import grammar_masks
+from serve_app.grammars.token_set import Vocabulary
 from serve_app.model.loader import from_module
 from serve_app.model.paged_model import PagedModel
+from serve_app.model.sampling import grammar_masks
 from serve_app.model.token_samplers import DeviceSampler
 from serve_app.text.message_parser import MessageParser
 from serve_app.text.parts import Kind
 from serve_app.text.tool_format import ReasoningFormat, Thinking, ToolFormat
 from serve_app.text.tool_grammar import CallableTool, Calls, message_grammar
-from serve_app.token_set import Vocabulary
 from tests.engine.harness import Harness, Outcome, Run
+from tests.grammars.schemas import bounded_schemas
 from tests.models import VOCAB_SIZE, tiny_model
-from tests.schemas import bounded_schemas
 
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="the sampling kernels need Triton")
 EOS = 1
@@ -80,7 +80,7 @@ GRAMMARS = {
     "order": grammars.json_schema(ORDER),
     "choice": grammars.choice(["red apple", "red pear", "green"]),
     "regex": grammars.regex("[0-9]{3}-[a-f]{2,8}"),
-    "thinking": message_grammar(None, grammars.json_schema(ORDER), THINKING, {}, budget=9),
+    "thinking": message_grammar(None, grammars.json_schema(ORDER), THINKING, {}),
 }
 PARAMS = {
     "greedy": SamplingParams(temperature=0.0, max_tokens=80, grammar=GRAMMARS["order"], logprobs=2),
@@ -88,7 +88,9 @@ PARAMS = {
     "top-k": SamplingParams(seed=4, max_tokens=80, top_k=5, top_p=0.9, grammar=GRAMMARS["regex"], logprobs=0),
     "penalties": SamplingParams(seed=5, max_tokens=80, repetition_penalty=1.3, grammar=GRAMMARS["regex"]),
     "tool call": SamplingParams(seed=13, max_tokens=120, grammar=GRAMMARS["tool call"], logprobs=0),
-    "thinking": SamplingParams(seed=14, max_tokens=120, grammar=GRAMMARS["thinking"], logprobs=0),
+    "thinking": SamplingParams(
+        seed=14, max_tokens=120, grammar=GRAMMARS["thinking"], thinking_budget=THINKING.bounded(9), logprobs=0
+    ),
     "three choices": SamplingParams(seed=6, n=3, max_tokens=80, grammar=GRAMMARS["choice"]),
 }
 Signature = list[tuple[list[int], list[object], object]]

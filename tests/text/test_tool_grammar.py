@@ -14,12 +14,12 @@ import pytest
 from serve_app import grammars
 from serve_app.errors import InvalidRequestError
 from serve_app.grammars import Grammars, Matcher
+from serve_app.grammars.token_set import Vocabulary
 from serve_app.text.message_parser import Kind, MessageParser
 from serve_app.text.tool_format import Thinking
 from serve_app.text.tool_grammar import CallableTool, Calls, message_grammar
-from serve_app.token_set import Vocabulary
-from tests.grammar_work import MAX_BUILDS, MAX_CHARS, counted
-from tests.hostile_schemas import HOSTILE_SCHEMAS
+from tests.grammars.grammar_work import MAX_BUILDS, MAX_CHARS, counted
+from tests.grammars.hostile_schemas import HOSTILE_SCHEMAS
 from tests.text.formats import FAMILIES, tokenizer_of
 from tests.text.test_message_parser import form_of, message_of, written
 
@@ -207,8 +207,9 @@ def test_a_reasoning_ends_when_its_budget_is_used_up(family: str, begun: bool, f
     cut = 0
     for seed in range(60):
         budget, rng = seed % 12, random.Random(seed)
-        text = message_grammar(None, answer, Thinking(reasoning, begun), special, budget)
-        matcher = compiled(family, close=reasoning.close).matcher(text)
+        text = message_grammar(None, answer, Thinking(reasoning, begun), special)
+        bounded = Thinking(reasoning, begun).bounded(budget)
+        matcher = compiled(family, close=reasoning.close).matcher(text, bounded)
         output = [] if begun else encode(family, reasoning.open)
         assert matcher.consume(output)
         for _ in range(40 + len(reasoning.close)):
@@ -229,7 +230,7 @@ def test_a_reasoning_ends_when_its_budget_is_used_up(family: str, begun: bool, f
             cut += len(thought.encode()) >= budget
             assert free or '"yes"'.startswith(rest.strip()) or '"no"'.startswith(rest.strip())
         # Another replica that gets the output so far goes on alike.
-        again = compiled(family, close=reasoning.close).matcher(text)
+        again = compiled(family, close=reasoning.close).matcher(text, bounded)
         assert again.consume(output)
         assert again.allowed() == matcher.allowed()
     assert cut > 30

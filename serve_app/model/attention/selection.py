@@ -6,10 +6,10 @@ from collections.abc import Callable, Sequence
 import torch
 
 from serve_app.errors import ConfigError
-from serve_app.model.attention.base import AttentionBackend, AttentionLayer
 from serve_app.model.attention.reference import ReferenceAttention
 from serve_app.model.attention.torch_cpu import TorchCpuAttention
 from serve_app.model.attention.verification import verify_backend
+from serve_app.model.attention_backend import AttentionBackend, AttentionLayer
 
 logger = logging.getLogger(__name__)
 
@@ -21,20 +21,12 @@ def _triton() -> AttentionBackend:
     return TritonAttention()
 
 
-def _varlen() -> AttentionBackend:
-    """Imported only when it is asked for: the oldest supported torch has no such function."""
-    from serve_app.model.gpu.varlen import VarlenAttention
-
-    return VarlenAttention()
-
-
 _BACKENDS: dict[str, Callable[[], AttentionBackend]] = {
     "cpu": TorchCpuAttention,
     "reference": ReferenceAttention,
     "triton": _triton,
-    "varlen": _varlen,
 }
-_ORDER = {"cpu": ("cpu",), "cuda": ("triton", "varlen")}
+_ORDER = {"cpu": ("cpu",), "cuda": ("triton",)}
 """What "auto" tries on a device, fastest first."""
 
 
