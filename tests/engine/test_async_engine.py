@@ -107,40 +107,41 @@ async def test_a_thread_that_is_stuck_while_idle_is_seen_once_a_request_waits_fo
     await settled(tiny_engine)
 
 
-async def test_outputs_between_first_and_last_become_one_delta(
+async def test_outputs_of_many_between_first_and_last_become_one_delta(
     tiny_llama: PagedModel, tiny_engine: StreamEngine
 ) -> None:
     engine = await StreamEngine.start_with(lambda: EngineCore(tiny_llama, SMALL), stream_interval_s=60.0)
-    request = make_request("r", max_tokens=6, n=2, logprobs=1)
+    request = make_request("r", max_tokens=6, n=16, logprobs=1)
     items = [news async for news in engine.generate(request)]
-    # At the latest when the first has begun, the second has (which it does a step later), and each has ended.
+    # At the latest when the first has begun, the others have (which they do a step later), and each has ended.
     assert len(items) <= 4
     joined = [delta for news in items for delta in news]
     assert all(len({delta.choice for delta in news}) == len(news) for news in items)
-    assert [delta.finish_reason for delta in joined].count(FinishReason.LENGTH) == 2
+    assert [delta.finish_reason for delta in joined].count(FinishReason.LENGTH) == 16
     step_by_step = await collect(tiny_engine, request)
-    for choice in range(2):
+    for choice in range(16):
         assert tokens(joined, choice) == tokens(step_by_step, choice)
         assert logprobs(joined, choice) == logprobs(step_by_step, choice)
     await engine.shutdown()
 
 
-async def test_outputs_wait_no_longer_than_they_may(tiny_llama: PagedModel) -> None:
-    has_second = threading.Event()
+@pytest.mark.parametrize(("choices", "interval_s"), [(1, 60.0), (16, 0.05)], ids=["few wait for nothing", "many"])
+async def test_outputs_wait_no_longer_than_they_may(tiny_llama: PagedModel, choices: int, interval_s: float) -> None:
+    has_third = threading.Event()
 
-    def hold_the_third_step(record: StepRecord) -> None:
-        if record.step == 2:
-            has_second.wait(20)
+    def hold_the_fourth_step(record: StepRecord) -> None:
+        if record.step == 3:
+            has_third.wait(20)
 
-    core = EngineCore(tiny_llama, SMALL, on_step=hold_the_third_step)
-    engine = await StreamEngine.start_with(lambda: core, stream_interval_s=0.05)
-    news = engine.generate(make_request("r", max_tokens=3))
+    core = EngineCore(tiny_llama, SMALL, on_step=hold_the_fourth_step)
+    engine = await StreamEngine.start_with(lambda: core, stream_interval_s=interval_s)
+    news = engine.generate(make_request("r", max_tokens=4, n=choices))
     told: list[TokenDelta] = []
     async with asyncio.timeout(10):
-        while len(tokens(told)) < 2:
+        while len(tokens(told)) < 3:
             told += await anext(news)
-    has_second.set()
-    assert [[delta.offset for delta in item] async for item in news] == [[2]]
+    has_third.set()
+    assert [delta.offset async for item in news for delta in item if delta.choice == 0] == [3]
     await engine.shutdown()
 
 
@@ -174,6 +175,43 @@ async def test_cancelled_before_the_engine_has_seen_it(tiny_engine: StreamEngine
     with pytest.raises(asyncio.CancelledError):
         await task
     await settled(tiny_engine)
+
+
+async def test_aborted_while_its_grammar_is_built_it_never_enters_the_engine(
+    tiny_engine: StreamEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loop, entered, leave, left = asyncio.get_running_loop(), asyncio.Event(), threading.Event(), asyncio.Event()
+
+    def prepare(request: EngineRequest) -> None:
+        loop.call_soon_threadsafe(entered.set)
+        leave.wait(20)
+        loop.call_soon_threadsafe(left.set)
+
+    monkeypatch.setattr(tiny_engine._core, "prepare", prepare)
+    tiny_engine.submit(make_request("r", max_tokens=200, grammar='root ::= "a"'))
+    await entered.wait()
+    tiny_engine.abort("r")
+    leave.set()
+    await left.wait()
+    assert len(tokens(await collect(tiny_engine, make_request("other")))) == 8
+    await settled(tiny_engine)
+    assert not tiny_engine._streams
+    assert not tiny_engine._seated
+
+
+@pytest.mark.parametrize("error", [InvalidRequestError("no text matches"), ZeroDivisionError("secret")])
+async def test_what_goes_wrong_with_a_grammar_ends_its_request_alone(
+    tiny_engine: StreamEngine, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    def prepare(request: EngineRequest) -> None:
+        raise error
+
+    monkeypatch.setattr(tiny_engine._core, "prepare", prepare)
+    with pytest.raises(InvalidRequestError if isinstance(error, InvalidRequestError) else EngineError) as caught:
+        await collect(tiny_engine, make_request("r", grammar='root ::= "a"'))
+    assert "secret" not in str(caught.value)
+    assert len(tokens(await collect(tiny_engine, make_request("r")))) == 8
+    assert not tiny_engine._streams
 
 
 async def test_an_id_can_be_used_again_at_once(tiny_engine: StreamEngine) -> None:
