@@ -8,7 +8,7 @@ from typing import Any, cast
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from load_tests.stub_engine import StubCore
+from load_tests.bench.stub_engine import StubCore
 from serve_app.core.request import EngineRequest
 from serve_app.core.results import LOGPROBS, FinishReason, TokenDelta
 from serve_app.core.sampling_params import SamplingParams

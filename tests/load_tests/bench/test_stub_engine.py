@@ -1,6 +1,6 @@
 """A replica's process above its model: its tasks and frames do not grow with the streams."""
 
-from load_tests.stub_engine import STREAMS, experiment
+from load_tests.bench.stub_engine import STREAMS, experiment
 
 
 async def test_a_replica_has_as_many_tasks_with_one_stream_as_with_256() -> None:

@@ -1,6 +1,6 @@
 """What a replica costs above its model: tasks, frames and processor time per token, in front of a stub engine.
 
-    python -m load_tests.stub_engine --json FILE
+    python -m load_tests.bench.stub_engine --json FILE
 
 The replica is a process of its own: the engine's thread, the event loop and the link are the real ones, the engine's
 core gives each of its requests one token per step and has no model. This process is the ingress's end of the link, over
