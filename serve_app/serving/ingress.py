@@ -213,7 +213,8 @@ class Ingress:
         self._places_of_one = settings.max_ongoing_per_replica
         self._drain = Drain()
         self._metrics = IngressMetrics(lambda: self._queue.queued, lambda: self._queue.ongoing, self._engines_load)
-        register_upkeep(self._metrics.registry, loop, tasks, lambda: self._doors.keys_file_invalid)
+        files = lambda: self._doors.keys_file_invalid, lambda: self._doors.ledger_unusable
+        register_upkeep(self._metrics.registry, loop, tasks, *files)
         self._metrics.expect(get_args(Endpoint), tuple(Outcome), tuple(LossReason), tuple(Refusal))
         self._metrics_address = open_metrics_port(
             self._metrics.registry, settings.metrics_host, admits=self._doors.admits_to_metrics()
