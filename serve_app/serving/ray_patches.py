@@ -13,6 +13,7 @@ with its `_haproxy` and `_reload_lock`.
 import asyncio
 import logging
 import os
+import time
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -31,10 +32,12 @@ from ray.serve.schema import ServeDeploySchema
 from serve_app.errors import ConfigError, one_line
 from serve_app.lasting import LastingTasks
 from serve_app.observability.logging import log_to_terminal
+from serve_app.serving.frozen import FrozenCheck
 
 logger = logging.getLogger(__name__)
 
 _LOOK_AT_HAPROXY_S = 0.1
+_ASK_HAPROXY_S = 0.5
 _START_HAPROXY_S = 1.0
 """Between two attempts."""
 
@@ -163,10 +166,17 @@ async def _ready_and_watching(manager: Any) -> str:
 
 
 async def _watch_haproxy(manager: Any) -> None:
-    """Until cancelled: start HAProxy where it has ended, or where its socket, by which Ray knows it, is gone."""
+    """Until cancelled: start HAProxy where it has ended, or where its socket, by which Ray knows it, is gone.
+
+    One that is frozen is killed first: it would go on to take every second connection.
+    """
+    check, next_request = FrozenCheck(), 0.0
     while True:
         await asyncio.sleep(_LOOK_AT_HAPROXY_S)
         if _has_haproxy(manager):
+            if check.unanswered or time.monotonic() >= next_request:
+                next_request = time.monotonic() + _ASK_HAPROXY_S
+                await _kill_if_frozen(manager._haproxy, check)
             continue
         async with manager._reload_lock:
             if not _has_haproxy(manager):
@@ -175,6 +185,15 @@ async def _watch_haproxy(manager: Any) -> None:
                 except Exception as error:  # whatever it is: the launcher ends the server if it lasts
                     logger.error("HAProxy did not start: %s", one_line(error))
                     await asyncio.sleep(_START_HAPROXY_S)
+
+
+async def _kill_if_frozen(api: Any, check: FrozenCheck) -> None:
+    process = api._proc
+    if process is not None and await asyncio.to_thread(check.look, process.pid, Path(api.cfg.socket_path)):
+        logger.error("HAProxy (pid %d) is frozen: it has not answered for 2 s, and is ended", process.pid)
+        with suppress(ProcessLookupError):
+            process.kill()
+        await process.wait()
 
 
 def _has_haproxy(manager: Any) -> bool:
