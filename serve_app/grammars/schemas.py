@@ -6,6 +6,7 @@ comment says so, and never more.
 """
 
 import json
+import math
 import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -168,7 +169,8 @@ class _Preparation:
         if sum(num_states(coefficient) for coefficient, _ in self._factors) > MAX_STATES:
             reason = f"all `multipleOf` together must be {MAX_STATES} at most, without their factors 2 and 5"
             raise SchemaError("", reason, Refusal.TOO_LARGE)
-        if self._mixes and len(self._factors) > 1 and product > MAX_FACTORS:
+        states = math.prod({num_states(coefficient) for coefficient, _ in self._factors})
+        if self._mixes and len(self._factors) > 1 and (product > MAX_FACTORS or states > MAX_STATES):
             raise SchemaError(self._mixes.rstrip("/"), "`multipleOf` of several large values in one schema")
 
     def _keyword(self, key: str, value: Any, path: str, base: str) -> Any:
