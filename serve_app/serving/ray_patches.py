@@ -6,7 +6,8 @@ To be read again when the pin in pyproject.toml moves. What must be replaced bef
 What is used: `ray.serve._private.replica.add_port_to_grpc_server` (replaced), the controller's client
 (`ray.serve.context._get_global_client`) with its `deploy_apps`, `get_serve_details` and `http_config`
 and the controller's `_all_running_replicas`, and `DeploymentHandle._init`; Ray's table of actors
-(`ray._private.state.actors`); and the class of Serve's HAProxy manager, whose `ready` is replaced,
+(`ray._private.state.actors`) and client of the GCS
+(`ray._private.worker.global_worker.gcs_client`); and the class of Serve's HAProxy manager, whose `ready` is replaced,
 with its `_haproxy` and `_reload_lock`.
 """
 
@@ -21,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import ray._private.state
+import ray._private.worker
 import ray.util
 from ray import serve
 from ray.serve._private import haproxy as ray_haproxy
@@ -94,6 +96,17 @@ def deploy_again(schema: ServeDeploySchema) -> None:
     if serving and serving.isdisjoint(application.name for application in schema.applications):
         raise ConfigError(f"applications: keep one that serves now ({', '.join(sorted(serving))})")
     _get_global_client().deploy_apps(schema, _blocking=False)
+
+
+def gcs_answers(timeout_s: float) -> bool:
+    """Whether the GCS of the cluster that this process is connected to answers in time; True without one. Blocks."""
+    if not ray.is_initialized():
+        return True
+    try:
+        ray._private.worker.global_worker.gcs_client.internal_kv_exists(b"serve_app", None, timeout=timeout_s)
+    except Exception:  # of Ray's, whatever it is
+        return False
+    return True
 
 
 def gpus_wanted() -> float:

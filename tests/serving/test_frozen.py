@@ -9,7 +9,10 @@ from pathlib import Path
 import psutil
 import pytest
 
+import tests.quiet_ray  # noqa: F401 (Ray Serve keeps the environment that it is first imported in)
+from serve_app.errors import UnavailableError
 from serve_app.serving.frozen import FrozenCheck
+from serve_app.serving.gcs_watch import GcsWatch
 
 SERVER = """
 import socket, sys
@@ -90,3 +93,19 @@ def test_one_that_has_ended_is_left_to_others(start: Start, tmp_path: Path) -> N
     process.wait()
     assert FrozenCheck().look(process.pid, tmp_path / "s") is False
     assert FrozenCheck().look(process.pid, tmp_path / "none") is False
+
+
+def test_a_silent_gcs_turns_readiness_off_until_it_answers(caplog: pytest.LogCaptureFixture) -> None:
+    now = [0.0]
+    watch = GcsWatch(lambda timeout_s: True, lambda: now[0])
+    for answered, ready in [(False, True), (False, True), (True, True), *[(False, True)] * 2, *[(False, False)] * 40]:
+        now[0] += 1
+        watch.note(answered)
+        assert watch.is_silent is not ready
+    with pytest.raises(UnavailableError, match="GCS"):
+        watch.check_ready()
+    watch.note(True)
+    watch.check_ready()
+    lines = [record.getMessage() for record in caplog.records]
+    assert len([line for line in lines if "has not answered for" in line]) == 2, "at once, and after 30 s"
+    assert lines[-1] == "Ray's GCS answers again after 42 s"
