@@ -76,6 +76,34 @@ def test_haproxy_is_started_again_at_once(started: Server) -> None:
 
 
 @pytest.mark.cluster
+def test_a_frozen_haproxy_is_replaced(started: Server) -> None:
+    wait_for(lambda: serves(started), "an answer")
+    (first,) = haproxy(started)
+    first.suspend()
+    wait_for_another(started, first)
+    line = f"HAProxy (pid {first.pid}) is frozen"
+    wait_for(lambda: any(line in said for said in started.lines), line)
+    assert not first.is_running()
+    assert started.stop() == (0, [])
+
+
+@pytest.mark.cluster
+def test_while_rays_gcs_is_frozen_requests_are_served_and_the_server_is_not_ready(started: Server) -> None:
+    (gcs,) = started.running("gcs_server")
+
+    def is_ready() -> bool:
+        return httpx.get(f"{started.url}/health/ready", timeout=30).status_code == 200
+
+    gcs.suspend()
+    wait_for(lambda: not is_ready(), "not ready", 60)
+    assert serves(started)
+    gcs.resume()
+    wait_for(is_ready, "ready again", 60)
+    assert any("Ray's GCS has not answered for" in line for line in started.lines)
+    assert started.stop() == (0, [])
+
+
+@pytest.mark.cluster
 @pytest.mark.slow
 def test_a_proxy_that_cannot_start_ends_the_server(started: Server) -> None:
     (process,) = haproxy(started)
