@@ -24,6 +24,8 @@ from load_tests.gpu.suites import Suite
 
 _INTERRUPTED, _LEFT_OUT = "interrupted", "left out"
 _STOP_LIMIT_S = 20.0
+_TAIL_LINES = 120
+"""Of what a stage prints, logs of its servers included, which are kept where it does not pass."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +81,7 @@ def run_suite(suite: Suite, device: str, only: Sequence[str], minutes: float, re
 def run_stage(suite: Suite, name: str, device: str, limit_s: float, report: Report) -> None:
     """Run one stage to its end or to its limit; its checks are in the report as soon as they are known."""
     environment = {**os.environ, **(suite.cpu_environment if device == "cpu" else {})}
-    begin, checks, tail = time.monotonic(), list[dict[str, Any]](), deque[str](maxlen=40)
+    begin, checks, tail = time.monotonic(), list[dict[str, Any]](), deque[str](maxlen=_TAIL_LINES)
     stage = report.stages[name] = {"verdict": _INTERRUPTED, "took_s": 0.0, "checks": checks}
     process = subprocess.Popen(
         [sys.executable, "-m", suite.module, *name.split(), "--device", device],
@@ -119,9 +121,10 @@ def run_stage(suite: Suite, name: str, device: str, limit_s: float, report: Repo
             os.killpg(process.pid, signal.SIGKILL)
     stage["took_s"] = round(time.monotonic() - begin, 1)
     stage["verdict"] = "timed out" if timed_out.is_set() else _verdict(status, checks)
+    print(f"{name}: {stage['verdict']} after {stage['took_s']:.0f} s", flush=True)
     if stage["verdict"] != "passed":
         stage["output_tail"] = list(tail)
-    print(f"{name}: {stage['verdict']} after {stage['took_s']:.0f} s", flush=True)
+        print(*(f"    {line}" for line in tail), sep="\n", flush=True)
     report.write()
 
 

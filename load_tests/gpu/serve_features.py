@@ -4,14 +4,13 @@ import asyncio
 import json
 import re
 import statistics
-import subprocess
-import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from load_tests.chaos.traffic import MODEL, Ask, ask, open_session, send
+from load_tests.chaos.traffic import MODEL, ask, open_session, send
 from load_tests.gpu.checks import Checks, Result
+from load_tests.gpu.reference import reference_texts
 from load_tests.gpu.serve_faults import PROMPTS
 from load_tests.gpu.server import Started, server
 from serve_app.http_client import fetch
@@ -22,27 +21,6 @@ _DASHBOARDS = Path("grafana/json")
 _NEEDS_MORE = re.compile(r"_key_")
 """Series that exist only where API keys are configured."""
 _ONLY_ON_GPUS = re.compile(r"_gpu_")
-
-_TOO_MANY = Ask("too many", {"model": MODEL, "prompt": ["a"] * 5, "n": 128, "max_tokens": 1, "stream": True})
-"""More sequences than one request may have in the queue: refused, which the metrics count."""
-
-_REFERENCE = """
-import json, sys, torch
-from serve_app.model.checkpoint import read_checkpoint
-from serve_app.model_files import CACHE_DIR, locate_model
-from serve_app.text.tokenizer import load_tokenizer
-prompts, count, device = json.loads(sys.argv[1])
-cpu = torch.device("cpu")
-module = read_checkpoint(locate_model("default"), "float32", cpu, CACHE_DIR.expanduser(), lambda *_: None).to(device)
-tokenizer = load_tokenizer("default")
-texts = []
-for prompt in prompts:
-    ids = tokenizer.encode(prompt)
-    found = module.generate(torch.tensor([ids], device=device), max_new_tokens=count, do_sample=False,
-                            eos_token_id=None, pad_token_id=0)
-    texts.append(tokenizer.decode(found[0, len(ids):].tolist()))
-print("TEXTS" + json.dumps(texts))
-"""
 _PERSON = {
     "type": "object",
     "properties": {"name": {"type": "string", "maxLength": 12}, "age": {"type": "integer"}},
@@ -102,7 +80,7 @@ def check_tokens(checks: Checks, device: str, folder: Callable[[], Path]) -> Non
     with server(folder(), device, dtype="float32", **exact) as started:
 
         def texts() -> Result:
-            wanted = _transformers_texts(count, device)
+            wanted = reference_texts(PROMPTS, count, device)
             found = [
                 json.loads(_post(started, *_complete(prompt, max_tokens=count, ignore_eos=True)))["choices"][0]["text"]
                 for prompt in PROMPTS
@@ -176,20 +154,10 @@ async def _pages_under_load(started: Started, seconds: int) -> list[dict[str, fl
         for _ in range(seconds):
             await asyncio.sleep(1)
             pages.append(await asyncio.to_thread(lambda: started.fleet.metrics() or {}))
-        await send(session, started.url, _TOO_MANY)
         for task in users:
             task.cancel()
         await asyncio.gather(*users, return_exceptions=True)
     return pages
-
-
-def _transformers_texts(count: int, device: str) -> list[str]:
-    arguments = json.dumps([PROMPTS, count, device])
-    done = subprocess.run([sys.executable, "-c", _REFERENCE, arguments], capture_output=True, text=True)
-    line = next((line for line in done.stdout.splitlines() if line.startswith("TEXTS")), None)
-    if line is None:
-        raise RuntimeError(done.stderr[-1000:])
-    return list(json.loads(line.removeprefix("TEXTS")))
 
 
 def _prompt_logprobs(started: Started) -> list[float]:

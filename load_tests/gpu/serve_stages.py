@@ -41,6 +41,8 @@ HTTP_DELAY_MS = 15.0
 """Most milliseconds by which one user's first token comes later than from the engine alone."""
 FAST_EXECUTOR = "GpuDecoder"
 SMOL_VOCABULARY = 40_000
+_WENT_WELL = '"outcome":"completed"'
+_LOG_LINES = 40
 
 
 class ServeBench(Checks):
@@ -57,6 +59,12 @@ class ServeBench(Checks):
     def folder(self) -> Path:
         """A new one, for one server."""
         return Path(tempfile.mkdtemp(dir=self.scratch))
+
+    def print_logs(self) -> None:
+        """The end of each server's log, without the lines of requests that went well."""
+        for log in sorted(self.scratch.rglob("*.log"), key=lambda path: path.stat().st_mtime):
+            lines = [line for line in log.read_text(errors="replace").splitlines() if _WENT_WELL not in line]
+            print(f"--- the end of {log}", *lines[-_LOG_LINES:], sep="\n", flush=True)
 
     def model_of(self, shape: str) -> Path:
         """The folder of a random model."""
@@ -291,7 +299,14 @@ def main() -> int:
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="gpu-serve-") as scratch:
         bench = ServeBench(arguments.device, Path(scratch))
-        STAGES[arguments.stage](bench, *arguments.shape)
+        try:
+            STAGES[arguments.stage](bench, *arguments.shape)
+        except BaseException:
+            bench.all_passed = False
+            raise
+        finally:
+            if not bench.all_passed:
+                bench.print_logs()
         return int(not bench.all_passed)
 
 
