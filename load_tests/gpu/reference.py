@@ -29,6 +29,7 @@ def reference_texts(prompts: Sequence[str], count: int, device: str) -> list[str
 def main() -> None:
     """Write what the specification names."""
     spec = json.loads(sys.argv[1])
+    torch.set_num_threads(1)  # several would wait for each other at every product, where servers share the cores
     device, cpu = torch.device(spec["device"]), torch.device("cpu")
     options = ModelOptions(dtype="float32")
     module = read_checkpoint(locate_model(options.model), options, cpu, lambda *_: None).to(device)

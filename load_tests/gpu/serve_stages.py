@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from load_tests.gpu import serve_faults, serve_features
+from load_tests.gpu import serve_faults, serve_features, serve_scaling
 from load_tests.gpu.carry import VLLM_SITE
 from load_tests.gpu.checks import Checks, Result, skipped
 from load_tests.gpu.engine_stages import config_of
@@ -211,18 +211,13 @@ def tokens(bench: ServeBench) -> None:
 
 
 def chaos(bench: ServeBench) -> None:
-    """Streams on two replicas of one card, one of which is killed, then frozen."""
+    """Streams on two replicas of one card: one is killed, one frozen, both are killed."""
     serve_faults.check_faults(bench, bench.device, bench.folder)
 
 
 def autoscale(bench: ServeBench) -> None:
-    """One replica, two under load, one again."""
-    serve_faults.check_autoscaling(bench, bench.device, bench.folder)
-
-
-def metrics(bench: ServeBench) -> None:
-    """GPU utilization, memory, queue depth and waiting-served ratio under load; the dashboards' series exist."""
-    serve_features.check_metrics(bench, bench.device, bench.folder)
+    """One replica, two under load, one again; the metrics show why."""
+    serve_scaling.check_scaling(bench, bench.device, bench.folder)
 
 
 def load(bench: ServeBench) -> None:
@@ -285,7 +280,7 @@ def _prompts(vocab_size: int, count: int, length: int) -> list[list[int]]:
 
 
 STAGES: dict[str, Callable[..., None]] = {
-    stage.__name__: stage for stage in (machine, start, big, tokens, chaos, autoscale, metrics, load, vllm)
+    stage.__name__: stage for stage in (machine, start, big, tokens, chaos, autoscale, load, vllm)
 }
 
 
