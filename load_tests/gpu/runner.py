@@ -22,7 +22,7 @@ from typing import Any
 from load_tests.gpu.checks import CHECK_PREFIX
 from load_tests.gpu.suites import Suite
 
-_INTERRUPTED, _LEFT_OUT = "interrupted", "left out"
+_INTERRUPTED, _LEFT_OUT, _TIMED_OUT = "interrupted", "left out", "timed out"
 _STOP_LIMIT_S = 20.0
 _TAIL_LINES = 120
 """Of what a stage prints, logs of its servers included, which are kept where it does not pass."""
@@ -74,6 +74,8 @@ def run_suite(suite: Suite, device: str, only: Sequence[str], minutes: float, re
             report.stages[name] = {"verdict": _LEFT_OUT, "took_s": 0.0, "checks": []}
             continue
         run_stage(suite, name, device, min(suite.stage_limit_s, left_s), report)
+        if report.stages[name]["verdict"] == _TIMED_OUT and left_s < suite.stage_limit_s:
+            report.stages[name]["verdict"] = _INTERRUPTED  # not for its own length: a resumed run tries again
     report.write()
     return all(report.stages[name]["verdict"] == "passed" for name in stages)
 
@@ -120,7 +122,7 @@ def run_stage(suite: Suite, name: str, device: str, limit_s: float, report: Repo
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
     stage["took_s"] = round(time.monotonic() - begin, 1)
-    stage["verdict"] = "timed out" if timed_out.is_set() else _verdict(status, checks)
+    stage["verdict"] = _TIMED_OUT if timed_out.is_set() else _verdict(status, checks)
     print(f"{name}: {stage['verdict']} after {stage['took_s']:.0f} s", flush=True)
     if stage["verdict"] != "passed":
         stage["output_tail"] = list(tail)

@@ -82,6 +82,17 @@ def test_the_reference_writes_what_the_engine_writes(
     assert text == tokenizer.decode(run.outcomes["0", 0].token_ids)
 
 
+def test_a_stage_that_the_end_of_the_run_cuts_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "stage.py").write_text(STAGE)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    suite, file = Suite("stage", gpu=(), cpu=("hangs", "works")), tmp_path / "report.json"
+    assert not run_suite(suite, "cpu", [], 12 / 60, Report.opened(file, resume=True))
+    verdicts = {name: stage["verdict"] for name, stage in json.loads(file.read_text())["stages"].items()}
+    assert verdicts == {"hangs": "interrupted", "works": "left out"}
+    monkeypatch.setenv("WOKEN", "1")
+    assert run_suite(suite, "cpu", [], 10, Report.opened(file, resume=True))
+
+
 STAGE = """
 import os, sys, time
 check = 'CHECK {"name": "first", "limit": "none", "passed": %s}'
@@ -89,7 +100,7 @@ print("starting")
 print(check % ("false" if sys.argv[1] == "fails" else "true"), flush=True)
 if sys.argv[1] == "crashes":
     os.abort()
-if sys.argv[1] == "hangs":
+if sys.argv[1] == "hangs" and "WOKEN" not in os.environ:
     time.sleep(60)
 raise SystemExit(sys.argv[1] == "fails")
 """
