@@ -62,10 +62,12 @@ def run_suite(suite: Suite, device: str, only: Sequence[str], minutes: float, re
     """Run the stages that have no verdict yet; whether all of the selected stages passed.
 
     only: words of which a stage's name must contain one; empty for all stages. minutes: no stage
-    begins after that time, and the last one ends then.
+    begins after that time, and the last one ends then. Raises `ValueError` where `only` selects none.
     """
     deadline = time.monotonic() + 60 * minutes
     stages = [name for name in suite.stages(device) if not only or any(word in name for word in only)]
+    if not stages:
+        raise ValueError(f"no stage's name contains {' or '.join(only)}; stages: {', '.join(suite.stages(device))}")
     for name in stages:
         if report.stages.get(name, {}).get("verdict", _INTERRUPTED) not in (_INTERRUPTED, _LEFT_OUT):
             continue

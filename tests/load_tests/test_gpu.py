@@ -82,6 +82,13 @@ def test_the_reference_writes_what_the_engine_writes(
     assert text == tokenizer.decode(run.outcomes["0", 0].token_ids)
 
 
+def test_a_selection_of_no_stage_is_no_success() -> None:
+    command = [sys.executable, "-m", "load_tests.gpu", "serve", "--only", "chaso", "--device", "cpu"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert done.stderr.startswith("--only: no stage's name contains chaso; stages: machine, start, ")
+
+
 def test_a_stage_that_the_end_of_the_run_cuts_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "stage.py").write_text(STAGE)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
