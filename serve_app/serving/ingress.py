@@ -23,7 +23,7 @@ from serve_app.api.admission import AsyncAdmissionQueue
 from serve_app.api.app import create_app
 from serve_app.api.door.limits import ApiLimits
 from serve_app.api.drain import Drain
-from serve_app.api.request_events import Endpoint, Outcome, RequestSummary
+from serve_app.api.request_events import REFUSAL_REASONS, Endpoint, Outcome, RequestSummary
 from serve_app.api.service import MetricsPage, ModelCard, RequestContext
 from serve_app.console.routes import Sources, add_console
 from serve_app.core.request import EngineRequest
@@ -219,7 +219,7 @@ class Ingress:
         self._metrics = IngressMetrics(lambda: self._queue.queued, lambda: self._queue.ongoing, self._engines_load)
         files = lambda: self._auth.keys_file_invalid, lambda: self._auth.ledger_unusable
         register_upkeep(self._metrics.registry, loop, tasks, *files)
-        self._metrics.expect(get_args(Endpoint), tuple(Outcome), tuple(LossReason), tuple(Refusal))
+        self._metrics.expect(get_args(Endpoint), tuple(Outcome), tuple(LossReason), REFUSAL_REASONS, tuple(Refusal))
         self._metrics_address = open_metrics_port(
             self._metrics.registry, settings.metrics_host, admits=self._auth.admits_to_metrics()
         )
