@@ -75,6 +75,19 @@ RANGES: Mapping[str, Range] = {
 }
 """Of the fields that are numbers."""
 
+MEANINGS: Mapping[str, str] = {
+    "n": "Number of choices; they share the prompt's KV blocks.",
+    "temperature": "0 is greedy.",
+    "top_p": "Nucleus sampling.",
+    "top_k": "Sample among the k most likely tokens; 0 and -1 switch it off.",
+    "min_p": "Lowest probability, as a part of the most likely token's.",
+    "repetition_penalty": "Divides the logits of tokens that the prompt or output contains; 1 switches it off.",
+    "presence_penalty": "Subtracted from the logits of tokens that the output contains.",
+    "frequency_penalty": "Subtracted from a token's logit for each occurrence in the output.",
+    "ignore_eos": "Generate up to `max_tokens`, past the model's end tokens; for benchmarks.",
+}
+"""Of fields that a request sets as they are: descriptions for /openapi.json and docs/fields.md."""
+
 BIASES = Range(-100.0, 100.0)
 _TOKEN_IDS = Range(0, 2**31 - 1)
 _MAY_BE_NONE = ("max_tokens", "seed", "logprobs", "prompt_logprobs", "dimensions")
