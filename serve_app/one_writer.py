@@ -39,7 +39,7 @@ def flush_to_disk(path: Path) -> None:
 def remove_damaged(folder: Path, error: Exception) -> None:
     """All of it at once, so that nobody takes what is left of it for a whole one. A disk that does not let it is no
     error yet: writing it again is."""
-    logger.warning("%s is damaged, and made again: %r", folder, error)
+    logger.warning("%s is damaged and will be rebuilt: %r", folder, error)
     # Or another process was first.
     with suppress(OSError), tempfile.TemporaryDirectory(dir=folder.parent, prefix="tmp-") as scratch:
         folder.rename(Path(scratch) / folder.name)

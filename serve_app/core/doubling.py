@@ -1,4 +1,4 @@
-"""Doubling a number, of rows or of tokens, for as long as a machine's steps bear it.
+"""Doubling a number of rows or tokens while the machine's steps stay within limits.
 
 Pure: it measures nothing itself.
 """
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 _TRIES = 5
 _CERTAIN = 2.0
-"""A step so many times longer than borne needs no confirmation: a disturbance makes hardly any so much longer."""
+"""A step this many times over the limit is not measured again, since disturbances are rarely that large."""
 
 
 @dataclass(frozen=True, slots=True)

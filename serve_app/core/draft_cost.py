@@ -1,8 +1,8 @@
-"""How likely a draft token must be to be right, to be worth its time.
+"""The acceptance probability that makes a draft token worth its time.
 
-A right draft saves a row of a later step, which is worth that row's share of the step; right or wrong, a draft makes
-this step longer. So where a step reads its weights for few rows, unlikely drafts pay; where rows are all that it
-computes, only nearly certain ones do. Decides by what was measured at start. Pure: it measures nothing itself.
+An accepted draft saves a row of a later step, which is worth that row's share of the step. Every draft makes this step
+longer. In steps of few rows, limited by reading weights, unlikely drafts pay; in steps limited by compute only nearly
+certain ones do. Uses measurements taken at start. Pure: it measures nothing itself.
 """
 
 from bisect import bisect_left
@@ -10,21 +10,22 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 _ROWS = (1, 16)
-"""Numbers of decodes that are measured, beside the most that may run at once."""
+"""Numbers of decodes that are measured, in addition to `max_num_seqs`."""
 _TOKENS = 8
-"""A measured step with drafts has about so many tokens, and at least a draft for each row."""
+"""Approximate number of tokens in a measured step with drafts; each row has at least one draft."""
 _TRIES = 3
 """Their difference is small, and either may be longer for once."""
 _LONGEST_STEP_S = 0.2
 """After a step that takes longer, a start has no time for another or a larger one."""
 _LEAST = 0.01
-"""Of a decode's share, what a draft costs at least, whatever noise made of the measurement."""
+"""Lower limit for the cost of a draft, as a fraction of a decode's share, against measurement noise."""
 
 
 @dataclass(frozen=True, slots=True)
 class DraftCost:
-    """Steps of `rows` decodes (ascending numbers) take `step_s` seconds, each draft `draft_s` more; lists of the same
-    length. Linear between two numbers of rows, beyond the last as there."""
+    """A step of `rows[i]` decodes (ascending) takes `step_s[i]` seconds, each draft `draft_s[i]` more.
+
+    Linear between two numbers of rows, constant beyond the last."""
 
     rows: Sequence[int] = (1,)
     step_s: Sequence[float] = (1.0,)
@@ -32,10 +33,10 @@ class DraftCost:
 
     def __str__(self) -> str:
         chances = ", ".join(f"{self.least_chance(rows):.0%} beside {rows}" for rows in self.rows)
-        return f"drafts are tried from a chance of {chances} decodes on"
+        return f"speculation: least acceptance probability of a draft: {chances} decodes (above 100%: no drafts)"
 
     def least_chance(self, num_decodes: int) -> float:
-        """How likely a draft must be to be right where so many rows decode, at least one; above 1: none is worth it."""
+        """The least useful acceptance probability beside `num_decodes` >= 1 decodes; above 1: no draft is useful."""
         draft_s, step_s = self._at(num_decodes, self.draft_s), self._at(num_decodes, self.step_s)
         return draft_s * num_decodes / step_s
 
@@ -54,15 +55,14 @@ NEVER = DraftCost(draft_s=(2.0,))
 """With overlap: a draft needs the token that is still being computed, and ends the overlap."""
 
 FOR_FEW = DraftCost((1, 3, 4), (1.0, 1.0, 1.0), (0.05, 0.05, 1.0))
-"""Where steps are not measured: reading the weights takes the time, and more rows than a few are launched in ways that
-know no drafts."""
+"""For devices whose steps are not measured: reading the weights dominates, and larger steps are launched in ways that
+do not support drafts."""
 
 
 def measure_draft_cost(
     max_num_seqs: int, max_num_batched_tokens: int, step_s: Callable[[int, int], float]
 ) -> DraftCost:
-    """step_s: measures a step of so many decodes with so many drafts each, in seconds, each time it is asked; the last
-    answer counts."""
+    """step_s(decodes, drafts per decode): measures a step in seconds on each call; the last result counts."""
     rows: list[int] = []
     steps_s: list[float] = []
     drafts_s: list[float] = []

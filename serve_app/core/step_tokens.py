@@ -1,7 +1,7 @@
-"""How many tokens a step has at most where the settings leave that to the engine (`max_num_batched_tokens: auto`).
+"""The maximum number of tokens in a step for `max_num_batched_tokens: auto`.
 
-Decides by what was measured at start: the more tokens a step has, the less each costs, and the longer all streams wait
-for it. Pure: it measures nothing itself.
+Uses measurements taken at start: with more tokens in a step each costs less, but all streams wait longer for it. Pure:
+it measures nothing itself.
 """
 
 import math
@@ -15,33 +15,33 @@ _USUAL = 256
 """A larger step must be as short as `_SHORT_STEP_S`, by default the time between two events of a stream."""
 _SHORT_STEP_S = 0.05
 _USUAL_STEP_S = 0.6
-"""A step of the usual number that takes no longer needs no other reason: a crowd's prompts wait half as long for room
-beside its decodes, twice as many tokens of a prompt share the reading of the keys before them, and drafts have room,
-none of which is measured. The price: every stream stands still for so long beside a prompt."""
+"""A step of the usual number is chosen if it takes no longer than this: prompts wait half as long for room beside
+decodes, twice as many tokens share the reading of earlier keys, and drafts have room, none of which is measured. The
+cost: every stream pauses this long beside a prompt."""
 _LONG_STEP_S = 0.1
-"""Of a GPU, on which a token costs about the same in steps of 1,000 tokens and of 8,000."""
+"""For a GPU, where a token costs about the same in steps of 1,000 and 8,000 tokens."""
 _WORTH = 0.95
-"""What a token may cost at most in a step of twice as many, for these to be worth it. Below 1, since a measured step
-may take a few hundredths longer than the next one."""
+"""Highest relative cost per token at which a doubled step is worth it. Below 1, since measured steps vary by a few
+percent."""
 
-_NO_OBJECTION = "no more are worth it"
+_NO_OBJECTION = "more are not worth it"
 
 
 @dataclass(frozen=True, slots=True)
 class StepTokens:
-    """A number of tokens, and what kept it from being larger."""
+    """The chosen number of tokens, and the reason."""
 
     number: int
     reason: str
 
     def __str__(self) -> str:
-        return f"{self.number} tokens in a step at most: {self.reason}"
+        return f"max_num_batched_tokens={self.number} ({self.reason})"
 
 
 def choose_step_tokens(least: int, most: int, step_s: Callable[[int], float]) -> StepTokens:
-    """For a CPU: at most `most`, and at least `least` where that is not more.
+    """For a CPU: from `least` (unless that exceeds `most`) to `most` tokens.
 
-    step_s: measures a step of so many tokens, in seconds, each time it is asked.
+    step_s: measures a step of this many tokens, in seconds, on each call.
     """
 
     def objection(tokens: int, more: int) -> Objection | None:
@@ -53,7 +53,7 @@ def choose_step_tokens(least: int, most: int, step_s: Callable[[int], float]) ->
         is_usual = more == _USUAL and longer <= _USUAL_STEP_S
         dearer = longer / seconds * tokens / more
         if dearer > _WORTH and not is_usual:
-            return Objection(f"{more} would compute hardly more tokens a second", dearer / _WORTH)
+            return Objection(f"{more} would compute hardly more tokens per second", dearer / _WORTH)
         return None
 
     tokens, found = double(min(max(LEAST, least), most), most, objection)
@@ -61,7 +61,7 @@ def choose_step_tokens(least: int, most: int, step_s: Callable[[int], float]) ->
 
 
 def shorten_step_tokens(least: int, most: int, step_s: Callable[[int], float]) -> StepTokens:
-    """For a GPU: `most`, halved until a step is short enough, and at least `least`. step_s: as above."""
+    """For a GPU: `most`, halved until a step is short enough, at least `least`. step_s: see `choose_step_tokens`."""
     least = min(max(LEAST, least), most)
     tokens, reason = most, _NO_OBJECTION
     while tokens > least and step_s(tokens) > _LONG_STEP_S:

@@ -49,7 +49,7 @@ class Blueprint:
         except OSError:
             return None
         except Exception as error:  # a damaged file raises whatever its bytes provoke
-            logger.warning("%s is damaged, and made again: %r", path, error)
+            logger.warning("%s is damaged and will be rebuilt: %r", path, error)
             return None
         return cls(facts, llama, reader.parameters)
 

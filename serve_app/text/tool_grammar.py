@@ -1,4 +1,4 @@
-"""The grammar of an answer that may reason, call tools, or answer in a form of its own: one text for the engine."""
+"""The grammar of an answer with reasoning, tool calls or a constrained form: one text for the engine."""
 
 import json
 import re
@@ -25,7 +25,7 @@ class CallableTool:
 
 @dataclass(frozen=True, slots=True)
 class Calls:
-    """Which calls an answer may hold. required: it is calls and nothing else. several: it may be more than one."""
+    """The calls that an answer may contain. required: it contains only calls. several: more than one is allowed."""
 
     form: ToolFormat
     tools: Sequence[CallableTool]
@@ -40,9 +40,9 @@ def message_grammar(
     special_ids: Mapping[str, int],
     budget: int | None = None,
 ) -> str:
-    """The grammar of a message: perhaps `thinking`, then `calls`, or what follows the grammar `answer`; or any text.
+    """The grammar of a message: optional `thinking`, then `calls`, or text of the grammar `answer`, or any text.
 
-    special_ids: ids of the special tokens, which no text of a grammar matches. budget: the most tokens of `thinking`.
+    special_ids: special tokens, which text in a grammar never matches. budget: maximum number of `thinking` tokens.
     Raises `InvalidRequestError`.
     """
     builder = _Builder(special_ids)
@@ -140,6 +140,6 @@ def _json_lexemes(text: str) -> str:
 
 
 def pattern(text: str) -> str:
-    """A regular expression of exactly this text, to stand between slashes."""
+    """A regular expression for exactly this text, for use between slashes."""
     escaped = {"\n": "\\n", "/": "\\/"}
     return "".join(escaped.get(char) or re.escape(char) for char in text)

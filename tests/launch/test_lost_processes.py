@@ -60,7 +60,7 @@ def test_haproxy_is_started_again_at_once(started: Server) -> None:
     wait_for_another(started, first)
     # Only of the first: Ray shows equal lines of a few seconds once.
     line = f"HAProxy (pid {first.pid}) has"
-    wait_for(lambda: any(line in said and "starting it again" in said for said in started.lines), "a line says so")
+    wait_for(lambda: any(line in said and "restarting it" in said for said in started.lines), "a line says so")
     (second,) = haproxy(started)
     folder = folder_of(second)
     for path in [path for path in folder.iterdir() if path.is_file()]:

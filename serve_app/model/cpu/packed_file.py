@@ -70,12 +70,12 @@ def pack_all(jobs: Sequence[Job], file: PackedFile | None, report: Progress) -> 
     if file is not None:
         try:
             if not _is_whole(file.path):
-                with only_writer(file.path, lambda: report("waiting for another process that packs the weights", 0.0)):
+                with only_writer(file.path, lambda: report("waiting for another process to pack the weights", 0.0)):
                     if not _is_whole(file.path):
                         _write(file, jobs, report)
             return _map(file.path, report)
         except (OSError, ValueError) as error:
-            logger.warning("packed weights stay in this process's memory: cannot keep %s: %s", file.path, error)
+            logger.warning("packed weights stay in this process's memory: cannot write %s: %s", file.path, error)
     return _in_threads(lambda job: job(), jobs, report)
 
 
@@ -91,7 +91,7 @@ def _in_threads(run: Callable[[Job], Any], jobs: Sequence[Job], report: Progress
 def _write(target: PackedFile, jobs: Sequence[Job], report: Progress) -> None:
     # Whoever has the lock is the only writer of these: others of the same source and mode were killed.
     if target.path.exists():
-        logger.warning("%s is damaged, and made again", target.path)
+        logger.warning("%s is damaged and will be rebuilt", target.path)
     prefix = f"tmp-{_source_and_mode(target.path)}-"
     for left in target.path.parent.glob(f"{prefix}*"):
         shutil.rmtree(left, ignore_errors=True)
@@ -135,7 +135,7 @@ def _trailer(path: Path) -> dict[str, Any]:
         file.seek(-8, os.SEEK_END)
         length = int.from_bytes(file.read(), "little")
         if length > file.tell():
-            raise ValueError("its end is no index")
+            raise ValueError("it does not end with an index")
         file.seek(-8 - length, os.SEEK_END)
         return dict(json.loads(file.read(length)))
 

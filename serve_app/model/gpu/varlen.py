@@ -55,11 +55,11 @@ class VarlenAttention:
     def allocate(self, layer: AttentionLayer, num_blocks: int, dtype: torch.dtype, device: torch.device) -> LayerCache:
         """Zeroed pool for one layer. Raises ValueError for what the kernels cannot do."""
         if device.type != _DEVICE:
-            raise ValueError(f"it is for GPUs, not for {device}")
+            raise ValueError(f"it requires a GPU, not {device}")
         if dtype not in (torch.float16, torch.bfloat16):
-            raise ValueError(f"it multiplies float16 and bfloat16, not {dtype}")
+            raise ValueError(f"it supports float16 and bfloat16, not {dtype}")
         if layer.softcap is not None or layer.head_dim != layer.value_dim:
-            raise ValueError("it caps no scores, and wants keys and values of one width")
+            raise ValueError("it supports no softcap, and requires keys and values of equal width")
         shape = (num_blocks, self.block_size, layer.num_kv_heads, layer.head_dim)
         return LayerCache(*(torch.zeros(shape, dtype=dtype, device=device) for _ in range(2)))
 

@@ -116,7 +116,7 @@ def test_refusals_are_one_clear_line(monkeypatch: pytest.MonkeyPatch) -> None:
         assert "\n" not in str(error.value)
         return str(error.value)
 
-    assert "for GPUs, not for cpu" in refusal()
+    assert "it requires a GPU, not cpu" in refusal()
     monkeypatch.setattr(varlen, "_DEVICE", "cpu")
     assert "not torch.float32" in refusal(dtype=torch.float32)
     assert "caps no scores" in refusal(AttentionLayer(2, 2, 32, 32, 0.2, softcap=9.0))
