@@ -1,4 +1,4 @@
-"""Who has looked at what tells of everybody, and how the keys have changed: JSON lines, a file per month of UTC."""
+"""The audit log: use of admin routes and changes of keys, as JSON lines, one file per UTC month."""
 
 import logging
 import os
@@ -10,7 +10,7 @@ from pathlib import Path
 import orjson
 
 from serve_app.errors import ConfigError
-from serve_app.operator_files import open_regular
+from serve_app.system.operator_files import open_regular
 
 logger = logging.getLogger(__name__)
 
