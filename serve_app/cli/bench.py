@@ -42,9 +42,7 @@ def run(
     seed: Annotated[int, typer.Option(help="Seed of lengths and texts.")] = 0,
     salt: Annotated[
         str,
-        typer.Option(
-            help="Changes the prompts' text only; use it for a second run on a server with a warm prefix cache."
-        ),
+        typer.Option(help="Changes only the prompts' text: for a second run on a server with a warm prefix cache."),
     ] = "",
     num_requests: Annotated[int | None, typer.Option(min=1, help="Number of requests (closed loop).")] = None,
     rate: Annotated[float, typer.Option(min=0.001, help="poisson, bursty: requests per second.")] = 1.0,

@@ -107,6 +107,12 @@ class EngineReplica:
         )
         self._revision = revision_of(self._identity)
         logger.info("revision %s of %s", self._revision, settings.model)
+        self._open_metrics(settings)
+        self._link_address = await self._links.listen(node_address())
+        gc.freeze()  # the first collection would visit them all, for 0.2 s of the first requests' time
+        gc.enable()
+
+    def _open_metrics(self, settings: Settings) -> None:
         self._metrics.read_stats_from(self._engine.stats)
         self._metrics.set_knobs(scheduler_knobs(settings))
         if (limits := self._engine.info.limits) is not None:
@@ -117,9 +123,6 @@ class EngineReplica:
         self._metrics_key = secrets.token_hex(16)
         admits = admits_to_replicas_metrics(settings.ingress, self._metrics_key)
         self._metrics_address = open_metrics_port(self._metrics.registry, settings.metrics_host, pages, admits)
-        self._link_address = await self._links.listen(node_address())
-        gc.freeze()  # the first collection would visit them all, for 0.2 s of the first requests' time
-        gc.enable()
 
     async def __del__(self) -> None:
         """Ray stops this replica and waits for it: streams that cannot continue elsewhere finish first.
