@@ -41,10 +41,7 @@ def run(
     repeats: Annotated[int, typer.Option(min=1, help="Runs of each workload, each with its own prompts.")] = 1,
     seed: Annotated[int, typer.Option(help="Seed of lengths and texts.")] = 0,
     salt: Annotated[
-        str,
-        typer.Option(
-            help="Changes the prompts' text only; use it for a second run on a server with a warm prefix cache."
-        ),
+        str, typer.Option(help="Changes the prompts' text only: for a second run beside a warm prefix cache.")
     ] = "",
     num_requests: Annotated[int | None, typer.Option(min=1, help="Number of requests (closed loop).")] = None,
     rate: Annotated[float, typer.Option(min=0.001, help="poisson, bursty: requests per second.")] = 1.0,
