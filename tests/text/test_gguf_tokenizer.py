@@ -140,7 +140,7 @@ def test_a_sentencepiece_vocabulary_is_merged_by_its_scores(tmp_path: Path, spac
         ({"model": "rwkv"}, "tokenizer.ggml.model is 'rwkv'"),
         ({"model": None}, "tokenizer.ggml.model is None"),
         ({"made_up": 1}, "tokenizer.ggml.made_up is not supported"),
-        ({"remove_extra_whitespaces": True}, "remove_extra_whitespaces asks for merging spaces"),
+        ({"remove_extra_whitespaces": True}, "remove_extra_whitespaces requests merging spaces"),
         ({"normalizer.lowercase": True}, "normalizer.lowercase"),
         ({"suppress_tokens": [5]}, "suppress_tokens"),
         ({"precompiled_charsmap": [1, 2]}, "precompiled_charsmap"),
