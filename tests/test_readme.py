@@ -91,7 +91,7 @@ def test_prose_is_wrapped(page: Path) -> None:
 
 def test_every_page_is_linked_from_the_readme() -> None:
     readme = set(_LINK.findall((ROOT / "README.md").read_text()))
-    assert {f"docs/{page.name}" for page in PAGES if page.parent.name == "docs"} <= readme
+    assert {f"docs/{page.name}" for page in PAGES if page.parent == ROOT / "docs"} <= readme
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

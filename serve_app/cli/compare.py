@@ -29,9 +29,7 @@ def compare(
     model: Annotated[str, typer.Option(help='"default", a folder, a .gguf file or a hub id.')] = "default",
     slots: Annotated[int, typer.Option(min=1, help="Requests at once, in all runs.")] = 8,
     repeat: Annotated[int, typer.Option(min=1, help="How often the prompts are repeated, in order.")] = 8,
-    prompt: Annotated[
-        list[str] | None, typer.Option(help="A prompt, instead of the six built-in ones; repeatable.")
-    ] = None,
+    prompt: Annotated[list[str] | None, typer.Option(help="A prompt instead of the built-in six; repeatable.")] = None,
     caps: Annotated[str, typer.Option(help="Output tokens of each prompt, in order.")] = ",".join(map(str, CAPS)),
     requests: Annotated[
         Path | None,
@@ -46,9 +44,7 @@ def compare(
         bool, typer.Option(help="Let the packed runs reuse cached blocks of repeated prompts.")
     ] = False,
     kv_cache_gib: Annotated[float, typer.Option(min=0.001, help="Size of the packed runs' KV pool.")] = 1.0,
-    events: Annotated[
-        bool, typer.Option("--events", help="Print which request took or left which slot in which step.")
-    ] = False,
+    events: Annotated[bool, typer.Option("--events", help="Print when requests take and leave their slots.")] = False,
     png: PngFile = None,
     json_file: JsonFile = None,
 ) -> None:

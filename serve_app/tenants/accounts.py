@@ -116,7 +116,7 @@ class Charge:
         if tenant.requests_per_minute is not None:
             wait = account.requests.wait_s(1, tenant.requests_per_minute, now)
             if wait > 0:
-                raise _exceeded(f"{tenant.requests_per_minute} requests a minute", wait)
+                raise _exceeded(f"{tenant.requests_per_minute} requests per minute", wait)
         account.requests.charge(1, now)
         account.sequences += sequences
         self._sequences = sequences
@@ -135,7 +135,7 @@ class Charge:
         if tenant.tokens_per_minute is not None:
             wait = account.tokens.wait_s(tokens, tenant.tokens_per_minute, now)
             if wait > 0:
-                raise _exceeded(f"{tenant.tokens_per_minute} tokens a minute", wait)
+                raise _exceeded(f"{tenant.tokens_per_minute} tokens per minute", wait)
         self._check_day(tokens)
         self._second = account.tokens.charge(tokens, now)
         account.reserved += tokens

@@ -70,7 +70,7 @@ async def test_the_prompt_is_computed_once(live: Api) -> None:
 @pytest.mark.parametrize(
     ("wanted", "param", "said"),
     [
-        ({"regex": "a"}, "structured_outputs.odds", "needs `choice`"),
+        ({"regex": "a"}, "structured_outputs.odds", "requires `choice`"),
         ({"choice": [str(i) for i in range(129)]}, "structured_outputs.choice", "at most 128"),
         ({"choice": ["a", "b " * 3000]}, "structured_outputs.choice", "context of 2048"),
         ({"choice": [f"{i} " * 600 for i in range(120)]}, "structured_outputs.choice", "at most 65536"),

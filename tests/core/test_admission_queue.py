@@ -109,7 +109,7 @@ def test_what_cannot_be_in_time_is_refused_at_once() -> None:
     add(queue, 2 + 10)
     refused = refusal(queue, wait=19)
     assert (refused.message, refused.code) == (
-        "the request would wait about 20 seconds, and has 19",
+        "the request would wait about 20 seconds, but its timeout leaves 19",
         "wait_exceeds_timeout",
     )
     assert refused.retry_after_s == 1

@@ -52,5 +52,5 @@ def test_whatever_was_measured(most: int, tokens: int, steps_s: list[float], row
 
 def test_between_two_measured_numbers_it_is_between() -> None:
     cost = DraftCost((1, 5), (1.0, 2.0), (0.1, 0.3))
-    assert str(cost).endswith("of 10% beside 1, 75% beside 5 decodes on")
+    assert "10% beside 1, 75% beside 5 decodes" in str(cost)
     assert [cost.least_chance(rows) for rows in (1, 3, 5, 10)] == pytest.approx([0.1, 3 * 0.2 / 1.5, 0.75, 1.5])

@@ -215,7 +215,7 @@ def test_a_head_may_be_missing_where_nobody_said_that_the_embedding_is_it(tmp_pa
     [
         (QWEN3, {"pooling_mode_cls_token": True}, "pools by cls"),
         (QWEN3, {"pooling_mode_lasttoken": True, "pooling_mode_mean_tokens": True}, "pools by lasttoken and mean"),
-        (modules("Transformer", "Pooling", "Dense"), {"pooling_mode": "mean"}, "a module Dense"),
+        (modules("Transformer", "Pooling", "Dense"), {"pooling_mode": "mean"}, "the module Dense"),
         ([{}], {}, "is invalid"),
     ],
 )

@@ -105,4 +105,4 @@ def test_rays_own_proxy_ends_tls_too(serve: Callable[..., Server], tmp_path: Pat
 def test_haproxy_without_the_launcher_is_refused_a_certificate(serve: Callable[..., Server]) -> None:
     ray = {"RAY_ADDRESS": "local", "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "RAY_USAGE_STATS_ENABLED": "0"}
     server = serve({**FAST_PATH_ENVIRONMENT, **ray}, command=("serve", "run"))
-    wait_for(lambda: any("Ray has HAProxy speak plain HTTP" in line for line in server.lines), "it says so", 150)
+    wait_for(lambda: any("HAProxy started by Ray supports no TLS" in line for line in server.lines), "it says so", 150)

@@ -47,7 +47,7 @@ def test_a_request_reserves_the_most_and_gives_back_the_rest() -> None:
     clock.now += 1
     second = accounts.open(tenant)
     second.begin(1)
-    with pytest.raises(OverloadedError, match=r"100 tokens a minute; try again in 60 seconds") as refusal:
+    with pytest.raises(OverloadedError, match=r"100 tokens per minute; try again in 60 seconds") as refusal:
         second.reserve(11)
     assert (refusal.value.code, refusal.value.retry_after_s) == ("rate_limit_exceeded", 60.0)
     second.settle(None)
@@ -81,7 +81,7 @@ def test_requests_of_a_minute_and_sequences_at_once_are_counted() -> None:
     assert third.headers()["x-ratelimit-remaining-requests"] == "0"
     third.settle(None)
     clock.now += 12.5
-    with pytest.raises(OverloadedError, match="3 requests a minute; try again in 48 seconds") as refusal:
+    with pytest.raises(OverloadedError, match="3 requests per minute; try again in 48 seconds") as refusal:
         accounts.open(tenant).begin(1)
     assert refusal.value.retry_after_s == 48.5
     clock.now += 48.5
@@ -99,11 +99,11 @@ def test_a_days_tokens_go_on_after_a_restart(tmp_path: Path) -> None:
     assert (no.value.code, no.value.retry_after_s) == ("insufficient_quota", 2 * 3600)
     del open_ended, accounts
     accounts = Accounts(Ledger(tmp_path, wall), Clock(0.0), wall)
-    with pytest.raises(OverloadedError, match="of which 70 are left"):
+    with pytest.raises(OverloadedError, match="has 70 left"):
         begun(accounts, tenant, 71)
     begun(accounts, tenant, 70)
     wall.now += 2 * 3600
-    with pytest.raises(OverloadedError, match="of which 30 are left"):
+    with pytest.raises(OverloadedError, match="has 30 left"):
         begun(accounts, tenant, 31)
 
 

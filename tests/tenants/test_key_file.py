@@ -49,7 +49,7 @@ def test_what_cannot_be_done_is_refused_and_changes_nothing(tmp_path: Path) -> N
         read_key_file(path)
     with pytest.raises(ConfigError, match="No such file"):
         remove_key(path, "a")
-    with pytest.raises(ConfigError, match="is no name"):
+    with pytest.raises(ConfigError, match="is not a valid name"):
         add_key(path, "a b", {})
     with pytest.raises(ConfigError, match="`weight`: Input should be less"):
         add_key(path, "a", {"weight": 10_000})

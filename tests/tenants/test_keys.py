@@ -66,7 +66,7 @@ BROKEN = {
     "a: {sha256: s3cret-key}": "a: `sha256` must be 64 hexadecimal digits",
     "a: {weight: 2}": "a: `sha256` must be",
     "a: s3cret-key": "a: must be a mapping",
-    "a/b: {}": "'a/b' is no name",
+    "a/b: {}": "'a/b' is not a valid name",
     f"a: {{sha256: {A}, wait: 2}}": "a: unknown field `wait` \\(known: sha256, expires, models, weight",
     f"a: {{sha256: {A}, weight: 0}}": "a: `weight`: Input should be greater than or equal to 1",
     f"a: {{sha256: {A}, weight: s3cret-key}}": "a: `weight`: Input should be a valid integer",

@@ -140,7 +140,7 @@ def test_a_sentencepiece_vocabulary_is_merged_by_its_scores(tmp_path: Path, spac
         ({"model": "rwkv"}, "tokenizer.ggml.model is 'rwkv'"),
         ({"model": None}, "tokenizer.ggml.model is None"),
         ({"made_up": 1}, "tokenizer.ggml.made_up is not supported"),
-        ({"remove_extra_whitespaces": True}, "remove_extra_whitespaces asks for merging spaces"),
+        ({"remove_extra_whitespaces": True}, "remove_extra_whitespaces requests merging spaces"),
         ({"normalizer.lowercase": True}, "normalizer.lowercase"),
         ({"suppress_tokens": [5]}, "suppress_tokens"),
         ({"precompiled_charsmap": [1, 2]}, "precompiled_charsmap"),
@@ -149,7 +149,7 @@ def test_a_sentencepiece_vocabulary_is_merged_by_its_scores(tmp_path: Path, spac
         ({"merges": ["ab"]}, "tokenizer.ggml.merges"),
         ({"token_type": [1, 1]}, "token_type has 2 entries for 49152 tokens"),
         ({"eot_token_id": 49152}, "eot_token_id is 49152; there are 49152 tokens"),
-        ({"add_bos_token": True, "bos_token_id": None}, "add_bos_token is true, but there is no bos_token_id"),
+        ({"add_bos_token": True, "bos_token_id": None}, "add_bos_token is true, but bos_token_id is missing"),
         ({"tokens": ["a", "b", "a"], "token_type": None, "merges": []}, "has 'a' more than once"),
     ],
 )

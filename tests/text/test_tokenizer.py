@@ -169,7 +169,7 @@ def test_chat_renders_up_to_the_answer(byte_level: Tokenizer) -> None:
         ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
         ("{{ messages[0].nothing.there }}", "undefined|no attribute"),
         ("{{ messages + 1 }}", "cannot render"),
-        ("{{ messages.__class__.__mro__ }}", "refuses"),
+        ("{{ messages.__class__.__mro__ }}", "rejects"),
         (None, "no chat template"),
     ],
 )

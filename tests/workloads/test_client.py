@@ -77,7 +77,7 @@ async def test_tokens_without_text_still_have_times(fake: tuple[FakeServer, Serv
         ([{"error": {"message": "boom"}}, "[DONE]"], "boom"),
         ([token("a"), {"error": {"message": "boom"}}], "boom"),
         (["[DONE]"], "no token"),
-        ([token("a"), token("b")], "broke off"),
+        ([token("a"), token("b")], "ended early"),
         (["{not json"], "JSONDecodeError"),
     ],
 )

@@ -145,7 +145,7 @@ async def test_a_client_that_leaves_ends_all_of_it(live: Api) -> None:
         ({"input": "a", "pooling": "max"}, "pooling", "'last' or 'mean'"),
         ({"input": "a", "truncate_prompt_tokens": 0}, "truncate_prompt_tokens", "at least 1, or -1"),
         ({"input": "a", "user": 5}, "user", "string"),
-        ({"input": "a", "normalize": False}, "normalize", "not supported"),
+        ({"input": "a", "normalize": False}, "normalize", "is supported only as true"),
         ({"input": "a", "temperature": 1}, "temperature", "not a field"),
     ],
 )

@@ -149,7 +149,7 @@ def tensor_bytes() -> int:
 
 def test_8_bits_need_a_gpu() -> None:
     for fields in ({"quantization": "fp8"}, {"kernel_options": KernelOptions(fp8_cache=True)}):
-        with pytest.raises(ConfigError, match="needs a GPU"):
+        with pytest.raises(ConfigError, match="requires a GPU"):
             from_module(tiny_model("llama", torch.float32), **fields)
 
 
@@ -158,7 +158,9 @@ def test_8_bits_need_a_gpu() -> None:
     "fields", [{"quantization": "fp8"}, {"kernel_options": KernelOptions(fp8_cache=True)}], ids=str
 )
 def test_8_bits_of_a_backend_that_has_none_are_refused(backend: str, fields: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match="kernels cannot run it: (fp8.* needs a GPU|attention_backend is reference)"):
+    with pytest.raises(
+        ConfigError, match="kernels cannot run it: (fp8.* requires a GPU|attention_backend is reference)"
+    ):
         from_module(tiny_model("llama", torch.float32), attention_backend=backend, **fields)
 
 

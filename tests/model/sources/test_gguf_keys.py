@@ -275,7 +275,7 @@ def test_what_cannot_be_computed_is_refused_by_name(tmp_path: Path, key: Any, ma
 @pytest.mark.parametrize("key", ["block_count", "attention.head_count", "attention.layer_norm_rms_epsilon"])
 def test_a_key_that_is_missing_is_named(tmp_path: Path, key: str) -> None:
     path = write_model(tmp_path / "tiny.gguf", "llama", module_of("llama"), without=[key])
-    with pytest.raises(ConfigError, match=f"its metadata lack llama.{key}"):
+    with pytest.raises(ConfigError, match=f"its metadata has no llama.{key}"):
         load(path)
 
 

@@ -98,7 +98,7 @@ def test_what_is_no_such_model_is_transformers(tmp_path: Path, caplog: pytest.Lo
     folder = tmp_path / "model"
     save(folder, "gemma2", torch.bfloat16)
     assert load(folder, []).mapped_bytes == 0
-    assert "is widened to floats first" in caplog.text
+    assert "is converted to floats first" in caplog.text
 
 
 def test_weights_of_no_part_and_files_that_are_cut_off_are_refused(tmp_path: Path) -> None:
