@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from serve_app.checkpoints.model_files import locate_model
-from serve_app.engine.async_engine import AsyncEngine
 from serve_app.engine.core import EngineConfig, EngineCore
 from serve_app.model import loader
 from serve_app.model.options import ModelOptions
 from serve_app.model.paged_model import PagedModel
 from serve_app.model.quiet import quiet
 from serve_app.model.sources import checkpoint
+from tests.engine.streams import StreamEngine
 from tests.fleets import fleet, references, small_model
 from tests.models import tiny_model
 
@@ -55,18 +55,18 @@ def default_model(default_module: Any) -> PagedModel:
 
 
 @pytest.fixture
-async def tiny_engine(tiny_llama: PagedModel) -> AsyncIterator[AsyncEngine]:
+async def tiny_engine(tiny_llama: PagedModel) -> AsyncIterator[StreamEngine]:
     """A running engine on `tiny_llama`: 16 slots, 64 tokens a step."""
     config = EngineConfig(max_num_batched_tokens=64, kv_cache_gib=0.1)
-    engine = await AsyncEngine.start_with(lambda: EngineCore(tiny_llama, config))
+    engine = await StreamEngine.start_with(lambda: EngineCore(tiny_llama, config))
     yield engine
     await engine.shutdown()
 
 
 @pytest.fixture
-async def default_engine(default_model: PagedModel) -> AsyncIterator[AsyncEngine]:
+async def default_engine(default_model: PagedModel) -> AsyncIterator[StreamEngine]:
     """A running engine on the default model: 16 slots, 64 tokens a step."""
     config = EngineConfig(max_num_batched_tokens=64, kv_cache_gib=1.0)
-    engine = await AsyncEngine.start_with(lambda: EngineCore(default_model, config))
+    engine = await StreamEngine.start_with(lambda: EngineCore(default_model, config))
     yield engine
     await engine.shutdown()

@@ -24,7 +24,6 @@ SHORT_TASKS = {
     "api/endpoint.py": "a request's work, and its watcher, which end with it",
     "api/merging.py": "one for each prompt of a request",
     "api/sse.py": "the pings of one stream",
-    "fleet/link.py": "one attempt of one request",
     "serving/front.py": "the first message of one request",
     "serving/replica.py": "the digest of the weights, which the start waits for",
 }

@@ -27,8 +27,9 @@ from serve_app.model.options import ModelOptions
 from serve_app.model.pooling import read_pooling
 from serve_app.model.sources.gguf_file import open_gguf
 from serve_app.model.sources.safetensors_files import open_safetensors
+from serve_app.tenants.day_file import ledger_file
 from serve_app.tenants.key_file import WatchedKeyFile, add_key, read_key_file, remove_key
-from serve_app.tenants.ledger import Ledger, Spent, ledger_file, read_ledger
+from serve_app.tenants.ledger import Ledger, Spent, read_ledger
 from serve_app.text.tokenizer import load_tokenizer
 from tests.cli.conftest import tiny_folder
 from tests.models import own_cache
@@ -76,6 +77,8 @@ HOSTILE = [
     b"null",
     b"true",
     b"-1",
+    b"9007199254740992",
+    b"18446744073709551615",
     b"[]",
     b"{}",
 ]
@@ -183,6 +186,9 @@ LINES = (
 
 @fuzz(200)
 @given(content=damaged(LINES))
+@example(content=LINES.replace(b":10,", b":18446744073709551615,") * 2)
+@example(content=LINES.replace(b":10,", b":9007199254740991,") * 3)
+@example(content=LINES[:-1])
 def test_ledgers(tmp_path: Path, content: bytes) -> None:
     file = ledger_file(tmp_path, NOW.date())
     file.write_bytes(content)

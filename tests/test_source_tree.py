@@ -26,15 +26,18 @@ print(create_app(ScriptedService(None), AsyncAdmissionQueue(4, 4), make_limits()
 
 
 def test_version_without_an_installed_distribution(tmp_path: Path) -> None:
-    """Only its dependencies are on the path, beside the tree."""
+    """Only its dependencies are on the path, beside a tree in which pip has left nothing."""
     (packages,) = (Path(path) for path in sys.path if path.endswith("site-packages"))
     for entry in packages.iterdir():
         if not entry.name.startswith(("serve_app", "__editable__")):
             (tmp_path / entry.name).symlink_to(entry)
     root = Path(serve_app.__file__).parents[1]
+    for name in ("serve_app", "tests"):
+        (tmp_path / name).symlink_to(root / name)
     done = subprocess.run(
         [sys.executable, "-S", "-W", "ignore", "-c", PROGRAM],
-        env={"PYTHONPATH": f"{root}:{tmp_path}"},
+        env={"PYTHONPATH": str(tmp_path)},
+        cwd=tmp_path,  # which is on the path too
         capture_output=True,
         text=True,
         check=False,

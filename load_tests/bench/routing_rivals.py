@@ -23,8 +23,8 @@ from ray.serve.handle import DeploymentHandle
 from ray.serve.request_router import PendingRequest, RequestRouter
 
 from serve_app.app import engine_options, ingress_options
-from serve_app.errors import RequestError
 from serve_app.fleet.attempt import Attempt, Transport
+from serve_app.fleet.link import IngressEnd
 from serve_app.fleet.loss import LossReason, ReplicaLostError
 from serve_app.fleet.prefix_routing import PrefixRouting
 from serve_app.fleet.replica_set import ReplicaSet
@@ -71,14 +71,25 @@ class PrefixTreeRouter(ReportingMixin, _import_prefix_router()):  # type: ignore
 
 
 class CalledReplica(EngineReplica):
-    """A replica that also takes requests as streaming calls."""
+    """A replica that also takes requests as streaming calls, which it passes on over a link to itself."""
+
+    _link: IngressEnd | None = None
 
     async def call(self, data: WireRequest) -> AsyncGenerator[WireItem, None]:
+        link, items = await self._own_link(), asyncio.Queue[WireItem | ReplicaLostError]()
+        link.start(data, items.put_nowait)
         try:
-            async for item in self.generate(data):
+            while not isinstance(item := await items.get(), ReplicaLostError):
                 yield item
-        except RequestError as error:
-            yield error.to_wire()
+        finally:
+            link.cancel(data["attempt_id"])
+
+    async def _own_link(self) -> IngressEnd:
+        if self._link is None:
+            self._link = link = IngressEnd(self._links.key, lambda _: None)
+            host, _, port = self._link_address.rpartition(":")
+            await asyncio.get_running_loop().create_connection(lambda: link, host, int(port))
+        return self._link
 
 
 class HandleTransport(LinkTransport):

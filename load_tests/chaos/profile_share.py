@@ -48,7 +48,7 @@ PARTS = {
         functions=frozenset(
             {
                 *("replica._heartbeat", "replica._load", "wire.pack_load", "wire.unpack_load"),
-                *("link._send", "link._send_at", "link._head", "link.data_received", "transport.heard"),
+                *("link._head", "link.data_received", "transport.heard"),
             }
         ),
     ),

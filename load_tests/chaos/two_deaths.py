@@ -10,7 +10,7 @@ Reports how many sequences run throughout, how long streams were silent, and who
 import asyncio
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncIterator
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field
 from statistics import median
@@ -21,7 +21,7 @@ import typer
 
 from serve_app.cli.outputs import JsonFile
 from serve_app.core.request import EngineRequest
-from serve_app.core.results import FinishReason, TokenDelta
+from serve_app.core.results import FinishReason, RequestOutputs, TokenDelta
 from serve_app.core.sampling_params import SamplingParams
 from serve_app.errors import OverloadedError
 from serve_app.fleet.failover import Failover
@@ -31,7 +31,7 @@ from serve_app.fleet.prefix_routing import PrefixRouting
 from serve_app.fleet.replica_set import ReplicaSet
 from serve_app.fleet.transport import LinkTransport
 from serve_app.fleet.watchdog import Watchdog
-from serve_app.fleet.wire import WireDelta, WireLoad, WireRequest, pack_deltas, unpack_request
+from serve_app.fleet.wire import WireLoad
 
 SLOTS = 32
 _MAX_IN_ENGINE = 4 * SLOTS
@@ -46,15 +46,20 @@ class StubEngine:
     def __init__(self, step_s: float) -> None:
         self.running = 0
         self.waiting = 0
-        self.link = LinkServer(self._generate, self._load)
+        self.link = LinkServer(self._submit, self._abort, self._load)
         self._step_s = step_s
         self._slots = asyncio.Semaphore(SLOTS)
+        self._tasks: dict[str, asyncio.Task[None]] = {}
 
-    async def _generate(self, data: WireRequest) -> AsyncGenerator[list[WireDelta], None]:
-        request = unpack_request(data)
-        known = len(request.prior_output_ids[0]) if request.prior_output_ids else 0
+    def _submit(self, request: EngineRequest) -> None:
         if self.running + self.waiting >= _MAX_IN_ENGINE:
             raise OverloadedError("full")
+        self._tasks[request.request_id] = asyncio.create_task(self._run(request))
+
+    def _abort(self, request_id: str) -> None:
+        self._tasks.pop(request_id).cancel()
+
+    async def _run(self, request: EngineRequest) -> None:
         self.waiting += 1
         try:
             await self._slots.acquire()
@@ -62,19 +67,20 @@ class StubEngine:
             self.waiting -= 1
         self.running += 1
         try:
-            async with aclosing(self._decode(request, known)) as tokens:
-                async for delta in tokens:
-                    yield pack_deltas([delta])
+            await self._decode(request)
         finally:
             self.running -= 1
             self._slots.release()
 
-    async def _decode(self, request: EngineRequest, known: int) -> AsyncGenerator[TokenDelta, None]:
+    async def _decode(self, request: EngineRequest) -> None:
         assert request.params.max_tokens is not None
+        known = len(request.prior_output_ids[0]) if request.prior_output_ids else 0
         for offset in range(known, request.params.max_tokens):
             await asyncio.sleep(self._step_s)
-            reason = FinishReason.LENGTH if offset == request.params.max_tokens - 1 else None
-            yield TokenDelta(request.request_id, 0, offset, (offset,), reason, 0 if offset == known else None)
+            ended = offset == request.params.max_tokens - 1
+            reason = FinishReason.LENGTH if ended else None
+            delta = TokenDelta(request.request_id, 0, offset, (offset,), reason, 0 if offset == known else None)
+            self.link.publish([RequestOutputs(request.request_id, [delta], ended)])
 
     def _load(self) -> WireLoad:
         return self.running, self.waiting, 4096, 4096, 1, 0.0

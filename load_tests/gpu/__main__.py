@@ -25,7 +25,10 @@ def main() -> int:
     arguments = _arguments()
     report = Report.opened(arguments.json, resume=arguments.resume)
     only = [word for word in arguments.only.split(",") if word]
-    passed = run_suite(SUITES[arguments.suite], arguments.device, only, arguments.minutes, report)
+    try:
+        passed = run_suite(SUITES[arguments.suite], arguments.device, only, arguments.minutes, report)
+    except ValueError as error:
+        raise SystemExit(f"--only: {error}") from error
     print(report.table(), end="")
     return int(not passed)
 

@@ -22,8 +22,10 @@ from typing import Any
 from load_tests.gpu.checks import CHECK_PREFIX
 from load_tests.gpu.suites import Suite
 
-_INTERRUPTED, _LEFT_OUT = "interrupted", "left out"
+_INTERRUPTED, _LEFT_OUT, _TIMED_OUT = "interrupted", "left out", "timed out"
 _STOP_LIMIT_S = 20.0
+_TAIL_LINES = 120
+"""Of what a stage prints, logs of its servers included, which are kept where it does not pass."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,10 +62,12 @@ def run_suite(suite: Suite, device: str, only: Sequence[str], minutes: float, re
     """Run the stages that have no verdict yet; whether all of the selected stages passed.
 
     only: words of which a stage's name must contain one; empty for all stages. minutes: no stage
-    begins after that time, and the last one ends then.
+    begins after that time, and the last one ends then. Raises `ValueError` where `only` selects none.
     """
     deadline = time.monotonic() + 60 * minutes
     stages = [name for name in suite.stages(device) if not only or any(word in name for word in only)]
+    if not stages:
+        raise ValueError(f"no stage's name contains {' or '.join(only)}; stages: {', '.join(suite.stages(device))}")
     for name in stages:
         if report.stages.get(name, {}).get("verdict", _INTERRUPTED) not in (_INTERRUPTED, _LEFT_OUT):
             continue
@@ -72,6 +76,8 @@ def run_suite(suite: Suite, device: str, only: Sequence[str], minutes: float, re
             report.stages[name] = {"verdict": _LEFT_OUT, "took_s": 0.0, "checks": []}
             continue
         run_stage(suite, name, device, min(suite.stage_limit_s, left_s), report)
+        if report.stages[name]["verdict"] == _TIMED_OUT and left_s < suite.stage_limit_s:
+            report.stages[name]["verdict"] = _INTERRUPTED  # not for its own length: a resumed run tries again
     report.write()
     return all(report.stages[name]["verdict"] == "passed" for name in stages)
 
@@ -79,7 +85,7 @@ def run_suite(suite: Suite, device: str, only: Sequence[str], minutes: float, re
 def run_stage(suite: Suite, name: str, device: str, limit_s: float, report: Report) -> None:
     """Run one stage to its end or to its limit; its checks are in the report as soon as they are known."""
     environment = {**os.environ, **(suite.cpu_environment if device == "cpu" else {})}
-    begin, checks, tail = time.monotonic(), list[dict[str, Any]](), deque[str](maxlen=40)
+    begin, checks, tail = time.monotonic(), list[dict[str, Any]](), deque[str](maxlen=_TAIL_LINES)
     stage = report.stages[name] = {"verdict": _INTERRUPTED, "took_s": 0.0, "checks": checks}
     process = subprocess.Popen(
         [sys.executable, "-m", suite.module, *name.split(), "--device", device],
@@ -118,10 +124,11 @@ def run_stage(suite: Suite, name: str, device: str, limit_s: float, report: Repo
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
     stage["took_s"] = round(time.monotonic() - begin, 1)
-    stage["verdict"] = "timed out" if timed_out.is_set() else _verdict(status, checks)
+    stage["verdict"] = _TIMED_OUT if timed_out.is_set() else _verdict(status, checks)
+    print(f"{name}: {stage['verdict']} after {stage['took_s']:.0f} s", flush=True)
     if stage["verdict"] != "passed":
         stage["output_tail"] = list(tail)
-    print(f"{name}: {stage['verdict']} after {stage['took_s']:.0f} s", flush=True)
+        print(*(f"    {line}" for line in tail), sep="\n", flush=True)
     report.write()
 
 

@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from load_tests.gpu import serve_faults, serve_features
+from load_tests.gpu import serve_faults, serve_features, serve_scaling
 from load_tests.gpu.carry import VLLM_SITE
 from load_tests.gpu.checks import Checks, Result, skipped
 from load_tests.gpu.engine_stages import config_of
@@ -41,6 +41,8 @@ HTTP_DELAY_MS = 15.0
 """Most milliseconds by which one user's first token comes later than from the engine alone."""
 FAST_EXECUTOR = "GpuDecoder"
 SMOL_VOCABULARY = 40_000
+_WENT_WELL = '"outcome":"completed"'
+_LOG_LINES = 40
 
 
 class ServeBench(Checks):
@@ -57,6 +59,12 @@ class ServeBench(Checks):
     def folder(self) -> Path:
         """A new one, for one server."""
         return Path(tempfile.mkdtemp(dir=self.scratch))
+
+    def print_logs(self) -> None:
+        """The end of each server's log, without the lines of requests that went well."""
+        for log in sorted(self.scratch.rglob("*.log"), key=lambda path: path.stat().st_mtime):
+            lines = [line for line in log.read_text(errors="replace").splitlines() if _WENT_WELL not in line]
+            print(f"--- the end of {log}", *lines[-_LOG_LINES:], sep="\n", flush=True)
 
     def model_of(self, shape: str) -> Path:
         """The folder of a random model."""
@@ -203,18 +211,13 @@ def tokens(bench: ServeBench) -> None:
 
 
 def chaos(bench: ServeBench) -> None:
-    """Streams on two replicas of one card, one of which is killed, then frozen."""
+    """Streams on two replicas of one card: one is killed, one frozen, both are killed."""
     serve_faults.check_faults(bench, bench.device, bench.folder)
 
 
 def autoscale(bench: ServeBench) -> None:
-    """One replica, two under load, one again."""
-    serve_faults.check_autoscaling(bench, bench.device, bench.folder)
-
-
-def metrics(bench: ServeBench) -> None:
-    """GPU utilization, memory, queue depth and waiting-served ratio under load; the dashboards' series exist."""
-    serve_features.check_metrics(bench, bench.device, bench.folder)
+    """One replica, two under load, one again; the metrics show why."""
+    serve_scaling.check_scaling(bench, bench.device, bench.folder)
 
 
 def load(bench: ServeBench) -> None:
@@ -277,7 +280,7 @@ def _prompts(vocab_size: int, count: int, length: int) -> list[list[int]]:
 
 
 STAGES: dict[str, Callable[..., None]] = {
-    stage.__name__: stage for stage in (machine, start, big, tokens, chaos, autoscale, metrics, load, vllm)
+    stage.__name__: stage for stage in (machine, start, big, tokens, chaos, autoscale, load, vllm)
 }
 
 
@@ -291,7 +294,14 @@ def main() -> int:
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="gpu-serve-") as scratch:
         bench = ServeBench(arguments.device, Path(scratch))
-        STAGES[arguments.stage](bench, *arguments.shape)
+        try:
+            STAGES[arguments.stage](bench, *arguments.shape)
+        except BaseException:
+            bench.all_passed = False
+            raise
+        finally:
+            if not bench.all_passed:
+                bench.print_logs()
         return int(not bench.all_passed)
 
 

@@ -3,7 +3,8 @@
 import asyncio
 import statistics
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -60,6 +61,21 @@ def server(folder: Path, device: str, replicas: int = 1, **args: Any) -> Iterato
     with running(command, log, _READY_LIMIT_S) as process:
         fleet = Fleet(command.base_url, process.pid, "fast", Shape(replicas=replicas), config, environment)
         yield Started(fleet, process.ready_s, log)
+
+
+@contextmanager
+def together(*servers: AbstractContextManager[Started]) -> Iterator[list[Started]]:
+    """The servers, which start at the same time, until the block ends."""
+    # A server ends with the thread that started it.
+    with ThreadPoolExecutor(len(servers)) as threads, ExitStack() as stack:
+        starting = [threads.submit(stack.enter_context, each) for each in servers]
+        wait(starting)
+        yield [each.result() for each in starting]
+
+
+def small_steps(device: str) -> dict[str, Any]:
+    """Settings of an engine that let several replicas share two cores."""
+    return {} if device == "cuda" else {"num_threads": 1, "max_num_batched_tokens": 128}
 
 
 async def closed_loop(

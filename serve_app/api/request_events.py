@@ -18,6 +18,13 @@ class Outcome(StrEnum):
     CANCELLED = "cancelled"
 
 
+REFUSAL_REASONS = (
+    *("queue_full", "queue_share", "wait_exceeds_timeout", "request_timeout", "bodies_full", "texts_full"),
+    *("rate_limit_exceeded", "insufficient_quota", "unavailable"),
+)
+"""The codes with which requests are turned away for want of room or time."""
+
+
 @dataclass(frozen=True, slots=True)
 class RequestSummary:
     """How one generation request went: its line in the log, its span in a trace. No text, so nothing private.

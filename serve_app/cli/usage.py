@@ -12,7 +12,8 @@ from rich.console import Console
 from rich.table import Table
 
 from serve_app.errors import ConfigError
-from serve_app.tenants.ledger import Totals, read_ledger
+from serve_app.tenants.ledger import read_ledger
+from serve_app.tenants.totals import Totals
 
 _FORMATS = ["%Y-%m-%d"]
 _DIMENSIONS = ("day", "key", "model", "revision", "endpoint", "outcome")

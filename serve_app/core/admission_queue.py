@@ -101,7 +101,8 @@ class AdmissionQueue(Generic[E]):
         half = max(-(-self.max_queued // 2), 1)
         if waiting > half:
             reason = f"{waiting} sequences of this request would wait, and one request may have {half} in the queue"
-            raise self._refusal(now, f"{reason}: send fewer prompts or choices (`n`, `best_of`) at once", "queue_share")
+            reason += ": send fewer prompts or choices (`n`, `best_of`) at once"
+            raise self._refusal(now, reason, code="queue_share")
 
     def _check_deadline(self, entry: E, deadline: float, now: float) -> None:
         """Refuse what could only time out in the queue, as far as that is known."""
@@ -131,11 +132,11 @@ class AdmissionQueue(Generic[E]):
         evicted = []
         for other in yielding:
             reason = "the queue is full, and other clients have used less of their share"
-            evicted.append((other, self._refusal(now, reason, "queue_share")))
+            evicted.append((other, self._refusal(now, reason, code="queue_share")))
             self._queue.drop(other, other.remaining)
         return evicted
 
-    def _refusal(self, now: float, reason: str, code: str | None = None) -> OverloadedError:
+    def _refusal(self, now: float, reason: str, *, code: str | None = None) -> OverloadedError:
         """The estimated wait is the time in which everything that is queued now is served."""
         wait = self._retry_after.spread(self._queue.size / self._served_per_s(now))
         return OverloadedError(f"{reason}; try again in {wait:.0f} seconds", code=code, retry_after_s=wait)

@@ -4,7 +4,7 @@ Plain data, small and picklable. Types of which each row of each step makes an i
 third of the time of frozen dataclasses.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from itertools import chain
@@ -53,6 +53,7 @@ class ModelRunnerOutput:
     `failed[i]` ends that request, and no other. `results[i]` has an entry for each of its
     tokens, `prompt_results[i]` for each *next* prompt token that the row's positions predict.
     `sat_out` names rows that should have sampled and could not yet: their last token is to be computed again.
+    The scheduler knows of them earlier, by `sit_out`.
     `forced[i]` are tokens that the grammar makes almost certain to follow `token_ids[i]`: drafts for the next step.
     `mask_s`: processor time of grammar masks since the step before, in seconds.
     """
@@ -103,8 +104,22 @@ class TokenDelta(NamedTuple):
         return tuple(map(TokenLogprob._make, self.prompt_results.get(LOGPROBS, ())))
 
 
-def join_deltas(deltas: Sequence[TokenDelta]) -> list[TokenDelta]:
+class RequestOutputs(NamedTuple):
+    """What one request gained by a flush: one delta per choice at most.
+
+    `ended`: nothing follows. `error` says why, where not all choices have finished.
+    """
+
+    request_id: str
+    deltas: list[TokenDelta]
+    ended: bool = False
+    error: RequestError | None = None
+
+
+def join_deltas(deltas: list[TokenDelta]) -> list[TokenDelta]:
     """Consecutive deltas of one request as one delta per choice."""
+    if len(deltas) == 1:
+        return deltas
     by_choice: dict[int, list[TokenDelta]] = {}
     for delta in deltas:
         by_choice.setdefault(delta.choice, []).append(delta)
@@ -113,19 +128,24 @@ def join_deltas(deltas: Sequence[TokenDelta]) -> list[TokenDelta]:
 
 def _join(parts: list[TokenDelta]) -> TokenDelta:
     first, last = parts[0], parts[-1]
+    token_ids: list[int] = []
+    for part in parts:
+        token_ids += part.token_ids
     return TokenDelta(
         first.request_id,
         first.choice,
         first.offset,
-        tuple(chain.from_iterable([part.token_ids for part in parts])),
+        tuple(token_ids),
         last.finish_reason,
         first.num_cached_tokens,
         last.error,
-        _join_results([part.results for part in parts]),
-        _join_results([part.prompt_results for part in parts]),
+        _join_results([part.results for part in parts if part.results]),
+        _join_results([part.prompt_results for part in parts if part.prompt_results]),
     )
 
 
 def _join_results(parts: list[Results]) -> Results:
+    if not parts:
+        return NO_RESULTS
     kinds = dict.fromkeys(chain.from_iterable(parts))
     return {kind: tuple(chain.from_iterable([part.get(kind, ()) for part in parts])) for kind in kinds}

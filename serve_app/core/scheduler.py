@@ -241,7 +241,7 @@ class Scheduler:
             _, plan = self._in_flight.popleft()
             for i, (row, request) in enumerate(zip(output.rows, plan.requests, strict=True)):
                 if request.status is RequestStatus.RUNNING:  # else aborted meanwhile, or failed by a sibling's row
-                    plan.end_row(i, sat_out=i in result.sat_out)
+                    plan.end_row(i)
                     self._commit_row(i, row, request, result, deltas)
         for delta in deltas:
             if delta.finish_reason is not None:

@@ -143,11 +143,9 @@ class StepPlan:
         request.num_in_flight -= 1 + len(row.draft_token_ids)
         request.num_awaited -= 1
 
-    def end_row(self, index: int, *, sat_out: bool) -> None:
+    def end_row(self, index: int) -> None:
         """The step is over: nothing of the row is in flight any more."""
-        row, request = self.rows[index], self.requests[index]
-        if sat_out and index not in self.sat_out:
-            self.sit_out(index)
+        row, request, sat_out = self.rows[index], self.requests[index], index in self.sat_out
         request.sat_out = sat_out
         request.num_in_flight -= row.num_tokens - (1 + len(row.draft_token_ids) if sat_out else 0)
         request.num_awaited -= row.samples and not sat_out

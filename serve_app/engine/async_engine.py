@@ -1,10 +1,11 @@
-"""An engine for a server: the step loop in a thread of its own, an async generator per request on the event loop.
+"""An engine for a server: the step loop in a thread of its own, its outputs as one batch per flush.
 
-Decides: how requests and outputs cross between the two threads, which outputs wait for more, and what clients see when
-the engine ends. Two crossings exist: an inbox of commands (event loop to engine), emptied before each step, and the
-outputs (engine to event loop), which the event loop flushes several times a second. It is woken only for outputs that
-cannot wait for that, and when the next step's model is about to run: before that the two threads would only compete for
-the GIL. Grammars are built in other threads before their requests enter the inbox (`EngineCore.prepare`). Serves one
+Decides: how requests and outputs cross between the two threads, which outputs wait for more, and
+what clients see when the engine ends. Two crossings exist: an inbox of commands (event loop to
+engine), emptied before each step, and the outputs (engine to event loop), which a flush publishes.
+The event loop is woken only for outputs that cannot wait for the next flush, and when the next
+step's model is about to run: before that the two threads would only compete for the GIL. Grammars
+are built in other threads before their requests enter the inbox (`EngineCore.prepare`). Serves one
 event loop: the one it was started on.
 """
 
@@ -13,15 +14,15 @@ import logging
 import queue
 import threading
 from collections import deque
-from collections.abc import AsyncGenerator, Callable
-from dataclasses import dataclass, field
-from functools import partial
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 
 from serve_app.core.config import SchedulerKnobs
 from serve_app.core.request import EngineRequest
-from serve_app.core.results import TokenDelta, join_deltas
+from serve_app.core.results import RequestOutputs, TokenDelta, join_deltas
 from serve_app.core.step_record import SchedulerStats
-from serve_app.engine.core import EngineConfig, EngineCore, ModelInfo, OnProgress, OnStep
+from serve_app.engine.core import EngineCore, ModelInfo
 from serve_app.errors import (
     ENGINE_DIED,
     EngineError,
@@ -30,7 +31,6 @@ from serve_app.errors import (
     RequestError,
     UnavailableError,
 )
-from serve_app.grammars.token_set import Vocabulary
 from serve_app.system.cpu_priority import share_cpu_normally
 
 logger = logging.getLogger(__name__)
@@ -41,6 +41,12 @@ _IDLE_BEFORE_CHECK_S = 1.0
 
 # What clients read. The cause, which may hold paths, is in the log and in `EngineHealth.error`.
 _DIED = "the engine died; the server's log has the cause"
+
+# While `_FEW` sequences run, each step is flushed; the interval grows with their number, and from
+# `_MANY` on a flush waits for all of it: every event takes time from the cores that the model uses.
+_FEW, _MANY = 2, 16
+
+Publish = Callable[[list[RequestOutputs]], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,30 +60,41 @@ class EngineHealth:
 
 @dataclass(slots=True, eq=False)
 class _Stream:
-    """One request on its way through: made by the event loop, passed to the engine, filled by flushes.
+    """One request on its way through: passed to the engine, and back with each of its outputs."""
 
-    An exception in `outputs` ends it.
-    """
-
-    unfinished: set[int]
-    outputs: asyncio.Queue[list[TokenDelta] | RequestError] = field(default_factory=asyncio.Queue)
+    request_id: str
+    num_unfinished: int
+    """Choices."""
+    waits_since: float | None
+    """For its first token; None once that is there."""
+    is_over: bool = False
 
 
 class AsyncEngine:
-    """Start with `await AsyncEngine.start(config)`; its methods belong to the event loop that did."""
+    """Its methods belong to the event loop that it is made on; they are for after `start`."""
 
     info: ModelInfo
 
-    def __init__(self, build: Callable[[], EngineCore], stream_interval_s: float) -> None:
-        """For `start` and `start_with`. `build` makes the core; it is called in the engine's thread."""
+    def __init__(
+        self,
+        build: Callable[[], EngineCore],
+        *,
+        stream_interval_s: float = 0.0,
+        on_first_token: Callable[[float], None] = lambda _: None,
+    ) -> None:
+        """`build` makes the core, in the engine's thread. While many sequences run, flushes are
+        `stream_interval_s` seconds apart, unless a choice begins or ends. `on_first_token` gets the
+        seconds from a request's submission to its first token.
+        """
         self._build = build
         self._stream_interval_s = stream_interval_s
+        self._on_first_token = on_first_token
         self._loop = asyncio.get_running_loop()
         self._ready: asyncio.Future[None] = self._loop.create_future()
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._streams: dict[str, _Stream] = {}
         # Filled by the engine's thread, emptied by flushes.
-        self._outputs: deque[tuple[_Stream, list[TokenDelta]]] = deque()
+        self._outputs: deque[list[tuple[_Stream, TokenDelta]]] = deque()
         self._next_flush: asyncio.TimerHandle | None = None
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._stopping = False
@@ -86,67 +103,49 @@ class AsyncEngine:
         self._core: EngineCore
         self._seated: dict[str, _Stream] = {}
         """The streams of all requests that the core has taken, waiting ones included."""
-        self._step_outputs: list[tuple[_Stream, list[TokenDelta]]] = []
+        self._step_outputs: list[tuple[_Stream, TokenDelta]] = []
         self._stats: SchedulerStats
         self._busy_since: float | None = None
         self._checked = True
 
-    @classmethod
-    async def start(
-        cls,
-        config: EngineConfig,
-        on_step: OnStep | None = None,
-        on_progress: OnProgress | None = None,
-        *,
-        vocabulary: Callable[[], Vocabulary] | None = None,
-        stream_interval_s: float = 0.0,
-    ) -> "AsyncEngine":
-        """Load the model and start the loop. Raises `ConfigError`. Both callbacks are called in the engine's thread.
+    async def start(self, publish: Publish) -> None:
+        """Build the core and start the loop; whatever `build` raises is raised here.
 
-        Outputs are flushed at most every `stream_interval_s` seconds, those of several steps joined into one delta per
-        choice; but at once when a choice begins or ends.
+        `publish` gets what all requests gained since the last flush, those of several steps joined
+        into one delta per choice.
         """
-        build = partial(EngineCore.load, config, on_step=on_step, on_progress=on_progress, vocabulary=vocabulary)
-        return await cls.start_with(build, stream_interval_s=stream_interval_s)
-
-    @classmethod
-    async def start_with(cls, build: Callable[[], EngineCore], *, stream_interval_s: float = 0.0) -> "AsyncEngine":
-        """Start the loop on the core that `build` makes; whatever `build` raises is raised here."""
-        engine = cls(build, stream_interval_s)
-        engine._thread.start()
+        self._publish = publish
+        self._thread.start()
         try:
-            await engine._ready
+            await self._ready
         except asyncio.CancelledError:
-            engine._stopping = True
+            self._stopping = True
             raise
-        return engine
 
-    async def generate(self, request: EngineRequest) -> AsyncGenerator[list[TokenDelta], None]:
-        """Outputs of the request until all its choices are finished: one item per flush that has any, with one delta
-        per choice at most.
+    def submit(self, request: EngineRequest) -> None:
+        """Compute the request; its outputs are published until all its choices have finished, or an error ends it.
 
-        Closing or cancelling the generator aborts the request. Raises on the first step what the engine refuses
-        (`InvalidRequestError`, `ContextLengthError`, `OverloadedError`, and `UnavailableError` of an engine that has
-        ended); later `UnavailableError` when the engine is shut down and `EngineError` when it dies.
+        Errors are what the engine refuses (`InvalidRequestError`, `ContextLengthError`,
+        `OverloadedError`), `UnavailableError` when it is shut down, and `EngineError` when it dies.
+        Raises `InvalidRequestError` for an id in use and `UnavailableError` of an engine that has ended.
         """
         if self._error is not None or self._stopping:
             raise UnavailableError("the engine is shutting down" if self._error is None else _DIED)
-        if request.params.grammar is not None:
-            await asyncio.to_thread(self._core.prepare, request)
         request_id = request.request_id
         if request_id in self._streams:
             raise InvalidRequestError(f"request id {request_id!r} is in use", param="request_id")
-        stream = self._streams[request_id] = _Stream(set(range(request.params.n)))
-        self._tell(lambda: self._add(request, stream))
-        try:
-            while stream.unfinished:
-                outputs = await stream.outputs.get()
-                if isinstance(outputs, RequestError):
-                    raise outputs
-                stream.unfinished.difference_update(d.choice for d in outputs if d.finish_reason is not None)
-                yield outputs
-        finally:
-            self._end(request_id, stream)
+        num_unfinished = request.params.n - len(request.finished_choices)
+        stream = self._streams[request_id] = _Stream(request_id, num_unfinished, self._core.clock())
+        if request.params.grammar is None:
+            self._tell(lambda: self._add(request, stream))
+        else:
+            self._loop.run_in_executor(None, self._prepare, request, stream)
+
+    def abort(self, request_id: str) -> None:
+        """End the request; nothing more of it is published. Unknown ids are no error."""
+        if (stream := self._streams.pop(request_id, None)) is not None:
+            stream.is_over = True
+            self._tell(lambda: self._remove(request_id))
 
     def reconfigure(self, knobs: SchedulerKnobs) -> None:
         """Change the scheduler's knobs before its next step. Raises `ConfigError` for what only a restart can do."""
@@ -168,7 +167,7 @@ class AsyncEngine:
         self._stopping = True
         self._inbox.put(lambda: None)
         await asyncio.to_thread(self._thread.join)
-        self._fail_all(UnavailableError("the engine was shut down"))
+        self._fail(self._streams.values(), UnavailableError("the engine was shut down"))
 
     # In the event loop's thread.
 
@@ -177,30 +176,42 @@ class AsyncEngine:
         self._busy_since = self._busy_since or self._core.clock()
         self._inbox.put(command)
 
-    def _end(self, request_id: str, stream: _Stream) -> None:
-        """Let go of a request. Names the stream as well: the id may already belong to another one."""
-        if self._streams.get(request_id) is stream:
-            del self._streams[request_id]
-            self._tell(lambda: self._remove(request_id))
-
-    def _fail_all(self, error: RequestError) -> None:
+    def _fail(self, streams: Iterable[_Stream], error: RequestError) -> None:
         self._flush()
-        for stream in self._streams.values():
-            stream.outputs.put_nowait(error)
+        failed = [stream.request_id for stream in streams if not stream.is_over]
+        for request_id in failed:
+            self.abort(request_id)
+        self._publish([RequestOutputs(request_id, [], ended=True, error=error) for request_id in failed])
 
     def _flush(self) -> None:
-        """Give every stream its outputs; those of the next `stream_interval_s` seconds wait for the next flush."""
+        """Publish all outputs; those of the next interval wait for its end."""
         if self._next_flush is not None:
             self._next_flush.cancel()
             self._next_flush = None
         gathered: dict[_Stream, list[TokenDelta]] = {}
         while self._outputs:
-            stream, deltas = self._outputs.popleft()
-            gathered.setdefault(stream, []).extend(deltas)
-        if gathered and self._stream_interval_s:
-            self._next_flush = self._loop.call_later(self._stream_interval_s, self._flush)
-        for stream, deltas in gathered.items():
-            stream.outputs.put_nowait(join_deltas(deltas))
+            for stream, delta in self._outputs.popleft():
+                if stream in gathered:
+                    gathered[stream].append(delta)
+                elif not stream.is_over:
+                    gathered[stream] = [delta]
+        if gathered:
+            many = min(1.0, (self._stats.running - _FEW) / (_MANY - _FEW))
+            if many > 0 and self._stream_interval_s:
+                self._next_flush = self._loop.call_later(many * self._stream_interval_s, self._flush)
+            self._publish([self._take(stream, deltas) for stream, deltas in gathered.items()])
+
+    def _take(self, stream: _Stream, deltas: list[TokenDelta]) -> RequestOutputs:
+        """The stream's part of a flush."""
+        deltas = join_deltas(deltas)
+        if stream.waits_since is not None and any(delta.token_ids for delta in deltas):
+            self._on_first_token(self._core.clock() - stream.waits_since)
+            stream.waits_since = None
+        for delta in deltas:
+            stream.num_unfinished -= delta.finish_reason is not None
+        if not stream.num_unfinished:
+            self.abort(stream.request_id)
+        return RequestOutputs(stream.request_id, deltas, not stream.num_unfinished)
 
     def _started(self, error: BaseException | None) -> None:
         if self._ready.cancelled():
@@ -229,7 +240,7 @@ class AsyncEngine:
             logger.exception("the engine died")
             self._error = f"the engine died: {type(error).__name__}: {error}"
             self._hand_over_outputs()
-            self._hand_over(self._fail_all, EngineError(_DIED, code=ENGINE_DIED))
+            self._hand_over(self._fail, self._streams.values(), EngineError(_DIED, code=ENGINE_DIED))
 
     def _turn(self) -> None:
         """Run the inbox's commands, then one step, or sleep until a command or time allows one."""
@@ -252,7 +263,7 @@ class AsyncEngine:
         if deltas is None:
             self._sleep(core.wake_time)
         else:
-            self._note_outputs(deltas)
+            self._step_outputs = [(self._seated[delta.request_id], delta) for delta in deltas]
 
     def _sleep(self, until: float | None) -> bool:
         """Wait for a command until `until` at most, and run it; whether there was one."""
@@ -265,40 +276,45 @@ class AsyncEngine:
         command()
         return True
 
-    def _note_outputs(self, deltas: list[TokenDelta]) -> None:
-        groups: dict[str, list[TokenDelta]] = {}
-        for delta in deltas:
-            groups.setdefault(delta.request_id, []).append(delta)
-        self._step_outputs = [(self._seated[request_id], group) for request_id, group in groups.items()]
-
     def _hand_over_outputs(self) -> None:
         """Flush the last step's outputs, unless a flush is planned that is soon enough."""
         # None is lost: they are queued before the plan is read; a flush clears the plan before it takes them.
         outputs, self._step_outputs = self._step_outputs, []
-        self._outputs.extend(outputs)
-        if outputs and (self._next_flush is None or any(_cannot_wait(d) for _, deltas in outputs for d in deltas)):
-            self._hand_over(self._flush)
+        if outputs:
+            self._outputs.append(outputs)
+            if self._next_flush is None or any(_cannot_wait(delta) for _, delta in outputs):
+                self._hand_over(self._flush)
 
     def _add(self, request: EngineRequest, stream: _Stream) -> None:
         stats, config = self._core.stats(), self._core.config
-        error: RequestError
-        try:
+        with self._ending(stream):
+            if stream.is_over:
+                return
             if stats.waiting + stats.running >= config.max_num_seqs + config.max_num_waiting:
                 raise OverloadedError(f"the engine already holds {stats.waiting} waiting requests")
             self._core.add(request)
-        except RequestError as refusal:
-            error = refusal
-        except Exception:
-            logger.exception("adding request %r failed", request.request_id)
-            error = EngineError("the engine failed to take the request")
-        else:
             self._seated[request.request_id] = stream
-            return
-        self._hand_over(stream.outputs.put_nowait, error)
 
     def _remove(self, request_id: str) -> None:
         self._seated.pop(request_id, None)
         self._core.abort(request_id)
+
+    def _prepare(self, request: EngineRequest, stream: _Stream) -> None:
+        """In a thread of neither: build the request's grammar, then have the engine take it."""
+        with self._ending(stream):
+            self._core.prepare(request)
+            self._tell(lambda: self._add(request, stream))
+
+    @contextmanager
+    def _ending(self, stream: _Stream) -> Iterator[None]:
+        """Whatever is raised here ends the stream."""
+        try:
+            yield
+        except RequestError as error:
+            self._hand_over(self._fail, [stream], error)
+        except Exception:
+            logger.exception("taking request %r failed", stream.request_id)
+            self._hand_over(self._fail, [stream], EngineError("the engine failed to take the request"))
 
     def _hand_over(self, callback: Callable[..., object], *args: object) -> None:
         """Run `callback` on the event loop; when that is gone, nobody is left to tell, and the engine ends."""

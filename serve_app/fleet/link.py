@@ -17,16 +17,17 @@ import math
 import secrets
 import socket
 import time
-from collections.abc import AsyncGenerator, Callable
-from contextlib import aclosing
-from typing import Any, cast
+from collections.abc import Callable
+from typing import cast
 
 import msgpack
 
+from serve_app.core.request import EngineRequest
+from serve_app.core.results import RequestOutputs
 from serve_app.errors import EngineError, RequestError
 from serve_app.fleet.handshake import Handshake, HandshakeError
 from serve_app.fleet.loss import LossReason, ReplicaLostError
-from serve_app.fleet.wire import HEARTBEAT_S, WireDelta, WireItem, WireLoad, WireRequest
+from serve_app.fleet.wire import HEARTBEAT_S, WireItem, WireLoad, WireRequest, pack_outputs, unpack_request
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +47,8 @@ MAX_UNSENT_BYTES = 64 * 2**20
 _MALFORMED = (ValueError, TypeError, KeyError, AttributeError, msgpack.UnpackException)
 """What reading something raises that no end of this version sends."""
 
-Generate = Callable[[WireRequest], AsyncGenerator[list[WireDelta], None]]
+Submit = Callable[[EngineRequest], None]
+Abort = Callable[[str], None]
 Heartbeat = Callable[[], WireLoad | None]
 OnHeartbeat = Callable[[WireLoad], None]
 OnItem = Callable[[WireItem | ReplicaLostError], None]
@@ -55,17 +57,23 @@ OnItem = Callable[[WireItem | ReplicaLostError], None]
 class LinkServer:
     """At the replica: takes the links of all ingresses. For one event loop."""
 
-    def __init__(self, generate: Generate, heartbeat: Heartbeat) -> None:
-        """`heartbeat` gives None when the engine is dead; then links end."""
-        self.generate = generate
+    def __init__(self, submit: Submit, abort: Abort, heartbeat: Heartbeat) -> None:
+        """`submit` and `abort` are the engine's, whose outputs are for `publish`; a request has its attempt's id.
+
+        `heartbeat` gives None when the engine is dead; then links end.
+        """
         self.heartbeat = heartbeat
         self.key = secrets.token_hex(_KEY_BYTES)
         self.ends: set[ReplicaEnd] = set()
         """Those that are open."""
+        self.attempts: dict[str, ReplicaEnd] = {}
+        """Whose each attempt is that runs."""
         self.ended = asyncio.Event()
         """Set whenever a link has ended."""
         self._strangers: dict[ReplicaEnd, None] = {}
         """Those that have proven nothing yet, the oldest first."""
+        self._submit = submit
+        self._abort = abort
         self._complained_at = -math.inf
         self._server: asyncio.Server | None = None
 
@@ -74,9 +82,35 @@ class LinkServer:
         self._server = await asyncio.get_running_loop().create_server(lambda: ReplicaEnd(self), host, 0)
         return f"{host}:{self._server.sockets[0].getsockname()[1]}"
 
-    def attempts(self) -> "list[asyncio.Task[None]]":
-        """Those that are running, of all ingresses."""
-        return [task for end in self.ends for task in end.attempts.values()]
+    def publish(self, batch: list[RequestOutputs]) -> None:
+        """Send each ingress the outputs of its attempts, in one frame. Those of aborted ones are dropped."""
+        frames: dict[ReplicaEnd, list[RequestOutputs]] = {}
+        for outputs in batch:
+            if (end := self.attempts.get(outputs.request_id)) is not None:
+                frames.setdefault(end, []).append(outputs)
+                if outputs.ended:
+                    del self.attempts[outputs.request_id]
+        for end, frame in frames.items():
+            end.send(frame)
+
+    def start(self, end: "ReplicaEnd", request: WireRequest) -> None:
+        """Run an attempt for this end. Raises `KeyError` for one without an id, `ValueError` for the id of another."""
+        attempt_id = request["attempt_id"]
+        if attempt_id in self.attempts:
+            raise ValueError(f"attempt {attempt_id} is running")
+        self.attempts[attempt_id] = end
+        try:
+            self._submit(unpack_request(request))
+        except RequestError as error:
+            self.publish([RequestOutputs(attempt_id, [], ended=True, error=error)])
+        except Exception:
+            self.publish([_failed(attempt_id)])
+
+    def cancel(self, end: "ReplicaEnd", attempt_id: str) -> None:
+        """Abort the attempt, if it runs and is this end's."""
+        if self.attempts.get(attempt_id) is end:
+            del self.attempts[attempt_id]
+            self._abort(attempt_id)
 
     def unsent_bytes(self) -> int:
         """What the slowest ingress has yet to take."""
@@ -92,8 +126,10 @@ class LinkServer:
         """Close all links: this replica is leaving."""
         if self._server is not None:
             self._server.close()
-        for end in (*self.ends, *self._strangers):
-            end.close(LossReason.LEFT)
+        for end in self.ends:
+            end.send([], LossReason.LEFT)
+        for stranger in self._strangers:
+            stranger.abort()
 
     def connected(self, end: "ReplicaEnd") -> None:
         """Somebody has, who may be anybody.
@@ -113,9 +149,11 @@ class LinkServer:
         self.ends.add(end)
 
     def lost(self, end: "ReplicaEnd") -> None:
-        """Its connection has ended."""
+        """Its connection has ended: nobody reads its attempts any more."""
         self._strangers.pop(end, None)
         self.ends.discard(end)
+        for attempt_id in [attempt_id for attempt_id, owner in self.attempts.items() if owner is end]:
+            self.cancel(end, attempt_id)
         self.ended.set()
 
     def complain(self, text: str) -> None:
@@ -138,9 +176,6 @@ class ReplicaEnd(asyncio.Protocol):
         self._handshake = Handshake.of_replica(server.key)
         self._unpacker = msgpack.Unpacker(use_list=False)
         self._packer = msgpack.Packer()
-        self.attempts: dict[str, asyncio.Task[None]] = {}
-        """The tasks that run attempts, by the attempts' ids."""
-        self._outputs: list[bytes] = []
         self._loop = asyncio.get_running_loop()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -159,30 +194,40 @@ class ReplicaEnd(asyncio.Protocol):
         try:
             self._unpacker.feed(data)
             for message in self._unpacker:
-                self._receive(message)
+                if isinstance(message, str):
+                    self._server.cancel(self, message)
+                else:
+                    self._server.start(self, message)
         except _MALFORMED as error:
             logger.error("an ingress sent what is no message of the link (%r): hung up", error)
-            self._transport.abort()
+            self.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Part of `asyncio.Protocol`. Nobody reads its attempts any more."""
+        """Part of `asyncio.Protocol`."""
         self._is_open = False
         self._next.cancel()
         self._server.lost(self)
-        for task in self.attempts.values():
-            task.cancel()
-
-    def close(self, reason: LossReason) -> None:
-        """Send what is left and the reason, then close."""
-        self._next.cancel()
-        if self._is_open:
-            self._is_open = False
-            self._write(reason)
-        self._transport.close()
 
     def abort(self) -> None:
         """Close at once, whatever is left to send."""
+        self._is_open = False
         self._transport.abort()
+
+    def send(self, batch: list[RequestOutputs], reason: LossReason | None = None) -> None:
+        """Write a frame, unless the link has ended. A reason, or a dead engine, ends it."""
+        if not self._is_open:
+            return
+        self._next.cancel()
+        self._next = self._loop.call_later(HEARTBEAT_S, self.send, [])
+        head = reason or self._server.heartbeat() or LossReason.ENGINE_DIED
+        items = [item for outputs in batch for item in self._pack(outputs)]
+        self._transport.write(b"".join((self._head(head), self._packer.pack_array_header(len(items)), *items)))
+        if isinstance(head, LossReason):
+            self._is_open = False
+            self._transport.close()
+        elif self.unsent_bytes > MAX_UNSENT_BYTES:
+            logger.warning("an ingress has not read for too long; its link is closed")
+            self.abort()
 
     def _shake_hands(self, data: bytes) -> bytes:
         """What comes after the handshake; nothing before its end."""
@@ -196,54 +241,15 @@ class ReplicaEnd(asyncio.Protocol):
             return b""
         self._is_open = True
         self._server.opened(self)
-        self._send()
+        self.send([])
         return rest
 
-    def _receive(self, message: Any) -> None:
-        """Raises `TypeError`, `KeyError` for a malformed message."""
-        if isinstance(message, str):
-            if (task := self.attempts.get(message)) is not None:
-                task.cancel()
-        else:
-            self._start(message)
-
-    def _start(self, request: WireRequest) -> None:
-        attempt_id = request["attempt_id"]
-        self.attempts[attempt_id] = task = asyncio.create_task(self._run(request), name=f"attempt {attempt_id}")
-        task.add_done_callback(lambda _: self.attempts.pop(attempt_id, None))
-
-    async def _run(self, request: WireRequest) -> None:
-        attempt_id = request["attempt_id"]
+    def _pack(self, outputs: RequestOutputs) -> list[bytes]:
         try:
-            async with aclosing(self._server.generate(request)) as items:
-                async for item in items:
-                    self._put(attempt_id, item)
-        except RequestError as error:
-            self._put(attempt_id, error.to_wire())
+            return [self._packer.pack(item) for item in pack_outputs(outputs)]
         except Exception:
-            logger.exception("attempt %s failed", attempt_id)
-            self._put(attempt_id, EngineError("the engine failed the request").to_wire())
-        self._put(attempt_id, None)
-
-    def _put(self, attempt_id: str, item: WireItem | None) -> None:
-        """Send it, together with whatever else this turn of the event loop produces."""
-        if not self._outputs and self._is_open:
-            self._send_at(self._loop.call_soon(self._send))
-        self._outputs.append(self._packer.pack((attempt_id, item)))
-
-    def _send(self) -> None:
-        self._send_at(self._loop.call_later(HEARTBEAT_S, self._send))
-        if (load := self._server.heartbeat()) is None:
-            self.close(LossReason.ENGINE_DIED)
-        else:
-            self._write(load)
-
-    def _write(self, heartbeat: WireLoad | LossReason) -> None:
-        outputs, self._outputs = self._outputs, []
-        self._transport.write(b"".join((self._head(heartbeat), self._packer.pack_array_header(len(outputs)), *outputs)))
-        if self.unsent_bytes > MAX_UNSENT_BYTES:
-            logger.warning("an ingress has not read for too long; its link is closed")
-            self._transport.abort()
+            self._server.cancel(self, outputs.request_id)
+            return [self._packer.pack(item) for item in pack_outputs(_failed(outputs.request_id))]
 
     @property
     def unsent_bytes(self) -> int:
@@ -254,10 +260,6 @@ class ReplicaEnd(asyncio.Protocol):
         """A method of its own, so that a profile shows what heartbeats cost apart from tokens."""
         head: bytes = self._packer.pack_array_header(2) + self._packer.pack(heartbeat)
         return head
-
-    def _send_at(self, handle: asyncio.Handle) -> None:
-        self._next.cancel()
-        self._next = handle
 
 
 class IngressEnd(asyncio.Protocol):
@@ -354,6 +356,12 @@ class IngressEnd(asyncio.Protocol):
         attempts, self._attempts = self._attempts, {}
         for on_item in attempts.values():
             on_item(ReplicaLostError(reason))
+
+
+def _failed(attempt_id: str) -> RequestOutputs:
+    """Log the exception that is being handled; what the ingress gets instead."""
+    logger.exception("attempt %s failed", attempt_id)
+    return RequestOutputs(attempt_id, [], ended=True, error=EngineError("the engine failed the request"))
 
 
 def _peer(transport: asyncio.Transport | None) -> str:

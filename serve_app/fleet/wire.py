@@ -7,7 +7,7 @@ ends them instead. A heartbeat is a replica's load. How they travel is `link`'s 
 from typing import Any
 
 from serve_app.core.request import EngineRequest
-from serve_app.core.results import NO_RESULTS, FinishReason, Results, TokenDelta
+from serve_app.core.results import NO_RESULTS, FinishReason, RequestOutputs, Results, TokenDelta
 from serve_app.core.sampling_params import SamplingParams
 from serve_app.core.step_record import SchedulerStats
 from serve_app.errors import from_wire
@@ -46,6 +46,17 @@ def unpack_request(data: WireRequest) -> EngineRequest:
         cache_salt=data["cache_salt"],
         priority=data["priority"],
     )
+
+
+def pack_outputs(outputs: RequestOutputs) -> list[tuple[str, WireItem | None]]:
+    """As items, each with the attempt's id, by which the engine knows the request; None ends the attempt."""
+    attempt_id, deltas, ended, error = outputs
+    items: list[tuple[str, WireItem | None]] = [(attempt_id, pack_deltas(deltas))] if deltas else []
+    if error is not None:
+        items.append((attempt_id, error.to_wire()))
+    if ended:
+        items.append((attempt_id, None))
+    return items
 
 
 def pack_deltas(deltas: list[TokenDelta]) -> list[WireDelta]:

@@ -16,8 +16,9 @@ _MOST = 9e18
 _LONG = 10**18
 """From here on llguidance cannot write a range without a second end."""
 _MAX_FACTOR = 1_000_000
-MAX_STATES = 10_000
-"""Of a `multipleOf`, and of its part that has no factor in common with 10: so many states has its automaton."""
+MAX_STATES = 5_000
+"""Of a `multipleOf`'s part that has no factor in common with 10: so many states has its automaton. From 7,001 on
+llguidance gives up in the middle of a number that has bounds too."""
 _LEAST_ABOVE_ZERO = 1e-15
 _READ_DIGITS = 15
 """Of a number with a fraction: so many its JSON reader reads exactly."""

@@ -6,6 +6,7 @@ comment says so, and never more.
 """
 
 import json
+import math
 import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -24,6 +25,8 @@ MAX_SIZE = 65_536
 _ONE = ("items", "additionalProperties", "additionalItems")
 _MANY = ("anyOf", "oneOf", "allOf", "prefixItems", "items")
 _NAMED = ("properties", "patternProperties", "$defs", "definitions")
+_JOINING = ("$ref", "anyOf", "oneOf")
+_SILENT = {"$defs", "definitions", "$id", "$schema", "title", "description", "default", "examples", "deprecated"}
 MAX_FACTORS = 1_000_000
 """Product of all `multipleOf` in a schema that joins constraints."""
 _SIZES = ("Length", "Items", "Properties")
@@ -59,7 +62,7 @@ def prepared(schema: Any, can_name_more: Callable[[Schema, str], bool]) -> Schem
         raise SchemaError("", "it must be an object")
     if "x-guidance" in schema:
         raise SchemaError("", "`x-guidance` changes how a schema is enforced")
-    preparation = _Preparation(can_name_more)
+    preparation = _Preparation(can_name_more, _joined_names(schema))
     written: Schema = preparation.schema(schema, "", "")
     preparation.check_references()
     return written
@@ -93,9 +96,32 @@ def parts(schema: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
             yield from ((f"{key}/{_step(name)}", part) for name, part in schema[key].items() if isinstance(part, dict))
 
 
+def _joined_names(schema: Any) -> set[str] | None:
+    """Every property's name in a schema in which llguidance joins constraints; None where it joins none."""
+    names, joins, waiting = set[str](), False, [schema]
+    while waiting:
+        part = waiting.pop()
+        if isinstance(part, list):
+            waiting += part
+        elif isinstance(part, dict):
+            waiting += part.values()
+            joins = joins or _joins(part)
+            if isinstance(properties := part.get("properties"), dict):
+                names.update(properties)
+            if isinstance(required := part.get("required"), list):
+                names.update(name for name in required if isinstance(name, str))
+    return names if joins else None
+
+
+def _joins(schema: Schema) -> bool:
+    """Whether constraints of a schema are joined with those of others."""
+    return "allOf" in schema or (not schema.keys().isdisjoint(_JOINING) and len(schema.keys() - _SILENT) > 1)
+
+
 class _Preparation:
-    def __init__(self, can_name_more: Callable[[Schema, str], bool]) -> None:
+    def __init__(self, can_name_more: Callable[[Schema, str], bool], joined_names: set[str] | None) -> None:
         self._can_name_more = can_name_more
+        self._joined_names = joined_names
         self._paths: set[str] = set()
         """Of everything that is prepared as a schema."""
         self._references: list[tuple[str, str, str]] = []
@@ -143,7 +169,8 @@ class _Preparation:
         if sum(num_states(coefficient) for coefficient, _ in self._factors) > MAX_STATES:
             reason = f"all `multipleOf` together must be {MAX_STATES} at most, without their factors 2 and 5"
             raise SchemaError("", reason, Refusal.TOO_LARGE)
-        if self._mixes and len(self._factors) > 1 and product > MAX_FACTORS:
+        states = math.prod({num_states(coefficient) for coefficient, _ in self._factors})
+        if self._mixes and len(self._factors) > 1 and (product > MAX_FACTORS or states > MAX_STATES):
             raise SchemaError(self._mixes.rstrip("/"), "`multipleOf` of several large values in one schema")
 
     def _keyword(self, key: str, value: Any, path: str, base: str) -> Any:
@@ -194,16 +221,20 @@ class _Preparation:
             raise SchemaError(path, "`minProperties` is larger than the number of required properties and one more")
         if not patterns:
             return schema
+        names = sorted({*properties, *required, *(self._joined_names or ())})
         probe = {
             "type": "object",
-            "properties": dict.fromkeys(properties, True),
-            "required": list(properties),
+            "properties": dict.fromkeys(names, True),
+            "required": names,
             "patternProperties": {name: part is not False for name, part in patterns.items()},
             "additionalProperties": schema.get("additionalProperties") is not False,
-            "minProperties": len(properties) + 1,
+            "minProperties": len(names) + 1,
         }
         if self._can_name_more(probe, path):
             return schema
+        if self._joined_names is not None:
+            reason = "`patternProperties` leaves no name beside the properties of this schema, whose parts are joined"
+            raise SchemaError(path, reason)
         if not {*properties} <= required:
             raise SchemaError(path, "`patternProperties` leaves no name beside those of `properties`: leave it out")
         return {**schema, "maxProperties": min(schema.get("maxProperties", MAX_SIZE), len(required))}

@@ -1,15 +1,44 @@
-"""GPUs that replicas need: refused where none will come."""
+"""What replicas need of Ray's resources, GPUs first: refused where none will come."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 from serve_app.errors import ConfigError
 from serve_app.launch.config_file import ConfigFile
 
+_KEYS = {"num_gpus": "GPU", "num_cpus": "CPU", "memory": "memory"}
+"""Ray's names of what an actor's options take."""
+
 
 def check_gpus(target: ConfigFile) -> None:
-    """Raise `ConfigError` if replicas need GPUs and there is none: to the launcher's one node none will come."""
-    from serve_app.serving.gpus import cluster_gpus
+    """Raise `ConfigError` if a replica needs more than there is: to the launcher's one node no more will come.
+
+    Several replicas may need more GPUs together than there are: those without one wait.
+    """
+    from serve_app.serving.gpus import cluster_gpus, cluster_resources
 
     if any(settings.device == "cuda" for settings in target.ours.values()) and not cluster_gpus():
         raise ConfigError(
             "setting `device`: cuda, but Ray finds no GPU on this machine: see `nvidia-smi`, and whether "
             "CUDA_VISIBLE_DEVICES hides it"
         )
+    there = cluster_resources()
+    for deployment, options in _actor_options(target):
+        wanted = {key: (_KEYS[key], options[key]) for key in _KEYS if key in options}
+        wanted |= {f"resources.{name}": (name, amount) for name, amount in (options.get("resources") or {}).items()}
+        for key, (name, amount) in wanted.items():
+            if amount is not None and amount > there.get(name, 0.0):
+                raise ConfigError(
+                    f"deployment {deployment}: `ray_actor_options.{key}` is {amount:g}, but Ray finds "
+                    f"{there.get(name, 0.0):g} {name} on this machine"
+                )
+
+
+def _actor_options(target: ConfigFile) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Those that the file states for deployments of ours, by the deployment's name."""
+    for application in target.schema.applications:
+        if application.name in target.ours:
+            for deployment in application.deployments:
+                options = deployment.model_dump(exclude_unset=True).get("ray_actor_options")
+                if isinstance(options, Mapping):
+                    yield deployment.name, options

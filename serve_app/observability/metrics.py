@@ -190,7 +190,12 @@ class IngressMetrics:
         )
 
     def expect(
-        self, endpoints: Sequence[str], outcomes: Sequence[str], losses: Sequence[str], refusals: Sequence[str]
+        self,
+        endpoints: Sequence[str],
+        outcomes: Sequence[str],
+        losses: Sequence[str],
+        refusals: Sequence[str],
+        grammar_refusals: Sequence[str],
     ) -> None:
         """Let the series of these labels be there, at zero, before anything has happened.
 
@@ -203,7 +208,9 @@ class IngressMetrics:
                 self._requests.labels(endpoint, outcome)
         for reason in losses:
             self._failovers.labels(reason)
-        self._grammars.expect(refusals)
+        for reason in refusals:
+            self._refusals.labels(reason)
+        self._grammars.expect(grammar_refusals)
 
     def started(self, endpoint: str) -> None:
         """A request arrived."""

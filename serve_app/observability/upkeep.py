@@ -1,4 +1,4 @@
-"""What the ingress does beside requests: its tasks, their errors, and whether its keys file can be read."""
+"""What the ingress does beside requests: its tasks, their errors, and whether its keys file and ledger can be used."""
 
 import asyncio
 from collections.abc import Callable, Iterator
@@ -15,6 +15,7 @@ def register_upkeep(
     loop: asyncio.AbstractEventLoop,
     tasks: LastingTasks,
     keys_file_invalid: Callable[[], bool],
+    ledger_unusable: Callable[[], bool],
 ) -> None:
     """Metrics that are read when somebody scrapes, in any thread."""
     running = Gauge("serve_app_ingress_tasks", "Tasks of the ingress's event loop", registry=registry)
@@ -23,6 +24,12 @@ def register_upkeep(
         "serve_app_keys_file_invalid", "1 while the keys file cannot be read, and older keys hold", registry=registry
     )
     invalid.set_function(keys_file_invalid)
+    unusable = Gauge(
+        "serve_app_ledger_unusable",
+        "1 while today's ledger cannot be used, and its sums are kept in memory",
+        registry=registry,
+    )
+    unusable.set_function(ledger_unusable)
     registry.register(_Errors(tasks))
 
 

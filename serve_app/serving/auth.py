@@ -83,6 +83,11 @@ class Auth:
         """Whether the keys file could not be read the last time."""
         return self._file is not None and self._file.error is not None
 
+    @property
+    def ledger_unusable(self) -> bool:
+        """Whether today's file could not be used the last time; its sums are in memory."""
+        return self._ledger is not None and self._ledger.error is not None
+
     def check_ready(self) -> None:
         """Raise `UnavailableError` while no key can be checked, or no use of today can be read or written."""
         ring = None if self._file is None else self._file.ring  # once: another thread replaces it
@@ -107,11 +112,13 @@ class Auth:
             await loop.run_in_executor(thread, self._file.refresh)
 
     async def _keep_ledger(self) -> None:
+        """In a thread of its own, for the same reason."""
         assert self._ledger is not None
         loop, thread = asyncio.get_running_loop(), ThreadPoolExecutor(1, "ledger")
         for look in itertools.count(1):
             await asyncio.sleep(_REFRESH_S)
-            self._ledger.look()
+            await loop.run_in_executor(thread, self._ledger.look)
+            self._ledger.catch_up()
             if look % _SYNC_EVERY == 0:
                 await loop.run_in_executor(thread, self._ledger.sync)
 

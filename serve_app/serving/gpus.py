@@ -18,7 +18,12 @@ _LOOK_S, _REPORT_S = 1.0, 30.0
 
 def cluster_gpus() -> int:
     """GPUs of all nodes, free or not. Raises `ray.exceptions.RayError`."""
-    return int(ray.cluster_resources().get("GPU", 0))
+    return int(cluster_resources().get("GPU", 0))
+
+
+def cluster_resources() -> dict[str, float]:
+    """What all nodes have by Ray's names, in use or not. Raises `ray.exceptions.RayError`."""
+    return dict(ray.cluster_resources())
 
 
 def use_gpu(settings: Settings) -> bool:

@@ -23,7 +23,7 @@ from serve_app.api.admission import AsyncAdmissionQueue
 from serve_app.api.app import create_app
 from serve_app.api.door.limits import ApiLimits
 from serve_app.api.drain import Drain
-from serve_app.api.request_events import Endpoint, Outcome, RequestSummary
+from serve_app.api.request_events import REFUSAL_REASONS, Endpoint, Outcome, RequestSummary
 from serve_app.api.service import MetricsPage, ModelCard, RequestContext
 from serve_app.console.routes import Sources, add_console
 from serve_app.core.request import EngineRequest
@@ -49,6 +49,7 @@ from serve_app.serving import membership
 from serve_app.serving.auth import Auth
 from serve_app.serving.freed_memory import return_freed_blocks
 from serve_app.serving.front import Front
+from serve_app.serving.gcs_watch import GcsWatch
 from serve_app.serving.gpus import report_lacking_gpus
 from serve_app.serving.ray_patches import bind_replica_port_to_node, has_certificate, http_host, node_address
 from serve_app.serving.replica import STEPS_PATH
@@ -111,6 +112,8 @@ class ReplicaService:
         )
         watchdog = Watchdog(transport, replicas, tasks=tasks, on_false_alarm=metrics.false_alarm)
         tasks.start("watchdog", watchdog.run)
+        self._gcs = GcsWatch()
+        tasks.start("Ray's GCS", self._gcs.run)
 
     def generate(
         self, request: EngineRequest, context: RequestContext | None = None
@@ -133,11 +136,12 @@ class ReplicaService:
             self.model = describe_model(self.model, [replica.metadata for replica in alive])
 
     def check_ready(self) -> None:
-        """Raise `UnavailableError` while no replica could serve, no key can be checked, or a lasting task fails.
+        """Raise `UnavailableError`: no replica could serve, no key can be checked, a lasting task fails, Ray is silent.
 
         Not at once: a replica whose `user_config` changes is away for a moment, and requests can wait.
         """
         self._auth.check_ready()
+        self._gcs.check_ready()
         if (name := self._tasks.failing) is not None:
             raise UnavailableError(f"the task {name!r} of this server keeps failing; its log says why")
         if self._failover.without_replicas_s > _ABSENCE_S:
@@ -213,8 +217,9 @@ class Ingress:
         self._places_of_one = settings.max_ongoing_per_replica
         self._drain = Drain()
         self._metrics = IngressMetrics(lambda: self._queue.queued, lambda: self._queue.ongoing, self._engines_load)
-        register_upkeep(self._metrics.registry, loop, tasks, lambda: self._auth.keys_file_invalid)
-        self._metrics.expect(get_args(Endpoint), tuple(Outcome), tuple(LossReason), tuple(Refusal))
+        files = lambda: self._auth.keys_file_invalid, lambda: self._auth.ledger_unusable
+        register_upkeep(self._metrics.registry, loop, tasks, *files)
+        self._metrics.expect(get_args(Endpoint), tuple(Outcome), tuple(LossReason), REFUSAL_REASONS, tuple(Refusal))
         self._metrics_address = open_metrics_port(
             self._metrics.registry, settings.metrics_host, admits=self._auth.admits_to_metrics()
         )

@@ -6,13 +6,15 @@ To be read again when the pin in pyproject.toml moves. What must be replaced bef
 What is used: `ray.serve._private.replica.add_port_to_grpc_server` (replaced), the controller's client
 (`ray.serve.context._get_global_client`) with its `deploy_apps`, `get_serve_details` and `http_config`
 and the controller's `_all_running_replicas`, and `DeploymentHandle._init`; Ray's table of actors
-(`ray._private.state.actors`); and the class of Serve's HAProxy manager, whose `ready` is replaced,
+(`ray._private.state.actors`) and client of the GCS
+(`ray._private.worker.global_worker.gcs_client`); and the class of Serve's HAProxy manager, whose `ready` is replaced,
 with its `_haproxy` and `_reload_lock`.
 """
 
 import asyncio
 import logging
 import os
+import time
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -20,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import ray._private.state
+import ray._private.worker
 import ray.util
 from ray import serve
 from ray.serve._private import haproxy as ray_haproxy
@@ -30,11 +33,13 @@ from ray.serve.schema import ServeDeploySchema
 
 from serve_app.errors import ConfigError, one_line
 from serve_app.observability.logging import log_to_terminal
+from serve_app.serving.frozen import FrozenCheck
 from serve_app.system.lasting import LastingTasks
 
 logger = logging.getLogger(__name__)
 
 _LOOK_AT_HAPROXY_S = 0.1
+_ASK_HAPROXY_S = 0.5
 _START_HAPROXY_S = 1.0
 """Between two attempts."""
 
@@ -91,6 +96,17 @@ def deploy_again(schema: ServeDeploySchema) -> None:
     if serving and serving.isdisjoint(application.name for application in schema.applications):
         raise ConfigError(f"applications: keep one that serves now ({', '.join(sorted(serving))})")
     _get_global_client().deploy_apps(schema, _blocking=False)
+
+
+def gcs_answers(timeout_s: float) -> bool:
+    """Whether the GCS of the cluster that this process is connected to answers in time; True without one. Blocks."""
+    if not ray.is_initialized():
+        return True
+    try:
+        ray._private.worker.global_worker.gcs_client.internal_kv_exists(b"serve_app", None, timeout=timeout_s)
+    except Exception:  # of Ray's, whatever it is
+        return False
+    return True
 
 
 def gpus_wanted() -> float:
@@ -163,10 +179,17 @@ async def _ready_and_watching(manager: Any) -> str:
 
 
 async def _watch_haproxy(manager: Any) -> None:
-    """Until cancelled: start HAProxy where it has ended, or where its socket, by which Ray knows it, is gone."""
+    """Until cancelled: start HAProxy where it has ended, or where its socket, by which Ray knows it, is gone.
+
+    One that is frozen is killed first: it would go on to take every second connection.
+    """
+    check, next_request = FrozenCheck(), 0.0
     while True:
         await asyncio.sleep(_LOOK_AT_HAPROXY_S)
         if _has_haproxy(manager):
+            if check.unanswered or time.monotonic() >= next_request:
+                next_request = time.monotonic() + _ASK_HAPROXY_S
+                await _kill_if_frozen(manager._haproxy, check)
             continue
         async with manager._reload_lock:
             if not _has_haproxy(manager):
@@ -175,6 +198,15 @@ async def _watch_haproxy(manager: Any) -> None:
                 except Exception as error:  # whatever it is: the launcher ends the server if it lasts
                     logger.error("HAProxy did not start: %s", one_line(error))
                     await asyncio.sleep(_START_HAPROXY_S)
+
+
+async def _kill_if_frozen(api: Any, check: FrozenCheck) -> None:
+    process = api._proc
+    if process is not None and await asyncio.to_thread(check.look, process.pid, Path(api.cfg.socket_path)):
+        logger.error("HAProxy (pid %d) is frozen: it has not answered for 2 s, and is ended", process.pid)
+        with suppress(ProcessLookupError):
+            process.kill()
+        await process.wait()
 
 
 def _has_haproxy(manager: Any) -> bool:

@@ -10,10 +10,9 @@ import logging
 import os
 import secrets
 import sys
-import time
-from collections.abc import AsyncGenerator, Mapping
-from contextlib import aclosing
+from collections.abc import Mapping
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 import ray
@@ -26,7 +25,7 @@ from serve_app.errors import ConfigError
 from serve_app.fleet.attempt import STALL_TIMEOUT_S
 from serve_app.fleet.link import LINK, MAX_UNSENT_BYTES, LinkServer
 from serve_app.fleet.replica_set import REVISION, TOKENIZER
-from serve_app.fleet.wire import WireDelta, WireLoad, WireRequest, pack_deltas, pack_load, unpack_request
+from serve_app.fleet.wire import WireLoad, pack_load
 from serve_app.observability.held_bytes import HeldBytes, register_held_bytes
 from serve_app.observability.logging import log_to_terminal
 from serve_app.observability.metrics import EngineMetrics
@@ -66,9 +65,9 @@ class EngineReplica:
         sys.setswitchinterval(_SWITCH_INTERVAL_S)
         # Imported here because it brings torch, which the processes that only pass this class on do without.
         from serve_app.engine.async_engine import AsyncEngine
+        from serve_app.engine.core import EngineCore
         from serve_app.serving.engine_config import engine_config, stall_timeout_s
 
-        self._links = LinkServer(self.generate, self._heartbeat)
         log_to_terminal()
         bind_replica_port_to_node()
         bypass_proxies(node_address())
@@ -82,13 +81,20 @@ class EngineReplica:
         tokenizer = await asyncio.to_thread(load_tokenizer, settings.model, ignored=settings.ignore_model_keys)
         # Before the template is rendered, in this process, to see what ends an answer.
         await asyncio.to_thread(tokenizer.check_chat_template)
-        self._engine = await AsyncEngine.start(
+        build = partial(
+            EngineCore.load,
             engine_config(settings, use_gpu=use_gpu, gpu_share=gpu_share(), end_ids=tokenizer.end_ids),
             on_step=self._on_step,
             on_progress=logger.info,
             vocabulary=tokenizer.vocabulary,
-            stream_interval_s=settings.ingress.stream_interval_ms / 1000,
         )
+        self._engine = AsyncEngine(
+            build,
+            stream_interval_s=settings.ingress.stream_interval_ms / 1000,
+            on_first_token=self._metrics.first_token,
+        )
+        self._links = LinkServer(self._engine.submit, self._engine.abort, self._heartbeat)
+        await self._engine.start(self._links.publish)
         chosen = {name: getattr(self._engine.info, name) for name in CHOSEN}
         self._settings = settings = settings.with_chosen(**chosen)
         self._stall_timeout_s = stall_timeout_s(settings, self._engine.info.largest_step_s)
@@ -127,17 +133,6 @@ class EngineReplica:
         else:
             await self._links.drained()
         self._links.close()
-
-    async def generate(self, data: WireRequest) -> AsyncGenerator[list[WireDelta], None]:
-        """One item per flush that has outputs of the request. Raises `RequestError`."""
-        arrived = time.monotonic()
-        waiting = True
-        async with aclosing(self._engine.generate(unpack_request(data))) as outputs:
-            async for deltas in outputs:
-                if waiting and any(delta.token_ids for delta in deltas):
-                    waiting = False
-                    self._metrics.first_token(time.monotonic() - arrived)
-                yield pack_deltas(deltas)
 
     async def ping(self) -> None:
         """Return once the replica can take requests."""

@@ -4,6 +4,7 @@ Parsers raise whatever their author did not think of: `ValueError` for a date th
 deep nesting. A running server reads these files again, so nothing but a `ConfigError` may come out of it.
 """
 
+import errno
 import os
 import stat
 from collections.abc import Iterator
@@ -16,6 +17,7 @@ import yaml
 from serve_app.errors import ConfigError, ServeAppError, one_line
 
 MAX_BYTES = 4 * 2**20
+_NOT_REGULAR = "is not a regular file"
 _MAX_NODES = 500_000
 """Of a YAML file, with every alias in full. A keys file of 4 MiB has fewer."""
 
@@ -38,10 +40,7 @@ def typed_errors(prefix: str = "", *, show_text: bool = True) -> Iterator[None]:
 def read_text(path: Path) -> str:
     """The file's text. Raises `ConfigError` for a file that cannot be read, is too large or is not UTF-8."""
     try:
-        # Without O_NONBLOCK, opening a named pipe would wait for its writer.
-        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
-            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-                raise ConfigError("is not a regular file")
+        with open(open_regular(path, os.O_RDONLY), "rb") as file:
             content = file.read(MAX_BYTES + 1)
     except OSError as error:
         raise ConfigError(error.strerror or type(error).__name__) from None
@@ -53,6 +52,26 @@ def read_text(path: Path) -> str:
         return content.decode()
     except UnicodeDecodeError:
         raise ConfigError("is not UTF-8 text") from None
+
+
+def open_regular(path: Path, flags: int) -> int:
+    """A descriptor of the regular file `path`; a new file is only for its owner.
+
+    Raises `ConfigError` for anything else that has this name (a pipe, a device, a folder), and `OSError`.
+    """
+    try:
+        # Without O_NONBLOCK, opening a named pipe would wait for its other end.
+        file = os.open(path, flags | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC, 0o600)
+    except IsADirectoryError:
+        raise ConfigError(_NOT_REGULAR) from None
+    except OSError as error:
+        if error.errno == errno.ENXIO:  # a socket, or a pipe without a reader
+            raise ConfigError(_NOT_REGULAR) from None
+        raise
+    if not stat.S_ISREG(os.fstat(file).st_mode):
+        os.close(file)
+        raise ConfigError(_NOT_REGULAR)
+    return file
 
 
 class BoundedLoader(yaml.SafeLoader):

@@ -9,9 +9,10 @@ from datetime import UTC, datetime
 from typing import Any
 
 from serve_app.errors import InvalidRequestError, OverloadedError
-from serve_app.tenants.ledger import Ledger, Spent, Totals
+from serve_app.tenants.ledger import Ledger, Spent
 from serve_app.tenants.rate_window import RateWindow
 from serve_app.tenants.tenant import Tenant
+from serve_app.tenants.totals import Totals
 
 _DAY_S = 86_400
 _PLACE_S = 1.0

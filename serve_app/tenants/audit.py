@@ -9,6 +9,9 @@ from pathlib import Path
 
 import orjson
 
+from serve_app.errors import ConfigError
+from serve_app.operator_files import open_regular
+
 logger = logging.getLogger(__name__)
 
 _PERIOD_S = 3600
@@ -41,11 +44,12 @@ class AuditLog:
     def _write(self, now: float, fields: dict[str, str]) -> None:
         when = datetime.fromtimestamp(now, UTC)
         line = orjson.dumps({"time": when.isoformat(timespec="milliseconds"), **fields}) + b"\n"
+        path = self._folder / f"audit-{when:%Y-%m}.jsonl"
         try:
-            file = os.open(self._folder / f"audit-{when:%Y-%m}.jsonl", os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+            file = open_regular(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
             try:
                 os.write(file, line)
             finally:
                 os.close(file)
-        except OSError as error:
-            logger.error("the audit log cannot be written: %s", error)
+        except (OSError, ConfigError) as error:
+            logger.error("the audit log %s cannot be written: %s", path, error)

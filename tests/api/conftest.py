@@ -18,13 +18,13 @@ from serve_app.api.app import create_app
 from serve_app.api.door.limits import ApiLimits
 from serve_app.api.request_events import Endpoint, Outcome
 from serve_app.core.step_record import StepRecord
-from serve_app.engine.async_engine import AsyncEngine
 from serve_app.engine.core import EngineConfig, EngineCore
 from serve_app.model.loader import from_module
 from serve_app.model.paged_model import PagedModel
 from serve_app.text.tokenizer import Tokenizer, load_tokenizer
 from tests.api.limits import make_limits
 from tests.api.services import EngineService, ScriptedService
+from tests.engine.streams import StreamEngine
 from tests.text.formats import tokenizer_of
 
 
@@ -167,7 +167,7 @@ async def running(model: PagedModel, tokenizer: Tokenizer) -> AsyncIterator[Api]
     """Over a real engine and a real HTTP server on a loopback port. Afterwards the engine must be empty."""
     config = EngineConfig(max_num_seqs=4, max_num_batched_tokens=64, kv_cache_gib=0.05)
     records: list[StepRecord] = []
-    engine = await AsyncEngine.start_with(
+    engine = await StreamEngine.start_with(
         lambda: EngineCore(model, config, on_step=records.append, vocabulary=tokenizer.vocabulary)
     )
     built = build_api(EngineService(engine, tokenizer, records), AsyncAdmissionQueue(8, 4))

@@ -10,9 +10,9 @@ from serve_app.core.request import EngineRequest
 from serve_app.core.results import EMBEDDING, LOGPROBS, FinishReason, Results, TokenDelta, TokenLogprob
 from serve_app.core.sampling_params import SamplingParams
 from serve_app.core.step_record import StepRecord
-from serve_app.engine.async_engine import AsyncEngine
 from serve_app.errors import RequestError
 from serve_app.text.tokenizer import Tokenizer
+from tests.engine.streams import StreamEngine
 
 EOS = 2
 
@@ -112,7 +112,7 @@ def _logprob(token_id: int, top: int) -> TokenLogprob:
 class EngineService:
     """The engine itself, in this process and on this event loop."""
 
-    engine: AsyncEngine
+    engine: StreamEngine
     tokenizer: Tokenizer
     records: list[StepRecord]
     name: str = "babbler"

@@ -28,13 +28,14 @@ PORT = ["process_request_thread (socketserver.py:692)", "handle (wsgiref/simple_
         (["_heartbeat (/site-packages/serve_app/serving/replica.py:90)"], ("failover", "replica._heartbeat")),
         (["_next_item (serve_app/fleet/attempt.py:150)", RAY], None),
         (["generate (serve_app/fleet/failover.py:80)", "unpack_item (serve_app/fleet/wire.py:60)"], None),
-        (["generate (serve_app/serving/replica.py:80)"], None),
+        (["_flush (serve_app/engine/async_engine.py:200)", "publish (serve_app/fleet/link.py:80)"], None),
         (
-            ["ReplicaEnd._send (serve_app/fleet/link.py:180)", "_head (serve_app/fleet/link.py:190)"],
+            ["ReplicaEnd.send (serve_app/fleet/link.py:180)", "_head (serve_app/fleet/link.py:190)"],
             ("failover", "link._head"),
         ),
         (["data_received (serve_app/fleet/link.py:80)"], ("failover", "link.data_received")),
-        (["ReplicaEnd._send (serve_app/fleet/link.py:180)", "_write (serve_app/fleet/link.py:185)"], None),
+        (["ReplicaEnd.send (serve_app/fleet/link.py:180)", "_pack (serve_app/fleet/link.py:185)"], None),
+        (["publish (serve_app/fleet/link.py:90)", "ReplicaEnd.send (serve_app/fleet/link.py:180)"], None),
         (
             [*STEP, "on_step (serve_app/observability/metrics.py:90)", "observe (prometheus_client/metrics.py:400)"],
             ("observation", "metrics.on_step"),

@@ -61,7 +61,7 @@ def test_a_file_that_cannot_be_read_is_named(folder: Path) -> None:
     days = ["--since", "2026-11-22", "--until", "2026-11-24"]
     result = CliRunner().invoke(app, ["usage", str(folder), *days])
     assert result.exit_code == 1
-    assert "usage-2026-11-24.jsonl: Is a directory" in result.output
+    assert "usage-2026-11-24.jsonl: is not a regular file" in result.output
 
 
 def test_sums_that_were_carried_count_as_their_requests(folder: Path) -> None:

@@ -27,7 +27,6 @@ from serve_app.console.routes import Sources, add_console
 from serve_app.core.request import EngineRequest
 from serve_app.core.results import FinishReason, TokenDelta
 from serve_app.core.step_record import StepRecord
-from serve_app.engine.async_engine import AsyncEngine
 from serve_app.engine.core import EngineConfig, EngineCore
 from serve_app.errors import UnavailableError
 from serve_app.model.loader import from_module
@@ -37,6 +36,7 @@ from serve_app.tenants.tenant import Tenant
 from serve_app.text.tokenizer import Tokenizer
 from tests.api.conftest import Recorder as RequestRecorder
 from tests.api.limits import make_limits
+from tests.engine.streams import StreamEngine
 from tests.text.formats import tokenizer_of
 
 if TYPE_CHECKING:
@@ -86,7 +86,7 @@ class Engines:
     themselves.
     """
 
-    engines: Sequence[AsyncEngine]
+    engines: Sequence[StreamEngine]
     tokenizer: Tokenizer
     override: list[str] = field(default_factory=list)
     answer: str = ""
@@ -149,7 +149,7 @@ class ConsoleServer:
 async def serve(started: "threading.Event", box: dict[str, Any], access: Access | None = None) -> None:
     pace, tokenizer = Pace(), tokenizer_of("qwen3")
     cores = [small_engine(pace, tokenizer.vocab_size) for _ in REPLICAS]
-    engines = [await AsyncEngine.start_with(lambda core=core: core) for core, _ in cores]  # type: ignore[misc]
+    engines = [await StreamEngine.start_with(lambda core=core: core) for core, _ in cores]  # type: ignore[misc]
     recorders = [
         Recorder(
             name,

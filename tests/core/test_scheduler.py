@@ -637,6 +637,8 @@ def test_calls_out_of_order_are_refused() -> None:
     first, second = scheduler.schedule(0.0), scheduler.schedule(0.0)
     with pytest.raises(RuntimeError, match="two steps are in flight"):
         scheduler.schedule(0.0)
+    with pytest.raises(RuntimeError, match="not the newest in flight"):
+        scheduler.sit_out(first, {0})
     with pytest.raises(RuntimeError, match="not the oldest in flight"):
         scheduler.update(second, ModelRunnerOutput(((1,),)))
     scheduler.update(first, ModelRunnerOutput(((1,),)))

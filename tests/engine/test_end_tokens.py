@@ -18,8 +18,7 @@ from serve_app.api.admission import AsyncAdmissionQueue
 from serve_app.checkpoints.model_files import locate_model
 from serve_app.core.results import FinishReason
 from serve_app.core.sampling_params import SamplingParams
-from serve_app.engine.async_engine import AsyncEngine
-from serve_app.engine.core import EngineConfig
+from serve_app.engine.core import EngineConfig, EngineCore
 from serve_app.engine.llm import LLM
 from serve_app.errors import ConfigError, InvalidRequestError
 from serve_app.grammars import choice
@@ -27,6 +26,7 @@ from serve_app.model.options import ModelOptions
 from serve_app.text.tokenizer import load_tokenizer
 from tests.api.conftest import build_api
 from tests.api.services import EngineService
+from tests.engine.streams import StreamEngine
 from tests.models import tiny_model
 
 TEXT_END, TURN_BEGIN, TURN_END = 0, 1, 2
@@ -126,7 +126,7 @@ async def served(folder: Path) -> AsyncIterator[httpx.AsyncClient]:
     tokenizer = load_tokenizer(str(folder))
     model = ModelOptions(str(folder), max_model_len=256, end_ids=tokenizer.end_ids)
     config = EngineConfig(model=model, max_num_batched_tokens=64, kv_cache_gib=0.05)
-    engine = await AsyncEngine.start(config, vocabulary=tokenizer.vocabulary)
+    engine = await StreamEngine.start_with(lambda: EngineCore.load(config, vocabulary=tokenizer.vocabulary))
     tokenizer.check_fits(engine.info.vocab_size)
     api = build_api(EngineService(engine, tokenizer, []), AsyncAdmissionQueue(4, 2))
     async with api.http:

@@ -1,22 +1,30 @@
 """Both ends of links over real sockets, and ends that are neither."""
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
 from serve_app.core.request import EngineRequest
+from serve_app.core.results import RequestOutputs, TokenDelta
 from serve_app.core.sampling_params import SamplingParams
+from serve_app.errors import RequestError
 from serve_app.fleet.handshake import Handshake
 from serve_app.fleet.link import IngressEnd, LinkServer
 from serve_app.fleet.loss import ReplicaLostError
-from serve_app.fleet.wire import WireDelta, WireItem, WireLoad, WireRequest, pack_request
+from serve_app.fleet.wire import WireDelta, WireItem, WireLoad, pack_request
 from tests.fleet.replicas import until
 
 LOAD: WireLoad = (1, 2, 3, 4, 5, 0.5)
 
 
+def outputs(attempt_id: str, *offsets: int, ended: bool = False, error: RequestError | None = None) -> RequestOutputs:
+    deltas = [TokenDelta(attempt_id, 0, offset, (offset + 5,)) for offset in offsets]
+    return RequestOutputs(attempt_id, deltas, ended, error)
+
+
 def item(offset: int) -> list[WireDelta]:
+    """What comes of `outputs` with that offset."""
     return [(0, offset, (offset + 5,))]
 
 
@@ -25,23 +33,26 @@ class Replica:
 
     def __init__(self) -> None:
         self.alive = True
-        self.server = LinkServer(self.generate, lambda: LOAD if self.alive else None)
+        self.server = LinkServer(self.submit, self.abort, lambda: LOAD if self.alive else None)
         self.address = ""
-        self.requests: dict[str, WireRequest] = {}
-        self.says: dict[str, asyncio.Queue[Any]] = {}
-        """What each attempt yields, or raises; None ends it."""
+        self.requests: dict[str, EngineRequest] = {}
+        self.running: set[str] = set()
+        """Those that were not aborted."""
+        self.failures: dict[str, Exception] = {}
+        """What the attempts to come raise."""
 
-    async def generate(self, data: WireRequest) -> AsyncGenerator[list[WireDelta], None]:
-        attempt_id = data["attempt_id"]
-        self.requests[attempt_id] = data
-        said = self.says[attempt_id] = asyncio.Queue()
-        try:
-            while (what := await said.get()) is not None:
-                if isinstance(what, Exception):
-                    raise what
-                yield what
-        finally:
-            del self.says[attempt_id]
+    def submit(self, request: EngineRequest) -> None:
+        self.requests[request.request_id] = request
+        self.running.add(request.request_id)
+        if (failure := self.failures.get(request.request_id)) is not None:
+            raise failure
+
+    def abort(self, request_id: str) -> None:
+        self.running.remove(request_id)
+
+    def say(self, attempt_id: str, *offsets: int, ended: bool = False) -> None:
+        """Publish outputs of one attempt."""
+        self.server.publish([outputs(attempt_id, *offsets, ended=ended)])
 
     async def connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         host, _, port = self.address.rpartition(":")
@@ -55,6 +66,10 @@ class Ingress:
         self.heard: list[WireLoad] = []
         self.items: dict[str, list[WireItem | ReplicaLostError]] = {}
         self.link = IngressEnd(key, self.heard.append)
+
+    def received(self) -> dict[str, list[Any]]:
+        """Of each attempt; deltas as lists, as they were sent."""
+        return {name: [list(i) if isinstance(i, tuple) else i for i in items] for name, items in self.items.items()}
 
     async def connect(self, address: str) -> None:
         host, _, port = address.rpartition(":")
@@ -72,15 +87,11 @@ class Ingress:
         await until(lambda: bool(ingress.heard))
         return ingress
 
-    async def start(self, replica: Replica, attempt_id: str) -> "asyncio.Queue[Any]":
-        items = self.items[attempt_id] = []
-
-        def take(item: WireItem | ReplicaLostError) -> None:
-            items.append(list(item) if isinstance(item, tuple) else item)
-
-        self.link.start(pack_request(EngineRequest("r", (5, 6), SamplingParams()), attempt_id), take)
-        await until(lambda: attempt_id in replica.says)
-        return replica.says[attempt_id]
+    async def start(self, replica: Replica, *attempt_ids: str) -> None:
+        for attempt_id in attempt_ids:
+            items = self.items[attempt_id] = []
+            self.link.start(pack_request(EngineRequest("r", (5, 6), SamplingParams()), attempt_id), items.append)
+        await until(lambda: replica.requests.keys() >= set(attempt_ids))
 
 
 @asynccontextmanager
@@ -89,7 +100,7 @@ async def running() -> AsyncIterator[Replica]:
     replica.address = await replica.server.listen("127.0.0.1")
     yield replica
     replica.server.close()
-    await until(lambda: not replica.server.ends and not replica.server.attempts())
+    await until(lambda: not replica.server.ends and not replica.server.attempts)
 
 
 @asynccontextmanager

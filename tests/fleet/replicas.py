@@ -11,7 +11,6 @@ import msgpack
 
 from serve_app.core.request import EngineRequest
 from serve_app.core.results import FinishReason, TokenDelta, TokenLogprob
-from serve_app.engine.async_engine import AsyncEngine
 from serve_app.errors import RequestError
 from serve_app.fleet.attempt import Attempt
 from serve_app.fleet.failover import Failover
@@ -19,6 +18,7 @@ from serve_app.fleet.link import OnHeartbeat
 from serve_app.fleet.loss import LossReason, ReplicaLostError
 from serve_app.fleet.replica_set import ReplicaSet
 from serve_app.fleet.wire import WireLoad, WireRequest, pack_deltas, pack_request, unpack_request
+from tests.engine.streams import StreamEngine
 
 FAR = 1e9
 """A deadline that never comes."""
@@ -61,7 +61,7 @@ class Account:
 class Fleet:
     """A transport to engines by name. `faults` are for the attempts to come, in order; None = none for that one."""
 
-    def __init__(self, engines: dict[str, AsyncEngine], *, wait_s: float = 5.0) -> None:
+    def __init__(self, engines: dict[str, StreamEngine], *, wait_s: float = 5.0) -> None:
         self.engines = engines
         self.replicas = ReplicaSet()
         self.replicas.publish({name: {} for name in engines})
@@ -132,7 +132,7 @@ class Fleet:
         [found] = [attempt for attempt in self.replicas.attempts() if attempt.attempt_id == attempt_id]
         return found
 
-    async def _run(self, attempt: Attempt, engine: AsyncEngine, data: WireRequest, fault: Fault | None) -> None:
+    async def _run(self, attempt: Attempt, engine: StreamEngine, data: WireRequest, fault: Fault | None) -> None:
         num_items = 0
         async with aclosing(one_by_one(engine, unpack_request(data))) as items:
             try:
@@ -157,7 +157,7 @@ class Fleet:
                 await asyncio.get_running_loop().create_future()
 
 
-async def one_by_one(engine: AsyncEngine, request: EngineRequest) -> AsyncGenerator[TokenDelta, None]:
+async def one_by_one(engine: StreamEngine, request: EngineRequest) -> AsyncGenerator[TokenDelta, None]:
     """Outputs of one token each, however fast the engine runs ahead of the event loop."""
     async with aclosing(engine.generate(request)) as outputs:
         async for deltas in outputs:

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 
 from serve_app.core.request import EngineRequest
 from serve_app.core.sampling_params import SamplingParams
-from serve_app.engine.async_engine import AsyncEngine
 from serve_app.engine.core import EngineConfig, EngineCore
 from serve_app.errors import (
     ENGINE_DIED,
@@ -29,6 +28,7 @@ from serve_app.fleet import failover
 from serve_app.fleet.attempt import Attempt
 from serve_app.fleet.loss import LossReason
 from serve_app.model import loader
+from tests.engine.streams import StreamEngine
 from tests.fleet.replicas import FAR, Fault, Fleet, Told, told, until
 from tests.models import tiny_model
 
@@ -41,7 +41,7 @@ class Lab:
     """Two engines with the same weights, and the loop they live on."""
 
     runner: asyncio.Runner
-    engines: dict[str, AsyncEngine]
+    engines: dict[str, StreamEngine]
 
     def fleet(self) -> Fleet:
         return Fleet(self.engines)
@@ -51,12 +51,12 @@ class Lab:
 def lab() -> Iterator[Lab]:
     """In float32, on the kernels, where a row has its own bits: log-probabilities are compared to the last one."""
 
-    async def start() -> AsyncEngine:
+    async def start() -> StreamEngine:
         model = loader.from_module(tiny_model("llama", torch.float32), max_model_len=128)
         config = EngineConfig(max_num_batched_tokens=16, kv_cache_gib=0.05)
-        return await AsyncEngine.start_with(lambda: EngineCore(model, config))
+        return await StreamEngine.start_with(lambda: EngineCore(model, config))
 
-    async def start_both() -> dict[str, AsyncEngine]:
+    async def start_both() -> dict[str, StreamEngine]:
         return {"a": await start(), "b": await start()}
 
     with asyncio.Runner() as runner:

@@ -57,8 +57,9 @@ async def test_strangers_are_hung_up_on_and_change_nothing(
         writer.close()
     (line,) = caplog.messages
     assert line.endswith("does not speak the link's language: hung up")
-    (await ingress.start(replica, "a.1")).put_nowait(item(0))
-    await until(lambda: ingress.items == {"a.1": [item(0)]})
+    await ingress.start(replica, "a.1")
+    replica.say("a.1", 0)
+    await until(lambda: ingress.received() == {"a.1": [item(0)]})
     assert set(replica.requests) == {"a.1"}
     ingress.link.close()
 
@@ -77,7 +78,7 @@ async def test_it_may_come_in_pieces_and_with_more(replica: Replica) -> None:
     proof = handshake.receive(await reader.readline())
     request = msgpack.packb(pack_request(EngineRequest("r", (5, 6), SamplingParams()), "a.1"))
     await send(proof[:20], proof[20:] + request[:7], request[7:])
-    await until(lambda: "a.1" in replica.says)
+    await until(lambda: "a.1" in replica.requests)
     writer.close()
 
 
@@ -131,8 +132,9 @@ async def test_what_was_overheard_is_no_key_and_opens_no_other_link(replica: Rep
         ingress = Ingress(replica.server.key)
         await ingress.connect(address)
         await until(lambda: bool(ingress.heard))
-        (await ingress.start(replica, "a.1")).put_nowait(item(0))
-        await until(lambda: ingress.items == {"a.1": [item(0)]})
+        await ingress.start(replica, "a.1")
+        replica.say("a.1", 0)
+        await until(lambda: ingress.received() == {"a.1": [item(0)]})
         ingress.link.close()
         await until(lambda: not replica.server.ends)
     assert replica.server.key.encode() not in sent + answered

@@ -11,16 +11,18 @@ import pytest
 import uvloop
 
 from serve_app.core.request import EngineRequest
-from serve_app.core.results import LOGPROBS, FinishReason, TokenDelta, TokenLogprob
+from serve_app.core.results import LOGPROBS, FinishReason, RequestOutputs, TokenDelta, TokenLogprob
 from serve_app.core.sampling_params import SamplingParams
 from serve_app.errors import OverloadedError
 from serve_app.fleet import link as link_module
 from serve_app.fleet.handshake import Handshake
 from serve_app.fleet.link import IngressEnd
 from serve_app.fleet.loss import LossReason
-from serve_app.fleet.wire import pack_deltas, pack_request, unpack_item, unpack_request
-from tests.fleet.links import LOAD, Ingress, Replica, item, peer, running, shake_hands
+from serve_app.fleet.wire import pack_request, unpack_item
+from tests.fleet.links import LOAD, Ingress, Replica, item, outputs, peer, running, shake_hands
 from tests.fleet.replicas import until
+
+REQUEST = msgpack.packb(pack_request(EngineRequest("r", (5,), SamplingParams()), "a.1"))
 
 
 @pytest.fixture
@@ -29,29 +31,31 @@ async def replica() -> AsyncIterator[Replica]:
         yield replica
 
 
-async def test_what_comes_in_one_turn_of_the_loop_goes_in_one_frame(replica: Replica) -> None:
-    ingress = await Ingress.open(replica)
-    a, b = await ingress.start(replica, "a.1"), await ingress.start(replica, "b.1")
-    frames = len(ingress.heard)
-    a.put_nowait(item(0))
-    b.put_nowait(item(3))
-    a.put_nowait(item(1))
-    await until(lambda: len(ingress.items["a.1"]) == 2)
-    assert ingress.items == {"a.1": [item(0), item(1)], "b.1": [item(3)]}
-    assert len(ingress.heard) == frames + 1
-    a.put_nowait(item(2))
-    await until(lambda: len(ingress.items["a.1"]) == 3)
+async def test_what_is_published_together_goes_in_one_frame_to_each_ingress(replica: Replica) -> None:
+    ingress, other = await Ingress.open(replica), await Ingress.open(replica)
+    await ingress.start(replica, "a.1", "b.1")
+    await other.start(replica, "c.1")
+    frames = len(ingress.heard), len(other.heard)
+    replica.server.publish([outputs("a.1", 0), outputs("c.1", 7), outputs("b.1", 3), outputs("nobody's", 1)])
+    await until(lambda: bool(ingress.items["b.1"]) and bool(other.items["c.1"]))
+    assert ingress.received() == {"a.1": [item(0)], "b.1": [item(3)]}
+    assert other.received() == {"c.1": [item(7)]}
+    assert (len(ingress.heard), len(other.heard)) == (frames[0] + 1, frames[1] + 1)
+    replica.say("a.1", 1)
+    await until(lambda: ingress.received()["a.1"] == [item(0), item(1)])
     ingress.link.close()
+    other.link.close()
 
 
 def test_it_runs_on_the_event_loop_of_rays_processes() -> None:
     async def send_and_hang_up() -> None:
         async with running() as replica:
             ingress = await Ingress.open(replica)
-            (await ingress.start(replica, "a.1")).put_nowait(item(0))
-            await until(lambda: ingress.items["a.1"] == [item(0)])
+            await ingress.start(replica, "a.1")
+            replica.say("a.1", 0)
+            await until(lambda: ingress.received()["a.1"] == [item(0)])
             ingress.link.close()
-            await until(lambda: not replica.says)
+            await until(lambda: not replica.running)
 
     uvloop.run(send_and_hang_up())
 
@@ -73,9 +77,9 @@ async def test_requests_and_every_kind_of_delta_travel_unchanged(replica: Replic
     ingress = await Ingress.open(replica)
     items: list[Any] = []
     ingress.link.start(pack_request(request, "a.1"), items.append)
-    await until(lambda: "a.1" in replica.says)
-    assert unpack_request(replica.requests["a.1"]) == request
-    replica.says["a.1"].put_nowait(pack_deltas([full, plain]))
+    await until(lambda: "a.1" in replica.requests)
+    assert replica.requests["a.1"] == request
+    replica.server.publish([RequestOutputs("a.1", [full, plain])])
     await until(lambda: bool(items))
     assert unpack_item("a.1", items[0]) == [full, plain]
     ingress.link.close()
@@ -86,16 +90,18 @@ async def test_an_ingress_that_does_not_read_loses_its_link_and_nothing_piles_up
 ) -> None:
     monkeypatch.setattr(link_module, "MAX_UNSENT_BYTES", 2**20)
     ingress, other = await Ingress.open(replica), await Ingress.open(replica)
-    says = await ingress.start(replica, "slow")
+    await ingress.start(replica, "slow")
+    much = RequestOutputs("slow", [TokenDelta("slow", 0, 0, (2**20,) * 10_000)])
     assert ingress.link._transport is not None
     ingress.link._transport.pause_reading()
     most = 0
     while len(replica.server.ends) == 2:
-        says.put_nowait([(0, 0, (2**20,) * 10_000)])
+        replica.server.publish([much])
         await asyncio.sleep(0)
         most = max(most, replica.server.unsent_bytes())
     assert 0 < most <= 2**20 + 60_000
-    await until(lambda: not replica.server.attempts())
+    await until(lambda: not replica.running)
+    assert not replica.server.attempts
     assert replica.server.unsent_bytes() == 0
     await other.start(replica, "another")
     other.link.close()
@@ -114,27 +120,28 @@ async def test_refusals_arrive_and_accidents_belong_to_their_attempt(
     replica: Replica, caplog: pytest.LogCaptureFixture
 ) -> None:
     ingress = await Ingress.open(replica)
-    refused, unpackable, failed, fine = [await ingress.start(replica, f"{name}.1") for name in "abcd"]
-    refused.put_nowait(OverloadedError("full", retry_after_s=3.0))
-    unpackable.put_nowait([(0, object())])
-    failed.put_nowait(ZeroDivisionError("secret"))
-    fine.put_nowait(item(0))
+    replica.failures = {"a.1": OverloadedError("full", retry_after_s=3.0), "b.1": ZeroDivisionError("secret")}
+    await ingress.start(replica, "a.1", "b.1", "c.1", "d.1", "e.1")
+    unpackable = TokenDelta("c.1", 0, 0, (5,), results={LOGPROBS: (object(),)})
+    refused = outputs("d.1", ended=True, error=OverloadedError("full"))
+    replica.server.publish([RequestOutputs("c.1", [unpackable]), refused, outputs("e.1", 0)])
     await until(lambda: all(ingress.items.values()))
     codes = {name: told[0]["code"] for name, told in ingress.items.items() if isinstance(told[0], dict)}
-    assert codes == {"a.1": "queue_full", "b.1": "engine_error", "c.1": "engine_error"}
-    assert ingress.items["d.1"] == [item(0)]
+    assert codes == {"a.1": "queue_full", "b.1": "engine_error", "c.1": "engine_error", "d.1": "queue_full"}
+    assert ingress.received()["e.1"] == [item(0)]
     assert "secret" not in str(ingress.items)
     assert [record.getMessage() for record in caplog.records] == ["attempt b.1 failed", "attempt c.1 failed"]
+    assert "c.1" not in replica.running, "aborted"
+    assert set(replica.server.attempts) == {"e.1"}
     ingress.link.close()
 
 
 async def test_an_attempts_end_is_told_once(replica: Replica) -> None:
     ingress = await Ingress.open(replica)
-    attempt = await ingress.start(replica, "a.1")
-    attempt.put_nowait(item(0))
-    attempt.put_nowait(None)
+    await ingress.start(replica, "a.1")
+    replica.say("a.1", 0, ended=True)
     await until(lambda: len(ingress.items["a.1"]) == 2)
-    assert ingress.items["a.1"][0] == item(0)
+    assert ingress.received()["a.1"][0] == item(0)
     assert str(ingress.items["a.1"][1]) == "cut"
     ingress.link.close()
     await ingress.link.lost
@@ -143,15 +150,19 @@ async def test_an_attempts_end_is_told_once(replica: Replica) -> None:
 
 async def test_what_is_let_go_is_aborted_and_nothing_else(replica: Replica) -> None:
     ingress = await Ingress.open(replica)
-    await ingress.start(replica, "a.1")
-    b = await ingress.start(replica, "b.1")
+    other = await Ingress.open(replica)
+    await ingress.start(replica, "a.1", "b.1")
+    other.items["b.1"] = []
+    other.link._write(msgpack.packb("b.1"))
     ingress.link.cancel("a.1")
     ingress.link.cancel("a.1")
     ingress.link.cancel("unknown")
-    await until(lambda: set(replica.says) == {"b.1"})
-    b.put_nowait(item(0))
-    await until(lambda: ingress.items == {"a.1": [], "b.1": [item(0)]})
+    await until(lambda: replica.running == {"b.1"})
+    await other.start(replica, "c.1")  # so that what the other one wrote before has come as well
+    replica.server.publish([outputs("a.1", 0), outputs("b.1", 0)])
+    await until(lambda: ingress.received() == {"a.1": [], "b.1": [item(0)]})
     ingress.link.close()
+    other.link.close()
 
 
 async def test_an_ingress_that_hangs_up_takes_its_attempts_with_it(replica: Replica) -> None:
@@ -159,7 +170,7 @@ async def test_an_ingress_that_hangs_up_takes_its_attempts_with_it(replica: Repl
     await one.start(replica, "a.1")
     await other.start(replica, "b.1")
     one.link.close()
-    await until(lambda: set(replica.says) == {"b.1"})
+    await until(lambda: replica.running == {"b.1"})
     assert await one.link.lost is LossReason.UNAVAILABLE
     assert [str(loss) for loss in one.items["a.1"]] == ["unavailable"]
     assert other.items == {"b.1": []}
@@ -171,11 +182,11 @@ async def test_an_ingress_that_hangs_up_takes_its_attempts_with_it(replica: Repl
 
 async def test_a_dead_engine_ends_its_links_after_its_outputs(replica: Replica) -> None:
     ingress = await Ingress.open(replica)
-    attempt = await ingress.start(replica, "a.1")
+    await ingress.start(replica, "a.1")
     replica.alive = False
-    attempt.put_nowait(item(0))
+    replica.say("a.1", 0)
     assert await ingress.link.lost is LossReason.ENGINE_DIED
-    assert ingress.items["a.1"][0] == item(0)
+    assert ingress.received()["a.1"][0] == item(0)
     assert str(ingress.items["a.1"][1]) == "engine_died"
     later = await Ingress.to(replica)
     assert await later.link.lost is LossReason.ENGINE_DIED
@@ -183,7 +194,14 @@ async def test_a_dead_engine_ends_its_links_after_its_outputs(replica: Replica) 
 
 
 @pytest.mark.parametrize(
-    "sent", [b"\xc1", msgpack.packb(5), msgpack.packb({})], ids=["no msgpack", "a number", "no id"]
+    "sent",
+    [
+        b"\xc1",
+        msgpack.packb(5),
+        msgpack.packb({}),
+        2 * REQUEST,
+    ],
+    ids=["no msgpack", "a number", "no id", "an id twice"],
 )
 async def test_who_says_what_no_ingress_says_is_hung_up_on(replica: Replica, sent: bytes) -> None:
     reader, writer = await replica.connect()
@@ -223,8 +241,9 @@ async def test_a_replica_is_drained_when_every_ingress_has_hung_up(replica: Repl
     drained = asyncio.create_task(replica.server.drained())
     other.link.close()
     await until(lambda: len(replica.server.ends) == 1)
-    (await one.start(replica, "a.1")).put_nowait(None)
-    await until(lambda: not replica.says)
+    await one.start(replica, "a.1")
+    replica.say("a.1", ended=True)
+    await until(lambda: bool(one.items["a.1"]))
     assert not drained.done(), "it may have more for a replica that is leaving"
     one.link.close()
     await asyncio.wait_for(drained, 10)

@@ -7,8 +7,8 @@ import struct
 import time
 import weakref
 from collections import Counter
-from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from itertools import cycle
@@ -18,8 +18,8 @@ import pytest
 import torch
 
 from serve_app.core.request import EngineRequest
+from serve_app.core.results import RequestOutputs
 from serve_app.core.sampling_params import SamplingParams
-from serve_app.engine.async_engine import AsyncEngine
 from serve_app.engine.core import EngineConfig, EngineCore
 from serve_app.errors import OverloadedError
 from serve_app.fleet import transport as transport_module
@@ -32,8 +32,9 @@ from serve_app.fleet.replica_set import ReplicaSet
 from serve_app.fleet.transport import LinkTransport
 from serve_app.fleet.unread import UnreadBytes
 from serve_app.fleet.watchdog import Watchdog
-from serve_app.fleet.wire import WireDelta, WireLoad, WireRequest, pack_deltas, pack_load, unpack_request
+from serve_app.fleet.wire import WireLoad, pack_load
 from serve_app.model import loader
+from tests.engine.streams import StreamEngine
 from tests.fleet.replicas import one_by_one, told, until
 from tests.models import tiny_model
 
@@ -44,7 +45,7 @@ REQUEST = EngineRequest("r", tuple(range(5, 125)), SamplingParams(max_tokens=20,
 class Fleet:
     """An ingress's side of a fleet whose replicas can be added and lost."""
 
-    engine: AsyncEngine
+    engine: StreamEngine
     replicas: ReplicaSet = field(default_factory=ReplicaSet)
     policy: PrefixRouting = field(default_factory=PrefixRouting)
     servers: dict[str, LinkServer] = field(default_factory=dict)
@@ -54,7 +55,11 @@ class Fleet:
     """How long the prompts were whose attempts began, in order."""
     num_refusals: int = 0
     frozen: bool = False
-    """Attempts get no further."""
+    """Attempts get no further than their first outputs."""
+    stuck: set[str] = field(default_factory=set)
+    """Those that did not."""
+    num_prompt_tokens: dict[str, int] = field(default_factory=dict)
+    """Of attempts that have not begun."""
 
     def __post_init__(self) -> None:
         self.transport = LinkTransport(self.replicas, self.policy)
@@ -66,10 +71,11 @@ class Fleet:
         )
         self.watchdog = Watchdog(self.transport, self.replicas)
 
-    async def add(self, *names: str, engine: AsyncEngine | None = None) -> None:
+    async def add(self, *names: str, engine: StreamEngine | None = None) -> None:
         for name in names:
-            generate = partial(self.generate, engine=engine or self.engine)
-            server = self.servers[name] = LinkServer(generate, self.load)
+            chosen = engine or self.engine
+            server = self.servers[name] = LinkServer(partial(self.submit, chosen), chosen.abort, self.load)
+            chosen.listeners.append(partial(self.publish_outputs, server))
             address = await server.listen("127.0.0.1")
             self.metadata[name] = self.describe((address, server.key))
         self.publish(*self.servers)
@@ -88,20 +94,19 @@ class Fleet:
         for end in list(server.ends):
             end._transport.abort()
 
-    async def generate(self, data: WireRequest, engine: AsyncEngine) -> AsyncGenerator[list[WireDelta], None]:
-        request = unpack_request(data)
-        begun = False
-        try:
-            async for deltas in engine.generate(replace(request, request_id=f"{id(data)}.{request.request_id}")):
-                if not begun:
-                    begun = True
-                    self.begun.append(len(request.prompt_token_ids))
-                yield pack_deltas(deltas)
+    def submit(self, engine: StreamEngine, request: EngineRequest) -> None:
+        self.num_prompt_tokens[request.request_id] = len(request.prompt_token_ids)
+        engine.submit(request)
+
+    def publish_outputs(self, server: LinkServer, batch: list[RequestOutputs]) -> None:
+        for outputs in batch:
+            if (attempt_id := outputs.request_id) in server.attempts and attempt_id not in self.stuck:
+                if (length := self.num_prompt_tokens.pop(attempt_id, None)) is not None and outputs.deltas:
+                    self.begun.append(length)
+                self.num_refusals += isinstance(outputs.error, OverloadedError)
+                server.publish([outputs])
                 if self.frozen:
-                    await asyncio.get_running_loop().create_future()
-        except OverloadedError:
-            self.num_refusals += 1
-            raise
+                    self.stuck.add(attempt_id)
 
     def load(self) -> WireLoad:
         return pack_load(self.engine.stats(), 1, None)
@@ -128,7 +133,7 @@ class Fleet:
 
 
 @asynccontextmanager
-async def running(engine: AsyncEngine) -> AsyncIterator[Fleet]:
+async def running(engine: StreamEngine) -> AsyncIterator[Fleet]:
     fleet = Fleet(engine)
     watching = asyncio.create_task(fleet.watchdog.run())
     yield fleet
@@ -139,20 +144,20 @@ async def running(engine: AsyncEngine) -> AsyncIterator[Fleet]:
 
 
 @pytest.fixture
-async def fleet(tiny_engine: AsyncEngine) -> AsyncIterator[Fleet]:
+async def fleet(tiny_engine: StreamEngine) -> AsyncIterator[Fleet]:
     async with running(tiny_engine) as fleet:
         yield fleet
 
 
 @pytest.fixture
-async def small_engines() -> AsyncIterator[list[AsyncEngine]]:
+async def small_engines() -> AsyncIterator[list[StreamEngine]]:
     """Two with three places each, one of them without a slot."""
     config = EngineConfig(max_num_seqs=2, max_num_waiting=1, max_num_batched_tokens=64, kv_cache_gib=0.1)
 
     def build() -> EngineCore:
         return EngineCore(loader.from_module(tiny_model("llama", torch.float64), max_model_len=512), config)
 
-    engines = [await AsyncEngine.start_with(build) for _ in range(2)]
+    engines = [await StreamEngine.start_with(build) for _ in range(2)]
     yield engines
     for engine in engines:
         await engine.shutdown()
@@ -174,7 +179,7 @@ async def tokens(fleet: Fleet, number: int = 0) -> list[int]:
     return choice.token_ids
 
 
-async def expected(engine: AsyncEngine, number: int = 0) -> list[int]:
+async def expected(engine: StreamEngine, number: int = 0) -> list[int]:
     return [i async for deltas in engine.generate(numbered(number)) for delta in deltas for i in delta.token_ids]
 
 
@@ -202,7 +207,7 @@ async def test_a_shared_prefix_goes_to_one_replica_and_the_accounts_know_it(flee
         task.cancel()
     await asyncio.gather(first, second, return_exceptions=True)
     assert set(fleet.sequences().values()) == {0}
-    await until(lambda: not any(server.attempts() for server in fleet.servers.values()))
+    await until(lambda: not any(server.attempts for server in fleet.servers.values()))
 
 
 async def test_those_who_wait_are_spread_whoever_is_heard_first(fleet: Fleet) -> None:
@@ -389,7 +394,7 @@ async def test_who_is_not_known_has_left_and_who_does_not_answer_is_unavailable(
 
 
 async def test_those_whom_a_dead_replica_leaves_get_the_others_room_in_order(
-    fleet: Fleet, small_engines: list[AsyncEngine]
+    fleet: Fleet, small_engines: list[StreamEngine]
 ) -> None:
     expectations = [await expected(small_engines[0], number) for number in range(10, 19)]
     for name, engine in zip("ab", small_engines, strict=True):
@@ -413,7 +418,7 @@ async def test_those_whom_a_dead_replica_leaves_get_the_others_room_in_order(
     assert fleet.sequences()["b"] == 0
 
 
-async def test_room_that_another_ingress_leaves_is_found(fleet: Fleet, small_engines: list[AsyncEngine]) -> None:
+async def test_room_that_another_ingress_leaves_is_found(fleet: Fleet, small_engines: list[StreamEngine]) -> None:
     other = Fleet(fleet.engine)
     await other.add("a", engine=small_engines[0])
     fleet.metadata = other.metadata
@@ -477,14 +482,24 @@ async def test_a_stream_that_is_not_read_is_computed_no_further_and_goes_on_with
     subject = replace(REQUEST, params=replace(REQUEST.params, max_tokens=130, logprobs=20, temperature=1.0))
     num_items = 0
 
-    async def one_at_a_time(data: WireRequest) -> AsyncGenerator[list[WireDelta], None]:
-        nonlocal num_items
-        async for delta in one_by_one(fleet.engine, unpack_request(data)):
-            num_items += 1
-            yield pack_deltas([delta])
-            await asyncio.sleep(0.001)
+    running: dict[str, asyncio.Task[None]] = {}
 
-    server = fleet.servers["a"] = LinkServer(one_at_a_time, fleet.load)
+    def submit(request: EngineRequest) -> None:
+        running[request.request_id] = asyncio.create_task(one_at_a_time(request))
+
+    async def one_at_a_time(request: EngineRequest) -> None:
+        nonlocal num_items
+        async with aclosing(one_by_one(fleet.engine, request)) as deltas:
+            async for delta in deltas:
+                num_items += 1
+                ended = delta.finish_reason is not None
+                server.publish([RequestOutputs(request.request_id, [delta], ended)])
+                await asyncio.sleep(0.001)
+
+    def abort(request_id: str) -> None:
+        running[request_id].cancel()
+
+    server = fleet.servers["a"] = LinkServer(submit, abort, fleet.load)
     fleet.metadata["a"] = fleet.describe((await server.listen("127.0.0.1"), server.key))
     fleet.publish("a")
     (whole,) = await told(fleet.failover, subject)
@@ -493,7 +508,7 @@ async def test_a_stream_that_is_not_read_is_computed_no_further_and_goes_on_with
     place = Place()
     stream = fleet.failover.generate(subject, deadline=1e9, place=place)
     deltas = await anext(stream)
-    await until(lambda: fleet.in_flight() == {"a": 0} and not server.attempts())
+    await until(lambda: fleet.in_flight() == {"a": 0} and not server.attempts)
     assert place.told == ["lent"]
     assert num_items < 65
     assert 20_000 < unread.held < 40_000

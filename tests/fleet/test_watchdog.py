@@ -7,10 +7,10 @@ import pytest
 
 from serve_app.core.request import EngineRequest
 from serve_app.core.sampling_params import SamplingParams
-from serve_app.engine.async_engine import AsyncEngine
 from serve_app.fleet.loss import LossReason
 from serve_app.fleet.watchdog import SILENCE_S, TICK_S, Watchdog
 from serve_app.fleet.wire import WireLoad
+from tests.engine.streams import StreamEngine
 from tests.fleet.replicas import Fault, Fleet, Told, told, until
 
 STALL_TIMEOUT_S = 3.0
@@ -23,7 +23,7 @@ def load(step_age_s: float | None = None) -> WireLoad:
 
 
 @pytest.fixture
-async def fleet(tiny_engine: AsyncEngine) -> Fleet:
+async def fleet(tiny_engine: StreamEngine) -> Fleet:
     """Two names for one engine: which of them has a request matters here, not what it computes."""
     return Fleet({"a": tiny_engine, "b": tiny_engine})
 

@@ -1,6 +1,8 @@
 """JSON schemas of users: every bound is kept, what pydantic writes is served, and what cannot be is refused by path."""
 
 import json
+import math
+import random
 import re
 import subprocess
 import sys
@@ -18,6 +20,7 @@ from pydantic import Base64Bytes, BaseModel, SecretBytes, SecretStr
 from serve_app import grammars
 from serve_app.errors import EngineError, InvalidRequestError
 from serve_app.grammars import Refusal
+from serve_app.grammars.numbers import MAX_STATES
 from tests.grammars.test_random_schemas import BYTES, EOS, walk
 
 MAX_INT64 = 2**63 - 1
@@ -124,7 +127,7 @@ def test_a_number_that_cannot_be_kept_is_refused_with_its_path(part: dict[str, A
 
 def test_sizes_and_factors_of_any_length_are_refused() -> None:
     assert refusal({"type": "string", "minLength": 10**400}).code == Refusal.TOO_LARGE
-    primes = [{"type": "integer", "multipleOf": prime} for prime in (9967, 9949)]
+    primes = [{"type": "integer", "multipleOf": prime} for prime in (4987, 4973)]
     assert refusal({"prefixItems": primes}).code == Refusal.TOO_LARGE
 
 
@@ -190,6 +193,68 @@ def test_patterns_that_match_a_declared_property(kind: str, required: bool) -> N
         if matcher_output is not None:
             jsonschema.validate(json.loads(matcher_output), whole)
     assert not accepts(whole, '{"part": {"score": 1, ')
+
+
+INTEGER = {"type": "integer"}
+DECLARED: dict[str, Any] = {"properties": {"score": INTEGER}}
+ONLY = {"patternProperties": {"^score$": INTEGER}, "additionalProperties": False}
+NEEDED = {"required": ["score"]}
+JOINED: dict[str, dict[str, Any]] = {
+    "allOf": {"allOf": [DECLARED | NEEDED, ONLY]},
+    "beside allOf": {**DECLARED, **NEEDED, "allOf": [ONLY]},
+    "beside anyOf": {**DECLARED, **NEEDED, "anyOf": [ONLY, {**ONLY, "title": "b"}]},
+    "beside oneOf": {**DECLARED, **NEEDED, "oneOf": [ONLY]},
+    "beside $ref": {**DECLARED, **NEEDED, "$ref": "#/$defs/only"},
+    "two $ref": {"allOf": [{"$ref": "#/$defs/declared"}, {"$ref": "#/$defs/only"}]},
+    "required elsewhere": {**DECLARED, "allOf": [NEEDED, ONLY]},
+    "not declared": {"allOf": [NEEDED, ONLY]},
+    "not required": {"allOf": [DECLARED, ONLY]},
+}
+
+
+@pytest.mark.parametrize("name", JOINED)
+def test_patterns_that_match_a_property_of_a_joined_schema(name: str) -> None:
+    """Their comma promised a name that was used up."""
+    part = {"type": "object", **JOINED[name]}
+    shared = {"declared": DECLARED | NEEDED, "only": ONLY}
+    error = refusal({"type": "object", "properties": {"part": part}, "$defs": shared})
+    assert error.code == Refusal.UNSUPPORTED
+    assert "`patternProperties` leaves no name" in error.message
+
+
+def test_patterns_of_joined_schemas_that_leave_names_are_served() -> None:
+    open_ended = {"patternProperties": {"^[a-z]+$": INTEGER}, "additionalProperties": False}
+    schema = {"type": "object", "allOf": [DECLARED | NEEDED, open_ended]}
+    assert accepts(schema, '{"score": 1, "b": 2}')
+    assert not accepts(schema, '{"score": 1, "B')
+
+
+def test_required_properties_that_only_a_pattern_declares() -> None:
+    schema = {"type": "object", "patternProperties": {"^(a|b)$": INTEGER}, "additionalProperties": False}
+    for required in (["a"], ["a", "b"]):
+        part = {**schema, "required": required}
+        for seed in range(30):
+            output = walk(grammars.json_schema(part), seed, most=400)
+            assert output is not None
+            jsonschema.validate(json.loads(output), part)
+
+
+@pytest.mark.parametrize("bounds", [{}, {"maximum": 690_000}, {"minimum": -400_001}, {"minimum": -9, "maximum": 2**52}])
+@pytest.mark.parametrize("factors", [[4_999], [71, 67], [9_999], [97, 89]])
+def test_a_multiple_is_enforced_to_its_end_or_refused(bounds: dict[str, Any], factors: list[int]) -> None:
+    schema = {**INTEGER, **bounds, "allOf": [{"multipleOf": factor} for factor in factors]}
+    if math.prod(factors) > MAX_STATES:
+        assert refusal(schema).code in (Refusal.UNSUPPORTED, Refusal.TOO_LARGE)
+        return
+    grammar = grammars.json_schema(schema)
+    for seed in range(5):
+        matcher, rng = BYTES.matcher(grammar), random.Random(seed)
+        for _ in range(40):
+            allowed = matcher.allowed()
+            assert allowed is not None
+            if (chosen := rng.choice(allowed.ids())) == EOS:
+                break
+            assert matcher.consume([chosen])
 
 
 @pytest.mark.parametrize(

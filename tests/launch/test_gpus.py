@@ -3,6 +3,7 @@
 import json
 import signal
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -20,6 +21,29 @@ def test_without_any_gpu_it_is_refused_in_a_line(start: StartServer) -> None:
     errors = [line for line in server.lines if not line.startswith("serve-app [")]
     assert len(errors) == 1, server.lines
     assert "setting `device`: cuda, but Ray finds no GPU on this machine" in errors[0]
+
+
+@pytest.mark.parametrize(
+    ("options", "there", "said"),
+    [
+        ({"num_gpus": 0.5}, {}, "`ray_actor_options.num_gpus` is 0.5, but Ray finds 0 GPU"),
+        ({"num_gpus": 2}, {"GPU": 1}, "`ray_actor_options.num_gpus` is 2, but Ray finds 1 GPU"),
+        ({"num_cpus": 1000}, {}, "`ray_actor_options.num_cpus` is 1000, but Ray finds"),
+        ({"resources": {"x": 1}}, {}, "`ray_actor_options.resources.x` is 1, but Ray finds 0 x"),
+    ],
+)
+def test_what_no_node_has_is_refused_in_a_line(
+    start: StartServer, options: dict[str, Any], there: dict[str, float], said: str
+) -> None:
+    environment = {"RAY_OVERRIDE_RESOURCES": json.dumps(there)} if there else {}
+    server = start(
+        {"device": "auto"}, environment, deployments=[{"name": "EngineReplica", "ray_actor_options": options}]
+    )
+    assert server.process.wait(120) == 2
+    server.wait_stopped()
+    errors = [line for line in server.lines if not line.startswith("serve-app [")]
+    assert len(errors) == 1, server.lines
+    assert f"deployment EngineReplica: {said}" in errors[0]
 
 
 def test_replicas_that_share_a_gpu_wait_for_no_other(start: StartServer) -> None:

@@ -60,9 +60,11 @@ backend http-lost
 """
 
 
-# One place in the engine, one in the queue: the ingress gets 260 requests at once.
+# One slot in the engine, one in the queue, 64 unfinished bodies: the ingress gets 324 requests at once, of the 1000
+# connections that CONFIG permits.
 SETTINGS = Settings(
-    engine=EngineSettings(max_num_seqs=1, max_num_waiting=0), ingress=IngressSettings(max_queued_requests=1)
+    engine=EngineSettings(max_num_seqs=1, max_num_waiting=0),
+    ingress=IngressSettings(max_queued_requests=1, max_unfinished_per_source=64),
 )
 
 

@@ -3,6 +3,7 @@
 import errno
 import os
 import shutil
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +12,7 @@ import pytest
 
 from serve_app.errors import ConfigError
 from serve_app.launch import surroundings
-from serve_app.launch.ports import check_port
+from serve_app.launch.ports import check_port, free_port
 from serve_app.launch.surroundings import check_surroundings, make_rays_token
 from tests.serving.conftest import write_config
 
@@ -99,10 +100,18 @@ def test_a_user_without_a_home(monkeypatch: pytest.MonkeyPatch) -> None:
         check_surroundings(Path("/tmp"))
 
 
-@pytest.mark.parametrize("host", ["256.1.1.1", "no.such.host.invalid", "a\0b", "é" * 80, "127.0.0.1"])
+@pytest.mark.parametrize("host", ["256.1.1.1", "no.such.host.invalid", "a\0b", "é" * 80, "192.0.2.1"])
 def test_where_nothing_can_listen(host: str) -> None:
     with pytest.raises(ConfigError, match="cannot listen"):
-        check_port(host, 99_999_999)
+        check_port(host, free_port())
+
+
+def test_a_port_in_use_and_ports_that_cannot_be() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server, pytest.raises(ConfigError, match="cannot listen"):
+        check_port("127.0.0.1", server.getsockname()[1])
+    for port in (0, 65_536, 99_999_999):
+        with pytest.raises(ConfigError, match="is not between 1 and 65535"):
+            check_port("127.0.0.1", port)
 
 
 def test_a_soft_limit_of_open_files_is_raised(tmp_path: Path) -> None:

@@ -61,7 +61,7 @@ def defined_series() -> set[str]:
     register_held_bytes(engine.registry, {"outputs": HeldBytes(lambda: 0, 1)})
     ingress = IngressMetrics(lambda: 0, lambda: 0)
     loop = asyncio.new_event_loop()
-    register_upkeep(ingress.registry, loop, LastingTasks(), lambda: False)
+    register_upkeep(ingress.registry, loop, LastingTasks(), lambda: False, lambda: False)
     families = [*engine.registry.collect(), *ingress.registry.collect()]
     loop.close()
     endings = {"counter": ("_total",), "gauge": ("",), "histogram": ("_bucket", "_sum", "_count")}

@@ -1,8 +1,10 @@
 """Counters count what happened, and one page holds what several processes said."""
 
+import ast
 import urllib.request
 from collections.abc import Collection
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,9 +13,12 @@ import pytest
 from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
+import serve_app
+from serve_app.api.request_events import REFUSAL_REASONS
 from serve_app.core.step_cost import DeviceLimits
 from serve_app.core.step_plan import ScheduledRequest
 from serve_app.core.step_record import SchedulerStats, StepRecord
+from serve_app.errors import OverloadedError, RequestTimeoutError, UnavailableError
 from serve_app.observability.metrics import EngineMetrics, IngressMetrics, merge_expositions
 from serve_app.observability.metrics_port import serve_registry
 
@@ -206,6 +211,32 @@ def test_waits_and_refusals_are_counted() -> None:
     assert value("serve_app_refusals_total", {"reason": "queue_share"}) == 1
     assert value("serve_app_grammar_build_seconds_sum") == pytest.approx(0.02)
     assert value("serve_app_grammar_refusals_total", {"reason": "grammar_invalid"}) == 1
+
+
+def test_expected_series_are_there_at_zero() -> None:
+    """A counter that begins at its first event never counts that event in a rate."""
+    metrics = IngressMetrics(lambda: 0, lambda: 0)
+    metrics.expect(["chat"], ["failed"], ["stalled"], ["queue_full"], ["grammar_invalid"])
+    value = metrics.registry.get_sample_value
+    assert value("serve_app_requests_total", {"endpoint": "chat", "outcome": "failed"}) == 0
+    assert value("serve_app_failovers_total", {"reason": "stalled"}) == 0
+    assert value("serve_app_refusals_total", {"reason": "queue_full"}) == 0
+    assert value("serve_app_grammar_refusals_total", {"reason": "grammar_invalid"}) == 0
+
+
+CODED = ("OverloadedError", "RequestTimeoutError", "UnavailableError", "_refusal")
+UNCOUNTED = {"flood", "keys_file_invalid"}
+"""Refused before a request is counted: by the proxy, or for want of a key."""
+
+
+def test_every_refusal_has_a_series_before_it_happens() -> None:
+    codes = {error.default_code for error in (OverloadedError, RequestTimeoutError, UnavailableError)}
+    for path in Path(serve_app.__file__).parent.rglob("*.py"):
+        for call in ast.walk(ast.parse(path.read_text())):
+            if isinstance(call, ast.Call) and ast.unparse(call.func).rpartition(".")[2] in CODED:
+                texts = [keyword.value for keyword in call.keywords if keyword.arg == "code"]
+                codes |= {text.value for text in texts if isinstance(text, ast.Constant)}
+    assert codes - UNCOUNTED == set(REFUSAL_REASONS)
 
 
 def test_pages_merge_into_one_with_the_replicas_names() -> None:

@@ -3,7 +3,6 @@
 import os
 import signal
 import time
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -11,16 +10,17 @@ import httpx
 import psutil
 import pytest
 
-from serve_app.launch.ports import free_port
 from serve_app.tenants.key_file import add_key, remove_key
-from tests.serving.conftest import Server, launch, wait_for, write_config
-from tests.serving.test_keys import Keyed
+from tests.serving.conftest import Server, wait_for
+from tests.serving.keyed import Keyed, keyed
+
+__all__ = ["keyed"]
 
 pytestmark = pytest.mark.cluster
 
 # Where nothing listens: whatever goes there fails.
 NOWHERE = "http://127.0.0.1:9"
-PROXIES = {name: NOWHERE for name in ("http_proxy", "https_proxy", "all_proxy", "grpc_proxy", "HTTP_PROXY")}
+ENVIRONMENT = {name: NOWHERE for name in ("http_proxy", "https_proxy", "all_proxy", "grpc_proxy", "HTTP_PROXY")}
 BROKEN = {
     "not UTF-8": b"\xff\xfe",
     "UTF-16": "applications: []".encode("utf-16"),
@@ -33,31 +33,6 @@ BROKEN = {
     "a long name": b"applications:\n- {name: serve_app, import_path: 'serve_app.app:build', args: {model: /%b}}"
     % (b"x" * 300),
 }
-
-
-@pytest.fixture(scope="module")
-def keyed(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Keyed]:
-    folder = tmp_path_factory.mktemp("operated")
-    args = {
-        "model": str(tiny_folder),
-        "served_model_name": "tiny",
-        "device": "cpu",
-        "engine": {"max_num_seqs": 8, "max_num_batched_tokens": 64, "kv_cache_gib": 0.05, "num_threads": 1},
-        "ingress": {"keys_file": str(folder / "keys.yaml"), "ledger_folder": str(folder / "ledger")},
-    }
-    keys: dict[str, str] = {}
-    built = Keyed(None, folder / "keys.yaml", keys, folder / "ledger")  # type: ignore[arg-type]
-    for name in ("a", "revoked"):
-        built.add(name)
-    built.add("admin", admin=True)
-    port = free_port()
-    built.server = Server(launch(write_config(folder, args, port), PROXIES), f"http://127.0.0.1:{port}")
-    try:
-        built.server.wait_ready()
-        yield built
-    finally:
-        if built.server.process.poll() is None:
-            built.server.stop()
 
 
 def count(server: Server, part: str) -> int:
@@ -77,16 +52,16 @@ def test_a_proxy_of_the_environment_gets_no_request_to_this_machine(keyed: Keyed
 
 
 def test_a_date_that_does_not_exist_keeps_no_key_in_force(keyed: Keyed) -> None:
-    assert [keyed.complete(name).status_code for name in ("a", "revoked")] == [200, 200]
+    assert [keyed.complete(name).status_code for name in ("a", "b")] == [200, 200]
     good = keyed.file.read_text()
     keyed.file.write_text(f"{good}\nnew:\n  sha256: {'0' * 64}\n  expires: 2027-02-30\n")
     keyed.said("the keys known before stay in force")
     assert "serve_app_keys_file_invalid 1.0" in keyed.get("/metrics", "admin").text
-    assert keyed.complete("revoked").status_code == 200
+    assert keyed.complete("b").status_code == 200
     keyed.file.write_text(good)
-    remove_key(keyed.file, "revoked")
+    remove_key(keyed.file, "b")
     mended = time.monotonic()
-    wait_for(lambda: keyed.complete("revoked").status_code == 401, "the end of the key")
+    wait_for(lambda: keyed.complete("b").status_code == 401, "the end of the key")
     print(f"revoked {time.monotonic() - mended:.2f} s after the file was mended")
     assert "serve_app_keys_file_invalid 0.0" in keyed.get("/metrics", "admin").text
     assert keyed.complete("a").status_code == 200
@@ -123,6 +98,21 @@ def test_the_days_use_outlives_the_ledgers_file(keyed: Keyed) -> None:
     wait_for(lambda: sum(line.get("requests", 1) for line in keyed.lines("a")) == before["requests"], "the sums")
     assert keyed.complete("a").status_code == 200
     assert keyed.get("/v1/usage", "a").json()["today"]["requests"] == before["requests"] + 1
+
+
+def test_the_days_use_outlives_a_pipe_in_the_ledgers_place(keyed: Keyed) -> None:
+    before = keyed.get("/v1/usage", "a").json()["today"]["requests"]
+    (file,) = keyed.ledger.glob("usage-*.jsonl")
+    file.unlink()
+    os.mkfifo(file)
+    keyed.said("the ledger's file of today cannot be used")
+    assert "serve_app_ledger_unusable 1.0" in keyed.get("/metrics", "admin").text
+    assert keyed.complete("a").status_code == 200
+    assert keyed.get("/v1/usage", "a").json()["today"]["requests"] == before + 1
+    assert status(keyed, "/health/ready") == 200
+    file.unlink()
+    wait_for(lambda: "serve_app_ledger_unusable 0.0" in keyed.get("/metrics", "admin").text, "the file")
+    assert sum(line.get("requests", 1) for line in keyed.lines("a")) == before + 1
 
 
 def test_an_ingress_that_starts_with_a_broken_keys_file_lets_nobody_in_until_it_is_mended(keyed: Keyed) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import os
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -55,3 +56,9 @@ def test_changes_of_the_keys_are_kept_by_name(tmp_path: Path) -> None:
 def test_what_cannot_be_written_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     AuditLog(tmp_path / "no folder", Clock()).accessed("boss", "/metrics")
     assert [record.levelno for record in caplog.records] == [logging.ERROR]
+
+
+def test_a_pipe_in_its_place_is_not_waited_for(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    os.mkfifo(tmp_path / "audit-2026-11.jsonl")
+    AuditLog(tmp_path, Clock()).accessed("boss", "/metrics")
+    assert "audit-2026-11.jsonl cannot be written: is not a regular file" in caplog.text

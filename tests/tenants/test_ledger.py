@@ -6,10 +6,14 @@ import itertools
 import logging
 import multiprocessing
 import os
+import re
 import shutil
 import signal
+import socket
 import tempfile
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from datetime import UTC, date, datetime
 from pathlib import Path
@@ -21,7 +25,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from serve_app.errors import ConfigError
-from serve_app.tenants.ledger import Ledger, Spent, Totals, ledger_file, read_ledger
+from serve_app.tenants.day_file import MAX_LINE_BYTES, ledger_file
+from serve_app.tenants.ledger import Ledger, Spent, read_ledger
+from serve_app.tenants.totals import MAX_COUNT, Totals
 
 NOON = datetime(2026, 11, 23, 12, tzinfo=UTC).timestamp()
 DAY = date(2026, 11, 23)
@@ -145,12 +151,13 @@ def test_what_cannot_be_written_counts_and_is_told(tmp_path: Path, caplog: pytes
     ledger = Ledger(tmp_path, Clock())
     ledger.write(SPENT)
     assert ledger.today("team").requests == 1
-    writable, ledger._file = ledger._file, os.open(ledger_file(tmp_path, DAY), os.O_RDONLY)
+    assert ledger._file is not None
+    writable, ledger._file._file = ledger._file._file, os.open(ledger_file(tmp_path, DAY), os.O_RDONLY)
     ledger.write(SPENT)
     ledger.write(SPENT)
     assert ledger.today("team").requests == 3, "limits hold without the file"
-    os.close(ledger._file)
-    ledger._file = writable
+    os.close(ledger._file._file)
+    ledger._file._file = writable
     ledger.write(SPENT)
     assert [(record.levelno, "cannot be written" in record.message) for record in caplog.records] == [
         (logging.ERROR, True)
@@ -306,9 +313,10 @@ def test_a_disk_that_fails_is_told_and_tried_again(tmp_path: Path, caplog: pytes
     ledger = Ledger(tmp_path, Clock())
     ledger.write(SPENT)
     reader, writer = os.pipe()  # which no fsync is for
-    real, ledger._file = ledger._file, writer
+    assert ledger._file is not None
+    real, ledger._file._file = ledger._file._file, writer
     ledger.sync()
-    ledger._file = real
+    ledger._file._file = real
     ledger.sync()
     os.close(reader)
     os.close(writer)
@@ -330,6 +338,140 @@ def test_a_day_begins_at_zero_where_its_file_cannot_be_opened(tmp_path: Path) ->
     ledger.look()
     assert ledger.today("team").requests == 1
     assert len(lines(folder, date(2026, 11, 24))) == 1
+
+
+def socket_at(path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(path))
+
+
+def sparse(path: Path) -> None:
+    path.touch()
+    os.truncate(path, 300 * 2**20)
+
+
+OTHERS: dict[str, Callable[[Path], object]] = {
+    "pipe": os.mkfifo,
+    "device": lambda path: path.symlink_to("/dev/null"),
+    "endless": lambda path: path.symlink_to("/dev/zero"),
+    "folder": Path.mkdir,
+    "socket": socket_at,
+    "sparse": sparse,
+    "long line": lambda path: path.write_bytes(b"x" * 2 * MAX_LINE_BYTES),
+    "empty lines": lambda path: path.write_bytes(b"\n" * 2 * MAX_LINE_BYTES),
+}
+
+
+@pytest.mark.parametrize("kind", OTHERS)
+def test_what_is_no_ledger_is_refused_at_start_and_outlived_by_the_sums(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, kind: str
+) -> None:
+    path = ledger_file(tmp_path, DAY)
+    OTHERS[kind](path)
+    for refused in (lambda: Ledger(tmp_path, Clock()), lambda: list(read_ledger(tmp_path, DAY, DAY))):
+        with pytest.raises(ConfigError, match=re.escape(path.name)) as error:
+            refused()
+        wanted = r"is not a regular file|\(\d+ bytes\): no line of a ledger in 64 KiB from byte 0 on; .* 64 KiB"
+        assert re.search(wanted, str(error.value))
+    assert not Ledger(tmp_path, Clock(), must_open=False).is_open
+    path.rmdir() if kind == "folder" else path.unlink()
+    ledger, another = Ledger(tmp_path, Clock()), Ledger(tmp_path, Clock())
+    ledger.write(SPENT)
+    path.unlink()
+    OTHERS[kind](path)
+    caplog.clear()
+    for _ in range(3):
+        ledger.look()
+        ledger.write(SPENT)
+        another.look()
+    another.write(replace(SPENT, key="other"))
+    assert ledger.error is not None
+    assert sum("cannot be used" in record.getMessage() for record in caplog.records) == 2, "once in each process"
+    assert (ledger.today("team").requests, another.today("other").requests) == (4, 1)
+    path.rmdir() if kind == "folder" else path.unlink()
+    for one in (ledger, another, ledger):
+        one.look()
+        assert one.error is None
+    for one in (ledger, another, Ledger(tmp_path, Clock())):
+        assert (one.today("team").requests, one.today("other").requests) == (4, 1)
+
+
+def test_a_file_that_grows_a_hole_gets_no_line_until_it_is_mended(tmp_path: Path) -> None:
+    path, ledger = ledger_file(tmp_path, DAY), Ledger(tmp_path, Clock())
+    ledger.write(SPENT)
+    size = path.stat().st_size
+    os.truncate(path, 300 * 2**20)
+    ledger.write(SPENT)
+    ledger.look()
+    assert ledger.error is not None
+    assert ledger.today("team").requests == 2
+    os.truncate(path, size)
+    ledger.look()
+    assert ledger.error is None
+    assert Ledger(tmp_path, Clock()).today("team") == ledger.today("team") == Totals(2, 20, 8, 14, 10)
+
+
+@given(counts=st.lists(st.sampled_from([0, 1, MAX_COUNT]), min_size=1, max_size=5), number=st.integers(0, 2**65))
+@settings(max_examples=50)
+def test_sums_are_exact_however_large(counts: list[int], number: int) -> None:
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        path = ledger_file(folder, DAY)
+        counts = [*counts, number]
+        path.write_bytes(
+            b"".join(
+                b'{"key":"team","prompt_tokens":%d,"cached_tokens":0,"output_tokens":%d}\n' % (count, count)
+                for count in counts
+            )
+        )
+        ledger = Ledger(folder, Clock())
+        taken = [count for count in counts if count <= MAX_COUNT]
+        for _ in range(2):
+            assert ledger.today("team") == Totals(len(taken), sum(taken), 0, sum(taken), 0)
+            path.unlink()
+            ledger.look()
+        again = Ledger(folder, Clock())
+        assert again.today("team") == ledger.today("team")
+        again.close()
+        ledger.close()
+
+
+def test_requests_end_while_a_look_is_held_up(tmp_path: Path) -> None:
+    """As by a file system that does not answer."""
+    ledger = Ledger(tmp_path, Clock())
+    ledger.write(SPENT)
+    ledger.look()
+    ledger._files.acquire()
+    for _ in range(3):
+        ledger.write(SPENT)
+    assert (ledger.today("team").requests, ledger.today("other")) == (4, Totals())
+    assert len(lines(tmp_path)) == 1
+    ledger._files.release()
+    ledger.catch_up()
+    assert [line["outcome"] for line in lines(tmp_path)] == ["completed"] * 4
+    assert ledger.today("team").requests == 4
+
+
+def test_looks_in_another_thread_lose_nothing(tmp_path: Path) -> None:
+    path, ledger, ended = ledger_file(tmp_path, DAY), Ledger(tmp_path, Clock()), threading.Event()
+
+    def look() -> None:
+        while not ended.is_set():
+            ledger.look()
+            ledger.sync()
+            path.unlink(missing_ok=True)
+        ledger.look()
+
+    with ThreadPoolExecutor(1) as thread:
+        looking = thread.submit(look)
+        for number in range(1, 301):
+            ledger.write(SPENT)
+            assert ledger.today("team").requests == number
+        ended.set()
+        looking.result()
+    ledger.catch_up()
+    ledger.look()
+    assert Ledger(tmp_path, Clock()).today("team").requests == 300
 
 
 @pytest.mark.parametrize(

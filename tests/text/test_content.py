@@ -1,5 +1,6 @@
 """Stop strings, `min_tokens` and log-probabilities are those of an answer's content, however its tokens come."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -56,6 +57,12 @@ def cut_by_search(whole: list[Part], stops: list[str]) -> tuple[list[Part], str 
     return parts, None
 
 
+def with_dropped_space(parts: list[Part], text: str) -> list[Part]:
+    """The parts, each content with the white space behind it, which an answer drops in front of a call."""
+    pairs = [(part, text[part.end :] if part.kind is Kind.CONTENT else "") for part in parts]
+    return [replace(p, text=p.text + rest[: len(rest) - len(rest.lstrip())]) for p, rest in pairs]
+
+
 def words(parts: list[Part]) -> list[tuple[Any, ...]]:
     return [(part.kind, part.text, part.call) for part in parts]
 
@@ -80,13 +87,14 @@ def test_the_first_stop_string_in_the_content_ends_the_answer(family: str, data:
     whole = told(tokenizer, ids, stop, [], reason)
     assert told(tokenizer, ids, stop, cuts, reason) == whole
     free, _, _, _, _ = told(tokenizer, ids, config(family, thinking, []), [], reason)
-    parts, found = cut_by_search(free, stops)
+    shown_text = tokenizer.detokenizer((), markers=stop.markers)
+    parts, found = cut_by_search(with_dropped_space(free, "".join(map(shown_text.step, ids))), stops)
     shown, _, ended_by, stop_string_told, _ = whole
     if found is None:
-        assert (words(shown), ended_by, stop_string_told) == (words(parts), reason, None)
+        assert (words(shown), ended_by, stop_string_told) == (words(free), reason, None)
     else:
         assert (ended_by, stop_string_told) == (FinishReason.STOP, found)
-        # White space in front of a call is no content, but a stop string may end in it.
+        # White space between content and a call is not shown, but it is searched, since it comes before the call.
         assert words(shown) == words(parts) or [p.text.rstrip() for p in shown] == [p.text.rstrip() for p in parts]
 
 

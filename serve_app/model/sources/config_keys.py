@@ -153,10 +153,9 @@ def _says_nothing(key: str, written: Mapping[str, Any]) -> bool:
 def _rope_parameters(config: Any) -> Iterator[tuple[str, Mapping[str, Any]]]:
     """Name and parameters: one set, or one for each kind of layer."""
     parameters = getattr(config, "rope_parameters", None) or {}
-    nested = config.nested_rope_parameter_keys(parameters)
-    for key in nested:
-        if parameters[key] is not None:
-            yield f"rope_parameters.{key}", parameters[key]
+    nested = {key: value for key, value in parameters.items() if isinstance(value, Mapping)}
+    for key, value in nested.items():
+        yield f"rope_parameters.{key}", value
     if parameters and not nested:
         yield "rope_parameters", parameters
 

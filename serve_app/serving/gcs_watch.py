@@ -1,0 +1,57 @@
+"""Whether Ray's GCS answers. Requests need it not; lost replicas, updates and scaling do."""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+
+from serve_app.errors import UnavailableError
+from serve_app.serving.ray_patches import gcs_answers
+
+logger = logging.getLogger(__name__)
+
+_PERIOD_S, _ANSWER_S = 1.0, 2.0
+_UNANSWERED = 3
+_REMINDER_S = 30.0
+
+
+class GcsWatch:
+    """Asks once a second; after three requests in a row without an answer the server is not ready until one comes."""
+
+    def __init__(self, ask: Callable[[float], bool] = gcs_answers, clock: Callable[[], float] = time.monotonic) -> None:
+        """`ask(timeout in seconds)`: whether it has answered, blocking; `clock`: seconds."""
+        self._ask = ask
+        self._clock = clock
+        self._unanswered = 0
+        self._answered_at = clock()
+        self._next_report = 0.0
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        while True:
+            await asyncio.sleep(_PERIOD_S)
+            self.note(await asyncio.to_thread(self._ask, _ANSWER_S))
+
+    def note(self, answered: bool) -> None:
+        """How a request has ended."""
+        now = self._clock()
+        if answered:
+            if self.is_silent:
+                logger.warning("Ray's GCS answers again after %.0f s", now - self._answered_at)
+            self._unanswered, self._answered_at, self._next_report = 0, now, 0.0
+            return
+        self._unanswered += 1
+        if self.is_silent and now >= self._next_report:
+            self._next_report = now + _REMINDER_S
+            silence = now - self._answered_at
+            logger.error("Ray's GCS has not answered for %.0f s: requests are served, but nothing is replaced", silence)
+
+    @property
+    def is_silent(self) -> bool:
+        """Whether none of the last requests was answered."""
+        return self._unanswered >= _UNANSWERED
+
+    def check_ready(self) -> None:
+        """Raise `UnavailableError` while it is silent."""
+        if self.is_silent:
+            raise UnavailableError("Ray's GCS does not answer: no replica that is lost now would be replaced")
