@@ -11,9 +11,9 @@ from collections.abc import Sequence
 
 import torch
 
-from serve_app.model.checkpoint import read_checkpoint
+from serve_app.checkpoints.model_files import locate_model
 from serve_app.model.options import ModelOptions
-from serve_app.model_files import locate_model
+from serve_app.model.sources.checkpoint import read_checkpoint
 from serve_app.text.tokenizer import load_tokenizer
 
 

@@ -11,7 +11,7 @@ from load_tests.chaos.traffic import ask, open_session, send
 from load_tests.gpu.checks import Checks, Result
 from load_tests.gpu.serve_faults import PROMPTS
 from load_tests.gpu.server import Started, server, small_steps
-from serve_app.http_client import fetch
+from serve_app.system.http_client import fetch
 
 _USERS = 64
 _SCALE = {"min_replicas": 1, "max_replicas": 2, "upscale_delay_s": 3.0, "downscale_delay_s": 5.0}

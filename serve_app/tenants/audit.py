@@ -10,7 +10,7 @@ from pathlib import Path
 import orjson
 
 from serve_app.errors import ConfigError
-from serve_app.operator_files import open_regular
+from serve_app.system.operator_files import open_regular
 
 logger = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ from typing import Any
 import orjson
 
 from serve_app.errors import ConfigError
-from serve_app.operator_files import open_regular
+from serve_app.system.operator_files import open_regular
 from serve_app.tenants.totals import Totals, parse_line, parse_object
 
 MAX_BYTES = 4 * 2**30
