@@ -32,7 +32,7 @@ observe: ## run Prometheus with our configuration and alerts beside a running se
 	@exec prometheus --config.file=deploy/prometheus.yml --storage.tsdb.path=build/prometheus --storage.tsdb.retention.time=7d \
 		--web.listen-address=127.0.0.1:9090 --log.level=warn
 
-test: $(VENV)/.test ## run the test suite: all groups, also where one of them fails
+test: $(VENV)/.test ## run the test suite: all groups, even if one fails
 	status=0; \
 	$(BIN)/python -m pytest tests/core --cov || status=1; \
 	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal $(COMPUTING) -m "not slow" || status=1; \
@@ -59,10 +59,10 @@ experiments: $(VENV)/.serve ## the experiments of docs/experiments.md, about 6 m
 	@for name in lengths latency memory waiting window; do echo "serve-app experiment $$name" && \
 		$(BIN)/serve-app experiment $$name --png $(EXPERIMENTS)/$$name.png --json $(EXPERIMENTS)/$$name.json || exit 1; done
 
-chaos: $(VENV)/.test ## kill, freeze and overload three replicas; what their clients notice (JSON=FILE)
+chaos: $(VENV)/.test ## kill, freeze and overload three replicas; report what clients notice (JSON=FILE)
 	$(BIN)/python -m load_tests.chaos faults $(if $(JSON),--json $(JSON))
 
-lock: $(AUDIT)/.done ## deploy/requirements.txt anew: what constraints.txt pins, with hashes, for the container
+lock: $(AUDIT)/.done ## regenerate deploy/requirements.txt: the versions of constraints.txt with hashes, for the container
 	$(AUDIT)/bin/uv pip compile pyproject.toml --constraints constraints.txt --generate-hashes --no-annotate --no-config \
 		--python-version 3.12 --python-platform linux --custom-compile-command "make lock" --output-file deploy/requirements.txt
 

@@ -152,7 +152,7 @@ class ChatUser(HttpUser):
                         result.gaps_s.append(now - last)
                     last, text = now, text + piece
         if result.error is None and not (done and result.output_tokens and text):
-            result.error = "the answer held no token or did not end properly"
+            result.error = "the answer contained no token or did not end properly"
         self._messages.append({"role": "assistant", "content": text})
 
 

@@ -2,17 +2,17 @@
 
     ServeAppError
     ├── ConfigError                 start-up refused: a setting, a path or weights are wrong
-    └── RequestError                one request is answered with an error; the server lives on
+    └── RequestError                one request gets an error; the server continues
         ├── InvalidRequestError     400  the request itself is wrong
         │   └── ContextLengthError  400  it does not fit the model's context or the KV pool
-        ├── AuthenticationError     401  no API key, or none of this server's
+        ├── AuthenticationError     401  no API key, or an unknown one
         ├── PermissionDeniedError   403  the key does not allow it
         ├── ModelNotFoundError      404  no such model
         ├── PayloadTooLargeError    413  body over the limit
         ├── UnsupportedMediaTypeError 415
         ├── RequestTimeoutError     408  the client was too slow, or a deadline passed
-        ├── OverloadedError         429  the queue is full; come back after `retry_after_s`
-        ├── UnavailableError        503  no replica can serve now; come back after `retry_after_s`
+        ├── OverloadedError         429  the queue is full; retry after `retry_after_s`
+        ├── UnavailableError        503  no replica can serve now; retry after `retry_after_s`
         └── EngineError             500  the engine failed this request
 
 Domain code raises these; `serve_app.api.door.errors` maps them to responses, once. Requests cross process borders, so a
@@ -49,7 +49,7 @@ class RequestError(ServeAppError):
         code: str | None = None,
         retry_after_s: float | None = None,
     ) -> None:
-        # A client's text may hold halves of surrogate pairs, which no answer can.
+        # A client's text may contain lone surrogates, which a response cannot.
         self.message = message.encode(errors="backslashreplace").decode()
         super().__init__(self.message)
         self.param = param
@@ -68,7 +68,7 @@ class RequestError(ServeAppError):
 
 
 class InvalidRequestError(RequestError):
-    """The request is malformed or asks for the impossible; `param` names the field."""
+    """The request is malformed or impossible; `param` names the field."""
 
     status = 400
     type = "invalid_request_error"
@@ -81,7 +81,7 @@ class ContextLengthError(InvalidRequestError):
 
 
 class AuthenticationError(RequestError):
-    """The request brings no API key, or one that does not count (any more)."""
+    """The API key is missing, unknown or expired."""
 
     status = 401
     type = "invalid_request_error"
@@ -89,7 +89,7 @@ class AuthenticationError(RequestError):
 
 
 class PermissionDeniedError(RequestError):
-    """The API key is right, and does not allow this; or the request comes from where none may."""
+    """The API key lacks the permission, or the host name or origin is not allowed."""
 
     status = 403
     type = "permission_error"
@@ -97,7 +97,7 @@ class PermissionDeniedError(RequestError):
 
 
 class ModelNotFoundError(RequestError):
-    """The `model` named by the request is not served here."""
+    """The request's `model` is not served."""
 
     status = 404
     type = "invalid_request_error"
@@ -105,7 +105,7 @@ class ModelNotFoundError(RequestError):
 
 
 class PayloadTooLargeError(RequestError):
-    """The body is larger than the server reads."""
+    """The body is larger than the limit."""
 
     status = 413
     type = "invalid_request_error"
@@ -139,7 +139,7 @@ class OverloadedError(RequestError):
 
 
 class UnavailableError(RequestError):
-    """No replica is there to serve."""
+    """No replica can serve now."""
 
     status = 503
     type = "server_error"
@@ -148,16 +148,16 @@ class UnavailableError(RequestError):
 
 
 class EngineError(RequestError):
-    """The engine failed this request: it alone, or with code `ENGINE_DIED` everything that it had."""
+    """The engine failed this request; with code `ENGINE_DIED`, all its requests."""
 
     default_code = "engine_error"
 
 
 ENGINE_DIED = "engine_died"
-"""The code of the `EngineError` that ends the requests of an engine that has ended itself."""
+"""The code of the `EngineError` for the requests of an engine that ended itself."""
 
 KILLED_REPLICAS = "request_killed_replicas"
-"""The code of the `EngineError` of a request during which replicas died so often that it may be why."""
+"""The code of the `EngineError` for a request that may have killed several replicas."""
 
 
 _WIRE_TYPES: dict[str, type[RequestError]] = {
@@ -185,6 +185,6 @@ def from_wire(data: dict[str, Any]) -> RequestError:
 
 
 def one_line(error: BaseException, *, kind: bool = False) -> str:
-    """The error's text as one line of at most 300 characters, behind its kind if `kind`; the kind where it has none."""
+    """The error's text in one line of at most 300 characters, after its class name if `kind`; or the name only."""
     name, text = type(error).__name__, " ".join(str(error).split())[:300]
     return (f"{name}: {text}" if kind else text) if text else name

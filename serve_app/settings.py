@@ -49,19 +49,19 @@ class EngineSettings(_Frozen):
     """The engine of each replica."""
 
     max_num_seqs: Annotated[int | Literal["auto"], _auto_or_up_to(4096)] = "auto"
-    """Sequences at once in a replica, each of `n` choices one; `auto` = what KV pool and step time allow, 16 to 256."""
+    """Slots of a replica; each of `n` choices takes one; `auto` = as many as KV pool and step time allow, 16 to 256."""
     max_num_batched_tokens: Annotated[int | Literal["auto"], _auto_or_up_to(1_048_576)] = "auto"
-    """Most tokens in one step, prefill and decode together; `auto` = what step time allows, up to 8192."""
+    """Maximum tokens in a step, prefill and decode together; `auto` = as many as step time allows, up to 8192."""
     max_model_len: int | None = Field(default=None, ge=1)
     """Longest prompt plus output, in tokens; null = the model's context. Decides `longrope`'s frequencies."""
     kv_cache_gib: float | None = Field(default=None, gt=0)
-    """Cap on the KV pool in GiB; null = what measured memory allows (on a CPU at most 4)."""
+    """Maximum size of the KV pool in GiB; null = what measured memory allows (on a CPU at most 4)."""
     memory_fraction: float = Field(default=0.8, gt=0, le=1)
-    """Part of the memory left to a replica after loading and a largest step for the KV pool; CUDA graphs need some."""
+    """Fraction of the memory left after loading and a largest step for the KV pool; CUDA graphs need the rest."""
     policy: Literal["fcfs", "priority", "static"] = "fcfs"
-    """Queue order: by arrival; lowest `priority` of the request first; or closed batches (a baseline)."""
+    """`fcfs` = by arrival; `priority` = lowest `priority` of a request first; `static` = closed batches (baseline)."""
     prefill: Literal["fused", "separate"] = "fused"
-    """`fused` = prompts share steps with decodes; `separate` = they get steps of their own while decodes pause."""
+    """`fused` = prompts share steps with decodes; `separate` = prompts get their own steps while decodes pause."""
     waiting_served_ratio: float = Field(default=0.0, ge=0, le=1000)
     """Admit waiting requests once waiting >= running x this ratio; 0 = always."""
     max_wait_s: float = Field(default=1.0, ge=0, le=3600)
@@ -73,86 +73,86 @@ class EngineSettings(_Frozen):
     speculation: Literal["auto", "off"] = "auto"
     """`auto` = prompt-lookup speculation where it saves time; same tokens as without."""
     deterministic: bool = False
-    """On GPUs, batch-invariant results at the price of speed. On CPUs they always are."""
+    """On GPUs, batch-invariant results, at a lower speed. Results on CPUs are always batch-invariant."""
     kv_cache_dtype: Literal["auto", "fp8"] = "auto"
-    """`fp8` = keys and values in 8 bits, on GPUs: twice the tokens; `auto` = what the mode has (docs/precision.md)."""
+    """`fp8` = keys and values in 8 bits, on GPUs: twice the tokens; `auto` = by mode (docs/precision.md)."""
     max_num_waiting: int | None = Field(default=None, ge=0, le=1_000_000)
     """Sequences that may wait in a replica for its admission gate; null = `max_num_seqs`."""
     stall_timeout_s: float | None = Field(default=None, gt=0, le=3600)
-    """A replica whose step takes longer (s) counts as stuck and is replaced; null = 5 largest steps, at least 10."""
+    """Seconds after which a replica whose step has not ended is replaced; null = 5 largest steps, at least 10."""
     num_threads: int | None = Field(default=None, ge=1, le=1024)
     """CPU threads of each replica's model; null = the machine's cores divided by the number of replicas."""
 
 
 class IngressSettings(_Frozen):
-    """The HTTP side: who may come, what is accepted, how much may wait."""
+    """The HTTP side: access, request limits, queue."""
 
     keys_file: str | None = Field(default=None, min_length=1)
-    """YAML file of API keys (`serve-app keys`), watched; null = everybody may do everything."""
+    """YAML file of API keys (`serve-app keys`), reloaded on change; null = no keys, every client has full access."""
     allow_anonymous: bool = False
-    """Serve requests without a key: beside a keys file, or without one beyond this machine."""
+    """Serve requests without a key, beside a keys file or (without one) beyond this machine."""
     allowed_hosts: list[str] | None = None
-    """Names by which the server is called, without ports; null = loopback's own where it listens there, else any."""
+    """Accepted host names, without ports; null = loopback's names if it listens there, else any."""
     allowed_origins: list[str] = []
-    """Origins of web pages, besides the console's own, that may send requests (`https://chat.example.org`)."""
+    """Origins of other web pages that may send requests (`https://chat.example.org`)."""
     ledger_folder: str | None = Field(default=None, min_length=1)
-    """Folder for what each key has used, one JSON line per request; null = none is kept."""
+    """Folder for the usage ledger, one JSON line per request; null = no ledger."""
     share_prefixes: bool = False
-    """Let the prefix cache serve all keys together; each can then find out what others have sent."""
+    """Share the prefix cache between all keys; each key can then detect prompts of others."""
     max_queued_requests: int = Field(default=128, ge=0, le=1_000_000)
-    """Sequences (prompts times `n`) that may wait at the ingress; beyond it requests are answered 429."""
+    """Sequences (prompts times `n`) that may wait at the ingress; further requests are answered 429."""
     max_body_mib: float = Field(default=4.0, gt=0, le=1024)
     """Largest request body in MiB; a larger one is answered 413."""
     body_timeout_s: float = Field(default=10.0, gt=0, le=3600)
-    """Seconds a client may take to send its body."""
+    """Seconds that a client may take to send a body."""
     max_unfinished_per_source: int = Field(default=2048, ge=1, le=1_000_000)
-    """Connections of one address without a complete request; more are closed. Complete requests do not count."""
+    """Maximum connections of one address without a complete request; further ones are closed."""
     request_timeout_s: float = Field(default=600.0, gt=0, le=86_400)
-    """Seconds until a request is ended with a timeout error; the header `x-request-timeout` may ask for fewer."""
+    """Seconds until a request ends with a timeout error; the header `x-request-timeout` may lower it."""
     failover_wait_s: float = Field(default=30.0, ge=0, le=3600)
-    """Seconds that a request whose replica is gone waits while there is no other replica."""
+    """Seconds that a request waits for a replica when none is left."""
     drain_timeout_s: float = Field(default=60.0, ge=0, le=86_400)
-    """Seconds after a signal to stop until requests that still run are ended with an error."""
+    """Seconds after a stop signal until running requests end with an error."""
     stream_interval_ms: float = Field(default=50.0, ge=0, le=60_000)
-    """Least time between two events of a stream, each with all tokens since the last; 0 = an event for every step."""
+    """Minimum time between two events of a stream, each with all tokens since the last; 0 = one event per step."""
     tools: Literal["auto", "hermes"] = "auto"
-    """Form of tool calls: `auto` = the chat template's; `hermes` = Hermes', which a system prompt tells the model."""
+    """Form of tool calls: `auto` = the chat template's; `hermes` = Hermes', described in a system prompt."""
     otlp_endpoint: str | None = Field(default=None, pattern=r"https?://.+")
     """OpenTelemetry collector for a span of every request, OTLP over HTTP (`http://127.0.0.1:4318`)."""
 
 
 class AutoscalingSettings(_Frozen):
-    """How many engine replicas there are, by load: what runs, waits and queues, and how full the KV pools are."""
+    """The number of engine replicas follows the load: running and waiting sequences, and full KV pools."""
 
     min_replicas: int = Field(default=1, ge=1, le=1024)
-    """Fewest engine replicas."""
+    """Minimum number of engine replicas."""
     max_replicas: int = Field(default=2, ge=1, le=1024)
-    """Most engine replicas."""
+    """Maximum number of engine replicas."""
     upscale_delay_s: float = Field(default=10.0, ge=0, le=86_400)
-    """Seconds that the load must ask for more replicas before they are started."""
+    """Seconds of high load before replicas are added."""
     downscale_delay_s: float = Field(default=300.0, ge=0, le=86_400)
-    """Seconds that the load must allow fewer replicas before some are stopped."""
+    """Seconds of low load before replicas are removed."""
 
 
 class Settings(_Frozen):
-    """`args` of the application in `deploy/*.yaml`. Anything unknown or impossible is refused with its name."""
+    """`args` of the application in `deploy/*.yaml`. Unknown keys and invalid values are refused by name."""
 
     model: str = Field(default="default", min_length=1)
     """`default` (SmolLM2-135M-Instruct), a local folder, a `.gguf` file or a hub id (main at start, or `@commit`)."""
     ignore_model_keys: list[str] = []
-    """Unsupported keys of a GGUF file's metadata or of `config.json`, without which the model is loaded."""
+    """Unsupported keys of a GGUF file's metadata or `config.json` to load the model without."""
     served_model_name: str | None = Field(default=None, min_length=1)
     """The model name in the API; null = the model's own."""
     dtype: Literal["auto", "float32", "bfloat16", "float16", "float64"] = "auto"
-    """Of products, weights and KV cache; `auto` = float32 on CPUs, the file's 16-bit dtype on GPUs."""
+    """Dtype of products, weights and KV cache; `auto` = float32 on CPUs, the file's 16-bit dtype on GPUs."""
     quantization: Literal["auto", "none", "int8", "fp8"] = "auto"
     """`none` = exact; `int8` = 8 bits, on CPUs; `fp8` = 8 bits, on GPUs; `auto` = `int8` where it works, in float32."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where the model runs; `auto` = one GPU per replica if Ray's cluster has GPUs, else the CPU."""
     num_replicas: int = Field(default=1, ge=1, le=1024)
-    """Number of engine replicas; leave it out when `autoscaling` is given."""
+    """Number of engine replicas; not allowed with `autoscaling`."""
     autoscaling: AutoscalingSettings | None = None
-    """Let the load decide the number of engine replicas, within limits; null = `num_replicas`."""
+    """Adjust the number of engine replicas to the load; null = `num_replicas`."""
     metrics_host: str = Field(default="127.0.0.1", min_length=1)
     """Address of the metrics ports; `node` = each node's own address, for clusters of several nodes."""
     engine: EngineSettings = EngineSettings()
@@ -160,18 +160,18 @@ class Settings(_Frozen):
 
     @property
     def most_step_tokens(self) -> int:
-        """Tokens in one step; with `auto`, the most that a replica may choose."""
+        """Tokens in one step; with `auto`, the largest number that a replica may choose."""
         tokens = self.engine.max_num_batched_tokens
         return autosize.MAX_STEP_TOKENS if tokens == "auto" else tokens
 
     @property
     def max_slots(self) -> int:
-        """Sequences that one replica runs at once; with `auto`, the most that it may choose."""
+        """Slots of one replica; with `auto`, the largest number that it may choose."""
         slots = self.engine.max_num_seqs
         return max_slots(self.most_step_tokens) if slots == "auto" else slots
 
     def with_chosen(self, **engine: int) -> "Settings":
-        """The same for a replica that has chosen these settings of its engine."""
+        """These settings with the values that a replica's engine has chosen."""
         return self.model_copy(update={"engine": self.engine.model_copy(update=engine)})
 
     @property
@@ -182,17 +182,17 @@ class Settings(_Frozen):
 
     @property
     def max_ongoing_per_replica(self) -> int:
-        """Requests that one replica holds at most."""
+        """Maximum number of requests in one replica."""
         return self.max_slots + self.max_num_waiting
 
     @property
     def max_replicas(self) -> int:
-        """Engine replicas at most."""
+        """Maximum number of engine replicas."""
         return self.num_replicas if self.autoscaling is None else self.autoscaling.max_replicas
 
     @property
     def max_ongoing_requests(self) -> int:
-        """Requests that `max_replicas` replicas hold at most; the others wait at the ingress."""
+        """Maximum number of requests in `max_replicas` replicas; the others wait at the ingress."""
         return self.max_replicas * self.max_ongoing_per_replica
 
     @property
@@ -213,7 +213,7 @@ class Settings(_Frozen):
     def _check_replicas(self) -> "Settings":
         limits = self.autoscaling
         if limits is not None and "num_replicas" in self.model_fields_set:
-            raise ConfigError("setting `num_replicas`: leave it out, or leave out `autoscaling`")
+            raise ConfigError("setting `num_replicas`: cannot be combined with `autoscaling`; remove one of them")
         if limits is not None and limits.max_replicas < limits.min_replicas:
             raise ConfigError(
                 f"setting `autoscaling.max_replicas`: must be at least `min_replicas` ({limits.min_replicas}), "

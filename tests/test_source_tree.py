@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import serve_app
@@ -44,3 +45,11 @@ def test_version_without_an_installed_distribution(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == [serve_app.__version__]
+
+
+def test_type_checkers_read_the_package() -> None:
+    """PEP 561: the marker is in the tree, and in what is installed from it."""
+    root = Path(serve_app.__file__).parents[1]
+    package_data = tomllib.loads((root / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]
+    assert (root / "serve_app" / "py.typed").is_file()
+    assert package_data["serve_app"] == ["py.typed"]

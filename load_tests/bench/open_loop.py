@@ -63,7 +63,7 @@ def main(
         int, typer.Option(min=0, help="How often a refused request is retried after its Retry-After.")
     ] = 0,
     seed: Annotated[int, typer.Option(help="Seed of times, lengths and texts.")] = 0,
-    model: Annotated[str, typer.Option(help="Model name to send; by default the first that the server lists.")] = "",
+    model: Annotated[str, typer.Option(help="Model name to send; default: the first that the server lists.")] = "",
     tokenizer: Annotated[str, typer.Option(help="tokenizer.json, a folder with one, or a model.")] = "default",
     json_file: JsonFile = None,
     html: HtmlFile = None,

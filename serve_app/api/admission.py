@@ -71,7 +71,7 @@ class Ticket:
                     await self.turn
             except TimeoutError:
                 raise RequestTimeoutError(
-                    f"the request's time was over after {self.waited_s:.1f} seconds in the queue"
+                    f"the request's deadline passed after {self.waited_s:.1f} seconds in the queue"
                 ) from None
         if self.refusal is not None:
             raise self.refusal

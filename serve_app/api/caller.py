@@ -24,7 +24,7 @@ def caller_of(tenant: Tenant, body: GenerationBody, deadline: float) -> Caller:
     lowest, highest = tenant.priority
     if tenant.name and not lowest <= priority <= highest:
         raise PermissionDeniedError(
-            f"this API key may ask for a `priority` from {lowest} to {highest}, got {priority}", param="priority"
+            f"this API key allows a `priority` from {lowest} to {highest}, got {priority}", param="priority"
         )
     return Caller((tenant.name, body.user or ""), priority, deadline, tenant.weight)
 
@@ -46,6 +46,6 @@ def session_of(headers: Headers) -> str | None:
     given = headers.get("x-session-id")
     if given is not None and len(given) > MAX_SESSION_CHARS:
         raise InvalidRequestError(
-            f"the header `x-session-id` may hold at most {MAX_SESSION_CHARS} characters", param="x-session-id"
+            f"the header `x-session-id` may have at most {MAX_SESSION_CHARS} characters", param="x-session-id"
         )
     return given or None

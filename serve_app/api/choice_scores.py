@@ -51,8 +51,8 @@ class OddsMeter:
         room = context - 1 - max(len(request.prompt_token_ids) for request in requests)
         if (longest := max(map(len, token_ids))) > room:
             raise ContextLengthError(
-                f"`{_FIELD}` holds an answer of {longest} tokens, but this model's context of {context} tokens leaves "
-                f"{room} after the prompt",
+                f"`{_FIELD}` contains an answer of {longest} tokens, but this model's context of {context} tokens "
+                f"leaves {room} after the prompt",
                 param=_FIELD,
             )
         return meter

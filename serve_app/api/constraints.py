@@ -32,7 +32,7 @@ async def grammar_of(
     """
     if body.answers_with_odds and (calls is not None or thinking is not None):
         raise InvalidRequestError(
-            "`structured_outputs.odds` are those of an answer alone, without tools or reasoning in front of it",
+            "`structured_outputs.odds` cannot be combined with tools or reasoning",
             param="structured_outputs.odds",
         )
     build = _builder(body)
@@ -54,7 +54,7 @@ def _builder(body: GenerationBody) -> partial[str] | None:
     if response_format is not None and response_format.type != "text":
         if body.structured_outputs is not None:
             raise InvalidRequestError(
-                "`structured_outputs` and `response_format` both constrain the answer: give one of them",
+                "`structured_outputs` and `response_format` both constrain the answer; send only one of them",
                 param="structured_outputs",
             )
         return partial(_response_format, response_format)

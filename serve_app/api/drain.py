@@ -59,7 +59,7 @@ class Drain:
                 raise
             if self._is_over:
                 raise UnavailableError("the server has shut down", retry_after_s=_RETRY_AFTER_S) from None
-            raise RequestTimeoutError("the request was not done before its deadline") from None
+            raise RequestTimeoutError("the request did not finish before its deadline") from None
 
     async def run(self, timeout_s: float) -> None:
         """Take nothing new; return once nothing runs. What still runs after `timeout_s` seconds is ended."""

@@ -76,7 +76,7 @@ async def off_loop(work: Callable[[], T], size: int) -> T:
     if size < _LONG_TEXT:
         return work()
     if _Waiting.count >= _MAX_WAITING:
-        raise OverloadedError("too many long texts at one time; retry later", code="texts_full", retry_after_s=1.0)
+        raise OverloadedError("too many long texts at the same time; retry later", code="texts_full", retry_after_s=1.0)
     _Waiting.count += 1
     try:
         return await asyncio.get_running_loop().run_in_executor(_workers, work)
@@ -161,11 +161,11 @@ def _as_json(data: Any) -> str:
 def _check_roles(tokenizer: Tokenizer, messages: Sequence[Message]) -> None:
     first = {message.role: i for i, message in reversed([*enumerate(messages)]) if message.role not in USUAL_ROLES}
     if len(first) > _MAX_OTHER_ROLES:
-        raise InvalidRequestError(f"`messages` may hold {_MAX_OTHER_ROLES} roles beside the usual", param="messages")
+        raise InvalidRequestError(f"`messages` may have {_MAX_OTHER_ROLES} roles beside OpenAI's", param="messages")
     for role, i in first.items():
         if not tokenizer.takes_role(role):
             raise InvalidRequestError(
-                f"`messages[{i}].role`: this model's chat template knows no role {role!r}", param=f"messages[{i}].role"
+                f"`messages[{i}].role`: this model's chat template has no role {role!r}", param=f"messages[{i}].role"
             )
 
 
@@ -173,10 +173,10 @@ async def decode_ids(tokenizer: Tokenizer, token_ids: list[int], card: ModelCard
     """Text of as many ids as the context holds. Raises `InvalidRequestError`."""
     if len(token_ids) > card.max_model_len:
         raise InvalidRequestError(
-            f"`tokens` holds {len(token_ids)} ids, but this model's context holds {card.max_model_len}", param="tokens"
+            f"`tokens` contains {len(token_ids)} ids, but this model's context is {card.max_model_len}", param="tokens"
         )
     if max(token_ids, default=0) >= card.vocab_size:
-        raise InvalidRequestError(f"`tokens` must hold ids below {card.vocab_size}", param="tokens")
+        raise InvalidRequestError(f"`tokens` must contain ids below {card.vocab_size}", param="tokens")
     return await off_loop(partial(tokenizer.decode, token_ids), len(token_ids))
 
 
@@ -196,7 +196,7 @@ async def _check_size(tokenizer: Tokenizer, text: str, card: ModelCard, field: s
                 break
     if least >= card.max_model_len:
         raise ContextLengthError(
-            f"`{field}` has at least {least} tokens, but this model's context holds {card.max_model_len}", param=field
+            f"`{field}` has at least {least} tokens, but this model's context is {card.max_model_len}", param=field
         )
 
 
@@ -215,7 +215,7 @@ def check_model(name: str | None, card: ModelCard) -> None:
 def check_tenant(tenant: Tenant, model: str) -> None:
     """Raise `ModelNotFoundError` if the served `model` is not for `tenant`."""
     if not tenant.may_use(model):
-        raise ModelNotFoundError(f"the model {model!r} is not open to this API key", param="model")
+        raise ModelNotFoundError(f"the model {model!r} is not allowed for this API key", param="model")
 
 
 def check_sequences(num_prompts: int, body: GenerationBody, limits: ApiLimits) -> None:
@@ -224,13 +224,13 @@ def check_sequences(num_prompts: int, body: GenerationBody, limits: ApiLimits) -
     n = body.num_choices
     if num_prompts * n > limits.max_sequences:
         raise InvalidRequestError(
-            f"`prompt` holds {num_prompts} prompts with `n` {n}: at most {limits.max_sequences} answers per request",
+            f"`prompt` contains {num_prompts} prompts with `n` {n}: at most {limits.max_sequences} answers per request",
             param="prompt" if num_prompts > 1 else "n",
         )
     if num_prompts * len(body.answers_with_odds) > limits.max_sequences:
         raise InvalidRequestError(
-            f"`structured_outputs.choice` holds {len(body.answers_with_odds)} answers, whose `odds` are asked for "
-            f"{num_prompts} prompts: at most {limits.max_sequences} per request",
+            f"`structured_outputs.choice` contains {len(body.answers_with_odds)} answers with `odds` for {num_prompts} "
+            f"prompts: at most {limits.max_sequences} per request",
             param="structured_outputs.choice",
         )
 
@@ -367,7 +367,7 @@ def _output_limit(
 def _room(token_ids: list[int], card: ModelCard, field: str) -> int:
     """Tokens left for the answer, at least 1."""
     if not token_ids:
-        raise InvalidRequestError(f"`{field}` holds no tokens", param=field)
+        raise InvalidRequestError(f"`{field}` contains no tokens", param=field)
     room = card.max_model_len - len(token_ids)
     if room < 1:
         raise ContextLengthError(
@@ -385,7 +385,7 @@ def check_ids(token_ids: Sequence[int], card: ModelCard, field: str) -> None:
     for token_id in (min(token_ids), max(token_ids)):
         if not 0 <= token_id < card.vocab_size:
             raise InvalidRequestError(
-                f"`{field}` must hold token ids from 0 to {card.vocab_size - 1}, got {token_id}", param=field
+                f"`{field}` must contain token ids from 0 to {card.vocab_size - 1}, got {token_id}", param=field
             )
 
 

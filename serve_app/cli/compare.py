@@ -29,7 +29,9 @@ def compare(
     model: Annotated[str, typer.Option(help='"default", a folder, a .gguf file or a hub id.')] = "default",
     slots: Annotated[int, typer.Option(min=1, help="Requests at once, in all runs.")] = 8,
     repeat: Annotated[int, typer.Option(min=1, help="How often the prompts are repeated, in order.")] = 8,
-    prompt: Annotated[list[str] | None, typer.Option(help="A prompt instead of the six built in; repeatable.")] = None,
+    prompt: Annotated[
+        list[str] | None, typer.Option(help="A prompt, instead of the six built-in ones; repeatable.")
+    ] = None,
     caps: Annotated[str, typer.Option(help="Output tokens of each prompt, in order.")] = ",".join(map(str, CAPS)),
     requests: Annotated[
         Path | None,
@@ -39,22 +41,24 @@ def compare(
     ] = None,
     dtype: Annotated[str, typer.Option(help="Compute dtype of all runs.")] = "float32",
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
-    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads; by default torch's choice.")] = None,
+    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads; default: torch's choice.")] = None,
     prefix_cache: Annotated[
         bool, typer.Option(help="Let the packed runs reuse cached blocks of repeated prompts.")
     ] = False,
     kv_cache_gib: Annotated[float, typer.Option(min=0.001, help="Size of the packed runs' KV pool.")] = 1.0,
-    events: Annotated[bool, typer.Option("--events", help="Print who took and left which slot in which step.")] = False,
+    events: Annotated[
+        bool, typer.Option("--events", help="Print which request took or left which slot in which step.")
+    ] = False,
     png: PngFile = None,
     json_file: JsonFile = None,
 ) -> None:
-    """Static against continuous batching: same requests, same slots, measured and drawn as timelines."""
+    """Compare static and continuous batching on the same requests and slots, with timelines."""
     from serve_app.text.tokenizer import load_tokenizer
 
     console = Console()
     with errors_in_one_line():
         if prompt and requests:
-            raise typer.BadParameter("is for prompts that no file gives", param_hint="--prompt")
+            raise typer.BadParameter("cannot be combined with --requests", param_hint="--prompt")
         prompts, lengths = read_requests(requests) if requests else _with_caps(prompt or PROMPTS, caps)
         if device not in ("auto", "cpu", "cuda"):
             raise typer.BadParameter(f"{device!r} is not one of auto, cpu, cuda", param_hint="--device")

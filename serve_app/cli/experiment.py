@@ -18,10 +18,10 @@ experiment = typer.Typer(
 )
 
 _Model = Annotated[str, typer.Option(help='"default", a folder, a .gguf file or a hub id.')]
-_Slots = Annotated[int, typer.Option(min=1, help="Requests at once, where their memory is reserved for the longest.")]
+_Slots = Annotated[int, typer.Option(min=1, help="Slots where each has memory for the longest request.")]
 _Requests = Annotated[int, typer.Option(min=1, help="Number of requests.")]
 _ManyRequests = Annotated[int, typer.Option(min=20, help="Number of requests.")]
-_Threads = Annotated[int | None, typer.Option(min=1, help="CPU threads; by default torch's choice.")]
+_Threads = Annotated[int | None, typer.Option(min=1, help="CPU threads; default: torch's choice.")]
 
 
 class Experiment(Protocol):
@@ -54,7 +54,7 @@ def _perform(
 
 
 def _measured_cost(model: str, threads: int | None, progress: Console) -> "StepCost":
-    """What steps of the model cost here; printed in one line."""
+    """Measure the cost of the model's steps and print it in one line."""
     from serve_app.experiments.compare import token_progress
     from serve_app.experiments.step_costs import NUM_TOKENS, measure_cost
 
@@ -92,12 +92,12 @@ def memory(
     model: _Model = "default",
     slots: _Slots = 8,
     requests: _Requests = 64,
-    cap: Annotated[int, typer.Option(min=1, help="Greatest number of output tokens.")] = 384,
+    cap: Annotated[int, typer.Option(min=1, help="Maximum number of output tokens.")] = 384,
     threads: _Threads = None,
     png: PngFile = None,
     json_file: JsonFile = None,
 ) -> None:
-    """KV memory reserved against used, over time: static batches, contiguous reservations, pages."""
+    """KV memory, reserved and used, over time: static batches, contiguous reservations, pages."""
     from serve_app.experiments.compare import token_progress
     from serve_app.experiments.requests import make_job
     from serve_app.text.tokenizer import load_tokenizer
@@ -115,14 +115,14 @@ def lengths(
     model: _Model = "default",
     slots: _Slots = 8,
     requests: _Requests = 48,
-    caps: Annotated[str, typer.Option(help="Greatest numbers of output tokens.")] = "8,32,128",
+    caps: Annotated[str, typer.Option(help="Maximum numbers of output tokens.")] = "8,32,128",
     threads: _Threads = None,
     png: PngFile = None,
     json_file: JsonFile = None,
 ) -> None:
-    """Throughput where output lengths vary, and what each idea contributes: iteration level, packing, paging, kernels.
+    """Throughput with varying output lengths, and the contribution of iteration level, packing, paging and kernels.
 
-    On the CPU. Lengths are exponential with a mean of 32, cut at each cap: a quarter of the published experiment's.
+    Runs on the CPU. Lengths are exponential with mean 32, cut at each cap: 25 % of the published experiment's.
     """
     from serve_app.experiments.compare import token_progress
     from serve_app.text.tokenizer import load_tokenizer
@@ -146,9 +146,9 @@ def latency(
     png: PngFile = None,
     json_file: JsonFile = None,
 ) -> None:
-    """Latency and first token at Poisson arrivals of 40 to 110 % of capacity: static and continuous, padded and packed.
+    """Latency and TTFT for Poisson arrivals at 40 to 110 % of capacity: static and continuous, padded and packed.
 
-    The live scheduler, in a time made of what steps of the model cost here.
+    Runs the real scheduler in simulated time, from the measured cost of the model's steps.
     """
     _replay("latency", model, threads, png, json_file, requests, slots)
 
@@ -162,9 +162,9 @@ def waiting(
     png: PngFile = None,
     json_file: JsonFile = None,
 ) -> None:
-    """The waiting-served ratio, swept for fused and separate prefill: first token, pauses, gaps, throughput.
+    """Sweep of the waiting-served ratio for fused and separate prefill: TTFT, pauses, ITL, throughput.
 
-    The live scheduler, in a time made of what steps of the model cost here.
+    Runs the real scheduler in simulated time, from the measured cost of the model's steps.
     """
     _replay("waiting", model, threads, png, json_file, requests, slots)
 
@@ -177,8 +177,8 @@ def window(
     png: PngFile = None,
     json_file: JsonFile = None,
 ) -> None:
-    """By size or by time: max_batch_size and max_wait_time under random gaps, beside continuous batching.
+    """Batches by size or by time (max_batch_size, max_wait_time) for random arrivals, beside continuous batching.
 
-    The live scheduler, in a time made of what steps of the model cost here.
+    Runs the real scheduler in simulated time, from the measured cost of the model's steps.
     """
     _replay("window", model, threads, png, json_file, requests)

@@ -20,7 +20,7 @@ def explain(
     png: PngFile = None,
     json_file: JsonFile = None,
 ) -> None:
-    """One packed step of a real run: which requests' tokens it computes, and what each may attend to."""
+    """Show one packed step of a real run: the tokens of each request, and what they attend to."""
     console = Console()
     if step not in (FIRST, MIXED) and not step.isdecimal():
         raise typer.BadParameter(f"{step!r} is not {FIRST}, {MIXED} or a number", param_hint="--step")

@@ -18,21 +18,23 @@ _DEFAULT_FILE = Path("keys.yaml")
 
 @keys.command()
 def new(
-    name: Annotated[str, typer.Argument(help="Whose key it is; logs and the ledger tell this name.")],
+    name: Annotated[str, typer.Argument(help="Name of the key, as in logs and the ledger.")],
     file: KeysFile = _DEFAULT_FILE,
     expires: Annotated[
-        datetime | None, typer.Option(formats=["%Y-%m-%d"], help="The day (UTC) from which on it is refused.")
+        datetime | None, typer.Option(formats=["%Y-%m-%d"], help="The key is refused from this day on (UTC).")
     ] = None,
-    weight: Annotated[int | None, typer.Option(help="Share of the queue, relative to other keys' (1).")] = None,
-    requests_per_minute: Annotated[int | None, typer.Option(help="Generation requests within 60 seconds.")] = None,
-    tokens_per_minute: Annotated[int | None, typer.Option(help="Tokens of prompts and outputs, likewise.")] = None,
-    tokens_per_day: Annotated[int | None, typer.Option(help="Tokens within a day of UTC.")] = None,
+    weight: Annotated[int | None, typer.Option(help="Share of the queue, relative to other keys; default 1.")] = None,
+    requests_per_minute: Annotated[int | None, typer.Option(help="Requests within 60 seconds.")] = None,
+    tokens_per_minute: Annotated[
+        int | None, typer.Option(help="Tokens of prompts and outputs within 60 seconds.")
+    ] = None,
+    tokens_per_day: Annotated[int | None, typer.Option(help="Tokens within a UTC day.")] = None,
     max_sequences: Annotated[int | None, typer.Option(help="Prompts times `n` at once.")] = None,
-    model: Annotated[list[str] | None, typer.Option(help="A model that it may use; by default all.")] = None,
+    model: Annotated[list[str] | None, typer.Option(help="A model that it may use; repeatable; default: all.")] = None,
     prefix_group: Annotated[str | None, typer.Option(help="Keys of one group share cached prefixes.")] = None,
-    admin: Annotated[bool, typer.Option("--admin", help="May see metrics and /debug.")] = False,
+    admin: Annotated[bool, typer.Option("--admin", help="May use /metrics and /debug.")] = False,
 ) -> None:
-    """Make a key, add its hash to the file, and print it: this is the only time that it can be seen."""
+    """Create a key, add its hash to the file, and print the key, which is not stored anywhere."""
     fields = {
         "expires": None if expires is None else expires.date(),
         "weight": weight,
@@ -50,7 +52,7 @@ def new(
 
 @keys.command("list")
 def list_keys(file: KeysFile = _DEFAULT_FILE) -> None:
-    """What the file says of each key, a line each. The keys themselves are nowhere."""
+    """List the keys in the file, one line each. The keys themselves are not stored."""
     for tenant in _or_exit(lambda: read_key_file(file)).tenants:
         fields = tenant.model_dump(mode="json", exclude_defaults=True, exclude={"name"})
         expired = tenant.expires is not None and tenant.expires <= datetime.now(UTC)
@@ -60,10 +62,10 @@ def list_keys(file: KeysFile = _DEFAULT_FILE) -> None:
 
 @keys.command()
 def revoke(
-    name: Annotated[str, typer.Argument(help="Whose key it is.")],
+    name: Annotated[str, typer.Argument(help="Name of the key.")],
     file: KeysFile = _DEFAULT_FILE,
 ) -> None:
-    """Take a key out of the file. Streams that run end as they would; new requests are refused."""
+    """Remove a key from the file. Running streams continue; new requests are refused."""
     _or_exit(lambda: remove_key(file, name))
 
 

@@ -36,9 +36,9 @@ def timeline(
     trace: TraceFile = None,
     json_file: JsonFile = None,
 ) -> None:
-    """Slots over steps of a running server: which requests were prefilled and decoded, where and when.
+    """Show the slots of a running server over steps: prefill and decode of each request.
 
-    The API key of an admin, where the server wants one, is SERVE_APP_API_KEY in the environment.
+    If the server has keys, set SERVE_APP_API_KEY to an admin key.
     """
     console = Console()
     query = {"seconds": f"{seconds:g}"} | ({} if replica is None else {"replica": replica})
@@ -67,7 +67,7 @@ def show(console: Console, recording: Recording) -> None:
     scale = picture.num_steps / max(20, min(console.width, 140) - 10)
     console.print(
         f"[dim]{scale:.1f} steps per character   ▒ prefill   ▇ decode   ▃ decode, less than half   · idle   "
-        "[underline]underlined[/underline] follows a grammar[/dim]"
+        "[underline]underlined[/underline] has a grammar[/dim]"
     )
     console.print(draw_terminal(picture, _groups(records), scale), end="")
 

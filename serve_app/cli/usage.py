@@ -21,12 +21,12 @@ _DIMENSIONS = ("day", "key", "model", "revision", "endpoint", "outcome")
 
 def usage(
     folder: Annotated[Path, typer.Argument(help="The server's `ingress.ledger_folder`.", exists=True, file_okay=False)],
-    since: Annotated[datetime | None, typer.Option(formats=_FORMATS, help="First day, UTC; by default today.")] = None,
-    until: Annotated[datetime | None, typer.Option(formats=_FORMATS, help="Last day; by default today.")] = None,
-    by: Annotated[str, typer.Option(help=f"What to sum by, of {', '.join(_DIMENSIONS)}.")] = "key",
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object a line.")] = False,
+    since: Annotated[datetime | None, typer.Option(formats=_FORMATS, help="First day (UTC); default: today.")] = None,
+    until: Annotated[datetime | None, typer.Option(formats=_FORMATS, help="Last day (UTC); default: today.")] = None,
+    by: Annotated[str, typer.Option(help=f"Dimensions of the sums: {', '.join(_DIMENSIONS)}.")] = "key",
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object per line.")] = False,
 ) -> None:
-    """What was used by whom. Requests without a key have an empty name; the launcher's own is `(internal)`."""
+    """Sum up the usage ledger. Requests without a key have an empty name; the launcher's own name is `(internal)`."""
     names = by.split(",")
     for name in names:
         if name not in _DIMENSIONS:

@@ -79,7 +79,9 @@ class Renderer:
         if not answer.endswith(b"\n"):
             self._process = None
             _end(process)
-            raise InvalidRequestError(f"`text` is not rendered within {self._cpu_limit_s:g} seconds", param="text")
+            raise InvalidRequestError(
+                f"`text` could not be rendered within {self._cpu_limit_s:g} seconds", param="text"
+            )
         return answer
 
     def _start(self) -> subprocess.Popen[bytes]:

@@ -1,4 +1,4 @@
-"""When waiting requests may join the running ones."""
+"""Decides when waiting requests may join the running ones."""
 
 import math
 
@@ -8,15 +8,17 @@ from serve_app.core.request_queue import RequestQueue
 
 
 class AdmissionGate:
-    """When newcomers may join the running requests. `waiting_served_ratio` = waiting / running.
+    """Decides when new requests join the running ones. `waiting_served_ratio` = waiting / running.
 
-    Open if any holds: nothing runs; the oldest newcomer has waited `max_wait_s`; `max_waiting_steps` steps passed since
-    the last admission; waiting >= floor(running * waiting_served_ratio). With ratio 0 it is always open. It opens for
-    the group that waits at that moment and stays open until the group is in, however many steps its prefill takes, or
-    until slots or blocks run out. Who comes later is not of the group; once that is in, the gate is asked for them.
+    The gate is open if any of these holds: no request runs; the oldest new request has waited `max_wait_s`;
+    `max_waiting_steps` steps have passed since the last admission; waiting >= floor(running * waiting_served_ratio).
+    With ratio 0 it is always open. It opens for the group of requests that wait at that moment and stays open until
+    the group is admitted, however many steps its prefill takes, or until slots or blocks run out. Requests that arrive
+    later are not in the group; the gate decides about them afterwards.
 
-    Before all that, for the decodes that pause with `prefill: separate`: once anybody has started, no new group before
-    they have had a step; after `max_num_seqs` starts, nobody at all. Nothing bypasses this, or load would starve them.
+    With `prefill: separate`, decodes pause during prefill. So after a start no new group is admitted before the decodes
+    have had a step, and after `max_num_seqs` starts no request at all. There is no exception, or load would starve the
+    decodes.
     """
 
     def __init__(self, knobs: SchedulerKnobs) -> None:
@@ -26,21 +28,21 @@ class AdmissionGate:
         self._starts_since_decodes = 0
 
     def reconfigure(self, knobs: SchedulerKnobs) -> None:
-        """Decide by other knobs from now on. A group that is going in goes on."""
+        """Use other knobs from now on. A group that is being admitted stays admitted."""
         self._knobs = knobs
 
     @property
     def decodes_are_due(self) -> bool:
-        """Whether nobody at all may start before decodes have run: a group, or the forks of one, may be long."""
+        """Whether no request may start before the decodes have run, since a group or its forks may be long."""
         return self._starts_since_decodes >= self._knobs.max_num_seqs
 
     def is_open(self, queue: RequestQueue) -> bool:
-        """Whether the next newcomer may enter in this step: it belongs to the group."""
+        """Whether the next new request may start in this step, because it belongs to the group."""
         head = queue.new_head
         return head is not None and head.arrival <= self._last_of_group
 
     def update(self, now: float, queue: RequestQueue, running: int) -> bool:
-        """Look at the state before the next admission; returns whether the gate is open (also when nobody waits)."""
+        """Update the gate before the next admission; returns whether it is open (also when no request waits)."""
         if self.is_open(queue):
             return True
         decodes_wait = self._knobs.prefill == "separate" and self._starts_since_decodes > 0
@@ -68,14 +70,14 @@ class AdmissionGate:
         return now >= queue.oldest_arrival + self._knobs.max_wait_s
 
     def next_in(self, now: float, queue: RequestQueue, running: int) -> Request | None:
-        """Who starts next. Behind a group that is in, the gate may open for another one in the same step."""
+        """The request that starts next, if any. After a whole group, the gate may open for another in the same step."""
         head = queue.head(gate_open=self.is_open(queue))
         if head is None and queue.num_new and self.update(now, queue, running):
             head = queue.new_head
         return head
 
     def admitted(self) -> None:
-        """A newcomer went in."""
+        """A new request was admitted."""
         self._steps_since_admission = 0
 
     def started(self) -> None:
@@ -83,7 +85,7 @@ class AdmissionGate:
         self._starts_since_decodes += 1
 
     def decodes_planned(self) -> None:
-        """Everyone who can decode does so in this step (perhaps nobody can)."""
+        """Every request that can decode (perhaps none) does so in this step."""
         self._starts_since_decodes = 0
 
     def close(self) -> None:

@@ -1,7 +1,7 @@
-"""The queue in front of the engines: who goes on, who waits, who is refused, and when to come back. Pure.
+"""The queue in front of the engines: which requests are admitted, wait or are refused, and when to retry. Pure.
 
-It counts sequences (prompts times choices), as engines do. Requests wait here rather than in an engine, so that each
-takes the first place that becomes free anywhere. Order and shares are `FairQueue`'s; a refusal says when to come back,
+It counts sequences (prompts times choices), as engines do. Requests wait here and not in an engine, so that each takes
+the first slot that becomes free in any engine. `FairQueue` decides order and shares. A refusal contains a retry time,
 estimated from the queue's length and the measured service rate. Time is an argument, in seconds, never going back.
 """
 
@@ -13,21 +13,21 @@ from serve_app.errors import InvalidRequestError, OverloadedError
 
 
 class Place(Protocol):
-    """A request's place at the engines; others may have it while nothing of the request is at one."""
+    """A request's slots in the engines; other requests may use them while no part of it is in an engine."""
 
     def lend(self) -> None:
         """Nothing is, for now."""
 
     def take_back(self) -> None:
-        """It goes on."""
+        """The request needs its slots again."""
 
 
 class AdmissionQueue(Generic[E]):
-    """At most `max_queued` sequences wait; the next one goes on while fewer than `max_ongoing` are ongoing.
+    """At most `max_queued` sequences wait; the next one is admitted while fewer than `max_ongoing` are ongoing.
 
-    The last one to go on may exceed that by its own further choices: so any request starts sometime, however large,
-    and no place stays empty for its sake. After whatever makes room or adds to the queue, the caller asks `admit` who
-    goes on. Everything is O(log n).
+    The last admitted request may exceed `max_ongoing` by its further choices. So even a large request starts at some
+    point, and no slot stays empty for it. After every change the caller asks `admit` for the admitted requests. All
+    operations are O(log n).
     """
 
     def __init__(self, max_ongoing: int, max_queued: int) -> None:
@@ -46,7 +46,7 @@ class AdmissionQueue(Generic[E]):
         return self._queue.size
 
     def set_capacity(self, max_ongoing: int) -> None:
-        """The engines now hold `max_ongoing` sequences. Ongoing ones beyond that stay; with 0 everybody waits."""
+        """The engines now have room for `max_ongoing` sequences. Excess ongoing ones stay; with 0 all requests wait."""
         self.max_ongoing = max_ongoing
         self._most_ongoing = max(self._most_ongoing, max_ongoing)
 
@@ -59,7 +59,8 @@ class AdmissionQueue(Generic[E]):
         capacity = self._most_ongoing + self.max_queued
         if entry.remaining > capacity:
             raise InvalidRequestError(
-                f"`prompt` must hold at most {capacity} prompts here, got {entry.remaining}", param="prompt"
+                f"`prompt` must contain at most {capacity} prompts (this server's slots), got {entry.remaining}",
+                param="prompt",
             )
         self._check_share(entry, now)
         self._check_deadline(entry, deadline, now)
@@ -68,7 +69,7 @@ class AdmissionQueue(Generic[E]):
         return evicted
 
     def admit(self, now: float) -> list[E]:
-        """Let go on whoever can: an entry once for each of its parts whose turn has come, in that order."""
+        """Admit requests: returns an entry once for each of its parts whose turn has come, in order."""
         admitted: list[E] = []
         while self._queue.size and self.ongoing < self.max_ongoing:
             entry = self._queue.take()
@@ -83,11 +84,11 @@ class AdmissionQueue(Generic[E]):
         self.ongoing -= entry.cost
 
     def lend(self, entry: E) -> None:
-        """A part of `entry` that was admitted has not ended, and needs no place for a while."""
+        """An admitted part of `entry` has not ended, but needs no slot for a while."""
         self.ongoing -= entry.cost
 
     def take_back(self, entry: E) -> None:
-        """A part whose place was lent needs it again. It has begun, and does not wait for a turn."""
+        """A part that gave up its slot needs it again. It has started, and does not wait for a turn."""
         self.ongoing += entry.cost
 
     def withdraw(self, entry: E) -> None:
@@ -100,7 +101,7 @@ class AdmissionQueue(Generic[E]):
         waiting = entry.size - entry.cost * min(-(-free // entry.cost), entry.remaining)
         half = max(-(-self.max_queued // 2), 1)
         if waiting > half:
-            reason = f"{waiting} sequences of this request would wait, and one request may have {half} in the queue"
+            reason = f"{waiting} sequences of this request would wait, but at most {half} of one request may"
             reason += ": send fewer prompts or choices (`n`, `best_of`) at once"
             raise self._refusal(now, reason, code="queue_share")
 
@@ -112,7 +113,7 @@ class AdmissionQueue(Generic[E]):
         expected = self._queue.ahead_of(entry) / rate
         if expected > left:
             raise OverloadedError(
-                f"the request would wait about {expected:.0f} seconds, and has {max(left, 0):.0f}",
+                f"the request would wait about {expected:.0f} seconds, but its timeout leaves {max(left, 0):.0f}",
                 code="wait_exceeds_timeout",
                 retry_after_s=self._retry_after.spread(expected - left),
             )
@@ -128,10 +129,10 @@ class AdmissionQueue(Generic[E]):
         needed = min(size - free, entry.size)
         yielding = self._queue.giving_way(entry, needed)
         if not yielding:
-            raise self._refusal(now, f"the queue is full: {self._queue.size} sequences wait")
+            raise self._refusal(now, f"the queue is full ({self._queue.size} sequences)")
         evicted = []
         for other in yielding:
-            reason = "the queue is full, and other clients have used less of their share"
+            reason = "the queue is full, and other clients use less of their share"
             evicted.append((other, self._refusal(now, reason, code="queue_share")))
             self._queue.drop(other, other.remaining)
         return evicted

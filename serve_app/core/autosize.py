@@ -1,12 +1,11 @@
-"""What the engine chooses by itself when it starts, by the times of its steps: slots, tokens of a step, drafts.
+"""What the engine chooses at its start from measured step times: slots, tokens of a step, drafts.
 
-`choose_slots` says how many sequences run at once (`max_num_seqs: auto`): as many as the KV pool holds and steps bear.
-`choose_step_tokens` and `shorten_step_tokens` say how many tokens a step has at most (`max_num_batched_tokens: auto`):
-the more, the less each costs, and the longer all streams wait for it.
-`measure_draft_cost` says how likely a draft token must be to be right, to be worth its time. A right draft saves a row
-of a later step, which is worth that row's share of the step; right or wrong, a draft makes this step longer. So where
-a step reads its weights for few rows, unlikely drafts pay; where rows are all that it computes, only nearly certain
-ones do.
+`choose_slots` (`max_num_seqs: auto`): as many slots as KV pool and step time allow.
+`choose_step_tokens` and `shorten_step_tokens` (`max_num_batched_tokens: auto`): with more tokens in a step each costs
+less, but all streams wait longer for it.
+`measure_draft_cost`: the acceptance probability that makes a draft token worth its time. An accepted draft saves a row
+of a later step, which is worth that row's share of the step. Every draft makes this step longer. In steps of few rows,
+limited by reading weights, unlikely drafts pay; in steps limited by compute only nearly certain ones do.
 
 Pure: it measures nothing itself.
 """
@@ -18,54 +17,54 @@ from dataclasses import dataclass
 
 _DOUBLING_TRIES = 5
 _CERTAIN = 2.0
-"""A step so many times longer than borne needs no confirmation: a disturbance makes hardly any so much longer."""
+"""A step this many times over the limit is not measured again, since disturbances are rarely that large."""
 MIN_SLOTS, MAX_SLOTS = 16, 256
 SEQUENCE_TOKENS = 256
-"""What a sequence is taken to have in the KV pool: a chat's prompt and answer. Longer ones may wait for blocks."""
+"""Assumed tokens per sequence in the KV pool: a chat's prompt and answer. Longer ones may wait for blocks."""
 _LONGEST_DECODE_S = 0.2
-"""Of decodes alone, so that each stream goes on 5 times a second, about as fast as people read. Fewer slots would make
-streams faster, and the rest of a crowd wait whole seconds for a first token."""
+"""Longest step of decodes: each stream then advances 5 times a second, about reading speed. Fewer slots would make
+streams faster and let other requests wait seconds for their first token."""
 _DEAREST_ROW = 1.25
-"""More rows may cost so many times what those before cost each: they answer a crowd sooner, but must not make it wait
-longer for its last token. Above 1, since a measured step may take a tenth longer than the next one."""
+"""Highest cost of an added row relative to the rows before. More rows reduce TTFT, but must not delay the last token.
+Above 1, since measured steps vary by 10 %."""
 MIN_STEP_TOKENS, MAX_STEP_TOKENS = 128, 8192
 _USUAL = 256
 """A larger step must be as short as `_SHORT_STEP_S`, by default the time between two events of a stream."""
 _SHORT_STEP_S = 0.05
 _USUAL_STEP_S = 0.6
-"""A step of the usual number that takes no longer needs no other reason: a crowd's prompts wait half as long for room
-beside its decodes, twice as many tokens of a prompt share the reading of the keys before them, and drafts have room,
-none of which is measured. The price: every stream stands still for so long beside a prompt."""
+"""A step of the usual number is chosen if it takes no longer than this: prompts wait half as long for room beside
+decodes, twice as many tokens share the reading of earlier keys, and drafts have room, none of which is measured. The
+cost: every stream pauses this long beside a prompt."""
 _LONG_STEP_S = 0.1
-"""Of a GPU, on which a token costs about the same in steps of 1,000 tokens and of 8,000."""
+"""For a GPU, where a token costs about the same in steps of 1,000 and 8,000 tokens."""
 _WORTH = 0.95
-"""What a token may cost at most in a step of twice as many, for these to be worth it. Below 1, since a measured step
-may take a few hundredths longer than the next one."""
+"""Highest relative cost per token at which a doubled step is worth it. Below 1, since measured steps vary by a few
+percent."""
 
-_NO_OBJECTION = "no more are worth it"
-_SLOTS, _STEP_TOKENS = "sequences at once", "tokens in a step at most"
+_NO_OBJECTION = "more are not worth it"
+_SLOTS, _STEP_TOKENS = "max_num_seqs", "max_num_batched_tokens"
 _DRAFT_ROWS = (1, 16)
-"""Numbers of decodes that are measured, beside the most that may run at once."""
+"""Numbers of decodes that are measured, in addition to `max_num_seqs`."""
 _DRAFT_TOKENS = 8
-"""A measured step with drafts has about so many tokens, and at least a draft for each row."""
+"""Approximate number of tokens in a measured step with drafts; each row has at least one draft."""
 _DRAFT_TRIES = 3
 """Their difference is small, and either may be longer for once."""
 _LONGEST_DRAFTED_S = 0.2
 """After a step that takes longer, a start has no time for another or a larger one."""
 _MIN_SHARE = 0.01
-"""Of a decode's share, what a draft costs at least, whatever noise made of the measurement."""
+"""Lower limit for the cost of a draft, as a fraction of a decode's share, against measurement noise."""
 
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """A number of `what`, and what kept it from being larger."""
+    """The value chosen for a setting, and the reason."""
 
     number: int
-    what: str
+    setting: str
     reason: str
 
     def __str__(self) -> str:
-        return f"{self.number} {self.what}: {self.reason}"
+        return f"{self.setting}={self.number} ({self.reason})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,19 +95,19 @@ def double(number: int, most: int, objection: Callable[[int, int], Objection | N
 
 
 def max_slots(max_num_batched_tokens: int) -> int:
-    """As many as may be chosen: with half of a step's tokens, so that prompts come along beside decodes."""
+    """Upper limit: half of a step's tokens, so that prompts fit beside decodes."""
     return min(MAX_SLOTS, max(MIN_SLOTS, max_num_batched_tokens // 2), max_num_batched_tokens)
 
 
 def choose_slots(most: int, pool_tokens: int, step_s: Callable[[int], float] | None) -> Size:
-    """At most `most`, and 16 where these are no more.
+    """The number of slots, from 16 to `most` (fewer if `most` is).
 
-    pool_tokens: what the KV pool holds. step_s: measures a step of so many decodes, in seconds, each time it is asked;
-    None: steps of any number take about as long, as on a GPU.
+    pool_tokens: size of the KV pool. step_s: measures a step of this many decodes, in seconds, on each call; None if
+    the number hardly matters, as on a GPU.
     """
-    limit, reason = most, "that leaves prompts their part of a step" if most < MAX_SLOTS else _NO_OBJECTION
+    limit, reason = most, "the rest of a step is for prompts" if most < MAX_SLOTS else _NO_OBJECTION
     if (room := max(MIN_SLOTS, pool_tokens // SEQUENCE_TOKENS)) < limit:
-        limit, reason = room, f"the KV pool holds {pool_tokens} tokens"
+        limit, reason = room, f"the KV pool has {pool_tokens} tokens"
     if step_s is None:
         return Size(limit, _SLOTS, reason)
 
@@ -118,7 +117,7 @@ def choose_slots(most: int, pool_tokens: int, step_s: Callable[[int], float] | N
             return Objection(f"a step of {more} would take {longer * 1e3:.0f} ms", longer / _LONGEST_DECODE_S)
         dearer = (longer - seconds) / (more - rows) * rows / seconds
         if dearer > _DEAREST_ROW:
-            return Objection(f"{more} would give fewer tokens a second", dearer / _DEAREST_ROW)
+            return Objection(f"{more} would give fewer tokens per second", dearer / _DEAREST_ROW)
         return None
 
     rows, found = double(min(MIN_SLOTS, limit), limit, objection)
@@ -126,9 +125,9 @@ def choose_slots(most: int, pool_tokens: int, step_s: Callable[[int], float] | N
 
 
 def choose_step_tokens(least: int, most: int, step_s: Callable[[int], float]) -> Size:
-    """For a CPU: at most `most`, and at least `least` where that is not more.
+    """For a CPU: from `least` (unless that exceeds `most`) to `most` tokens.
 
-    step_s: measures a step of so many tokens, in seconds, each time it is asked.
+    step_s: measures a step of this many tokens, in seconds, on each call.
     """
 
     def objection(tokens: int, more: int) -> Objection | None:
@@ -140,7 +139,7 @@ def choose_step_tokens(least: int, most: int, step_s: Callable[[int], float]) ->
         is_usual = more == _USUAL and longer <= _USUAL_STEP_S
         dearer = longer / seconds * tokens / more
         if dearer > _WORTH and not is_usual:
-            return Objection(f"{more} would compute hardly more tokens a second", dearer / _WORTH)
+            return Objection(f"{more} would compute hardly more tokens per second", dearer / _WORTH)
         return None
 
     tokens, found = double(min(max(MIN_STEP_TOKENS, least), most), most, objection)
@@ -148,7 +147,7 @@ def choose_step_tokens(least: int, most: int, step_s: Callable[[int], float]) ->
 
 
 def shorten_step_tokens(least: int, most: int, step_s: Callable[[int], float]) -> Size:
-    """For a GPU: `most`, halved until a step is short enough, and at least `least`. step_s: as above."""
+    """For a GPU: `most`, halved until a step is short enough, at least `least`. step_s: see `choose_step_tokens`."""
     least = min(max(MIN_STEP_TOKENS, least), most)
     tokens, reason = most, _NO_OBJECTION
     while tokens > least and step_s(tokens) > _LONG_STEP_S:
@@ -159,8 +158,9 @@ def shorten_step_tokens(least: int, most: int, step_s: Callable[[int], float]) -
 
 @dataclass(frozen=True, slots=True)
 class DraftCost:
-    """Steps of `rows` decodes (ascending numbers) take `step_s` seconds, each draft `draft_s` more; lists of the same
-    length. Linear between two numbers of rows, beyond the last as there."""
+    """A step of `rows[i]` decodes (ascending) takes `step_s[i]` seconds, each draft `draft_s[i]` more.
+
+    Linear between two numbers of rows, constant beyond the last."""
 
     rows: Sequence[int] = (1,)
     step_s: Sequence[float] = (1.0,)
@@ -168,10 +168,10 @@ class DraftCost:
 
     def __str__(self) -> str:
         chances = ", ".join(f"{self.least_chance(rows):.0%} beside {rows}" for rows in self.rows)
-        return f"drafts are tried from a chance of {chances} decodes on"
+        return f"speculation: least acceptance probability of a draft: {chances} decodes (above 100%: no drafts)"
 
     def least_chance(self, num_decodes: int) -> float:
-        """How likely a draft must be to be right where so many rows decode, at least one; above 1: none is worth it."""
+        """The least useful acceptance probability beside `num_decodes` >= 1 decodes; above 1: no draft is useful."""
         draft_s, step_s = self._at(num_decodes, self.draft_s), self._at(num_decodes, self.step_s)
         return draft_s * num_decodes / step_s
 
@@ -190,15 +190,14 @@ NEVER = DraftCost(draft_s=(2.0,))
 """With overlap: a draft needs the token that is still being computed, and ends the overlap."""
 
 FOR_FEW = DraftCost((1, 3, 4), (1.0, 1.0, 1.0), (0.05, 0.05, 1.0))
-"""Where steps are not measured: reading the weights takes the time, and more rows than a few are launched in ways that
-know no drafts."""
+"""For devices whose steps are not measured: reading the weights dominates, and larger steps are launched in ways that
+do not support drafts."""
 
 
 def measure_draft_cost(
     max_num_seqs: int, max_num_batched_tokens: int, step_s: Callable[[int, int], float]
 ) -> DraftCost:
-    """step_s: measures a step of so many decodes with so many drafts each, in seconds, each time it is asked; the last
-    answer counts."""
+    """step_s(decodes, drafts per decode): measures a step in seconds on each call; the last result counts."""
     rows: list[int] = []
     steps_s: list[float] = []
     drafts_s: list[float] = []

@@ -1,15 +1,15 @@
-"""The KV blocks of one engine: who holds which, and which free one is taken next.
+"""The KV blocks of one engine: reference counts, and which free block is reused next.
 
-Decides: the order in which free blocks are reused. Does not know tokens, hashes' meaning, or requests; what a block
-holds lives on the device. The free list is intrusive (the links are fields of the blocks), so that a block in its
-middle, found by the prefix cache, leaves it in O(1).
+Decides the order in which free blocks are reused. Independent of tokens, the meaning of hashes, and requests; the
+content of a block is on the device. The free list is intrusive (its links are fields of the blocks), so a block that
+the prefix cache finds in its middle is removed in O(1).
 """
 
 from collections.abc import Iterable, Sequence
 
 
 class Block:
-    """One KV block. `ref_count` counts block tables; `hash` is set while the prefix cache knows the content."""
+    """One KV block. `ref_count` counts block tables; `hash` is set while the block is in the prefix cache."""
 
     __slots__ = ("hash", "id", "next", "previous", "ref_count")
 
@@ -24,9 +24,9 @@ class Block:
 class BlockPool:
     """All blocks, and the list of free ones: front = reused next.
 
-    Blocks without a published prefix are worthless once free and go to the front; published ones go to the back and
-    are evicted least recently used first. A table is freed from its tail on, because a chain is matched from its head:
-    the tail must be evicted first. Block 0 is the null block: never handed out, so that id 0 can mean "nothing".
+    Free blocks without a published prefix go to the front; published ones go to the back and are evicted least recently
+    used first. A table is freed from its tail, because a chain is matched from its head and its tail must be evicted
+    first. Block 0 is the null block. It is never allocated, so id 0 can mean "no block".
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -39,7 +39,7 @@ class BlockPool:
             self._link(block, self._free)
 
     def usage(self) -> tuple[int, int, int]:
-        """(usable blocks, those in use, free ones that still hold a published prefix)."""
+        """Returns (usable blocks, blocks in use, free blocks that still contain a published prefix)."""
         total = len(self.blocks) - 1
         return total, total - self.num_free, self.num_free_cached
 
@@ -70,20 +70,20 @@ class BlockPool:
         return taken
 
     def share(self, block: Block) -> None:
-        """One more table holds `block`, which may be free so far (a hit of the prefix cache)."""
+        """Add a reference to `block`, which may be free (a prefix cache hit)."""
         if block.ref_count == 0:
             self._unlink(block)
         block.ref_count += 1
 
     def free(self, table: Sequence[Block]) -> None:
-        """One table less holds these blocks."""
+        """Remove one reference from each block of `table`."""
         for block in reversed(table):
             block.ref_count -= 1
             if block.ref_count == 0:
                 self._link(block, self._free.next if block.hash is None else self._free)
 
     def check_invariants(self, tables: Iterable[Sequence[Block]]) -> None:
-        """Assert that free + used + null = total and that reference counts equal the tables that hold each block."""
+        """Assert that free + used + null = total, and that reference counts match the tables."""
         held = [0] * len(self.blocks)
         held[0] = 1
         for table in tables:

@@ -1,4 +1,4 @@
-"""The scheduler's configuration: what users may turn, and what the model and its memory set."""
+"""The scheduler's configuration: the users' knobs, and values that follow from the model and its memory."""
 
 import math
 from dataclasses import dataclass, fields
@@ -34,7 +34,7 @@ LIVE_KNOBS = (
     "max_waiting_steps",
     "speculation",
 )
-"""What may change between two steps. The order of a queue and what the prefix cache knows may not."""
+"""Knobs that may change between two steps. The queue order and the prefix cache may not."""
 
 
 # Slots and the memory of the largest step are allocated when an engine is built: these may be lowered and raised
@@ -85,24 +85,24 @@ class SchedulerKnobs:
         return {field.name: getattr(self, field.name) for field in fields(SchedulerKnobs)}
 
     def check_change(self, knobs: "SchedulerKnobs") -> None:
-        """Raise `ConfigError` unless an engine that was built with `self` can go on with `knobs`."""
+        """Raise `ConfigError` unless an engine built with `self` can switch to `knobs`."""
         changed = {key: value for key, value in knobs.knobs().items() if value != getattr(self, key)}
         for key, value in changed.items():
             if key not in LIVE_KNOBS:
                 raise ConfigError(f"{key} cannot change in a running engine (live: {', '.join(LIVE_KNOBS)})")
             if key in _MEASURED and value > getattr(self, key):
                 raise ConfigError(
-                    f"{key} can be at most {getattr(self, key)} in this running engine, whose memory was measured "
-                    f"with it, got {value}"
+                    f"{key} must be at most {getattr(self, key)} in this running engine, whose memory was sized for "
+                    f"it, got {value}"
                 )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerConfig(SchedulerKnobs):
-    """The knobs, and what the model and its memory set. Construction raises ConfigError naming the key.
+    """The knobs, and values that follow from the model and its memory. Raises ConfigError naming the key.
 
     num_blocks counts the null block (block 0); block_size is in tokens and comes from the attention backend.
-    vocab_size is the logits' width. draft_cost: what drafts cost on this machine.
+    vocab_size is the logits' width. draft_cost: the cost of drafts on this machine.
     """
 
     num_blocks: int
@@ -116,4 +116,4 @@ class SchedulerConfig(SchedulerKnobs):
         SchedulerKnobs.__post_init__(self)  # not super(): `slots` makes a new class, which super() would not know
         for token_id in self.eos_token_ids:
             if not 0 <= token_id < self.vocab_size:
-                raise ConfigError(f"eos_token_ids holds {token_id}; the logits have ids 0 to {self.vocab_size - 1}")
+                raise ConfigError(f"eos_token_ids contains {token_id}; the logits have ids 0 to {self.vocab_size - 1}")

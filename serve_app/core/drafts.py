@@ -1,4 +1,4 @@
-"""The draft tokens of one step: who gets how many. Prompts come first: drafts are what a step has room for then."""
+"""The draft tokens of one step and their distribution. Prompts come first; drafts use the remaining tokens."""
 
 from serve_app.core.config import SchedulerConfig
 from serve_app.core.kv_cache_manager import KVCacheManager
@@ -12,9 +12,9 @@ _MAX_FORCED = 16
 
 
 def add_drafts(plan: StepPlan, config: SchedulerConfig, kv: KVCacheManager, num_running: int) -> None:
-    """Let the plan's decodes whose last token is known go on with drafts, in their order of service.
+    """Add drafts to the plan's decodes whose last token is known, in order of service.
 
-    A block for each running request stays free.
+    One block per running request stays free.
     """
     decodes = plan.decodes()
     if config.speculation == "off" or not decodes:
@@ -29,8 +29,8 @@ def add_drafts(plan: StepPlan, config: SchedulerConfig, kv: KVCacheManager, num_
 
 
 class _Proposals:
-    """Guesses must be likely enough to be worth their time (see `draft_cost`), and decodes with all guesses are at most
-    half of a step's tokens. What a grammar forces costs nothing that would not be paid later."""
+    """Drafts must be likely enough (see `draft_cost`), and decodes with drafts use at most half of a step's tokens.
+    Forced tokens have no extra cost, since they would be computed later."""
 
     def __init__(self, config: SchedulerConfig, num_decodes: int) -> None:
         self._least_chance = config.draft_cost.least_chance(num_decodes)

@@ -1,11 +1,10 @@
-"""Who is served next, and who gives way: requests wait in one line per client, and the clients take turns.
+"""Which request is served next, and which is dropped: one queue per client, and clients take turns.
 
-Decides an order and nothing else: no clock, no bound. Fair between tenants by their weights, then between the users of
-one tenant, by hierarchical self-clocked fair queueing (Golestani, "A Self-Clocked Fair Queueing Scheme for Broadband
-Applications", INFOCOM 1994): a client's next request is tagged with the level's clock plus the request's cost over the
-client's weight; the lowest tag is served, and sets the clock. So a client that returns owes nothing and has saved
-nothing, and nobody's tag is overtaken more than once per other client and unit of cost. All operations are
-O(log clients).
+Decides an order only: no clock, no limit. Fair between tenants by weight, then between the users of a tenant, by
+hierarchical self-clocked fair queueing (Golestani, "A Self-Clocked Fair Queueing Scheme for Broadband Applications",
+INFOCOM 1994): a client's next request is tagged with the level's clock plus its cost divided by the client's weight;
+the lowest tag is served, and sets the clock. A returning client has neither debt nor credit, and a tag is overtaken at
+most once per other client and unit of cost. All operations are O(log clients).
 """
 
 import math
@@ -69,7 +68,7 @@ class FairQueue(Generic[E]):
         self.size += entry.size
 
     def take(self) -> E:
-        """Serve one part of the entry whose turn it is. Raises `LookupError` if nobody waits."""
+        """Serve one part of the entry whose turn it is. Raises `LookupError` if the queue is empty."""
         priority = self._best.first()
         if priority is None:
             raise LookupError("the queue is empty")
@@ -83,17 +82,16 @@ class FairQueue(Generic[E]):
         self._shrink(entry.priority, parts * entry.cost)
 
     def ahead_of(self, entry: E) -> int:
-        """Sequences served before the last of `entry`, if it came now and nobody after it; at most a little more."""
+        """Sequences served before the last one of `entry`, if it arrived now (an upper estimate)."""
         ahead = sum(others.size for priority, others in self._classes.items() if priority < entry.priority)
         same = self._classes.get(entry.priority)
         return ahead if same is None else ahead + same.ahead_of(entry)
 
     def giving_way(self, entry: E, needed: int) -> list[E]:
-        """Whom `entry`, not yet added, may push out to gain `needed` sequences; nobody if it is not entitled to.
+        """The entries that `entry`, not yet added, may displace to gain `needed` sequences; may be empty.
 
-        The longest line of the lowest priority gives way, its newest first, as long as it stays at least as long as the
-        newcomer's (of tenants, by their weights); a line of better priority never does. Entries of which a part was
-        served stay.
+        The longest queue of the lowest priority loses its newest entries, as long as it stays at least as long as the
+        new entry's queue (of tenants, by weight). Queues of better priority lose none. Partly served entries stay.
         """
         worst = self._worst.first()
         if worst is None or worst < entry.priority:
@@ -151,7 +149,7 @@ class _Line(Generic[E]):
 
 
 class _Turns(Generic[Q]):
-    """Queues by name that take turns. Only those that hold something are here: `update` after every change of one."""
+    """Non-empty queues by name that take turns. Call `update` after every change of a queue."""
 
     def __init__(self, make: Callable[[], Q]) -> None:
         self.size = 0
@@ -200,7 +198,7 @@ class _Turns(Generic[Q]):
             self._lengths.discard(name)
 
     def ahead_of(self, name: str, ahead: int, size: int, weight: int = 1) -> int:
-        """Sequences served before the last of `size` that come to the queue `name` now, behind `ahead` of its own."""
+        """Sequences served before the last of `size` that join the queue `name` now, after `ahead` of its own."""
         own = self._queues.get(name)
         weight = self._weights.get(name, weight)
         others = self._weight - (weight if own is not None else 0)
@@ -266,7 +264,7 @@ class _PriorityClass(Generic[E]):
         return self._tenants.ahead_of(tenant, ahead, entry.size, entry.weight)
 
     def giving_way(self, newcomer: E | None, needed: int) -> _Line[E] | None:
-        """The line that is longest, None if the newcomer's would become longer than it; any yields to no newcomer."""
+        """The longest queue; None if the new entry's queue would become longer. Without a new entry: the longest."""
         if newcomer is None:
             return self._tenants.longest().longest()
         tenant, user = newcomer.client

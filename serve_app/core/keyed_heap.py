@@ -1,4 +1,4 @@
-"""A priority queue whose keys can be re-ranked and removed, wherever they stand."""
+"""A priority queue whose keys can be re-ranked and removed at any position."""
 
 from heapq import heapify, heappop, heappush
 from itertools import count

@@ -1,7 +1,7 @@
-"""Block tables of requests: what a request can share, whether it fits, what must be copied before it writes.
+"""Block tables of requests: shared prefixes, allocation, and copies before a write.
 
-Queries (`find_prefixes`, `match`, `fork`) commit nothing; `allocate`, `grow` and `free` commit. Decides nothing about
-who runs. Order of side effects in `allocate`: shared blocks are taken first, so that making room cannot evict them.
+Queries (`find_prefixes`, `match`, `fork`) change nothing; `allocate`, `grow` and `free` do. Does not decide which
+requests run. `allocate` takes shared blocks first, so that making room cannot evict them.
 """
 
 from collections.abc import Iterable
@@ -36,7 +36,7 @@ class KVCacheManager:
         self._copies: list[BlockCopy] = []
 
     def blocks_for(self, num_tokens: int) -> int:
-        """Blocks that hold `num_tokens`."""
+        """The number of blocks for `num_tokens`."""
         return -(-num_tokens // self.block_size)
 
     def _hashes(self, request: Request, count: int) -> list[bytes]:
@@ -59,19 +59,18 @@ class KVCacheManager:
         return Prefix(len(shared) * self.block_size, shared, searched=True)
 
     def fork(self, request: Request, source: Request) -> Prefix:
-        """What `request` can take over of the same prompt computed by `source` (another choice, running).
+        """The part of the prompt that `request` can share with `source`, a running choice of the same request.
 
-        One token at least is left to compute. The block it will be written into is copied, unless nothing in that
-        block lies before it.
+        At least one token is left to compute. The block that it is written to is copied, unless it starts that block.
         """
         num_tokens = min(request.num_prompt_tokens, source.num_computed_tokens, request.num_tokens - 1)
         whole, rest = divmod(num_tokens, self.block_size)
         return Prefix(num_tokens, source.blocks[:whole], source.blocks[whole] if rest else None)
 
     def find_prefixes(self, request: Request) -> tuple[Prefix, ...]:
-        """What `request` may start from, the most tokens first: published ones, its leader's while that one runs.
+        """The prefixes that `request` may start from, longest first: published blocks, or its running leader's.
 
-        The leader's blocks are in use, so they take no free one; what is only published may not fit where they do.
+        The leader's blocks are in use and need no free block, so they may fit where published blocks do not.
         """
         leader = request.leader
         forked = Prefix()

@@ -1,8 +1,8 @@
 """Names for computed prefixes: a block's hash covers its tokens and, through its parent's hash, all before them.
 
-Decides: what a block is called, and which block carries a name. Does not decide when a block may be named (the
-scheduler: at the commit of the step that computed it) or which one is evicted (the block pool). The names are the same
-in every process, so a router can compare them.
+Decides a block's name, and which block has a name. The scheduler decides when a block may be named (at the commit of
+the step that computed it), and the block pool which one is evicted. Names are equal in all processes, so a router can
+compare them.
 """
 
 import struct
@@ -18,7 +18,7 @@ def root_hash(cache_salt: str) -> bytes:
 
 
 def hash_block(parent: bytes, token_ids: Sequence[int]) -> bytes:
-    """The name of the block that holds `token_ids` (one whole block) after the prefix named `parent`."""
+    """The name of the block of `token_ids` (one whole block) after the prefix named `parent`."""
     return sha256(parent + struct.pack(f"<{len(token_ids)}q", *token_ids)).digest()
 
 

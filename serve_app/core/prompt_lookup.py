@@ -1,10 +1,10 @@
-"""Speculative decoding by prompt lookup: guesses of a request's next tokens from its own text, without a model.
+"""Speculation by prompt lookup: drafts of a request's next tokens from its own text, without a model.
 
-Where the newest tokens have occurred before, what followed then is the guess (Saxena, "Prompt Lookup Decoding", 2023).
-Edits, quotes, code and repetitive text are guessed well; elsewhere guesses are rare.
+If the newest tokens have occurred before, the tokens that followed are the draft (Saxena, "Prompt Lookup Decoding",
+2023). This works well for edits, quotes, code and repetitive text; elsewhere drafts are rare.
 
-Decides what is guessed and how likely it is to be right. Whether a guess is right is the runner's to find out:
-it samples after every guessed token as if there were no guesses, and what is sampled counts.
+Decides the drafts and their acceptance probability. The runner verifies them: it samples after every draft token as if
+there were no drafts, and the sampled tokens count.
 """
 
 from array import array
@@ -17,7 +17,7 @@ _PRIOR = (0.1, 0.3, 0.5, 0.5)
 _WEIGHT = 0.1
 """Of the newest guess in the mean."""
 _MOST_CANDIDATES = 64
-"""So many earlier places are compared with the newest tokens; some pairs of tokens are everywhere."""
+"""Maximum number of earlier positions compared with the newest tokens, since some token pairs are frequent."""
 
 
 class PromptLookup:
@@ -67,8 +67,8 @@ class PromptLookup:
         return count
 
     def _learn(self, token_ids: Sequence[int]) -> None:
-        """Compare the last guess with what came: moving means of how often guesses are right. A right one makes the
-        match that the next is found by one longer."""
+        """Compare the last draft with the new tokens and update the moving acceptance rates. An accepted draft makes
+        the next match one token longer."""
         match = self._match
         for guess, token_id in zip(self._guess, token_ids[self._guessed_from :], strict=False):
             self._chances[match] += _WEIGHT * ((guess == token_id) - self._chances[match])

@@ -1,6 +1,6 @@
 """A request as it crosses processes (`EngineRequest`) and as the scheduler tracks it (`Request`, one per choice).
 
-`make_choices` is the one door between them: what can never run is refused here, with the field and the limit.
+`make_choices` turns one into the other and refuses requests that can never run, with the field and the limit.
 """
 
 from dataclasses import dataclass, field
@@ -16,11 +16,11 @@ from serve_app.errors import ContextLengthError, InvalidRequestError, RequestErr
 
 @dataclass(frozen=True, slots=True)
 class EngineRequest:
-    """What an engine is asked: token ids in, token ids out.
+    """A request as the engine receives it: token ids in, token ids out.
 
-    prior_output_ids: per choice, the output ids another replica already produced (failover); empty = a fresh request.
-    finished_choices: indices of choices that need nothing more, whatever their last token; not all of them.
-    cache_salt separates prefix caches (tenants). A lower `priority` number is served sooner.
+    prior_output_ids: per choice, the output ids that another replica produced (failover); empty for a new request.
+    finished_choices: indices of choices that are complete, whatever their last token; never all of them.
+    cache_salt separates prefix caches (tenants). A lower `priority` is served first.
     """
 
     request_id: str
@@ -33,7 +33,7 @@ class EngineRequest:
 
 
 class RequestStatus(Enum):
-    """Where a choice is. FORKING: it waits for the first choice to compute the prompt they share."""
+    """State of a choice. FORKING: it waits for the first choice to compute their common prompt."""
 
     FORKING = auto()
     WAITING = auto()
@@ -43,12 +43,12 @@ class RequestStatus(Enum):
 
 @dataclass(eq=False, slots=True)
 class Request:
-    """One choice of one request. `num_computed_tokens` chases `num_tokens`; everything else follows from that.
+    """One choice of one request. `num_computed_tokens` catches up with `num_tokens`; everything else follows from that.
 
-    order: who is served first and preempted last, (priority, arrival number, choice), unique.
+    order: (priority, arrival number, choice), unique; the lowest is served first and preempted last.
     max_num_tokens: prompt and output together; the request ends with LENGTH there.
     num_prefill_tokens: tokens known when it took its slot; computing those is prefill, the rest decode.
-    num_in_flight, num_awaited: tokens that steps in flight compute, and that they sample, whose ids nobody knows yet.
+    num_in_flight, num_awaited: tokens that steps in flight compute, and tokens that they sample (ids still unknown).
     """
 
     request_id: str
@@ -79,7 +79,7 @@ class Request:
     """Prompt logprobs still to be delivered, always the last ones: a recomputed prompt must not repeat the others."""
     lookup: PromptLookup = field(default_factory=PromptLookup)
     forced: tuple[int, ...] = ()
-    """Tokens that its grammar leaves no choice about, as far as it knows; they are drafts like others."""
+    """Tokens that its grammar forces next, if known; they are drafted."""
     sat_out: bool = False
     """Whether the step before could not sample for it, because its grammar mask was not ready."""
 
@@ -131,10 +131,10 @@ class Request:
         return FinishReason.LENGTH if total >= self.max_num_tokens else None
 
     def draft(self, at_most: int, min_chance: float) -> tuple[int, ...]:
-        """Guesses of the tokens that follow its last one in the step being planned.
+        """Drafts of the tokens after the last one, for the step being planned.
 
-        That one may be in flight, where the grammar forces what comes then. The last token that may come is not among
-        them: it comes out of the one before it.
+        The last token may be in flight if the grammar forces the next ones. The final token allowed by the limit is
+        never drafted, since the position before it yields it.
         """
         if self.sat_out:
             return ()
@@ -172,7 +172,7 @@ class Request:
         prompt_results: Results = NO_RESULTS,
         error: RequestError | None = None,
     ) -> TokenDelta:
-        """Says that `token_ids`, already the last of this choice's tokens, have come; `results` may be of more."""
+        """The delta for `token_ids`, already appended to this choice; `results` may cover more tokens."""
         num_cached_tokens, self.num_cached_tokens = self.num_cached_tokens, None
         return TokenDelta(
             self.request_id,
@@ -189,9 +189,9 @@ class Request:
 
 def _check_ids(param: str, token_ids: tuple[int, ...], vocab_size: int) -> None:
     if token_ids and set(map(type, token_ids)) != {int}:
-        raise InvalidRequestError(f"`{param}` must hold integers", param=param)
+        raise InvalidRequestError(f"`{param}` must contain integers", param=param)
     for bad in (i for i in (min(token_ids, default=0), max(token_ids, default=0)) if not 0 <= i < vocab_size):
-        raise InvalidRequestError(f"`{param}` holds token id {bad}; ids go from 0 to {vocab_size - 1}", param=param)
+        raise InvalidRequestError(f"`{param}` contains token id {bad}; ids are 0 to {vocab_size - 1}", param=param)
 
 
 def _length_limit(request: EngineRequest, config: SchedulerConfig) -> int:
@@ -205,7 +205,7 @@ def _length_limit(request: EngineRequest, config: SchedulerConfig) -> int:
     if params.pooling is not None:
         if prompt > context:
             raise ContextLengthError(
-                f"`prompt` has {prompt} tokens, but the model's context holds {context}", param="prompt"
+                f"`prompt` has {prompt} tokens, but the model's context is {context}", param="prompt"
             )
         context += 1  # its one token is dropped, and needs no position
     for limit, name in ((context, "the model's context of"), (pool, "the KV pool, which holds")):
@@ -259,7 +259,7 @@ def make_choices(request: EngineRequest, config: SchedulerConfig, arrival: int, 
     if not isinstance(request.cache_salt, str):
         raise InvalidRequestError("`cache_salt` must be a string", param="cache_salt")
     if not prompt:
-        raise InvalidRequestError("`prompt` must hold at least one token", param="prompt")
+        raise InvalidRequestError("`prompt` must contain at least one token", param="prompt")
     _check_ids("prompt", prompt, config.vocab_size)
     params.check_vocab(config.vocab_size)
     limit = _length_limit(request, config)
@@ -290,5 +290,7 @@ def make_choices(request: EngineRequest, config: SchedulerConfig, arrival: int, 
             leader, choice.status = choice, RequestStatus.WAITING
         choices.append(choice)
     if leader is None:
-        raise InvalidRequestError("`prior_output_ids` is complete: nothing is left to do", param="prior_output_ids")
+        raise InvalidRequestError(
+            "`prior_output_ids` is complete: no choice is left to generate", param="prior_output_ids"
+        )
     return choices

@@ -47,10 +47,10 @@ class _OrderedQueue:
 
 
 class RequestQueue:
-    """Who waits, in order of service. Two queues, because only newcomers need the admission gate.
+    """Waiting requests in order of service. Two queues, because only new requests need the admission gate.
 
-    Resuming requests (preempted ones, and further choices of a running request) have been let in before. By their
-    order they are ahead of any newcomer of their priority: preemption takes the youngest, so they arrived earlier.
+    Resuming requests (preempted ones, and further choices of a running request) were admitted before. They precede new
+    requests of their priority: preemption takes the youngest request, so they arrived earlier.
     """
 
     def __init__(self) -> None:
@@ -65,27 +65,27 @@ class RequestQueue:
 
     @property
     def num_new(self) -> int:
-        """Newcomers."""
+        """The number of new requests."""
         return len(self._new)
 
     @property
     def num_resuming(self) -> int:
-        """Those who have been let in before."""
+        """The number of requests that were admitted before."""
         return len(self._resuming)
 
     @property
     def new_head(self) -> Request | None:
-        """The newcomer who is next."""
+        """The next new request."""
         return self._new.head()
 
     @property
     def oldest_arrival(self) -> float:
-        """When the newcomer who has waited longest came (infinity: nobody waits)."""
+        """Arrival time of the oldest new request (infinity if none waits)."""
         oldest = self._new.oldest()
         return math.inf if oldest is None else oldest.arrived_at
 
     def last_arrival(self, limit: int) -> int:
-        """The arrival number of the last newcomer to come, or of the `limit`-th where more wait (-1: nobody waits)."""
+        """The arrival number of the newest new request, or of the `limit`-th if more wait (-1 if none waits)."""
         last = self._new.nth(limit) if limit < len(self._new) else self._new.newest()
         return -1 if last is None else last.arrival
 
@@ -94,11 +94,11 @@ class RequestQueue:
         (self._resuming if resuming else self._new).push(request)
 
     def remove(self, request: Request) -> None:
-        """Take out a request, wherever it stands."""
+        """Remove a request at any position."""
         (self._resuming if request in self._resuming else self._new).remove(request)
 
     def head(self, *, gate_open: bool) -> Request | None:
-        """Who is next: nobody overtakes the head, but a closed gate hides the newcomers."""
+        """The next request. No request overtakes the head; a closed gate hides new requests."""
         resuming, new = self._resuming.head(), self.new_head if gate_open else None
         if resuming is None or new is None:
             return resuming or new
@@ -106,5 +106,5 @@ class RequestQueue:
 
 
 def pick_victim(running: list[Request]) -> Request:
-    """Who is preempted: the youngest of the lowest priority. `running` is kept sorted by `order`."""
+    """The request to preempt: the youngest of the lowest priority. `running` is sorted by `order`."""
     return running[-1]

@@ -1,7 +1,7 @@
-"""What a step computed: tokens by row, as the runner returns them, and by request, as readers get them.
+"""The results of a step: by row, as the runner returns them, and by request, as readers receive them.
 
-Plain data, small and picklable. Types of which each row of each step makes an instance are named tuples, which take a
-third of the time of frozen dataclasses.
+Plain data, small and picklable. Types with one instance per row and step are named tuples, which take a third of the
+time of frozen dataclasses.
 """
 
 from collections.abc import Mapping
@@ -13,17 +13,17 @@ from typing import Any, NamedTuple
 from serve_app.errors import RequestError
 
 LOGPROBS = "logprobs"
-"""The kind of result that holds a `TokenLogprob` per token, be it of the output or of the prompt."""
+"""The kind of result with a `TokenLogprob` per output or prompt token."""
 
 EMBEDDING = "embedding"
-"""The kind of result that holds, for the one token of a request with `pooling`, the prompt's embedding: float32,
-little-endian, as bytes."""
+"""The kind of result with the prompt's embedding, for the one token of a request with `pooling`: bytes of
+little-endian float32."""
 
 Results = Mapping[str, tuple[Any, ...]]
-"""What was computed beside the tokens: for each kind, one entry per token, of plain data that msgpack can pack.
+"""Results beside the tokens: for each kind, one entry per token, of plain data that msgpack can pack.
 
-Whoever computes a kind names it here, and whoever reads it has a property of `TokenDelta`. Between the two, scheduler,
-wire and failover carry it unread. Do not change one.
+A kind has its name here and a property of `TokenDelta` that reads it. Scheduler, wire and failover carry it unread. Do
+not modify an instance.
 """
 NO_RESULTS: Results = {}
 
@@ -42,20 +42,19 @@ class TokenLogprob(NamedTuple):
     token_id: int
     logprob: float
     top: tuple[tuple[int, float], ...] = ()
-    """The most likely alternatives as (token id, logprob), best first; as many as the request asked for."""
+    """The most likely alternatives as (token id, logprob), best first; as many as requested."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelRunnerOutput:
-    """What the step produced, by row index of `SchedulerOutput.rows`.
+    """The results of a step, by row index of `SchedulerOutput.rows`.
 
-    `token_ids[i]` is empty for a row that did not sample; for one that did, the accepted drafts and one token more.
-    `failed[i]` ends that request, and no other. `results[i]` has an entry for each of its
-    tokens, `prompt_results[i]` for each *next* prompt token that the row's positions predict.
-    `sat_out` names rows that should have sampled and could not yet: their last token is to be computed again.
-    The scheduler knows of them earlier, by `sit_out`.
-    `forced[i]` are tokens that the grammar makes almost certain to follow `token_ids[i]`: drafts for the next step.
-    `mask_s`: processor time of grammar masks since the step before, in seconds.
+    `token_ids[i]`: the accepted drafts and one more token; empty for a row that did not sample. `failed[i]`: the error
+    that ends this request only. `results[i]` has an entry for each of its tokens, `prompt_results[i]` for each *next*
+    prompt token that the row's positions predict. `sat_out`: rows that should have sampled but could not yet; their
+    last token is computed again, and the scheduler knows of them earlier, by `sit_out`. `forced[i]`: tokens that the
+    grammar forces after `token_ids[i]`, as drafts for the next step. `mask_s`: processor time of grammar masks since
+    the previous step, in seconds.
     """
 
     token_ids: tuple[tuple[int, ...], ...]
@@ -89,18 +88,18 @@ class TokenDelta(NamedTuple):
 
     @property
     def logprobs(self) -> tuple[TokenLogprob, ...]:
-        """Of the tokens; empty if nobody asked for them."""
+        """Log-probabilities of the tokens; empty if not requested."""
         return tuple(map(TokenLogprob._make, self.results.get(LOGPROBS, ())))
 
     @property
     def embedding(self) -> bytes | None:
-        """Of the prompt; None if nobody asked for it."""
+        """The prompt's embedding; None if not requested."""
         entries = self.results.get(EMBEDDING)
         return entries[0] if entries else None
 
     @property
     def prompt_logprobs(self) -> tuple[TokenLogprob, ...]:
-        """Of prompt tokens; empty if nobody asked for them, or all were given before."""
+        """Log-probabilities of prompt tokens; empty if not requested, or already delivered."""
         return tuple(map(TokenLogprob._make, self.prompt_results.get(LOGPROBS, ())))
 
 

@@ -1,4 +1,4 @@
-"""How the tokens of one request are chosen: validated once, then trusted everywhere."""
+"""Sampling parameters of one request, validated once at construction."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
@@ -16,7 +16,7 @@ MAX_BAD_WORD_TOKENS = 64
 MAX_GRAMMAR_CHARS = 2**18
 
 Pooling = Literal["last", "mean"]
-"""What a prompt's embedding is made of: the final hidden state of its last token, or the mean of all."""
+"""Pooling of a prompt's embedding: the final hidden state of its last token, or the mean over all tokens."""
 
 _SET_BY_ENDPOINT = (
     "max_tokens", "seed", "bad_words", "logprobs", "prompt_logprobs", "prompt_logprobs_from", "grammar",
@@ -53,7 +53,7 @@ class Range:
 
     @property
     def is_integral(self) -> bool:
-        """Whether it holds integers only."""
+        """Whether it contains integers only."""
         return isinstance(self.low, int)
 
     def check(self, param: str, value: Any) -> None:
@@ -86,6 +86,19 @@ RANGES: Mapping[str, Range] = {
 }
 """Of the fields that are numbers."""
 
+MEANINGS: Mapping[str, str] = {
+    "n": "Number of choices; they share the prompt's KV blocks.",
+    "temperature": "0 is greedy.",
+    "top_p": "Nucleus sampling.",
+    "top_k": "Sample among the k most likely tokens; 0 and -1 switch it off.",
+    "min_p": "Lowest probability, as a part of the most likely token's.",
+    "repetition_penalty": "Divides the logits of tokens that the prompt or output contains; 1 switches it off.",
+    "presence_penalty": "Subtracted from the logits of tokens that the output contains.",
+    "frequency_penalty": "Subtracted from a token's logit for each occurrence in the output.",
+    "ignore_eos": "Generate up to `max_tokens`, past the model's end tokens; for benchmarks.",
+}
+"""Of fields that a request sets as they are: descriptions for /openapi.json and docs/fields.md."""
+
 BIASES = Range(-100.0, 100.0)
 _TOKEN_IDS = Range(0, 2**31 - 1)
 _MAY_BE_NONE = ("max_tokens", "seed", "logprobs", "prompt_logprobs", "dimensions")
@@ -96,15 +109,13 @@ class SamplingParams:
     """Per-request sampling. Construction validates and raises `InvalidRequestError` naming the field and its limit.
 
     temperature 0 is greedy. `top_k` 0 (or -1) switches top-k off. `logprobs`: None = none, 0 = the sampled token's,
-    k = also the k most likely. `prompt_logprobs` likewise for each prompt token from number `prompt_logprobs_from` on
-    (0 is the first, which has none). `seed` None means "not chosen yet": whoever accepts the request fixes one, because
-    noise is a function of (seed, choice, position).
-    `max_tokens` None means "as many as the context allows". `logit_bias` is a tuple of (token id, bias) pairs.
-    `allowed_token_ids`, unless empty, are all that may come. `bad_words` are sequences of token ids that may not be in
-    the output: the last id of one may not follow the others.
-    `grammar` (see `serve_app.grammars`) is what the output must follow; it then says when the output ends.
-    `thinking_budget` bounds the reasoning that the grammar allows in front of the answer.
-    `pooling` asks for the prompt's embedding, of its first `dimensions` numbers (None: all); see `for_embedding`.
+    k = also the k most likely. `prompt_logprobs`: the same for each prompt token from index `prompt_logprobs_from` on
+    (index 0 has none). `seed` None: the engine draws one, because noise is a function of (seed, choice, position).
+    `max_tokens` None: as many as the context allows. `logit_bias`: (token id, bias) pairs. `allowed_token_ids`: only
+    these are sampled, unless it is empty. `bad_words`: sequences of token ids that must not occur in the output.
+    `grammar` (see `serve_app.grammars`): constrains the output and decides where it ends. `thinking_budget` bounds the
+    reasoning that the grammar allows in front of the answer. `pooling`: compute the prompt's embedding, reduced to its
+    first `dimensions` numbers (None: all); see `for_embedding`.
     """
 
     n: int = 1
@@ -147,7 +158,7 @@ class SamplingParams:
         if self.pooling not in get_args(Pooling):
             raise _refuse("pooling", self.pooling, f"one of {', '.join(get_args(Pooling))}")
         if (self.n, self.max_tokens) != (1, 1):
-            raise InvalidRequestError("`pooling` needs `n` 1 and `max_tokens` 1", param="pooling")
+            raise InvalidRequestError("`pooling` requires `n` 1 and `max_tokens` 1", param="pooling")
 
     def _check_token_ids(self) -> None:
         if len(self.logit_bias) > MAX_LOGIT_BIAS:
@@ -185,52 +196,52 @@ class SamplingParams:
         for name in ("ignore_eos", "min_tokens"):
             if getattr(self, name):
                 raise InvalidRequestError(
-                    f"`{name}` does not go with a grammar, which says when the output ends", param=name
+                    f"`{name}` cannot be combined with a grammar, which decides when the output ends", param=name
                 )
 
     @property
     def greedy(self) -> bool:
-        """Whether the most likely token is taken, without noise."""
+        """Whether the most likely token is chosen, without noise."""
         return self.temperature == 0.0
 
     @property
     def has_penalties(self) -> bool:
-        """Whether the tokens so far, and not only their number, change what is chosen next."""
+        """Whether the choice of the next token depends on the tokens so far."""
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 
     @property
     def edits_logits(self) -> bool:
-        """Whether other tokens than the model's are chosen, beyond the first `min_tokens`."""
+        """Whether the logits are modified, other than by `min_tokens`."""
         edits = self.logit_bias or self.allowed_token_ids or self.bad_words or self.grammar is not None
         return bool(self.has_penalties or edits)
 
     @property
     def needs_last_token(self) -> bool:
-        """Whether what may come next cannot be said before the last token is known to the host."""
+        """Whether the allowed next tokens depend on a last token that the host must know."""
         return self.grammar is not None or any(len(word) > 1 for word in self.bad_words)
 
     @property
     def wants_prompt_results(self) -> bool:
-        """Whether something is computed for prompt tokens, so that these may not come out of the prefix cache."""
+        """Whether prompt tokens have results, so that they must be computed and not come from the prefix cache."""
         return self.prompt_logprobs is not None
 
     @property
     def wants_whole_prompt(self) -> bool:
-        """Whether every prompt token must be computed, so that nothing may come out of the prefix cache."""
+        """Whether every prompt token must be computed, without the prefix cache."""
         return self.pooling == "mean" or (self.wants_prompt_results and self.prompt_logprobs_from == 1)
 
     @classmethod
     def for_embedding(cls, pooling: Pooling, dimensions: int | None = None) -> Self:
-        """For a prompt whose embedding is wanted. The one token that an engine gives in any case means nothing."""
+        """Parameters for a prompt's embedding. The engine still samples one token, which is ignored."""
         return cls(max_tokens=1, temperature=0.0, seed=0, pooling=pooling, dimensions=dimensions)
 
     @classmethod
     def client_fields(cls) -> dict[str, type]:
-        """Names and types of the fields that a request sets as they are; the endpoint derives the others."""
+        """Names and types of the fields that a request sets directly; the endpoint derives the others."""
         return {field.name: field.type for field in fields(cls) if field.name not in _SET_BY_ENDPOINT}  # type: ignore[misc]
 
     def check_vocab(self, vocab_size: int) -> None:
-        """Raise `InvalidRequestError` when a token id lies outside the logits (`vocab_size` = their width)."""
+        """Raise `InvalidRequestError` if a token id is outside the logits (`vocab_size` = their width)."""
         for name, ids in (
             ("stop_token_ids", self.stop_token_ids),
             ("allowed_token_ids", self.allowed_token_ids),
@@ -242,7 +253,7 @@ class SamplingParams:
                     raise _refuse(name, token_id, f"a token id below {vocab_size}")
 
     def check_dimensions(self, hidden_size: int) -> None:
-        """Raise `InvalidRequestError` when an embedding is to be longer than the model's hidden states."""
+        """Raise `InvalidRequestError` if `dimensions` exceeds the model's hidden size."""
         if self.dimensions is not None and self.dimensions > hidden_size:
             raise _refuse(
                 "dimensions", self.dimensions, f"at most {hidden_size}, the length of this model's embeddings"
@@ -254,7 +265,7 @@ class SamplingParams:
 
     @classmethod
     def from_wire(cls, data: dict[str, Any]) -> "SamplingParams":
-        """The params that `to_wire` described; lists (as JSON makes them) become tuples again."""
+        """The params of `to_wire`'s data; lists become tuples again."""
         values = {name: as_tuple(value) for name, value in data.items()}
         if (budget := values.get("thinking_budget")) is not None:
             values["thinking_budget"] = ThinkingBudget(*budget)

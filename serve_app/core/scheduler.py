@@ -1,22 +1,22 @@
-"""The scheduler: who computes which tokens in the next step. A pure state machine; time is an argument.
+"""The scheduler: which requests compute which tokens in the next step. A pure state machine; time is an argument.
 
-There is no prefill phase and no decode phase: every request has `num_computed_tokens`, which chases `num_tokens`.
-Chunked prefill, prefix hits, forks, preemption and failover are that one rule.
+There is no prefill phase and no decode phase: every request has `num_computed_tokens`, which catches up with
+`num_tokens`. Chunked prefill, prefix hits, forks, preemption and failover follow from this one rule.
 
 `schedule` plans and allocates, `update` commits; only `update` publishes prefix blocks. Order inside `schedule`:
 running requests (decodes, which may preempt; then prefill chunks), the admission gate, then the queue while tokens,
 slots and blocks last; then drafts. With `prefill: separate` decodes come last, in steps without any prefill; the gate
-sees to it that such steps come.
+ensures that there are such steps.
 
-Decodes go on with draft tokens (see `drafts`), which the runner verifies, as far as prompts left room in the step.
+Decodes include draft tokens (see `drafts`), which the runner verifies, as far as prompts leave room in the step.
 Drafts never cause a preemption and never take the last free blocks.
 
-A step may be planned while the one before it is in flight: rows of both then go on with a token whose id nobody knows
-yet. What a row may sample can depend on that id (a grammar's mask): the runner then samples after the commit. A row
-whose request turns out to have ended is computed for nothing, and dropped. Its blocks are given away at once, because
-the device runs steps in their order.
+A step may be planned while the previous one is in flight. Rows of requests in both steps then start from a token whose
+id is not known yet. If the row's allowed tokens depend on that id (a grammar's mask), the runner samples after the
+commit. If the request has ended meanwhile, its row is computed in vain and dropped. Its blocks are freed at once,
+because the device runs steps in order.
 
-Decides nothing about text, sampling or the device. Same calls, same outputs.
+Does not decide about text, sampling or the device. Deterministic: same calls, same outputs.
 """
 
 from bisect import bisect_left, insort
@@ -54,8 +54,8 @@ def _token_error(
 
 
 def _must_wait(in_flight: StepPlan, running: Sequence[Request], kv: KVCacheManager, max_num_seqs: int) -> bool:
-    """Whether the step in flight must be committed before the next is planned: its drafts leave open where its rows
-    end, or somebody would be preempted, which the commit may make unnecessary.
+    """Whether the step in flight must be committed before the next is planned: the ends of rows with drafts are
+    unknown, or a request would be preempted, which the commit may make unnecessary.
     """
     if len(running) > max_num_seqs or any(row.draft_token_ids for row in in_flight.rows):
         return True
@@ -82,9 +82,9 @@ class Scheduler:
     def add(self, request: EngineRequest, now: float) -> None:
         """Enqueue a request that arrives at `now` (seconds, never going back).
 
-        Raises InvalidRequestError or ContextLengthError for what can never run: token ids outside the vocabulary, more
-        tokens than context or pool can hold, an id that is in use. With `max_tokens` None the output may be as long as
-        they allow. Choices that an earlier replica completed are reported by the next `update`.
+        Raises InvalidRequestError or ContextLengthError for requests that can never run: token ids outside the
+        vocabulary, more tokens than context or pool allow, an id in use. With `max_tokens` None the output may be as
+        long as they allow. The next `update` reports choices that an earlier replica completed.
         """
         if request.request_id in self._choices:
             raise InvalidRequestError(f"request id {request.request_id!r} is in use", param="request_id")
@@ -98,13 +98,13 @@ class Scheduler:
                 self._queue.push(choice, resuming=False)
 
     def abort(self, request_id: str) -> None:
-        """End all choices of a request now, without deltas. What a step in flight yields for them is dropped."""
+        """End all choices of a request now, without deltas. Results of a step in flight for them are dropped."""
         for choice in self._choices.pop(request_id, ()):
             self._release(choice)
         self._early_deltas = [delta for delta in self._early_deltas if delta.request_id != request_id]
 
     def abandon(self) -> None:
-        """Forget the steps in flight, whose results will never come, and abort the requests that they had rows of."""
+        """Drop the steps in flight, whose results will never arrive, and abort the requests in them."""
         for _, plan in self._in_flight:
             for request in plan.requests:
                 if request.status is RequestStatus.RUNNING:
@@ -122,18 +122,18 @@ class Scheduler:
         return self._gate.wake_time(self._queue)
 
     def reconfigure(self, knobs: SchedulerKnobs) -> None:
-        """Go on with other knobs from the next `schedule` on. Raises ConfigError, changing nothing, for what cannot.
+        """Use other knobs from the next `schedule` on. Raises ConfigError, without any change, if they cannot change.
 
-        Running requests beyond a lower `max_num_seqs` are preempted then, youngest first: they lose no token.
+        Running requests beyond a lower `max_num_seqs` are preempted, youngest first. They lose no token.
         """
         self._built_with.check_change(knobs)
         self.config = replace(self.config, **knobs.knobs())
         self._gate.reconfigure(knobs)
 
     def schedule(self, now: float) -> SchedulerOutput:
-        """Plan the next step, to be followed by its `update` unless it has no rows.
+        """Plan the next step. Call `update` for it unless it has no rows.
 
-        One step may be in flight meanwhile. Then a plan without rows means: first commit that one.
+        One step may be in flight. Then a plan without rows means that it must be committed first.
         """
         if len(self._in_flight) > 1:
             raise RuntimeError("schedule() while two steps are in flight: call update() first")
@@ -160,9 +160,9 @@ class Scheduler:
         return output
 
     def _schedule_decodes(self, plan: StepPlan) -> None:
-        """One token for everyone whose known tokens are computed; whoever needs a block and finds none preempts.
+        """One token for each request whose known tokens are computed. If a block is missing, a request is preempted.
 
-        In order of service, and the victim is the last in that order: no victim has a row in this step yet.
+        In order of service. The victim is the last in that order, so it has no row in this step yet.
         """
         self._gate.decodes_planned()
         decodes = [request for request in self._running if request.can_decode]
@@ -182,7 +182,7 @@ class Scheduler:
         plan.preempted.append((request.request_id, request.choice))
 
     def _admit(self, plan: StepPlan, now: float) -> None:
-        """Start requests from the queue. The head blocks those behind it on purpose: nobody is overtaken for ever."""
+        """Start requests from the queue. The head blocks later requests, so that no request is overtaken forever."""
         while plan.budget > 0 and not self._gate.decodes_are_due:
             request = self._gate.next_in(now, self._queue, len(self._running))
             if request is None:
@@ -192,10 +192,10 @@ class Scheduler:
                 return
 
     def _start(self, request: Request, plan: StepPlan) -> bool:
-        """Give `request` a slot, blocks for all its known tokens, and a row; False if the blocks are not there.
+        """Give `request` a slot, blocks for all its known tokens, and a row; False if there are too few blocks.
 
-        The whole table at once, so that a prompt's first chunk never waits for room for its last. One block per
-        running request stays free, or the next decodes would preempt the newcomer at once.
+        The whole table is allocated at once, so a started prompt never waits for blocks. One block per running request
+        stays free, or the next decodes would preempt the new request at once.
         """
         reserve, prefixes = len(self._running), self._kv.find_prefixes(request)
         prefix = next((prefix for prefix in prefixes if self._kv.allocate(request, prefix, reserve)), None)
@@ -220,7 +220,7 @@ class Scheduler:
         return True
 
     def sit_out(self, output: SchedulerOutput, rows: Collection[int]) -> None:
-        """Say of the newest step in flight which of its rows will yield no token: the next plan has them once more."""
+        """Mark rows of the newest step in flight that will yield no token; the next plan contains them again."""
         step, plan = self._in_flight[-1]
         if step != output.step:
             raise RuntimeError(f"sit_out() for step {output.step}, which is not the newest in flight")
@@ -229,10 +229,10 @@ class Scheduler:
                 plan.sit_out(index)
 
     def update(self, output: SchedulerOutput, result: ModelRunnerOutput) -> list[TokenDelta]:
-        """Commit a finished step: append tokens, publish full blocks, end what is done. Deltas in row order.
+        """Commit a finished step: append tokens, publish full blocks, end finished choices. Deltas in row order.
 
-        A row that `failed`, or did not yield as many ids of the vocabulary as it must, ends its request (all choices)
-        with ERROR. For a step that failed as a whole, mark every row failed.
+        A row that `failed`, or returned a wrong number of ids or an id outside the vocabulary, ends its request (all
+        choices) with ERROR. For a step that failed as a whole, mark every row failed.
         """
         deltas, self._early_deltas = self._early_deltas, []
         if output.rows:
@@ -273,7 +273,7 @@ class Scheduler:
             self._release(request)
 
     def _release_forks(self, leader: Request) -> None:
-        """The prompt is computed: the other choices may take it over."""
+        """The prompt is computed; the other choices may share it now."""
         for choice in self._choices[leader.request_id]:
             if choice.status is RequestStatus.FORKING:
                 choice.status = RequestStatus.WAITING
@@ -286,7 +286,7 @@ class Scheduler:
                 deltas.append(choice.delta((), FinishReason.ERROR, error=error))
 
     def _release(self, request: Request) -> None:
-        """Take an unfinished choice out of wherever it is."""
+        """Remove an unfinished choice from slot or queue."""
         if request.status is RequestStatus.RUNNING:
             self._leave_slot(request)
         elif request.status is RequestStatus.WAITING:
@@ -305,7 +305,7 @@ class Scheduler:
             self._choices.pop(request_id, None)
 
     def stats(self) -> SchedulerStats:
-        """How full everything is. Further choices of a request count as waiting once their prompt is computed."""
+        """Queue, slots and blocks in use. Further choices count as waiting once their prompt is computed."""
         total, used, cached = self._kv.pool.usage()
         return SchedulerStats(len(self._queue), len(self._running), total, used, cached)
 
@@ -328,5 +328,5 @@ def _check(scheduler: Scheduler) -> None:
     assert all(choice in scheduler._queue for choice in waiting), "queue and status disagree"
     for request in known:
         is_running = request.status is RequestStatus.RUNNING
-        assert is_running or not request.blocks, f"{request.request_id} holds blocks but does not run"
+        assert is_running or not request.blocks, f"{request.request_id} has blocks but does not run"
         assert not is_running or request.num_computed_tokens < request.num_tokens, "nothing left to compute"

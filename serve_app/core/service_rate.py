@@ -1,9 +1,9 @@
-"""How fast places at the engines become free, and from that when a refused client should try again. Pure."""
+"""How fast engine slots become free, and when a refused client should retry. Pure."""
 
 import math
 
 MAX_RETRY_AFTER_S = 60.0
-"""A client that is told more gives up, and an estimate for later than this is worth little."""
+"""Upper limit: longer estimates are unreliable, and clients give up."""
 _SPREAD = 0.2
 _GOLDEN_RATIO = (math.sqrt(5) - 1) / 2
 _ENOUGH = 8
@@ -27,9 +27,9 @@ class RetryAfter:
 
 
 class ServiceRate:
-    """How fast places become free, measured while all of them are taken: only then does it say what overload brings.
+    """How fast slots become free, measured only while all of them are taken, as in overload.
 
-    Keeps place-seconds and the sequences that ended in them, both discounted with every sequence that ends.
+    Keeps slot-seconds and the sequences that ended in them, both discounted with every ended sequence.
     """
 
     def __init__(self) -> None:
@@ -39,12 +39,12 @@ class ServiceRate:
         self._at = 0.0
 
     def taken(self, places: int, now: float) -> None:
-        """From now on all of this many places are taken; 0: some place is free."""
+        """From now on all of `places` slots are taken; 0: a slot is free."""
         self._advance(now)
         self._places = places
 
     def ended(self, cost: int, now: float) -> None:
-        """`cost` sequences ended, and their places do not count as free yet."""
+        """`cost` sequences ended; their slots do not count as free yet."""
         self._advance(now)
         if self._places:
             discount = 1.0 - 1.0 / max(256, 4 * self._places)
@@ -57,7 +57,7 @@ class ServiceRate:
         return self._ended >= _ENOUGH
 
     def per_place(self, now: float) -> float:
-        """Sequences per second and place; one while there is nothing to measure."""
+        """Sequences per second and slot; 1 before any measurement."""
         self._advance(now)
         measured = (self._ended + 1.0) / (self._place_s + 1.0)
         if self.known or not self._places:

@@ -1,6 +1,6 @@
-"""The least that a step must read and compute, from its rows. Divided by its time: how well the device is used.
+"""The minimum bytes and operations of a step, from its rows. Divided by its time, they give the device utilization.
 
-Decides how rows are counted. Does not decide what a model weighs or what the device can do (the model's to say).
+Decides how rows are counted. The model provides its sizes and the device's limits.
 """
 
 from collections.abc import Iterable
@@ -41,8 +41,8 @@ class ModelCost:
 
 @dataclass(frozen=True, slots=True)
 class DeviceLimits:
-    """What a device did at its best: bytes per second read and written by a copy, operations per second of a large
-    product in the model's dtype (kernels that multiply in fewer bits can do more)."""
+    """Measured limits of a device: bytes per second read and written by a copy, operations per second of a large
+    product in the model's dtype (kernels with fewer bits can exceed it)."""
 
     bytes_per_s: float
     flops_per_s: float

@@ -1,7 +1,7 @@
-"""What one step is to compute: its rows, the slots and blocks they use, and the plan while it is drawn up.
+"""The plan of one step: its rows, and the slots and blocks that they use.
 
-`SchedulerOutput` is what crosses to the model runner: plain data, small and picklable. `StepPlan` decides nothing: it
-counts tokens and writes rows.
+The model runner receives `SchedulerOutput`: plain data, small and picklable. `StepPlan` builds it: it counts tokens and
+writes rows, and decides nothing.
 """
 
 from collections.abc import Iterable
@@ -22,7 +22,7 @@ class BlockCopy:
 
 @dataclass(frozen=True, slots=True)
 class SlotStart:
-    """A request takes a slot (admitted, resumed or forked): everything the runner must know about it from now on.
+    """A request takes a slot (admitted, resumed or forked); contains all data that the runner needs from now on.
 
     `token_ids` are all tokens known so far (prompt, then output); `block_ids` is the whole block table as of this step.
     """
@@ -42,11 +42,10 @@ class ScheduledRequest(NamedTuple):
     `new_block_ids` are appended to the slot's block table before the step (empty for a row with a `SlotStart`, which
     carries its whole table). `samples`: the row reaches the last known token, so its last position yields a new one.
 
-    `draft_token_ids`: guesses of what follows the last known token, the last of the row's `num_tokens`. After each of
-    them the row yields one more token if the guess is what was sampled before it; only rows that sample have any.
-    `token_in_flight`: the row's token, before any drafts, is what the step before it, not yet committed, samples in the
-    same slot. `waits`: what the row may sample cannot be said before that token is known to the host.
-    `constrained`: a grammar says what it may sample. `forced`: its drafts are what the grammar leaves no choice about.
+    `draft_token_ids`: drafts after the last known token, included in `num_tokens`. Each accepted draft yields one more
+    token; only rows that sample have drafts. `token_in_flight`: the row's token, before any drafts, is the one that the
+    previous, uncommitted step samples in the same slot. `waits`: the allowed tokens depend on that token, which the
+    host must know first. `constrained`: a grammar limits the tokens. `forced`: the drafts are forced by the grammar.
     """
 
     slot: int
@@ -57,7 +56,7 @@ class ScheduledRequest(NamedTuple):
     new_block_ids: tuple[int, ...]
     samples: bool
     is_prefill: bool
-    """True while prompt (or, after preemption or failover, already known) tokens are being computed."""
+    """True while prompt tokens, or known tokens after preemption or failover, are computed."""
     draft_token_ids: tuple[int, ...] = ()
     token_in_flight: bool = False
     waits: bool = False
@@ -80,12 +79,12 @@ class SchedulerOutput:
     gate_open: bool = True
     prefix_hit_tokens: int = 0
     prefix_queried_tokens: int = 0
-    """Tokens of the requests admitted in this step: found in the prefix cache, and looked for."""
+    """Tokens of the requests admitted in this step: found in the prefix cache, and looked up."""
 
 
 @dataclass(slots=True)
 class StepPlan:
-    """A step in the making; `budget` is what is left of its tokens."""
+    """A step while it is planned; `budget` is the number of tokens left."""
 
     budget: int
     rows: list[ScheduledRequest] = field(default_factory=list)
@@ -99,7 +98,7 @@ class StepPlan:
     queried_tokens: int = 0
 
     def add_row(self, request: Request, new_block_ids: tuple[int, ...] = ()) -> None:
-        """Let `request` compute as many of its tokens as the budget allows."""
+        """Add a row with as many of the request's tokens as the budget allows."""
         start = request.num_computed_tokens + request.num_in_flight
         known = len(request.token_ids) + request.num_awaited
         num_tokens = known - start
@@ -127,8 +126,8 @@ class StepPlan:
         self.requests.append(request)
 
     def decodes(self) -> list[tuple[int, Request]]:
-        """Rows that compute a last token after which something can be guessed, by index. Behind a token in flight that
-        is what a grammar forces."""
+        """The rows that may have drafts, with their index. After a token in flight only forced tokens
+        can be drafted."""
         return [
             (index, request)
             for index, (row, request) in enumerate(zip(self.rows, self.requests, strict=True))
@@ -136,7 +135,7 @@ class StepPlan:
         ]
 
     def sit_out(self, index: int) -> None:
-        """The row will yield no token: its request has its last token still to compute, and no drafts."""
+        """The row will yield no token; its last token is computed again, without drafts."""
         row, request = self.rows[index], self.requests[index]
         self.sat_out.add(index)
         request.sat_out = True
@@ -144,14 +143,14 @@ class StepPlan:
         request.num_awaited -= 1
 
     def end_row(self, index: int) -> None:
-        """The step is over: nothing of the row is in flight any more."""
+        """The step has ended; no token of the row is in flight any more."""
         row, request, sat_out = self.rows[index], self.requests[index], index in self.sat_out
         request.sat_out = sat_out
         request.num_in_flight -= row.num_tokens - (1 + len(row.draft_token_ids) if sat_out else 0)
         request.num_awaited -= row.samples and not sat_out
 
     def add_drafts(self, index: int, new_block_ids: tuple[int, ...], drafts: tuple[int, ...]) -> None:
-        """Let the row go on with `drafts` behind its last token."""
+        """Add `drafts` after the row's last token."""
         row, request = self.rows[index], self.requests[index]
         self.rows[index] = row._replace(
             num_tokens=row.num_tokens + len(drafts),
@@ -163,7 +162,7 @@ class StepPlan:
         self.budget -= len(drafts)
 
     def add_prefills(self, running: Iterable[Request]) -> None:
-        """Let those whose known tokens are not all computed go on, in their order, while the budget lasts."""
+        """Add rows for requests whose known tokens are not all computed, in order, while the budget lasts."""
         for request in running:
             if self.budget == 0:
                 return
@@ -186,7 +185,7 @@ class StepPlan:
         )
 
     def finish(self, step: int, block_copies: tuple[BlockCopy, ...], gate_open: bool) -> SchedulerOutput:
-        """The plan as the runner gets it."""
+        """The plan for the runner."""
         return SchedulerOutput(
             step=step,
             rows=tuple(self.rows),

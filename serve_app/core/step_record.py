@@ -1,4 +1,4 @@
-"""What is recorded of a finished step, and the scheduler's state between steps."""
+"""The record of a finished step, and the scheduler's state between steps."""
 
 from dataclasses import dataclass
 
@@ -16,7 +16,7 @@ class SchedulerStats:
     """Usable blocks: the null block is not counted."""
     blocks_used: int
     blocks_cached: int
-    """Free blocks that still hold a published prefix."""
+    """Free blocks that still contain a published prefix."""
 
     @property
     def waiting_served_ratio(self) -> float:
@@ -54,7 +54,7 @@ class StepRecord:
     num_forced_tokens: int = 0
     """Accepted ones that a grammar left no choice about."""
     mask_s: float = 0.0
-    """Processor time of grammar masks, in a thread beside the model's."""
+    """Processor time of grammar masks, in a separate thread."""
     num_bytes: int = 0
     num_flops: int = 0
-    """What the step had at least to read, and to multiply and add; see `ModelCost`."""
+    """Minimum bytes read, and multiplications plus additions, of the step; see `ModelCost`."""

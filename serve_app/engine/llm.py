@@ -161,7 +161,7 @@ class LLM:
         Raises as `generate` does.
         """
         if not answers:
-            raise InvalidRequestError("`answers` must hold one text at least", param="answers")
+            raise InvalidRequestError("`answers` must contain at least one text", param="answers")
         ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
         end_ids = self.core.info.eos_token_ids
         prompts = [[*ids, *answer] for answer in answer_tokens(self.tokenizer, answers, end_ids)]

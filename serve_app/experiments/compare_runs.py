@@ -64,7 +64,7 @@ class Mode(StrEnum):
 TITLES = {
     Mode.PADDED: "Padded static: transformers' generate, batch by batch",
     Mode.STATIC: "Packed static: no padding, but the next batch waits for the longest request",
-    Mode.PADDED_CONTINUOUS: "Padded continuous: batches merged and filtered; the others pause while newcomers are read",
+    Mode.PADDED_CONTINUOUS: "Padded continuous: batches merged and filtered; others pause while prompts are read",
     Mode.CONTINUOUS: "Continuous: a freed slot takes the next request in the next step",
 }
 

@@ -27,11 +27,11 @@ BUDGET = 18
 FIRST, MIXED = "first", "mixed"
 """The first step of the run, and the first in which C and D have tokens; other steps go by their number, from 0."""
 _INTRODUCTION = """
-A language model reads tokens and predicts the next one. Requests A and B come first; they are already writing their
+A language model reads tokens and predicts the next one. Requests A and B arrive first and are already generating their
 answers when C and D arrive. No request waits for another: the engine packs all tokens that are due into a single row,
 one after the other and without padding, and runs the model over that row once. Linear layers treat every token alike,
-so it does not matter which request a token belongs to. Only attention must know: each token attends to the tokens of
-its own request up to itself, and never to those of another request.
+so it does not matter which request a token belongs to. Only attention distinguishes them: each token attends to the
+tokens of its own request up to itself, and never to those of another request.
 """
 _DECODES_BEFORE, _MAX_TOKENS = 2, 12
 MAX_NUM_SEQS = 8
@@ -88,7 +88,7 @@ def run_scene(
         if wanted in (name, number):
             texts = {token_id: tokenizer.decode([token_id]) for ids in known.values() for token_id in ids}
             return packed_step(records[-1], known, texts)
-    raise InvalidRequestError(f"there is no step {wanted}: the run has steps 0 to {len(records) - 1}", param="step")
+    raise InvalidRequestError(f"step {wanted} does not exist; the run has steps 0 to {len(records) - 1}", param="step")
 
 
 def run(model: str, budget: int, kv_cache_gib: float, wanted: str = MIXED) -> PackedStep:

@@ -100,7 +100,7 @@ def packed_step(record: StepRecord, token_ids: Mapping[str, Sequence[int]], text
     for row in record.rows:
         ids = tuple(token_ids[row.request_id][row.start : row.start + row.num_tokens])
         if len(ids) != row.num_tokens:
-            raise ValueError(f"step {record.step} computes tokens of {row.request_id} that were not given")
+            raise ValueError(f"step {record.step} computes tokens of {row.request_id} that are unknown")
         words = tuple(texts[token_id] for token_id in ids)
         segments.append(
             Segment(row.request_id, row.slot, row_start, row.start, ids, words, row.is_prefill, row.samples)

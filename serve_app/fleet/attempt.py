@@ -157,7 +157,7 @@ class Attempt:
             async with asyncio.timeout_at(self._deadline):
                 item = await self._items.get()
         except TimeoutError:
-            raise RequestTimeoutError("the request was not done before its deadline") from None
+            raise RequestTimeoutError("the request did not finish before its deadline") from None
         if self._loss is not None:
             raise self._loss
         if isinstance(item, Exception):

@@ -75,7 +75,7 @@ class Failover:
         or cancelling the generator ends the attempt that is running.
         """
         if self._poison_requests.knows(request, self._loop.time()):
-            raise EngineError("engine replicas were lost while they had a request like this", code=KILLED_REPLICAS)
+            raise EngineError("engine replicas died while they ran a request like this one", code=KILLED_REPLICAS)
         resume = ResumeState(request, ended)
         retry = RetryState(self._availability.wait_s, [] if visited is None else visited)
         while not resume.complete:
@@ -221,10 +221,10 @@ class RetryState:
             stuck = _num_dead(self._killed_at_once) > _DEATHS_BEFORE_QUARANTINE
             if stuck or max(_num_dead(self._killed), self._num_fruitless_deaths) >= _MAX_DEATHS:
                 raise EngineError(
-                    f"{len(self._killed)} engine replicas were lost while they had this request", code=KILLED_REPLICAS
+                    f"{len(self._killed)} engine replicas died while they ran this request", code=KILLED_REPLICAS
                 )
         elif self._paused_s > self._wait_s:
-            raise UnavailableError("no engine replica keeps the request", retry_after_s=RETRY_AFTER_S)
+            raise UnavailableError("no engine replica accepts the request", retry_after_s=RETRY_AFTER_S)
         await self._pause()
 
     async def _pause(self) -> None:

@@ -89,9 +89,9 @@ def _exchange(said: bytes, heard: bytes, words: int) -> Generator[bytes, bytes, 
     line, _, rest = heard.partition(b"\n")
     hello = _HELLO.fullmatch(line)
     if hello is not None and (version := int(hello[1])) != VERSION:
-        raise HandshakeError(f"speaks version {version} of the link, this end version {VERSION}", _hello())
+        raise HandshakeError(f"uses version {version} of the link protocol, this end uses version {VERSION}", _hello())
     if hello is None or len(told := hello[2].split()) != words:
-        raise HandshakeError("does not speak the link's language")
+        raise HandshakeError("does not use the link protocol")
     return told, rest
 
 
@@ -110,4 +110,4 @@ def _prove(key: str, who: bytes, ingress_nonce: bytes, replica_nonce: bytes) -> 
 
 def _check(proof: bytes, key: str, who: bytes, ingress_nonce: bytes, replica_nonce: bytes) -> None:
     if not hmac.compare_digest(proof, _prove(key, who, ingress_nonce, replica_nonce)):
-        raise HandshakeError("does not know the link's key")
+        raise HandshakeError("does not have the link's key")

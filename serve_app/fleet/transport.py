@@ -60,7 +60,7 @@ class LinkTransport:
             host, _, port = address.rpartition(":")
             ReplicaInfo.from_metadata(replica.metadata)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
-            logger.error("replica %s has malformed metadata (%r): it gets no requests", replica_id, error)
+            logger.error("replica %s has malformed metadata (%r) and gets no requests", replica_id, error)
             raise ReplicaLostError(LossReason.INCOMPATIBLE) from error
 
         def heard(load: WireLoad) -> None:

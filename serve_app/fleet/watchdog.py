@@ -92,7 +92,7 @@ class Watchdog:
         silent = replica.present and replica.has_beaten and replica.silent_ticks * TICK_S > SILENCE_S
         if replica.condition is Condition.OK and (silent or self._is_stuck(replica)):
             logger.warning(
-                "replica %s stalled (%s); its requests go on elsewhere",
+                "replica %s stalled (%s); its requests move to other replicas",
                 replica.replica_id,
                 f"silent for {SILENCE_S:g} s" if silent else f"no step for {replica.stall_timeout_s:g} s",
             )

@@ -61,7 +61,7 @@ def _configs(files: ModelFiles, checkpoint: MappedCheckpoint, ignored: Collectio
         own = (folder / GENERATION_CONFIG).is_file()
         generation_config = GenerationConfig.from_pretrained(folder) if own else None
     except Exception as error:  # transformers' validators raise whatever does not fit together
-        raise UnsupportedModelError(f"{folder} is not read as it is: {one_line(error)}") from error
+        raise UnsupportedModelError(f"{folder} cannot be used unchanged: {one_line(error)}") from error
     if getattr(config, "quantization_config", None) is not None:
         raise UnsupportedModelError("its weights are quantized")
     return config, generation_config

@@ -65,7 +65,7 @@ def optimize(
                 refused.add(f"{type(parent).__name__}.{name}")
         on_progress((index + 1) / len(parents))
     if refused:
-        logger.info("left as they are, their faster forms gave other numbers: %s", ", ".join(sorted(refused)))
+        logger.info("not fused, because the fused form gave different results: %s", ", ".join(sorted(refused)))
 
 
 class _SharedProduct:

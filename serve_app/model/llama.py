@@ -83,14 +83,16 @@ class Llama:
 
 def recognise(head: Any, base: Any, attention: Sequence[AttentionLayer], max_model_len: int) -> Llama:
     """The parts of a Llama-like model: its module's own parameters. Raises UnsupportedModelError."""
-    _expect(attention[0].num_kv_heads > 0 and len({_shape(layer) for layer in attention}) == 1, "layers of many shapes")
+    _expect(
+        attention[0].num_kv_heads > 0 and len({_shape(layer) for layer in attention}) == 1, "layers of different shapes"
+    )
     _children(base, {"embed_tokens", "layers", "norm", "rotary_emb"})
     _expect(type(base.embed_tokens) is nn.Embedding, "another embedding")
     output = getattr(head, "lm_head", None)
     _expect(type(output) is nn.Linear, "another head")
     layers = [_layer(layer) for layer in base.layers]
     eps = {_eps(layer.input_layernorm) for layer in base.layers}
-    _expect(len(eps) == 1, "norms of many kinds")
+    _expect(len(eps) == 1, "norms of different kinds")
     cos, sin = _angles(base.rotary_emb, max_model_len, attention[0].head_dim)
     return Llama(
         layers=layers,
@@ -144,7 +146,7 @@ def _linear(*modules: Any) -> Linear:
     for module in modules:
         _expect(type(module) is nn.Linear, f"{type(module).__name__} for a linear layer")
     biases = [module.bias for module in modules if module.bias is not None]
-    _expect(len(biases) in (0, len(modules)), "biases in some of q, k and v")
+    _expect(len(biases) in (0, len(modules)), "biases in only some of q, k and v")
     return Linear(tuple(module.weight for module in modules), tuple(biases))
 
 
@@ -183,5 +185,5 @@ def _angles(rotary: Any, positions: int, head_dim: int) -> tuple[Tensor, Tensor]
     _expect(kind in _ROPE_TYPES, f"rotary positions of kind {kind}")
     cos, sin = (part[0] for part in rotary(torch.zeros(1), torch.arange(positions)[None]))
     half = cos.shape[-1] // 2
-    _expect(2 * half <= head_dim and torch.equal(cos[:, :half], cos[:, half:]), "another order of rotary angles")
+    _expect(2 * half <= head_dim and torch.equal(cos[:, :half], cos[:, half:]), "a different order of rotary angles")
     return cos[:, :half].contiguous(), sin[:, :half].contiguous()

@@ -93,7 +93,7 @@ def _load_mapped(
         return _map(files, dtype, options, report, pooling)
     except UnsupportedModelError as error:
         level = logging.WARNING if files.kind == "gguf" else logging.INFO
-        logger.log(level, "model %s is widened to floats first: %s", files.name, error)
+        logger.log(level, "model %s is converted to floats first: %s", files.name, error)
         return None
 
 
@@ -137,6 +137,6 @@ def _device(name: str) -> torch.device:
         raise ConfigError(f"device: {name!r} is not supported; known: auto, cpu, cuda, cuda:N")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise ConfigError(
-            f"device: {name!r} asked for, but torch {torch.__version__} sees {torch.cuda.device_count()} GPUs"
+            f"device: {name!r} requested, but torch {torch.__version__} sees {torch.cuda.device_count()} GPUs"
         )
     return device

@@ -82,11 +82,11 @@ def read_pooling(files: ModelFiles) -> Pooling | None:
         given = config.get("pooling_mode", [name for name in _FLAGS if config.get(name)])
         modes = [_FLAGS.get(mode, mode) for mode in ([given] if isinstance(given, str) else given)]
     except (TypeError, KeyError, AttributeError) as error:
-        raise ConfigError(f"model: modules.json of {files.source} makes no sense: {error!r}") from error
+        raise ConfigError(f"model: modules.json of {files.source} is invalid: {error!r}") from error
     if others := sorted({*paths} - _MODULES):
-        raise ConfigError(f"model: {files.source} makes embeddings with a module {others[0]}, which is not computed")
+        raise ConfigError(f"model: {files.source} uses the module {others[0]} for embeddings, which is not supported")
     if len(modes) != 1 or modes[0] not in _POOLINGS:
-        raise ConfigError(f"model: {files.source} pools by {' and '.join(modes) or 'nothing'}, which is not computed")
+        raise ConfigError(f"model: {files.source} pools by {' and '.join(modes) or 'nothing'}, which is not supported")
     return _POOLINGS[modes[0]]
 
 

@@ -35,6 +35,6 @@ def _see_last_position(rotary: nn.Module, max_model_len: int, **arguments: str) 
     device = next(rotary.buffers()).device
     rotary(torch.zeros(1, device=device), torch.tensor([[max_model_len - 1]], device=device), **arguments)
     logger.info(
-        "%s: rotary positions are those of sequences of max_model_len %d, whatever a request's length",
+        "%s: rotary positions use the frequencies for max_model_len %d for requests of every length",
         type(rotary).__name__, max_model_len,
     )  # fmt: skip

@@ -98,7 +98,7 @@ def pick_sampler(executor: ModelExecutor, facts: ModelFacts) -> TokenSampler:
     try:
         from serve_app.model.gpu import sampling
 
-        problem = "" if sampling.agrees(facts.vocab_size, facts.device) else "they choose other tokens"
+        problem = "" if sampling.agrees(facts.vocab_size, facts.device) else "they choose different tokens"
     except Exception as error:  # a kernel may raise anything on hardware that it was not tried on
         problem = str(error)
     if problem:

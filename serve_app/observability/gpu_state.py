@@ -32,7 +32,7 @@ class GpuState:
         """What NVML says now."""
         nvml = self._nvml
         utilization = GaugeMetricFamily(
-            "serve_app_gpu_utilization_ratio", "Part of time the GPU was busy", labels=["gpu"]
+            "serve_app_gpu_utilization_ratio", "Fraction of time that the GPU was busy", labels=["gpu"]
         )
         used = GaugeMetricFamily("serve_app_gpu_memory_used_bytes", "GPU memory in use", labels=["gpu"])
         total = GaugeMetricFamily("serve_app_gpu_memory_total_bytes", "GPU memory", labels=["gpu"])

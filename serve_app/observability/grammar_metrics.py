@@ -13,14 +13,14 @@ class StepGrammarMetrics:
     """What steps did for grammars."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        self._rows = Counter("serve_app_constrained_rows", "Rows of steps that sampled by a grammar", registry=registry)
+        self._rows = Counter("serve_app_constrained_rows", "Rows that sampled under a grammar", registry=registry)
         self._forced = Counter(
             "serve_app_forced_tokens",
-            "Tokens that a grammar left no choice about, accepted as drafts",
+            "Tokens forced by a grammar and accepted as drafts",
             registry=registry,
         )
         self._mask_s = Counter(
-            "serve_app_grammar_mask_seconds", "Processor time of grammar masks, beside the model", registry=registry
+            "serve_app_grammar_mask_seconds", "Processor time of grammar masks, outside the model", registry=registry
         )
 
     def on_step(self, record: StepRecord) -> None:

@@ -15,8 +15,10 @@ class HeldBytes(NamedTuple):
 
 def register_held_bytes(registry: CollectorRegistry, kinds: Mapping[str, HeldBytes]) -> None:
     """A gauge for each kind of buffer and one for its bound."""
-    held = Gauge("serve_app_held_bytes", "Bytes held for others, who may be slow", ["kind"], registry=registry)
-    limit = Gauge("serve_app_held_bytes_limit", "How many may be held", ["kind"], registry=registry)
+    held = Gauge(
+        "serve_app_held_bytes", "Bytes held in buffers for slow readers and bodies", ["kind"], registry=registry
+    )
+    limit = Gauge("serve_app_held_bytes_limit", "Limit of these bytes", ["kind"], registry=registry)
     for kind, bounded in kinds.items():
         held.labels(kind).set_function(bounded.held)
         limit.labels(kind).set(bounded.limit)

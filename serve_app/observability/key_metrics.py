@@ -12,7 +12,7 @@ class KeyMetrics:
         )
         self._tokens = Counter(
             "serve_app_key_tokens",
-            "Tokens computed for an API key; `cached` ones are prompt tokens, too",
+            "Tokens computed for an API key; `cached` tokens are prompt tokens too",
             ["key", "kind"],
             registry=registry,
         )

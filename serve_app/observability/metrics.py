@@ -60,10 +60,8 @@ class EngineMetrics:
         computed = Counter("serve_app_computed_tokens", "Tokens computed by steps", ["phase"], registry=registry)
         self._prefill, self._decode = computed.labels("prefill"), computed.labels("decode")
         self._sampled = Counter("serve_app_sampled_tokens", "Tokens sampled by the engine", registry=registry)
-        self._drafted = Counter(
-            "serve_app_draft_tokens", "Tokens guessed by speculation and computed", registry=registry
-        )
-        self._accepted = Counter("serve_app_accepted_tokens", "Guessed tokens that were right", registry=registry)
+        self._drafted = Counter("serve_app_draft_tokens", "Draft tokens computed", registry=registry)
+        self._accepted = Counter("serve_app_accepted_tokens", "Draft tokens accepted", registry=registry)
         self._preemptions = Counter("serve_app_preemptions", "Requests preempted by recompute", registry=registry)
         self._prefix_hits = Counter(
             "serve_app_prefix_cache_hit_tokens", "Tokens of admitted requests found in the cache", registry=registry
@@ -87,7 +85,9 @@ class EngineMetrics:
             )
         ]
         self._slots = Gauge("serve_app_max_num_seqs", "Sequences that may run at once", registry=registry)
-        self._step_tokens = Gauge("serve_app_max_num_batched_tokens", "Most tokens in one step", registry=registry)
+        self._step_tokens = Gauge(
+            "serve_app_max_num_batched_tokens", "Maximum number of tokens in one step", registry=registry
+        )
         ttft = _time_to_first_token(registry)
         self._first_token = ttft.labels("engine")
 
@@ -150,10 +150,10 @@ class IngressMetrics:
         self.body_bytes = 0
         _register_state(registry, queued, ongoing, engines)
         self._queue_wait = Histogram(
-            "serve_app_queue_wait_seconds", "Time in the ingress's queue until the turn came", **_histogram(registry)
+            "serve_app_queue_wait_seconds", "Time in the ingress's queue", **_histogram(registry)
         )
         self._refusals = Counter(
-            "serve_app_refusals", "Requests turned away for want of room or time", ["reason"], registry=registry
+            "serve_app_refusals", "Requests refused because of limits or deadlines", ["reason"], registry=registry
         )
         self._active = Gauge(
             "serve_app_requests_active", "Requests received and not ended", ["endpoint"], registry=registry
@@ -166,22 +166,22 @@ class IngressMetrics:
         self._first_token = _time_to_first_token(registry).labels("ingress")
         self._inter_token = Histogram(
             "serve_app_inter_token_latency_seconds",
-            "Time between tokens of one choice at the ingress; tokens that come together share the time since the last",
+            "Time between tokens of one choice at the ingress; tokens of one event share its interval",
             **_histogram(registry),
         )
         self._failovers = Counter(
             "serve_app_failovers",
-            "Attempts lost by a replica, whose requests went on elsewhere",
+            "Attempts lost with a replica, whose requests continued elsewhere",
             ["reason"],
             registry=registry,
         )
         self._replayed = Counter(
             "serve_app_replayed_tokens",
-            "Known tokens of such requests, which the next replica computes again",
+            "Known tokens of these requests, computed again by the next replica",
             registry=registry,
         )
         self._false_alarms = Counter(
-            "serve_app_false_alarms", "Replicas that were taken for stalled and answered later", registry=registry
+            "serve_app_false_alarms", "Replicas that were considered stalled and answered later", registry=registry
         )
         self._keys = KeyMetrics(registry)
         self._grammars = RequestGrammarMetrics(registry)
@@ -276,11 +276,9 @@ def _register_state(
     engines: Callable[[], tuple[int, int]],
 ) -> None:
     """The gauges that are asked when somebody looks."""
+    Gauge("serve_app_ingress_queue_depth", "Sequences waiting at the ingress", registry=registry).set_function(queued)
     Gauge(
-        "serve_app_ingress_queue_depth", "Sequences waiting at the ingress for a place", registry=registry
-    ).set_function(queued)
-    Gauge(
-        "serve_app_ingress_requests_ongoing", "Sequences handed to engines and not ended", registry=registry
+        "serve_app_ingress_requests_ongoing", "Sequences sent to engines and not ended", registry=registry
     ).set_function(ongoing)
 
     def fleet_ratio() -> float:
@@ -369,7 +367,7 @@ class _EngineState:
     def collect(self) -> Iterable[Metric]:
         yield GaugeMetricFamily(
             "serve_app_engine_busy_ratio",
-            "Part of the last ten seconds that the engine spent in steps",
+            "Fraction of the last ten seconds that the engine spent in steps",
             self.busy.ratio(time.monotonic()),
         )
         if self.stats is None:
@@ -380,7 +378,7 @@ class _EngineState:
             ("requests_running", stats.running, "Sequences that are running"),
             ("waiting_served_ratio", stats.waiting_served_ratio, "Waiting requests per running one"),
             ("kv_blocks_used", stats.blocks_used, "KV blocks held by requests"),
-            ("kv_blocks_cached", stats.blocks_cached, "Free KV blocks that still hold a prefix"),
+            ("kv_blocks_cached", stats.blocks_cached, "Free KV blocks that still contain a prefix"),
             ("kv_blocks_total", stats.blocks_total, "Usable KV blocks"),
         ):
             yield GaugeMetricFamily(f"serve_app_{name}", text, float(value))

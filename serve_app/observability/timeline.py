@@ -198,6 +198,6 @@ def _draw_legend(figure: Any, timelines: Sequence[Timeline], group_labels: Seque
     if Work.PREFILL in works:
         handles.append(Patch(facecolor="#888888", edgecolor="white", hatch="xxxx", label="reads its prompt"))
     if Work.WASTED in works:
-        handles.append(Patch(facecolor="white", edgecolor=_WASTED, hatch="////", label="padding, nobody asked for it"))
+        handles.append(Patch(facecolor="white", edgecolor=_WASTED, hatch="////", label="padding"))
     handles.append(Patch(facecolor=_IDLE, label="idle"))
     figure.legend(handles=handles, loc="outside lower center", ncols=min(9, len(handles)), fontsize=8, frameon=False)

@@ -21,7 +21,9 @@ def register_upkeep(
     running = Gauge("serve_app_ingress_tasks", "Tasks of the ingress's event loop", registry=registry)
     running.set_function(lambda: len(asyncio.all_tasks(loop)))
     invalid = Gauge(
-        "serve_app_keys_file_invalid", "1 while the keys file cannot be read, and older keys hold", registry=registry
+        "serve_app_keys_file_invalid",
+        "1 while the keys file is invalid and the last valid keys are in force",
+        registry=registry,
     )
     invalid.set_function(keys_file_invalid)
     unusable = Gauge(
@@ -41,5 +43,5 @@ class _Errors(Collector):
         """One counter."""
         total = sum(self._tasks.errors.copy().values())
         yield CounterMetricFamily(
-            "serve_app_task_errors", "Errors of the ingress's lasting tasks, which ran again", value=total
+            "serve_app_task_errors", "Errors of the ingress's background tasks, which were restarted", value=total
         )

@@ -71,7 +71,7 @@ class Auth:
                 on_admin=_ignore if audit is None else audit.accessed,
             )
         elif not _is_loopback(host):
-            logger.warning("everybody who reaches %s may use this server: there is no `ingress.keys_file`", host)
+            logger.warning("any client that reaches %s may use this server: `ingress.keys_file` is not set", host)
 
     def admits_to_metrics(self) -> Admits | None:
         """Who may see this process's metrics port: admins, or everybody without a keys file."""
@@ -160,8 +160,8 @@ def _check_keys(ingress: IngressSettings) -> Callable[[KeyRing], None]:
 def _check_open(ingress: IngressSettings, host: str) -> None:
     if ingress.keys_file is None and not _is_loopback(host) and not ingress.allow_anonymous:
         raise ConfigError(
-            f"setting `ingress.keys_file`: is needed where the server listens beyond this machine ({host}), "
-            "or `ingress.allow_anonymous: true`"
+            f"setting `ingress.keys_file`: required because the server listens beyond this machine ({host}); "
+            "or set `ingress.allow_anonymous: true`"
         )
 
 

@@ -22,10 +22,10 @@ from serve_app.errors import InvalidRequestError, OverloadedError, RequestError,
 
 _RAYS_ROUTES = "/-/"
 _RAYS_HEALTH = b"/-/healthz"
-_NO_ROUTE = InvalidRequestError("there is no such route", code="not_found")
+_NO_ROUTE = InvalidRequestError("no such route", code="not_found")
 _RAYS_REFUSALS: Mapping[int, tuple[bytes, RequestError]] = {
-    404: (b"Ping http://.../-/routes", UnavailableError("no ingress can take this request now")),
-    429: (b"dropped due to backpressure", OverloadedError("too many requests at one time", code="flood")),
+    404: (b"Ping http://.../-/routes", UnavailableError("no ingress is available now")),
+    429: (b"dropped due to backpressure", OverloadedError("too many requests at the same time", code="flood")),
 }
 """What Ray says in plain text, and what it means: its proxy has no routes for a moment when its controller comes back;
 its queue is full."""

@@ -94,7 +94,7 @@ def deploy_again(schema: ServeDeploySchema) -> None:
     """
     serving = {name for name, application in serve.status().applications.items() if application.status == "RUNNING"}
     if serving and serving.isdisjoint(application.name for application in schema.applications):
-        raise ConfigError(f"applications: keep one that serves now ({', '.join(sorted(serving))})")
+        raise ConfigError(f"applications: at least one running application must remain ({', '.join(sorted(serving))})")
     _get_global_client().deploy_apps(schema, _blocking=False)
 
 
@@ -219,7 +219,7 @@ async def _start_haproxy(api: Any) -> None:
     """A new process; one that still runs finishes its connections."""
     old, is_running = api._proc, api._is_running()
     what = "lost its socket" if is_running else f"ended with status {old.returncode}"
-    logger.warning("HAProxy (pid %d) has %s: starting it again", old.pid, what)
+    logger.warning("HAProxy (pid %d) has %s: restarting it", old.pid, what)
     api._initialize_directories_and_error_files()
     api._generate_config_file_internal()
     with suppress(FileNotFoundError):

@@ -102,7 +102,7 @@ class LastingTasks:
         self._logged[kind] = now
         more = self._unlogged.pop(kind, 0)
         also = f" ({more} more of this kind since the last report)" if more else ""
-        logger.error("task %r failed; it runs again in %g s%s", name, delay_s, also, exc_info=error)
+        logger.error("task %r failed; it restarts in %g s%s", name, delay_s, also, exc_info=error)
 
 
 def _is_cancelled(error: BaseException) -> bool:

@@ -84,7 +84,7 @@ class BoundedLoader(yaml.SafeLoader):
         except (yaml.YAMLError, RecursionError, ServeAppError):
             raise
         except Exception:
-            problem = "a value that cannot be read (a date that does not exist, a number that is too long)"
+            problem = "a value that cannot be read (an impossible date or a number that is too long)"
             raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark) from None
 
 
@@ -109,7 +109,7 @@ def load_yaml(text: str, loader: type[BoundedLoader] = BoundedLoader) -> Any:
     except RecursionError:
         raise ConfigError("is not usable YAML: it is nested too deeply") from None
     except yaml.YAMLError as error:
-        raise ConfigError(f"is not YAML: {getattr(error, 'reason', 'it has no structure')}") from None
+        raise ConfigError(f"is not YAML: {getattr(error, 'reason', 'no structure')}") from None
     except Exception as error:
         raise ConfigError(f"is not YAML: {type(error).__name__}") from None
 

@@ -1,3 +1,3 @@
-"""The package's version, in the one place that says it."""
+"""The package's version; pyproject.toml and the API read it."""
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"

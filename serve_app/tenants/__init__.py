@@ -1,1 +1,1 @@
-"""Who may use the server and how much: keys, the tenants that they name, their limits."""
+"""API keys, the tenants that they name, and their limits."""

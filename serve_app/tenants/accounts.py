@@ -1,6 +1,7 @@
-"""What tenants may use and have used: a request reserves the most that it may take, and gives back what it did not.
+"""Limits and usage of tenants: a request reserves its maximum and returns what it did not use.
 
-One process's windows of a minute; the day's sums are the ledger's. A second ingress would need windows in common.
+The windows of a minute belong to one process; the ledger has the sums of a day. Several ingresses would need common
+windows.
 """
 
 import time
@@ -16,11 +17,11 @@ from serve_app.tenants.totals import Totals
 
 _DAY_S = 86_400
 _PLACE_S = 1.0
-"""When to come back for a place that a request of one's own holds."""
+"""`Retry-After` while the key's own requests use all its slots (s)."""
 
 
 class _Account:
-    """What one tenant holds now."""
+    """Current usage of one tenant."""
 
     def __init__(self) -> None:
         self.requests = RateWindow()
@@ -49,7 +50,7 @@ class Accounts:
         return Charge(self, tenant, self._account(tenant))
 
     def usage(self, tenant: Tenant) -> dict[str, Any]:
-        """What `tenant` has used and may use, as `GET /v1/usage` tells it."""
+        """Usage and limits of `tenant`, for `GET /v1/usage`."""
         account, now = self._account(tenant), self.clock()
         today = self.today(tenant)
         return {
@@ -72,7 +73,7 @@ class Accounts:
         }
 
     def today(self, tenant: Tenant) -> Totals | None:
-        """What the ledger tells of today; None without one."""
+        """Today's usage in the ledger; None without a ledger."""
         return None if self.ledger is None else self.ledger.today(tenant.name)
 
     def _account(self, tenant: Tenant) -> _Account:
@@ -99,7 +100,7 @@ class Charge:
         return self._tenant.name
 
     def begin(self, sequences: int) -> None:
-        """Count the request, with so many sequences at once; without any, nothing is left to be settled.
+        """Count the request and its concurrent sequences; with 0 sequences there is nothing to settle.
 
         Raises `OverloadedError`, or `InvalidRequestError`.
         """
@@ -107,7 +108,7 @@ class Charge:
         if tenant.max_sequences is not None:
             if sequences > tenant.max_sequences:
                 raise InvalidRequestError(
-                    f"prompts times `n` are {sequences}, but this API key may have {tenant.max_sequences} at once",
+                    f"prompts times `n` are {sequences}, but this API key allows {tenant.max_sequences} at once",
                     param="n",
                 )
             if account.sequences + sequences > tenant.max_sequences:
@@ -121,13 +122,13 @@ class Charge:
         self._sequences = sequences
 
     def reserve(self, tokens: int) -> None:
-        """Reserve the most that it may take: prompts, and outputs at their longest. Raises as `begin` does."""
+        """Reserve the maximum: prompts and the longest outputs. Raises as `begin` does."""
         tenant, account, now = self._tenant, self._account, self._accounts.clock()
         for limit, period in ((tenant.tokens_per_minute, "minute"), (tenant.tokens_per_day, "day")):
             if limit is not None and tokens > limit:
                 raise InvalidRequestError(
-                    f"the request may take {tokens} tokens, prompt and `max_tokens` together, but this API key may "
-                    f"take {limit} a {period}",
+                    f"the request may use {tokens} tokens (prompt plus `max_tokens`), but this API key allows {limit} "
+                    f"per {period}",
                     param="max_tokens",
                     code="request_exceeds_limit",
                 )
@@ -141,7 +142,7 @@ class Charge:
         self._reserved = tokens
 
     def settle(self, spent: Spent | None) -> None:
-        """It has ended: give back what it has not used, and tell the ledger if anything was computed."""
+        """The request has ended: return unused tokens, and record it in the ledger if anything was computed."""
         account = self._account
         used = 0 if spent is None else spent.prompt_tokens + spent.output_tokens
         account.tokens.give_back(self._reserved - used, self._second)
@@ -152,7 +153,7 @@ class Charge:
             self._accounts.ledger.write(spent)
 
     def headers(self) -> Mapping[str, str]:
-        """The limits of a minute as OpenAI's headers tell them."""
+        """The limits per minute, as OpenAI's headers."""
         now, told = self._accounts.clock(), {}
         for kind, limit, window in (
             ("requests", self._tenant.requests_per_minute, self._account.requests),
@@ -171,8 +172,8 @@ class Charge:
         left = limit - today.tokens - self._account.reserved
         if tokens > left:
             raise OverloadedError(
-                f"this API key may take {limit} tokens a day, of which {max(left, 0)} are left; the request may take "
-                f"{tokens}, prompt and `max_tokens` together",
+                f"this API key allows {limit} tokens per day and has {max(left, 0)} left; the request may use {tokens} "
+                "(prompt plus `max_tokens`)",
                 code="insufficient_quota",
                 retry_after_s=_DAY_S - self._accounts.wall_clock() % _DAY_S,
             )
@@ -180,7 +181,7 @@ class Charge:
 
 def _exceeded(limit: str, wait_s: float) -> OverloadedError:
     return OverloadedError(
-        f"this API key may have {limit}; try again in {max(wait_s, 1.0):.0f} seconds",
+        f"this API key allows {limit}; try again in {max(wait_s, 1.0):.0f} seconds",
         code="rate_limit_exceeded",
         retry_after_s=wait_s,
     )

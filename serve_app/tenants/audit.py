@@ -1,4 +1,4 @@
-"""Who has looked at what tells of everybody, and how the keys have changed: JSON lines, a file per month of UTC."""
+"""The audit log: use of admin routes and changes of keys, as JSON lines, one file per UTC month."""
 
 import logging
 import os

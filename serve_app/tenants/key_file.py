@@ -1,4 +1,4 @@
-"""The keys file on disk: read, watched, changed. What stands in it is `keys`' business."""
+"""The keys file on disk: reading, watching, changing. `keys` parses its content."""
 
 import logging
 import os
@@ -20,11 +20,11 @@ from serve_app.tenants.keys import KeyRing, UnknownKeys, check_name, hash_key, n
 logger = logging.getLogger(__name__)
 
 _REMINDER_S = 30.0
-_HEADER = "# API keys of serve_app: names with their fields. Of a key only its hash is here.\n"
+_HEADER = "# API keys of serve_app: names with their fields. Only a key's hash is stored.\n"
 
 
 Check = Callable[[KeyRing], None]
-"""Raises `ConfigError` if the server cannot do what the keys say."""
+"""Raises `ConfigError` if the server does not support what the keys require."""
 
 
 def read_key_file(path: Path, check: Check = lambda _: None) -> KeyRing:
@@ -43,9 +43,9 @@ class WatchedKeyFile:
         ring: KeyRing | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`on_change` is told in words what is new. `ring` is to hold until the file is read for the first time.
+        """`on_change` receives a description of the change. `ring` is used until the file is read for the first time.
 
-        `clock`: seconds. Raises `ConfigError` if there is nothing to begin with.
+        `clock`: seconds. Raises `ConfigError` if there is no valid key ring to start with.
         """
         self._on_change = on_change
         self._path = path
@@ -54,16 +54,16 @@ class WatchedKeyFile:
         self._next_reminder = 0.0
         self._refreshing = threading.Lock()
         self._invalid = ("", "")
-        """The newest text that is invalid, and why: parsing takes long, and would find the same again."""
+        """The newest invalid text and its error, to avoid parsing it again."""
         self._seen = file_state(path) if ring is None else None
         self.ring = read_key_file(path, check) if ring is None else ring
         self.error: str | None = None
         """Why the file could not be read the last time; None if it could."""
 
     def refresh(self) -> None:
-        """Read the file if it has changed or could not be read; if it cannot be, keep what is known. May block.
+        """Read the file if it has changed or was unreadable; on an error keep the last valid keys. May block.
 
-        An error is logged at once, and again every 30 s while it lasts.
+        An error is logged at once, and every 30 s while it lasts.
         """
         with self._refreshing:
             self._refresh()
@@ -88,7 +88,7 @@ class WatchedKeyFile:
         }
         told = "; ".join(f"{kind} {', '.join(sorted(names))}" for kind, names in news.items() if names)
         told = told or "the same names and limits"
-        logger.info("keys file %s was read again: %s", self._path, told)
+        logger.info("keys file %s was reloaded: %s", self._path, told)
         self._on_change(told)
 
     def _read(self) -> KeyRing:
@@ -107,7 +107,7 @@ class WatchedKeyFile:
         if error != self.error or now >= self._next_reminder:
             self._next_reminder = now + _REMINDER_S
             unknown = isinstance(self.ring, UnknownKeys)
-            meanwhile = "every API key is answered 503" if unknown else "the keys known before stay in force"
+            meanwhile = "every API key is answered 503" if unknown else "the last valid keys stay in force"
             logger.error("%s; %s", error, meanwhile)
         self.error = error
 
@@ -118,7 +118,7 @@ def add_key(path: Path, name: str, fields: dict[str, Any]) -> str:
     with typed_errors(f"keys file {path}: "):
         text = _read(path) if path.exists() else _HEADER
     if any(tenant.name == name for tenant in _parse(path, text).tenants):
-        raise ConfigError(f"{path}: there is a key named {name} already; revoke it, or take another name")
+        raise ConfigError(f"{path}: a key named {name} exists; revoke it or choose another name")
     key = new_key()
     entry = yaml.safe_dump({name: {"sha256": hash_key(key), **fields}}, sort_keys=False)
     _write(path, re.sub(r"(?m)^\{\}\s*\Z", "", text).rstrip("\n") + "\n\n" + entry)
@@ -130,7 +130,7 @@ def remove_key(path: Path, name: str) -> None:
     text = _read(path)
     names = [tenant.name for tenant in _parse(path, text).tenants]
     if name not in names:
-        raise ConfigError(f"{path}: there is no key named {name[:100]!r}")
+        raise ConfigError(f"{path}: no key is named {name[:100]!r}")
     # From its line to the next one that is neither indented nor empty.
     entry = re.compile(rf"""(?m)^['"]?{re.escape(name)}['"]?[ ]*:.*\n?(?:[ \t]+.*\n?|\n)*""")
     rest = entry.sub("", text, count=1)
@@ -139,7 +139,7 @@ def remove_key(path: Path, name: str) -> None:
     except ConfigError:
         as_meant = False
     if not as_meant:
-        raise ConfigError(f"{path}: take {name} out by hand; the file's form is not `serve-app keys`' own")
+        raise ConfigError(f"{path}: remove {name} by hand; the file was not written by `serve-app keys`")
     _write(path, rest)
 
 

@@ -1,4 +1,4 @@
-"""API keys: how one is made, told apart, and found. Only hashes are kept; 256 random bits need no slow one."""
+"""API keys: creation, hashing, lookup. Only hashes are stored; 256 random bits need no slow hash."""
 
 import re
 import secrets
@@ -20,19 +20,22 @@ _HASH = re.compile(r"[0-9a-f]{64}")
 
 
 def new_key() -> str:
-    """A key that nobody can guess."""
+    """A new random key."""
     return _PREFIX + secrets.token_urlsafe(32)
 
 
 def hash_key(key: str) -> str:
-    """What is kept of a key: its SHA-256, in hexadecimal digits."""
+    """The stored form of a key: its SHA-256 in hexadecimal digits."""
     return sha256(key.encode("utf-8", "surrogateescape")).hexdigest()
 
 
 def check_name(name: str) -> None:
     """Raise `ConfigError` unless `name` can be a key's."""
     if "\n" in name or not re.match(NAME, name):
-        raise ConfigError(f"{name[:100]!r} is no name: letters, digits, '.', '_' and '-', at most 64, no sign first")
+        raise ConfigError(
+            f"{name[:100]!r} is not a valid name: use at most 64 letters, digits, '.', '_' and '-', and begin with a "
+            "letter or digit"
+        )
 
 
 class KeyRing:
@@ -47,13 +50,13 @@ class KeyRing:
         return list(self._tenants.values())
 
     def find(self, key: str, now: datetime) -> Tenant:
-        """Whose key it is at `now`. Raises `AuthenticationError`.
+        """The tenant of `key` at `now`. Raises `AuthenticationError`.
 
-        Looked up by its hash: how long that takes tells nothing of keys that begin alike.
+        The lookup is by hash, so its time reveals nothing about similar keys.
         """
         tenant = self._tenants.get(hash_key(key))
         if tenant is None:
-            raise AuthenticationError("the API key is not one of this server's")
+            raise AuthenticationError("unknown API key")
         if tenant.expires is not None and tenant.expires <= now:
             raise AuthenticationError(f"the API key has expired at {tenant.expires:%Y-%m-%d %H:%M} UTC")
         return tenant
@@ -67,7 +70,7 @@ class KeyRing:
 
 
 class UnknownKeys(KeyRing):
-    """In the place of a keys file that could not be read yet: no key can be checked."""
+    """Used while the keys file could not be read yet: no key can be checked."""
 
     def __init__(self) -> None:
         super().__init__({})
@@ -77,29 +80,29 @@ class UnknownKeys(KeyRing):
         raise self.error()
 
     def error(self) -> UnavailableError:
-        """What a request is answered whose key cannot be checked."""
+        """The error for a request whose key cannot be checked."""
         return UnavailableError(
-            "no API key can be checked: the file of `ingress.keys_file` is invalid, and the server's log says why",
+            "API keys cannot be checked: `ingress.keys_file` is invalid; see the server's log",
             code="keys_file_invalid",
             retry_after_s=_RETRY_AFTER_S,
         )
 
 
 def parse_keys(text: str) -> KeyRing:
-    """The key ring that a keys file describes: names with their fields. Raises `ConfigError` in one line.
+    """The key ring of a keys file (names with their fields). Raises `ConfigError` in one line.
 
-    No message holds a value: it could be a key that stands where its hash should.
+    No message contains a value, since it could be a key in place of its hash.
     """
     data = load_yaml(text, _UniqueKeys)
     if not text.strip():
-        raise ConfigError("is empty; a file without keys holds {}")
+        raise ConfigError("is empty; a file without keys contains {}")
     if not isinstance(data or {}, dict):
         raise ConfigError("must map names of keys to their fields")
     ring: dict[str, Tenant] = {}
     for name, fields in (data or {}).items():
         digest, tenant = _parse_entry(str(name), fields)
         if digest in ring:
-            raise ConfigError(f"{name}: the same key as {ring[digest].name}")
+            raise ConfigError(f"{name}: same key as {ring[digest].name}")
         ring[digest] = tenant
     return KeyRing(ring)
 
@@ -114,11 +117,11 @@ def check_limits(ring: KeyRing, *, has_ledger: bool) -> None:
 def _parse_entry(name: str, fields: Any) -> tuple[str, Tenant]:
     check_name(name)
     if not isinstance(fields, dict):
-        raise ConfigError(f"{name}: must hold fields, `sha256` first")
+        raise ConfigError(f"{name}: must be a mapping with `sha256`")
     rest = {key: value for key, value in fields.items() if key != "sha256"}
     digest = fields.get("sha256")
     if not (isinstance(digest, str) and _HASH.fullmatch(digest)):
-        raise ConfigError(f"{name}: `sha256` must be 64 hexadecimal digits, in quotes if there are no letters in it")
+        raise ConfigError(f"{name}: `sha256` must be 64 hexadecimal digits, in quotes if it has no letters")
     if "name" in rest:
         raise ConfigError(f"{name}: unknown field `name`")
     try:
@@ -138,5 +141,5 @@ class _UniqueKeys(BoundedLoader):
     def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
         names = [self.construct_object(key, deep=True) for key, _ in node.value]
         if len({str(name) for name in names}) < len(names):
-            raise yaml.constructor.ConstructorError(None, None, "a name stands there twice", node.start_mark)
+            raise yaml.constructor.ConstructorError(None, None, "a name is given twice", node.start_mark)
         return super().construct_mapping(node, deep)

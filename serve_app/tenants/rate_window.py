@@ -1,6 +1,6 @@
-"""How much was charged within the last minute. Pure: time is an argument, in seconds, never going back.
+"""The amount charged within the last minute. Pure: time is an argument, in seconds, never going back.
 
-A sliding window rather than a token bucket: a bucket that holds a minute's worth lets twice that through in a minute.
+A sliding window and not a token bucket: a bucket of one minute's amount allows twice that amount in a minute.
 """
 
 from collections import deque
@@ -47,7 +47,7 @@ class RateWindow:
         return second
 
     def give_back(self, amount: int, second: int) -> None:
-        """`amount` of what was charged in `second` was not used after all. Nothing if that is forgotten by now."""
+        """Return `amount` of the charge in `second`, unless that has left the window."""
         for slot in reversed(self._slots):
             if slot[0] == second:
                 slot[1] -= amount

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 from pydantic import AwareDatetime, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$"
-"""What names of keys and groups look like, which logs, labels and file formats can hold."""
+"""The form of key and group names, safe in logs, labels and file formats."""
 LOWEST_PRIORITY = 2**31 - 1
 
 
@@ -18,9 +18,9 @@ def _utc(value: Any) -> Any:
 
 
 class Tenant(BaseModel):
-    """A client of the server that it knows by a key, or everybody whom it does not know (`ANONYMOUS`).
+    """A client with a key, or all clients without one (`ANONYMOUS`).
 
-    Compared as a whole; `name` is unique. Limits that are None do not exist.
+    Compared by all fields; `name` is unique. A limit of None is no limit.
     """
 
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
@@ -43,14 +43,14 @@ class Tenant(BaseModel):
     tokens_per_day: int | None = Field(default=None, ge=1)
     """Most tokens, of prompts and outputs, within a day of UTC."""
     prefix_group: str | None = Field(default=None, pattern=NAME)
-    """Tenants of one group share cached prefixes; None shares with nobody."""
+    """Tenants of one group share cached prefixes; None: no sharing."""
     admin: bool = False
-    """Whether it may see metrics and `/debug`, which tell of everybody."""
+    """Whether it may use metrics and `/debug`, which show data of all clients."""
 
     @model_validator(mode="after")
     def _check_priority(self) -> "Tenant":
         if self.priority[0] > self.priority[1]:
-            raise ValueError("priority: the lowest number comes first")
+            raise ValueError("priority: the lowest number must come first")
         return self
 
     def may_use(self, model: str) -> bool:
@@ -58,7 +58,7 @@ class Tenant(BaseModel):
         return self.models is None or model in self.models
 
     def cache_salt(self, given: str) -> str:
-        """The salt of the prefix cache for a request that brings `given`; nobody else can have the same."""
+        """The prefix cache salt for a request with salt `given`; no other tenant can have the same salt."""
         if not self.name:
             return f"\0anonymous\0{given}" if given.startswith("\0") else given
         kind, group = ("key", self.name) if self.prefix_group is None else ("group", self.prefix_group)
@@ -66,4 +66,4 @@ class Tenant(BaseModel):
 
 
 ANONYMOUS = Tenant(name="")
-"""Everybody without a key. They share one line of the queue."""
+"""All clients without a known key. They share one queue."""

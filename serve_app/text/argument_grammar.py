@@ -1,7 +1,7 @@
-"""The arguments of a call as rules of a grammar (Lark), in each dialect, from the tool's JSON schema.
+"""Grammar rules (Lark) for the arguments of a tool call, in each dialect, from the tool's JSON schema.
 
-JSON is `grammars.json_schema`'s. The other dialects write the same values in another way; what of a schema this module
-does not know is refused by keyword and path, never left out in silence.
+`grammars.json_schema` handles JSON. The other dialects write the same values differently. Unsupported parts of a schema
+are refused by keyword and path, never ignored.
 """
 
 import json
@@ -26,7 +26,7 @@ class ArgumentRules:
     """Collects rules, and the grammars that they refer to, for all tools of a request."""
 
     def __init__(self, dialect: Dialect, literal: Callable[[str], str]) -> None:
-        """literal: the rule of a text that may hold control tokens."""
+        """literal: the rule for a text that may contain control tokens."""
         self.dialect = dialect
         self.literal = literal
         self.rules: list[str] = []
@@ -131,7 +131,7 @@ class _Schema:
             return self._rules.rule(f"{quote} ({_values(schema) or f'/{_length(schema) or _FREE}/'}) {quote}")
         if kind in ("integer", "number", "boolean", "null"):
             return self._rules.json(schema, self._param)
-        raise self._refused(path, "a value needs one `type`, an `anyOf` or a `$ref`")
+        raise self._refused(path, "a value must have one `type`, an `anyOf` or a `$ref`")
 
     def _resolved(self, schema: dict[str, Any], path: str) -> dict[str, Any]:
         while (reference := schema.get("$ref")) is not None:
@@ -139,7 +139,7 @@ class _Schema:
             kind, _, name = str(reference).removeprefix("#/").partition("/")
             found = self._schema.get(kind, {}).get(name) if kind in _DEFINITIONS else None
             if not isinstance(found, dict) or self._references > _MAX_LOCAL_REFERENCES:
-                raise self._refused(path, "`$ref` must lead to `$defs`, in no circle")
+                raise self._refused(path, "`$ref` must point into `$defs`, without a cycle")
             schema = found
         return schema
 
@@ -164,7 +164,7 @@ class _Schema:
     def _array(self, schema: Mapping[str, Any], path: str) -> str:
         self._check(schema, _ARRAY, path)
         if "items" not in schema:
-            raise self._refused(path, "an array needs `items`")
+            raise self._refused(path, "an array must have `items`")
         item = self._value(schema["items"], f"{path}/items")
         low, high = int(schema.get("minItems", 0)), schema.get("maxItems")
         if high == 0:
@@ -173,7 +173,7 @@ class _Schema:
         return self._rules.rule(f'"[" {item} {more} "]"' if low else f'"[" ({item} {more})? "]"')
 
     def _check_references(self, schema: Any, path: str) -> None:
-        """In a part that stands alone, references to the whole would mean that part."""
+        """A part is compiled separately, so references to the whole schema would refer to the part."""
         waiting = [schema]
         while waiting:
             part = waiting.pop()
@@ -182,7 +182,7 @@ class _Schema:
                 if isinstance(reference, str) and not reference.startswith(
                     tuple(f"#/{name}/" for name in _DEFINITIONS)
                 ):
-                    raise self._refused(path, "`$ref` must lead to `$defs`")
+                    raise self._refused(path, "`$ref` must point into `$defs`")
                 waiting += part.values()
             elif isinstance(part, list):
                 waiting += part
@@ -191,7 +191,7 @@ class _Schema:
         properties = schema.get("properties", {})
         for key in schema.get("required", ()):
             if key not in properties:
-                raise self._refused(path, f"`required` names {str(key)[:64]!r}, which is no property")
+                raise self._refused(path, f"`required` names {str(key)[:64]!r}, which is not a property")
         for key, value in properties.items():
             if not key or set(key) & set('<>:{}",\n'):
                 raise self._refused(path, f"the property {key[:64]!r} has a name that cannot be written")
@@ -200,7 +200,7 @@ class _Schema:
     def _check(self, schema: Mapping[str, Any], known: set[str], path: str) -> None:
         for keyword in schema:
             if keyword not in known and keyword not in _NOTES:
-                raise self._refused(path, f"`{keyword[:64]}` is not known in this model's form of tool calls")
+                raise self._refused(path, f"`{keyword[:64]}` is not supported in this model's form of tool calls")
 
     def _refused(self, path: str, reason: str) -> InvalidRequestError:
         where = f" at {path}" if path else ""

@@ -1,8 +1,8 @@
-"""Messages to the prompt a chat model was trained on. The template is the model's own, never the request's.
+"""Renders messages to a prompt with the model's chat template; requests cannot supply one.
 
-transformers renders it in jinja2's immutable sandbox. What the template refuses is the client's error, in the
-template's own words. Control tokens that a client writes into a message are text, not control: nobody can end a
-message or begin a system message from inside one.
+transformers renders it in jinja2's immutable sandbox. An error that the template raises becomes the client's 400 with
+the template's message. Control tokens in a client's message are treated as text, so a message cannot end itself or
+begin a system message.
 """
 
 import json
@@ -40,10 +40,10 @@ class Ending(Enum):
 
 
 def without_tools(param: str) -> InvalidRequestError:
-    """The error of a request whose `param` holds tools or calls for a model that knows none."""
+    """The error for a request with tools or calls in `param` when the model supports none."""
     return InvalidRequestError(
-        f"`{param}`: this model's chat template knows no tools, or none that this server can read "
-        "(the operator may set `ingress.tools`)",
+        f"`{param}`: this model's chat template has no tools in a form that this server supports "
+        "(the operator can set `ingress.tools`)",
         param=param,
     )
 
@@ -112,7 +112,7 @@ def encode_chat(
     given: dict[str, Any] = {**variables, "tools": list(tools) or None, **ending.value}
     for param, data in (("tools", given["tools"]), ("chat_template_kwargs", dict(variables))):
         if any(control_tokens.search(key) for key in _texts(data)[0]):
-            raise InvalidRequestError(f"`{param}`: a name of a field holds a control token", param=param)
+            raise InvalidRequestError(f"`{param}`: a field name contains a control token", param=param)
     messages = [_without_control_keys(message, control_tokens) for message in messages]
     _, values = _texts([messages, given["tools"], dict(variables)])
 
@@ -131,12 +131,12 @@ def encode_chat(
     except jinja2.TemplateError as error:
         said = (error.message or type(error).__name__)[:_MAX_MESSAGE]
         raise InvalidRequestError(
-            f"the model's chat template refuses these messages: {said}", param="messages"
+            f"the model's chat template rejects these messages: {said}", param="messages"
         ) from error
     except CANNOT_RENDER as error:
         if ending is Ending.CONTINUED and "continue_final_message" in str(error):
             raise InvalidRequestError(
-                "`continue_final_message`: the model's chat template does not show the last message as it is",
+                "`continue_final_message`: the model's chat template does not render the last message unchanged",
                 param="continue_final_message",
             ) from error
         raise InvalidRequestError("the model's chat template cannot render these messages", param="messages") from error
@@ -171,5 +171,5 @@ def _texts(data: Any) -> tuple[list[str], list[str]]:
 
 
 def template_variables(template: str | None) -> frozenset[str]:
-    """Which variables that a request may set this chat template knows."""
+    """The variables that a request may set and this chat template uses."""
     return frozenset(name for name in _VARIABLES if re.search(rf"\b{name}\b", template or ""))

@@ -1,6 +1,6 @@
-"""How likely a model is to give each of some answers, and no other, to a prompt.
+"""The probability of each of several answers to a prompt.
 
-Decides what is asked of an engine (the log-probabilities of each answer's tokens behind the prompt) and what follows.
+Decides what the engine computes (log-probabilities of each answer's tokens after the prompt) and how they are combined.
 """
 
 import math
@@ -14,7 +14,7 @@ from serve_app.text.tokenizer import Tokenizer
 
 @dataclass(frozen=True, slots=True)
 class Odds:
-    """One answer. logprob: of its tokens and of the end behind them; probability: of it among the answers."""
+    """One answer. logprob: sum over its tokens and the end after them; probability: normalized over the answers."""
 
     answer: str
     logprob: float
@@ -22,18 +22,18 @@ class Odds:
 
 
 def answer_tokens(tokenizer: Tokenizer, answers: Sequence[str], end_ids: Sequence[int]) -> list[tuple[int, ...]]:
-    """Each answer as the tokenizer writes it, and behind it the first of the model's tokens that end a text.
+    """The tokens of each answer, followed by the model's first end token.
 
-    Raises `InvalidRequestError` if there are none.
+    Raises `InvalidRequestError` if the model has no end token.
     """
     check_has_end(end_ids, "odds")
     return [(*tokenizer.encode(answer, add_special_tokens=False), end_ids[0]) for answer in answers]
 
 
 def scoring_params(num_prompt_tokens: int) -> SamplingParams:
-    """For a request whose prompt is a prompt of so many tokens and then an answer's: the answer's log-probabilities.
+    """Parameters for the log-probabilities of an answer that follows a prompt of this many tokens.
 
-    The prompt may come out of the prefix cache. The one token that an engine gives in any case means nothing.
+    The prompt may come from the prefix cache. The engine still samples one token, which is ignored.
     """
     return SamplingParams(
         max_tokens=1, temperature=0.0, seed=0, prompt_logprobs=0, prompt_logprobs_from=num_prompt_tokens

@@ -1,10 +1,10 @@
-"""Which control tokens of a rendered chat the template wrote, and which a client did: those are text, not control.
+"""Separates the control tokens that the template wrote from those of a client, which are text.
 
-The prompt is always what the template makes of the messages as they are. Who wrote a token is found by rendering a
-second time, with marks around the tokens in the messages; where a template's own logic (`lstrip`, `split`) stumbles
-over these, with marks around the tokens in the template's literals: all that it may write, or, where it looks for one
-of these itself, those that it writes at once. What is found is believed only if no more tokens are a client's than the
-messages hold.
+The prompt is always the template's output for the unmodified messages. To find the origin of a token, the chat is
+rendered a second time with marks around the tokens in the messages. If the template's logic (`lstrip`, `split`) reacts
+to these marks, they are put around the tokens in the template's literals instead: all of them, or, if the template
+searches for one itself, those that it writes directly. The result is used only if it attributes no more tokens to the
+client than the messages contain.
 """
 
 import re
@@ -25,7 +25,7 @@ _MARK = re.compile(r"<[^<>\s]*[|_\uff5c\u2581][^<>\s]*>")
 
 @dataclass(frozen=True, slots=True)
 class Chat:
-    """What a template is rendered with. special: the tokenizer's special tokens, which are the template's too."""
+    """The input of a template. special: the tokenizer's special tokens, which the template may use."""
 
     template: str
     messages: Sequence[Mapping[str, Any]]
@@ -33,17 +33,17 @@ class Chat:
     special: Mapping[str, str]
 
     def map(self, change: Callable[[str], str]) -> "Chat":
-        """The same with other texts in messages and variables."""
+        """This chat with `map` applied to the texts of messages and variables."""
         return Chat(self.template, _map(self.messages, change), _map(self.variables, change), self.special)
 
 
 def is_mark(token: str) -> bool:
-    """Whether a token looks like `<|im_end|>` or `<end_of_turn>`, which no text holds, unlike a tag of HTML."""
+    """Whether a token looks like `<|im_end|>` or `<end_of_turn>`, and not like an HTML tag."""
     return _MARK.fullmatch(token) is not None
 
 
 def find_pattern(control_tokens: Sequence[str]) -> re.Pattern[str]:
-    """Finds any of these tokens, the longest one at a place."""
+    """A pattern that finds any of these tokens, the longest one at each position."""
     longest_first = sorted(control_tokens, key=len, reverse=True)
     return re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
 
@@ -69,7 +69,7 @@ def split_forged(
 
 
 def _complement(own: Sequence[tuple[str, bool]], pattern: re.Pattern[str], length: int) -> list[tuple[str, bool]]:
-    """Of parts, some of which are the template's own tokens; so many characters of them."""
+    """The ranges of `parts` that are not the template's own tokens, in characters."""
     parts: list[tuple[str, bool]] = []
     rest = length
     for part, is_own in own:
@@ -97,7 +97,7 @@ def _joined(parts: Sequence[tuple[str, bool]]) -> list[tuple[str, bool]]:
 
 @dataclass(frozen=True, slots=True)
 class _Marks:
-    """Characters that stand before and after a control token."""
+    """Marker characters before and after a control token."""
 
     start: str
     end: str

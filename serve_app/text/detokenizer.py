@@ -10,15 +10,15 @@ from collections.abc import Container, Sequence
 from serve_app.text.token_bytes import TokenBytes
 
 REPLACEMENT = "\ufffd"
-"""What stands in a text for bytes that are no character."""
+"""The replacement for bytes that form no character."""
 _utf8 = codecs.getincrementaldecoder("utf-8")
 
 
 class Detokenizer:
-    """The text of one growing sequence; ids outside the vocabulary have no text. Nothing raises.
+    """The text of one growing sequence. Ids outside the vocabulary have no text. Never raises.
 
-    Vocabularies that mark word starts (SentencePiece) drop the space in front of a text's first word, but not where
-    the text continues a prompt that ends with a text.
+    Vocabularies that mark word starts (SentencePiece) drop the space before a text's first word, but not if the
+    text continues a prompt that ends with text.
     """
 
     def __init__(

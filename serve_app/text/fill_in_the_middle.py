@@ -31,6 +31,6 @@ class FillInTheMiddle:
         return None
 
     def prompt(self, before: Sequence[int], behind: Sequence[int], begin_id: int | None) -> list[int]:
-        """Of two texts' ids; what begins a text (`begin_id`) stays in front of all."""
+        """The prompt for the gap between two texts, given by their ids; a leading `begin_id` stays first."""
         begin = [begin_id] if begin_id is not None and [*before[:1]] == [begin_id] else []
         return [*begin, self.before, *before[len(begin) :], self.behind, *behind, self.answer]

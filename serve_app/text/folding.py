@@ -1,7 +1,7 @@
-"""Conversations as agents keep them, for chat templates that take roles in one order only.
+"""Rewrites conversations for chat templates that accept roles in one order only.
 
-What a template takes is found once, by rendering it. What it would refuse or leave out is told as a neighbour's text:
-order and words stay.
+Rendering the template once shows what it accepts. Messages that it would refuse or drop become part of a neighbouring
+message's text; order and words stay.
 """
 
 from collections.abc import Callable, Sequence
@@ -58,12 +58,12 @@ class TemplateOrder:
 
 
 def fold(messages: Sequence[dict[str, Any]], order: TemplateOrder) -> list[dict[str, Any]]:
-    """The same conversation in an order that the template takes, as far as that can be had."""
+    """The conversation in a form that the template accepts, as far as possible."""
     if order.takes_all:
         return list(messages)
     folded: list[dict[str, Any]] = []
     loose = False
-    """Whether the last message is one in whose place another role's text stands."""
+    """Whether the last message was replaced by text of another role."""
     for i, message in enumerate(messages):
         role = message["role"]
         if role == "system" and _leads(messages, i) and order.system:

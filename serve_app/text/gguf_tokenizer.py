@@ -1,7 +1,7 @@
-"""The tokenizer that a GGUF file describes, as a fast transformers tokenizer.
+"""Builds a fast transformers tokenizer from a GGUF file. Its ids equal llama.cpp's for the same file.
 
-Decides which keys under `tokenizer.` are used, which change nothing, and which are refused by name: what would change
-the ids of a text is never skipped. The ids are those that llama.cpp makes with the same file.
+Decides which keys under `tokenizer.` are used, which change nothing, and which are refused by name. A key that would
+change token ids is never skipped.
 """
 
 from collections import Counter
@@ -45,17 +45,17 @@ _USED = frozenset(
     }
 )
 _HARMLESS = {
-    "ggml.token_type_count": "kinds of segments, which only encoders have",
+    "ggml.token_type_count": "segment types, which only encoders have",
     "ggml.cls_token_id": "for encoders",
     "ggml.mask_token_id": "for encoders",
-    "ggml.seperator_token_id": "between the two texts of a reranker",
-    "ggml.add_sep_token": "between the two texts of a reranker",
+    "ggml.seperator_token_id": "separates the two texts of a reranker",
+    "ggml.add_sep_token": "separates the two texts of a reranker",
     "ggml.fim_pre_token_id": "found by its name",
     "ggml.fim_suf_token_id": "found by its name",
     "ggml.fim_mid_token_id": "found by its name",
-    "ggml.fim_pad_token_id": "fills up batches in training",
-    "ggml.fim_rep_token_id": "between the files of a repository, which no request has",
-    "ggml.fim_sep_token_id": "between the files of a repository, which no request has",
+    "ggml.fim_pad_token_id": "pads batches in training",
+    "ggml.fim_rep_token_id": "separates files of a repository, which requests do not have",
+    "ggml.fim_sep_token_id": "separates files of a repository, which requests do not have",
     "ggml.prefix_token_id": "an older name of fim_pre_token_id",
     "ggml.suffix_token_id": "an older name of fim_suf_token_id",
     "ggml.middle_token_id": "an older name of fim_mid_token_id",
@@ -66,7 +66,7 @@ _HARMLESS_PREFIX = "chat_template."
 """Templates for special uses; requests get the template without a name."""
 _OFF = {
     "ggml.remove_extra_whitespaces": "merging spaces",
-    "ggml.normalizer.lowercase": "changing capitals to small letters",
+    "ggml.normalizer.lowercase": "lower-casing",
     "ggml.normalizer.strip_accents": "removing accents",
     "ggml.precompiled_charsmap": "a table of replaced characters",
     "ggml.suppress_tokens": "tokens that are never generated",
@@ -101,7 +101,7 @@ def load_gguf_tokenizer(path: Path, ignored: Sequence[str] = ()) -> "PreTrainedT
     add = {name: keys.flag(f"ggml.add_{name}_token", default) for name, default in (("bos", add_bos), ("eos", False))}
     for name, wanted in add.items():
         if wanted and f"{name}_token" not in vocabulary.special:
-            raise ConfigError(f"model: tokenizer.ggml.add_{name}_token is true, but there is no {name}_token_id")
+            raise ConfigError(f"model: tokenizer.ggml.add_{name}_token is true, but {name}_token_id is missing")
     return PreTrainedTokenizerFast(
         tokenizer_object=backend,
         chat_template=template,
@@ -118,7 +118,7 @@ class _Keys:
     fields: Mapping[str, Field]
 
     def check(self) -> None:
-        """Raise `ConfigError` for keys that are unknown, or ask for what is not supported."""
+        """Raise `ConfigError` for keys that are unknown or request unsupported features."""
         for name in self.fields:
             if not name.startswith(_PREFIX):
                 continue
@@ -126,9 +126,9 @@ class _Keys:
             if short in _OFF:
                 parts = self.fields[name].parts
                 if len(parts) > 1 or any(bool(part[0]) for part in parts if len(part)):
-                    raise ConfigError(f"model: {name} asks for {_OFF[short]}, which is not supported; {_IGNORED}")
+                    raise ConfigError(f"model: {name} requests {_OFF[short]}, which is not supported; {_IGNORED}")
             elif short not in _USED and short not in _HARMLESS and not short.startswith(_HARMLESS_PREFIX):
-                raise ConfigError(f"model: {name} is not supported, and may change the ids of a text; {_IGNORED}")
+                raise ConfigError(f"model: {name} is not supported, and may change token ids; {_IGNORED}")
 
     def texts(self, name: str) -> list[str]:
         """Raises `ConfigError` if there are none."""
@@ -210,9 +210,9 @@ class _Vocabulary:
         return {token: i for i, token in enumerate(self.tokens)}
 
     def added_tokens(self, template: str = "", *, rstrip: Callable[[str], bool]) -> Iterator[AddedToken]:
-        """What is looked for in a text before anything else: control and user-defined tokens, the runs of new lines of
-        files with merges of characters, which have no merges that make them, and the chat template's marks, which some
-        files declare as normal tokens."""
+        """Tokens that are matched in a text before all else: control and user-defined tokens, runs of newlines in files
+        with character merges (no merge produces them), and the chat template's marks, which some files declare as
+        normal tokens."""
         named = set(self.special.values())
         for token, kind in zip(self.tokens, self.types, strict=False):
             special = kind in (_UNKNOWN, _CONTROL) or token in named
@@ -240,8 +240,8 @@ def _pre_tokenizer(kind: str, keys: _Keys) -> PreTokenizer:
     name = keys.text("ggml.pre")
     if not name:
         raise ConfigError(
-            "model: the file has no tokenizer.ggml.pre, so it is not known how its model's texts are split into words; "
-            "convert the model again with a current converter"
+            "model: the file has no tokenizer.ggml.pre, so its pre-tokenizer is unknown; convert the model again with "
+            "a current converter"
         )
     return find_pre_tokenizer(name)
 
@@ -281,13 +281,13 @@ def _sentencepiece(vocabulary: _Vocabulary, *, space_in_front: bool) -> tokenize
 
 
 def _space_marks(strip: int = 0) -> decoders.Decoder:
-    """strip: spaces in front of a text that were not there."""
+    """strip: leading spaces that were added to the text."""
     steps = [decoders.Replace(_SPACE_MARK, " "), decoders.ByteFallback(), decoders.Fuse()]
     return decoders.Sequence([*steps, decoders.Strip(" ", strip, 0)] if strip else steps)
 
 
 def _strips_space(keys: _Keys) -> Callable[[str], bool]:
-    """Which added tokens take the spaces behind them away. No key says so; of known models only Phi-3's do."""
+    """The added tokens that remove the spaces after them. No key states this; of known models only Phi-3 has them."""
     if not any(name in keys.model_name for name in ("phi-3", "phi3")):
         return lambda token: False
     return lambda token: token not in ("<unk>", "<s>", "<|endoftext|>")

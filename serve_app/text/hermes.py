@@ -1,4 +1,4 @@
-"""Tools for chat templates that know none: told in the system message, calls and results written as text (Hermes)."""
+"""Tools for chat templates without tool support, in Hermes' form: a system message, and calls and results as text."""
 
 import json
 from collections.abc import Iterable, Sequence
@@ -22,7 +22,7 @@ For each function call, return a json object with function name and arguments wi
 
 
 def as_text(messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The same conversation for a template that knows system, user and assistant messages of text alone."""
+    """The conversation for a template that supports only text messages of system, user and assistant."""
     plain: list[dict[str, Any]] = []
     if tools:
         prompt = _PROMPT.format(tools="\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools))

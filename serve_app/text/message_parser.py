@@ -1,8 +1,8 @@
-"""An answer's text to the parts of a chat message: reasoning, content, calls of tools. Knows no tokens and no HTTP.
+"""Splits an answer's text into reasoning, content and tool calls. Independent of tokens and HTTP.
 
-Reads text in any pieces: the parts told in all depend on the text alone, so a streamed answer adds up to the whole one.
-Holds back only what may become a marker or a stop string. Stop strings end the content, and are looked for in nothing
-else. What looks like a call and is none is content; nothing raises.
+The text may arrive in any pieces: the parts depend on the text alone, so a streamed answer equals the whole one. Only
+text that may become a marker or a stop string is held back. Stop strings are searched in content only, and end it. Text
+that looks like a call but is none is content. Never raises.
 """
 
 from collections.abc import Callable, Mapping
@@ -14,7 +14,7 @@ from serve_app.text.tool_arguments import ArgumentsReader, Until, arguments_begi
 from serve_app.text.tool_format import Thinking, ToolFormat
 
 MOST_SPACE = 64
-"""White space that may stand in front of a reasoning."""
+"""White space that may precede a reasoning."""
 
 
 class MessageParser:
@@ -67,7 +67,7 @@ class MessageParser:
         return self._take()
 
     def finish(self) -> list[Part]:
-        """The text ended: what was held back is no marker after all. A call that was cut stays as far as it came."""
+        """End of the text: text that was held back is not a marker. An incomplete call stays as it is."""
         held, self._held = self._held, ""
         if self._state == self._think:
             assert self._close is not None
@@ -86,7 +86,7 @@ class MessageParser:
             self._parts.append(Part(kind, text, max(0, self.num_calls - 1), end - len(text)))
 
     def _say(self, kind: Kind, text: str, behind: int = 0) -> None:
-        """More text of this kind. behind: so much of what was fed follows it."""
+        """Emit text of this kind. behind: number of fed characters after it."""
         trimmed = self._content_text if kind is Kind.CONTENT else self._thought
         told = trimmed.feed(text, self._num_fed - behind - len(text), looks=self._looks)
         self._tell(kind, told, trimmed.end)

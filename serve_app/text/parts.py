@@ -8,7 +8,7 @@ from serve_app.text.stop import StopMatcher
 
 
 class Kind(StrEnum):
-    """What a part adds to."""
+    """The destination of a part."""
 
     REASONING = "reasoning"
     CONTENT = "content"
@@ -34,7 +34,7 @@ class Part:
 
 
 def joined(parts: Iterable[Part]) -> list[Part]:
-    """The same with neighbours of one kind as one; a call always begins anew."""
+    """The parts with neighbours of one kind joined; each call stays separate."""
     runs: list[tuple[Part, list[str]]] = []
     for part in parts:
         first = runs[-1][0] if runs else None
@@ -65,7 +65,7 @@ class PlainText:
         return self._tell(self._stops.feed(text) if looks else text)
 
     def finish(self) -> list[Part]:
-        """The text ended: what was held back is no stop string after all."""
+        """End of the text: text that was held back is not a stop string."""
         return self._tell(self._stops.flush())
 
     def _tell(self, text: str) -> list[Part]:
@@ -74,21 +74,21 @@ class PlainText:
 
 
 class TrimmedText:
-    """The text of one kind of parts, without the white space beside parts of other kinds, up to a stop string.
+    """The text of one kind of parts, up to a stop string, without white space next to parts of other kinds.
 
-    White space in front of all text is looked at once text follows it: it may stand before a call.
+    Leading white space is kept or dropped once text follows, since it may precede a call.
     """
 
     def __init__(self, stops: StopMatcher) -> None:
         self.stops = stops
         self._fresh = False
-        """Whether white space is dropped now, because another part stands before it."""
+        """Whether white space is dropped now, because it follows another part."""
         self._begun = False
         """Whether anything but white space has come since the last other part."""
         self._space: list[str] = []
         """White space at the end of the text so far."""
         self.end = 0
-        """Where the text that was told ends, in characters of the answer's text."""
+        """End of the emitted text, in characters of the answer's text."""
 
     def feed(self, text: str, at: int, *, looks: bool = True) -> str:
         """What can be shown of more text, which begins at `at`. looks: whether it is searched for stop strings."""
@@ -107,13 +107,13 @@ class TrimmedText:
         return self._shown(self.stops.feed(text) if looks else text)
 
     def interrupt(self) -> str:
-        """Another part begins: what is left to show of the text before it."""
+        """Another part begins; returns the rest of the text before it."""
         told = self._shown(self.stops.flush()) if self._begun else ""
         self._fresh, self._begun, self._space = True, False, []
         return told
 
     def finish(self) -> str:
-        """The text ended: what is left to show of it."""
+        """End of the text; returns its rest."""
         if self._fresh:
             return ""
         space = "".join(self._space)

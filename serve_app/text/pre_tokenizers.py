@@ -1,8 +1,7 @@
-"""How models with merges (BPE) split a text into words before they merge: a table by the names that GGUF files use in
-`tokenizer.ggml.pre`.
+"""Pre-tokenizers of models with merges (BPE), by their names in GGUF files (`tokenizer.ggml.pre`).
 
-The patterns are those of the models' own tokenizers. Each one splits what the patterns before it left; what it does not
-match stays together.
+The patterns are those of the models' own tokenizers. Each pattern splits the pieces that the previous ones left; text
+that it does not match stays together.
 """
 
 from collections.abc import Mapping
@@ -13,9 +12,9 @@ from serve_app.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class PreTokenizer:
-    """splits: regular expressions (Oniguruma). ignore_merges: a word that is a token is not merged anew. add_bos: where
-    the file does not say. byte_level: words are merged as bytes, each written as one character; else as characters,
-    with "▁" for a space and <0x..> tokens for what the vocabulary lacks."""
+    """splits: regular expressions (Oniguruma). ignore_merges: a word that is a token is not merged again. add_bos: the
+    default if the file has no such key. byte_level: words are merged as bytes, each written as one character; else as
+    characters, with "▁" for a space and <0x..> tokens for missing characters."""
 
     splits: tuple[str, ...]
     ignore_merges: bool = False
@@ -204,6 +203,6 @@ def find_pre_tokenizer(name: str) -> PreTokenizer:
         return PRE_TOKENIZERS[name]
     except KeyError:
         raise ConfigError(
-            f"model: tokenizer.ggml.pre is {name!r}, a pre-tokenizer that this server does not know; without it the "
-            "text would be split into other tokens than those that the model was trained on"
+            f"model: tokenizer.ggml.pre is {name!r}, an unknown pre-tokenizer; without it text would be split "
+            "differently than in training"
         ) from None

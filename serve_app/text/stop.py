@@ -1,7 +1,7 @@
-"""Stop strings in a text that arrives in pieces. Decides what may be shown and when to stop; knows no tokens.
+"""Finds stop strings in a text that arrives in pieces. Decides which text is emitted and when it ends.
 
-One Knuth-Morris-Pratt automaton per stop string reads the text character by character, so the result does not depend
-on where the text was cut, and the work per character is bounded whatever the stop strings look like.
+One Knuth-Morris-Pratt automaton per stop string reads the text by character, so the result does not depend on the
+pieces, and the work per character is bounded for all stop strings.
 """
 
 from collections.abc import Sequence
@@ -33,9 +33,9 @@ class _Automaton:
 
 
 class StopMatcher:
-    """Passes text through, holding back only what could still become a stop string.
+    """Passes text through and holds back only text that may become a stop string.
 
-    The stop string that is complete first wins; of several that end at the same character, the longest.
+    The stop string that is complete first wins; of several that end at one character, the longest.
     """
 
     def __init__(self, stops: Sequence[str], *, include: bool = False) -> None:
@@ -67,7 +67,7 @@ class StopMatcher:
         return seen[:keep]
 
     def flush(self) -> str:
-        """The text ended: what was held back is no stop string after all. A text that follows is another one."""
+        """End of the text: returns the text that was held back. Later text is separate."""
         held, self._held = self._held, ""
         for automaton in self._automata:
             automaton.matched = 0

@@ -1,9 +1,9 @@
-"""Token deltas to the parts of one choice. Decides what is shown, when a stop string ends it, and why it ended.
+"""Turns token deltas into the parts of one choice. Decides the emitted text, stop strings and the finish reason.
 
-Stop strings, their `min_tokens` and log-probabilities are those of the content alone, not of marks, reasoning or calls.
+Stop strings, their `min_tokens` and log-probabilities apply to content only, not to marks, reasoning or calls.
 
-Lives at the ingress, so it outlives the replica that feeds it. Deltas are placed by their offset: tokens seen before
-are ignored, missing ones are an error. (Failover hands on neither; see `fleet.resume_state`.)
+It is in the ingress, so it survives the replica. Deltas are placed by their offset: known tokens are ignored, missing
+ones are an error. (Failover passes on neither; see `fleet.resume_state`.)
 """
 
 from collections.abc import Mapping, Sequence
@@ -24,12 +24,12 @@ from serve_app.text.tool_format import Thinking, ToolFormat
 
 @dataclass(frozen=True, slots=True)
 class StopConfig:
-    """When text ends, besides what the engine decides, and what parts it may have.
+    """Conditions that end the text, besides the engine's, and the parts that it may have.
 
-    Stop strings are not looked for in the first `min_tokens` tokens, those of a reasoning not counted.
-    markers: special tokens that occur in it are shown, for whoever reads the text; all others are not.
+    Stop strings are not searched in the first `min_tokens` tokens; reasoning tokens do not count.
+    markers: special tokens in it are kept for the parser; all others are removed.
     thinking, tools, parameters: as for `MessageParser`. Without reasoning and tools, all text is content.
-    nothing: the text is empty; the token that an engine generates at least is none of it.
+    nothing: the text is empty; the one token that the engine generates is ignored.
     """
 
     strings: tuple[str, ...] = ()
@@ -60,10 +60,10 @@ class TokenText:
 
 @dataclass(frozen=True, slots=True)
 class TextPiece:
-    """What one delta adds. `token_ids` are all new ones, also those that have no text (yet).
+    """The addition of one delta. `token_ids` are all new ids, also those without text (yet).
 
-    On the last piece `finish_reason` is set, `stop_string` if it was one that ended the content, and `called` if the
-    answer holds calls, the last one whole.
+    The last piece has `finish_reason`, `stop_string` if one ended the content, and `called` if the answer contains
+    calls, the last one complete.
     """
 
     parts: Sequence[Part] = ()
@@ -75,7 +75,7 @@ class TextPiece:
 
     @property
     def text(self) -> str:
-        """What it adds to the content."""
+        """The text added to the content."""
         return content_of(self.parts)
 
 
@@ -85,7 +85,7 @@ def content_of(parts: Sequence[Part]) -> str:
 
 
 def token_text(tokenizer: Tokenizer, entry: TokenLogprob, offset: int) -> TokenText:
-    """`entry` with bytes in place of ids."""
+    """`entry` with bytes instead of ids."""
     data = tokenizer.token_bytes
     return TokenText(data(entry.token_id), entry.logprob, tuple((data(i), p) for i, p in entry.top), offset)
 
@@ -103,7 +103,7 @@ class TextStream:
         self._decoded = 0
         """Characters of the answer so far."""
         self._told = 0
-        """Where the content that was told ends among them."""
+        """End of the emitted content among them."""
         self._pending: list[TokenText] = []
         self.num_tokens = 0
         """Output tokens so far, the one that ended the text included."""
@@ -149,7 +149,7 @@ class TextStream:
         return TextPiece(parts, self._release(parts), self.finish_reason, self._stops.found, token_ids, called)
 
     def _last_text(self, *, cut: bool) -> str:
-        """What was held back as part of a character. An answer that was cut ends before one, not inside."""
+        """The rest that was held back as part of a character. A cut answer ends before a character, not inside."""
         text = self._detokenizer.flush()
         text = text.rstrip(REPLACEMENT) if cut else text
         self._decoded += len(text)
@@ -184,9 +184,9 @@ class TextStream:
         return self._parser.feed(text, looks=not least or self.num_tokens - (self.num_reasoning_tokens or 0) > least)
 
     def _release(self, parts: Sequence[Part]) -> tuple[TokenText, ...]:
-        """Log-probabilities of the tokens that these parts of the content hold; the first one's text may begin before.
+        """Log-probabilities of the tokens in these parts of the content; the first one's text may begin earlier.
 
-        At an end without a stop string, also those behind it that have no text.
+        At an end without a stop string, also of the tokens after it that have no text.
         """
         if not self._pending:
             return ()

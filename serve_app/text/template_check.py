@@ -1,7 +1,7 @@
-"""Renders a model's chat template once, in a process of its own that can be ended: a template is a program.
+"""Renders a model's chat template once, in a separate process that can be killed, since a template is a program.
 
-`python -m serve_app.text.template_check` is that process. It reads {"template": str, "special_tokens": {...}} from its
-standard input, prints a line once it could begin, and then one with what is wrong, as JSON, or null.
+`python -m serve_app.text.template_check` is that process. It reads {"template": str, "special_tokens": {...}} from
+standard input, prints a line when it starts, and then a line with the problem as JSON, or null.
 """
 
 import json
@@ -21,9 +21,9 @@ _MESSAGES = [{"role": "user", "content": "Hello"}]
 
 
 def check_chat_template(template: str | None, special_tokens: Mapping[str, str]) -> None:
-    """Raise `ConfigError` if `template` cannot render a plain message in 10 seconds and 2 GiB. None is no template.
+    """Raise `ConfigError` if `template` cannot render a plain message in 10 seconds and 2 GiB. None: no template.
 
-    A template that refuses the message in words of its own (`raise_exception`) is not broken.
+    A template that rejects the message by `raise_exception` is not broken.
     """
     if template is None:
         return

@@ -25,10 +25,10 @@ _ALPHABET = _byte_level_alphabet()
 
 
 class TokenBytes:
-    """Token id -> bytes. Nothing raises, whatever the id.
+    """The bytes of a token id. Never raises.
 
-    Byte-level and SentencePiece-like vocabularies are read here, because the library shows the bytes of characters
-    only when all of them have come. Of other kinds, a token's text is what the library adds for it behind a letter.
+    Byte-level and SentencePiece-like vocabularies are decoded here, because the library returns a character's bytes
+    only when all have arrived. For other kinds, a token's text is what the library adds for it after a letter.
     """
 
     def __init__(self, backend: tokenizers.Tokenizer) -> None:
@@ -42,7 +42,7 @@ class TokenBytes:
         self._suffix = next((stage["suffix"] for stage in stages if stage["type"] == "BPEDecoder"), "")
         self._anchor: list[int] = backend.encode("a", add_special_tokens=False).ids[-1:] if self._by_library else []
         self.drops_space = self._puts_space_between() or any(map(_drops_space, stages))
-        """Whether a whole text lacks the space in front of its first word."""
+        """Whether the space before a text's first word is dropped."""
 
     def __call__(self, token_id: int) -> bytes:
         """Empty for an id outside the vocabulary."""
@@ -55,7 +55,7 @@ class TokenBytes:
         return known
 
     def _puts_space_between(self) -> bool:
-        """Whether the library itself writes the space in front of a word, as for WordPiece."""
+        """Whether the library writes the space before a word, as for WordPiece."""
         text, twice = (self._backend.decode(self._anchor * count) for count in (1, 2))
         return twice[len(text) :].startswith(" ") and not text.startswith(" ")
 

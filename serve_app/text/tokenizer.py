@@ -1,4 +1,4 @@
-"""The model's tokenizer: loading it, text to ids, messages to ids, ids to text. Knows no requests."""
+"""The model's tokenizer: loading, text to ids, messages to ids, ids to text. Independent of requests."""
 
 import hashlib
 import json
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _TAIL = 32
-"""Tokens of a prompt's end that hold the mark of a reasoning, if it ends with one."""
+"""Number of tokens at a prompt's end that contain the mark of a reasoning, if the prompt ends with one."""
 
 _KEPT = 4
 """Tokenizers of one file: several versions of this package may run on one machine."""
@@ -80,20 +80,18 @@ class Tokenizer:
 
     @cached_property
     def digest(self) -> str:
-        """Equal for tokenizers that make the same ids of every text and of every chat."""
+        """A digest, equal for tokenizers that give the same ids for every text and chat."""
         special = {name: str(token) for name, token in sorted(self._tokenizer.special_tokens_map.items())}
         parts = (self._backend.to_str(), self._tokenizer.chat_template, special)
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
     def check_fits(self, vocab_size: int) -> None:
-        """Raise `ConfigError` when this tokenizer makes ids of ordinary text that a model with so many logits lacks.
+        """Raise `ConfigError` if ordinary text can have ids beyond `vocab_size` logits.
 
-        Added tokens beyond them are left to the requests that use one: Gemma 3 has one for images.
+        Added tokens beyond the logits are refused per request: Gemma 3 has one for images.
         """
         if self._num_ordinary > vocab_size:
-            raise ConfigError(
-                f"model: the tokenizer knows {self._num_ordinary} ids, but the logits are {vocab_size} wide"
-            )
+            raise ConfigError(f"model: the tokenizer has {self._num_ordinary} ids, but the logits have {vocab_size}")
 
     def check_chat_template(self) -> None:
         """Raise `ConfigError` when the chat template is broken; takes seconds, most of them in another process."""
@@ -102,10 +100,9 @@ class Tokenizer:
         check_chat_template(template if isinstance(template, str) else None, special)
 
     def encode(self, text: str, *, add_special_tokens: bool = True, scope: str | None = None) -> list[int]:
-        """Token ids; special tokens written in the text count as such.
+        """Token ids; special tokens in the text are special tokens.
 
-        scope: among texts of the same one, a beginning that occurred before is not encoded again; None: nothing is
-        remembered.
+        scope: texts of one scope reuse the encoding of a common beginning; None: no reuse.
         """
         if scope is not None and self._prefixes is not None:
             return self._prefixes.encode(text, add_special_tokens=add_special_tokens, scope=scope)
@@ -119,12 +116,12 @@ class Tokenizer:
 
     @cached_property
     def reasoning(self) -> ReasoningFormat | None:
-        """How the model reasons; None if its chat template knows of no reasoning."""
+        """The model's form of reasoning; None if its chat template has none."""
         return find_reasoning(self._render)
 
     @cached_property
     def tool_format(self) -> ToolFormat | None:
-        """How the model calls tools; None if nobody has said."""
+        """The model's form of tool calls; None if unknown."""
         if self._tools == "hermes":
             return HERMES
         return find_tool_format(self._render, self._control_tokens, self.reasoning)
@@ -169,7 +166,7 @@ class Tokenizer:
 
     @cached_property
     def template_variables(self) -> frozenset[str]:
-        """What a request may set in the chat template, by name."""
+        """The names of variables that a request may set in the chat template."""
         template = self._tokenizer.chat_template
         return template_variables(template if isinstance(template, str) else None)
 
@@ -226,7 +223,7 @@ class Tokenizer:
         }
 
     def vocabulary(self) -> Vocabulary:
-        """What grammars must know of it."""
+        """The vocabulary for grammars."""
         return Vocabulary(
             tokens=[self.token_bytes(token_id) for token_id in range(self.vocab_size)],
             special_ids=frozenset(self.special_ids.values()),
@@ -247,7 +244,7 @@ class Tokenizer:
         return tuple(dict.fromkeys(token_id for token_id in ids if token_id is not None))
 
     def fill_in(self, before: Sequence[int], behind: Sequence[int]) -> list[int]:
-        """The prompt for what comes between the texts of these ids; `fills_in` says whether the model knows of such."""
+        """The prompt for the gap between the texts of these ids; check `fills_in` first."""
         assert self._middle is not None
         return self._middle.prompt(before, behind, self._tokenizer.bos_token_id)
 

@@ -1,7 +1,7 @@
-"""A call's arguments as a model writes them, to JSON as clients read it, piece by piece.
+"""Translates a call's arguments from the model's form to JSON, piece by piece.
 
-Each reader takes text in any pieces; what it has told in all depends on the text alone. Work is linear in the text.
-Nothing raises: what no model should write gives JSON that the client will refuse.
+Each reader accepts text in any pieces; its output depends on the text alone. Work is linear in the text. Never raises:
+malformed arguments give JSON that the client will reject.
 """
 
 import json
@@ -19,7 +19,7 @@ class ArgumentsReader(Protocol):
     """Reads the arguments of one call."""
 
     def feed(self, text: str) -> tuple[str, str | None]:
-        """(more of the JSON, what follows the arguments; None while they go on)."""
+        """Returns (more of the JSON, the text after the arguments or None while they continue)."""
 
 
 def arguments_reader(form: ToolFormat, parameters: Mapping[str, Any]) -> ArgumentsReader:
@@ -35,14 +35,14 @@ def arguments_begin(form: ToolFormat) -> tuple[str, ...]:
 
 
 class Until:
-    """Passes a text on up to a marker, and holds back only what could become one."""
+    """Passes text through up to a marker and holds back only text that may become one."""
 
     def __init__(self, marker: str) -> None:
         self._marker = marker
         self._held = ""
 
     def feed(self, text: str) -> tuple[str, str | None]:
-        """(text before the marker, what follows it; None while it has not come)."""
+        """Returns (text before the marker, the text after it or None if it has not arrived)."""
         seen = self._held + text
         before, found, after = seen.partition(self._marker)
         if found:
@@ -53,7 +53,7 @@ class Until:
         return seen[: len(seen) - keep], None
 
     def flush(self) -> str:
-        """The text ended: what was held back."""
+        """End of the text: returns the text that was held back."""
         held, self._held = self._held, ""
         return held
 
@@ -148,13 +148,13 @@ class _Tags:
 
 
 class _BareKeys:
-    """Keys without quotes, strings between marks of their own."""
+    """Keys without quotes, strings between special marks."""
 
     def __init__(self) -> None:
         self._open: list[str] = []
         self._held = ""
         self._key: list[str] | None = None
-        """The part of a key that has come; None where a value stands."""
+        """The part of a key so far; None inside a value."""
         self._in_string = False
 
     def feed(self, text: str) -> tuple[str, str | None]:

@@ -1,8 +1,7 @@
-"""How a model writes calls of tools and its reasoning: found once per model, by rendering its own chat template.
+"""The model's form of tool calls and reasoning, detected once per model by rendering its chat template.
 
-A template that knows tools is rendered with a conversation that holds calls; what stands around the name and the
-arguments are the model's markers. From this one object come the grammar (`tool_grammar`) and the parser
-(`message_parser`), so that both always agree.
+A template with tools is rendered with a conversation that contains calls; the text around name and arguments gives the
+model's markers. The grammar (`tool_grammar`) and the parser (`message_parser`) both use this object, so they agree.
 """
 
 import json
@@ -24,18 +23,18 @@ class Dialect(StrEnum):
     TAGS = "tags"
     """`<parameter=city>\\nRome\\n</parameter>\\n`, values that are no text as JSON."""
     BARE_KEYS = "bare_keys"
-    """`{city:<|"|>Rome<|"|>}`: keys without quotes, strings between a mark of their own."""
+    """`{city:<|"|>Rome<|"|>}`: keys without quotes, strings between special marks."""
 
 
 QUOTE = '<|"|>'
 """Begins and ends a string in `Dialect.BARE_KEYS`."""
 UNREADABLE = "arguments"
-"""The name that holds, as text, the arguments of an earlier call that cannot be given to a template as an object."""
+"""The argument that contains, as text, the arguments of an earlier call that are not an object."""
 
 
 @dataclass(frozen=True, slots=True)
 class ToolFormat:
-    """A call is `begin`, name, `middle`, arguments, `end`; `separator` stands between two (None: there is only one).
+    """A call is `begin`, name, `middle`, arguments, `end`; `separator` between two calls (None: only one call).
 
     anchor: the part of `begin` that occurs in no other text; without one, a call is a whole answer.
     text_arguments: the template takes the arguments of earlier calls as JSON text, not as an object.
@@ -58,7 +57,7 @@ class ToolFormat:
 
     @property
     def markers(self) -> str:
-        """A text that holds every marker."""
+        """A text that contains every marker."""
         return "\n".join((self.begin, self.middle, self.end, QUOTE if self.dialect is Dialect.BARE_KEYS else ""))
 
 
@@ -69,12 +68,12 @@ HERMES = ToolFormat(
     separator="\n",
     in_template=False,
 )
-"""What most open models were trained on, and what others are told by a system prompt (see `hermes`)."""
+"""The form of most open models; others get it by a system prompt (see `hermes`)."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReasoningFormat:
-    """What stands before and after a model's reasoning."""
+    """The marks before and after a model's reasoning."""
 
     open: str
     close: str
@@ -118,7 +117,7 @@ _WRITTEN = {
 
 
 def find_reasoning(render: Render) -> ReasoningFormat | None:
-    """What the template writes around an assistant's `reasoning_content`; None if it knows of none."""
+    """The marks that the template writes around `reasoning_content`; None if it has no reasoning."""
     call = _message(1, text_arguments=False)
     thought = {"reasoning_content": _THOUGHT, "reasoning": _THOUGHT}
     told = _try(render, [_USER, {**call, **thought}], tools=[_TOOL])
@@ -134,9 +133,9 @@ def find_reasoning(render: Render) -> ReasoningFormat | None:
 def find_tool_format(
     render: Render, control_tokens: Sequence[str], reasoning: ReasoningFormat | None
 ) -> ToolFormat | None:
-    """How the template writes calls; None if it knows no tools, or writes them in a way this server does not know.
+    """The template's form of calls; None if it has no tools, or an unsupported form.
 
-    control_tokens: where a text that holds no second call may end.
+    control_tokens: possible ends of a text without a second call.
     """
     if _NAME not in (_try(render, [_USER], tools=[_TOOL]) or ""):
         return None
@@ -169,7 +168,7 @@ def _ends(two: list[str], head: str, rest: str, control_tokens: Sequence[str]) -
 
 
 def _turn(render: Render, num_calls: int, text_arguments: bool, reasoning: ReasoningFormat | None) -> str:
-    """What the assistant's turn with calls adds to the prompt, without a reasoning in front of it."""
+    """The text that the assistant's turn with calls adds to the prompt, without a leading reasoning."""
     prompt = _try(render, [_USER], tools=[_TOOL], add_generation_prompt=True) or ""
     whole = _try(render, [_USER, _message(num_calls, text_arguments)], tools=[_TOOL]) or ""
     turn = whole[len(commonprefix([prompt, whole])) :]

@@ -1,4 +1,4 @@
-"""The grammar of an answer that may reason, call tools, or answer in a form of its own: one text for the engine."""
+"""The grammar of an answer with reasoning, tool calls or a constrained form: one text for the engine."""
 
 import json
 import re
@@ -24,7 +24,7 @@ class CallableTool:
 
 @dataclass(frozen=True, slots=True)
 class Calls:
-    """Which calls an answer may hold. required: it is calls and nothing else. several: it may be more than one."""
+    """The calls that an answer may contain. required: it contains only calls. several: more than one is allowed."""
 
     form: ToolFormat
     tools: Sequence[CallableTool]
@@ -38,9 +38,9 @@ def message_grammar(
     thinking: Thinking | None,
     special_ids: Mapping[str, int],
 ) -> str:
-    """The grammar of a message: perhaps `thinking`, then `calls`, or what follows the grammar `answer`; or any text.
+    """The grammar of a message: optional `thinking`, then `calls`, or text of the grammar `answer`, or any text.
 
-    special_ids: ids of the special tokens, which no text of a grammar matches. Raises `InvalidRequestError`.
+    special_ids: special tokens, which text in a grammar never matches. Raises `InvalidRequestError`.
     """
     builder = _Builder(special_ids)
     body = builder.body(calls, answer, thinking)
@@ -134,6 +134,6 @@ def _json_lexemes(text: str) -> str:
 
 
 def pattern(text: str) -> str:
-    """A regular expression of exactly this text, to stand between slashes."""
+    """A regular expression for exactly this text, for use between slashes."""
     escaped = {"\n": "\\n", "/": "\\/"}
     return "".join(escaped.get(char) or re.escape(char) for char in text)

@@ -1,4 +1,4 @@
-"""The token that ends an answer in a chat, as the chat template writes it behind an assistant's message."""
+"""The token that ends an answer: the chat template writes it after an assistant's message."""
 
 from collections.abc import Callable, Iterable, Sequence
 from os.path import commonprefix
@@ -14,10 +14,10 @@ _CHATS = ([_QUESTION, _REPLY], [_QUESTION, _REPLY, _QUESTION])
 
 
 def find_turn_end(render: Render, control_tokens: Iterable[str], marks: Sequence[str]) -> str | None:
-    """The control token behind an answer, or behind that and white space; None if there is none.
+    """The control token after an answer and optional white space; None if there is none.
 
-    None too where an answer has control tokens of its own (gpt-oss writes several messages in one): what ends such a
-    part does not end the answer. marks: of a reasoning, which may be control tokens and do not count.
+    Also None if answers contain control tokens (gpt-oss writes several messages in one), since the end of a part is not
+    the end of the answer. marks: of a reasoning; they may be control tokens and do not count.
     """
     longest_first = sorted(control_tokens, key=len, reverse=True)
     opening = _try(render, [_QUESTION], add_generation_prompt=True)

@@ -154,9 +154,9 @@ class _Stream:
         reported = self.usage.get("completion_tokens")
         result.output_tokens = count("".join(self.text)) if reported is None else reported
         if result.error is None and result.ttft_s is None:
-            result.error = "the answer held no token"
+            result.error = "the answer contained no token"
         elif result.error is None and not self._ended:
-            result.error = "the stream broke off"
+            result.error = "the stream ended early"
 
 
 async def send(

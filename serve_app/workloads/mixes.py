@@ -149,7 +149,7 @@ def build_workload(
     if name in ("poisson", "bursty"):
         variation = BURSTY_VARIATION if name == "bursty" else 1.0
         return open_workload(name, writer, random_arrivals(lengths, rate, duration_s, variation), texts)
-    raise ValueError(f"unknown workload {name!r}; known are {', '.join(WORKLOADS)}")
+    raise ValueError(f"unknown workload {name!r}; known: {', '.join(WORKLOADS)}")
 
 
 def read_names(text: str) -> dict[str, int | None]:

@@ -38,9 +38,9 @@ class Ratio:
 
     @property
     def verdict(self) -> str:
-        """`B better`, `A better`, `within the spread`, or `one run shows no spread`."""
+        """`B better`, `A better`, `within the spread`, or `one run has no spread`."""
         if min(self.runs) < 2:
-            return "one run shows no spread"
+            return "one run has no spread"
         if self.low <= 1.0 <= self.high:
             return "within the spread"
         return "B better" if (self.low > 1.0) is self.more_is_better else "A better"

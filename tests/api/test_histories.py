@@ -275,7 +275,7 @@ async def test_what_the_model_cannot_see_in_a_result_is_named_in_its_place(scrip
         "/v1/messages", json={"max_tokens": 1, "messages": [*MESSAGES, {"role": "user", "content": [image]}]}
     )
     assert refused.status_code == 400
-    assert "`messages[1].content` block 0: this server does not read the type 'image'" in refused.text
+    assert "`messages[1].content` block 0: unsupported type 'image'" in refused.text
     call = {"id": "a", "type": "function", "function": {"name": "weather", "arguments": "{}"}}
     parts = [{"type": "image_url", "image_url": {"url": "data:x"}}, {"type": "text", "text": "Look."}]
     seen = {"role": "tool", "tool_call_id": "a", "content": parts}
@@ -299,7 +299,7 @@ async def test_what_the_model_cannot_see_in_a_result_is_named_in_its_place(scrip
         "/v1/responses", json={"input": [*MESSAGES, {"type": "item_reference", "id": "x"}]}
     )
     assert refused.status_code == 400
-    assert "item 1: this server does not read the type 'item_reference'" in refused.text
+    assert "item 1: unsupported type 'item_reference'" in refused.text
 
 
 @pytest.mark.parametrize("path", ["chat/completions", "messages", "responses"])
@@ -316,7 +316,7 @@ async def test_a_control_token_in_a_name_of_a_tools_schema_is_refused(scripted: 
     answer = await scripted.http.post(f"/v1/{path}", json={told: MESSAGES, "tools": [tools[path]], limit: 1})
     assert answer.status_code == 400
     error = answer.json()["error"]
-    assert "`tools`: a name of a field holds a control token" in error["message"]
+    assert "`tools`: a field name contains a control token" in error["message"]
     assert error.get("param", "tools") == "tools"
 
 

@@ -40,7 +40,7 @@ BODIES: dict[str, tuple[Any, type[Body]]] = {
     "responses": (ResponseParams, ResponsesBody),
     "embeddings": (EmbeddingCreateParams, EmbeddingsBody),
 }
-DOCS = Path(__file__).parents[2] / "docs" / "api.md"
+DOCS = Path(__file__).parents[2] / "docs" / "fields.md"
 VERDICTS = ("honoured", "ignored", "ignored at one value", "refused")
 
 

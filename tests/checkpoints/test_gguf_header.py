@@ -100,7 +100,7 @@ def test_a_file_that_is_cut_off_is_refused(tmp_path: Path, part: float) -> None:
     path = _write(tmp_path / "file.gguf", {"key": ("STRING", "value"), "keys": ("INT32", [1, 2, 3])})
     whole = path.read_bytes()
     path.write_bytes(whole[: 24 + int(part * (len(whole) - 25))])
-    with pytest.raises(ValueError, match="the file ends before"):
+    with pytest.raises(ValueError, match="the file ends (before|inside)"):
         GgufHeader(path)
 
 

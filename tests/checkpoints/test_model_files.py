@@ -35,7 +35,7 @@ def test_a_hub_id_is_pinned_to_the_commit_that_its_main_branch_has(tmp_path: Pat
     cached_model(tmp_path)
     assert pin_offline(tmp_path, "org/name") == f"org/name@{COMMIT}"
     refused = pin_offline(tmp_path, "org/other")
-    assert "ConfigError: model: org/other is not cached, and the hub does not tell its commit: " in refused
+    assert "ConfigError: model: org/other is not cached, and its commit cannot be read from the hub: " in refused
 
 
 def test_what_is_pinned_or_no_hub_id_stays(tmp_path: Path) -> None:

@@ -82,7 +82,7 @@ def test_a_difference_counts_only_beyond_every_run() -> None:
     assert (ttft.figure, ttft.verdict) == ("TTFT p50 ms", "within the spread")
     assert compare_results(a, report([90.0, 95.0, 99.0], [70.0, 75.0, 65.0]))[0].verdict == "A better"
     assert compare_results(a, report([90.0, 95.0, 99.0], [70.0, 75.0, 65.0]))[1].verdict == "A better"
-    assert compare_results(a, report([90.0], [20.0]))[0].verdict == "one run shows no spread"
+    assert compare_results(a, report([90.0], [20.0]))[0].verdict == "one run has no spread"
 
 
 def test_other_files_are_refused(tmp_path: Path) -> None:

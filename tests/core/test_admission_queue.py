@@ -154,6 +154,6 @@ def test_a_request_that_would_fill_the_queue_reads_how_much_it_may_have() -> Non
     add(queue, cost=16)
     for count, cost in ((1, 128), (128, 1), (13, 5)):
         refused = refusal(queue, count, cost)
-        assert f"{count * cost} sequences of this request would wait, and one request may have 64" in refused.message
+        assert f"{count * cost} sequences of this request would wait, but at most 64" in refused.message
         assert (refused.code, bool(refused.retry_after_s)) == ("queue_share", True)
     assert add(queue, cost=64)

@@ -26,7 +26,7 @@ def refused(config: SchedulerConfig, **fields: Any) -> InvalidRequestError:
     ("fields", "param", "message"),
     [
         ({"prompt_token_ids": ()}, "prompt", "at least one token"),
-        ({"prompt_token_ids": (1, 50)}, "prompt", "token id 50; ids go from 0 to 49"),
+        ({"prompt_token_ids": (1, 50)}, "prompt", "token id 50; ids are 0 to 49"),
         ({"prompt_token_ids": (1, -1)}, "prompt", "token id -1"),
         ({"prompt_token_ids": (1, "2")}, "prompt", "integers"),
         ({"prompt_token_ids": (1, True)}, "prompt", "integers"),
@@ -90,7 +90,7 @@ def test_a_prompt_that_is_embedded_may_fill_the_context() -> None:
     make_choices(EngineRequest("a", (1,) * 30, params), make_config(), 0, 0.0)
     error = refused(make_config(), prompt_token_ids=(1,) * 31, params=params)
     assert isinstance(error, ContextLengthError)
-    assert (error.param, error.message) == ("prompt", "`prompt` has 31 tokens, but the model's context holds 30")
+    assert (error.param, error.message) == ("prompt", "`prompt` has 31 tokens, but the model's context is 30")
 
 
 def test_a_prompt_that_is_computed_again_repeats_no_logprobs() -> None:

@@ -68,7 +68,7 @@ def test_what_a_grammar_decides_is_not_asked_for_beside_it(field: str, value: ob
         ("prompt_logprobs", -1, "from 0 to 20"),
         ("prompt_logprobs_from", 0, "from 1 to 2147483647"),
         ("pooling", "max", "one of last, mean"),
-        ("pooling", "last", "needs `n` 1 and `max_tokens` 1"),
+        ("pooling", "last", "requires `n` 1 and `max_tokens` 1"),
         ("dimensions", 0, "from 1 to 2147483647"),
     ],
 )

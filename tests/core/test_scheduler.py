@@ -355,7 +355,7 @@ def test_failover_continues_where_the_other_replica_stopped() -> None:
     driver.check_outputs(request)
     assert driver.outputs[0].rows[0].choice == 1
     assert rows(driver.outputs[0]) == {"a": (0, 11)}
-    with pytest.raises(InvalidRequestError, match="nothing is left to do"):
+    with pytest.raises(InvalidRequestError, match="no choice is left to generate"):
         driver.add(replace(request, prior_output_ids=tuple(map(tuple, expected))))
 
 

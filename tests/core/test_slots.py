@@ -65,7 +65,7 @@ def test_steps_that_bear_more_get_more(step_s: Callable[[int], float] | None, ex
 @pytest.mark.parametrize("step_s", [linear(2.0, 0.1), None])
 def test_a_pool_bounds_them(step_s: Callable[[int], float] | None) -> None:
     slots = choose_slots(MAX_SLOTS, 100 * SEQUENCE_TOKENS + 99, step_s)
-    assert str(slots) == "100 sequences at once: the KV pool holds 25699 tokens"
+    assert str(slots) == "max_num_seqs=100 (the KV pool has 25699 tokens)"
     assert choose_slots(MAX_SLOTS, 10, step_s).number == MIN_SLOTS
 
 
@@ -73,8 +73,8 @@ def test_a_pool_bounds_them(step_s: Callable[[int], float] | None) -> None:
     ("step_s", "reason"),
     [
         (linear(2.0, 1.6), "a step of 128 would take 207 ms"),
-        (lambda rows: 1e-5 * rows**2, "32 would give fewer tokens a second"),
-        (linear(2.0, 0.1), "no more are worth it"),
+        (lambda rows: 1e-5 * rows**2, "32 would give fewer tokens per second"),
+        (linear(2.0, 0.1), "more are not worth it"),
     ],
 )
 def test_the_reason_is_told(step_s: Callable[[int], float], reason: str) -> None:
@@ -83,4 +83,4 @@ def test_the_reason_is_told(step_s: Callable[[int], float], reason: str) -> None
 
 def test_prompts_keep_their_part_of_a_step() -> None:
     slots = choose_slots(max_slots(256), LARGE_POOL, linear(2.0, 0.1))
-    assert str(slots) == "128 sequences at once: that leaves prompts their part of a step"
+    assert str(slots) == "max_num_seqs=128 (the rest of a step is for prompts)"

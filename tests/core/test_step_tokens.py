@@ -40,15 +40,15 @@ def test_the_number_is_within_its_limits_whatever_was_measured(
 @pytest.mark.parametrize(
     ("step_s", "expected"),
     [
-        (linear(10.0, 0.15), "256 tokens in a step at most: a step of 512 would take more than 50 ms"),
-        (linear(300.0, 10.0), "256 tokens in a step at most: a step of 512 would take more than 50 ms"),
-        (linear(50.0, 10.0), "128 tokens in a step at most: 256 would compute hardly more tokens a second"),
-        (linear(0.0, 2.4), "128 tokens in a step at most: 256 would compute hardly more tokens a second"),
-        (linear(0.0, 2.3), "256 tokens in a step at most: a step of 512 would take more than 50 ms"),
-        (linear(0.0, 0.3), "256 tokens in a step at most: a step of 512 would take more than 50 ms"),
-        (linear(10.0, 0.02), "1024 tokens in a step at most: a step of 2048 would take more than 50 ms"),
-        (linear(1.0, 0.004), "4096 tokens in a step at most: 8192 would compute hardly more tokens a second"),
-        (linear(1.0, 1e-6), "8192 tokens in a step at most: no more are worth it"),
+        (linear(10.0, 0.15), "max_num_batched_tokens=256 (a step of 512 would take more than 50 ms)"),
+        (linear(300.0, 10.0), "max_num_batched_tokens=256 (a step of 512 would take more than 50 ms)"),
+        (linear(50.0, 10.0), "max_num_batched_tokens=128 (256 would compute hardly more tokens per second)"),
+        (linear(0.0, 2.4), "max_num_batched_tokens=128 (256 would compute hardly more tokens per second)"),
+        (linear(0.0, 2.3), "max_num_batched_tokens=256 (a step of 512 would take more than 50 ms)"),
+        (linear(0.0, 0.3), "max_num_batched_tokens=256 (a step of 512 would take more than 50 ms)"),
+        (linear(10.0, 0.02), "max_num_batched_tokens=1024 (a step of 2048 would take more than 50 ms)"),
+        (linear(1.0, 0.004), "max_num_batched_tokens=4096 (8192 would compute hardly more tokens per second)"),
+        (linear(1.0, 1e-6), "max_num_batched_tokens=8192 (more are not worth it)"),
     ],
 )
 def test_cheaper_tokens_count_until_streams_would_stutter(step_s: Callable[[int], float], expected: str) -> None:
@@ -58,10 +58,10 @@ def test_cheaper_tokens_count_until_streams_would_stutter(step_s: Callable[[int]
 @pytest.mark.parametrize(
     ("step_s", "expected"),
     [
-        (linear(1.0, 0.002), "8192 tokens in a step at most: no more are worth it"),
-        (linear(0.0, 196 / 8192), "4096 tokens in a step at most: a step of 8192 would take more than 100 ms"),
-        (linear(5.0, 0.05), "1024 tokens in a step at most: a step of 2048 would take more than 100 ms"),
-        (linear(150.0, 0.1), "128 tokens in a step at most: a step of 256 would take more than 100 ms"),
+        (linear(1.0, 0.002), "max_num_batched_tokens=8192 (more are not worth it)"),
+        (linear(0.0, 196 / 8192), "max_num_batched_tokens=4096 (a step of 8192 would take more than 100 ms)"),
+        (linear(5.0, 0.05), "max_num_batched_tokens=1024 (a step of 2048 would take more than 100 ms)"),
+        (linear(150.0, 0.1), "max_num_batched_tokens=128 (a step of 256 would take more than 100 ms)"),
     ],
 )
 def test_a_gpu_takes_the_most_that_do_not_hold_up_streams(step_s: Callable[[int], float], expected: str) -> None:

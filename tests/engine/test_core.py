@@ -71,7 +71,7 @@ def test_automatic_slots_are_chosen_told_and_all_taken(tiny_llama: PagedModel) -
     slots = core.info.max_num_seqs
     assert 16 <= slots <= 128
     assert core.config.max_num_seqs == slots
-    assert any(line.startswith(f"{slots} sequences at once: ") for line in said)
+    assert any(line.startswith(f"max_num_seqs={slots} (") for line in said)
     for number in range(slots + 1):
         core.add(make_request(str(number), 1, 2))
     core.step()
@@ -97,7 +97,7 @@ def test_automatic_tokens_of_a_step_are_chosen_and_told(tiny_llama: PagedModel, 
     assert 128 <= tokens <= 2048
     assert core.info.max_num_seqs <= tokens // 2
     assert core.config.max_num_batched_tokens == tokens >= core.info.max_num_seqs
-    assert any(line.startswith(f"{tokens} tokens in a step at most: ") for line in said)
+    assert any(line.startswith(f"max_num_batched_tokens={tokens} (") for line in said)
     for number in range(tokens // 190 + 1):
         core.add(make_request(str(number), 190, 2))
     core.step()

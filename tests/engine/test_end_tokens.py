@@ -162,7 +162,7 @@ async def test_an_added_token_beyond_the_logits_is_refused_where_it_is_used(tmp_
         for prompt in ("see <image_soft_token>", [504, WIDTH]):
             refused = await http.post("/v1/completions", json={"prompt": prompt})
             assert refused.status_code == 400
-            assert refused.json()["error"]["message"] == f"`prompt` must hold token ids from 0 to 49151, got {WIDTH}"
+            assert refused.json()["error"]["message"] == f"`prompt` must contain token ids from 0 to 49151, got {WIDTH}"
         refused = await http.post("/v1/embeddings", json={"input": "<image_soft_token>"})
         assert (refused.status_code, str(WIDTH) in refused.text) == (400, True)
         # In a message it is text, as every control token is.
@@ -171,7 +171,7 @@ async def test_an_added_token_beyond_the_logits_is_refused_where_it_is_used(tmp_
         body |= {"structured_outputs": {"choice": ["<image_soft_token>"]}, "max_tokens": 32}
         answered = await http.post("/v1/chat/completions", json=body)
         assert answered.json()["choices"][0]["message"]["content"] == "<image_soft_token>"
-    with pytest.raises(ConfigError, match="the tokenizer knows 49152 ids, but the logits are 49151 wide"):
+    with pytest.raises(ConfigError, match="the tokenizer has 49152 ids, but the logits have 49151"):
         load_tokenizer(str(folder)).check_fits(WIDTH - 1)
 
 

@@ -203,7 +203,7 @@ def test_the_baseline_reads_no_pickled_weights(tiny_folder: Path, tmp_path: Path
     [
         (["--caps", "1,2"], "is not a list of 6 positive numbers"),
         (["--prompt", "a", "--prompt", "b"], "is not a list of 2 positive numbers"),
-        (["--prompt", "a", "--requests", __file__], "is for prompts that no file gives"),
+        (["--prompt", "a", "--requests", __file__], "cannot be combined with --requests"),
         (["--requests", "/no/such/file"], "/no/such/file"),
         (["--requests", __file__], "line 1: must be an object with `prompt`, a text, and `max_tokens`"),
         (["--caps", "1,2,3,4,5,x"], "is not a list of 6 positive numbers"),

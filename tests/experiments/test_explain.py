@@ -85,7 +85,7 @@ def test_png_is_drawn(step: PackedStep, tmp_path: Path) -> None:
 
 
 def test_missing_tokens_are_an_error() -> None:
-    with pytest.raises(ValueError, match="tokens of A that were not given"):
+    with pytest.raises(ValueError, match="tokens of A that are unknown"):
         packed_step(record(ScheduledRequest(0, "A", 0, 2, 1, (), True, False)), {"A": [1, 2]}, {1: "a", 2: "b"})
 
 
@@ -144,7 +144,7 @@ def test_a_step_that_the_run_does_not_have(tiny_folder: Path) -> None:
     options = ["--model", str(tiny_folder), "--budget", "60", "--kv-cache-gib", "0.02", "--step", "99"]
     result = CliRunner().invoke(app, ["explain", *options])
     assert result.exit_code == 1
-    assert "there is no step 99: the run has steps 0 to" in result.output
+    assert "step 99 does not exist; the run has steps 0 to" in result.output
     result = CliRunner().invoke(app, ["explain", "--step", "last"], env={"COLUMNS": "200"})
     assert result.exit_code == 2
     assert "'last' is not first, mixed or a number" in result.output

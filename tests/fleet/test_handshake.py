@@ -56,7 +56,7 @@ async def test_strangers_are_hung_up_on_and_change_nothing(
         assert await hung_up(reader) == b""
         writer.close()
     (line,) = caplog.messages
-    assert line.endswith("does not speak the link's language: hung up")
+    assert line.endswith("does not use the link protocol: hung up")
     await ingress.start(replica, "a.1")
     replica.say("a.1", 0)
     await until(lambda: ingress.received() == {"a.1": [item(0)]})
@@ -92,7 +92,7 @@ async def test_a_proof_by_another_key_opens_nothing(replica: Replica, caplog: py
     assert await hung_up(reader) == b""
     writer.close()
     (line,) = caplog.messages
-    assert line.endswith("does not know the link's key: hung up")
+    assert line.endswith("does not have the link's key: hung up")
     assert not replica.server.ends
 
 
@@ -101,7 +101,7 @@ async def test_an_ingress_sends_nothing_to_a_replica_that_does_not_know_the_key(
 ) -> None:
     ingress = await Ingress.to(replica, key="another key")
     assert await asyncio.wait_for(ingress.link.lost, 20) is LossReason.INCOMPATIBLE
-    assert caplog.messages == [f"the replica at {replica.address} does not know the link's key: it gets no requests"]
+    assert caplog.messages == [f"the replica at {replica.address} does not have the link's key: it gets no requests"]
     assert not ingress.heard
 
 
@@ -192,7 +192,7 @@ async def test_an_ingress_of_another_version_is_told_ours_and_hung_up_on(
     host, port = writer.get_extra_info("sockname")
     writer.write(f"serve-app-link/{version} {replica.server.key}\n".encode())
     assert await hung_up(reader) == NAME + b"\n"
-    speaks = f"speaks version {version} of the link, this end version {VERSION}"
+    speaks = f"uses version {version} of the link protocol, this end uses version {VERSION}"
     assert caplog.messages == [f"what has connected from {host}:{port} {speaks}: hung up"]
     writer.close()
 
@@ -200,11 +200,14 @@ async def test_an_ingress_of_another_version_is_told_ours_and_hung_up_on(
 @pytest.mark.parametrize(
     ("said", "does"),
     [
-        ((b"serve-app-", b"link/1\n"), f"speaks version 1 of the link, this end version {VERSION}"),
-        ((b"serve-app-link/30 what ever comes\n",), f"speaks version 30 of the link, this end version {VERSION}"),
-        ((b"\x92\x96",), "does not speak the link's language"),
-        ((NAME + b" " + NONCE + b"\n",), "does not speak the link's language"),
-        ((NAME + b" " + NONCE + b" " + b"0" * 64 + b"\n",), "does not know the link's key"),
+        ((b"serve-app-", b"link/1\n"), f"uses version 1 of the link protocol, this end uses version {VERSION}"),
+        (
+            (b"serve-app-link/30 what ever comes\n",),
+            f"uses version 30 of the link protocol, this end uses version {VERSION}",
+        ),
+        ((b"\x92\x96",), "does not use the link protocol"),
+        ((NAME + b" " + NONCE + b"\n",), "does not use the link protocol"),
+        ((NAME + b" " + NONCE + b" " + b"0" * 64 + b"\n",), "does not have the link's key"),
     ],
     ids=["an older version", "a newer version", "no greeting", "no proof", "another key"],
 )

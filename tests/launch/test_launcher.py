@@ -268,7 +268,7 @@ def test_an_open_server_beyond_this_machine_is_refused_unless_it_is_meant(refuse
         return path
 
     line = refuse(config())
-    assert "`ingress.keys_file`: is needed where the server listens beyond this machine (0.0.0.0)" in line
+    assert "`ingress.keys_file`: required because the server listens beyond this machine (0.0.0.0)" in line
     assert "keys.yaml: No such file" in refuse(config(keys_file="/no/such/keys.yaml"))
     assert list(read_config(config(allow_anonymous=True)).ours) == ["serve_app"]
 

@@ -60,7 +60,7 @@ def test_haproxy_is_started_again_at_once(started: Server) -> None:
     first.kill()
     wait_for_another(started, first)
     # Only of the first: Ray shows equal lines of a few seconds once. A reload may have been under way, with two pids.
-    line = re.compile(r"HAProxy \(pid \d+\) has .*: starting it again")
+    line = re.compile(r"HAProxy \(pid \d+\) has .*: restarting it")
     wait_for(lambda: any(line.search(said) for said in started.lines), "a line says so")
     (second,) = haproxy(started)
     folder = folder_of(second)

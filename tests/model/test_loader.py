@@ -125,7 +125,7 @@ def test_wrong_options_are_refused(options: dict[str, Any], match: str) -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
 def test_a_missing_gpu_is_refused() -> None:
-    refuse("device: 'cuda' asked for, but torch .* sees 0 GPUs", device="cuda")
+    refuse("device: 'cuda' requested, but torch .* sees 0 GPUs", device="cuda")
 
 
 def test_a_folder_without_config_is_refused(tmp_path: Path) -> None:

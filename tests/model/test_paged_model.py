@@ -139,7 +139,7 @@ def test_a_bidirectional_model_is_refused_by_its_logits() -> None:
         (
             "qwen2_moe",
             {"layer_types": ["sliding_attention"] * 2, "sliding_window": 8, "num_experts": 4},
-            "Qwen2MoeAttention does not tell attention its sliding window",
+            "Qwen2MoeAttention does not pass its sliding window to attention",
         ),
     ],
 )

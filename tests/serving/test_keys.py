@@ -90,7 +90,7 @@ def test_keys_change_while_streams_run(keyed: Keyed) -> None:
         assert "data: [DONE]" in list(lines)
     good = keyed.file.read_text()
     keyed.file.write_text("a: [")
-    keyed.said("the keys known before stay in force")
+    keyed.said("the last valid keys stay in force")
     assert keyed.complete("a").status_code == 200
     keyed.file.write_text(good)
 

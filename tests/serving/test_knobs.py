@@ -30,7 +30,7 @@ def test_what_is_automatic_is_the_most_before_start_and_what_was_chosen_after() 
     assert live_knobs(chosen, left) == SchedulerKnobs(max_num_seqs=48, max_num_batched_tokens=256)
     assert live_knobs(chosen, {"max_wait_s": 2.0}).max_num_seqs == 48
     assert live_knobs(chosen, {"max_num_seqs": 8}).max_num_seqs == 8
-    with pytest.raises(ConfigError, match="max_num_seqs can be at most 48"):
+    with pytest.raises(ConfigError, match="max_num_seqs must be at most 48"):
         live_knobs(chosen, {"max_num_seqs": 64})
 
 
@@ -57,9 +57,9 @@ def test_every_live_knob_can_be_given() -> None:
         ({"max_wait_s": -1.0}, "setting `engine.max_wait_s`"),
         ({"max_wait_s": "1"}, "setting `engine.max_wait_s`"),
         ({"prefill": "none"}, "setting `engine.prefill`"),
-        ({"max_num_seqs": 9}, "max_num_seqs can be at most 8"),
+        ({"max_num_seqs": 9}, "max_num_seqs must be at most 8"),
         ({"max_num_batched_tokens": 4}, "max_num_batched_tokens (4) must be at least max_num_seqs (8)"),
-        ({"max_num_batched_tokens": 4096}, "max_num_batched_tokens can be at most 256"),
+        ({"max_num_batched_tokens": 4096}, "max_num_batched_tokens must be at most 256"),
         ("max_wait_s", "must be a mapping"),
         (["max_wait_s"], "must be a mapping"),
     ],

@@ -55,7 +55,7 @@ def test_a_date_that_does_not_exist_keeps_no_key_in_force(keyed: Keyed) -> None:
     assert [keyed.complete(name).status_code for name in ("a", "b")] == [200, 200]
     good = keyed.file.read_text()
     keyed.file.write_text(f"{good}\nnew:\n  sha256: {'0' * 64}\n  expires: 2027-02-30\n")
-    keyed.said("the keys known before stay in force")
+    keyed.said("the last valid keys stay in force")
     assert "serve_app_keys_file_invalid 1.0" in keyed.get("/metrics", "admin").text
     assert keyed.complete("b").status_code == 200
     keyed.file.write_text(good)
@@ -77,7 +77,7 @@ def test_no_config_file_ends_the_server(keyed: Keyed) -> None:
         config.write_bytes(content)
         keyed.server.send(signal.SIGUSR1)
         wait_for(lambda before=before: count(keyed.server, "nothing has changed") > before, "the refusal")  # type: ignore[misc]
-    assert count(keyed.server, "keep one that serves now (serve_app); nothing has changed") == 1
+    assert count(keyed.server, "at least one running application must remain (serve_app); nothing has changed") == 1
     config.write_bytes(good)
     assert keyed.complete("a").status_code == 200
     # A controller that is away is Ray's to bring back; whatever becomes of the update, the server serves.

@@ -63,10 +63,10 @@ def test_a_request_reserves_the_most_and_gives_back_the_rest() -> None:
 def test_what_can_never_fit_is_the_requests_fault() -> None:
     accounts, _ = make()
     tenant = Tenant(name="team", tokens_per_minute=100, max_sequences=3)
-    with pytest.raises(InvalidRequestError, match="may take 101 tokens.*may take 100 a minute") as refusal:
+    with pytest.raises(InvalidRequestError, match="may use 101 tokens.*allows 100 per minute") as refusal:
         begun(accounts, tenant, 101)
     assert (refusal.value.param, refusal.value.code) == ("max_tokens", "request_exceeds_limit")
-    with pytest.raises(InvalidRequestError, match="are 4, but this API key may have 3 at once"):
+    with pytest.raises(InvalidRequestError, match="are 4, but this API key allows 3 at once"):
         accounts.open(tenant).begin(4)
 
 
@@ -94,7 +94,7 @@ def test_a_days_tokens_go_on_after_a_restart(tmp_path: Path) -> None:
     accounts = Accounts(Ledger(tmp_path, wall), Clock(0.0), wall)
     begun(accounts, tenant, 60).settle(spent(10, 20))
     open_ended = begun(accounts, tenant, 40)
-    with pytest.raises(OverloadedError, match="100 tokens a day, of which 30 are left; the request may take 31") as no:
+    with pytest.raises(OverloadedError, match="100 tokens per day and has 30 left; the request may use 31") as no:
         begun(accounts, tenant, 31)
     assert (no.value.code, no.value.retry_after_s) == ("insufficient_quota", 2 * 3600)
     del open_ended, accounts

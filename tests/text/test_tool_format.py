@@ -63,7 +63,7 @@ def test_a_template_without_tools_has_no_format() -> None:
     tokenizer = load_tokenizer("default")
     assert tokenizer.tool_format is None
     assert tokenizer.reasoning is None
-    with pytest.raises(InvalidRequestError, match="knows no tools") as refused:
+    with pytest.raises(InvalidRequestError, match="has no tools in a form") as refused:
         tokenizer.apply_chat_template(HISTORY, [WEATHER])
     assert refused.value.param == "tools"
 

@@ -1,4 +1,4 @@
-"""POST /v1/messages and its count_tokens: the bodies, and what they mean as chat requests."""
+"""POST /v1/messages and its count_tokens: the bodies and their translation to chat requests."""
 
 import re
 from typing import Annotated, Any, Literal, Self
@@ -33,7 +33,7 @@ def _check_blocks(value: object) -> object:
 
 
 class Block(Variant):
-    """One of a message's `content`."""
+    """A content block of a message."""
 
     ignores = ignored.ANTHROPIC_BLOCK
     needs = {
@@ -55,7 +55,7 @@ class Block(Variant):
 
 
 class AnthropicMessage(Body):
-    """One of `messages`."""
+    """A message of `messages`."""
 
     ignores = ignored.ANTHROPIC_MESSAGE
 
@@ -66,7 +66,7 @@ class AnthropicMessage(Body):
     def _check_role(self) -> Self:
         for i, block in enumerate(self.content):
             if block.type not in _SAID_BY[self.role]:
-                raise unfit(f"content[{i}]", f"of the type {block.type!r} is nothing for the role {self.role!r}")
+                raise unfit(f"content[{i}]", f"has type {block.type!r}, which is not allowed in role {self.role!r}")
         return self
 
     def tell(self, conversation: Conversation) -> None:
@@ -111,7 +111,7 @@ _SkippedTool = Annotated[
 
 
 def _check_tool_types(value: object) -> object:
-    """Tools that come with Anthropic's API, by a type of their own, are not here: the model is not told of them."""
+    """Drop tools that are built into Anthropic's API; this server does not have them."""
     if not isinstance(value, list):
         return value
     return [None if isinstance(tool, dict) and tool.get("type") not in (None, "custom") else tool for tool in value]
@@ -127,7 +127,7 @@ class AnthropicToolChoice(Body):
     @model_validator(mode="after")
     def _check_name(self) -> Self:
         if (self.name is None) == (self.type == "tool"):
-            raise unfit("name", "is required by the type `tool`, and by no other")
+            raise unfit("name", "is required with type `tool`, and not allowed with other types")
         return self
 
     def for_chat(self) -> Any:
@@ -174,19 +174,26 @@ class CountTokensBody(TranslatedBody):
     )
 
     n: Literal[1] | None = None
+    """Only 1 is supported."""
     messages: Annotated[
         list[AnthropicMessage],
         Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True),
         BeforeValidator(check_parts),
     ]
+    """The conversation so far."""
     system: Annotated[Any, AfterValidator(check_text), text_schema()] = None
+    """System prompt."""
     tools: Annotated[
         list[AnthropicTool | None] | None,
         BeforeValidator(_check_tool_types, json_schema_input_type=list[AnthropicTool | _SkippedTool | None] | None),
     ] = None
+    """Functions that the model may call. Tools built into Anthropic's API are skipped."""
     tool_choice: AnthropicToolChoice | None = None
+    """`auto`, `any`, `tool` or `none`."""
     thinking: ThinkingConfig | None = None
+    """Passed to the chat template as far as it supports it; `budget_tokens` applies to models that reason."""
     output_config: OutputConfig | None = None
+    """`format`: a JSON schema for the answer."""
 
     @model_validator(mode="after")
     def _check_sampling(self) -> Self:
@@ -224,7 +231,9 @@ class MessagesBody(CountTokensBody):
     """POST /v1/messages."""
 
     max_tokens: Annotated[int, Field(ge=1)]
+    """May exceed the rest of the context, which then ends the answer."""
     stop_sequences: Stop = None
+    """Stop strings."""
 
     def chat_fields(self, tokenizer: Tokenizer) -> dict[str, Any]:
         """The other fields of the chat request, but for `max_tokens`, which may be more than fit here."""

@@ -44,14 +44,14 @@ def check_ignored(name: str, value: object, ignored: Ignored) -> None:
     if value is None:
         return
     if name not in ignored:
-        raise PydanticCustomError("unknown_field", "is not a field this server knows", {"name": name[:SHOWN]})
+        raise PydanticCustomError("unknown_field", "is not a field of this server", {"name": name[:SHOWN]})
     harmless = ignored[name]
     if changes_nothing(value, harmless):
         return
     if not harmless:
         raise unfit(name, "is not supported by this server; leave it out")
     values = " or ".join(orjson.dumps(good).decode() for good in harmless)
-    raise unfit(name, f"is not supported by this server, other than {values}; leave it out")
+    raise unfit(name, f"is supported only as {values}; leave it out")
 
 
 class Body(BaseModel):
@@ -106,7 +106,7 @@ class Variant(Body):
         for i, item in enumerate(value if isinstance(value, list) else ()):
             kind = item.get("type") if isinstance(item, dict) else None
             if isinstance(kind, str) and kind not in cls.needs:
-                raise refusal(f"{noun} {i}: this server does not read the type {kind[:SHOWN]!r}")
+                raise refusal(f"{noun} {i}: unsupported type {kind[:SHOWN]!r}")
 
 
 def ignored_schemas(ignored: Ignored) -> dict[str, Any]:

@@ -16,7 +16,7 @@ def at_most(count: int) -> BeforeValidator:
 
     def check(value: object) -> object:
         if isinstance(value, list) and len(value) > count:
-            raise refusal(f"may hold at most {count} ids")
+            raise refusal(f"may contain at most {count} ids")
         return value
 
     return BeforeValidator(check)
@@ -28,7 +28,7 @@ def _check_stop(value: object) -> tuple[str, ...]:
         raise refusal(f"must be a string or a list of at most {MAX_STOP_STRINGS} strings")
     for stop in stops:
         if not isinstance(stop, str) or not 0 < len(stop) <= MAX_STOP_CHARS:
-            raise refusal(f"must hold strings of 1 to {MAX_STOP_CHARS} characters")
+            raise refusal(f"must contain strings of 1 to {MAX_STOP_CHARS} characters")
     return tuple(stops)
 
 
@@ -37,7 +37,7 @@ def _check_logit_bias(value: object) -> tuple[tuple[int, float], ...]:
         raise refusal(f"must be an object of at most {MAX_LOGIT_BIAS} token ids and their biases")
     for key, bias in value.items():
         if not (isinstance(key, str) and key.isascii() and key.isdigit() and len(key) < 10):
-            raise unfit(key[:SHOWN], "is not a token id: the keys are numbers in quotes")
+            raise unfit(key[:SHOWN], "is not a token id; keys are numbers in quotes")
         if isinstance(bias, bool) or not isinstance(bias, int | float):
             raise unfit(key, "must be a number")
     return tuple((int(key), float(bias)) for key, bias in value.items())
@@ -46,7 +46,7 @@ def _check_logit_bias(value: object) -> tuple[tuple[int, float], ...]:
 def _check_template_kwargs(value: dict[str, Any] | None) -> dict[str, Any] | None:
     for given in (value or {}).values():
         if not isinstance(given, bool | int) and not (isinstance(given, str) and len(given) <= MAX_STOP_CHARS):
-            raise refusal(f"must have truth values, integers or texts of at most {MAX_STOP_CHARS} characters in it")
+            raise refusal(f"must contain only booleans, integers or strings of at most {MAX_STOP_CHARS} characters")
     return value
 
 

@@ -25,7 +25,7 @@ def check_parts(value: object) -> object:
     if isinstance(value, list) and len(value) <= MAX_MESSAGES:
         contents = (message.get("content") for message in value if isinstance(message, dict))
         if sum(len(content) for content in contents if isinstance(content, list)) > MAX_CONTENT_PARTS:
-            raise refusal(f"may hold at most {MAX_CONTENT_PARTS} parts in all")
+            raise refusal(f"may contain at most {MAX_CONTENT_PARTS} parts in all")
     return value
 
 
@@ -52,7 +52,7 @@ def _part_text(i: int, part: object, kinds: Collection[str], replaces: bool) -> 
         raise refusal(f'part {i} must be {{"type": "{kind or next(iter(kinds))}", "{field}": "..."}}')
     for name in part.keys() - {"type", field, *ignored.CONTENT_PART}:
         if part[name] is not None:
-            raise refusal(f"part {i}: {name[:SHOWN]!r} is not a field this server knows")
+            raise refusal(f"part {i}: {name[:SHOWN]!r} is not a field of this server")
     text: str = part[field]
     return text
 
@@ -77,7 +77,7 @@ def _part_schema(kinds: Collection[str], field: str) -> dict[str, Any]:
 
 
 ARGUMENTS = WithJsonSchema(
-    {"type": ["string", "object", "null"], "description": "An object, or its JSON text, which may be cut."}
+    {"type": ["string", "object", "null"], "description": "An object, or its JSON text, which may be incomplete."}
 )
 
 
@@ -90,7 +90,7 @@ def check_arguments(value: object) -> dict[str, Any]:
     try:
         return as_object(value)
     except ValueError:
-        raise refusal("holds a number of too many digits") from None
+        raise refusal("contains a number with too many digits") from None
 
 
 class FunctionCall(Body):
@@ -137,9 +137,9 @@ class Message(Body):
     def _check_role(self) -> Self:
         for name in ("tool_calls", "reasoning_content", "reasoning", "refusal"):
             if getattr(self, name) and self.role != "assistant":
-                raise unfit(name, "belongs to messages of the assistant")
+                raise unfit(name, "is only allowed in messages of the assistant")
         if (self.tool_call_id is None) == (self.role == "tool"):
-            raise unfit("tool_call_id", "is required by the role `tool`, and by no other")
+            raise unfit("tool_call_id", "is required in role `tool`, and not allowed in other roles")
         if self.content is None and self.role not in ("assistant", "tool"):
             raise unfit("content", "is required")
         return self

@@ -1,4 +1,4 @@
-"""POST /v1/responses: the body, and what it means as a chat request. Nothing is stored: `input` is all there is."""
+"""POST /v1/responses: the body and its translation to a chat request. It is stateless: `input` is the whole history."""
 
 from typing import Annotated, Any, Literal, Self
 
@@ -37,7 +37,7 @@ def _check_input(value: object) -> object:
 
 
 class InputItem(Variant):
-    """One of `input`."""
+    """An item of `input`."""
 
     ignores = ignored.RESPONSES_ITEM
     needs = {
@@ -100,7 +100,7 @@ _SkippedTool = Annotated[
 
 
 def _check_tool_types(value: object) -> object:
-    """Tools that OpenAI's servers run are not here: the model is not told of them."""
+    """Drop tools that OpenAI's servers run; this server does not have them."""
     if not isinstance(value, list):
         return value
     return [None if isinstance(tool, dict) and tool.get("type") != "function" else tool for tool in value]
@@ -155,7 +155,7 @@ class TextFormat(Body):
     @model_validator(mode="after")
     def _check_schema(self) -> Self:
         if (self.schema_ is None) == (self.type == "json_schema"):
-            raise unfit("schema", "is required by the type `json_schema`, and by no other")
+            raise unfit("schema", "is required with type `json_schema`, and not allowed with other types")
         return self
 
 
@@ -189,6 +189,7 @@ class ResponsesBody(TranslatedBody):
     )
 
     n: Literal[1] | None = None
+    """Only 1 is supported."""
     input: Annotated[
         list[InputItem],
         Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True),
@@ -196,20 +197,29 @@ class ResponsesBody(TranslatedBody):
     ]
     """A user's message, or the conversation so far."""
     instructions: str | None = None
+    """System prompt; joined with leading system messages."""
     max_output_tokens: MaxTokens = None
+    """-1 is the rest of the context, which is the default."""
     tools: Annotated[
         list[FunctionTool | None] | None,
         BeforeValidator(_check_tool_types, json_schema_input_type=list[FunctionTool | _SkippedTool | None] | None),
     ] = None
+    """Functions that the model may call. Tools that OpenAI's servers run are skipped."""
     tool_choice: Annotated[Any, AfterValidator(_check_tool_choice), _TOOL_CHOICE] = None
+    """`none`, `auto`, `required`, a named function, or `allowed_tools`."""
     parallel_tool_calls: bool | None = None
+    """False: at most one call. Default: true, or false with a named tool."""
     text: TextConfig | None = None
+    """`format`: `text`, `json_object` or `json_schema`."""
     reasoning: Reasoning | None = None
+    """`effort`; ignored where the chat template supports no effort."""
     include: list[str] | None = None
-    """`message.output_text.logprobs` is; what else there is belongs to built-in tools or stored responses."""
+    """`message.output_text.logprobs` is supported; other values are ignored, since they belong to built-in tools or
+    stored responses."""
     top_logprobs: Annotated[int | None, Field(ge=0, le=MAX_TOP_LOGPROBS)] = None
+    """Alternatives per token of the texts, without reasoning and calls."""
     metadata: dict[str, str] | None = None
-    """Told again in the answer."""
+    """Returned in the answer."""
 
     @property
     def format(self) -> TextFormat:
@@ -218,12 +228,12 @@ class ResponsesBody(TranslatedBody):
 
     @property
     def with_logprobs(self) -> bool:
-        """Whether texts come with their tokens' log-probabilities."""
+        """Whether texts include log-probabilities of their tokens."""
         return bool(self.top_logprobs) or _LOGPROBS in (self.include or ())
 
     @property
     def functions(self) -> list[FunctionTool]:
-        """The tools that the model is told of."""
+        """The tools in the model's prompt."""
         return [tool for tool in self.tools or () if tool is not None]
 
     def chat_fields(self, tokenizer: Tokenizer) -> dict[str, Any]:

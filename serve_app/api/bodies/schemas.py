@@ -1,7 +1,7 @@
 """Request bodies: every field that the server honours, and its type.
 
-Strict: no string becomes a number, an unknown field is refused by name, null means "not given". What is accepted
-without effect stands in `ignored`. Ranges of sampling parameters are checked once, in `SamplingParams`.
+Parsing is strict: no string becomes a number, an unknown field is refused by name, null means "not given". Fields that
+are accepted without effect are listed in `ignored`. `SamplingParams` checks the ranges of sampling parameters.
 """
 
 from collections.abc import Callable
@@ -30,6 +30,7 @@ from serve_app.core.sampling_params import (
     MAX_CHOICES,
     MAX_STOP_TOKEN_IDS,
     MAX_TOP_LOGPROBS,
+    MEANINGS,
     RANGES,
     SamplingParams,
     as_tuple,
@@ -45,7 +46,7 @@ class StreamOptions(Body):
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
-    """With `include_usage`: every chunk tells the tokens so far, as an event may bring several."""
+    """With `include_usage`: every chunk carries the token counts so far, since one event may contain several tokens."""
 
 
 class JsonSchemaFormat(Body):
@@ -66,7 +67,7 @@ class ResponseFormat(Body):
     @model_validator(mode="after")
     def _check_schema(self) -> Self:
         if (self.json_schema is None) == (self.type == "json_schema"):
-            raise unfit("json_schema", "is required by the type `json_schema`, and by no other")
+            raise unfit("json_schema", "is required with type `json_schema`, and not allowed with other types")
         return self
 
 
@@ -79,63 +80,66 @@ class StructuredOutputs(Body):
     choice: list[str] | None = None
     grammar: str | None = None
     odds: bool | None = None
-    """With `choice`: tell how likely each of the answers is. This server's own."""
+    """With `choice`: return the probability of each answer. An extension of this server."""
 
     @model_validator(mode="after")
     def _check_one(self) -> Self:
         if self.odds and self.choice is None:
-            raise unfit("odds", "needs `choice`")
+            raise unfit("odds", "requires `choice`")
         values = (self.json_, self.json_object, self.regex, self.choice, self.grammar)
         given = [value for value in values if value not in (None, False)]
         if len(given) != 1:
-            raise refusal("must hold exactly one of json, json_object, regex, choice and grammar")
+            raise refusal("must contain exactly one of json, json_object, regex, choice and grammar")
         return self
 
 
-# Each field of `SamplingParams` that a client sets, optional; a body that takes it in another form says so below.
-_sampling_fields: dict[str, Any] = {name: (kind | None, None) for name, kind in SamplingParams.client_fields().items()}
+# Each field of `SamplingParams` that a client sets, optional. Bodies with another form of a field declare it below.
+_sampling_fields: dict[str, Any] = {
+    name: (kind | None, Field(None, description=MEANINGS.get(name)))
+    for name, kind in SamplingParams.client_fields().items()
+}
 SamplingFields = create_model("SamplingFields", __base__=Body, **_sampling_fields)
 
 
 class SharedBody(SamplingFields):
-    """What all endpoints share: fields of `SamplingParams` (OpenAI's, and extensions usual among open servers), and
-    those that are not sampling's."""
+    """The fields of all generation endpoints: those of `SamplingParams` and others."""
 
     model: str | None = None
+    """The served model, if given."""
     min_tokens: int | None = None
-    """No end before this many tokens."""
+    """No end before this many tokens; at most `max_tokens`. For stop strings, reasoning tokens do not count."""
     logit_bias: LogitBias = None
-    """What is added to the logits of tokens, by their ids."""
+    """Added to the logits of tokens, by token id: at most 1,024 ids, values from -100 to 100."""
     seed: int | None = None
-    """The same seed gives the same tokens."""
+    """The same seed gives the same tokens; random if not given."""
     stream: bool | None = None
-    """The answer comes as events."""
+    """Send the answer as server-sent events."""
     user: Annotated[str | None, Field(max_length=512)] = None
-    """A share of the API key's share of the queue."""
+    """Users share the API key's share of the queue."""
 
     stop_token_ids: Annotated[
         list[TokenId] | None,
         Field(fail_fast=True, json_schema_extra={"maxItems": MAX_STOP_TOKEN_IDS}),
         at_most(MAX_STOP_TOKEN_IDS),
     ] = None
-    """Tokens that end the answer."""
+    """Tokens that end the answer; `stop_reason` reports which."""
     allowed_token_ids: Annotated[
         list[TokenId] | None,
         Field(fail_fast=True, min_length=1, json_schema_extra={"maxItems": MAX_ALLOWED_TOKEN_IDS}),
         at_most(MAX_ALLOWED_TOKEN_IDS),
     ] = None
-    """Nothing else comes."""
+    """Only these tokens are sampled. End tokens must be included."""
     bad_words: Annotated[list[BadWord] | None, Field(fail_fast=True, max_length=MAX_BAD_WORDS // 2)] = None
-    """Texts that do not come, as the tokens that they have alone or behind a space."""
+    """Texts of up to 256 characters that are not generated, in the tokens that each has alone or after a space."""
     include_stop_str_in_output: bool | None = None
-    """The stop string is kept."""
+    """Keep the stop string in the text."""
     priority: Annotated[int | None, Field(ge=-(2**31), lt=2**31)] = None
-    """Lower runs first, where the server goes by priority."""
+    """Lower runs first; requires `engine.policy: priority`. An API key bounds it."""
     cache_salt: Annotated[str | None, Field(max_length=256)] = None
-    """Separates prefix caches."""
+    """Separates prefix caches, within those of the API key."""
 
     def sampling_fields(self) -> dict[str, Any]:
-        """Those of `SamplingParams` that were given, and mean the same on all endpoints."""
+        """The given fields of `SamplingParams` that all endpoints treat alike."""
         names = SamplingParams.client_fields()
         return {name: as_tuple(value) for name in names if (value := getattr(self, name)) is not None}
 
@@ -150,51 +154,54 @@ class SharedBody(SamplingFields):
 
 
 class GenerationBody(SharedBody):
-    """What chat and completions share."""
+    """The fields that chat and completions share."""
 
     n: int | None = None
-    """How many choices."""
+    """Number of choices; they share the prompt's KV blocks."""
     max_tokens: MaxTokens = None
-    """Of each choice; -1 is the rest of the context."""
+    """Per choice; must fit the context together with the prompt. -1 is the rest of the context. 0 scores the prompt,
+    with `echo` or `prompt_logprobs`. Default: 16 for completions, the rest of the context for chat."""
     stop: Stop = None
-    """Texts that end the answer, and do not show in it."""
+    """Stop strings: texts that end the answer and are left out of it."""
     stream_options: StreamOptions | None = None
+    """`include_usage`, and `continuous_usage_stats` for token counts in every chunk; requires `stream`."""
     structured_outputs: StructuredOutputs | None = None
-    """What the answer must be: one of its fields."""
+    """Constrained output: one of `json`, `json_object`, `regex`, `choice` (optionally with `odds`), `grammar`."""
     return_token_ids: bool | None = None
-    """Choices tell their `token_ids`."""
+    """Return `token_ids` in choices and chunks, and `prompt_token_ids` in the answer (chat) or the choices."""
     prompt_logprobs: Annotated[int | None, Field(ge=0, le=MAX_TOP_LOGPROBS)] = None
-    """So many alternatives for each token of the prompt."""
+    """Log-probabilities of prompt tokens, with this many alternatives, in vLLM's format; not with `stream`."""
     truncate_prompt_tokens: Annotated[
         int | None, WithJsonSchema({"type": ["integer", "null"], "minimum": -1, "not": {"const": 0}})
     ] = None
-    """The prompt's last tokens, so many; -1 leaves room for `max_tokens`."""
+    """Use only this many tokens at the end of the prompt; -1 leaves room for `max_tokens`. A text longer than twice the
+    context is still refused."""
 
     @model_validator(mode="after")
     def _check_stream_options(self) -> Self:
         if self.stream_options is not None and not self.stream:
             raise unfit("stream_options", "may only be set when `stream` is true")
         if self.stream and self.prompt_logprobs is not None:
-            raise unfit("prompt_logprobs", "does not go with `stream`")
+            raise unfit("prompt_logprobs", "cannot be combined with `stream`")
         if self.truncate_prompt_tokens is not None and not -1 <= self.truncate_prompt_tokens != 0:
             raise unfit("truncate_prompt_tokens", "must be at least 1, or -1")
         if self.stream and self.answers_with_odds:
-            raise unfit("structured_outputs.odds", "does not go with `stream`")
+            raise unfit("structured_outputs.odds", "cannot be combined with `stream`")
         return self
 
     @property
     def num_choices(self) -> int:
-        """How many are generated."""
+        """Number of generated choices."""
         return self.n or 1
 
     @property
     def scores_only(self) -> bool:
-        """Whether the prompt's log-probabilities are wanted, and no output."""
+        """Whether only the prompt's log-probabilities are requested, without output."""
         return self.max_tokens == 0 and self.prompt_logprobs is not None
 
     @property
     def answers_with_odds(self) -> tuple[str, ...]:
-        """The answers, each once, whose odds are asked for."""
+        """The distinct answers whose odds are requested."""
         asked = self.structured_outputs
         return () if asked is None or not asked.odds else tuple(dict.fromkeys(asked.choice or ()))
 
@@ -224,40 +231,46 @@ class ChatBody(GenerationBody):
     ]
     """The conversation so far."""
     max_completion_tokens: MaxTokens = None
-    """Of each choice; -1 is the rest of the context."""
+    """The newer name of `max_tokens`."""
     logprobs: bool | None = None
+    """Return log-probabilities of content tokens, without reasoning and tool calls."""
     top_logprobs: Annotated[int | None, Field(ge=0, le=MAX_TOP_LOGPROBS)] = None
+    """Alternatives per token; requires `logprobs`."""
 
     parallel_tool_calls: bool | None = None
-    """False: one call at most."""
+    """False: at most one call. Default: true, or false with a named tool."""
     response_format: ResponseFormat | None = None
+    """`text`, `json_object` or `json_schema`; the schema is enforced, `strict` or not."""
     thinking_token_budget: Annotated[int | None, Field(ge=0, lt=2**31)] = None
-    """The most tokens that a reasoning has."""
+    """Maximum number of reasoning tokens; the server then closes the reasoning."""
     reasoning_effort: ReasoningEffort | None = None
+    """Passed to the chat template as far as it supports it."""
     tools: Annotated[
         list[Tool] | None, AfterValidator(check_tools), Field(json_schema_extra={"maxItems": MAX_TOOLS})
     ] = None
+    """Functions that the model may call; at most 262,144 bytes of JSON."""
     tool_choice: Annotated[ToolChoice, BeforeValidator(check_tool_choice, json_schema_input_type=ToolChoice)] = None
+    """`none`, `auto`, `required`, a named tool, or `allowed_tools`."""
     add_generation_prompt: bool | None = None
-    """False: the prompt ends with the last message."""
+    """False: the prompt ends with the last message. Default: true."""
     continue_final_message: bool | None = None
-    """The answer goes on with the assistant's last message."""
+    """Continue the assistant's last message; the answer contains the new text only."""
     chat_template_kwargs: TemplateVariables = None
-    """Variables that this model's chat template knows."""
+    """Variables of the model's chat template: `enable_thinking`, `thinking`, `preserve_thinking`, `date_string`."""
 
     @model_validator(mode="after")
     def _check_together(self) -> Self:
         if self.top_logprobs is not None and not self.logprobs:
-            raise unfit("top_logprobs", "needs `logprobs` to be true")
+            raise unfit("top_logprobs", "requires `logprobs: true`")
         if self.max_tokens is not None and self.max_completion_tokens not in (None, self.max_tokens):
             raise unfit("max_completion_tokens", "differs from `max_tokens`")
         if self.tool_choice not in (None, "none", "auto") and not self.tools:
-            raise unfit("tool_choice", "needs `tools`")
+            raise unfit("tool_choice", "requires `tools`")
         last = self.messages[-1]
         if self.continue_final_message and self.add_generation_prompt:
-            raise unfit("continue_final_message", "does not go with `add_generation_prompt`: set that to false")
+            raise unfit("continue_final_message", "cannot be combined with `add_generation_prompt: true`")
         if self.continue_final_message and (last.role != "assistant" or not last.text or last.tool_calls):
-            raise unfit("continue_final_message", "needs a text of the assistant as the last message")
+            raise unfit("continue_final_message", "requires a text message of the assistant as the last message")
         return self
 
     @property
@@ -274,40 +287,43 @@ class CompletionBody(GenerationBody):
     ignores = ignored.COMPLETION
 
     prompt: Prompt
-    """Texts or token ids."""
+    """A text, token ids, or a list of either."""
     logprobs: Annotated[int | None, Field(ge=0, le=MAX_TOP_LOGPROBS)] = None
+    """Alternatives per token; 0 returns the sampled token's own log-probability."""
     echo: bool | None = None
-    """The prompt comes back in front of the text."""
+    """Return the prompt in front of the text."""
     add_special_tokens: bool | None = None
-    """Those that the tokenizer puts around a text; true if not given."""
+    """Add the special tokens that the tokenizer puts around a text. Default: true."""
     suffix: str | None = None
-    """What follows the completion, for models that fill in the middle."""
+    """Text after the gap, for tokenizers with fill-in-the-middle marks (Qwen 2.5 Coder, StarCoder, DeepSeek Coder,
+    Code Llama, CodeGemma); not with `echo` or `truncate_prompt_tokens`."""
     best_of: Annotated[int | None, Field(ge=1, le=MAX_CHOICES)] = None
-    """So many choices are generated, and the `n` likeliest of them told."""
+    """Number of generated choices, at least `n`; the `n` with the highest log-probability per token are returned, best
+    first. `usage` counts all. Not with `stream`."""
 
     @model_validator(mode="after")
     def _check_choices(self) -> Self:
         if self.best_of is not None and self.best_of < (self.n or 1):
             raise unfit("best_of", "must be at least `n`")
         if self.stream and self.chooses_best:
-            raise unfit("best_of", "above `n` does not go with `stream`")
+            raise unfit("best_of", "above `n` cannot be combined with `stream`")
         if self.suffix and (self.echo or self.truncate_prompt_tokens is not None):
-            raise unfit("suffix", "does not go with `echo` or `truncate_prompt_tokens`")
+            raise unfit("suffix", "cannot be combined with `echo` or `truncate_prompt_tokens`")
         return self
 
     @property
     def num_choices(self) -> int:
-        """How many are generated for each prompt."""
+        """Number of generated choices per prompt."""
         return max(self.n or 1, self.best_of or 1)
 
     @property
     def chooses_best(self) -> bool:
-        """Whether not all choices are told."""
+        """Whether fewer choices are returned than generated."""
         return self.num_choices > (self.n or 1)
 
     @property
     def scores_only(self) -> bool:
-        """Whether the prompt comes back, and no output."""
+        """Whether the answer contains the prompt and no output."""
         return self.max_tokens == 0 and bool(self.echo or self.prompt_logprobs is not None)
 
 
@@ -326,7 +342,7 @@ def validate(kind: type[BodyT], data: dict[str, Any]) -> BodyT:
 
 def _read(kind: type[BodyT], raw: bytes) -> BodyT | InvalidRequestError:
     if has_too_many_containers(raw):
-        message = f"the body may hold at most {MAX_CONTAINERS} JSON objects and arrays"
+        message = f"the body may contain at most {MAX_CONTAINERS} JSON objects and arrays"
         return InvalidRequestError(message, code="invalid_json")
     try:
         data = from_json(raw, allow_inf_nan=False)

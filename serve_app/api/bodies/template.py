@@ -63,7 +63,7 @@ def template_variables(body: ChatBody, tokenizer: Tokenizer) -> dict[str, Any]:
     """
     if body.thinking_token_budget is not None and tokenizer.reasoning is None:
         raise InvalidRequestError(
-            "`thinking_token_budget` bounds a reasoning, and this model's chat template knows of none; leave it out",
+            "`thinking_token_budget` limits reasoning, which this model's chat template does not support; leave it out",
             param="thinking_token_budget",
         )
     known = tokenizer.template_variables
@@ -75,7 +75,7 @@ def template_variables(body: ChatBody, tokenizer: Tokenizer) -> dict[str, Any]:
             del variables[name]  # there is no thinking to switch off
         else:
             raise InvalidRequestError(
-                f"`chat_template_kwargs.{name[:64]}` is nothing that a request may set in this model's chat template "
+                f"`chat_template_kwargs.{name[:64]}` is not a variable of this model's chat template "
                 f"(known: {', '.join(sorted(known)) or 'nothing'})",
                 param=f"chat_template_kwargs.{name[:64]}",
             )
@@ -87,7 +87,7 @@ def template_variables(body: ChatBody, tokenizer: Tokenizer) -> dict[str, Any]:
         variables.setdefault(switch, effort != "none")
     elif effort not in (None, "none"):
         raise InvalidRequestError(
-            "`reasoning_effort` is nothing that this model's chat template knows; leave it out",
+            "`reasoning_effort` is not supported by this model's chat template; leave it out",
             param="reasoning_effort",
         )
     return variables

@@ -23,28 +23,38 @@ _CHAT_PROMPT = (
 
 
 class TokenizeBody(Body):
-    """POST /tokenize: a text, or messages through the chat template with what else a chat says to it."""
+    """POST /tokenize: a text, or messages and other fields that a chat passes to the chat template."""
 
     model: str | None = None
+    """The served model, if given."""
     prompt: str | None = None
+    """A text; give this or `messages`."""
     add_special_tokens: bool | None = None
+    """Add the special tokens that the tokenizer puts around a text. Default: true."""
 
     messages: Annotated[Any, _checked_by_chat(list[Message] | None)] = None
+    """A conversation; with the fields below, the prompt is that of `/v1/chat/completions`."""
     tools: Annotated[Any, _checked_by_chat(list[Tool] | None)] = None
+    """As in chat."""
     tool_choice: Annotated[Any, _checked_by_chat(ToolChoice)] = None
+    """As in chat."""
     reasoning_effort: Annotated[Any, _checked_by_chat(ReasoningEffort | None)] = None
+    """As in chat."""
     chat_template_kwargs: Annotated[Any, _checked_by_chat(TemplateVariables)] = None
+    """As in chat."""
     add_generation_prompt: Annotated[Any, _checked_by_chat(bool | None)] = None
+    """As in chat."""
     continue_final_message: Annotated[Any, _checked_by_chat(bool | None)] = None
+    """As in chat."""
 
     @model_validator(mode="after")
     def _check_one(self) -> Self:
         if (self.prompt is None) == (self.messages is None):
-            raise unfit("prompt", "or `messages` must be given, one of them")
+            raise unfit("prompt", "or `messages` must be given, and not both")
         if self.messages is None:
             for name in _CHAT_PROMPT:
                 if getattr(self, name) is not None:
-                    raise unfit(name, "needs `messages`")
+                    raise unfit(name, "requires `messages`")
         return self
 
     def to_chat(self) -> ChatBody | None:
@@ -58,4 +68,6 @@ class DetokenizeBody(Body):
     """POST /detokenize."""
 
     model: str | None = None
+    """The served model, if given."""
     tokens: Annotated[list[TokenId], Field(fail_fast=True)]
+    """Token ids; at most as many as the context."""

@@ -94,10 +94,10 @@ def check_tools(tools: list[Tool] | None) -> list[Tool] | None:
     if not tools:
         return None
     if len(tools) > MAX_TOOLS:
-        raise refusal(f"may hold at most {MAX_TOOLS} tools")
+        raise refusal(f"may contain at most {MAX_TOOLS} tools")
     names = [tool.function.name for tool in tools]
     if len(set(names)) < len(names):
-        raise refusal("must hold no two tools of one name")
+        raise refusal("must not contain two tools with the same name")
     written = json.dumps([tool.for_template() for tool in tools], ensure_ascii=False, separators=(",", ":"))
     if len(written.encode()) > MAX_TOOLS_BYTES:
         raise refusal(f"may have at most {MAX_TOOLS_BYTES} bytes of JSON")
@@ -121,5 +121,5 @@ def allowed_names(tools: list[Tool] | None, choice: ToolChoice) -> tuple[list[st
 
 def _known(name: str, names: list[str], param: str) -> str:
     if name not in names:
-        raise InvalidRequestError(f"`{param}` names {name[:64]!r}, which `tools` does not hold", param=param)
+        raise InvalidRequestError(f"`{param}` names {name[:64]!r}, which is not in `tools`", param=param)
     return name

@@ -59,7 +59,7 @@ class Access:
             if self._allow_anonymous and not admin_only:
                 return ANONYMOUS
             raise AuthenticationError(
-                "this needs an API key: send the header `Authorization: Bearer <key>` or `x-api-key: <key>`"
+                "an API key is required: send the header `Authorization: Bearer <key>` or `x-api-key: <key>`"
             )
         if self._internal is not None and hmac.compare_digest(hash_key(key), self._internal):
             tenant = INTERNAL
@@ -67,7 +67,7 @@ class Access:
             tenant = self._keys().find(key, datetime.now(UTC))
         if admin_only:
             if not tenant.admin:
-                raise PermissionDeniedError("this tells of everybody: it needs a key with `admin: true`")
+                raise PermissionDeniedError("this endpoint requires an API key with `admin: true`")
             self._on_admin(tenant.name, path)
         return tenant
 
@@ -92,5 +92,5 @@ def key_of(headers: Headers) -> str:
 def _only(headers: Headers, name: str) -> str:
     values = set(headers.getlist(name))
     if len(values) > 1:
-        raise AuthenticationError(f"the header `{name}` stands there more than once, with different keys")
+        raise AuthenticationError(f"the header `{name}` is given more than once, with different keys")
     return values.pop() if values else ""

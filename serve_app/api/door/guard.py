@@ -110,7 +110,7 @@ class RequestGuard:
 
     def _check_headers(self, headers: Headers) -> None:
         if headers.get("content-encoding", "identity").lower() != "identity":
-            raise UnsupportedMediaTypeError("compressed bodies are not read; send plain JSON")
+            raise UnsupportedMediaTypeError("compressed bodies are not supported; send plain JSON")
         # Without a type, a page may send it to any server without asking that server first.
         assumed = "" if is_from_browser(headers) else "application/json"
         kind = headers.get("content-type", assumed).partition(";")[0].strip().lower()
@@ -138,7 +138,7 @@ class RequestGuard:
                             pass
                     finally:
                         if upload.displaced:
-                            reason = "arrived too slowly while many others did"
+                            reason = "arrived too slowly while many other bodies were arriving"
         except TimeoutError:
             raise RequestTimeoutError(f"the body {reason}") from None
         except OverloadedError as error:
@@ -156,7 +156,7 @@ class RequestGuard:
         is_large = len(body) + len(part) > _SMALL_BODY
         if is_large and self._buffered + len(part) > self._limits.max_buffered_bytes:
             raise OverloadedError(
-                "too many large requests at one time; retry later", code="bodies_full", retry_after_s=1.0
+                "too many large requests at the same time; retry later", code="bodies_full", retry_after_s=1.0
             )
         body += part
         self._hold(len(part))

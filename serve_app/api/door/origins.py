@@ -27,7 +27,7 @@ class Origins:
         host = _HOST.fullmatch(address)
         if self._hosts is not None and (host is None or host[1] not in self._hosts):
             raise PermissionDeniedError(
-                f"this server does not answer to the name {address[:100]!r} (setting `ingress.allowed_hosts`)",
+                f"this server does not accept the host name {address[:100]!r} (setting `ingress.allowed_hosts`)",
                 code="host_not_allowed",
             )
         origin = headers.get("origin")
@@ -36,7 +36,7 @@ class Origins:
         # The scheme may differ where a proxy ends TLS; a page of the same host and port is the console.
         if origin.partition("://")[2].lower() != address:
             raise PermissionDeniedError(
-                f"pages of {origin[:100]!r} may not use this server (setting `ingress.allowed_origins`)",
+                f"pages of {origin[:100]!r} are not allowed to use this server (setting `ingress.allowed_origins`)",
                 code="origin_not_allowed",
             )
 

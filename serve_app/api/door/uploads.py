@@ -51,7 +51,7 @@ class Uploads:
         oldest = next(iter(largest))
         if now - oldest.begun < _HURRY_S:
             raise OverloadedError(
-                "too many large requests at one time; retry later", code="bodies_full", retry_after_s=1.0
+                "too many large requests at the same time; retry later", code="bodies_full", retry_after_s=1.0
             )
         oldest.displaced = True
         oldest.timer.reschedule(now)

@@ -48,7 +48,7 @@ class CompletionJob:
         check_sequences(self.num_prompts, self.body, context.limits)
         if self.body.suffix and not context.service.tokenizer.fills_in:
             raise InvalidRequestError(
-                "`suffix` needs a model that fills in the middle, and this one's tokenizer has no marks for it",
+                "`suffix` requires a fill-in-the-middle model; this model's tokenizer has no tokens for it",
                 param="suffix",
             )
         self.stream = bool(self.body.stream)

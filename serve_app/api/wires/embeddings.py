@@ -32,7 +32,7 @@ MAX_INPUTS = 2048
 
 def _check_count(inputs: list[str] | list[list[int]]) -> list[str] | list[list[int]]:
     if len(inputs) > MAX_INPUTS:
-        raise refusal(f"may hold at most {MAX_INPUTS} inputs")
+        raise refusal(f"may contain at most {MAX_INPUTS} inputs")
     return inputs
 
 
@@ -42,19 +42,23 @@ class EmbeddingsBody(Body):
     ignores = ignored.EMBEDDINGS
 
     model: str | None = None
+    """The served model, if given."""
     input: Annotated[Prompt, AfterValidator(_check_count)]
-    """Texts or token ids."""
+    """A text, token ids, or a list of either; at most 2,048, none empty, each within the context."""
     dimensions: Annotated[int | None, Field(ge=1)] = None
-    """The first so many numbers of each, at length 1 again; all if not given."""
+    """Return the first `dimensions` numbers, normalized to length 1; at most the hidden size, which is the default."""
     encoding_format: Literal["float", "base64"] | None = None
+    """`base64` is little-endian float32, and faster. Default: `float`."""
     user: Annotated[str | None, Field(max_length=512)] = None
+    """Users share the API key's share of the queue."""
     pooling: Pooling | None = None
-    """The state of the last token, or the mean of all; as the checkpoint says if not given, else the last."""
+    """Hidden state of the last token, or the mean over all tokens. Default: the checkpoint's setting, else `last`."""
     add_special_tokens: bool | None = None
-    """Those that the tokenizer puts around a text; true if not given."""
+    """Add the special tokens that the tokenizer puts around a text. Default: true."""
     truncate_prompt_tokens: Annotated[int | None, Field(ge=-1)] = None
-    """The last so many tokens of each input; -1 is as many as the context holds."""
+    """Use only this many tokens at the end of each input; -1 is the context length."""
     priority: Annotated[int | None, Field(ge=-(2**31), lt=2**31)] = None
+    """Lower runs first; requires `engine.policy: priority`. An API key bounds it."""
 
     @model_validator(mode="after")
     def _check_truncation(self) -> Self:
@@ -88,7 +92,7 @@ class EmbeddingsJob:
         most = context.limits.max_embedding_numbers // (asked.dimensions or card.hidden_size)
         if len(inputs) > most:
             raise InvalidRequestError(
-                f"`input` may hold at most {most} inputs with {asked.dimensions or card.hidden_size} dimensions each",
+                f"`input` must have at most {most} inputs with {asked.dimensions or card.hidden_size} dimensions each",
                 param="input",
             )
         half = max(1, context.admission.max_ongoing // 2)
@@ -109,10 +113,10 @@ class EmbeddingsJob:
         if most is not None:
             token_ids = token_ids[-(card.max_model_len if most == -1 else most) :]
         if not token_ids:
-            raise InvalidRequestError(f"`{name}` holds no tokens", param=name)
+            raise InvalidRequestError(f"`{name}` contains no tokens", param=name)
         if len(token_ids) > card.max_model_len:
             raise ContextLengthError(
-                f"`{name}` has {len(token_ids)} tokens, but this model's context holds {card.max_model_len}", param=name
+                f"`{name}` has {len(token_ids)} tokens, but this model's context is {card.max_model_len}", param=name
             )
         check_ids(token_ids, card, name)
         priority = self._asked.priority or 0

@@ -90,7 +90,7 @@ def _refuse_other_masks(config: Any, calls: list[tuple[nn.Module, AttentionLayer
     if len(kinds) == len(calls):
         for kind, (module, layer) in zip(kinds, calls, strict=True):
             if kind == "sliding_attention" and layer.sliding_window is None:
-                raise ConfigError(f"model: {type(module).__name__} does not tell attention its sliding window")
+                raise ConfigError(f"model: {type(module).__name__} does not pass its sliding window to attention")
 
 
 def _layer(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, kwargs: dict[str, Any]) -> AttentionLayer:

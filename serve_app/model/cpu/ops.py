@@ -195,7 +195,7 @@ class Kernels:
         self.build = build
         library = _declare(load_library(build, cache_dir))
         if not library.build_allowed():
-            raise KernelsUnavailableError("the system does not let this process use it")
+            raise KernelsUnavailableError("the system does not allow this process to use it")
         self.library = Path(library._name).stem
         """Names the sources, the compiler and the flags."""
         self._library = library
@@ -230,7 +230,7 @@ class Kernels:
         for matrix in matrices:
             row_bytes = self._library.file_row_bytes(matrix.blocks, inputs)
             if matrix.inputs != inputs or not row_bytes or matrix.data.nbytes != row_bytes * matrix.outputs:
-                raise ValueError(f"{matrix.data.nbytes} bytes are no matrix of {matrix.outputs} x {inputs} weights")
+                raise ValueError(f"{matrix.data.nbytes} bytes are not a matrix of {matrix.outputs} x {inputs} weights")
             packed = self._library.weight_pack(
                 matrix.data.ctypes.data,
                 matrix.blocks,

@@ -58,10 +58,10 @@ def pack_all(
                 key,
                 lambda path: _write(path, jobs, report),
                 lambda path: _map(path, report),
-                lambda: report("waiting for another process that packs the weights", 0.0),
+                lambda: report("waiting for another process to pack the weights", 0.0),
             )
         except OSError as error:
-            logger.warning("packed weights stay in this process's memory: cannot keep %s: %s", kept.path(key), error)
+            logger.warning("packed weights stay in this process's memory: cannot write %s: %s", kept.path(key), error)
     return _in_threads(lambda job: job(), jobs, report)
 
 
@@ -89,7 +89,7 @@ def _index(path: Path) -> list[Any]:
         file.seek(-8, os.SEEK_END)
         length = int.from_bytes(file.read(), "little")
         if length > file.tell():
-            raise ValueError("its end is no index")
+            raise ValueError("it does not end with an index")
         file.seek(-8 - length, os.SEEK_END)
         return list(json.loads(file.read(length)))
 

@@ -76,18 +76,18 @@ def pick_kernels(device: torch.device, dtype: torch.dtype, options: ModelOptions
     if options.attention_backend not in ("auto", "kernels"):
         raise UnsupportedModelError(f"attention_backend is {options.attention_backend}")
     if options.uses_fp8:
-        raise UnsupportedModelError("fp8, for weights or the KV cache, needs a GPU")
+        raise UnsupportedModelError("fp8 (weights or KV cache) requires a GPU")
     if not _computes_on(device, dtype):
-        raise UnsupportedModelError(f"they are for float32 and bfloat16 on a CPU, not {dtype} on {device}")
+        raise UnsupportedModelError(f"they support float32 and bfloat16 on a CPU, not {dtype} on {device}")
     if dtype == torch.bfloat16 and options.quantization == "int8":
-        raise UnsupportedModelError("int8 is for dtype float32, not bfloat16")
+        raise UnsupportedModelError("int8 requires dtype float32, not bfloat16")
     optional = demand_on(device, dtype, options) is Demand.OPTIONAL
     builds = [build for build in usable_builds() if build != "portable" or not optional]
     if not builds:
         raise UnsupportedModelError("this CPU has no AVX2; torch is faster")
     kernels = _fastest(builds, Path(options.cache_dir).expanduser())
     if dtype == torch.bfloat16 and not kernels.multiplies_bfloat16:
-        raise UnsupportedModelError(f"in bfloat16 they need AVX512-BF16, and the best build here is {kernels.build}")
+        raise UnsupportedModelError(f"bfloat16 requires AVX512-BF16; the best build here is {kernels.build}")
     return kernels
 
 
@@ -102,7 +102,7 @@ def _fastest(builds: Sequence[str], cache_dir: Path) -> Kernels:
             continue
         reasons = {name: f"no {', '.join(sets)}" for name, sets in missing_for_faster(build).items() if sets} | failures
         slower = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
-        logger.info("the CPU kernels run in the build %s%s", build, f" (not {slower})" if slower else "")
+        logger.info("CPU kernels: build %s%s", build, f" (not {slower})" if slower else "")
         return kernels
     raise UnsupportedModelError(next(iter(failures.values())))
 

@@ -70,6 +70,6 @@ def _check_options(facts: ModelFacts, options: ModelOptions) -> None:
         capability = torch.cuda.get_device_capability(facts.device)
         if capability < _FP8_CAPABILITY:
             name = torch.cuda.get_device_name(facts.device)
-            raise UnsupportedModelError(f"fp8, for weights or the KV cache, needs a newer GPU than {name} {capability}")
+            raise UnsupportedModelError(f"fp8 (weights or KV cache) requires a newer GPU than {name} {capability}")
     elif options.attention_backend != "triton":
-        raise UnsupportedModelError(f"fp8, for weights or the KV cache, needs a GPU; the model runs on {facts.device}")
+        raise UnsupportedModelError(f"fp8 (weights or KV cache) requires a GPU; the model runs on {facts.device}")

@@ -48,4 +48,4 @@ def pick_executor(source: SourceModel, options: ModelOptions, report: Progress) 
             if demand is Demand.REQUIRED:
                 raise ConfigError(f"model {name}: {kind.NAME} cannot run it: {error}") from error
             logger.warning("model %s: runs without %s: %s", name, kind.NAME, error)
-    raise ConfigError(f"model {name}: nothing can run it")
+    raise ConfigError(f"model {name}: no executor can run it")

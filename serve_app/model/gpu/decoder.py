@@ -65,7 +65,7 @@ class GpuDecoder:
         self.build = torch_build(device)
         shape = model.attention[0]
         if 2 * model.cos.shape[1] != shape.head_dim:
-            raise UnsupportedModelError("heads that are rotated in part")
+            raise UnsupportedModelError("partially rotated heads")
         if shape.value_dim != shape.head_dim:
             raise UnsupportedModelError(f"heads of {shape.head_dim} and values of {shape.value_dim} numbers")
 

@@ -61,7 +61,7 @@ def _meminfo_available(meminfo: Path) -> int:
     for line in meminfo.read_text().splitlines():
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) * 1024
-    raise ConfigError(f"{meminfo} does not say MemAvailable; set the size of the KV cache in the configuration")
+    raise ConfigError(f"{meminfo} has no MemAvailable; set `engine.kv_cache_gib`")
 
 
 _UNLIMITED = 1 << 62

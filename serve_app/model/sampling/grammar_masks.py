@@ -70,7 +70,7 @@ class Follower:
     def allowed(self, drafts: Sequence[int]) -> list[TokenSet] | RequestError:
         """The masks after the output, and after each of `drafts` behind it; or why there are none."""
         if self.matcher is None or self.error is not None:
-            return self.error or EngineError("this engine knows no grammars")
+            return self.error or EngineError("this engine supports no grammars")
         masks: list[TokenSet] = []
         for draft in (*drafts, None):
             mask = self.matcher.allowed()

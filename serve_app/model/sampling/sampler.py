@@ -95,8 +95,8 @@ def one_thread() -> Iterator[None]:
 def why_failed(emptied: bool) -> RequestError:
     """Why a row has no token: it was `emptied` by what its own request says, or had no logits to choose by."""
     if emptied:
-        return InvalidRequestError("the sampling parameters leave no token to choose", code="no_token_left")
-    return EngineError("the model's logits for the next token are not finite numbers")
+        return InvalidRequestError("the sampling parameters allow no token", code="no_token_left")
+    return EngineError("the model's logits for the next token are not finite")
 
 
 @one_thread()

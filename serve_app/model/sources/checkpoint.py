@@ -72,7 +72,7 @@ def _load_pretrained(
     except Exception as error:  # transformers raises whatever its validators and readers raise; here it all means this
         raise ConfigError(f"model: cannot load {source}: {one_line(error)}") from error
     if embeds and {*info["missing_keys"]} == {"lm_head.weight"}:
-        logger.warning("model %s has no head: its embeddings are right, and the text that it generates is none", source)
+        logger.warning("model %s has no head: its embeddings are valid, its generated text is meaningless", source)
         module.lm_head.weight = module.get_input_embeddings().weight
         info["missing_keys"].clear()
     _check_weights(source, info)
@@ -152,7 +152,7 @@ def _check_weights(source: str, info: Any) -> None:
     for kind, text in (
         ("missing_keys", "weights are missing"),
         ("mismatched_keys", "weights have the wrong shape"),
-        ("unexpected_keys", "weights belong to no part of the model"),
+        ("unexpected_keys", "weights do not belong to any part of the model"),
         ("error_msgs", "weights could not be read"),
     ):
         keys = sorted(str(key) for key in info.get(kind) or ())

@@ -28,7 +28,7 @@ HARMLESS: Mapping[str, str] = {
             "_name_or_path", "is_llama_config", "license", "model_name", "name", "original_architecture",
             "unsloth_fixed", "unsloth_version",
         ),
-        "of where the file comes from",
+        "about the file's origin",
     ),
     **dict.fromkeys(
         (
@@ -36,7 +36,7 @@ HARMLESS: Mapping[str, str] = {
             "flash_attn", "keys_to_ignore_at_inference", "output_router_logits", "pretraining_tp",
             "transformers.js_config", "use_cache", "use_flash_attn",
         ),
-        "of how a program computes or returns the same",
+        "about how programs compute or return the same result",
     ),
     **dict.fromkeys(
         (
@@ -44,20 +44,20 @@ HARMLESS: Mapping[str, str] = {
             "model_max_length", "model_type", "n_ctx", "num_heads", "seq_length", "tokenizer_model_max_length",
             "torch_dtype",
         ),
-        "the weights' shapes or another key state it",
+        "follows from the weights' shapes or another key",
     ),
     **dict.fromkeys(
         (
             "bos_token", "bos_token_id", "chat_template", "eos_token", "eos_token_id", "pad_token", "pad_token_id",
             "prefix", "sep_token_id", "task_specific_params", "tokenizer_class", "unk_token_id",
         ),
-        "of tokens and pipelines, read elsewhere or not at all",
+        "about tokens and pipelines; read elsewhere or unused",
     ),
-    "auto_map": "names code of the folder, which is never run",
-    "max_window_layers": "counts only beside `use_sliding_window`, whose class declares it",
+    "auto_map": "names code in the folder, which is never run",
+    "max_window_layers": "only applies with `use_sliding_window`",
     "quantization_config": "transformers' quantizers read it, or refuse it",
     "_sliding_window_pattern": "`layer_types` states it",
-    "sliding_window_pattern": "counts only beside `sliding_window`, whose class reads it",
+    "sliding_window_pattern": "only applies with `sliding_window`",
 }  # fmt: skip
 """Keys that change no result in a class that does not use them, with the reason."""
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {

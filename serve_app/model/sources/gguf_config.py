@@ -87,13 +87,15 @@ def check_tensors(tensors: Iterable[str], known: Collection[str], source: object
             unknown.append(name)
     if unknown:
         more = f" and {len(unknown) - 3} more" if len(unknown) > 3 else ""
-        raise ConfigError(f"model: {source}: tensors belong to no part of the model: {', '.join(unknown[:3])}{more}")
+        raise ConfigError(
+            f"model: {source}: tensors do not belong to any part of the model: {', '.join(unknown[:3])}{more}"
+        )
 
 
 def _architecture(header: GgufHeader, source: object) -> str:
     """Raises ConfigError for what is not one whole file of a language model that is served."""
     if "general.architecture" not in header.fields:
-        raise ConfigError(f"model: {source}: its metadata lack general.architecture")
+        raise ConfigError(f"model: {source}: its metadata has no general.architecture")
     parts = header.fields.get("split.count")
     if parts is not None and parts.value > 1:
         raise ConfigError(
@@ -106,7 +108,7 @@ def _architecture(header: GgufHeader, source: object) -> str:
     name = header.fields["general.architecture"].value
     if name not in ARCHITECTURES:
         reason = REFUSED_ARCHITECTURES.get(name, f"known: {', '.join(sorted(ARCHITECTURES))}")
-        raise ConfigError(f"model: {source}: GGUF files of architecture {name!r} are not served: {reason}")
+        raise ConfigError(f"model: {source}: GGUF files of architecture {name!r} are not supported: {reason}")
     return str(name)
 
 
@@ -157,7 +159,7 @@ def _refuse_left_over(keys: Metadata) -> None:
         prefix, _, key = whole.partition(".")
         if prefix != keys.architecture:
             if prefix != "split" and prefix not in OTHER_PREFIXES:
-                keys.refused[whole] = "its prefix is unknown"
+                keys.refused[whole] = "it has an unknown prefix"
         elif key not in harmless and (value := keys.whole(key)) not in NEUTRAL.get(key, ()):
             shown = repr(value) if len(repr(value)) <= _MOST_SHOWN else f"{repr(value)[:_MOST_SHOWN]}..."
             keys.refuse(key, f"{shown} is not computed" if key in NEUTRAL else "it is unknown")

@@ -83,7 +83,7 @@ def known_tensors(path: Path, header: GgufHeader, described: GgufConfig, module:
     try:
         names = _names(module, _processor(header, module.config))
     except (AttributeError, KeyError, NotImplementedError, ValueError) as error:
-        raise UnsupportedModelError(f"its tensors are not known by name: {error}") from error
+        raise UnsupportedModelError(f"its tensors have unknown names: {error}") from error
     check_tensors((tensor.name for tensor in header.tensors), names.keys() | {*described.tensors}, path)
     return names
 
@@ -118,7 +118,7 @@ def _write_index(path: Path, folder: Path, ignored: Collection[str]) -> None:
             if tensor.name in names
         }
     except (AttributeError, KeyError, NotImplementedError, ValueError) as error:
-        raise UnsupportedModelError(f"its tensors are not read as they are: {error}") from error
+        raise UnsupportedModelError(f"its tensors cannot be used unchanged: {error}") from error
 
     config.save_pretrained(folder)
     index = {"tensors": tensors, "refused": dict(described.refused)}
@@ -165,4 +165,4 @@ def _stored(tensor: TensorInfo, processor: Any, config: Any) -> StoredTensor:
     for heads, expected in known.items():
         if np.array_equal(order.reshape(-1), expected):
             return StoredTensor(int(tensor.data_offset), int(tensor.n_bytes), blocks, shape, heads)
-    raise UnsupportedModelError(f"the tensor {tensor.name} is not read as it is")
+    raise UnsupportedModelError(f"the tensor {tensor.name} cannot be used unchanged")

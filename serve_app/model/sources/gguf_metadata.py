@@ -38,7 +38,7 @@ class Metadata:
         field = self._use(key)
         if field is None:
             if default is _REQUIRED:
-                raise self.error(f"its metadata lack {self.architecture}.{key}")
+                raise self.error(f"its metadata has no {self.architecture}.{key}")
             return default
         value = field.value
         if not isinstance(value, list):
@@ -46,7 +46,7 @@ class Metadata:
         if value and all(element == value[0] for element in value):
             return value[0]
         if default is _REQUIRED:
-            raise self.error(f"{self.architecture}.{key} differs between layers, which is not computed")
+            raise self.error(f"{self.architecture}.{key} differs between layers, which is not supported")
         self.refuse(key, "it differs between layers")
         return default
 
@@ -89,7 +89,7 @@ class Metadata:
         """Refuse another value than what is computed anyway."""
         value = self.value(key, computed)
         if value != computed and not (isinstance(value, float) and math.isclose(value, computed, rel_tol=1e-5)):
-            self.refuse(key, f"{value!r}, where the module computes with {computed!r}")
+            self.refuse(key, f"{value!r}, but the module uses {computed!r}")
 
     def refuse(self, key: str, reason: str) -> None:
         """A key under the prefix."""

@@ -27,7 +27,7 @@ def rope_parameters(
     """
     rotated = keys.count("rope.dimension_count", head_dim)
     if rotated != head_dim and not (partial and rotated < head_dim):
-        keys.refuse("rope.dimension_count", f"{rotated} of a head's {head_dim} numbers cannot be rotated")
+        keys.refuse("rope.dimension_count", f"{rotated} of a head's {head_dim} dimensions cannot be rotated")
         rotated = head_dim
     scaling = _scaling(keys, tensors, rotated)
     parameters = {"rope_theta": keys.number("rope.freq_base", _BASE), **scaling}
@@ -44,10 +44,10 @@ def _scaling(keys: Metadata, tensors: Mapping[str, TensorInfo], rotated: int) ->
     long, short = (_factors(keys, tensors, name, rotated) for name in (LONG, SHORT))
     divided = _factors(keys, tensors, FREQUENCIES, rotated)
     if kind == "longrope" and long is None:
-        keys.refuse("rope.scaling.type", f"longrope needs the tensor {LONG}")
+        keys.refuse("rope.scaling.type", f"longrope requires the tensor {LONG}")
     if kind == "yarn":
         if long is not None or divided is not None:
-            keys.refuse("rope.scaling.type", "yarn together with frequency factors is not computed")
+            keys.refuse("rope.scaling.type", "yarn with frequency factors is not supported")
         return {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": context, **yarn}
     if long is None and divided is None and attention_factor == 1.0:
         return {"rope_type": "default"} if factor == 1.0 else {"rope_type": "linear", "factor": factor}

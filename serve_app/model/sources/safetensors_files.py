@@ -27,7 +27,7 @@ def open_safetensors(folder: Path) -> MappedCheckpoint:
         tensors = {name: tensor for number, path in enumerate(files) for name, tensor in _tensors(path, number)}
         return MappedCheckpoint(folder, files, folder, tensors)
     except Exception as error:  # a header that makes no sense raises whatever it provokes
-        raise UnsupportedModelError(f"{folder} is not read as it is: {one_line(error)}") from error
+        raise UnsupportedModelError(f"{folder} cannot be used unchanged: {one_line(error)}") from error
 
 
 def check_complete(checkpoint: MappedCheckpoint, module: Any) -> None:
@@ -46,7 +46,7 @@ def check_complete(checkpoint: MappedCheckpoint, module: Any) -> None:
     for name in checkpoint.tensors.keys() - known.keys():
         twin = names.get(id(named[name]))
         if twin is None or not np.array_equal(checkpoint.bytes(name), checkpoint.bytes(twin)):
-            raise UnsupportedModelError(f"{name} is no copy of what it is tied to")
+            raise UnsupportedModelError(f"{name} is not a copy of the tensor that it is tied to")
 
 
 def _files(folder: Path) -> list[Path]:

@@ -50,4 +50,4 @@ def _from_config(config: Any) -> Any:
     try:
         return AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32).eval()
     except Exception as error:  # transformers' validators and modules raise whatever does not fit together
-        raise UnsupportedModelError(f"transformers makes no module of its configuration: {error}") from error
+        raise UnsupportedModelError(f"transformers cannot build a module from its configuration: {error}") from error

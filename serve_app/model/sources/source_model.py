@@ -97,7 +97,7 @@ def _check_layers(name: str, config: Any, calls: list[tuple[nn.Module, Attention
     if len(calls) != expected or len(modules) != expected:
         raise ConfigError(
             f"model {name}: {config.model_type} cannot be served: {len(modules)} of its {expected} layers use "
-            "transformers' attention interface, all must"
+            "transformers' attention interface; all must use it"
         )
 
 

@@ -407,5 +407,5 @@ async def test_its_clients_key_is_read() -> None:
     service = ScriptedService(tokenizer_of("hermes"))
     app = create_app(service, AsyncAdmissionQueue(4, 2), make_limits(), Recorder(), access=Access(lambda: keys))
     async with httpx2.AsyncClient(transport=httpx2.ASGITransport(app), base_url="http://test") as http:
-        with pytest.raises(anthropic.AuthenticationError, match="not one of this server's"):
+        with pytest.raises(anthropic.AuthenticationError, match="unknown API key"):
             await strict_anthropic(http).messages.create(**body_of())

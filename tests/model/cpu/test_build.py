@@ -114,7 +114,7 @@ def test_a_compiler_that_is_too_old_makes_the_next_build(
     with caplog.at_level(logging.INFO):
         options = {"quantization": "int8", "cache_dir": str(tmp_path)}
         assert "portable" in from_module(tiny_model("llama", torch.float32), **options).build
-    (line,) = [record.getMessage() for record in caplog.records if "run in the build portable" in record.getMessage()]
+    (line,) = [record.getMessage() for record in caplog.records if "CPU kernels: build portable" in record.getMessage()]
     assert "future: " in line
     assert "avx9999" in line
 
@@ -129,7 +129,7 @@ def test_a_build_that_the_system_does_not_allow_is_not_used(monkeypatch: pytest.
     (sources / "amx_tile.h").write_text((sources / "amx_tile.h").read_text() + "\n#define tiles_allowed() 0\n")
     monkeypatch.setattr(build, "SOURCES", sources)
     monkeypatch.setattr(cpu, "usable_builds", lambda: ["portable"])
-    with pytest.raises(ConfigError, match="the system does not let this process use it"):
+    with pytest.raises(ConfigError, match="the system does not allow this process to use it"):
         from_module(tiny_model("llama", torch.float32), quantization="int8", cache_dir=str(tmp_path))
 
 
@@ -141,7 +141,7 @@ def test_without_bfloat16_products_torch_runs_a_model_in_bfloat16(
     module = tiny_model("llama", torch.bfloat16)
     with caplog.at_level(logging.WARNING):
         assert from_module(module).attention_backend == "cpu"
-    need = "in bfloat16 they need AVX512-BF16, and the best build here is avx2"
+    need = "bfloat16 requires AVX512-BF16; the best build here is avx2"
     assert need in caplog.text
     with pytest.raises(ConfigError, match=need):
         from_module(module, attention_backend="kernels")
@@ -149,7 +149,7 @@ def test_without_bfloat16_products_torch_runs_a_model_in_bfloat16(
 
 @needs_compiler
 def test_bfloat16_in_8_bits_is_refused() -> None:
-    with pytest.raises(ConfigError, match="int8 is for dtype float32, not bfloat16"):
+    with pytest.raises(ConfigError, match="int8 requires dtype float32, not bfloat16"):
         from_module(tiny_model("llama", torch.bfloat16), quantization="int8")
 
 
