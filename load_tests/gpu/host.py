@@ -127,7 +127,7 @@ def _step(scheduler: Scheduler, runner: ModelRunner) -> dict[str, float]:
         return result
 
     output = timed("schedule", lambda: scheduler.schedule(0.0))
-    pending = timed("execute", lambda: runner.execute(output))
+    pending = timed("execute", lambda: runner.finish(runner.launch(output)))
     result = timed("resolve", pending.resolve)
     timed("update", lambda: scheduler.update(output, result))
     return {**took, "rows": len(output.rows), "tokens": output.num_tokens}

@@ -164,7 +164,7 @@ def decode_step(
     runner, output = _decode_plan(loaded.model, rows, context, SamplingParams(**(sampling or {"temperature": 0.0})))
 
     def launch() -> Pending:
-        return runner.execute(output)
+        return runner.finish(runner.launch(output))
 
     queue = _REPEATS[machine.device.type]
 
@@ -267,7 +267,7 @@ def _decode_plan(
         for row in range(rows)
     )
     output = SchedulerOutput(0, plan, starts, (), rows)
-    runner.execute(output).resolve()
+    runner.finish(runner.launch(output)).resolve()
     return runner, replace(output, slot_starts=())
 
 

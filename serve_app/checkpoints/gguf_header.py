@@ -1,16 +1,13 @@
 """What stands in a GGUF file before its weights: metadata, and where the tensors are. Decides nothing.
 
-transformers makes configuration and tokenizer of it, by way of the reader of the package gguf, which makes arrays of
-every number and every string by itself: seconds for a vocabulary. `GgufHeader` has the parts of that reader's interface
-that transformers uses, and takes milliseconds; `in_transformers` puts it in the other one's place.
+The reader of the package gguf makes arrays of every number and every string by itself, which takes seconds for a
+vocabulary. `GgufHeader` takes milliseconds, and what it returns has the same names.
 """
 
 import math
 import mmap
 import struct
-import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,7 +35,6 @@ _NUMBERS = {
 _VERSIONS = (2, 3)
 _ALIGNMENT = 32
 """Of the weights, in bytes, where the file does not say otherwise."""
-_IN_PLACE = threading.Lock()
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,17 +158,3 @@ class _Cursor:
         dtype = np.dtype(_NUMBERS[kind])
         numbers = np.frombuffer(self.take(count * dtype.itemsize), dtype)
         return list(numbers.reshape(-1, 1))
-
-
-@contextmanager
-def in_transformers() -> Iterator[None]:
-    """While it is open, transformers reads GGUF files with `GgufHeader`. One thread at a time."""
-    import gguf
-
-    with _IN_PLACE:
-        theirs = gguf.GGUFReader
-        gguf.GGUFReader = GgufHeader
-        try:
-            yield
-        finally:
-            gguf.GGUFReader = theirs

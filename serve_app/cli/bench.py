@@ -14,7 +14,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from serve_app.cli.outputs import HtmlFile, JsonFile
+from serve_app.cli.outputs import HtmlFile, JsonFile, write_json
 from serve_app.environment import client_api_key
 from serve_app.workloads.mixes import WORKLOADS, Workload, build_workload
 
@@ -59,9 +59,8 @@ def run(
     If the server requires an API key, set SERVE_APP_API_KEY.
     """
     names = workload.split(",")
-    for name in names:
-        if name not in WORKLOADS:
-            raise typer.BadParameter(f"{name!r} is not one of {', '.join(WORKLOADS)}", param_hint="--workload")
+    if unknown := [name for name in names if name not in WORKLOADS]:
+        raise typer.BadParameter(f"{unknown[0]!r} is not one of {', '.join(WORKLOADS)}", param_hint="--workload")
     from serve_app.workloads.client import Server
     from serve_app.workloads.prompts import open_writer
     from serve_app.workloads.report import bench_page, circumstances
@@ -86,10 +85,9 @@ def run(
         for name in names
     }
     facts = circumstances(server=base_url, model=server.model, seed=seed)
-    text = json.dumps({"circumstances": facts, "results": results}, indent=1)
-    print(text)
-    if json_file is not None:
-        json_file.write_text(text + "\n")
+    report = {"circumstances": facts, "results": results}
+    print(json.dumps(report, indent=1))
+    write_json(json_file, report)
     if html is not None:
         html.write_text(bench_page(f"{server.model}: {', '.join(names)}", facts, results), encoding="utf-8")
     _fail_on_bad_answers(results)

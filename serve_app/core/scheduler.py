@@ -79,7 +79,6 @@ class Scheduler:
         self._num_arrivals = 0
         self._num_steps = 0
 
-    # ---------------------------------------------------------------------------------------------- requests
     def add(self, request: EngineRequest, now: float) -> None:
         """Enqueue a request that arrives at `now` (seconds, never going back).
 
@@ -100,9 +99,8 @@ class Scheduler:
 
     def abort(self, request_id: str) -> None:
         """End all choices of a request now, without deltas. Results of a step in flight for them are dropped."""
-        for choice in self._choices.get(request_id, ()):
+        for choice in self._choices.pop(request_id, ()):
             self._release(choice)
-        self._choices.pop(request_id, None)
         self._early_deltas = [delta for delta in self._early_deltas if delta.request_id != request_id]
 
     def abandon(self) -> None:
@@ -132,7 +130,6 @@ class Scheduler:
         self.config = replace(self.config, **knobs.knobs())
         self._gate.reconfigure(knobs)
 
-    # ---------------------------------------------------------------------------------------------- planning
     def schedule(self, now: float) -> SchedulerOutput:
         """Plan the next step. Call `update` for it unless it has no rows.
 
@@ -231,7 +228,6 @@ class Scheduler:
             if plan.requests[index].status is RequestStatus.RUNNING:  # else it has ended meanwhile
                 plan.sit_out(index)
 
-    # ---------------------------------------------------------------------------------------------- commit
     def update(self, output: SchedulerOutput, result: ModelRunnerOutput) -> list[TokenDelta]:
         """Commit a finished step: append tokens, publish full blocks, end finished choices. Deltas in row order.
 

@@ -82,10 +82,8 @@ class AsyncEngine:
         stream_interval_s: float = 0.0,
         on_first_token: Callable[[float], None] = lambda _: None,
     ) -> None:
-        """`build` makes the core, in the engine's thread. While many sequences run, flushes are
-        `stream_interval_s` seconds apart, unless a choice begins or ends. `on_first_token` gets the
-        seconds from a request's submission to its first token.
-        """
+        """`build` makes the core, in the engine's thread. Flushes of many sequences are `stream_interval_s` apart
+        unless a choice begins or ends. `on_first_token` gets the seconds from submission to first token."""
         self._build = build
         self._stream_interval_s = stream_interval_s
         self._on_first_token = on_first_token

@@ -15,17 +15,16 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager, redirect_stderr, redirect_stdout, suppress
+from contextlib import closing, contextmanager, redirect_stderr, redirect_stdout
 from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, NoReturn, TypeVar
+from typing import NoReturn, TypeVar
 
 from serve_app.environment import (
     bypass_proxies,
     export,
     haproxy_enabled,
-    haproxy_metrics_port,
     memory_monitor_enabled,
     ray_temporary_folder,
 )
@@ -33,7 +32,8 @@ from serve_app.errors import ConfigError
 from serve_app.launch import haproxy
 from serve_app.launch.bounded import BoundedCalls, first_line
 from serve_app.launch.config_file import ConfigFile, read_config, write_for_ray
-from serve_app.launch.deployment import DeploymentError, delete, has_stopping_ingress, is_running, logs_folder
+from serve_app.launch.deployment import DeploymentError, logs_folder
+from serve_app.launch.ending import Ending
 from serve_app.launch.force_quit import at_once_on_second_interrupt, kill_descendants
 from serve_app.launch.gpus import check_gpus
 from serve_app.launch.kept_folder import KeptFolder
@@ -42,24 +42,18 @@ from serve_app.launch.ports import check_port
 from serve_app.launch.processes import NodeWatch
 from serve_app.launch.ray_environment import INTERNAL_KEY, launcher_environment
 from serve_app.launch.ray_node import load_application, start_node
-from serve_app.launch.readiness import example, first_token, write_internal_key
+from serve_app.launch.readiness import example, served_model, write_internal_key
 from serve_app.launch.surroundings import check_surroundings
 from serve_app.launch.terminal import Terminal, write_line
 from serve_app.launch.tls import WatchedKeyPair
 from serve_app.launch.update import Update
 from serve_app.system.cpu_priority import yield_cpu
 
-if TYPE_CHECKING:
-    from serve_app.launch.drain import Ingresses
-
 T = TypeVar("T")
 
 _POLL_S = 0.25
-# How long Ray may take to answer a question, or to delete an application.
-_ANSWER_S, _DELETE_S = 10.0, 60.0
+_ANSWER_S = 10.0  # how long Ray may take to answer a question
 _FIRST_TOKEN_S = 150.0
-# For the ends of streams that HAProxy has and the clients have not.
-_LAST_BYTES_S = 1.0
 _INTERRUPTED = 130  # as a shell reports that SIGINT ended a process
 _MEMORY = (
     "Ray's memory monitor is off, as it ends serving processes when anybody fills the machine; the kernel's own stays "
@@ -112,16 +106,16 @@ class _Launch:
         self._key_pair = key_pair
         self._scratch = scratch
         self._internal_key = internal_key
-        self._update = Update(config_path, target, scratch, self._say, self._ingresses)
+        self._ending = Ending(lambda: self._target, self._say)
+        self._update = Update(config_path, target, scratch, self._say, self._ending.ingresses)
         self._started = started
         self._failure: str | None = None
         self._status = 0
         self._rays = BoundedCalls(self._say)
-        self._prepared: Ingresses | None = None
         self._node = NodeWatch(self._lose, self._say)
         self._stopping = threading.Event()
         self._watcher = threading.Thread(target=self._watch, daemon=True)
-        self._ending = False
+        self._drained = False
 
     def run(self) -> int:
         """The exit status: 0 after a signal, 1 for a start that failed, 2 for what this machine cannot do."""
@@ -200,22 +194,13 @@ class _Launch:
     def _lose(self, what: str, can_drain: bool) -> None:
         """Drain without the part of Ray that was lost, and end: Ray cannot end in its own way any more."""
         self._say(what)
-        if can_drain and self._prepared is not None:
-            with suppress(Exception):  # of Ray's, whatever it is
-                self._prepared.drain(self._drain_limit_s)
-            time.sleep(_LAST_BYTES_S)
+        if can_drain:
+            self._ending.drain_without_ray()
         _exit(self._scratch, 1)
-
-    def _ingresses(self) -> "Ingresses":
-        """Kept for the loss of Ray's GCS, without which they cannot be found."""
-        from serve_app.launch.drain import Ingresses
-
-        self._prepared = Ingresses(self._target.ours)
-        return self._prepared
 
     def _stop(self, _number: int, _frame: FrameType | None) -> None:
         """The first signal drains, or ends a start; a second SIGINT is `_end_at_once`'s."""
-        if self._ending:
+        if self._drained:
             raise KeyboardInterrupt
         if self._stopping.is_set():
             return
@@ -236,7 +221,7 @@ class _Launch:
                 self._end_at_once("stopping: it was not ready yet", 0)
             self._look_after(model)
         self._stopping.set()
-        self._ending = True
+        self._drained = True
         main = threading.main_thread().ident
         assert main is not None
         signal.pthread_kill(main, signal.SIGTERM)
@@ -249,7 +234,8 @@ class _Launch:
         while not self._stopping.is_set():
             try:
                 self._rays.call(reports.look, _ANSWER_S, self._stopping.is_set)
-                if (model := self._rays.call(self._served_model, _FIRST_TOKEN_S, self._stopping.is_set)) is not None:
+                ask = partial(served_model, self._target, self._internal_key)
+                if (model := self._rays.call(ask, _FIRST_TOKEN_S, self._stopping.is_set)) is not None:
                     return model
             except TimeoutError:
                 pass  # as before: it is not ready
@@ -262,7 +248,7 @@ class _Launch:
 
         # Before anybody is told that the server is ready, so that no death after that is taken for an old one.
         watch = Watch(self._target.url, self._say, self._stopping.is_set)
-        self._rays.attempt("the ingresses", self._ingresses, None, 2 * _ANSWER_S)
+        self._rays.attempt("the ingresses", self._ending.ingresses, None, 2 * _ANSWER_S)
         wants_key = any(settings.ingress.keys_file is not None for settings in self._target.ours.values())
         command = example(self._target.url, model, wants_key=wants_key)
         self._say(f"ready: {model} served its first token. Try:\n{command}")
@@ -275,7 +261,7 @@ class _Launch:
             if (lost := self._see("a look at the server failed", watch.look)) is not None:
                 self._fail(lost)
                 return
-        self._end()
+        self._ending.drain()
 
     def _see(self, what: str, look: Callable[[], T]) -> T | None:
         """What `look` returns; None where it raises, which is said and hinders no other look."""
@@ -285,48 +271,9 @@ class _Launch:
             self._rays.report(what, error)
             return None
 
-    def _end(self) -> None:
-        """Take no new requests, let the running ones finish or end them with an error.
-
-        Our applications stay, to refuse whoever comes, until `serve run` stops HAProxy, which would cut every stream.
-        Others have no drain of their own; deleting them is theirs.
-        """
-        self._say("stopping: no new requests, waiting for the running ones")
-        limit_s = self._drain_limit_s
-        deadline = time.monotonic() + limit_s
-        rays = BoundedCalls(self._say)  # no call to a controller that is away holds up the ingress's
-        try:
-            rays.call(lambda: self._ingresses().drain(limit_s), limit_s + 3 * _ANSWER_S)
-            while rays.call(partial(has_stopping_ingress, self._target.ours), _ANSWER_S):
-                if time.monotonic() >= deadline:
-                    break
-                time.sleep(_POLL_S)
-        except Exception as error:  # of Ray's, whatever it is: an ingress that does not live has nothing to drain
-            self._say(f"draining failed: {first_line(error)}")
-        time.sleep(_LAST_BYTES_S)
-        for name in set(self._target.applications) - self._target.ours.keys():
-            rays.attempt(f"{name} was not deleted", partial(delete, name), None, _DELETE_S)
-
     @property
     def _target(self) -> ConfigFile:
         return self._update.target
-
-    @property
-    def _drain_limit_s(self) -> float:
-        return max((settings.ingress.drain_timeout_s for settings in self._target.ours.values()), default=0.0)
-
-    def _served_model(self) -> str | None:
-        """The model's name once all applications run and a token has come out of it over HTTP."""
-        if not is_running(self._target.applications) or (haproxy_enabled() and not self._is_reached_by_haproxy()):
-            return None
-        return first_token(self._target.url, self._internal_key)
-
-    def _is_reached_by_haproxy(self) -> bool:
-        """Ray says that an application runs before it tells HAProxy of its ingress."""
-        try:
-            return all(haproxy.reaches_ingress(haproxy_metrics_port(), name) for name in self._target.ours)
-        except (OSError, ValueError):
-            return False
 
     def _say(self, text: str) -> None:
         write_line(sys.__stdout__, f"serve-app [{time.monotonic() - self._started:5.1f} s] {text}")

@@ -7,7 +7,10 @@ import json
 from pathlib import Path
 from typing import Any
 
-from serve_app.environment import proxies_are_named
+from serve_app.environment import haproxy_enabled, haproxy_metrics_port, proxies_are_named
+from serve_app.launch import haproxy
+from serve_app.launch.config_file import ConfigFile
+from serve_app.launch.deployment import is_running
 from serve_app.system.http_client import fetch
 from serve_app.tenants.keys import new_key
 
@@ -45,3 +48,18 @@ def example(url: str, model: str, *, wants_key: bool) -> str:
 def _call(url: str, key: str, body: dict[str, Any] | None) -> dict[str, Any]:
     json_body = None if body is None else json.dumps(body).encode()
     return dict(json.loads(fetch(url, timeout_s=_TIMEOUT_S, json_body=json_body, api_key=key, verify=False)))
+
+
+def served_model(target: ConfigFile, internal_key: str) -> str | None:
+    """The model's name once all applications run and a token has come out of it over HTTP. Raises `DeploymentError`."""
+    if not is_running(target.applications) or (haproxy_enabled() and not _is_reached_by_haproxy(target)):
+        return None
+    return first_token(target.url, internal_key)
+
+
+def _is_reached_by_haproxy(target: ConfigFile) -> bool:
+    """Ray says that an application runs before it tells HAProxy of its ingress."""
+    try:
+        return all(haproxy.reaches_ingress(haproxy_metrics_port(), name) for name in target.ours)
+    except (OSError, ValueError):
+        return False

@@ -95,10 +95,6 @@ class ModelRunner:
         self.model.allocate_kv_cache(num_blocks + 1, self._memory)
         self._scratch_block = num_blocks
 
-    def execute(self, output: SchedulerOutput) -> Pending:
-        """Launch one step as a whole."""
-        return self.finish(self.launch(output))
-
     @torch.inference_mode()
     def launch(self, output: SchedulerOutput) -> Launched:
         """Launch a step's forward pass. The step before it may still be unresolved, unless that has drafts."""

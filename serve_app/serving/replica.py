@@ -88,11 +88,8 @@ class EngineReplica:
             on_progress=logger.info,
             vocabulary=tokenizer.vocabulary,
         )
-        self._engine = AsyncEngine(
-            build,
-            stream_interval_s=settings.ingress.stream_interval_ms / 1000,
-            on_first_token=self._metrics.first_token,
-        )
+        interval_s = settings.ingress.stream_interval_ms / 1000
+        self._engine = AsyncEngine(build, stream_interval_s=interval_s, on_first_token=self._metrics.first_token)
         self._links = LinkServer(self._engine.submit, self._engine.abort, self._heartbeat)
         await self._engine.start(self._links.publish)
         chosen = {name: getattr(self._engine.info, name) for name in CHOSEN}

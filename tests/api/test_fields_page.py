@@ -9,7 +9,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from serve_app.api import ignored
+from serve_app.api.bodies import ignored
 from serve_app.api.bodies.anthropic import CountTokensBody, MessagesBody
 from serve_app.api.bodies.body import Body
 from serve_app.api.bodies.ignored import Ignored

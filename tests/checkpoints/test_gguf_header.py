@@ -12,10 +12,8 @@ from gguf import GGUFReader, GGUFValueType, GGUFWriter
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers.integrations.ggml import _gguf_parse_value
-from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
-from serve_app.checkpoints.gguf_header import GgufHeader, in_transformers
-from serve_app.checkpoints.model_files import locate_model
+from serve_app.checkpoints.gguf_header import GgufHeader
 
 _INTEGERS = {"UINT8": 8, "INT8": 8, "UINT16": 16, "INT16": 16, "UINT32": 32, "INT32": 32, "UINT64": 64, "INT64": 64}
 
@@ -84,15 +82,6 @@ def test_reads_what_the_package_reads(
         assert (got.data_offset, got.shape.tolist()) == (expected.data_offset, expected.shape.tolist())
         assert (got.data.dtype, got.data.shape) == (expected.data.dtype, expected.data.shape)
         assert np.array_equal(got.data, expected.data)
-
-
-def test_transformers_makes_the_same_of_it() -> None:
-    path = locate_model("default").path
-    expected = load_gguf_checkpoint(path)
-    with in_transformers():
-        got = load_gguf_checkpoint(path)
-    del got["ignore"], expected["ignore"]
-    assert got == expected
 
 
 @pytest.mark.parametrize("part", [0.0, 0.1, 0.5, 0.9, 0.98])

@@ -20,7 +20,6 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
 from serve_app.checkpoints.disk_cache import DiskCache, Key
-from serve_app.checkpoints.gguf_header import in_transformers
 from serve_app.checkpoints.model_files import ModelFiles
 from serve_app.errors import ConfigError, one_line
 from serve_app.model.executor import UnsupportedModelError
@@ -117,7 +116,7 @@ def _whole(folder: Path) -> Path:
 def _convert_gguf(path: Path, config: Any, target: Path) -> None:
     try:
         # The converter draws its bar past every switch of transformers.
-        with in_transformers(), contextlib.redirect_stderr(io.StringIO()):
+        with contextlib.redirect_stderr(io.StringIO()):
             module, info = AutoModelForCausalLM.from_pretrained(
                 str(path.parent),
                 gguf_file=path.name,
