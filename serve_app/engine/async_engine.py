@@ -96,6 +96,7 @@ class AsyncEngine:
         # Filled by the engine's thread, emptied by flushes.
         self._outputs: deque[list[tuple[_Stream, TokenDelta]]] = deque()
         self._next_flush: asyncio.TimerHandle | None = None
+        self._flush_is_due = False
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._stopping = False
         self._error: str | None = None
@@ -185,9 +186,12 @@ class AsyncEngine:
 
     def _flush(self) -> None:
         """Publish all outputs; those of the next interval wait for its end."""
+        self._flush_is_due = False
         if self._next_flush is not None:
             self._next_flush.cancel()
-            self._next_flush = None
+        interval_s = self._stream_interval_s * min(1.0, (self._stats.running - _FEW) / (_MANY - _FEW))
+        waits = self._outputs and interval_s > 0
+        self._next_flush = self._loop.call_later(interval_s, self._flush) if waits else None
         gathered: dict[_Stream, list[TokenDelta]] = {}
         while self._outputs:
             for stream, delta in self._outputs.popleft():
@@ -196,9 +200,6 @@ class AsyncEngine:
                 elif not stream.is_over:
                     gathered[stream] = [delta]
         if gathered:
-            many = min(1.0, (self._stats.running - _FEW) / (_MANY - _FEW))
-            if many > 0 and self._stream_interval_s:
-                self._next_flush = self._loop.call_later(many * self._stream_interval_s, self._flush)
             self._publish([self._take(stream, deltas) for stream, deltas in gathered.items()])
 
     def _take(self, stream: _Stream, deltas: list[TokenDelta]) -> RequestOutputs:
@@ -278,12 +279,14 @@ class AsyncEngine:
 
     def _hand_over_outputs(self) -> None:
         """Flush the last step's outputs, unless a flush is planned that is soon enough."""
-        # None is lost: they are queued before the plan is read; a flush clears the plan before it takes them.
         outputs, self._step_outputs = self._step_outputs, []
-        if outputs:
-            self._outputs.append(outputs)
-            if self._next_flush is None or any(_cannot_wait(delta) for _, delta in outputs):
-                self._hand_over(self._flush)
+        if not outputs:
+            return
+        self._outputs.append(outputs)
+        # None is lost: a flush changes what is read here before it takes the outputs.
+        if not self._flush_is_due and (self._next_flush is None or any(_cannot_wait(delta) for _, delta in outputs)):
+            self._flush_is_due = True
+            self._hand_over(self._flush)
 
     def _add(self, request: EngineRequest, stream: _Stream) -> None:
         stats, config = self._core.stats(), self._core.config
