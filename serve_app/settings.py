@@ -114,7 +114,7 @@ class IngressSettings(_Frozen):
     drain_timeout_s: float = Field(default=60.0, ge=0, le=86_400)
     """Seconds after a signal to stop until requests that still run are ended with an error."""
     stream_interval_ms: float = Field(default=50.0, ge=0, le=60_000)
-    """Least time between two events of a stream, each with all tokens since the last; 0 = an event for every step."""
+    """Least time between two events of a stream while 16 sequences or more run, less with fewer; 0 = every step."""
     tools: Literal["auto", "hermes"] = "auto"
     """Form of tool calls: `auto` = the chat template's; `hermes` = Hermes', which a system prompt tells the model."""
     otlp_endpoint: str | None = Field(default=None, pattern=r"https?://.+")

@@ -195,10 +195,8 @@ class AsyncEngine:
         gathered: dict[_Stream, list[TokenDelta]] = {}
         while self._outputs:
             for stream, delta in self._outputs.popleft():
-                if stream in gathered:
-                    gathered[stream].append(delta)
-                elif not stream.is_over:
-                    gathered[stream] = [delta]
+                if not stream.is_over:
+                    gathered.setdefault(stream, []).append(delta)
         if gathered:
             self._publish([self._take(stream, deltas) for stream, deltas in gathered.items()])
 
@@ -215,12 +213,10 @@ class AsyncEngine:
         return RequestOutputs(stream.request_id, deltas, not stream.num_unfinished)
 
     def _started(self, error: BaseException | None) -> None:
-        if self._ready.cancelled():
-            return
-        if error is None:
-            self._ready.set_result(None)
-        else:
+        if error is not None and not self._ready.cancelled():
             self._ready.set_exception(error)
+        elif not self._ready.cancelled():
+            self._ready.set_result(None)
 
     # In the engine's thread.
 
@@ -280,11 +276,10 @@ class AsyncEngine:
     def _hand_over_outputs(self) -> None:
         """Flush the last step's outputs, unless a flush is planned that is soon enough."""
         outputs, self._step_outputs = self._step_outputs, []
-        if not outputs:
-            return
-        self._outputs.append(outputs)
-        # None is lost: a flush changes what is read here before it takes the outputs.
-        if not self._flush_is_due and (self._next_flush is None or any(_cannot_wait(delta) for _, delta in outputs)):
+        if outputs:
+            self._outputs.append(outputs)  # before the plan is read, which a flush changes before it takes them
+            if self._flush_is_due or (self._next_flush and not any(_cannot_wait(delta) for _, delta in outputs)):
+                return
             self._flush_is_due = True
             self._hand_over(self._flush)
 

@@ -81,17 +81,11 @@ class EngineReplica:
         tokenizer = await asyncio.to_thread(load_tokenizer, settings.model, ignored=settings.ignore_model_keys)
         # Before the template is rendered, in this process, to see what ends an answer.
         await asyncio.to_thread(tokenizer.check_chat_template)
-        build = partial(
-            EngineCore.load,
-            engine_config(settings, use_gpu=use_gpu, gpu_share=gpu_share(), end_ids=tokenizer.end_ids),
-            on_step=self._on_step,
-            on_progress=logger.info,
-            vocabulary=tokenizer.vocabulary,
-        )
+        config = engine_config(settings, use_gpu=use_gpu, gpu_share=gpu_share(), end_ids=tokenizer.end_ids)
+        load = partial(EngineCore.load, on_step=self._on_step, on_progress=logger.info, vocabulary=tokenizer.vocabulary)
+        interval_s = settings.ingress.stream_interval_ms / 1000
         self._engine = AsyncEngine(
-            build,
-            stream_interval_s=settings.ingress.stream_interval_ms / 1000,
-            on_first_token=self._metrics.first_token,
+            partial(load, config), stream_interval_s=interval_s, on_first_token=self._metrics.first_token
         )
         self._links = LinkServer(self._engine.submit, self._engine.abort, self._heartbeat)
         await self._engine.start(self._links.publish)
