@@ -114,7 +114,7 @@ class IngressSettings(_Frozen):
     drain_timeout_s: float = Field(default=60.0, ge=0, le=86_400)
     """Seconds after a stop signal until running requests end with an error."""
     stream_interval_ms: float = Field(default=50.0, ge=0, le=60_000)
-    """Minimum time between two events of a stream, each with all tokens since the last; 0 = one event per step."""
+    """Minimum time between two events of a stream from 16 sequences on, less with fewer; 0 = one event per step."""
     tools: Literal["auto", "hermes"] = "auto"
     """Form of tool calls: `auto` = the chat template's; `hermes` = Hermes', described in a system prompt."""
     otlp_endpoint: str | None = Field(default=None, pattern=r"https?://.+")

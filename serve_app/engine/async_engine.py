@@ -94,6 +94,7 @@ class AsyncEngine:
         # Filled by the engine's thread, emptied by flushes.
         self._outputs: deque[list[tuple[_Stream, TokenDelta]]] = deque()
         self._next_flush: asyncio.TimerHandle | None = None
+        self._flush_is_due = False
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._stopping = False
         self._error: str | None = None
@@ -183,20 +184,18 @@ class AsyncEngine:
 
     def _flush(self) -> None:
         """Publish all outputs; those of the next interval wait for its end."""
+        self._flush_is_due = False
         if self._next_flush is not None:
             self._next_flush.cancel()
-            self._next_flush = None
+        interval_s = self._stream_interval_s * min(1.0, (self._stats.running - _FEW) / (_MANY - _FEW))
+        waits = self._outputs and interval_s > 0
+        self._next_flush = self._loop.call_later(interval_s, self._flush) if waits else None
         gathered: dict[_Stream, list[TokenDelta]] = {}
         while self._outputs:
             for stream, delta in self._outputs.popleft():
-                if stream in gathered:
-                    gathered[stream].append(delta)
-                elif not stream.is_over:
-                    gathered[stream] = [delta]
+                if not stream.is_over:
+                    gathered.setdefault(stream, []).append(delta)
         if gathered:
-            many = min(1.0, (self._stats.running - _FEW) / (_MANY - _FEW))
-            if many > 0 and self._stream_interval_s:
-                self._next_flush = self._loop.call_later(many * self._stream_interval_s, self._flush)
             self._publish([self._take(stream, deltas) for stream, deltas in gathered.items()])
 
     def _take(self, stream: _Stream, deltas: list[TokenDelta]) -> RequestOutputs:
@@ -212,12 +211,10 @@ class AsyncEngine:
         return RequestOutputs(stream.request_id, deltas, not stream.num_unfinished)
 
     def _started(self, error: BaseException | None) -> None:
-        if self._ready.cancelled():
-            return
-        if error is None:
-            self._ready.set_result(None)
-        else:
+        if error is not None and not self._ready.cancelled():
             self._ready.set_exception(error)
+        elif not self._ready.cancelled():
+            self._ready.set_result(None)
 
     # In the engine's thread.
 
@@ -276,12 +273,13 @@ class AsyncEngine:
 
     def _hand_over_outputs(self) -> None:
         """Flush the last step's outputs, unless a flush is planned that is soon enough."""
-        # None is lost: they are queued before the plan is read; a flush clears the plan before it takes them.
         outputs, self._step_outputs = self._step_outputs, []
         if outputs:
-            self._outputs.append(outputs)
-            if self._next_flush is None or any(_cannot_wait(delta) for _, delta in outputs):
-                self._hand_over(self._flush)
+            self._outputs.append(outputs)  # before the plan is read, which a flush changes before it takes them
+            if self._flush_is_due or (self._next_flush and not any(_cannot_wait(delta) for _, delta in outputs)):
+                return
+            self._flush_is_due = True
+            self._hand_over(self._flush)
 
     def _add(self, request: EngineRequest, stream: _Stream) -> None:
         stats, config = self._core.stats(), self._core.config

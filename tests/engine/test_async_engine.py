@@ -36,7 +36,7 @@ SMALL = EngineConfig(kv_cache_gib=0.1)
 def make_request(name: str, length: int = 5, max_tokens: int = 8, **fields: object) -> EngineRequest:
     generator = torch.Generator().manual_seed(length)
     prompt = torch.randint(2, POISON, (length,), generator=generator).tolist()
-    params = SamplingParams(max_tokens=max_tokens, ignore_eos=True, **{"seed": 3, **fields})
+    params = SamplingParams(max_tokens=max_tokens, **{"seed": 3, "ignore_eos": True, **fields})
     return EngineRequest(name, tuple(prompt), params)
 
 
@@ -188,7 +188,7 @@ async def test_aborted_while_its_grammar_is_built_it_never_enters_the_engine(
         loop.call_soon_threadsafe(left.set)
 
     monkeypatch.setattr(tiny_engine._core, "prepare", prepare)
-    tiny_engine.submit(make_request("r", max_tokens=200, grammar='root ::= "a"'))
+    tiny_engine.submit(make_request("r", max_tokens=200, ignore_eos=False, grammar='root ::= "a"'))
     await entered.wait()
     tiny_engine.abort("r")
     leave.set()
@@ -208,7 +208,7 @@ async def test_what_goes_wrong_with_a_grammar_ends_its_request_alone(
 
     monkeypatch.setattr(tiny_engine._core, "prepare", prepare)
     with pytest.raises(InvalidRequestError if isinstance(error, InvalidRequestError) else EngineError) as caught:
-        await collect(tiny_engine, make_request("r", grammar='root ::= "a"'))
+        await collect(tiny_engine, make_request("r", ignore_eos=False, grammar='root ::= "a"'))
     assert "secret" not in str(caught.value)
     assert len(tokens(await collect(tiny_engine, make_request("r")))) == 8
     assert not tiny_engine._streams

@@ -20,6 +20,8 @@ from serve_app.fleet.wire import pack_request, unpack_item
 from tests.fleet.links import LOAD, Ingress, Replica
 from tests.fleet.replicas import until
 
+_ENDLESS = 10**6
+
 
 class ScriptedCore(StubCore):
     """Takes a step when it may, and remembers what each request gained: as much as its queue would hold."""
@@ -71,6 +73,7 @@ class Stream:
     """One reader's: what came for it, and whether it had to come to its end."""
 
     link: Ingress
+    is_endless: bool
     items: list[Any] = field(default_factory=list)
     was_aborted: bool = False
 
@@ -95,15 +98,17 @@ class Play:
         if number not in self.links:
             self.links[number] = await Ingress.open(self.replica)
         name = f"{len(self.streams)}.1"
-        stream = self.streams[name] = Stream(self.links[number])
+        stream = self.streams[name] = Stream(self.links[number], max_tokens == _ENDLESS)
         params = SamplingParams(n=n, max_tokens=max_tokens, logprobs=logprobs)
         stream.link.link.start(pack_request(EngineRequest(name, (5, 6), params), name), stream.items.append)
 
     async def abort(self, number: int) -> None:
         if self.streams:
-            name = list(self.streams)[number % len(self.streams)]
-            self.streams[name].was_aborted = True
-            self.streams[name].link.link.cancel(name)
+            self._abort(list(self.streams)[number % len(self.streams)])
+
+    def _abort(self, name: str) -> None:
+        self.streams[name].was_aborted = True
+        self.streams[name].link.link.cancel(name)
 
     async def lose(self, number: int) -> None:
         if (lost := self.links.pop(number, None)) is not None:
@@ -120,7 +125,10 @@ class Play:
             await asyncio.sleep(0)
 
     async def finish(self) -> None:
-        """Let the engine run until nothing is left to do."""
+        """Let the engine run until nothing is left to do. Endless streams of lost links are for the replica to end."""
+        for name, stream in self.streams.items():
+            if stream.is_endless and not stream.link.link.lost.done():
+                self._abort(name)
         self.core.is_free = True
         self.core.may_step.release()
         await until(lambda: all(stream.was_aborted or stream.has_ended for stream in self.streams.values()))
@@ -147,7 +155,11 @@ class Play:
 
 
 _START = st.tuples(
-    st.just("start"), st.integers(0, 2), st.integers(1, 2), st.integers(1, 8), st.sampled_from([None, 0])
+    st.just("start"),
+    st.integers(0, 2),
+    st.integers(1, 2),
+    st.integers(1, 8) | st.just(_ENDLESS),
+    st.sampled_from([None, 0]),
 )
 _ABORT = st.tuples(st.just("abort"), st.integers(0, 40))
 _LOSE = st.tuples(st.just("lose"), st.integers(0, 2)) | st.tuples(st.just("lose_all"))
