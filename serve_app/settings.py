@@ -140,7 +140,7 @@ class Settings(_Frozen):
     model: str = Field(default="default", min_length=1)
     """`default` (SmolLM2-135M-Instruct), a local folder, a `.gguf` file or a hub id (main at start, or `@commit`)."""
     ignore_model_keys: list[str] = []
-    """Unsupported keys of a GGUF file's metadata or `config.json` to load the model without."""
+    """Unsupported keys of a GGUF file, `config.json` or `generation_config.json` to load the model without."""
     served_model_name: str | None = Field(default=None, min_length=1)
     """The model name in the API; null = the model's own."""
     dtype: Literal["auto", "float32", "bfloat16", "float16", "float64"] = "auto"

@@ -4,8 +4,10 @@ transformers keeps keys that it does not know as attributes, and nothing reads t
 configuration's class declares it or takes it over into another attribute.
 """
 
+import json
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 from transformers import AutoConfig, PretrainedConfig
@@ -103,6 +105,28 @@ _ROPE_KEYS: Mapping[str, Collection[str]] = {
     "llama3": ("factor", "high_freq_factor", "low_freq_factor", "original_max_position_embeddings"),
 }  # fmt: skip
 """By the type of rotary positions, what transformers computes with."""
+GENERATION: Mapping[str, tuple[Any, ...]] = {
+    **dict.fromkeys(
+        (
+            "bad_words_ids", "begin_suppress_tokens", "constraints", "dola_layers", "exponential_decay_length_penalty",
+            "force_words_ids", "forced_bos_token_id", "forced_eos_token_id", "sequence_bias", "stop_strings",
+            "suppress_tokens", "watermarking_config",
+        ),
+        ([], {}, ""),
+    ),
+    **dict.fromkeys(("encoder_repetition_penalty", "guidance_scale", "typical_p"), (1,)),
+    **dict.fromkeys(
+        (
+            "encoder_no_repeat_ngram_size", "epsilon_cutoff", "eta_cutoff", "min_length", "min_new_tokens",
+            "no_repeat_ngram_size", "penalty_alpha",
+        ),
+        (0,),
+    ),
+    "token_healing": (False,),
+    "num_beams": (1,),
+}  # fmt: skip
+"""What generation_config.json may ask for that changes answers, with the values that ask for nothing. What requests can
+ask for themselves (temperature, `top_p`, `repetition_penalty`, ...) is theirs to say."""
 _EVERY_ROPE = {"rope_theta", "rope_type", "type", "finetuned"}
 _ROPE = ("rope_scaling", "rope_parameters")
 _NEUTRAL_ROPE: Mapping[str, tuple[Any, ...]] = {"partial_rotary_factor": (1.0,)}
@@ -116,13 +140,25 @@ def read_config(source: str, ignored: Collection[str], commit: str = "main") -> 
     try:
         written, _ = PretrainedConfig.get_config_dict(source, revision=commit)
         config = AutoConfig.from_pretrained(source, revision=commit, trust_remote_code=False)
-        refused = dict(_refused(written, config))
+        refused = {**dict(_refused(written, config)), **dict(_refused_generation(Path(source)))}
     except Exception as error:  # transformers raises whatever its validators and readers raise; here it all means this
         raise ConfigError(f"model: cannot load {source}: {one_line(error)}") from error
     if getattr(config, "is_encoder_decoder", False):
         raise ConfigError(f"model: {source} is an encoder-decoder model ({config.model_type}), not a causal LM")
     check_refused(f"{source}/config.json", refused, ignored)
     return config
+
+
+def _refused_generation(folder: Path) -> Iterator[tuple[str, str]]:
+    """Key and reason of what a folder's generation_config.json asks for beyond what requests can."""
+    path = folder / "generation_config.json"
+    if not path.is_file():
+        return
+    written = json.loads(path.read_text())
+    for key, neutral in GENERATION.items():
+        value = written.get(key) if isinstance(written, dict) else None
+        if value is not None and value not in neutral:
+            yield f"generation_config.{key}", "it is not applied to the logits"
 
 
 def _refused(written: Mapping[str, Any], config: Any, prefix: str = "") -> Iterator[tuple[str, str]]:

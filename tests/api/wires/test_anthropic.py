@@ -334,6 +334,8 @@ async def test_a_schema_binds_the_text(live: Api) -> None:
         ({"messages": [*MESSAGES, {"role": "assistant"}]}, "messages[1].content"),
         ({"messages": [{"role": "user", "content": [3]}]}, "messages[0].content[0]"),
         ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "messages[0].content"),
+        ({"messages": [{"role": "user", "content": [{"type": "document", "source": {}}]}]}, "messages[0].content"),
+        ({"system": [{"type": "image", "source": {}}]}, "system"),
         ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0].text"),
         (
             {"messages": [{"role": "user", "content": [{"type": "thinking", "thinking": "x"}]}]},

@@ -260,6 +260,8 @@ async def test_what_codex_sends_is_answered(scripted: Api) -> None:
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input"),
         ({"input": [{"type": "function_call", "call_id": "a", "name": "b", "arguments": 3}]}, "input[0].arguments"),
         ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "input[0].content"),
+        ({"input": [{"type": "input_image", "image_url": "x"}]}, "input"),
+        ({"input": [{"type": "image_generation_call", "id": "a", "result": "x", "status": "completed"}]}, "input"),
         ({"max_output_tokens": 0}, "max_output_tokens"),
         ({"max_output_tokens": 5000}, "max_output_tokens"),
         ({"input": "word " * 3000}, "input"),

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from serve_app.errors import ConfigError
 from serve_app.model.loader import load_model
 from serve_app.model.options import ModelOptions
-from serve_app.model.sources.config_keys import HARMLESS, NEUTRAL, read_config
+from serve_app.model.sources.config_keys import GENERATION, HARMLESS, NEUTRAL, read_config
 from tests.model.sources.published_configs import PUBLISHED
 from tests.models import ARCHITECTURES, MIXTURES_OF_EXPERTS, own_cache, tiny_model
 
@@ -111,3 +111,28 @@ def test_no_key_is_dropped_in_silence(folder: Path, key: str, value: Any) -> Non
                 read_config(str(folder), ())
     finally:
         (folder / "config.json").write_text(whole)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("suppress_tokens", [3]),
+        ("begin_suppress_tokens", [3]),
+        ("bad_words_ids", [[3]]),
+        ("forced_eos_token_id", 2),
+        ("sequence_bias", [[[3], -1.0]]),
+        ("no_repeat_ngram_size", 3),
+        ("min_length", 5),
+        ("guidance_scale", 1.5),
+        ("stop_strings", ["x"]),
+    ],
+)
+def test_what_a_generation_config_would_change_is_refused_by_name(folder: Path, key: str, value: Any) -> None:
+    path = folder / "generation_config.json"
+    written = json.loads(path.read_text())
+    path.write_text(json.dumps({**written, key: value}))
+    with pytest.raises(ConfigError, match=f"`generation_config.{key}`"):
+        read_config(str(folder), ())
+    assert read_config(str(folder), (f"generation_config.{key}",))
+    path.write_text(json.dumps({**written, **dict.fromkeys(GENERATION), "min_length": 0, "temperature": 0.6}))
+    assert read_config(str(folder), ())
