@@ -10,7 +10,7 @@ CONFIG ?= deploy/config.yaml
 PYTHON ?= $(shell for name in python3.12 python3.11 python3; do \
 	"$$name" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 13))' 2>/dev/null && echo "$$name" && break; \
 	done)
-PEERS = $(BIN)/python -m load_tests.peers $(if $(REPEATS),--repeats $(REPEATS)) $(if $(JSON),--json $(JSON)) $(if $(PNG),--png $(PNG))
+PEERS = $(BIN)/python -m load_tests.bench.peers $(if $(REPEATS),--repeats $(REPEATS)) $(if $(JSON),--json $(JSON)) $(if $(PNG),--png $(PNG))
 EXPERIMENTS ?= build/experiments
 # Tests that only compute, mostly on one thread, so that several can run side by side; many others start servers.
 COMPUTING := tests/model tests/engine tests/text

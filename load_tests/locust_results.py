@@ -18,8 +18,8 @@ from typing import Any
 
 from locust.runners import WorkerRunner
 
-from load_tests.run_report import run_page
-from load_tests.server_view import ServerView, compare_views
+from load_tests.bench.run_report import run_page
+from load_tests.bench.server_view import ServerView, compare_views
 from serve_app.workloads.client import RequestResult, Run
 from serve_app.workloads.figures import Objective, summarize
 from serve_app.workloads.mixes import WorkItem, Workload

@@ -15,7 +15,7 @@ import typer
 from gguf import GGMLQuantizationType as Kind
 from numpy.typing import NDArray
 
-from serve_app.model_files import locate_model
+from serve_app.checkpoints.model_files import locate_model
 
 SHAPES = Path(__file__).parent / "shapes"
 

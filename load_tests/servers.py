@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from serve_app.http_client import HttpStatusError, fetch
+from serve_app.system.http_client import HttpStatusError, fetch
 from serve_app.workloads.client import Server
 
 _POLL_S = 0.2

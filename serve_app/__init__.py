@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING, Any
 
-from serve_app.version import __version__
+from serve_app.system.version import __version__
 
 __all__ = ["LLM", "RequestOutput", "SamplingParams", "__version__"]
 

@@ -9,8 +9,8 @@ from typing import Any
 from ray import serve
 from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, BackpressureConfig, RequestRouterConfig
 
+from serve_app.checkpoints.model_files import pin_model
 from serve_app.environment import haproxy_enabled
-from serve_app.model_files import pin_model
 from serve_app.serving.autoscaling import EnginePolicy, IngressPolicy
 from serve_app.serving.gpus import use_gpu
 from serve_app.serving.ingress import Ingress

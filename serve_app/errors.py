@@ -15,7 +15,7 @@
         ├── UnavailableError        503  no replica can serve now; come back after `retry_after_s`
         └── EngineError             500  the engine failed this request
 
-Domain code raises these; `serve_app.api.errors` maps them to responses, once. Requests cross process borders, so a
+Domain code raises these; `serve_app.api.door.errors` maps them to responses, once. Requests cross process borders, so a
 `RequestError` turns into a plain dict (`to_wire`) and back (`from_wire`) instead of being pickled.
 """
 

@@ -20,8 +20,8 @@ from pydantic import (
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError
 
-from serve_app.core import step_tokens
-from serve_app.core.seats import most_seats
+from serve_app.core import autosize
+from serve_app.core.autosize import max_slots
 from serve_app.errors import ConfigError
 
 _SPARE_REQUESTS = 256
@@ -162,13 +162,13 @@ class Settings(_Frozen):
     def most_step_tokens(self) -> int:
         """Tokens in one step; with `auto`, the most that a replica may choose."""
         tokens = self.engine.max_num_batched_tokens
-        return step_tokens.MOST if tokens == "auto" else tokens
+        return autosize.MAX_STEP_TOKENS if tokens == "auto" else tokens
 
     @property
-    def most_seats(self) -> int:
+    def max_slots(self) -> int:
         """Sequences that one replica runs at once; with `auto`, the most that it may choose."""
-        seats = self.engine.max_num_seqs
-        return most_seats(self.most_step_tokens) if seats == "auto" else seats
+        slots = self.engine.max_num_seqs
+        return max_slots(self.most_step_tokens) if slots == "auto" else slots
 
     def with_chosen(self, **engine: int) -> "Settings":
         """The same for a replica that has chosen these settings of its engine."""
@@ -178,12 +178,12 @@ class Settings(_Frozen):
     def max_num_waiting(self) -> int:
         """Requests that one replica holds beyond its slots."""
         waiting = self.engine.max_num_waiting
-        return self.most_seats if waiting is None else waiting
+        return self.max_slots if waiting is None else waiting
 
     @property
     def max_ongoing_per_replica(self) -> int:
         """Requests that one replica holds at most."""
-        return self.most_seats + self.max_num_waiting
+        return self.max_slots + self.max_num_waiting
 
     @property
     def max_replicas(self) -> int:

@@ -9,18 +9,20 @@ import hypothesis
 import pytest
 import torch
 
+from serve_app.checkpoints.model_files import locate_model
 from serve_app.engine.async_engine import AsyncEngine
 from serve_app.engine.core import EngineConfig, EngineCore
-from serve_app.model import checkpoint, loader
+from serve_app.model import loader
 from serve_app.model.options import ModelOptions
 from serve_app.model.paged_model import PagedModel
 from serve_app.model.quiet import quiet
-from serve_app.model_files import locate_model
+from serve_app.model.sources import checkpoint
 from tests.durations import Durations
 from tests.fleets import fleet, references, small_model
 from tests.models import tiny_model
 
 hypothesis.settings.register_profile("tests", deadline=None)  # a busy machine fails no test
+hypothesis.settings.register_profile("quick", deadline=None, max_examples=20)
 hypothesis.settings.load_profile("tests")
 
 
@@ -62,7 +64,7 @@ def default_model(default_module: Any) -> PagedModel:
 
 @pytest.fixture
 async def tiny_engine(tiny_llama: PagedModel) -> AsyncIterator[AsyncEngine]:
-    """A running engine on `tiny_llama`: 16 seats, 64 tokens a step."""
+    """A running engine on `tiny_llama`: 16 slots, 64 tokens a step."""
     config = EngineConfig(max_num_batched_tokens=64, kv_cache_gib=0.1)
     engine = await AsyncEngine.start_with(lambda: EngineCore(tiny_llama, config))
     yield engine
@@ -71,7 +73,7 @@ async def tiny_engine(tiny_llama: PagedModel) -> AsyncIterator[AsyncEngine]:
 
 @pytest.fixture
 async def default_engine(default_model: PagedModel) -> AsyncIterator[AsyncEngine]:
-    """A running engine on the default model: 16 seats, 64 tokens a step."""
+    """A running engine on the default model: 16 slots, 64 tokens a step."""
     config = EngineConfig(max_num_batched_tokens=64, kv_cache_gib=1.0)
     engine = await AsyncEngine.start_with(lambda: EngineCore(default_model, config))
     yield engine

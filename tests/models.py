@@ -8,11 +8,11 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from serve_app.model.attention.base import LayerCache
+from serve_app.checkpoints.model_files import CACHE_DIR
+from serve_app.model.attention_backend import LayerCache
 from serve_app.model.cpu.build import find_compiler, usable_builds
 from serve_app.model.loader import from_module
 from serve_app.model.paged_model import PagedModel
-from serve_app.model_files import CACHE_DIR
 
 needs_compiler = pytest.mark.skipif(
     find_compiler() is None, reason="there is no C compiler (cc, gcc or clang) for the CPU kernels"

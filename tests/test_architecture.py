@@ -30,11 +30,11 @@ SHORT_TASKS = {
 }
 """Who may make tasks that nobody looks after, and why: they end with a request or with the start."""
 OWN_THREADS = {
-    "demo/compare_runs.py": "ends a process of a measurement with its parent",
+    "experiments/compare_runs.py": "ends a process of a measurement with its parent",
     "grammars/library.py": "a deep stack for one call, whose error is handed to the caller",
     "engine/async_engine.py": "the step loop; its error ends the engine, which health checks see",
     "launch/bounded.py": "calls of Ray's, whose errors are handed to the caller",
-    "launch/impatience.py": "a second Ctrl-C; reads a pipe until it is closed",
+    "launch/force_quit.py": "a second Ctrl-C; reads a pipe until it is closed",
     "launch/processes.py": "looks at Ray's node processes",
     "launch/launcher.py": "the watcher, which reports every error; the compiler, which ends",
     "launch/terminal.py": "writes lines to a pipe that may be full; drops those that cannot be written",
@@ -128,10 +128,10 @@ def calls(path: Path, *called: str) -> bool:
 
 
 def test_what_lasts_is_run_by_the_helper_that_runs_it_again() -> None:
-    """An error in a task that nobody awaits ends it in silence: `serve_app.lasting` logs it and runs it again."""
+    """An error in a task that nobody awaits ends it in silence: `system.lasting` logs it and runs it again."""
     names = ("create_task", "ensure_future", "TaskGroup", "run_coroutine_threadsafe")
     making = {path.relative_to(PACKAGE).as_posix() for path in SOURCES if calls(path, *names)}
-    assert making == {"lasting.py", *SHORT_TASKS}
+    assert making == {"system/lasting.py", *SHORT_TASKS}
     assert {path.relative_to(PACKAGE).as_posix() for path in SOURCES if calls(path, "Thread", "Timer")} == {
         *OWN_THREADS
     }

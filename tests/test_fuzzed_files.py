@@ -17,16 +17,16 @@ from hypothesis import strategies as st
 
 import tests.quiet_ray  # noqa: F401 (Ray Serve keeps the environment that it is first imported in)
 from load_tests.random_gguf import write_gguf
+from serve_app.checkpoints.gguf_header import GgufHeader
+from serve_app.checkpoints.model_files import check_model, locate_model
 from serve_app.errors import ServeAppError
-from serve_app.gguf_header import GgufHeader
 from serve_app.launch.config_file import read_config
-from serve_app.model.executors.base import UnsupportedModelError
-from serve_app.model.gguf_file import open_gguf
+from serve_app.model.executor import UnsupportedModelError
 from serve_app.model.loader import load_model
 from serve_app.model.options import ModelOptions
 from serve_app.model.pooling import read_pooling
-from serve_app.model.safetensors_files import open_safetensors
-from serve_app.model_files import check_model, locate_model
+from serve_app.model.sources.gguf_file import open_gguf
+from serve_app.model.sources.safetensors_files import open_safetensors
 from serve_app.tenants.key_file import WatchedKeyFile, add_key, read_key_file, remove_key
 from serve_app.tenants.ledger import Ledger, Spent, ledger_file, read_ledger
 from serve_app.text.tokenizer import load_tokenizer

@@ -74,7 +74,7 @@ def test_settings_do_not_change() -> None:
         Settings.model_validate({}).model = "other"  # type: ignore[misc]
 
 
-def test_places_follow_from_seats() -> None:
+def test_places_follow_from_slots() -> None:
     settings = Settings.model_validate({"num_replicas": 3, "engine": {"max_num_seqs": 4}})
     assert (settings.max_num_waiting, settings.max_ongoing_per_replica, settings.max_ongoing_requests) == (4, 8, 24)
     settings = Settings.model_validate({"engine": {"max_num_seqs": 4, "max_num_waiting": 0}})
@@ -88,11 +88,11 @@ def test_who_gives_neither_a_number_nor_auto_is_told_what_would_be_right() -> No
     assert text == "setting `engine.max_num_batched_tokens`: must be `auto` or an integer from 1 to 1048576, got 0"
 
 
-def test_places_of_automatic_seats_are_the_most_until_the_engine_has_chosen() -> None:
+def test_places_of_automatic_slots_are_the_most_until_the_engine_has_chosen() -> None:
     settings = Settings.model_validate({"engine": {"max_num_batched_tokens": 100}})
-    assert (settings.most_seats, settings.max_ongoing_per_replica) == (50, 100)
+    assert (settings.max_slots, settings.max_ongoing_per_replica) == (50, 100)
     chosen = settings.with_chosen(max_num_seqs=24)
-    assert (chosen.most_seats, chosen.max_ongoing_per_replica) == (24, 48)
+    assert (chosen.max_slots, chosen.max_ongoing_per_replica) == (24, 48)
     assert chosen.engine.max_num_batched_tokens == 100
 
 

@@ -25,11 +25,11 @@ _BESIDE = 8
 
 async def exhaust_kv(experiment: Experiment) -> None:
     """More tokens running than the pools hold: requests are preempted, and no client can tell."""
-    seats = experiment.fleet.shape.seats * experiment.fleet.shape.replicas
-    asks = [ask(f"long {i}", text(experiment.rng, 500), 1000, temperature=1, seed=i, logprobs=1) for i in range(seats)]
+    slots = experiment.fleet.shape.slots * experiment.fleet.shape.replicas
+    asks = [ask(f"long {i}", text(experiment.rng, 500), 1000, temperature=1, seed=i, logprobs=1) for i in range(slots)]
     # Undisturbed means with room for each: a quarter of them at a time.
-    for start in range(0, seats, seats // 4):
-        await experiment.learn(asks[start : start + seats // 4])
+    for start in range(0, slots, slots // 4):
+        await experiment.learn(asks[start : start + slots // 4])
     before = _count(experiment, "serve_app_preemptions_total")
     await _others(experiment)
     for a in asks:
@@ -135,7 +135,7 @@ async def _leave(experiment: Experiment, a: Ask, wait_s: float = 0.0, events: in
 
 async def read_slowly(experiment: Experiment) -> None:
     """As many clients as the engines have places read one byte per second: others are not affected, nothing is lost."""
-    places = experiment.fleet.shape.replicas * (experiment.fleet.shape.seats + experiment.fleet.shape.waiting)
+    places = experiment.fleet.shape.replicas * (experiment.fleet.shape.slots + experiment.fleet.shape.waiting)
     # Much JSON for few tokens: only what does not fit into the buffers on the way can block a server.
     slow = ask("slow", text(experiment.rng, 50), 600, temperature=1, seed=3, logprobs=5)
     beside = await experiment.mixed(experiment.rng, _BESIDE, 200)

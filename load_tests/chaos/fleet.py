@@ -22,8 +22,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from load_tests.chaos.traffic import MODEL
 from load_tests.servers import ServerCommand, running
 from serve_app.environment import FAST_PATH_ENVIRONMENT, LAUNCHER_ENVIRONMENT
-from serve_app.http_client import fetch
 from serve_app.launch.ports import free_port
+from serve_app.system.http_client import fetch
 
 REPOSITORY = Path(__file__).parents[2]
 PATHS = ("fast", "default")
@@ -55,7 +55,7 @@ class Shape:
     """What the fleet is made of. A replica's KV pool holds about 5,200 tokens of the small model."""
 
     replicas: int = 3
-    seats: int = 8
+    slots: int = 8
     waiting: int = 8
     queue: int = 64
     kv_cache_gib: float = 0.01
@@ -65,7 +65,7 @@ class Shape:
     @property
     def places(self) -> int:
         """The most requests that the fleet holds; one more is refused."""
-        return self.replicas * (self.seats + self.waiting) + self.queue
+        return self.replicas * (self.slots + self.waiting) + self.queue
 
     def args(self, model: str) -> dict[str, Any]:
         """The application's `args`; settings not named here are at their defaults."""
@@ -75,7 +75,7 @@ class Shape:
             "device": "cpu",
             "num_replicas": self.replicas,
             "engine": {
-                "max_num_seqs": self.seats,
+                "max_num_seqs": self.slots,
                 "max_num_waiting": self.waiting,
                 "max_num_batched_tokens": self.step_tokens,
                 "kv_cache_gib": self.kv_cache_gib,

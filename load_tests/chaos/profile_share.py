@@ -64,7 +64,7 @@ _METRICS_PORT = "socketserver.py"
 
 
 async def profile_share(fleet: Fleet, seconds: float, seed: int) -> dict[str, Any]:
-    """Keep every seat taken, sample ingress and replicas for `seconds`, and weight samples by CPU time."""
+    """Keep every slot taken, sample ingress and replicas for `seconds`, and weight samples by CPU time."""
     rng = Random(seed)
 
     async def client() -> None:
@@ -73,7 +73,7 @@ async def profile_share(fleet: Fleet, seconds: float, seed: int) -> dict[str, An
             await send(session, fleet.url, ask("load", text(rng, _PROMPT), _OUTPUT, temperature=1, seed=seed))
 
     async with open_session() as session:
-        tasks = [asyncio.create_task(client()) for _ in range(fleet.shape.replicas * fleet.shape.seats)]
+        tasks = [asyncio.create_task(client()) for _ in range(fleet.shape.replicas * fleet.shape.slots)]
         tasks.append(asyncio.create_task(_scrape(session, fleet.url)))
         await asyncio.sleep(_SETTLE_S)
         processes = [*fleet.ingress(), *fleet.replicas()]

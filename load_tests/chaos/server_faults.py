@@ -12,7 +12,7 @@ from load_tests.chaos.experiment import Experiment
 from load_tests.chaos.fleet import wait_for
 from load_tests.chaos.traffic import Outcome
 from load_tests.chaos.updates import set_arg
-from serve_app.http_client import HttpStatusError, fetch
+from serve_app.system.http_client import HttpStatusError, fetch
 
 _STREAM_TOKENS = 400
 _INTO_THE_UPDATE_S = 1.5

@@ -102,7 +102,7 @@ async def _learn_chats(session: aiohttp.ClientSession, fleet: Fleet, references:
 
 
 async def _capacity(session: aiohttp.ClientSession, fleet: Fleet, asks: list[Ask], rng: Random) -> float:
-    """Requests per second with every seat taken."""
+    """Requests per second with every slot taken."""
     done = 0
 
     async def client() -> None:
@@ -111,7 +111,7 @@ async def _capacity(session: aiohttp.ClientSession, fleet: Fleet, asks: list[Ask
             await send(session, fleet.url, rng.choice(asks))
             done += 1
 
-    clients = [asyncio.create_task(client()) for _ in range(fleet.shape.replicas * fleet.shape.seats)]
+    clients = [asyncio.create_task(client()) for _ in range(fleet.shape.replicas * fleet.shape.slots)]
     await asyncio.sleep(_CAPACITY_S)
     for task in clients:
         task.cancel()

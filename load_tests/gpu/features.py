@@ -17,8 +17,8 @@ from serve_app.core.request import EngineRequest
 from serve_app.core.results import TokenDelta, join_deltas
 from serve_app.core.sampling_params import SamplingParams
 from serve_app.engine.core import EngineConfig, EngineCore
-from serve_app.model.memory import GIB
-from serve_app.token_set import Vocabulary
+from serve_app.grammars.token_set import Vocabulary
+from serve_app.model.profiling.memory import GIB
 
 _LENGTHS = (3, 17, 64, 130)
 _TOLERANCE = 1e-3

@@ -22,13 +22,14 @@ from serve_app.core.config import SchedulerConfig
 from serve_app.core.request import EngineRequest
 from serve_app.core.sampling_params import SamplingParams
 from serve_app.core.scheduler import Scheduler
-from serve_app.model.attention.base import AttentionBatch
-from serve_app.model.executors.base import Decoded
+from serve_app.model.attention_backend import AttentionBatch
+from serve_app.model.executor import Decoded
 from serve_app.model.gpu import sampling
 from serve_app.model.gpu.attention import TritonAttention
 from serve_app.model.gpu.graphs import DecodeBuffer, DecodeGraphs, bucket_of
-from serve_app.model.input_batch import PackedBatch, SamplingRows
+from serve_app.model.input_batch import PackedBatch
 from serve_app.model.runner import ModelRunner
+from serve_app.model.sampling.rows import SamplingRows
 
 VOCAB = 1000
 

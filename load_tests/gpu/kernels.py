@@ -8,9 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from serve_app.model.attention.base import AttentionBatch, AttentionLayer, block_matrix
 from serve_app.model.attention.reference import ReferenceAttention
 from serve_app.model.attention.verification import verify_backend
+from serve_app.model.attention_backend import AttentionBatch, AttentionLayer, block_matrix
 from serve_app.model.gpu import ops, sampling
 from serve_app.model.gpu.attention import TritonAttention
 from serve_app.model.gpu.linear import GpuLinear, round_rows

@@ -14,7 +14,7 @@ from load_tests.chaos.traffic import MODEL, Ask, ask, open_session, send
 from load_tests.gpu.checks import Checks, Result
 from load_tests.gpu.serve_faults import PROMPTS
 from load_tests.gpu.server import Started, server
-from serve_app.http_client import fetch
+from serve_app.system.http_client import fetch
 
 _BF16_LIMIT = 0.02
 """Most by which bfloat16's log-probabilities of prompt tokens may differ from float32's, on average."""
@@ -28,8 +28,8 @@ _TOO_MANY = Ask("too many", {"model": MODEL, "prompt": ["a"] * 5, "n": 128, "max
 
 _REFERENCE = """
 import json, sys, torch
-from serve_app.model.checkpoint import read_checkpoint
-from serve_app.model_files import CACHE_DIR, locate_model
+from serve_app.model.sources.checkpoint import read_checkpoint
+from serve_app.checkpoints.model_files import CACHE_DIR, locate_model
 from serve_app.text.tokenizer import load_tokenizer
 prompts, count, device = json.loads(sys.argv[1])
 cpu = torch.device("cpu")

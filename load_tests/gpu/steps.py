@@ -17,11 +17,11 @@ from serve_app.core.request import EngineRequest
 from serve_app.core.sampling_params import SamplingParams
 from serve_app.core.step_plan import ScheduledRequest, SchedulerOutput, SlotStart
 from serve_app.engine.core import EngineConfig, EngineCore
-from serve_app.model.attention.base import AttentionBatch, AttentionLayer, block_matrix
-from serve_app.model.limits import call_times
+from serve_app.model.attention_backend import AttentionBatch, AttentionLayer, block_matrix
 from serve_app.model.loader import from_module, prepare
 from serve_app.model.options import KernelOptions, ModelOptions
 from serve_app.model.paged_model import PagedModel
+from serve_app.model.profiling.limits import call_times
 from serve_app.model.runner import ModelRunner, Pending
 from serve_app.model.verification import TOLERANCE, ReferenceLogits
 

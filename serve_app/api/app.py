@@ -9,31 +9,31 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import PlainTextResponse, Response
 
-from serve_app.api.access import Access
 from serve_app.api.admission import AsyncAdmissionQueue
-from serve_app.api.anthropic import MessagesJob
-from serve_app.api.anthropic_body import CountTokensBody, MessagesBody
-from serve_app.api.chat import ChatJob
-from serve_app.api.completions import CompletionJob
+from serve_app.api.bodies.anthropic import CountTokensBody, MessagesBody
+from serve_app.api.bodies.responses import ResponsesBody
+from serve_app.api.bodies.schemas import ChatBody, CompletionBody, parse_body
+from serve_app.api.bodies.token_ids import DetokenizeBody, TokenizeBody
+from serve_app.api.door.access import Access
+from serve_app.api.door.errors import http_exception_handler
+from serve_app.api.door.guard import RequestGuard
+from serve_app.api.door.limits import ApiLimits
 from serve_app.api.drain import Drain
-from serve_app.api.embeddings import EmbeddingsBody, EmbeddingsJob
 from serve_app.api.endpoint import ApiContext, GenerationResponse
-from serve_app.api.errors import http_exception_handler
-from serve_app.api.guard import RequestGuard
-from serve_app.api.limits import ApiLimits
 from serve_app.api.openapi import DocumentedApi
 from serve_app.api.peers import HeadAsGet, SlashAtEnd, add_peer_routes
 from serve_app.api.prepare import check_model, check_tenant, decode_ids, encode_prompt, parsed
 from serve_app.api.request_events import RequestLog, RequestObserver
-from serve_app.api.responses import ResponsesJob
-from serve_app.api.responses_body import ResponsesBody
-from serve_app.api.schemas import ChatBody, CompletionBody, parse_body
 from serve_app.api.service import Service
-from serve_app.api.token_bodies import DetokenizeBody, TokenizeBody
-from serve_app.api.translation import TranslatedJob
+from serve_app.api.wires.anthropic import MessagesJob
+from serve_app.api.wires.chat import ChatJob
+from serve_app.api.wires.completions import CompletionJob
+from serve_app.api.wires.embeddings import EmbeddingsBody, EmbeddingsJob
+from serve_app.api.wires.responses import ResponsesJob
+from serve_app.api.wires.translation import TranslatedJob
+from serve_app.system.version import __version__
 from serve_app.tenants.accounts import Accounts
 from serve_app.tenants.tenant import Tenant
-from serve_app.version import __version__
 
 _QUESTION = [{"role": "user", "content": "Name the capital of France."}]
 

@@ -5,7 +5,7 @@ import re
 from starlette.datastructures import Headers
 
 from serve_app.api.admission import Caller
-from serve_app.api.schemas import GenerationBody
+from serve_app.api.bodies.schemas import GenerationBody
 from serve_app.errors import InvalidRequestError, PermissionDeniedError
 from serve_app.tenants.tenant import Tenant
 

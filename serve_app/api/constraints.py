@@ -8,8 +8,8 @@ import time
 from functools import partial
 
 from serve_app import grammars
+from serve_app.api.bodies.schemas import ChatBody, GenerationBody, ResponseFormat, StructuredOutputs
 from serve_app.api.request_events import RequestObserver
-from serve_app.api.schemas import ChatBody, GenerationBody, ResponseFormat, StructuredOutputs
 from serve_app.errors import InvalidRequestError
 from serve_app.text.tokenizer import Tokenizer
 from serve_app.text.tool_format import Thinking

@@ -18,15 +18,15 @@ from starlette.types import Receive, Scope, Send
 
 from serve_app.api import sse
 from serve_app.api.admission import AsyncAdmissionQueue, Ticket
+from serve_app.api.bodies.schemas import GenerationBody
 from serve_app.api.caller import caller_of, session_of, timeout_of
+from serve_app.api.choice_scores import OddsMeter
+from serve_app.api.door.errors import internal_error
+from serve_app.api.door.limits import ApiLimits
 from serve_app.api.drain import Drain
-from serve_app.api.errors import internal_error
 from serve_app.api.generation import ChoicePiece, Generation, Usage
-from serve_app.api.limits import ApiLimits
-from serve_app.api.odds import OddsMeter
 from serve_app.api.prepare import check_tenant, off_loop, parsed
 from serve_app.api.request_events import Endpoint, RequestLog, RequestObserver
-from serve_app.api.schemas import GenerationBody
 from serve_app.api.service import RequestContext, Service
 from serve_app.api.tracking import RequestTracker
 from serve_app.core.request import EngineRequest

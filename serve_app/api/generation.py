@@ -9,16 +9,16 @@ from typing import Any
 import orjson
 
 from serve_app.api.admission import Ticket
+from serve_app.api.bodies.schemas import GenerationBody
+from serve_app.api.choice_scores import OddsMeter
 from serve_app.api.merging import merge
-from serve_app.api.odds import OddsMeter
-from serve_app.api.schemas import GenerationBody
 from serve_app.api.service import RequestContext, Service
 from serve_app.api.sse import ChunkUsage
 from serve_app.api.tracking import RequestTracker
 from serve_app.core.request import EngineRequest
 from serve_app.core.results import LOGPROBS, TokenDelta, TokenLogprob
 from serve_app.errors import EngineError
-from serve_app.text.odds import Odds
+from serve_app.text.choice_scores import Odds
 from serve_app.text.stream import StopConfig, TextPiece, TextStream
 
 ChoicePiece = tuple[int, TextPiece]

@@ -6,8 +6,8 @@ from typing import Any
 from fastapi import FastAPI
 from pydantic.json_schema import models_json_schema
 
-from serve_app.api.body import Body
-from serve_app.api.errors import is_anthropic
+from serve_app.api.bodies.body import Body
+from serve_app.api.door.errors import is_anthropic
 from serve_app.errors import RequestError
 
 _REF = "#/components/schemas/{model}"

@@ -10,11 +10,11 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, TypeVar
 
-from serve_app.api.limits import ApiLimits
-from serve_app.api.messages import USUAL_ROLES, Message
-from serve_app.api.schemas import GenerationBody
+from serve_app.api.bodies.messages import USUAL_ROLES, Message
+from serve_app.api.bodies.schemas import GenerationBody
+from serve_app.api.bodies.tools import Tool
+from serve_app.api.door.limits import ApiLimits
 from serve_app.api.service import ModelCard
-from serve_app.api.tools import Tool
 from serve_app.core.request import EngineRequest
 from serve_app.core.sampling_params import SamplingParams
 from serve_app.errors import ContextLengthError, InvalidRequestError, ModelNotFoundError, OverloadedError

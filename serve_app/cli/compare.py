@@ -1,6 +1,5 @@
-"""`serve-app compare`: the command's options; the demonstration itself is `demo.compare`."""
+"""`serve-app compare`: the command's options; the demonstration itself is `experiments.compare`."""
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
@@ -8,9 +7,18 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from serve_app.cli.outputs import JsonFile, PngFile
-from serve_app.demo.compare import CAPS, PROMPTS, draw, make_job, read_requests, report, run_all, show, show_events
-from serve_app.errors import ServeAppError
+from serve_app.cli.outputs import JsonFile, PngFile, errors_in_one_line, write_json
+from serve_app.experiments.compare import (
+    CAPS,
+    PROMPTS,
+    draw,
+    make_job,
+    read_requests,
+    report,
+    run_all,
+    show,
+    show_events,
+)
 from serve_app.observability.timeline import PALETTE
 
 _DTYPES = ("float32", "bfloat16", "float16", "float64")
@@ -44,7 +52,7 @@ def compare(
     from serve_app.text.tokenizer import load_tokenizer
 
     console = Console()
-    try:
+    with errors_in_one_line():
         if prompt and requests:
             raise typer.BadParameter("is for prompts that no file gives", param_hint="--prompt")
         prompts, lengths = read_requests(requests) if requests else _with_caps(prompt or PROMPTS, caps)
@@ -63,9 +71,6 @@ def compare(
         }
         job = make_job(load_tokenizer(model), prompts, lengths, repeat, **fields)
         results = run_all(job, Console(stderr=True))
-    except ServeAppError as error:
-        console.print(f"[red]{error}")
-        raise typer.Exit(1) from error
     groups = {f"request-{index}": index % len(prompts) for index in range(len(job.caps))}
     show(console, job, results, groups)
     if events:
@@ -73,8 +78,7 @@ def compare(
     if png is not None:
         # Colours repeat after eight, so that of more prompts none has one of its own.
         draw(png, results, groups, [f"{cap} tokens out" for cap in lengths] if len(lengths) <= len(PALETTE) else [])
-    if json_file is not None:
-        json_file.write_text(json.dumps(report(results), indent=1) + "\n")
+    write_json(json_file, report(results))
 
 
 def _with_caps(prompts: Sequence[str], text: str) -> tuple[Sequence[str], tuple[int, ...]]:

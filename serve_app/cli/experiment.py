@@ -1,19 +1,17 @@
-"""`serve-app experiment`: the commands' options; the experiments themselves are `demo.experiments`."""
+"""`serve-app experiment`: the commands' options. The module of `experiments` of that name measures, shows and draws."""
 
-import json
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Protocol
 
 import typer
 from rich.console import Console
 
-from serve_app.cli.outputs import JsonFile, PngFile
-from serve_app.errors import ServeAppError
+from serve_app.cli.outputs import JsonFile, PngFile, errors_in_one_line, write_json
 
 if TYPE_CHECKING:
-    from serve_app.demo.experiments.step_costs import StepCost
+    from serve_app.experiments.step_costs import StepCost
 
 experiment = typer.Typer(
     help="The experiments that made continuous batching known, on a real model.", no_args_is_help=True
@@ -26,27 +24,41 @@ _ManyRequests = Annotated[int, typer.Option(min=20, help="Number of requests.")]
 _Threads = Annotated[int | None, typer.Option(min=1, help="CPU threads; by default torch's choice.")]
 
 
-@contextmanager
-def _told() -> Iterator[None]:
-    """Errors of the project are told in one line."""
-    try:
-        yield
-    except ServeAppError as error:
-        Console().print(f"[red]{error}")
-        raise typer.Exit(1) from error
+class Experiment(Protocol):
+    """A module of `serve_app.experiments`; what `run` measured is a type of its own in each."""
+
+    run: Callable[..., Any]
+
+    def report(self, result: Any, /) -> dict[str, Any]:
+        """The figures as plain data."""
+
+    def show(self, console: Console, result: Any, /) -> None:
+        """The figures as a table."""
+
+    def draw(self, path: Path, result: Any, /) -> None:
+        """The figures as a picture, a PNG."""
 
 
-def _write(json_file: Path | None, figures: dict[str, Any]) -> None:
-    if json_file is not None:
-        json_file.write_text(json.dumps(figures, indent=1) + "\n")
+def _perform(
+    name: str, measure: Callable[[Experiment, Console], Any], png: Path | None, json_file: Path | None
+) -> None:
+    """Show, draw and write what `measure` finds, called with the experiment and a console for its progress."""
+    found: Any = import_module(f"serve_app.experiments.{name}")
+    module: Experiment = found
+    with errors_in_one_line():
+        result = measure(module, Console(stderr=True))
+    module.show(Console(), result)
+    if png is not None:
+        module.draw(png, result)
+    write_json(json_file, module.report(result))
 
 
-def _measured_cost(model: str, threads: int | None) -> "StepCost":
-    """What steps of the model cost here; told in one line."""
-    from serve_app.demo.compare import token_progress
-    from serve_app.demo.experiments.step_costs import NUM_TOKENS, measure_cost
+def _measured_cost(model: str, threads: int | None, progress: Console) -> "StepCost":
+    """What steps of the model cost here; printed in one line."""
+    from serve_app.experiments.compare import token_progress
+    from serve_app.experiments.step_costs import NUM_TOKENS, measure_cost
 
-    with token_progress(Console(stderr=True)) as begin:
+    with token_progress(progress) as begin:
         cost = measure_cost(model, threads, begin("cost of a step", NUM_TOKENS))
     Console().print(
         f"A step costs {cost.base_s * 1e3:.2f} ms, {cost.token_s * 1e3:.3f} ms more for each position and "
@@ -54,6 +66,15 @@ def _measured_cost(model: str, threads: int | None) -> "StepCost":
         f"{cost.error:.0%})."
     )
     return cost
+
+
+def _replay(name: str, model: str, threads: int | None, png: Path | None, json_file: Path | None, *counts: int) -> None:
+    """An experiment in a time made of what steps of the model cost here."""
+
+    def measure(module: Experiment, progress: Console) -> Any:
+        return module.run(_measured_cost(model, threads, progress), *counts)
+
+    _perform(name, measure, png, json_file)
 
 
 def _positive(text: str, option: str) -> tuple[int, ...]:
@@ -77,19 +98,16 @@ def memory(
     json_file: JsonFile = None,
 ) -> None:
     """KV memory reserved against used, over time: static batches, contiguous reservations, pages."""
-    from serve_app.demo.compare import token_progress
-    from serve_app.demo.experiments.memory import draw, report, run, show
-    from serve_app.demo.experiments.requests import make_job
+    from serve_app.experiments.compare import token_progress
+    from serve_app.experiments.requests import make_job
     from serve_app.text.tokenizer import load_tokenizer
 
-    with _told():
+    def measure(module: Experiment, progress: Console) -> Any:
         job = make_job(load_tokenizer(model), requests, cap, slots, model=model, num_threads=threads)
-        with token_progress(Console(stderr=True)) as begin:
-            results = run(job, 4 * slots, lambda way: begin(way.value, job.output_tokens))
-    show(Console(), results)
-    if png is not None:
-        draw(png, results)
-    _write(json_file, report(results))
+        with token_progress(progress) as begin:
+            return module.run(job, 4 * slots, lambda way: begin(way.value, job.output_tokens))
+
+    _perform("memory", measure, png, json_file)
 
 
 @experiment.command()
@@ -106,18 +124,17 @@ def lengths(
 
     On the CPU. Lengths are exponential with a mean of 32, cut at each cap: a quarter of the published experiment's.
     """
-    from serve_app.demo.compare import token_progress
-    from serve_app.demo.experiments.lengths import draw, report, run, show
+    from serve_app.experiments.compare import token_progress
     from serve_app.text.tokenizer import load_tokenizer
 
     cut_at = _positive(caps, "--caps")
-    with _told(), token_progress(Console(stderr=True)) as begin:
+
+    def measure(module: Experiment, progress: Console) -> Any:
         fields: dict[str, Any] = {"model": model, "device": "cpu", "num_threads": threads}
-        results = run(load_tokenizer(model), requests, cut_at, slots, begin, **fields)
-    show(Console(), results)
-    if png is not None:
-        draw(png, results)
-    _write(json_file, report(results))
+        with token_progress(progress) as begin:
+            return module.run(load_tokenizer(model), requests, cut_at, slots, begin, **fields)
+
+    _perform("lengths", measure, png, json_file)
 
 
 @experiment.command()
@@ -133,14 +150,7 @@ def latency(
 
     The live scheduler, in a time made of what steps of the model cost here.
     """
-    from serve_app.demo.experiments.latency import draw, report, run, show
-
-    with _told():
-        result = run(_measured_cost(model, threads), requests, slots)
-    show(Console(), result)
-    if png is not None:
-        draw(png, result)
-    _write(json_file, report(result))
+    _replay("latency", model, threads, png, json_file, requests, slots)
 
 
 @experiment.command()
@@ -156,14 +166,7 @@ def waiting(
 
     The live scheduler, in a time made of what steps of the model cost here.
     """
-    from serve_app.demo.experiments.waiting import draw, report, run, show
-
-    with _told():
-        result = run(_measured_cost(model, threads), requests, slots)
-    show(Console(), result)
-    if png is not None:
-        draw(png, result)
-    _write(json_file, report(result))
+    _replay("waiting", model, threads, png, json_file, requests, slots)
 
 
 @experiment.command()
@@ -178,11 +181,4 @@ def window(
 
     The live scheduler, in a time made of what steps of the model cost here.
     """
-    from serve_app.demo.experiments.window import draw, report, run, show
-
-    with _told():
-        result = run(_measured_cost(model, threads), requests)
-    show(Console(), result)
-    if png is not None:
-        draw(png, result)
-    _write(json_file, report(result))
+    _replay("window", model, threads, png, json_file, requests)

@@ -1,15 +1,13 @@
-"""`serve-app explain`: the command's options; the demonstration itself is `demo.explain`."""
+"""`serve-app explain`: the command's options; the demonstration itself is `experiments.explain`."""
 
-import json
 from typing import Annotated
 
 import typer
 from rich.console import Console
 
-from serve_app.cli.outputs import JsonFile, PngFile
-from serve_app.demo.explain import BUDGET, FIRST, MAX_NUM_SEQS, MIXED, run, show
-from serve_app.demo.packed_step import draw_mask_png
-from serve_app.errors import ServeAppError
+from serve_app.cli.outputs import JsonFile, PngFile, errors_in_one_line, write_json
+from serve_app.experiments.explain import BUDGET, FIRST, MAX_NUM_SEQS, MIXED, run, show
+from serve_app.experiments.packed_step import draw_mask_png
 
 
 def explain(
@@ -26,14 +24,9 @@ def explain(
     console = Console()
     if step not in (FIRST, MIXED) and not step.isdecimal():
         raise typer.BadParameter(f"{step!r} is not {FIRST}, {MIXED} or a number", param_hint="--step")
-    try:
-        with Console(stderr=True).status("loading the model"):
-            found = run(model, budget, kv_cache_gib, step)
-    except ServeAppError as error:
-        console.print(f"[red]{error}")
-        raise typer.Exit(1) from error
+    with errors_in_one_line(), Console(stderr=True).status("loading the model"):
+        found = run(model, budget, kv_cache_gib, step)
     show(console, found)
     if png is not None:
         draw_mask_png(png, found)
-    if json_file is not None:
-        json_file.write_text(json.dumps(found.to_json(), indent=1) + "\n")
+    write_json(json_file, found.to_json())

@@ -1,10 +1,18 @@
-"""The options `--json`, `--png` and `--html` of commands that measure, checked before the measuring starts."""
+"""What commands that measure share: the options `--json`, `--png` and `--html`, checked before the measuring starts,
+and how an error is shown.
+"""
 
+import json
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from rich.console import Console
+
+from serve_app.errors import ServeAppError
 
 
 def check_output(path: Path | None) -> Path | None:
@@ -20,3 +28,19 @@ def check_output(path: Path | None) -> Path | None:
 JsonFile = Annotated[Path | None, typer.Option("--json", callback=check_output, help="Write the figures here.")]
 PngFile = Annotated[Path | None, typer.Option("--png", callback=check_output, help="Write the picture here.")]
 HtmlFile = Annotated[Path | None, typer.Option("--html", callback=check_output, help="Write an HTML report here.")]
+
+
+@contextmanager
+def errors_in_one_line() -> Iterator[None]:
+    """A `ServeAppError` inside is printed, and ends the command with status 1."""
+    try:
+        yield
+    except ServeAppError as error:
+        Console().print(f"[red]{error}")
+        raise typer.Exit(1) from error
+
+
+def write_json(path: Path | None, figures: dict[str, Any]) -> None:
+    """Write the figures to `path`, if one is given."""
+    if path is not None:
+        path.write_text(json.dumps(figures, indent=1) + "\n")

@@ -16,9 +16,9 @@ from serve_app.cli.outputs import JsonFile, check_output
 from serve_app.core.step_record import StepRecord
 from serve_app.environment import client_api_key
 from serve_app.errors import ServeAppError
-from serve_app.http_client import HttpStatusError, fetch
 from serve_app.observability.step_ring import Recording, ended_at
 from serve_app.observability.timeline import PALETTE, Timeline, draw_terminal, timeline_of
+from serve_app.system.http_client import HttpStatusError, fetch
 
 _TIMEOUT_S = 30.0
 

@@ -19,8 +19,8 @@ from fastapi import FastAPI, Request
 from pydantic import Field
 from starlette.responses import Response
 
-from serve_app.api.body import Body
-from serve_app.api.schemas import parse_body
+from serve_app.api.bodies.body import Body
+from serve_app.api.bodies.schemas import parse_body
 from serve_app.errors import InvalidRequestError, OverloadedError
 
 MAX_CHARS = 100_000

@@ -137,11 +137,11 @@ function summarize(replica, { from, to }) {
   const count = (value) => records.reduce((total, record) => total + value(record), 0);
   const busy = count((record) => record.end - record.started_at);
   const moved = count((record) => record.admitted.filter(([request]) => attemptOf(request) > 1).length);
-  const seats = count((record) => record.rows.length) / Math.max(1, records.length);
+  const slots = count((record) => record.rows.length) / Math.max(1, records.length);
   return (
     `Replica ${replica.replica}${replica.gone ? " (gone)" : ""}: ${records.length} steps in ${(to - from).toFixed(0)} s, ` +
     `busy ${Math.round((100 * Math.min(busy, to - from)) / (to - from))} % of the time, ` +
-    `${seats.toFixed(1)} of ${replica.num_slots} slots in a step on average; ` +
+    `${slots.toFixed(1)} of ${replica.num_slots} slots in a step on average; ` +
     `${count((record) => record.num_prefill_tokens)} prefill and ${count((record) => record.num_decode_tokens)} decode tokens; ` +
     `${count((record) => record.admitted.length)} admitted, ${count((record) => record.preempted.length)} preempted, ` +
     `${moved} moved here from another replica; ` +

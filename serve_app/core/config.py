@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
-from serve_app.core.draft_cost import DraftCost
+from serve_app.core.autosize import DraftCost
 from serve_app.errors import ConfigError
 
 _CHOICES = {

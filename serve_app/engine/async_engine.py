@@ -30,8 +30,8 @@ from serve_app.errors import (
     RequestError,
     UnavailableError,
 )
-from serve_app.precedence import interrupt_as_usual
-from serve_app.token_set import Vocabulary
+from serve_app.grammars.token_set import Vocabulary
+from serve_app.system.cpu_priority import share_cpu_normally
 
 logger = logging.getLogger(__name__)
 
@@ -213,7 +213,7 @@ class AsyncEngine:
     # In the engine's thread.
 
     def _run(self) -> None:
-        interrupt_as_usual()
+        share_cpu_normally()
         try:
             self._core = self._build()
             self.info = self._core.info

@@ -11,26 +11,32 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
+from serve_app.core.autosize import (
+    FOR_FEW,
+    NEVER,
+    choose_slots,
+    choose_step_tokens,
+    max_slots,
+    measure_draft_cost,
+    shorten_step_tokens,
+)
 from serve_app.core.config import SchedulerConfig, SchedulerKnobs
-from serve_app.core.draft_cost import FOR_FEW, NEVER, measure_draft_cost
 from serve_app.core.request import EngineRequest
 from serve_app.core.results import ModelRunnerOutput, TokenDelta
 from serve_app.core.sampling_params import Pooling
 from serve_app.core.scheduler import Scheduler
-from serve_app.core.seats import choose_seats, most_seats
 from serve_app.core.step_cost import DeviceLimits
 from serve_app.core.step_plan import SchedulerOutput
 from serve_app.core.step_record import SchedulerStats, StepRecord
-from serve_app.core.step_tokens import choose_step_tokens, shorten_step_tokens
 from serve_app.grammars import Grammars
-from serve_app.model.limits import measure_limits
+from serve_app.grammars.token_set import Vocabulary
 from serve_app.model.loader import load_model
-from serve_app.model.memory import size_kv_pool
 from serve_app.model.options import ModelOptions
 from serve_app.model.paged_model import PagedModel
+from serve_app.model.profiling.limits import measure_limits
+from serve_app.model.profiling.memory import size_kv_pool
+from serve_app.model.profiling.step_times import StepTimes
 from serve_app.model.runner import Launched, ModelRunner, Pending, set_num_threads
-from serve_app.model.step_times import StepTimes
-from serve_app.token_set import Vocabulary
 
 logger = logging.getLogger(__name__)
 
@@ -48,18 +54,17 @@ class EngineConfig(SchedulerKnobs):
 
     kv_cache_gib caps the KV pool (None: no cap on a GPU, 4 GiB on a CPU); memory_fraction is the part of the memory
     left after loading and warming up that the pool may take; gpu_share: the part of the GPU that is this engine's, for
-    several on one. auto_seats, auto_step_tokens: `max_num_seqs` and
-    `max_num_batched_tokens` are only the most that the engine may choose when it starts, see `core.seats` and
-    `core.step_tokens`. max_num_waiting: requests beyond the slots that an `AsyncEngine` accepts. num_threads: CPU
-    threads of the model (None: torch's choice). overlap: launch a step before the tokens of the one before are read,
-    and so without prompt lookup (auto: on a GPU; on a CPU the model takes the cores).
+    several on one. auto_slots, auto_step_tokens: `max_num_seqs` and `max_num_batched_tokens` are only the most that the
+    engine may choose when it starts (`core.autosize`). max_num_waiting: requests beyond the slots that an `AsyncEngine`
+    accepts. num_threads: CPU threads of the model (None: torch's choice). overlap: launch a step before the tokens of
+    the one before are read, and so without prompt lookup (auto: on a GPU; on a CPU the model takes the cores).
     """
 
     model: ModelOptions = field(default_factory=ModelOptions)
     kv_cache_gib: float | None = None
     memory_fraction: float = 0.8
     gpu_share: float = 1.0
-    auto_seats: bool = False
+    auto_slots: bool = False
     auto_step_tokens: bool = False
     max_num_waiting: int = 256
     num_threads: int | None = None
@@ -145,8 +150,8 @@ class EngineCore:
             config = _with_step_tokens(config, model, times, progress)
         longest_s = times.largest(config.max_num_batched_tokens, config.max_num_seqs)
         num_blocks = size_kv_pool(model, config.kv_cache_gib, config.memory_fraction, config.gpu_share)
-        if config.auto_seats:
-            config = _with_seats(config, model, times, num_blocks, progress)
+        if config.auto_slots:
+            config = _with_slots(config, model, times, num_blocks, progress)
         draft_cost = FOR_FEW
         if self._overlap:
             draft_cost = NEVER
@@ -344,28 +349,28 @@ class EngineCore:
 def _with_step_tokens(config: EngineConfig, model: PagedModel, times: StepTimes, progress: OnProgress) -> EngineConfig:
     """`config` with as many tokens in a step as this machine bears."""
 
-    def seats(num_tokens: int) -> int:
-        return min(config.max_num_seqs, most_seats(num_tokens)) if config.auto_seats else config.max_num_seqs
+    def slots(num_tokens: int) -> int:
+        return min(config.max_num_seqs, max_slots(num_tokens)) if config.auto_slots else config.max_num_seqs
 
-    # As with automatic seats, prompts keep half of a step in which all sequences have a token.
-    least, most = 1 if config.auto_seats else 2 * config.max_num_seqs, config.max_num_batched_tokens
+    # As with automatic slots, prompts keep half of a step in which all sequences have a token.
+    least, most = 1 if config.auto_slots else 2 * config.max_num_seqs, config.max_num_batched_tokens
     choose = choose_step_tokens if model.device.type == "cpu" else shorten_step_tokens
-    chosen = choose(least, most, lambda tokens: times.largest(tokens, seats(tokens)))
+    chosen = choose(least, most, lambda tokens: times.largest(tokens, slots(tokens)))
     model.release_unused_memory()  # of larger steps, which will not come
     progress(str(chosen))
     return replace(
-        config, max_num_batched_tokens=chosen.number, max_num_seqs=seats(chosen.number), auto_step_tokens=False
+        config, max_num_batched_tokens=chosen.number, max_num_seqs=slots(chosen.number), auto_step_tokens=False
     )
 
 
-def _with_seats(
+def _with_slots(
     config: EngineConfig, model: PagedModel, times: StepTimes, num_blocks: int, progress: OnProgress
 ) -> EngineConfig:
     """`config` with as many sequences at once as its pool of `num_blocks` and the steps of this machine bear."""
     pool_tokens = (num_blocks - 1) * model.block_size
-    seats = choose_seats(config.max_num_seqs, pool_tokens, times.decodes if model.device.type == "cpu" else None)
-    progress(str(seats))
-    return replace(config, max_num_seqs=seats.number, auto_seats=False)
+    slots = choose_slots(config.max_num_seqs, pool_tokens, times.decodes if model.device.type == "cpu" else None)
+    progress(str(slots))
+    return replace(config, max_num_seqs=slots.number, auto_slots=False)
 
 
 def _describe(

@@ -15,14 +15,14 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from serve_app.core import seats, step_tokens
+from serve_app.core import autosize
 from serve_app.core.request import EngineRequest
 from serve_app.core.results import FinishReason, TokenDelta, TokenLogprob
 from serve_app.core.sampling_params import Pooling, SamplingParams
 from serve_app.engine.core import BATCH_POLL_S, EngineConfig, EngineCore
 from serve_app.errors import EngineError, InvalidRequestError
 from serve_app.model.options import ModelOptions
-from serve_app.text.odds import Odds, answer_tokens, odds, scoring_params
+from serve_app.text.choice_scores import Odds, answer_tokens, odds, scoring_params
 from serve_app.text.stream import StopConfig, TextStream
 from serve_app.text.tokenizer import Tokenizer, load_tokenizer
 
@@ -93,12 +93,12 @@ class LLM:
             end_ids=self.tokenizer.end_ids,
             ignore_model_keys=tuple(ignore_model_keys),
         )
-        most_tokens = step_tokens.MOST if max_num_batched_tokens == "auto" else max_num_batched_tokens
+        most_tokens = autosize.MAX_STEP_TOKENS if max_num_batched_tokens == "auto" else max_num_batched_tokens
         config = EngineConfig(
             model=options,
-            max_num_seqs=seats.most_seats(most_tokens) if max_num_seqs == "auto" else max_num_seqs,
+            max_num_seqs=autosize.max_slots(most_tokens) if max_num_seqs == "auto" else max_num_seqs,
             max_num_batched_tokens=most_tokens,
-            auto_seats=max_num_seqs == "auto",
+            auto_slots=max_num_seqs == "auto",
             auto_step_tokens=max_num_batched_tokens == "auto",
             **knobs,
         )
@@ -156,7 +156,7 @@ class LLM:
         return list(results.values())
 
     def odds(self, prompt: str | Sequence[int], answers: Sequence[str]) -> list[Odds]:
-        """How likely each of `answers`, and no other, is to follow `prompt`, in the order given; see `text.odds`.
+        """How likely each of `answers`, and no other, is to follow `prompt`, in this order; see `text.choice_scores`.
 
         Raises as `generate` does.
         """

@@ -6,7 +6,7 @@ Decides whether a lost attempt is followed by another one, when, and whether tha
   next one gets all tokens so far and goes on from there (`ResumeState`), on another replica, once that has a free slot.
 - A request may be poison, which kills replicas, if it got nothing out of two before they died: then it runs alone
   (`Quarantine`) until its next tokens. It is refused when the third dies so, or the sixth in all; of the first, every
-  request like it is refused for some minutes (`Killers`). A replica that gives a sign of life did not die.
+  request like it is refused for some minutes (`PoisonRequests`). A replica that gives a sign of life did not die.
 - While no replica is left, requests wait for `wait_s`, since Ray replaces what died.
 - A replica's "overloaded" never reaches the client: a request that came this far was admitted, and waits for room.
 
@@ -23,9 +23,9 @@ from serve_app.core.request import EngineRequest
 from serve_app.core.results import TokenDelta
 from serve_app.errors import KILLED_REPLICAS, EngineError, OverloadedError, RequestTimeoutError, UnavailableError
 from serve_app.fleet.attempt import Attempt, Condition, Replica, Transport
-from serve_app.fleet.killers import Killers
+from serve_app.fleet.availability import RETRY_AFTER_S, Availability
 from serve_app.fleet.loss import LossReason, ReplicaLostError
-from serve_app.fleet.presence import RETRY_AFTER_S, Presence
+from serve_app.fleet.poison_requests import PoisonRequests
 from serve_app.fleet.quarantine import Isolation, Quarantine
 from serve_app.fleet.replica_set import ReplicaSet
 from serve_app.fleet.resume_state import OutOfPlaceError, ResumeState
@@ -47,15 +47,15 @@ class Failover:
         self._replicas = replicas
         self._on_failover = on_failover
         self._loop = asyncio.get_running_loop()
-        self._presence = Presence(replicas, wait_s)
-        self._quarantine = Quarantine(replicas, self._presence)
-        self._killers = Killers()
+        self._availability = Availability(replicas, wait_s)
+        self._quarantine = Quarantine(replicas, self._availability)
+        self._poison_requests = PoisonRequests()
         self.unread = UnreadBytes()
 
     @property
     def without_replicas_s(self) -> float:
         """For how many seconds no replica has been there; 0 while one is."""
-        return self._presence.without_replicas_s
+        return self._availability.without_replicas_s
 
     async def generate(
         self,
@@ -74,10 +74,10 @@ class Failover:
         `UnavailableError` when no replica came back in time; `EngineError` for a request that replicas die of. Closing
         or cancelling the generator ends the attempt that is running.
         """
-        if self._killers.knows(request, self._loop.time()):
+        if self._poison_requests.knows(request, self._loop.time()):
             raise EngineError("engine replicas were lost while they had a request like this", code=KILLED_REPLICAS)
         resume = ResumeState(request, ended)
-        retry = RetryState(self._presence.wait_s, [] if visited is None else visited)
+        retry = RetryState(self._availability.wait_s, [] if visited is None else visited)
         while not resume.complete:
             try:
                 async with self._attempt(resume, retry, deadline, session, place) as (attempt, isolation):
@@ -105,7 +105,7 @@ class Failover:
             yield
         except EngineError:
             if retry.is_suspect:
-                self._killers.add(request, self._loop.time())
+                self._poison_requests.add(request, self._loop.time())
             raise
 
     @asynccontextmanager
@@ -121,7 +121,7 @@ class Failover:
                     if retry.is_suspect:
                         isolation = await stack.enter_async_context(self._quarantine.isolation(revision))
                     else:
-                        await self._presence.until(lambda: bool(self._replicas.routable(revision)), revision)
+                        await self._availability.until(lambda: bool(self._replicas.routable(revision)), revision)
             except TimeoutError:
                 raise RequestTimeoutError("no engine replica was free before the request's deadline") from None
             attempt = Attempt(

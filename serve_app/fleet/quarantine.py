@@ -12,8 +12,8 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from serve_app.fleet.attempt import Replica
+from serve_app.fleet.availability import Availability
 from serve_app.fleet.loss import LossReason
-from serve_app.fleet.presence import Presence
 from serve_app.fleet.replica_set import ReplicaSet
 
 _PARTS = 4
@@ -24,9 +24,9 @@ _EMPTYING_PERIOD_S = 5.0
 class Quarantine:
     """Gives suspects replicas. For one event loop, the one it is made on."""
 
-    def __init__(self, replicas: ReplicaSet, presence: Presence) -> None:
+    def __init__(self, replicas: ReplicaSet, availability: Availability) -> None:
         self._replicas = replicas
-        self._presence = presence
+        self._availability = availability
         self._loop = asyncio.get_running_loop()
         self._closed: list[Replica] = []
         self._used: list[Replica] = []
@@ -51,7 +51,7 @@ class Quarantine:
         """No suspect needs it: the next one takes it over, or it opens."""
         self._used.remove(replica)
         self._review()
-        self._presence.wake()
+        self._availability.wake()
 
     async def _take(self, revision: str | None) -> Replica:
         chosen: list[Replica] = []
@@ -62,7 +62,7 @@ class Quarantine:
 
         self._num_waiting += 1
         try:
-            await self._presence.until(choose, revision)
+            await self._availability.until(choose, revision)
             self._used += chosen
         finally:
             self._num_waiting -= 1
@@ -89,7 +89,7 @@ class Quarantine:
             if now < self._may_empty_at:
                 return False
             self._may_empty_at = now + _EMPTYING_PERIOD_S
-            self._loop.call_later(_EMPTYING_PERIOD_S, self._presence.wake)
+            self._loop.call_later(_EMPTYING_PERIOD_S, self._availability.wake)
         self._closed.append(replica)
         self._replicas.reserve(replica.replica_id)
         return True
@@ -104,7 +104,7 @@ class Quarantine:
                 attempt.interrupt(LossReason.QUARANTINE)
             return False
 
-        await self._presence.until(is_over, replica.revision)
+        await self._availability.until(is_over, replica.revision)
         return self._replicas.is_alive(replica)
 
     def _review(self) -> None:

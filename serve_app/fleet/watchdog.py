@@ -19,7 +19,7 @@ from serve_app.fleet.attempt import Attempt, Condition, Replica, Transport
 from serve_app.fleet.loss import LossReason, ReplicaLostError
 from serve_app.fleet.replica_set import ReplicaSet
 from serve_app.fleet.wire import WireLoad, unpack_load
-from serve_app.lasting import LastingTasks
+from serve_app.system.lasting import LastingTasks
 
 logger = logging.getLogger(__name__)
 

@@ -6,7 +6,7 @@ from json import dumps
 from threading import Lock, Thread, current_thread, stack_size
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from serve_app.token_set import Vocabulary
+from serve_app.grammars.token_set import Vocabulary
 
 if TYPE_CHECKING:
     import llguidance

@@ -8,8 +8,8 @@ from serve_app.errors import EngineError, InvalidRequestError, RequestError
 from serve_app.grammars import library
 from serve_app.grammars.recent import Recent
 from serve_app.grammars.refusals import Refusal
-from serve_app.thinking_budget import ThinkingBudget
-from serve_app.token_set import TokenSet, Vocabulary
+from serve_app.grammars.thinking_budget import ThinkingBudget
+from serve_app.grammars.token_set import TokenSet, Vocabulary
 
 if TYPE_CHECKING:
     import llguidance

@@ -8,7 +8,7 @@ from functools import cache
 from typing import TYPE_CHECKING
 
 from serve_app.grammars import library
-from serve_app.token_set import Vocabulary
+from serve_app.grammars.token_set import Vocabulary
 
 if TYPE_CHECKING:
     import llguidance

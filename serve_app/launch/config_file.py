@@ -10,14 +10,14 @@ from typing import Any
 
 import yaml
 
+from serve_app.checkpoints.model_files import check_model, locate_model
 from serve_app.environment import haproxy_enabled
 from serve_app.errors import ConfigError
 from serve_app.launch.tls import KeyPair
-from serve_app.model_files import check_model, locate_model
-from serve_app.operator_files import load_yaml, read_text, typed_errors
-from serve_app.serving.doors import check_doors
+from serve_app.serving.auth import check_auth
 from serve_app.serving.knobs import live_knobs, scheduler_knobs
 from serve_app.settings import Settings, suggest
+from serve_app.system.operator_files import load_yaml, read_text, typed_errors
 
 _IMPORT_PATH = "serve_app.app:build"
 ENGINE, INGRESS = "EngineReplica", "Ingress"
@@ -105,7 +105,7 @@ def _check_application(application: Any, host: str) -> Settings:
     check_model(locate_model(settings.model), settings.engine.max_model_len)
     _check_device(settings)
     scheduler_knobs(settings)
-    check_doors(settings.ingress, host)
+    check_auth(settings.ingress, host)
     for deployment in application.deployments:
         if deployment.name == ENGINE and isinstance(deployment.user_config, Mapping):
             live_knobs(settings, deployment.user_config)

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from serve_app.api.errors import anthropic_error_json, error_json
+from serve_app.api.door.errors import anthropic_error_json, error_json
 from serve_app.errors import (
     EngineError,
     InvalidRequestError,
@@ -27,9 +27,9 @@ from serve_app.errors import (
     RequestTimeoutError,
     UnavailableError,
 )
-from serve_app.http_client import fetch
 from serve_app.launch import haproxy_config
 from serve_app.settings import IngressSettings, Settings
+from serve_app.system.http_client import fetch
 
 _HEADERS_TIMEOUT_S = 10
 _READING_TIMEOUT_S = 60

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from serve_app.file_state import FileState, file_state
+from serve_app.system.file_state import FileState, file_state
 
 _UNFINISHED = ".new"
 """The suffix of a file that is about to replace another."""

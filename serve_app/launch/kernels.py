@@ -4,8 +4,8 @@ from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
+from serve_app.checkpoints.model_files import CACHE_DIR
 from serve_app.model.cpu.build import KernelsUnavailableError, compiled, usable_builds
-from serve_app.model_files import CACHE_DIR
 from serve_app.settings import Settings
 
 _NVIDIA = Path("/dev/nvidiactl")

@@ -34,8 +34,8 @@ from serve_app.launch import haproxy
 from serve_app.launch.bounded import BoundedCalls, first_line
 from serve_app.launch.config_file import ConfigFile, read_config, write_for_ray
 from serve_app.launch.deployment import DeploymentError, delete, has_stopping_ingress, is_running, logs_folder
+from serve_app.launch.force_quit import at_once_on_second_interrupt, kill_descendants
 from serve_app.launch.gpus import check_gpus
-from serve_app.launch.impatience import at_once_on_second_interrupt, kill_descendants
 from serve_app.launch.kept_folder import KeptFolder
 from serve_app.launch.kernels import compile_kernels
 from serve_app.launch.ports import check_port
@@ -47,7 +47,7 @@ from serve_app.launch.surroundings import check_surroundings
 from serve_app.launch.terminal import Terminal, write_line
 from serve_app.launch.tls import WatchedKeyPair
 from serve_app.launch.update import Update
-from serve_app.precedence import interrupt_nobody
+from serve_app.system.cpu_priority import yield_cpu
 
 if TYPE_CHECKING:
     from serve_app.launch.drain import Ingresses
@@ -92,7 +92,7 @@ def _prepare(config_path: Path, scratch: Path, started: float) -> "_Launch":
     except ConfigError as error:
         raise ConfigError(f"{config_path}: {error}") from None
     haproxy.write_additions(scratch, target.ours)
-    interrupt_nobody()  # nor does anything that Ray starts, except for the engines' threads
+    yield_cpu()  # nor does anything that Ray starts, except for the engines' threads
     return _Launch(config_path, target, started, scratch, internal_key, key_pair)
 
 

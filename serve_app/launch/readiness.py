@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from serve_app.environment import proxies_are_named
-from serve_app.http_client import fetch
+from serve_app.system.http_client import fetch
 from serve_app.tenants.keys import new_key
 
 _TIMEOUT_S = 60.0

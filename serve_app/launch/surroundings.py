@@ -12,9 +12,9 @@ import tempfile
 from contextlib import suppress
 from pathlib import Path
 
+from serve_app.checkpoints.model_files import CACHE_DIR
 from serve_app.environment import has_ray_token
 from serve_app.errors import ConfigError
-from serve_app.model_files import CACHE_DIR
 
 _MIN_FILES, _WANTED_FILES = 1024, 65_536
 _MIN_PROCESSES = 1024

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from serve_app.errors import ConfigError
-from serve_app.file_state import FileState, file_state
 from serve_app.launch.haproxy_config import PEM
-from serve_app.operator_files import read_text
+from serve_app.system.file_state import FileState, file_state
+from serve_app.system.operator_files import read_text
 
 HAPROXY_SOCKET = "admin.sock"
 

@@ -10,9 +10,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 from serve_app.errors import one_line
-from serve_app.http_client import HttpStatusError, fetch
 from serve_app.launch.bounded import BoundedCalls
 from serve_app.serving.ray_patches import Actor, actors
+from serve_app.system.http_client import HttpStatusError, fetch
 
 _PERIOD_S = 1.0
 _TIMEOUT_S = 1.0

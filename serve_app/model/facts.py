@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from serve_app.errors import ConfigError
-from serve_app.model.attention.base import AttentionLayer
+from serve_app.model.attention_backend import AttentionLayer
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,105 +6,19 @@ done with the arrays (the runner).
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from torch import Tensor
 
-from serve_app.core.sampling_params import SamplingParams
 from serve_app.core.step_plan import ScheduledRequest, SchedulerOutput, SlotStart
-from serve_app.model import noise
-from serve_app.model.grammar_masks import Follower
-from serve_app.model.noise import Float64Array, Int64Array
-from serve_app.model.sampling_columns import Column, request_columns
-from serve_app.token_set import TokenSet
+from serve_app.model.sampling import noise
+from serve_app.model.sampling.columns import Column, request_columns
+from serve_app.model.sampling.noise import Int64Array
+from serve_app.model.sampling.rows import SamplingRows, Slot
 
 _NEVER = 2**62
-
-
-@dataclass(slots=True, eq=False)
-class Slot:
-    """One running sequence (a choice of a request) in its slot.
-
-    token_ids: the slot's part of the batch's table. Its first `num_tokens` are known, except those that a step in
-    flight samples; while a step with draft tokens runs, the drafts follow them.
-    """
-
-    request_id: str
-    choice: int
-    params: SamplingParams
-    num_prompt_tokens: int
-    num_tokens: int
-    token_ids: Int64Array
-    num_blocks: int
-    follower: Follower | None = None
-    """Where its output stands in its grammar, if it has one."""
-    pooled: Tensor | None = None
-    """Of a prompt whose mean is taken, the sum so far; see `pooling`."""
-
-    def output_from(self, start: int) -> list[int]:
-        """Its output tokens from number `start` on."""
-        token_ids: list[int] = self.token_ids[self.num_prompt_tokens + start : self.num_tokens].tolist()
-        return token_ids
-
-    @property
-    def num_output_tokens(self) -> int:
-        """Output tokens known so far, those of a failed-over run included."""
-        return self.num_tokens - self.num_prompt_tokens
-
-
-@dataclass(frozen=True, slots=True)
-class SamplingRows:
-    """The R positions of a step at which a token is sampled, in the order of its rows: after a row's last known token,
-    and after each of its drafts, as if the drafts before it were right.
-
-    tokens: int64 [R], indices of the packed tokens that come just before.
-    seq_slots: int64 [R], slot indices.
-    generations: int64 [R], how many sequences had started in those slots by then.
-    num_tokens: int64 [R], how many tokens of the sequence come before the new one.
-    slots: the R slots; see `states`.
-    parameters: float64 [R, len(Column)].
-    plain: bool [R], where nothing changes the logits before a token is chosen, and no log-probabilities are asked for.
-    masks: the ids that a grammar allows, by row; written after the forward pass.
-    """
-
-    tokens: Int64Array
-    seq_slots: Int64Array
-    generations: Int64Array
-    num_tokens: Int64Array
-    slots: Sequence[Slot]
-    parameters: Float64Array
-    plain: npt.NDArray[np.bool_]
-    masks: dict[int, TokenSet] = field(default_factory=dict)
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether all are."""
-        return bool(self.plain.all())
-
-    def part(self, indices: Int64Array) -> "SamplingRows":
-        """Some of the rows, ascending."""
-        chosen: list[int] = indices.tolist()
-        return SamplingRows(
-            self.tokens[indices],
-            self.seq_slots[indices],
-            self.generations[indices],
-            self.num_tokens[indices],
-            [self.slots[i] for i in chosen],
-            self.parameters[indices],
-            self.plain[indices],
-            {j: self.masks[i] for j, i in enumerate(chosen) if i in self.masks},
-        )
-
-    def states(self) -> list[Slot]:
-        """The R slots, each as it is at that position."""
-        counts: list[int] = self.num_tokens.tolist()
-        return [
-            slot if slot.num_tokens == count else replace(slot, num_tokens=count)
-            for slot, count in zip(self.slots, counts, strict=True)
-        ]
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ import torch
 
 from serve_app.core.step_plan import BlockCopy
 from serve_app.errors import ConfigError
-from serve_app.model.attention.base import SCALE_BYTES, AttentionBackend, AttentionLayer
+from serve_app.model.attention_backend import SCALE_BYTES, AttentionBackend, AttentionLayer
 from serve_app.model.cpu.pages import Prefault
 from serve_app.model.transfer import to_device
 

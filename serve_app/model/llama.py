@@ -15,8 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from serve_app.model.attention.base import AttentionLayer
-from serve_app.model.executors.base import UnsupportedModelError
+from serve_app.model.attention_backend import AttentionLayer
+from serve_app.model.executor import UnsupportedModelError
 
 _ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 """Kinds of rotary embedding whose angles depend on the position alone, not on the sequence's length."""

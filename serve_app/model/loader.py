@@ -7,18 +7,18 @@ from typing import Any
 
 import torch
 
+from serve_app.checkpoints.model_files import ModelFiles, check_model, locate_model
 from serve_app.core.sampling_params import Pooling
 from serve_app.errors import ConfigError
-from serve_app.model.blueprint import Blueprint, blueprint_path
+from serve_app.model.executor import Demand, UnsupportedModelError
 from serve_app.model.executors import cpu
-from serve_app.model.executors.base import Demand, UnsupportedModelError
-from serve_app.model.gguf_file import open_gguf
 from serve_app.model.options import ModelOptions, Progress, resolve_dtype
 from serve_app.model.paged_model import PagedModel
 from serve_app.model.pooling import read_pooling
-from serve_app.model.safetensors_files import open_safetensors
+from serve_app.model.sources.blueprint import Blueprint, find_blueprint
+from serve_app.model.sources.gguf_file import open_gguf
+from serve_app.model.sources.safetensors_files import open_safetensors
 from serve_app.model.token_samplers import pick_sampler
-from serve_app.model_files import ModelFiles, check_model, locate_model
 
 logger = logging.getLogger(__name__)
 
@@ -59,7 +59,7 @@ def prepare(
     """Take over a transformers causal LM in eval mode. Raises ConfigError for one that cannot be served this way."""
     # These import transformers' modules, which most models on a CPU do without once they have a blueprint.
     from serve_app.model.executors.selection import pick_executor
-    from serve_app.model.source_model import SourceModel
+    from serve_app.model.sources.source_model import SourceModel
 
     source = SourceModel.take(module, name, options.max_model_len)
     executor = pick_executor(source, options, report)
@@ -71,8 +71,8 @@ def _load_floats(
     files: ModelFiles, device: torch.device, options: ModelOptions, report: Progress, pooling: Pooling | None
 ) -> PagedModel:
     """By way of transformers, which can read any model."""
-    from serve_app.model.checkpoint import read_checkpoint
     from serve_app.model.quiet import quiet
+    from serve_app.model.sources.checkpoint import read_checkpoint
 
     with quiet():
         module = read_checkpoint(files, options, device, report, embeds=pooling is not None)
@@ -111,15 +111,16 @@ def _map(
     report(reading, 1.0)
     kernels = cpu.pick_kernels(torch.device("cpu"), dtype, options)
     choices = files.name, dtype, options.quantization, options.max_model_len, sorted(ignored)
-    path = blueprint_path(cache_dir, checkpoint.identity, kernels.library, *choices)
-    blueprint = Blueprint.read(path)
-    if blueprint is None:
-        # Imports transformers' modules.
-        from serve_app.model.drawing import draw_blueprint
 
-        blueprint = draw_blueprint(files, checkpoint, kernels, dtype, options)
-        blueprint.write(path)
+    def draw() -> Blueprint:
+        # Imports transformers' modules.
+        from serve_app.model.blueprint_builder import draw_blueprint
+
+        drawn = draw_blueprint(files, checkpoint, kernels, dtype, options)
         report("verifying", 1.0)
+        return drawn
+
+    blueprint = find_blueprint(cache_dir, checkpoint.identity, kernels.library, choices, draw)
     executor = cpu.load_mapped(blueprint, checkpoint, kernels, options, report)
     facts = blueprint.facts.ending_with(options.end_ids)
     return PagedModel(facts, executor, pick_sampler(executor, facts), pooling or "last")

@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
+from serve_app.checkpoints.model_files import CACHE_DIR
 from serve_app.errors import ConfigError
-from serve_app.model_files import CACHE_DIR
 
 Progress = Callable[[str, float], None]
 """Told the name of a stage of loading, and which part of it is done."""

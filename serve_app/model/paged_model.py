@@ -13,11 +13,12 @@ from serve_app.core.sampling_params import Pooling
 from serve_app.core.step_cost import ModelCost
 from serve_app.core.step_plan import BlockCopy
 from serve_app.model import kv_cache
-from serve_app.model.attention.base import AttentionBatch
-from serve_app.model.executors.base import Decoded, ModelExecutor, OnCapture
+from serve_app.model.attention_backend import AttentionBatch
+from serve_app.model.executor import Decoded, ModelExecutor, OnCapture
 from serve_app.model.facts import ModelFacts
-from serve_app.model.input_batch import PackedBatch, SamplingRows
-from serve_app.model.sampler import PendingSample
+from serve_app.model.input_batch import PackedBatch
+from serve_app.model.sampling.rows import SamplingRows
+from serve_app.model.sampling.sampler import PendingSample
 from serve_app.model.slot_memory import SlotMemory
 from serve_app.model.token_samplers import DeviceSampler, TokenSampler, wide_logits
 

@@ -13,11 +13,11 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from serve_app.checkpoints.model_files import ModelFiles
 from serve_app.core.results import EMBEDDING, Results
 from serve_app.core.sampling_params import Pooling
 from serve_app.errors import ConfigError
 from serve_app.model.input_batch import PackedBatch
-from serve_app.model_files import ModelFiles
 
 _MODULES = {"Transformer", "Pooling", "Normalize"}
 _POOLINGS: dict[str, Pooling] = {"lasttoken": "last", "mean": "mean"}

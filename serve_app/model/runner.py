@@ -24,12 +24,13 @@ from serve_app.core.results import LOGPROBS, NO_RESULTS, ModelRunnerOutput, Resu
 from serve_app.core.step_plan import ScheduledRequest, SchedulerOutput
 from serve_app.errors import EngineError, RequestError
 from serve_app.grammars import Grammars
-from serve_app.model.attention.base import AttentionBatch, ResidentTables, block_matrix
-from serve_app.model.grammar_masks import Awaited, GrammarMasks
-from serve_app.model.input_batch import InputBatch, PackedBatch, SamplingRows
+from serve_app.model.attention_backend import AttentionBatch, ResidentTables, block_matrix
+from serve_app.model.input_batch import InputBatch, PackedBatch
 from serve_app.model.paged_model import PagedModel
 from serve_app.model.pooling import pool
-from serve_app.model.sampler import PendingSample, Sampled, one_thread, rank
+from serve_app.model.sampling.grammar_masks import Awaited, GrammarMasks
+from serve_app.model.sampling.rows import SamplingRows
+from serve_app.model.sampling.sampler import PendingSample, Sampled, one_thread, rank
 from serve_app.model.slot_memory import SlotMemory
 from serve_app.model.token_samplers import Mended
 from serve_app.model.transfer import to_device

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from serve_app.core.step_plan import SlotStart
-from serve_app.model.input_batch import PackedBatch, SamplingRows
+from serve_app.model.input_batch import PackedBatch
+from serve_app.model.sampling.rows import SamplingRows
 from serve_app.model.transfer import to_device
 
 

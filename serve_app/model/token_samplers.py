@@ -8,11 +8,11 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from serve_app.model.executors.base import ModelExecutor
+from serve_app.model.executor import ModelExecutor
 from serve_app.model.facts import ModelFacts
-from serve_app.model.input_batch import SamplingRows
-from serve_app.model.sampler import PendingSample, Sampled, sample
-from serve_app.model.sampling_columns import Column
+from serve_app.model.sampling.columns import Column
+from serve_app.model.sampling.rows import SamplingRows
+from serve_app.model.sampling.sampler import PendingSample, Sampled, sample
 
 logger = logging.getLogger(__name__)
 

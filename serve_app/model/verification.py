@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from serve_app.errors import ConfigError
-from serve_app.model.attention.base import AttentionBatch, AttentionLayer, block_matrix
-from serve_app.model.executors.base import ModelExecutor, UnsupportedModelError
+from serve_app.model.attention_backend import AttentionBatch, AttentionLayer, block_matrix
+from serve_app.model.executor import ModelExecutor, UnsupportedModelError
 from serve_app.model.kv_cache import KVCache
 
 TOLERANCE = {torch.float64: 2e-5, torch.float32: 2e-3, torch.float16: 0.05, torch.bfloat16: 0.25}

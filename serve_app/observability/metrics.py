@@ -86,7 +86,7 @@ class EngineMetrics:
                 ("flops", "Multiplications and additions of a large product, measured at start"),
             )
         ]
-        self._seats = Gauge("serve_app_max_num_seqs", "Sequences that may run at once", registry=registry)
+        self._slots = Gauge("serve_app_max_num_seqs", "Sequences that may run at once", registry=registry)
         self._step_tokens = Gauge("serve_app_max_num_batched_tokens", "Most tokens in one step", registry=registry)
         ttft = _time_to_first_token(registry)
         self._first_token = ttft.labels("engine")
@@ -97,7 +97,7 @@ class EngineMetrics:
 
     def set_knobs(self, knobs: SchedulerKnobs) -> None:
         """How much a step may have."""
-        self._seats.set(knobs.max_num_seqs)
+        self._slots.set(knobs.max_num_seqs)
         self._step_tokens.set(knobs.max_num_batched_tokens)
 
     def set_limits(self, limits: DeviceLimits) -> None:

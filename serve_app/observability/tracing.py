@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from serve_app.errors import ConfigError
-from serve_app.version import __version__
+from serve_app.system.version import __version__
 
 _TRACEPARENT = re.compile(r"00-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})")
 """W3C Trace Context, version 00: trace id, parent's span id, flags."""

@@ -7,7 +7,7 @@ from prometheus_client import CollectorRegistry, Gauge
 from prometheus_client.core import CounterMetricFamily
 from prometheus_client.registry import Collector
 
-from serve_app.lasting import LastingTasks
+from serve_app.system.lasting import LastingTasks
 
 
 def register_upkeep(

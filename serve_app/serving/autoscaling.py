@@ -49,23 +49,23 @@ def desired_replicas(load: FleetLoad, replicas: int, max_num_seqs: float) -> int
     it stays as it is. Waiting sequences are taken to need as many KV blocks as the running ones do.
     """
     demand = load.queued + load.waiting + load.running
-    seats = demand / max_num_seqs
+    slots = demand / max_num_seqs
     pools = load.kv_pools * (1.0 + load.waiting_served_ratio)
-    needed = max(1, math.ceil(max(seats, pools / _MAX_KV_USAGE)))
-    comfortable = max(1, math.ceil(max(seats, pools) / _COMFORTABLE_USAGE))
+    needed = max(1, math.ceil(max(slots, pools / _MAX_KV_USAGE)))
+    comfortable = max(1, math.ceil(max(slots, pools) / _COMFORTABLE_USAGE))
     if needed > replicas and load.waiting_served_ratio > _MAX_WAITING_SERVED_RATIO:
         return needed
     return min(replicas, comfortable)
 
 
 class EnginePolicy:
-    """The engine deployment's policy. Its replicas report `waiting`, `running`, `kv_usage` and their `seats`."""
+    """The engine deployment's policy. Its replicas report `waiting`, `running`, `kv_usage` and their `slots`."""
 
     def __call__(self, context: "AutoscalingContext") -> tuple[int, dict[str, Any]]:
         """The number of replicas, and no state. While no replica has reported yet, the number stays."""
         reported = context.aggregated_metrics or {}
-        seats = reported.get("seats")
-        if not seats:
+        slots = reported.get("slots")
+        if not slots:
             return context.target_num_replicas, {}
         load = FleetLoad(
             queued=ingress_queues.length(context.app_name),
@@ -73,7 +73,7 @@ class EnginePolicy:
             running=sum(reported.get("running", {}).values()),
             kv_pools=sum(reported.get("kv_usage", {}).values()),
         )
-        return desired_replicas(load, context.target_num_replicas, sum(seats.values()) / len(seats)), {}
+        return desired_replicas(load, context.target_num_replicas, sum(slots.values()) / len(slots)), {}
 
 
 class IngressPolicy:

@@ -32,7 +32,7 @@ def engine_config(
             end_ids=end_ids,
         ),
         **scheduler_knobs(settings).knobs(),
-        auto_seats=engine.max_num_seqs == "auto",
+        auto_slots=engine.max_num_seqs == "auto",
         auto_step_tokens=engine.max_num_batched_tokens == "auto",
         kv_cache_gib=engine.kv_cache_gib,
         memory_fraction=engine.memory_fraction,

@@ -15,9 +15,9 @@ from starlette.datastructures import MutableHeaders
 from starlette.middleware import Middleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from serve_app.api.access import HEALTH
-from serve_app.api.errors import error_response
-from serve_app.api.guard import request_id_of
+from serve_app.api.door.access import HEALTH
+from serve_app.api.door.errors import error_response
+from serve_app.api.door.guard import request_id_of
 from serve_app.errors import InvalidRequestError, OverloadedError, RequestError, UnavailableError
 
 _RAYS_ROUTES = "/-/"

@@ -21,8 +21,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from serve_app.api.admission import AsyncAdmissionQueue
 from serve_app.api.app import create_app
+from serve_app.api.door.limits import ApiLimits
 from serve_app.api.drain import Drain
-from serve_app.api.limits import ApiLimits
 from serve_app.api.request_events import Endpoint, Outcome, RequestSummary
 from serve_app.api.service import MetricsPage, ModelCard, RequestContext
 from serve_app.console.routes import Sources, add_console
@@ -32,23 +32,21 @@ from serve_app.core.sampling_params import SamplingParams
 from serve_app.environment import FAST_PATH_ENVIRONMENT, bypass_proxies, fast_path_enabled, haproxy_enabled
 from serve_app.errors import ConfigError, UnavailableError
 from serve_app.fleet.attempt import Condition, Replica, Transport
+from serve_app.fleet.availability import RETRY_AFTER_S
 from serve_app.fleet.failover import Failover
 from serve_app.fleet.loss import LossReason
 from serve_app.fleet.prefix_routing import PrefixRouting
-from serve_app.fleet.presence import RETRY_AFTER_S
 from serve_app.fleet.replica_set import REVISION, ReplicaSet
 from serve_app.fleet.transport import LinkTransport
 from serve_app.fleet.watchdog import Watchdog
 from serve_app.grammars import Refusal
-from serve_app.http_client import fetch
-from serve_app.lasting import LastingTasks
 from serve_app.observability.held_bytes import HeldBytes, register_held_bytes
 from serve_app.observability.logging import RequestLines, log_to_terminal
 from serve_app.observability.metrics import IngressMetrics, merge_expositions
 from serve_app.observability.tracing import RequestSpans
 from serve_app.observability.upkeep import register_upkeep
 from serve_app.serving import membership
-from serve_app.serving.doors import Doors
+from serve_app.serving.auth import Auth
 from serve_app.serving.freed_memory import return_freed_blocks
 from serve_app.serving.front import Front
 from serve_app.serving.gpus import report_lacking_gpus
@@ -56,6 +54,8 @@ from serve_app.serving.ray_patches import bind_replica_port_to_node, has_certifi
 from serve_app.serving.replica import STEPS_PATH
 from serve_app.serving.scraping import METRICS_ADDRESS, METRICS_KEY, metrics_targets, open_metrics_port
 from serve_app.settings import Settings
+from serve_app.system.http_client import fetch
+from serve_app.system.lasting import LastingTasks
 from serve_app.text.tokenizer import Tokenizer, load_tokenizer
 
 logger = logging.getLogger(__name__)
@@ -89,11 +89,11 @@ class ReplicaService:
         tokenizer: Tokenizer,
         metrics: IngressMetrics,
         settings: Settings,
-        doors: Doors,
+        auth: Auth,
         tasks: LastingTasks,
     ) -> None:
-        """`name`: the model's, for clients. One of the replicas is there. `doors` and `tasks` can be unready."""
-        self._doors = doors
+        """`name`: the model's, for clients. One of the replicas is there. `auth` and `tasks` can be unready."""
+        self._auth = auth
         self._tasks = tasks
         self._timeout_s = settings.ingress.request_timeout_s
         self._transport = transport
@@ -137,7 +137,7 @@ class ReplicaService:
 
         Not at once: a replica whose `user_config` changes is away for a moment, and requests can wait.
         """
-        self._doors.check_ready()
+        self._auth.check_ready()
         if (name := self._tasks.failing) is not None:
             raise UnavailableError(f"the task {name!r} of this server keeps failing; its log says why")
         if self._failover.without_replicas_s > _ABSENCE_S:
@@ -193,7 +193,7 @@ class Ingress:
         if haproxy_enabled() and await asyncio.to_thread(has_certificate):
             logger.error(_NO_TLS)  # Ray keeps the reason to itself, and tries again
             raise ConfigError(_NO_TLS)
-        self._doors = Doors(settings.ingress, await asyncio.to_thread(http_host))
+        self._auth = Auth(settings.ingress, await asyncio.to_thread(http_host))
         self._engines = engines  # whose router tells us which replicas there are
         tokenizer, _ = await asyncio.gather(
             asyncio.to_thread(load_tokenizer_of, settings), engines.options(method_name="ping").remote()
@@ -213,17 +213,17 @@ class Ingress:
         self._places_of_one = settings.max_ongoing_per_replica
         self._drain = Drain()
         self._metrics = IngressMetrics(lambda: self._queue.queued, lambda: self._queue.ongoing, self._engines_load)
-        register_upkeep(self._metrics.registry, loop, tasks, lambda: self._doors.keys_file_invalid)
+        register_upkeep(self._metrics.registry, loop, tasks, lambda: self._auth.keys_file_invalid)
         self._metrics.expect(get_args(Endpoint), tuple(Outcome), tuple(LossReason), tuple(Refusal))
         self._metrics_address = open_metrics_port(
-            self._metrics.registry, settings.metrics_host, admits=self._doors.admits_to_metrics()
+            self._metrics.registry, settings.metrics_host, admits=self._auth.admits_to_metrics()
         )
         otlp_endpoint = settings.ingress.otlp_endpoint
         self._spans = None if otlp_endpoint is None else RequestSpans(otlp_endpoint, name)
         self._service = ReplicaService(
-            self._open_transport(engines), self._replicas, name, tokenizer, self._metrics, settings, self._doors, tasks
+            self._open_transport(engines), self._replicas, name, tokenizer, self._metrics, settings, self._auth, tasks
         )
-        self._doors.start(tasks)
+        self._auth.start(tasks)
         await _first_token(self._service)
         if not fast_path_enabled():
             logger.warning(_NO_FAST_PATH)
@@ -252,8 +252,8 @@ class Ingress:
 
     def _follow_replicas(self) -> None:
         """Admit what the replicas can hold; without any, what one could: these requests wait, or fail with an error."""
-        seats = [replica.metadata["max_num_seqs"] for replica in self._replicas.alive()]
-        places = [self._settings.with_chosen(max_num_seqs=number).max_ongoing_per_replica for number in seats]
+        slots = [replica.metadata["max_num_seqs"] for replica in self._replicas.alive()]
+        places = [self._settings.with_chosen(max_num_seqs=number).max_ongoing_per_replica for number in slots]
         self._places_of_one = max(places, default=self._places_of_one)
         self._queue.set_capacity(sum(places) or self._places_of_one)
 
@@ -284,9 +284,9 @@ class Ingress:
             observer=self._metrics,
             drain=self._drain,
             log=self._log_request,
-            access=self._doors.access,
+            access=self._auth.access,
             share_prefixes=ingress.share_prefixes,
-            accounts=self._doors.accounts,
+            accounts=self._auth.accounts,
             cors_origins=ingress.allowed_origins,
         )
         held = {

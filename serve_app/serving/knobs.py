@@ -17,7 +17,7 @@ CHOSEN = ("max_num_seqs", "max_num_batched_tokens")
 def scheduler_knobs(settings: Settings) -> SchedulerKnobs:
     """What the settings say; for `auto`, the most. Raises `ConfigError` for knobs that contradict each other."""
     knobs = {field.name: getattr(settings.engine, field.name) for field in fields(SchedulerKnobs)}
-    chosen = {"max_num_seqs": settings.most_seats, "max_num_batched_tokens": settings.most_step_tokens}
+    chosen = {"max_num_seqs": settings.max_slots, "max_num_batched_tokens": settings.most_step_tokens}
     return SchedulerKnobs(**knobs | chosen)
 
 

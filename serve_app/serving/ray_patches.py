@@ -29,8 +29,8 @@ from ray.serve.handle import DeploymentHandle
 from ray.serve.schema import ServeDeploySchema
 
 from serve_app.errors import ConfigError, one_line
-from serve_app.lasting import LastingTasks
 from serve_app.observability.logging import log_to_terminal
+from serve_app.system.lasting import LastingTasks
 
 logger = logging.getLogger(__name__)
 

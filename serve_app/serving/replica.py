@@ -19,6 +19,7 @@ from typing import Any
 import ray
 from ray import serve
 
+from serve_app.checkpoints.model_files import digest_content, locate_model
 from serve_app.core.step_record import StepRecord
 from serve_app.environment import ENGINE_ENVIRONMENT, bypass_proxies, export
 from serve_app.errors import ConfigError
@@ -26,12 +27,11 @@ from serve_app.fleet.attempt import STALL_TIMEOUT_S
 from serve_app.fleet.link import LINK, MAX_UNSENT_BYTES, LinkServer
 from serve_app.fleet.replica_set import REVISION, TOKENIZER
 from serve_app.fleet.wire import WireDelta, WireLoad, WireRequest, pack_deltas, pack_load, unpack_request
-from serve_app.model_files import digest_content, locate_model
 from serve_app.observability.held_bytes import HeldBytes, register_held_bytes
 from serve_app.observability.logging import log_to_terminal
 from serve_app.observability.metrics import EngineMetrics
 from serve_app.observability.step_ring import Recorder, StepRing
-from serve_app.serving.doors import admits_to_replicas_metrics
+from serve_app.serving.auth import admits_to_replicas_metrics
 from serve_app.serving.knobs import CHOSEN, live_knobs, scheduler_knobs
 from serve_app.serving.ray_patches import bind_replica_port_to_node, node_address
 from serve_app.serving.revision import identify, revision_of
@@ -150,7 +150,7 @@ class EngineReplica:
             REVISION: self._revision,
             TOKENIZER: self._identity["tokenizer"],
             "identity": self._identity,
-            "max_num_seqs": self._settings.most_seats,
+            "max_num_seqs": self._settings.max_slots,
             "prefix_cache": self._settings.engine.enable_prefix_cache,
             METRICS_ADDRESS: self._metrics_address,
             METRICS_KEY: self._metrics_key,
@@ -166,7 +166,7 @@ class EngineReplica:
         return {
             "waiting": float(stats.waiting),
             "running": float(stats.running),
-            "seats": float(self._settings.most_seats),
+            "slots": float(self._settings.max_slots),
             "kv_usage": stats.blocks_used / stats.blocks_total,
         }
 
@@ -207,7 +207,7 @@ class EngineReplica:
         engine = self._engine
         recorder = Recorder(
             replica=self._replica_id,
-            num_slots=self._settings.most_seats,
+            num_slots=self._settings.max_slots,
             block_size=engine.info.block_size,
             stats=engine.stats,
             step_age_s=lambda: engine.health().last_step_age_s,

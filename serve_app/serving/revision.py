@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-from serve_app.code_digest import digest_code
+from serve_app.system.code_digest import digest_code
 
 _LIBRARIES = ("torch", "transformers", "triton", "llguidance")
 _OF_THE_ENGINE = (

@@ -32,7 +32,7 @@ def open_metrics_port(
     """Serve `registry`, and `pages` by their paths, on a free port of this process; returns its address.
 
     `metrics_host` "node" is the address of the Ray node. The process's own memory and processor time come with it.
-    `admits` as `doors` has it.
+    `admits` as `auth` has it.
     """
     ProcessCollector(registry=registry)
     host = node_address() if metrics_host == "node" else metrics_host

@@ -13,8 +13,8 @@ from typing import Any
 import yaml
 
 from serve_app.errors import ConfigError
-from serve_app.file_state import file_state
-from serve_app.operator_files import read_text, typed_errors
+from serve_app.system.file_state import file_state
+from serve_app.system.operator_files import read_text, typed_errors
 from serve_app.tenants.keys import KeyRing, UnknownKeys, check_name, hash_key, new_key, parse_keys
 
 logger = logging.getLogger(__name__)

@@ -11,7 +11,7 @@ import yaml
 from pydantic import ValidationError
 
 from serve_app.errors import AuthenticationError, ConfigError, RequestError, UnavailableError
-from serve_app.operator_files import BoundedLoader, load_yaml
+from serve_app.system.operator_files import BoundedLoader, load_yaml
 from serve_app.tenants.tenant import NAME, Tenant
 
 _PREFIX = "sk-serve-"

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
 
+from serve_app.checkpoints.gguf_header import Field, GgufHeader
 from serve_app.errors import ConfigError
-from serve_app.gguf_header import Field, GgufHeader
 from serve_app.text.control_tokens import is_mark
 from serve_app.text.pre_tokenizers import PreTokenizer, find_pre_tokenizer
 

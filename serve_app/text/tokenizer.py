@@ -3,10 +3,7 @@
 import hashlib
 import json
 import math
-import os
 import re
-import shutil
-import tempfile
 from collections.abc import Mapping, Sequence
 from functools import cached_property, partial
 from pathlib import Path
@@ -14,11 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 import tokenizers
 
-from serve_app.code_digest import digest_code
+from serve_app.checkpoints.disk_cache import DiskCache, Key
+from serve_app.checkpoints.model_files import CACHE_DIR, ModelFiles, locate_model
 from serve_app.errors import ConfigError
 from serve_app.grammars import Grammars
-from serve_app.model_files import CACHE_DIR, ModelFiles, locate_model
-from serve_app.one_writer import flush_to_disk, remove_damaged
+from serve_app.grammars.token_set import Vocabulary
+from serve_app.system.code_digest import digest_code
 from serve_app.text.chat_template import Ending, encode_chat, takes_role, template_variables, write_calls
 from serve_app.text.control_tokens import find_pattern, is_mark
 from serve_app.text.detokenizer import Detokenizer
@@ -37,7 +35,6 @@ from serve_app.text.tool_format import (
     find_tool_format,
 )
 from serve_app.text.turn_end import find_turn_end
-from serve_app.token_set import Vocabulary
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -45,8 +42,8 @@ if TYPE_CHECKING:
 _TAIL = 32
 """Tokens of a prompt's end that hold the mark of a reasoning, if it ends with one."""
 
-_MAKERS = ("gguf_header.py", "text/control_tokens.py", "text/gguf_tokenizer.py", "text/pre_tokenizers.py")
-"""The code that makes a tokenizer of a GGUF file."""
+_KEPT = 4
+"""Tokenizers of one file: several versions of this package may run on one machine."""
 
 
 class Tokenizer:
@@ -321,33 +318,14 @@ def _load_cached(files: ModelFiles, cache_dir: Path | None, ignored: Sequence[st
         return _load(files, ignored)
     import transformers  # half a second, which those who only name this module do without
 
-    cache_dir = cache_dir.expanduser()
     stat = files.path.stat()
-    made_by = f"{digest_code(*_MAKERS)}|{transformers.__version__}|{tokenizers.__version__}"
-    identity = f"{files.path}|{stat.st_size}|{stat.st_mtime_ns}|{made_by}|{sorted(ignored)}"
-    folder = cache_dir / "tokenizers" / hashlib.sha256(identity.encode()).hexdigest()[:20]
-    read = partial(transformers.PreTrainedTokenizerFast.from_pretrained, folder)
-    if folder.is_dir():
-        try:
-            return read()
-        except Exception as error:  # a damaged one raises whatever its bytes provoke
-            remove_damaged(folder, error)
-    tokenizer = _load(files, ignored)
-    _keep(tokenizer, folder)
-    # Also where it has just been written: what comes out must not depend on who came first.
-    return read() if folder.is_dir() else tokenizer
-
-
-def _keep(tokenizer: "PreTrainedTokenizerBase", folder: Path) -> None:
-    """Write the whole folder or nothing; several processes may try at once, and a read-only disk is no error."""
+    made_by = f"{digest_code('checkpoints', 'text')} {transformers.__version__} {tokenizers.__version__}"
+    key = Key(files.path, str(sorted(ignored)), f"{stat.st_size} {stat.st_mtime_ns} {made_by}")
     try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        temporary = tempfile.mkdtemp(dir=folder.parent)
-    except OSError:
-        return
-    try:
-        tokenizer.save_pretrained(temporary)
-        flush_to_disk(Path(temporary))
-        os.replace(temporary, folder)
-    except OSError:
-        shutil.rmtree(temporary, ignore_errors=True)
+        return DiskCache(cache_dir, "tokenizers", keep=_KEPT).get(
+            key,
+            lambda folder: _load(files, ignored).save_pretrained(folder),
+            transformers.PreTrainedTokenizerFast.from_pretrained,
+        )
+    except OSError:  # a disk that takes nothing is no error
+        return _load(files, ignored)

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from serve_app import grammars
+from serve_app.grammars.thinking_budget import ThinkingBudget
 from serve_app.text.argument_grammar import TAG_TEXT, ArgumentRules
 from serve_app.text.tool_format import Dialect, Thinking, ToolFormat
-from serve_app.thinking_budget import ThinkingBudget
 
 _FREE_TEXT = "(?s:.*)"
 

@@ -15,7 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from serve_app.api.admission import AsyncAdmissionQueue
 from serve_app.api.app import create_app
-from serve_app.api.limits import ApiLimits
+from serve_app.api.door.limits import ApiLimits
 from serve_app.api.request_events import Endpoint, Outcome
 from serve_app.core.step_record import StepRecord
 from serve_app.engine.async_engine import AsyncEngine

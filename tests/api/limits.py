@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from serve_app.api.limits import ApiLimits
+from serve_app.api.door.limits import ApiLimits
 
 
 def make_limits(**changes: Any) -> ApiLimits:

@@ -10,9 +10,9 @@ from typing import Any
 import httpx
 import pytest
 
-from serve_app.api.access import Access
 from serve_app.api.admission import AsyncAdmissionQueue
 from serve_app.api.app import create_app
+from serve_app.api.door.access import Access
 from serve_app.api.request_events import Outcome, RequestSummary
 from serve_app.errors import EngineError
 from serve_app.observability.metrics import IngressMetrics

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from serve_app.api.body import MAX_CONTAINERS
+from serve_app.api.bodies.body import MAX_CONTAINERS
 from tests.api.conftest import Api
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"

@@ -26,13 +26,13 @@ from openai.types.embedding_create_params import EmbeddingCreateParams
 from openai.types.responses.response_create_params import ResponseCreateParamsStreaming as ResponseParams
 from openai.types.shared_params import FunctionDefinition as FunctionParams
 
-from serve_app.api import ignored
-from serve_app.api.body import Body
-from serve_app.api.embeddings import EmbeddingsBody
-from serve_app.api.messages import Message, ToolCall
-from serve_app.api.responses_body import ResponsesBody
-from serve_app.api.schemas import ChatBody, CompletionBody, StreamOptions
-from serve_app.api.tools import FunctionDefinition, Tool
+from serve_app.api.bodies import ignored
+from serve_app.api.bodies.body import Body
+from serve_app.api.bodies.messages import Message, ToolCall
+from serve_app.api.bodies.responses import ResponsesBody
+from serve_app.api.bodies.schemas import ChatBody, CompletionBody, StreamOptions
+from serve_app.api.bodies.tools import FunctionDefinition, Tool
+from serve_app.api.wires.embeddings import EmbeddingsBody
 
 BODIES: dict[str, tuple[Any, type[Body]]] = {
     "chat completions": (ChatParams, ChatBody),

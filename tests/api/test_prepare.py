@@ -8,8 +8,9 @@ from typing import Any
 import orjson
 import pytest
 
-from serve_app.api import app, completions, embeddings, prepare
-from serve_app.api.schemas import ChatBody, parse_body
+from serve_app.api import app, prepare
+from serve_app.api.bodies.schemas import ChatBody, parse_body
+from serve_app.api.wires import completions, embeddings
 from serve_app.errors import InvalidRequestError
 from tests.api.conftest import Api
 from tests.text.formats import tokenizer_of

@@ -11,9 +11,9 @@ from typing import Any
 
 import httpx
 
-from serve_app.api.access import Access
 from serve_app.api.admission import AsyncAdmissionQueue
 from serve_app.api.app import create_app
+from serve_app.api.door.access import Access
 from serve_app.api.service import NO_CONTEXT, RequestContext
 from serve_app.core.request import EngineRequest
 from serve_app.core.results import TokenDelta

@@ -19,9 +19,9 @@ import torch
 import uvicorn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from serve_app.api.access import Access
 from serve_app.api.admission import AsyncAdmissionQueue
 from serve_app.api.app import create_app
+from serve_app.api.door.access import Access
 from serve_app.api.service import NO_CONTEXT, MetricsPage, ModelCard, RequestContext
 from serve_app.console.routes import Sources, add_console
 from serve_app.core.request import EngineRequest

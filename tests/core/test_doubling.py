@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serve_app.core.doubling import Objection, double
+from serve_app.core.autosize import Objection, double
 
 
 @given(number=st.integers(1, 100), most=st.integers(100, 10_000), limit=st.integers(1, 10_000))

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serve_app.core.draft_cost import FOR_FEW, NEVER, DraftCost, measure_draft_cost
+from serve_app.core.autosize import FOR_FEW, NEVER, DraftCost, measure_draft_cost
 
 
 def linear(fixed_ms: float, row_ms: float, draft_ms: float) -> Callable[[int, int], float]:

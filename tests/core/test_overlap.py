@@ -89,7 +89,7 @@ def test_preemption_waits_for_the_step_in_flight() -> None:
     assert sum(len(output.preempted) for output in driver.outputs) == 1
 
 
-def test_lower_seats_wait_for_the_step_in_flight() -> None:
+def test_lower_slots_wait_for_the_step_in_flight() -> None:
     driver = Driver(make_config(), overlap=True)
     workload = [make_request(name, max_tokens=6) for name in "ab"]
     for request in workload:

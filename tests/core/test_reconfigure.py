@@ -24,7 +24,7 @@ def test_a_smaller_token_budget_cuts_the_next_prefill_chunk() -> None:
     assert rows(driver.step()) == {"a": (20, 16)}
 
 
-def test_fewer_seats_preempt_the_youngest_and_more_let_them_back() -> None:
+def test_fewer_slots_preempt_the_youngest_and_more_let_them_back() -> None:
     driver = Driver(make_config(max_num_seqs=3))
     requests = [make_request(name, max_tokens=20) for name in "abc"]
     for request in requests:

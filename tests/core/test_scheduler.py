@@ -464,7 +464,7 @@ def test_separate_prefill_does_not_starve_decodes_under_a_steady_load(changes: d
     driver.drain()
 
 
-def test_separate_prefill_does_not_starve_decodes_by_a_long_queue_that_leaves_seats_free() -> None:
+def test_separate_prefill_does_not_starve_decodes_by_a_long_queue_that_leaves_slots_free() -> None:
     driver = Driver(make_config(prefill="separate", max_num_seqs=4, max_num_batched_tokens=8))
     queue = [make_request(f"x{i}", 8, max_tokens=1) for i in range(40)]
     assert steps_between_decodes(driver, lambda step: queue if step == 1 else []) == 4 + 1
@@ -519,7 +519,7 @@ def test_a_group_stays_together_when_the_budget_splits_it() -> None:
     assert driver.step().admitted == ()  # d came after the gate opened: 1 waits, 3 run
 
 
-def test_a_group_ends_when_seats_run_out() -> None:
+def test_a_group_ends_when_slots_run_out() -> None:
     config = make_config(waiting_served_ratio=1.0, max_wait_s=99.0, max_waiting_steps=50, max_num_seqs=3)
     driver = Driver(config)
     driver.add(make_request("a", max_tokens=3))
@@ -529,11 +529,11 @@ def test_a_group_ends_when_seats_run_out() -> None:
     assert driver.step().admitted == (("b", 0), ("c", 0))
     driver.step()
     assert driver.streams["a", 0].finish_reason is not None
-    assert driver.step().admitted == ()  # there is a seat, but 1 waits and 2 run
+    assert driver.step().admitted == ()  # there is a slot, but 1 waits and 2 run
 
 
 def test_behind_a_group_the_next_may_follow_in_the_same_step() -> None:
-    """They found room, and the gate open: seats were few when the group was made."""
+    """They found room, and the gate open: slots were few when the group was made."""
     knobs = SchedulerKnobs(max_num_seqs=1, max_num_batched_tokens=1)
     driver = Driver(make_config(max_num_seqs=4, max_num_batched_tokens=16))
     driver.reconfigure(knobs)
@@ -563,7 +563,7 @@ def test_nobody_inherits_the_place_of_an_aborted_member_of_a_group() -> None:
 
 def test_a_static_batch_has_at_most_max_num_seqs_members() -> None:
     driver = Driver(make_config(policy="static", max_num_seqs=2, max_num_batched_tokens=10))
-    driver.add(make_request("a", 10, max_tokens=1))  # done, and its seat free, before b is in
+    driver.add(make_request("a", 10, max_tokens=1))  # done, and its slot free, before b is in
     for name in "bc":
         driver.add(make_request(name, 10, max_tokens=5))
     admitted = [driver.step().admitted for _ in range(5)]

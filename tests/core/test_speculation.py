@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
+from serve_app.core.autosize import DraftCost
 from serve_app.core.config import SchedulerConfig
-from serve_app.core.draft_cost import DraftCost
 from serve_app.core.request import EngineRequest
 from serve_app.core.results import FinishReason
 from serve_app.core.sampling_params import SamplingParams

@@ -6,20 +6,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serve_app.core.step_tokens import LEAST, MOST, StepTokens, choose_step_tokens, shorten_step_tokens
+from serve_app.core.autosize import MAX_STEP_TOKENS, MIN_STEP_TOKENS, Size, choose_step_tokens, shorten_step_tokens
 
 
 def linear(fixed_ms: float, token_ms: float) -> Callable[[int], float]:
     return lambda tokens: (fixed_ms + token_ms * tokens) / 1e3
 
 
-Choose = Callable[[int, int, Callable[[int], float]], StepTokens]
+Choose = Callable[[int, int, Callable[[int], float]], Size]
 
 
 @pytest.mark.parametrize("choose", [choose_step_tokens, shorten_step_tokens])
 @given(
-    least=st.integers(1, MOST),
-    most=st.integers(1, MOST),
+    least=st.integers(1, MAX_STEP_TOKENS),
+    most=st.integers(1, MAX_STEP_TOKENS),
     steps_s=st.lists(st.floats(1e-6, 10), min_size=1, max_size=30),
 )
 def test_the_number_is_within_its_limits_whatever_was_measured(
@@ -32,8 +32,8 @@ def test_the_number_is_within_its_limits_whatever_was_measured(
         return steps_s[len(measured) % len(steps_s)]
 
     chosen = choose(least, most, step_s)
-    assert min(max(LEAST, least), most) <= chosen.number <= most
-    assert not measured or chosen.number in measured or chosen.number == min(max(LEAST, least), most)
+    assert min(max(MIN_STEP_TOKENS, least), most) <= chosen.number <= most
+    assert not measured or chosen.number in measured or chosen.number == min(max(MIN_STEP_TOKENS, least), most)
     assert all(measured.count(tokens) <= 10 for tokens in measured)
 
 
@@ -52,7 +52,7 @@ def test_the_number_is_within_its_limits_whatever_was_measured(
     ],
 )
 def test_cheaper_tokens_count_until_streams_would_stutter(step_s: Callable[[int], float], expected: str) -> None:
-    assert str(choose_step_tokens(1, MOST, step_s)) == expected
+    assert str(choose_step_tokens(1, MAX_STEP_TOKENS, step_s)) == expected
 
 
 @pytest.mark.parametrize(
@@ -66,7 +66,7 @@ def test_cheaper_tokens_count_until_streams_would_stutter(step_s: Callable[[int]
 )
 def test_a_gpu_takes_the_most_that_do_not_hold_up_streams(step_s: Callable[[int], float], expected: str) -> None:
     """The second is an 8B model in bfloat16 on an H200."""
-    assert str(shorten_step_tokens(1, MOST, step_s)) == expected
+    assert str(shorten_step_tokens(1, MAX_STEP_TOKENS, step_s)) == expected
 
 
 def test_a_step_that_must_be_longer_than_one_that_is_too_long_is_not_measured() -> None:
@@ -76,9 +76,9 @@ def test_a_step_that_must_be_longer_than_one_that_is_too_long_is_not_measured() 
         measured.append(tokens)
         return linear(300.0, 10.0)(tokens)
 
-    choose_step_tokens(1, MOST, step_s)
+    choose_step_tokens(1, MAX_STEP_TOKENS, step_s)
     assert set(measured) == {128, 256}
 
 
 def test_there_are_never_fewer_than_asked_for() -> None:
-    assert choose_step_tokens(300, MOST, linear(0.0, 1.0)).number == 300
+    assert choose_step_tokens(300, MAX_STEP_TOKENS, linear(0.0, 1.0)).number == 300

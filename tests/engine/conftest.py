@@ -2,7 +2,7 @@
 
 import pytest
 
-from serve_app.core.draft_cost import DraftCost
+from serve_app.core.autosize import DraftCost
 from serve_app.engine import core
 
 

@@ -8,9 +8,9 @@ from serve_app.core.request import EngineRequest
 from serve_app.core.results import FinishReason, TokenLogprob
 from serve_app.core.step_record import StepRecord
 from serve_app.engine.core import EngineConfig, EngineCore
-from serve_app.model.memory import GIB
+from serve_app.grammars.token_set import Vocabulary
 from serve_app.model.paged_model import PagedModel
-from serve_app.token_set import Vocabulary
+from serve_app.model.profiling.memory import GIB
 
 
 @dataclass

@@ -24,7 +24,7 @@ from serve_app.errors import (
     OverloadedError,
     UnavailableError,
 )
-from serve_app.model.attention.base import AttentionBatch
+from serve_app.model.attention_backend import AttentionBatch
 from serve_app.model.paged_model import PagedModel
 from tests.engine.harness import Harness
 

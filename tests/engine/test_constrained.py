@@ -17,18 +17,18 @@ from serve_app import grammars
 from serve_app.core.request import EngineRequest
 from serve_app.core.results import FinishReason
 from serve_app.core.sampling_params import SamplingParams
-from serve_app.model import grammar_masks
+from serve_app.grammars.token_set import Vocabulary
 from serve_app.model.loader import from_module
 from serve_app.model.paged_model import PagedModel
+from serve_app.model.sampling import grammar_masks
 from serve_app.model.token_samplers import DeviceSampler
 from serve_app.text.message_parser import MessageParser
 from serve_app.text.parts import Kind
 from serve_app.text.tool_format import ReasoningFormat, Thinking, ToolFormat
 from serve_app.text.tool_grammar import CallableTool, Calls, message_grammar
-from serve_app.token_set import Vocabulary
 from tests.engine.harness import Harness, Outcome, Run
+from tests.grammars.schemas import bounded_schemas
 from tests.models import VOCAB_SIZE, tiny_model
-from tests.schemas import bounded_schemas
 
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="the sampling kernels need Triton")
 EOS = 1

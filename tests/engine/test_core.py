@@ -12,13 +12,14 @@ from serve_app.core.sampling_params import SamplingParams
 from serve_app.core.step_record import StepRecord
 from serve_app.engine.core import EngineConfig, EngineCore
 from serve_app.errors import ConfigError, InvalidRequestError
-from serve_app.model import memory, runner
+from serve_app.model import runner
 from serve_app.model.input_batch import PackedBatch
-from serve_app.model.limits import measure_limits
 from serve_app.model.loader import from_module
-from serve_app.model.memory import GIB
 from serve_app.model.paged_model import PagedModel
 from serve_app.model.pooling import Pooled
+from serve_app.model.profiling import memory
+from serve_app.model.profiling.limits import measure_limits
+from serve_app.model.profiling.memory import GIB
 from tests.engine.harness import Harness
 from tests.models import needs_compiler, tiny_model
 
@@ -63,18 +64,18 @@ def test_the_model_is_told_about_before_it_is_sized(tiny_llama: PagedModel) -> N
     assert core.info.eos_token_ids == (1,)
 
 
-def test_automatic_seats_are_chosen_told_and_all_taken(tiny_llama: PagedModel) -> None:
+def test_automatic_slots_are_chosen_told_and_all_taken(tiny_llama: PagedModel) -> None:
     said: list[str] = []
-    config = EngineConfig(kv_cache_gib=0.1, max_num_seqs=128, auto_seats=True)
+    config = EngineConfig(kv_cache_gib=0.1, max_num_seqs=128, auto_slots=True)
     core = EngineCore(tiny_llama, config, on_progress=said.append)
-    seats = core.info.max_num_seqs
-    assert 16 <= seats <= 128
-    assert core.config.max_num_seqs == seats
-    assert any(line.startswith(f"{seats} sequences at once: ") for line in said)
-    for number in range(seats + 1):
+    slots = core.info.max_num_seqs
+    assert 16 <= slots <= 128
+    assert core.config.max_num_seqs == slots
+    assert any(line.startswith(f"{slots} sequences at once: ") for line in said)
+    for number in range(slots + 1):
         core.add(make_request(str(number), 1, 2))
     core.step()
-    assert (core.stats().running, core.stats().waiting) == (seats, 1)
+    assert (core.stats().running, core.stats().waiting) == (slots, 1)
 
 
 def test_what_drafts_cost_is_measured_and_told(tiny_llama: PagedModel) -> None:
@@ -86,11 +87,11 @@ def test_what_drafts_cost_is_measured_and_told(tiny_llama: PagedModel) -> None:
     assert all(seconds > 0 for seconds in (*cost.step_s, *cost.draft_s))
 
 
-@pytest.mark.parametrize("seats", [{"auto_seats": True, "max_num_seqs": 256}, {"max_num_seqs": 200}])
-def test_automatic_tokens_of_a_step_are_chosen_and_told(tiny_llama: PagedModel, seats: dict[str, Any]) -> None:
+@pytest.mark.parametrize("slots", [{"auto_slots": True, "max_num_seqs": 256}, {"max_num_seqs": 200}])
+def test_automatic_tokens_of_a_step_are_chosen_and_told(tiny_llama: PagedModel, slots: dict[str, Any]) -> None:
     said: list[str] = []
     records: list[StepRecord] = []
-    config = EngineConfig(kv_cache_gib=0.1, max_num_batched_tokens=2048, auto_step_tokens=True, **seats)
+    config = EngineConfig(kv_cache_gib=0.1, max_num_batched_tokens=2048, auto_step_tokens=True, **slots)
     core = EngineCore(tiny_llama, config, on_progress=said.append, on_step=records.append)
     tokens = core.info.max_num_batched_tokens
     assert 128 <= tokens <= 2048
@@ -103,9 +104,9 @@ def test_automatic_tokens_of_a_step_are_chosen_and_told(tiny_llama: PagedModel, 
     assert records[0].num_prefill_tokens == tokens
 
 
-def test_a_small_pool_has_no_more_than_the_fewest_automatic_seats(tiny_llama: PagedModel) -> None:
+def test_a_small_pool_has_no_more_than_the_fewest_automatic_slots(tiny_llama: PagedModel) -> None:
     """All of them take part in turns, as many as the pool holds, however long they become."""
-    config = EngineConfig(kv_cache_gib=20 * tiny_llama.kv_bytes_per_block() / GIB, max_num_seqs=128, auto_seats=True)
+    config = EngineConfig(kv_cache_gib=20 * tiny_llama.kv_bytes_per_block() / GIB, max_num_seqs=128, auto_slots=True)
     core = EngineCore(tiny_llama, config)
     assert core.info.max_num_seqs == 16
     for number in range(16):
@@ -195,7 +196,7 @@ def test_limits_are_measured_on_data_that_differs(monkeypatch: pytest.MonkeyPatc
         results.append(run())
         return [1.0]
 
-    monkeypatch.setattr("serve_app.model.limits.call_times", once)
+    monkeypatch.setattr("serve_app.model.profiling.limits.call_times", once)
     measure_limits(torch.device("cpu"), torch.float32)
     assert [bool((result == result.view(-1)[0]).all()) for result in results] == [False, False]
 

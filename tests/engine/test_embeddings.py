@@ -16,7 +16,7 @@ from serve_app.core.request import EngineRequest
 from serve_app.core.sampling_params import Pooling, SamplingParams
 from serve_app.engine.llm import LLM
 from serve_app.errors import ConfigError, ContextLengthError, InvalidRequestError
-from serve_app.model.attention.base import AttentionBatch
+from serve_app.model.attention_backend import AttentionBatch
 from serve_app.model.loader import from_module
 from serve_app.model.paged_model import PagedModel
 from tests.engine.harness import Harness

@@ -15,6 +15,7 @@ from transformers import AutoTokenizer
 from load_tests.llama_cpp_ids.headers import write_header
 from load_tests.random_gguf import write_gguf
 from serve_app.api.admission import AsyncAdmissionQueue
+from serve_app.checkpoints.model_files import locate_model
 from serve_app.core.results import FinishReason
 from serve_app.core.sampling_params import SamplingParams
 from serve_app.engine.async_engine import AsyncEngine
@@ -23,7 +24,6 @@ from serve_app.engine.llm import LLM
 from serve_app.errors import ConfigError, InvalidRequestError
 from serve_app.grammars import choice
 from serve_app.model.options import ModelOptions
-from serve_app.model_files import locate_model
 from serve_app.text.tokenizer import load_tokenizer
 from tests.api.conftest import build_api
 from tests.api.services import EngineService

@@ -14,7 +14,7 @@ from serve_app.core.sampling_params import SamplingParams
 from serve_app.engine.core import EngineCore
 from serve_app.engine.llm import LLM
 from serve_app.errors import ConfigError, ContextLengthError, EngineError, InvalidRequestError
-from serve_app.model.attention.base import AttentionBatch
+from serve_app.model.attention_backend import AttentionBatch
 from serve_app.model.paged_model import PagedModel
 from tests.models import tiny_model
 from tests.sentencepiece import sentencepiece_tokenizer

@@ -126,7 +126,7 @@ def test_aborts_with_a_step_in_flight(tiny_llama: PagedModel) -> None:
 
 
 def test_a_slot_changes_hands_while_its_last_row_is_in_flight(tiny_llama: PagedModel) -> None:
-    """One seat: whoever ends by a stop token leaves a row in flight, and the next one starts in the same slot."""
+    """One slot: whoever ends by a stop token leaves a row in flight, and the next one starts in the same slot."""
     base = subjects()[1]
     first = Harness(tiny_llama, speculation="off").run([base]).outcomes["seeded", 0].token_ids
     stops = [

@@ -16,8 +16,8 @@ from serve_app.fleet.prefix_routing import PrefixIndex, PrefixRouting
 from serve_app.fleet.routing_policy import Placement, ReplicaInfo, RoutingRequest
 from tests.fleet.simulated_fleet import Ours, PowerOfTwo, SimulatedFleet, prefix_groups
 
-BLOCK, SEATS = 4, 16
-INFO = ReplicaInfo(block_size=BLOCK, num_blocks=4096, max_num_seqs=SEATS)
+BLOCK, SLOTS = 4, 16
+INFO = ReplicaInfo(block_size=BLOCK, num_blocks=4096, max_num_seqs=SLOTS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,7 +186,7 @@ def test_prompts_whose_every_token_must_be_computed_follow_no_prefix() -> None:
 
 
 def test_a_replica_without_prefix_cache_attracts_nothing() -> None:
-    policy = fleet("a", "b", info=ReplicaInfo(BLOCK, num_blocks=0, max_num_seqs=SEATS))
+    policy = fleet("a", "b", info=ReplicaInfo(BLOCK, num_blocks=0, max_num_seqs=SLOTS))
     serve(policy, request("1", prefix(1)), "a")
     assert policy.rank(request("2", prefix(1)), "ab", {}, 0.0)[0] == "b"
 
@@ -207,7 +207,7 @@ def test_an_index_is_bounded_and_keeps_whole_chains_of_recent_use(numbers: list[
 @settings(max_examples=50)
 @given(st.data())
 def test_memory_is_bounded_whatever_comes(data: st.DataObject) -> None:
-    policy = fleet("a", "b", info=ReplicaInfo(BLOCK, num_blocks=8, max_num_seqs=SEATS))
+    policy = fleet("a", "b", info=ReplicaInfo(BLOCK, num_blocks=8, max_num_seqs=SLOTS))
     for number in range(data.draw(st.integers(0, 60))):
         send(policy, request(str(number), prefix(number, 24), session=f"s{number}"), "ab")
         policy.ended(str(number))
@@ -264,13 +264,13 @@ def test_load_wins_over_prefix_when_the_spread_is_large() -> None:
     assert policy.rank(request("2", prefix(1, 200)), "ab", {}, 0.0)[0] == "a"
 
 
-def test_waiting_for_a_seat_costs_more_than_a_longer_step() -> None:
+def test_waiting_for_a_slots_costs_more_than_a_longer_step() -> None:
     policy = fleet("a", "b")
     serve(policy, request("1", prefix(1, 150)), "a")
     what = request("2", prefix(1, 150))
-    busy = {"a": load(running=SEATS - 4), "b": load(running=SEATS - 6)}
+    busy = {"a": load(running=SLOTS - 4), "b": load(running=SLOTS - 6)}
     assert policy.rank(what, "ab", busy, 0.0)[0] == "a"
-    over = {"a": load(running=SEATS, waiting=2), "b": load(running=SEATS)}
+    over = {"a": load(running=SLOTS, waiting=2), "b": load(running=SLOTS)}
     assert policy.rank(what, "ab", over, 0.0)[0] == "b"
 
 
@@ -287,11 +287,11 @@ def test_a_replica_that_computes_a_long_prompt_is_busier_than_one_that_generates
 @pytest.mark.parametrize(
     "full",
     [
-        load(running=SEATS),
-        load(running=SEATS - 4, waiting=4),
+        load(running=SLOTS),
+        load(running=SLOTS - 4, waiting=4),
         load(free_blocks=7),
     ],
-    ids=["seats taken", "others wait", "no room for the prompt"],
+    ids=["slots taken", "others wait", "no room for the prompt"],
 )
 def test_no_prefix_and_no_session_leads_to_a_full_replica(full: ReplicaLoad) -> None:
     policy = fleet("a", "b")
@@ -304,15 +304,15 @@ def test_no_prefix_and_no_session_leads_to_a_full_replica(full: ReplicaLoad) -> 
 def test_what_needs_a_slot_goes_only_where_one_is_free() -> None:
     policy = fleet("a", "b")
     moved = replace(request("moved", prefix(1)), needs_slot=True)
-    whole = replace(moved, num_sequences=SEATS + 1)
-    full, half = load(running=SEATS - 1, waiting=1), load(running=SEATS // 2)
+    whole = replace(moved, num_sequences=SLOTS + 1)
+    full, half = load(running=SLOTS - 1, waiting=1), load(running=SLOTS // 2)
     assert policy.rank(moved, "ab", {"a": full, "b": half}, 0.0) == ["b"]
     assert policy.rank(moved, "ab", {"a": full, "b": full}, 0.0) == []
     assert policy.rank(whole, "ab", {"a": half, "b": load()}, 0.0) == ["b"], "it never has more than all"
-    policy.routed(request("1", prefix(2), num_sequences=SEATS), "b")
+    policy.routed(request("1", prefix(2), num_sequences=SLOTS), "b")
     assert policy.rank(moved, "b", {}, 0.0) == []
     assert policy.account("b") == {
-        "sequences": SEATS,
+        "sequences": SLOTS,
         "waiting_tokens": 512,
         "known_blocks": 512 // BLOCK,
         "refused_beyond": None,
@@ -323,7 +323,7 @@ def test_what_needs_a_slot_goes_only_where_one_is_free() -> None:
 def test_an_old_report_of_load_keeps_nobody_away() -> None:
     policy = fleet("a", "b")
     serve(policy, request("1", prefix(1)), "a")
-    busy = load(running=SEATS, at=100.0)
+    busy = load(running=SLOTS, at=100.0)
     assert policy.rank(request("2", prefix(1)), "ab", {"a": busy}, 101.0)[0] == "b"
     assert policy.rank(request("2", prefix(1)), "ab", {"a": busy}, 130.0)[0] == "a"
 
@@ -423,7 +423,7 @@ def test_an_attempt_counts_where_it_was_sent_and_not_after_its_end() -> None:
 # -------------------------------------------------------------------------------------------------- the whole
 @pytest.mark.parametrize("concurrency", [6, 12, 48])
 def test_shared_prefixes_hit_half_as_often_again_as_by_power_of_two_and_answer_sooner(concurrency: int) -> None:
-    """Real schedulers in virtual time: what `load_tests.routing` measures on real ones."""
+    """Real schedulers in virtual time: what `load_tests.bench.routing` measures on real ones."""
     names = ["a", "b", "c"]
     prompts = prefix_groups(Random(1))
     ours, other = SimulatedFleet(names, Ours(names)), SimulatedFleet(names, PowerOfTwo(Random(2)))

@@ -146,7 +146,7 @@ async def fleet(tiny_engine: AsyncEngine) -> AsyncIterator[Fleet]:
 
 @pytest.fixture
 async def small_engines() -> AsyncIterator[list[AsyncEngine]]:
-    """Two with three places each, one of them without a seat."""
+    """Two with three places each, one of them without a slot."""
     config = EngineConfig(max_num_seqs=2, max_num_waiting=1, max_num_batched_tokens=64, kv_cache_gib=0.1)
 
     def build() -> EngineCore:

@@ -2,15 +2,15 @@
 
 import asyncio
 
-from load_tests.two_deaths import SEATS, Stream, open_fleet
+from load_tests.chaos.two_deaths import SLOTS, Stream, open_fleet
 from serve_app.fleet.loss import LossReason
 from tests.fleet.replicas import until
 
 REPLICAS, STREAMS, TOKENS = 8, 200, 400
-LEFT = (REPLICAS - 2) * SEATS
+LEFT = (REPLICAS - 2) * SLOTS
 
 
-async def test_two_deaths_interrupt_only_who_was_there_and_leave_no_seat_empty() -> None:
+async def test_two_deaths_interrupt_only_who_was_there_and_leave_no_slots_empty() -> None:
     streams = [Stream() for _ in range(STREAMS)]
     async with asyncio.timeout(120), open_fleet(REPLICAS, step_s=0.05) as fleet:
         reading = [asyncio.create_task(fleet.read(i, TOKENS, stream)) for i, stream in enumerate(streams)]
@@ -24,7 +24,7 @@ async def test_two_deaths_interrupt_only_who_was_there_and_leave_no_seat_empty()
         fleet.kill("1")
         await until(lambda: fleet.running == LEFT)
         await until(lambda: len(fleet.replicas.waiting) == STREAMS - LEFT)
-        assert fleet.waiting == 0, "what has no seat waits at the ingress"
+        assert fleet.waiting == 0, "what has no slot waits at the ingress"
 
         fleet.replace("0")
         await fleet.add("8")

@@ -25,7 +25,7 @@ def shown(*texts: str) -> tuple[list[str], str]:
 def test_our_records_are_told_plainly() -> None:
     line = "\x1b[36m(ServeReplica:serve_app:EngineReplica pid=7188)\x1b[0m INFO serve_app.serving.replica: warming up\n"
     assert shown(line) == (["EngineReplica: warming up"], "")
-    remote = "(ServeReplica:a:Ingress pid=7, ip=10.0.0.2) ERROR serve_app.api.guard: request x failed\n"
+    remote = "(ServeReplica:a:Ingress pid=7, ip=10.0.0.2) ERROR serve_app.api.door.guard: request x failed\n"
     assert shown(remote) == (["Ingress: ERROR: request x failed"], "")
 
 

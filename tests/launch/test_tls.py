@@ -16,10 +16,10 @@ from pathlib import Path
 import pytest
 
 from serve_app.errors import ConfigError
-from serve_app.http_client import fetch
 from serve_app.launch import haproxy
 from serve_app.launch.ports import free_port
 from serve_app.launch.tls import HAPROXY_SOCKET, KeyPair, WatchedKeyPair
+from serve_app.system.http_client import fetch
 from tests.certificates import trusting, write_certificate
 from tests.serving.conftest import wait_for
 

@@ -8,10 +8,10 @@ from urllib.error import URLError
 import pytest
 
 import tests.quiet_ray  # noqa: F401
-from serve_app.http_client import HttpStatusError
 from serve_app.launch import watch
 from serve_app.launch.watch import Watch
 from serve_app.serving.ray_patches import Actor
+from serve_app.system.http_client import HttpStatusError
 
 ENGINE = Actor("a", "ServeReplica:app:EngineReplica", 7, dead=False, restarts=0, crashed=True, cause="")
 CAUSE = (

@@ -7,7 +7,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from serve_app.model.attention.base import AttentionBatch, block_matrix
+from serve_app.model.attention_backend import AttentionBatch, block_matrix
 from serve_app.model.paged_model import PagedModel
 
 

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from serve_app.errors import ConfigError
 from serve_app.model.attention import selection
-from serve_app.model.attention.base import AttentionLayer
 from serve_app.model.attention.torch_cpu import TorchCpuAttention
 from serve_app.model.attention.verification import verify_backend
+from serve_app.model.attention_backend import AttentionLayer
 
 CPU = torch.device("cpu")
 LAYERS = {

@@ -6,8 +6,8 @@ import pytest
 
 from serve_app.core.sampling_params import SamplingParams
 from serve_app.core.step_plan import ScheduledRequest, SchedulerOutput, SlotStart
-from serve_app.model import noise
 from serve_app.model.input_batch import InputBatch, sampling_rows
+from serve_app.model.sampling import noise
 
 BLOCK = 4
 

@@ -4,9 +4,9 @@ import torch
 from serve_app.core.step_plan import BlockCopy
 from serve_app.errors import ConfigError
 from serve_app.model import kv_cache
-from serve_app.model.attention.base import AttentionBackend, AttentionLayer
 from serve_app.model.attention.reference import ReferenceAttention
 from serve_app.model.attention.torch_cpu import TorchCpuAttention
+from serve_app.model.attention_backend import AttentionBackend, AttentionLayer
 
 LAYERS = [AttentionLayer(4, 2, 8, 8, 1.0), AttentionLayer(4, 1, 8, 16, 1.0)]
 CPU = torch.device("cpu")

@@ -20,8 +20,8 @@ from serve_app.model.loader import load_model
 from serve_app.model.options import ModelOptions
 from serve_app.model.paged_model import PagedModel
 from serve_app.text.tokenizer import load_tokenizer
+from tests.model.sources.test_gguf_file import config, kinds
 from tests.model.stepping import Sequences
-from tests.model.test_gguf_file import config, kinds
 from tests.models import needs_compiler, own_cache
 
 pytestmark = needs_compiler

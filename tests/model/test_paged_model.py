@@ -13,7 +13,7 @@ from serve_app.core.step_plan import BlockCopy
 from serve_app.errors import ConfigError
 from serve_app.model import verification
 from serve_app.model.attention import transformers_hook
-from serve_app.model.attention.base import AttentionLayer
+from serve_app.model.attention_backend import AttentionLayer
 from serve_app.model.loader import from_module
 from tests.model.stepping import Sequences, random_tokens
 from tests.models import ARCHITECTURES, MIXTURES_OF_EXPERTS, needs_compiler, poison, tiny_model

@@ -2,7 +2,7 @@
 
 import torch
 
-from load_tests.quality import compare
+from load_tests.bench.quality import compare
 from serve_app.model.loader import load_model
 from serve_app.model.options import ModelOptions
 from serve_app.text.tokenizer import load_tokenizer

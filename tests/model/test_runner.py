@@ -6,7 +6,7 @@ from serve_app.core.request import EngineRequest
 from serve_app.core.results import FinishReason
 from serve_app.core.sampling_params import SamplingParams
 from serve_app.model import runner as runner_module
-from serve_app.model.attention.base import AttentionBatch
+from serve_app.model.attention_backend import AttentionBatch
 from serve_app.model.loader import from_module
 from serve_app.model.paged_model import PagedModel
 from tests.engine.harness import Harness

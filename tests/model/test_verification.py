@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from serve_app.model import verification
-from serve_app.model.executors.base import UnsupportedModelError
+from serve_app.model.executor import UnsupportedModelError
 from serve_app.model.verification import ReferenceLogits, verify_model
 
 NOISE = 0.1

@@ -20,10 +20,10 @@ import pytest
 import yaml
 
 from serve_app.core.step_record import SchedulerStats
-from serve_app.lasting import LastingTasks
 from serve_app.observability.held_bytes import HeldBytes, register_held_bytes
 from serve_app.observability.metrics import EngineMetrics, IngressMetrics
 from serve_app.observability.upkeep import register_upkeep
+from serve_app.system.lasting import LastingTasks
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 SCRAPE_INTERVAL_S = 1

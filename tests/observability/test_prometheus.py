@@ -17,9 +17,9 @@ import psutil
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from load_tests.bench.server_view import Comparison
 from load_tests.chaos.fleet import Fleet
 from load_tests.chaos.traffic import MODEL
-from load_tests.server_view import Comparison
 from serve_app.observability.metrics import _LATENCY_BUCKETS
 from serve_app.workloads import client
 from serve_app.workloads.client import RequestResult
@@ -41,7 +41,7 @@ from tests.serving.conftest import wait_for
 
 pytestmark = [pytest.mark.cluster, pytest.mark.parametrize("fleet", ["fast"], indirect=True)]
 
-REPLICAS, SEATS = 3, 2
+REPLICAS, SLOTS = 3, 2
 OUTPUT_TOKENS = 160
 # What differs between two looks at a server that has nothing to do.
 RESTLESS = {"serve_app_engine_busy_ratio", "serve_app_ingress_tasks"}
@@ -73,7 +73,7 @@ class Watched:
 @pytest.fixture(scope="module")
 def watched(fleet: Fleet, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
     find("prometheus")
-    change(fleet, "EngineReplica", user_config={"max_num_seqs": SEATS})
+    change(fleet, "EngineReplica", user_config={"max_num_seqs": SLOTS})
     with (
         running_prometheus(tmp_path_factory.mktemp("watched"), fleet.url) as prometheus,
         httpx.Client(base_url=fleet.url, timeout=30) as http,
@@ -87,7 +87,7 @@ def watched(fleet: Fleet, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
         late = {"model": MODEL, "prompt": "too late", "max_tokens": 9}
         http.post("/v1/completions", json=late, headers={"x-request-timeout": "0.000001"})
         yield watched
-    change(fleet, "EngineReplica", user_config={"max_num_seqs": fleet.shape.seats})
+    change(fleet, "EngineReplica", user_config={"max_num_seqs": fleet.shape.slots})
 
 
 @asynccontextmanager
@@ -210,12 +210,12 @@ def test_every_process_is_a_target_with_a_name(watched: Watched) -> None:
 
 
 async def test_counts_and_latencies_are_those_of_the_clients(watched: Watched) -> None:
-    """Four clients for each seat, so that most wait equally long, and long beside the client's own delays."""
+    """Four clients for each slot, so that most wait equally long, and long beside the client's own delays."""
     prometheus = watched.prometheus
     wait_for(lambda: not same_page(watched), "Prometheus holds what the page shows")
     before = {expr: prometheus.value(expr) for expr in at_ingress([]) | in_engines([])}
     started = time.monotonic()
-    clients, turns = 4 * REPLICAS * SEATS, 4
+    clients, turns = 4 * REPLICAS * SLOTS, 4
     async with load(watched.fleet, clients, turns) as results:
         way_s = await way_there_and_back(watched, results, clients * turns)
     assert [result.error for result in results if result.error] == []
@@ -254,7 +254,7 @@ async def test_under_load_every_query_of_every_panel_has_data(watched: Watched) 
                 missing.discard((panel, expr))
         return not missing
 
-    async with load(watched.fleet, clients=REPLICAS * SEATS), ever_new_grammars(watched.fleet):
+    async with load(watched.fleet, clients=REPLICAS * SLOTS), ever_new_grammars(watched.fleet):
         with contextlib.suppress(AssertionError):
             await asyncio.to_thread(wait_for, all_have_data, "every query has data")
     assert missing == set()
@@ -299,8 +299,8 @@ async def test_after_a_replica_died_nothing_is_stale_doubled_or_lost(watched: Wa
     prometheus = watched.prometheus
     wait_for(lambda: not same_page(watched), "Prometheus holds what the page shows")
     before = {expr: prometheus.value(expr) for expr in at_ingress([])}
-    async with load(watched.fleet, clients=2 * REPLICAS * SEATS) as results:
-        await asyncio.to_thread(wait_for, lambda: watched.busiest()["in_flight"] >= SEATS, "a replica has work")
+    async with load(watched.fleet, clients=2 * REPLICAS * SLOTS) as results:
+        await asyncio.to_thread(wait_for, lambda: watched.busiest()["in_flight"] >= SLOTS, "a replica has work")
         victim = watched.busiest()
         dead = victim["id"]
         os.kill(victim["pid"], signal.SIGKILL)

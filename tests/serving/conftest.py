@@ -173,20 +173,20 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Server]]:
             server.wait_stopped()  # a test that failed has not closed its pipe, and the next one would be blamed
 
 
-SEATS, WAITING, QUEUED = 8, 8, 64
+SLOTS, WAITING, QUEUED = 8, 8, 64
 
 
 @pytest.fixture(scope="session", params=["fast path", "default path"])
 def server(
     request: pytest.FixtureRequest, tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Server]:
-    """One replica of a tiny model: 8 seats, 8 more requests in the engine, 64 at the ingress."""
+    """One replica of a tiny model: 8 slots, 8 more requests in the engine, 64 at the ingress."""
     args = {
         "model": str(tiny_folder),
         "served_model_name": "tiny",
         "device": "cpu",
         "engine": {
-            "max_num_seqs": SEATS,
+            "max_num_seqs": SLOTS,
             "max_num_waiting": WAITING,
             "max_num_batched_tokens": 64,
             "kv_cache_gib": 0.05,

@@ -165,11 +165,11 @@ def test_the_engine_follows_the_place_and_the_settings() -> None:
 
 def test_what_is_automatic_is_left_to_the_engine() -> None:
     config = engine_config(Settings.model_validate({"model": "x"}), use_gpu=False)
-    assert (config.auto_seats, config.max_num_seqs) == (True, 256)
+    assert (config.auto_slots, config.max_num_seqs) == (True, 256)
     assert (config.auto_step_tokens, config.max_num_batched_tokens) == (True, 8192)
     engine = {"max_num_seqs": 7, "max_num_batched_tokens": 99}
     given = engine_config(Settings.model_validate({"model": "x", "engine": engine}), use_gpu=False)
-    assert (given.auto_seats, given.max_num_seqs) == (False, 7)
+    assert (given.auto_slots, given.max_num_seqs) == (False, 7)
     assert (given.auto_step_tokens, given.max_num_batched_tokens) == (False, 99)
 
 

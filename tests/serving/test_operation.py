@@ -22,7 +22,7 @@ from tests.serving.traffic import WORKERS, ask, body, connect, replicas, traffic
 
 pytestmark = pytest.mark.cluster
 
-SEATS = 8
+SLOTS = 8
 DRAIN_TIMEOUT_S = 1.0
 
 
@@ -55,7 +55,7 @@ def operated(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Ite
         "model": str(tiny_folder),
         "served_model_name": "tiny",
         "device": "cpu",
-        "engine": {"max_num_seqs": SEATS, "max_num_batched_tokens": 64, "kv_cache_gib": 0.05, "num_threads": 1},
+        "engine": {"max_num_seqs": SLOTS, "max_num_batched_tokens": 64, "kv_cache_gib": 0.05, "num_threads": 1},
         "ingress": {"drain_timeout_s": DRAIN_TIMEOUT_S},
     }
     port = free_port()
@@ -79,12 +79,12 @@ async def test_knobs_change_under_load_without_losing_a_token(operated: Operated
     async with traffic(operated.server) as seen:
         assert await asyncio.to_thread(most_running, operated.server) > 2
 
-        def two_seats(application: dict[str, Any]) -> None:
+        def two_slots(application: dict[str, Any]) -> None:
             knobs = {"max_num_seqs": 2, "max_num_batched_tokens": 8, "waiting_served_ratio": 1.0}
             application["deployments"] = [{"name": "EngineReplica", "user_config": knobs}]
 
         before = replicas(operated.server)
-        assert (await asyncio.to_thread(operated.deploy, two_seats)).endswith("deployed")
+        assert (await asyncio.to_thread(operated.deploy, two_slots)).endswith("deployed")
         done = seen.done
         await asyncio.to_thread(wait_for, lambda: seen.done > done + WORKERS, "streams go on")
         assert 0 < await asyncio.to_thread(most_running, operated.server) <= 2
@@ -144,7 +144,7 @@ async def test_an_update_and_replicas_that_come_and_go_cost_no_request(operated:
         done = seen.done
         await asyncio.to_thread(wait_for, lambda: seen.done > done + WORKERS, "streams go on")
         # The short ones alone do not keep an engine busy where the client gets little of the machine's time.
-        streams = [asyncio.create_task(ask(http, body(number, 3000))) for number in range(2 * SEATS)]
+        streams = [asyncio.create_task(ask(http, body(number, 3000))) for number in range(2 * SLOTS)]
         await asyncio.to_thread(wait_for, lambda: len(replicas(server)) == 2, "a second replica", timeout_s=90)
         assert {events[-1] for _, events in await asyncio.gather(*streams)} == {"[DONE]"}
         assert replicas(server).isdisjoint(before)

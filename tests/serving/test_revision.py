@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
+from serve_app.checkpoints.model_files import digest_content, locate_model
 from serve_app.engine.core import EngineConfig, EngineCore
+from serve_app.model.executor import UnsupportedModelError
 from serve_app.model.executors import gpu
-from serve_app.model.executors.base import UnsupportedModelError
 from serve_app.model.options import ModelOptions
-from serve_app.model_files import digest_content, locate_model
 from serve_app.serving.revision import identify, revision_of
 from serve_app.text.tokenizer import load_tokenizer
 from tests.cli.conftest import tiny_folder

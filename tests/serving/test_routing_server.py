@@ -8,9 +8,9 @@ from typing import Any
 import httpx
 import pytest
 
+from load_tests.bench.routing import parse_counters, prefix_figures
 from load_tests.chaos.fleet import Fleet
 from load_tests.chaos.traffic import MODEL
-from load_tests.routing import parse_counters, prefix_figures
 
 pytestmark = [pytest.mark.cluster, pytest.mark.parametrize("fleet", ["fast", "default"], indirect=True)]
 

@@ -16,11 +16,11 @@ import openai
 import psutil
 import pytest
 
-from tests.serving.conftest import QUEUED, SEATS, WAITING, Server, wait_for
+from tests.serving.conftest import QUEUED, SLOTS, WAITING, Server, wait_for
 
 pytestmark = pytest.mark.cluster
 
-PLACES = SEATS + WAITING + QUEUED
+PLACES = SLOTS + WAITING + QUEUED
 NO_EOS: dict[str, Any] = {"ignore_eos": True}
 IDLE = {
     "serve_app_requests_running": 0.0,
@@ -127,7 +127,7 @@ async def test_64_streams_at_once_say_what_each_says_alone(server: Server) -> No
 
 
 async def test_clients_that_vanish_leave_nothing_behind(server: Server) -> None:
-    """Running and waiting ones alike: more leave than there are seats and places in the engine."""
+    """Running and waiting ones alike: more leave than there are slots and places in the engine."""
     before = server.metrics()
     long = body(max_tokens=4000, temperature=1)  # what is drawn repeats nothing to be drafted
 
@@ -385,7 +385,7 @@ def test_streams_and_embeddings_outlive_their_only_replica(server: Server) -> No
     ]
 
     texts = {"input": [f"{i} " + "many words " * 30 for i in range(150)], "pooling": "mean"}
-    most = (SEATS + WAITING) // 2  # of the texts at once
+    most = (SLOTS + WAITING) // 2  # of the texts at once
 
     def answers(strike: Callable[[], object]) -> list[Any]:
         """All at once; `strike` is called when each has begun."""

@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from serve_app.observability.step_ring import Recording
-from tests.serving.conftest import SEATS, Server, wait_for
+from tests.serving.conftest import SLOTS, Server, wait_for
 
 pytestmark = pytest.mark.cluster
 
@@ -57,7 +57,7 @@ def test_a_request_is_found_in_its_line_and_in_the_timeline(server: Server) -> N
     assert state["queue"] == {"waiting": 0, "ongoing": 0}
     (recording,) = (Recording.from_json(replica) for replica in state["replicas"])
     assert line["replicas"] == [recording.replica]
-    assert recording.num_slots == SEATS
+    assert recording.num_slots == SLOTS
     (engine_id,) = line["engine_ids"]
     steps = [(record, row) for record in recording.records for row in record.rows if row.request_id == f"{engine_id}.1"]
     rows = [row for _, row in steps]
@@ -73,7 +73,7 @@ def test_serve_app_timeline(server: Server, tmp_path: Path) -> None:
         [*command, "--html", str(page), "--trace", str(trace)], capture_output=True, text=True, timeout=60
     )
     assert told.returncode == 0, told.stdout + told.stderr
-    assert told.stdout.count("slot ") == SEATS
+    assert told.stdout.count("slot ") == SLOTS
     assert "▇" in told.stdout
     assert "What the batch did" in page.read_text()
     assert any(event["name"].startswith("decode") for event in json.loads(trace.read_text())["traceEvents"])

@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 
 from load_tests.llama_cpp_ids import checksum
 from load_tests.llama_cpp_ids.headers import write_header, write_sentencepiece
+from serve_app.checkpoints.gguf_header import GgufHeader
+from serve_app.checkpoints.model_files import locate_model
 from serve_app.errors import ConfigError
-from serve_app.gguf_header import GgufHeader
-from serve_app.model.refused_keys import check_refused
-from serve_app.model_files import locate_model
+from serve_app.model.sources.refused_keys import check_refused
 from serve_app.text.gguf_tokenizer import _Keys, _merging, _Vocabulary
 from serve_app.text.pre_tokenizers import PRE_TOKENIZERS
 from serve_app.text.tokenizer import Tokenizer, load_tokenizer

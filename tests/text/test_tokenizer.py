@@ -9,9 +9,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
+from serve_app.checkpoints.model_files import locate_model
 from serve_app.errors import ConfigError, InvalidRequestError
-from serve_app.model_files import locate_model
-from serve_app.text.tokenizer import Tokenizer, _keep, load_tokenizer
+from serve_app.text.tokenizer import Tokenizer, load_tokenizer
+from tests.checkpoints.read_only import refuse_writes
 
 USER = {"role": "user", "content": "Hi"}
 
@@ -75,14 +76,21 @@ def test_a_damaged_cache_is_named_and_made_again(tmp_path: Path, caplog: pytest.
     assert caplog.text == ""
 
 
-def test_a_cache_that_cannot_be_written_is_no_error(tmp_path: Path, sentencepiece: Tokenizer) -> None:
+def test_a_damaged_cache_on_a_disk_that_takes_nothing_is_no_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = load_tokenizer("default", tmp_path)
+    [kept] = (tmp_path / "tokenizers").iterdir()
+    (kept / "tokenizer.json").write_text("{}")
+    refuse_writes(monkeypatch, tmp_path)
+    assert load_tokenizer("default", tmp_path).digest == first.digest
+
+
+def test_a_cache_that_cannot_be_written_is_no_error(tmp_path: Path) -> None:
     blocked = tmp_path / "file"
     blocked.write_text("not a folder")
-    _keep(sentencepiece._tokenizer, blocked / "tokenizers" / "key")
+    assert load_tokenizer("default", blocked).digest == load_tokenizer("default", tmp_path).digest
     assert blocked.read_text() == "not a folder"
-    _keep(sentencepiece._tokenizer, tmp_path / "key")
-    _keep(sentencepiece._tokenizer, tmp_path / "key")  # somebody else was faster
-    assert {entry.name for entry in tmp_path.iterdir()} == {"file", "key"}
 
 
 def test_a_cached_start_needs_no_torch(byte_level: Tokenizer) -> None:

@@ -14,12 +14,12 @@ import pytest
 from serve_app import grammars
 from serve_app.errors import InvalidRequestError
 from serve_app.grammars import Grammars, Matcher
+from serve_app.grammars.token_set import Vocabulary
 from serve_app.text.message_parser import Kind, MessageParser
 from serve_app.text.tool_format import Thinking
 from serve_app.text.tool_grammar import CallableTool, Calls, message_grammar
-from serve_app.token_set import Vocabulary
-from tests.grammar_work import MAX_BUILDS, MAX_CHARS, counted
-from tests.hostile_schemas import HOSTILE_SCHEMAS
+from tests.grammars.grammar_work import MAX_BUILDS, MAX_CHARS, counted
+from tests.grammars.hostile_schemas import HOSTILE_SCHEMAS
 from tests.text.formats import FAMILIES, tokenizer_of
 from tests.text.test_message_parser import form_of, message_of, written
 

@@ -5,7 +5,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from serve_app.model.attention.base import AttentionBatch, AttentionLayer, LayerCache
+from serve_app.model.attention_backend import AttentionBatch, AttentionLayer, LayerCache
 
 
 class ReferenceAttention:

@@ -6,10 +6,10 @@ from collections.abc import Callable, Sequence
 import torch
 
 from serve_app.errors import ConfigError
-from serve_app.model.attention.base import AttentionBackend, AttentionLayer
 from serve_app.model.attention.reference import ReferenceAttention
 from serve_app.model.attention.torch_cpu import TorchCpuAttention
 from serve_app.model.attention.verification import verify_backend
+from serve_app.model.attention_backend import AttentionBackend, AttentionLayer
 
 logger = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from serve_app.model.attention.base import AttentionBatch, AttentionLayer, BlockTable, LayerCache
+from serve_app.model.attention_backend import AttentionBatch, AttentionLayer, BlockTable, LayerCache
 from serve_app.model.elementwise import aligned_parts
 
 _ROWS = 8

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from serve_app.errors import ConfigError
-from serve_app.model.attention.base import AttentionBackend, AttentionLayer, LayerCache
+from serve_app.model.attention_backend import AttentionBackend, AttentionLayer, LayerCache
 
 IMPLEMENTATION = "serve_app_paged"
 """The name under which transformers knows our function. It has no mask function, so no mask is ever built."""

@@ -4,14 +4,14 @@ from collections.abc import Sequence
 
 import torch
 
-from serve_app.model.attention.base import (
+from serve_app.model.attention.reference import ReferenceAttention
+from serve_app.model.attention_backend import (
     AttentionBackend,
     AttentionBatch,
     AttentionLayer,
     LayerCache,
     block_matrix,
 )
-from serve_app.model.attention.reference import ReferenceAttention
 
 _TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 0.15}
 """Largest accepted difference, as a part of the reference's standard deviation."""

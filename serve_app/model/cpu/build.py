@@ -5,17 +5,16 @@ folder may be shared by machines and outlives upgrades. Does not decide what run
 """
 
 import ctypes
-import hashlib
 import logging
 import os
 import re
 import shutil
 import subprocess
-import tempfile
 from pathlib import Path
 
+from serve_app.checkpoints.disk_cache import DiskCache, Key
 from serve_app.errors import one_line
-from serve_app.one_writer import flush_to_disk, only_writer
+from serve_app.system.code_digest import digest_sources
 
 logger = logging.getLogger(__name__)
 
@@ -41,6 +40,8 @@ _FLAGS = (
     *("-fPIC", "-shared", "-pthread"),
 )
 _COMPILE_TIMEOUT_S = 120.0
+_KEPT = 8
+"""Libraries of one build: machines with other compilers may share the folder."""
 
 
 class KernelsUnavailableError(Exception):
@@ -92,37 +93,23 @@ def compiled(build: str, cache_dir: Path) -> Path:
         raise KernelsUnavailableError("there is no C compiler (cc, gcc or clang)")
     flags = [*_FLAGS, *(f"-m{name}" for name in BUILDS[build])]
     try:
-        path = cache_dir / "kernels" / f"{build}-{_fingerprint(compiler, flags)}.so"
-        if not path.exists():
-            with only_writer(path):
-                if not path.exists():
-                    _compile([compiler, *flags], path)
-        return path
+        # Path, size and date stand for the compiler's version: asking for it would start a process.
+        status = os.stat(compiler)
+        compiled_by = f"{os.path.realpath(compiler)} {status.st_size} {status.st_mtime_ns} {flags}"
+        key = Key(SOURCES, build, f"{compiled_by} {digest_sources(SOURCES)}")
+        kept = DiskCache(cache_dir, "kernels", ".so", keep=_KEPT)
+        return kept.get(key, lambda path: _compile(build, [compiler, *flags], path), lambda path: path)
     except OSError as error:
         raise KernelsUnavailableError(one_line(error)) from error
 
 
-def _fingerprint(compiler: str, flags: list[str]) -> str:
-    digest = hashlib.sha256("\0".join(flags).encode())
-    # Path, size and date stand for the compiler's version: asking for it would start a process.
-    status = os.stat(compiler)
-    digest.update(f"{os.path.realpath(compiler)} {status.st_size} {status.st_mtime_ns}".encode())
-    for source in sorted(SOURCES.iterdir()):
-        digest.update(source.name.encode() + source.read_bytes())
-    return digest.hexdigest()[:24]
-
-
-def _compile(command: list[str], target: Path) -> None:
-    with tempfile.TemporaryDirectory(dir=target.parent, prefix="tmp-") as scratch:
-        output = Path(scratch) / target.name
-        full = [*command, str(SOURCES / "kernels.c"), "-o", str(output), "-lm"]
-        try:
-            result = subprocess.run(full, capture_output=True, text=True, timeout=_COMPILE_TIMEOUT_S, check=False)
-        except subprocess.TimeoutExpired:
-            raise KernelsUnavailableError(f"{command[0]} did not finish in {_COMPILE_TIMEOUT_S:.0f} s") from None
-        if result.returncode != 0:
-            errors = [line for line in result.stderr.splitlines() if "error" in line] or [f"status {result.returncode}"]
-            raise KernelsUnavailableError(f"{command[0]} failed: {errors[0]}")
-        flush_to_disk(output)
-        output.rename(target)
-    logger.info("compiled the CPU kernels (%s)", target.stem)
+def _compile(build: str, command: list[str], target: Path) -> None:
+    full = [*command, str(SOURCES / "kernels.c"), "-o", str(target), "-lm"]
+    try:
+        result = subprocess.run(full, capture_output=True, text=True, timeout=_COMPILE_TIMEOUT_S, check=False)
+    except subprocess.TimeoutExpired:
+        raise KernelsUnavailableError(f"{command[0]} did not finish in {_COMPILE_TIMEOUT_S:.0f} s") from None
+    if result.returncode != 0:
+        errors = [line for line in result.stderr.splitlines() if "error" in line] or [f"status {result.returncode}"]
+        raise KernelsUnavailableError(f"{command[0]} failed: {errors[0]}")
+    logger.info("compiled the CPU kernels (build %s)", build)

@@ -17,8 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from serve_app.model.attention.base import AttentionBatch, LayerCache
-from serve_app.model.attention.c_kernels import CKernelAttention, unsupported_by_kernels
+from serve_app.model.attention_backend import AttentionBatch, LayerCache
+from serve_app.model.cpu.attention import CKernelAttention, unsupported_by_kernels
 from serve_app.model.cpu.ops import (
     CACHE_FORMATS,
     GROUP,
@@ -31,9 +31,9 @@ from serve_app.model.cpu.ops import (
     PackedPart,
     PackedWeight,
 )
-from serve_app.model.cpu.packed_file import Matrix, PackedFile, pack_all
+from serve_app.model.cpu.packed_file import Matrix, pack_all
 from serve_app.model.cpu.stored import Blocks, ModuleParameters, Parameters, StoredMatrix
-from serve_app.model.executors.base import OnCapture, UnsupportedModelError
+from serve_app.model.executor import OnCapture, UnsupportedModelError
 from serve_app.model.input_batch import PackedBatch
 from serve_app.model.llama import Linear, Llama
 from serve_app.model.options import Progress
@@ -210,10 +210,9 @@ class _Packing:
         linears = [model.head, *(getattr(layer, name) for layer in model.layers for name in _PRODUCTS)]
         jobs = [partial(self._pack_head, model), *(partial(self._pack, linear) for linear in linears[1:])]
         identity = self.parameters.identity
-        file = None
-        if cache_dir is not None and identity is not None:
-            file = PackedFile.of(cache_dir, identity, self._arithmetic.name, self._kernels.library)
-        packed = pack_all(jobs, file, report)
+        if identity is None:
+            identity, cache_dir = ("", ""), None
+        packed = pack_all(jobs, cache_dir, identity, self._arithmetic.name, self._kernels.library, report)
         return [
             [PackedWeight(matrices[0], self._bias(linear), self._kernels.panel)]
             + [PackedWeight(matrix, None, self._kernels.panel) for matrix in matrices[1:]]

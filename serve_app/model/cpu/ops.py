@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from serve_app.model.attention.base import AttentionBatch, AttentionLayer
+from serve_app.model.attention_backend import AttentionBatch, AttentionLayer
 from serve_app.model.cpu.build import KernelsUnavailableError, load_library
 from serve_app.model.cpu.stored import StoredMatrix
 

@@ -1,24 +1,19 @@
 """Packed weights on disk: packed once, then mapped by every process that runs them, all of which share the memory.
 
-Decides where they are kept, for which weights, mode and build they hold, and what goes when others come. Where the disk
-takes none, each process packs them into memory of its own. Linux maps files in huge pages by itself where the file
+Decides for which weights, mode and build they hold. Where the disk takes none, each process packs them into memory of
+its own. Linux maps files in huge pages by itself where the file
 system has large folios (ext4 since 6.16, XFS for longer).
 """
 
 import fcntl
-import hashlib
 import json
 import logging
 import mmap
 import os
-import shutil
-import tempfile
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +21,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from serve_app.checkpoints.disk_cache import DiskCache, Key
 from serve_app.model.cpu.ops import Format, PackedPart
 from serve_app.model.options import Progress
-from serve_app.one_writer import flush_to_disk, only_writer
+from serve_app.system.code_digest import digest_code
 
 logger = logging.getLogger(__name__)
 
@@ -46,36 +42,26 @@ _MADV_POPULATE_READ = 22
 """Not among mmap's names in Python 3.11."""
 
 
-@dataclass(frozen=True, slots=True)
-class PackedFile:
-    """Where to keep what is packed of `source`.
+def pack_all(
+    jobs: Sequence[Job], cache_dir: Path | None, identity: tuple[str, str], mode: str, library: str, report: Progress
+) -> list[Sequence[Matrix]]:
+    """What `jobs` pack, in as many threads as torch's operations have: mapped from a file in `cache_dir`, which is
+    written if need be; in memory without one, or where the disk does not take it.
 
-    Of files whose names begin alike, up to the `-`, which are of one source in one mode, one is kept.
+    identity: see `Parameters`; library: see `Kernels`.
     """
-
-    path: Path
-    source: Path
-
-    @classmethod
-    def of(cls, cache_dir: Path, identity: tuple[str, str], mode: str, library: str) -> "PackedFile":
-        """identity: see `Parameters`; library: see `Kernels`."""
-        same = hashlib.sha256(f"{identity[0]} {mode}".encode()).hexdigest()
-        exact = hashlib.sha256(f"{identity} {mode} {library} {_code()}".encode()).hexdigest()
-        return cls(cache_dir / "packed" / f"{same[:16]}-{exact[:32]}.weights", Path(identity[0]))
-
-
-def pack_all(jobs: Sequence[Job], file: PackedFile | None, report: Progress) -> list[Sequence[Matrix]]:
-    """What `jobs` pack, in as many threads as torch's operations have: mapped from `file`, which is written if need be;
-    in memory without one, or where the disk does not take it."""
-    if file is not None:
+    if cache_dir is not None:
+        kept = DiskCache(cache_dir, "packed", ".weights")
+        key = Key(Path(identity[0]), mode, f"{identity[1]} {library} {digest_code('model')}")
         try:
-            if not _is_whole(file.path):
-                with only_writer(file.path, lambda: report("waiting for another process that packs the weights", 0.0)):
-                    if not _is_whole(file.path):
-                        _write(file, jobs, report)
-            return _map(file.path, report)
-        except (OSError, ValueError) as error:
-            logger.warning("packed weights stay in this process's memory: cannot keep %s: %s", file.path, error)
+            return kept.get(
+                key,
+                lambda path: _write(path, jobs, report),
+                lambda path: _map(path, report),
+                lambda: report("waiting for another process that packs the weights", 0.0),
+            )
+        except OSError as error:
+            logger.warning("packed weights stay in this process's memory: cannot keep %s: %s", kept.path(key), error)
     return _in_threads(lambda job: job(), jobs, report)
 
 
@@ -88,48 +74,16 @@ def _in_threads(run: Callable[[Job], Any], jobs: Sequence[Job], report: Progress
     return done
 
 
-def _write(target: PackedFile, jobs: Sequence[Job], report: Progress) -> None:
-    # Whoever has the lock is the only writer of these: others of the same source and mode were killed.
-    if target.path.exists():
-        logger.warning("%s is damaged, and made again", target.path)
-    prefix = f"tmp-{_source_and_mode(target.path)}-"
-    for left in target.path.parent.glob(f"{prefix}*"):
-        shutil.rmtree(left, ignore_errors=True)
-    with tempfile.TemporaryDirectory(dir=target.path.parent, prefix=prefix) as scratch:
-        unfinished = Path(scratch) / target.path.name
-        with _Writer(unfinished) as writer:
-            # Each thread writes what it has packed and forgets it: all together may be more than fits into memory.
-            index = _in_threads(lambda job: [[writer.add(part) for part in matrix] for matrix in job()], jobs, report)
-        text = json.dumps({"source": str(target.source), "index": index}).encode()
-        with unfinished.open("ab") as file:
-            file.write(text + len(text).to_bytes(8, "little"))
-        flush_to_disk(unfinished)
-        unfinished.rename(target.path)
-    _remove_others(target.path)
+def _write(target: Path, jobs: Sequence[Job], report: Progress) -> None:
+    with _Writer(target) as writer:
+        # Each thread writes what it has packed and forgets it: all together may be more than fits into memory.
+        index = _in_threads(lambda job: [[writer.add(part) for part in matrix] for matrix in job()], jobs, report)
+    text = json.dumps(index).encode()
+    with target.open("ab") as file:
+        file.write(text + len(text).to_bytes(8, "little"))
 
 
-def _remove_others(path: Path) -> None:
-    """What `path` replaces, and what is left of models that are gone. Who has it mapped keeps it."""
-    for other in path.parent.glob("*.weights"):
-        replaced = other != path and _source_and_mode(other) == _source_and_mode(path)
-        with suppress(OSError, ValueError, KeyError, TypeError):  # removed by another process, or no such file
-            if replaced or not Path(_trailer(other)["source"]).exists():
-                other.unlink(missing_ok=True)
-
-
-def _is_whole(path: Path) -> bool:
-    """Whether it is there, with an index."""
-    try:
-        return "index" in _trailer(path)
-    except (OSError, ValueError, TypeError):
-        return False
-
-
-def _source_and_mode(path: Path) -> str:
-    return path.name.partition("-")[0]
-
-
-def _trailer(path: Path) -> dict[str, Any]:
+def _index(path: Path) -> list[Any]:
     """What stands behind the weights. Raises OSError or ValueError for what is no such file."""
     with path.open("rb") as file:
         file.seek(-8, os.SEEK_END)
@@ -137,7 +91,7 @@ def _trailer(path: Path) -> dict[str, Any]:
         if length > file.tell():
             raise ValueError("its end is no index")
         file.seek(-8 - length, os.SEEK_END)
-        return dict(json.loads(file.read(length)))
+        return list(json.loads(file.read(length)))
 
 
 class _Writer:
@@ -195,8 +149,8 @@ def _aligned(size: int) -> int:
 
 
 def _map(path: Path, report: Progress) -> list[Sequence[Matrix]]:
-    """Raises OSError or ValueError for what is no such file."""
-    index = _trailer(path)["index"]
+    """Raises whatever a damaged file provokes."""
+    index = _index(path)
     with path.open("rb") as file:
         memory = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
     content = np.frombuffer(memory, np.uint8)
@@ -216,13 +170,3 @@ def _read_in(memory: mmap.mmap, report: Progress) -> None:
         for first in range(0, len(memory), _STRIDE):
             memory.madvise(_MADV_POPULATE_READ, first, min(_STRIDE, len(memory) - first))
             report(_MAPPING, min(1.0, (first + _STRIDE) / len(memory)))
-
-
-@cache
-def _code() -> str:
-    """Of the sources that decide what is packed, and how."""
-    folder = Path(__file__).parent
-    digest = hashlib.sha256()
-    for path in sorted([*folder.glob("*.py"), *folder.parent.glob("*.py")]):
-        digest.update(path.name.encode() + path.read_bytes())
-    return digest.hexdigest()

@@ -7,19 +7,19 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from serve_app.model.blueprint import Blueprint
 from serve_app.model.cpu.build import KernelsUnavailableError, missing_for_faster, usable_builds
 from serve_app.model.cpu.decoder import CpuDecoder
 from serve_app.model.cpu.ops import Arithmetic, Kernels
-from serve_app.model.executors.base import Demand, ModelExecutor, UnsupportedModelError
+from serve_app.model.executor import Demand, ModelExecutor, UnsupportedModelError
 from serve_app.model.facts import ModelFacts
 from serve_app.model.llama import recognise
-from serve_app.model.mapped_checkpoint import MappedCheckpoint, MappedParameters
 from serve_app.model.options import ModelOptions, Progress
+from serve_app.model.sources.blueprint import Blueprint
+from serve_app.model.sources.mapped_checkpoint import MappedCheckpoint, MappedParameters
 from serve_app.model.verification import check_finite, verify_model
 
 if TYPE_CHECKING:
-    from serve_app.model.source_model import SourceModel  # imports transformers' modules
+    from serve_app.model.sources.source_model import SourceModel  # imports transformers' modules
 
 logger = logging.getLogger(__name__)
 

@@ -3,11 +3,11 @@
 import torch
 
 from serve_app.model.attention.verification import verify_backend
-from serve_app.model.executors.base import Demand, ModelExecutor, UnsupportedModelError
+from serve_app.model.executor import Demand, ModelExecutor, UnsupportedModelError
 from serve_app.model.facts import ModelFacts
 from serve_app.model.llama import recognise
 from serve_app.model.options import KernelOptions, ModelOptions, Progress
-from serve_app.model.source_model import SourceModel
+from serve_app.model.sources.source_model import SourceModel
 from serve_app.model.verification import TOLERANCE, verify_model
 
 NAME = "the GPU kernels"

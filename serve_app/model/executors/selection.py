@@ -4,11 +4,11 @@ import logging
 from typing import Protocol
 
 from serve_app.errors import ConfigError
+from serve_app.model.executor import Demand, ModelExecutor, UnsupportedModelError
 from serve_app.model.executors import cpu, gpu, transformers
-from serve_app.model.executors.base import Demand, ModelExecutor, UnsupportedModelError
 from serve_app.model.facts import ModelFacts
 from serve_app.model.options import ModelOptions, Progress
-from serve_app.model.source_model import SourceModel
+from serve_app.model.sources.source_model import SourceModel
 
 logger = logging.getLogger(__name__)
 

@@ -11,16 +11,16 @@ from torch import Tensor
 
 from serve_app.errors import ConfigError
 from serve_app.model.attention import transformers_hook
-from serve_app.model.attention.base import AttentionBackend, AttentionBatch, LayerCache
 from serve_app.model.attention.selection import pick_backend
-from serve_app.model.executors.base import Demand, ModelExecutor, OnCapture, torch_build
+from serve_app.model.attention_backend import AttentionBackend, AttentionBatch, LayerCache
+from serve_app.model.executor import Demand, ModelExecutor, OnCapture, torch_build
 from serve_app.model.facts import ModelFacts
 from serve_app.model.fusion import optimize
 from serve_app.model.input_batch import PackedBatch
 from serve_app.model.linear import pad_rows
 from serve_app.model.options import ModelOptions, Progress
 from serve_app.model.slot_memory import SlotMemory
-from serve_app.model.source_model import SourceModel
+from serve_app.model.sources.source_model import SourceModel
 from serve_app.model.verification import TOLERANCE
 
 NAME = "transformers' modules"

@@ -16,7 +16,7 @@ import torch
 import triton
 from torch import Tensor
 
-from serve_app.model.attention.base import AttentionBatch, AttentionLayer, LayerCache
+from serve_app.model.attention_backend import AttentionBatch, AttentionLayer, LayerCache
 from serve_app.model.gpu.kernels import attention as kernels
 from serve_app.model.transfer import to_device
 

@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from serve_app.model.attention.base import AttentionBatch, AttentionLayer, LayerCache
-from serve_app.model.executors.base import (
+from serve_app.model.attention_backend import AttentionBatch, AttentionLayer, LayerCache
+from serve_app.model.executor import (
     Decoded,
     OnCapture,
     UnsupportedModelError,

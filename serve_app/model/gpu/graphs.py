@@ -20,13 +20,13 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from serve_app.model.attention.base import AttentionLayer
-from serve_app.model.executors.base import Decoded
+from serve_app.model.attention_backend import AttentionLayer
+from serve_app.model.executor import Decoded
 from serve_app.model.gpu import ops
 from serve_app.model.gpu.attention import TritonAttention, TritonMetadata, decode_tiles
 from serve_app.model.gpu.sampling import chosen
 from serve_app.model.input_batch import PackedBatch
-from serve_app.model.sampling_columns import Column
+from serve_app.model.sampling.columns import Column
 from serve_app.model.slot_memory import SlotMemory
 
 BUCKETS: tuple[int, ...] = (1, 2, 4, 8, *range(16, 64, 8), *range(64, 128, 16), *range(128, 257, 32))

@@ -4,7 +4,7 @@ import torch
 import triton
 from torch import Tensor
 
-from serve_app.model.attention.base import LayerCache
+from serve_app.model.attention_backend import LayerCache
 from serve_app.model.gpu.kernels import elementwise as kernels
 from serve_app.model.gpu.kernels import steps
 

@@ -2,7 +2,7 @@
 
 The host says what only it knows: parameters, each row's random number, and which logits bias and `min_tokens` change.
 Penalties count the tokens on the device, of which the last may be unknown to the host. What the device finds stays
-there, and comes to the host when somebody asks. Semantics are those of `serve_app.model.sampler`, whose results
+there, and comes to the host when somebody asks. Semantics are those of `sampling.sampler`, whose results
 `agrees` compares with the kernels'.
 """
 
@@ -18,13 +18,14 @@ from serve_app.core.results import TokenLogprob
 from serve_app.core.sampling_params import MAX_TOP_LOGPROBS, SamplingParams
 from serve_app.core.step_plan import SlotStart
 from serve_app.errors import RequestError
-from serve_app.model import sampler
+from serve_app.grammars.token_set import TokenSet
 from serve_app.model.gpu.kernels import sampling as kernels
-from serve_app.model.input_batch import SamplingRows, sampling_rows
-from serve_app.model.noise import Float64Array, Int64Array
-from serve_app.model.sampler import Sampled
+from serve_app.model.input_batch import sampling_rows
+from serve_app.model.sampling import sampler
+from serve_app.model.sampling.noise import Float64Array, Int64Array
+from serve_app.model.sampling.rows import SamplingRows
+from serve_app.model.sampling.sampler import Sampled
 from serve_app.model.transfer import ToHost, to_device
-from serve_app.token_set import TokenSet
 
 PART = 1024
 """Tokens of a part."""
@@ -176,7 +177,7 @@ def add(logits: Tensor, rows: SamplingRows, entries: Sequence[tuple[int, tuple[I
 
 
 def agrees(vocab: int, device: torch.device) -> bool:
-    """Whether the kernels choose what `serve_app.model.sampler` chooses, on random logits of this width."""
+    """Whether the kernels choose what `serve_app.model.sampling.sampler` chooses, on random logits of this width."""
     variants = [
         {"temperature": 0.0},
         {},

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import attention
 
-from serve_app.model.attention.base import AttentionBatch, AttentionLayer, LayerCache
+from serve_app.model.attention_backend import AttentionBatch, AttentionLayer, LayerCache
 from serve_app.model.transfer import to_device
 
 _DEVICE = "cuda"

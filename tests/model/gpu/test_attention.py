@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from serve_app.model.attention import selection
-from serve_app.model.attention.base import AttentionBatch, AttentionLayer, LayerCache, block_matrix
+from serve_app.model.attention_backend import AttentionBatch, AttentionLayer, LayerCache, block_matrix
 
 PAGE = 16
 ROWS = [(0, 1), (16, 1), (0, 33), (63, 1), (17, 40), (64, 1), (5, 3), (130, 1), (31, 5), (0, 2)]

@@ -14,10 +14,10 @@ from serve_app.core.request import EngineRequest
 from serve_app.core.sampling_params import SamplingParams
 from serve_app.core.step_plan import ScheduledRequest, SchedulerOutput, SlotStart
 from serve_app.engine.core import EngineConfig, EngineCore
-from serve_app.model import grammar_masks
-from serve_app.model.attention.base import AttentionBatch, AttentionLayer, block_matrix
+from serve_app.model.attention_backend import AttentionBatch, AttentionLayer, block_matrix
 from serve_app.model.input_batch import InputBatch, PackedBatch
 from serve_app.model.loader import from_module
+from serve_app.model.sampling import grammar_masks
 from serve_app.model.slot_memory import SlotMemory
 from tests.engine.harness import Harness
 from tests.engine.test_constrained import VOCABULARY
@@ -242,7 +242,7 @@ def test_mixed_steps_call_attention_between_the_pieces(device: torch.device) -> 
 def test_an_engine_on_graphs_gives_the_models_tokens(
     overlap: Literal["off", "on"], device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All sizes that its seats need are run before the first request; then batches shrink from size to size, rows grow
+    """All sizes that its slots need are run before the first request; then batches shrink from size to size, rows grow
     into new blocks, one row is not plain, and a prompt comes from the prefix cache."""
     from serve_app.model.gpu import decoder as decoders
     from serve_app.model.gpu.decoder import GpuDecoder

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
 
-from serve_app.model.attention.base import LayerCache
+from serve_app.model.attention_backend import LayerCache
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 """Absolute and relative; bfloat16 has 8 bits, and the kernels round less often than the modules."""

@@ -11,14 +11,15 @@ from serve_app.core.sampling_params import SamplingParams
 from serve_app.core.step_plan import SlotStart
 from serve_app.engine.core import EngineConfig, EngineCore
 from serve_app.errors import InvalidRequestError
-from serve_app.model import sampler
+from serve_app.grammars.token_set import TokenSet
 from serve_app.model.executors.transformers import TransformersExecutor
-from serve_app.model.grammar_masks import mask_out
-from serve_app.model.input_batch import SamplingRows, sampling_rows
+from serve_app.model.input_batch import sampling_rows
 from serve_app.model.loader import from_module
-from serve_app.model.sampler import Sampled
+from serve_app.model.sampling import sampler
+from serve_app.model.sampling.grammar_masks import mask_out
+from serve_app.model.sampling.rows import SamplingRows
+from serve_app.model.sampling.sampler import Sampled
 from serve_app.model.token_samplers import pick_sampler
-from serve_app.token_set import TokenSet
 from tests.models import tiny_model
 
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered in subtract")  # numpy's, in the interpreter
@@ -109,8 +110,8 @@ def test_mixed_rows_agree_with_the_host(sample) -> None:  # type: ignore[no-unty
 @pytest.mark.parametrize("fields", [*EDITED[:2], {**EDITED[0], **EDITED[1]}], ids=str)
 def test_penalties_change_the_same_logits_in_the_same_way(fields: dict[str, object], device: torch.device) -> None:
     """In histories of different lengths, with and without output, beside rows that have no penalties."""
-    from serve_app.model import sampler
     from serve_app.model.gpu import sampling
+    from serve_app.model.sampling import sampler
 
     starts = [make_start(seed, fields if seed != 4 else {}) for seed in range(8)]
     rows = seated(starts)

@@ -11,7 +11,7 @@ from torch.nn.attention import varlen as torch_varlen
 
 from serve_app.errors import ConfigError
 from serve_app.model.attention import selection
-from serve_app.model.attention.base import AttentionLayer
+from serve_app.model.attention_backend import AttentionLayer
 from serve_app.model.gpu import varlen
 
 CPU = torch.device("cpu")

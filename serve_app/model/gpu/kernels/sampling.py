@@ -8,13 +8,13 @@ by halving: as integers, their bits are in the same order. A round tries WAYS th
 parts whose maximum reaches the lowest of them, after two rounds few.
 
 Each row is computed by one program in a fixed order, whatever the other rows are. What the parameters mean is written
-in `serve_app.model.sampler`.
+in `serve_app.model.sampling.sampler`.
 """
 
 import triton
 import triton.language as tl
 
-from serve_app.model.sampling_columns import Column
+from serve_app.model.sampling.columns import Column
 
 COLUMNS = tl.constexpr(len(Column))
 TEMPERATURE, TOP_K, TOP_P = (tl.constexpr(int(column)) for column in (Column.TEMPERATURE, Column.TOP_K, Column.TOP_P))

@@ -1,0 +1,231 @@
+"""POST /v1/messages and its count_tokens: the bodies, and what they mean as chat requests."""
+
+import re
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import AfterValidator, BeforeValidator, Field, WithJsonSchema, model_validator
+
+from serve_app.api.bodies import ignored
+from serve_app.api.bodies.body import Body, Variant, unfit
+from serve_app.api.bodies.fields import Stop
+from serve_app.api.bodies.messages import MAX_MESSAGES, Name, check_parts, check_text, text_schema
+from serve_app.api.bodies.template import knows_effort
+from serve_app.api.bodies.tools import ToolName
+from serve_app.api.bodies.translation import Conversation, TranslatedBody
+from serve_app.core.sampling_params import SamplingParams
+from serve_app.text.tokenizer import Tokenizer
+
+_SAID_BY = {
+    "user": ("text", "tool_result"),
+    "assistant": ("text", "thinking", "redacted_thinking", "tool_use"),
+    "system": ("text",),
+}
+_BILLING = re.compile(r"\Ax-anthropic-billing-header:[^\n]*\n*")
+"""What one client puts in front of its system prompt, another with each request: no prefix would be found again."""
+
+
+def _check_blocks(value: object) -> object:
+    """One form for both: a list of blocks."""
+    if isinstance(value, str):
+        return [{"type": "text", "text": value}]
+    Block.check_types(value, "block")
+    return value
+
+
+class Block(Variant):
+    """One of a message's `content`."""
+
+    ignores = ignored.ANTHROPIC_BLOCK
+    needs = {
+        "text": ("text",),
+        "thinking": ("thinking",),
+        "redacted_thinking": (),
+        "tool_use": ("id", "name", "input"),
+        "tool_result": ("tool_use_id",),
+    }
+
+    type: Literal["text", "thinking", "redacted_thinking", "tool_use", "tool_result"]
+    text: str | None = None
+    thinking: str | None = None
+    id: Name | None = None
+    name: Name | None = None
+    input: dict[str, Any] | None = None
+    tool_use_id: Name | None = None
+    content: Annotated[Any, AfterValidator(lambda v: check_text(v, replaces=True)), text_schema(replaces=True)] = None
+
+
+class AnthropicMessage(Body):
+    """One of `messages`."""
+
+    ignores = ignored.ANTHROPIC_MESSAGE
+
+    role: Literal["user", "assistant", "system"]
+    content: Annotated[list[Block], BeforeValidator(_check_blocks, json_schema_input_type=str | list[Block])]
+
+    @model_validator(mode="after")
+    def _check_role(self) -> Self:
+        for i, block in enumerate(self.content):
+            if block.type not in _SAID_BY[self.role]:
+                raise unfit(f"content[{i}]", f"of the type {block.type!r} is nothing for the role {self.role!r}")
+        return self
+
+    def tell(self, conversation: Conversation) -> None:
+        """Add it to the conversation; texts between results of tools are messages of their own."""
+        texts = [] if self.content else [""]
+        for block in (*self.content, None):
+            if block is not None and block.type == "text":
+                texts.append(block.text or "")
+                continue
+            if texts:
+                conversation.say(self.role, "\n".join(texts))
+                texts = []
+            match block:
+                case Block(type="thinking"):
+                    conversation.think(block.thinking or "")
+                case Block(type="tool_use"):
+                    conversation.call(block.name or "", block.input or {}, block.id or "")
+                case Block(type="tool_result"):
+                    conversation.answer(block.tool_use_id or "", block.content or "")
+
+
+class AnthropicTool(Body):
+    """One of `tools`."""
+
+    ignores = ignored.ANTHROPIC_TOOL
+
+    name: ToolName
+    description: str | None = None
+    input_schema: dict[str, Any]
+    strict: bool | None = None
+
+    def for_chat(self) -> dict[str, Any]:
+        """Chat's form of it."""
+        function = {"name": self.name, "description": self.description, "strict": self.strict}
+        return {"type": "function", "function": {**function, "parameters": self.input_schema}}
+
+
+_OTHER_TYPE = {"not": {"enum": ["custom", None]}}
+_SkippedTool = Annotated[
+    dict[str, Any], WithJsonSchema({"type": "object", "properties": {"type": _OTHER_TYPE}, "required": ["type"]})
+]
+
+
+def _check_tool_types(value: object) -> object:
+    """Tools that come with Anthropic's API, by a type of their own, are not here: the model is not told of them."""
+    if not isinstance(value, list):
+        return value
+    return [None if isinstance(tool, dict) and tool.get("type") not in (None, "custom") else tool for tool in value]
+
+
+class AnthropicToolChoice(Body):
+    """`tool_choice`."""
+
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    disable_parallel_tool_use: bool | None = None
+
+    @model_validator(mode="after")
+    def _check_name(self) -> Self:
+        if (self.name is None) == (self.type == "tool"):
+            raise unfit("name", "is required by the type `tool`, and by no other")
+        return self
+
+    def for_chat(self) -> Any:
+        """Chat's form of it."""
+        if self.type == "tool":
+            return {"type": "function", "function": {"name": self.name}}
+        return "required" if self.type == "any" else self.type
+
+
+class ThinkingConfig(Body):
+    """`thinking`. `adaptive` leaves it to the chat template, as does none at all."""
+
+    ignores = ignored.THINKING
+
+    type: Literal["enabled", "disabled", "adaptive"]
+    budget_tokens: Annotated[int | None, Field(ge=1, lt=2**31)] = None
+
+
+class OutputFormat(Body):
+    """`output_config.format`."""
+
+    type: Literal["json_schema"]
+    schema_: Annotated[dict[str, Any], Field(alias="schema")]
+
+
+class OutputConfig(Body):
+    """`output_config`."""
+
+    ignores = ignored.ANTHROPIC_OUTPUT
+
+    format: OutputFormat | None = None
+
+
+class CountTokensBody(TranslatedBody):
+    """POST /v1/messages/count_tokens."""
+
+    ignores = ignored.ANTHROPIC
+    chat_names = (
+        (r"^tools\[(\d+)\]\.function\.parameters", r"tools[\1].input_schema"),
+        (r"^(tools\[\d+\]|tool_choice)\.function", r"\1"),
+        (r"^response_format\.json_schema", "output_config.format"),
+        ("^reasoning_effort", "thinking"),
+        ("^continue_final_message", "messages"),
+    )
+
+    n: Literal[1] | None = None
+    messages: Annotated[
+        list[AnthropicMessage],
+        Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True),
+        BeforeValidator(check_parts),
+    ]
+    system: Annotated[Any, AfterValidator(check_text), text_schema()] = None
+    tools: Annotated[
+        list[AnthropicTool | None] | None,
+        BeforeValidator(_check_tool_types, json_schema_input_type=list[AnthropicTool | _SkippedTool | None] | None),
+    ] = None
+    tool_choice: AnthropicToolChoice | None = None
+    thinking: ThinkingConfig | None = None
+    output_config: OutputConfig | None = None
+
+    @model_validator(mode="after")
+    def _check_sampling(self) -> Self:
+        SamplingParams(**self.sampling_fields(), seed=self.seed)  # also where nothing is generated
+        return self
+
+    def chat_fields(self, tokenizer: Tokenizer) -> dict[str, Any]:
+        """The other fields of the chat request."""
+        conversation = Conversation()
+        if system := _BILLING.sub("", self.system or ""):
+            conversation.say("system", system)
+        for message in self.messages:
+            message.tell(conversation)
+        choice, thinking, output = self.tool_choice, self.thinking, self.output_config
+        fields: dict[str, Any] = {
+            "messages": conversation.messages,
+            "continue_final_message": conversation.ends_with_text(),
+        }
+        if self.tools:
+            fields["tools"] = [tool.for_chat() for tool in self.tools if tool is not None]
+        if choice is not None:
+            parallel = False if choice.disable_parallel_tool_use else None
+            fields |= {"tool_choice": choice.for_chat(), "parallel_tool_calls": parallel}
+        if thinking is not None and thinking.type != "adaptive" and knows_effort(tokenizer):
+            fields["reasoning_effort"] = "none" if thinking.type == "disabled" else "medium"
+        if thinking is not None and tokenizer.reasoning is not None:
+            fields["thinking_token_budget"] = thinking.budget_tokens
+        if output is not None and output.format is not None:
+            schema = {"name": "", "schema": output.format.schema_}
+            fields["response_format"] = {"type": "json_schema", "json_schema": schema}
+        return fields
+
+
+class MessagesBody(CountTokensBody):
+    """POST /v1/messages."""
+
+    max_tokens: Annotated[int, Field(ge=1)]
+    stop_sequences: Stop = None
+
+    def chat_fields(self, tokenizer: Tokenizer) -> dict[str, Any]:
+        """The other fields of the chat request, but for `max_tokens`, which may be more than fit here."""
+        return {**super().chat_fields(tokenizer), "stop": self.stop_sequences}

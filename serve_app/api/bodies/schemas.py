@@ -1,0 +1,384 @@
+"""Request bodies: every field that the server honours, and its type.
+
+Strict: no string becomes a number, an unknown field is refused by name, null means "not given". What is accepted
+without effect stands in `ignored`. Ranges of sampling parameters are checked once, in `SamplingParams`.
+"""
+
+from collections.abc import Callable
+from typing import Annotated, Any, Literal, Self, TypeVar
+
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    Field,
+    GetJsonSchemaHandler,
+    ValidationError,
+    WithJsonSchema,
+    create_model,
+    model_validator,
+)
+from pydantic_core import CoreSchema, from_json
+
+from serve_app.api.bodies import ignored
+from serve_app.api.bodies.body import MAX_CONTAINERS, SHOWN, Body, has_too_many_containers, refusal, unfit
+from serve_app.api.bodies.fields import BadWord, LogitBias, MaxTokens, Prompt, Stop, TemplateVariables, TokenId, at_most
+from serve_app.api.bodies.messages import MAX_MESSAGES, Message, check_parts
+from serve_app.api.bodies.tools import MAX_TOOLS, Tool, ToolChoice, check_tool_choice, check_tools
+from serve_app.core.sampling_params import (
+    MAX_ALLOWED_TOKEN_IDS,
+    MAX_BAD_WORDS,
+    MAX_CHOICES,
+    MAX_STOP_TOKEN_IDS,
+    MAX_TOP_LOGPROBS,
+    RANGES,
+    SamplingParams,
+    as_tuple,
+)
+from serve_app.errors import InvalidRequestError
+from serve_app.text.chat_template import Ending
+
+
+class StreamOptions(Body):
+    """Options of a streamed answer."""
+
+    ignores = ignored.STREAM_OPTIONS
+
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+    """With `include_usage`: every chunk tells the tokens so far, as an event may bring several."""
+
+
+class JsonSchemaFormat(Body):
+    """The `json_schema` of a `response_format`. The schema is always enforced, `strict` or not."""
+
+    name: Annotated[str, Field(max_length=64)]
+    description: str | None = None
+    schema_: Annotated[dict[str, Any] | None, Field(alias="schema")] = None
+    strict: bool | None = None
+
+
+class ResponseFormat(Body):
+    """OpenAI's `response_format`."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchemaFormat | None = None
+
+    @model_validator(mode="after")
+    def _check_schema(self) -> Self:
+        if (self.json_schema is None) == (self.type == "json_schema"):
+            raise unfit("json_schema", "is required by the type `json_schema`, and by no other")
+        return self
+
+
+class StructuredOutputs(Body):
+    """vLLM's `structured_outputs`."""
+
+    json_: Annotated[dict[str, Any] | str | None, Field(alias="json")] = None
+    json_object: bool | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    odds: bool | None = None
+    """With `choice`: tell how likely each of the answers is. This server's own."""
+
+    @model_validator(mode="after")
+    def _check_one(self) -> Self:
+        if self.odds and self.choice is None:
+            raise unfit("odds", "needs `choice`")
+        values = (self.json_, self.json_object, self.regex, self.choice, self.grammar)
+        given = [value for value in values if value not in (None, False)]
+        if len(given) != 1:
+            raise refusal("must hold exactly one of json, json_object, regex, choice and grammar")
+        return self
+
+
+# Each field of `SamplingParams` that a client sets, optional; a body that takes it in another form says so below.
+_sampling_fields: dict[str, Any] = {name: (kind | None, None) for name, kind in SamplingParams.client_fields().items()}
+SamplingFields = create_model("SamplingFields", __base__=Body, **_sampling_fields)
+
+
+class SharedBody(SamplingFields):
+    """What all endpoints share: fields of `SamplingParams` (OpenAI's, and extensions usual among open servers), and
+    those that are not sampling's."""
+
+    model: str | None = None
+    min_tokens: int | None = None
+    """No end before this many tokens."""
+    logit_bias: LogitBias = None
+    """What is added to the logits of tokens, by their ids."""
+    seed: int | None = None
+    """The same seed gives the same tokens."""
+    stream: bool | None = None
+    """The answer comes as events."""
+    user: Annotated[str | None, Field(max_length=512)] = None
+    """A share of the API key's share of the queue."""
+
+    stop_token_ids: Annotated[
+        list[TokenId] | None,
+        Field(fail_fast=True, json_schema_extra={"maxItems": MAX_STOP_TOKEN_IDS}),
+        at_most(MAX_STOP_TOKEN_IDS),
+    ] = None
+    """Tokens that end the answer."""
+    allowed_token_ids: Annotated[
+        list[TokenId] | None,
+        Field(fail_fast=True, min_length=1, json_schema_extra={"maxItems": MAX_ALLOWED_TOKEN_IDS}),
+        at_most(MAX_ALLOWED_TOKEN_IDS),
+    ] = None
+    """Nothing else comes."""
+    bad_words: Annotated[list[BadWord] | None, Field(fail_fast=True, max_length=MAX_BAD_WORDS // 2)] = None
+    """Texts that do not come, as the tokens that they have alone or behind a space."""
+    include_stop_str_in_output: bool | None = None
+    """The stop string is kept."""
+    priority: Annotated[int | None, Field(ge=-(2**31), lt=2**31)] = None
+    """Lower runs first, where the server goes by priority."""
+    cache_salt: Annotated[str | None, Field(max_length=256)] = None
+    """Separates prefix caches."""
+
+    def sampling_fields(self) -> dict[str, Any]:
+        """Those of `SamplingParams` that were given, and mean the same on all endpoints."""
+        names = SamplingParams.client_fields()
+        return {name: as_tuple(value) for name in names if (value := getattr(self, name)) is not None}
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        told = super().__get_pydantic_json_schema__(core_schema, handler)
+        fields = handler.resolve_ref_schema(told)["properties"]
+        for name in RANGES.keys() & SharedBody.model_fields.keys():
+            low, high = RANGES[name].low, RANGES[name].high
+            fields[name] |= {"exclusiveMinimum" if RANGES[name].open_low else "minimum": low, "maximum": high}
+        return told
+
+
+class GenerationBody(SharedBody):
+    """What chat and completions share."""
+
+    n: int | None = None
+    """How many choices."""
+    max_tokens: MaxTokens = None
+    """Of each choice; -1 is the rest of the context."""
+    stop: Stop = None
+    """Texts that end the answer, and do not show in it."""
+    stream_options: StreamOptions | None = None
+    structured_outputs: StructuredOutputs | None = None
+    """What the answer must be: one of its fields."""
+    return_token_ids: bool | None = None
+    """Choices tell their `token_ids`."""
+    prompt_logprobs: Annotated[int | None, Field(ge=0, le=MAX_TOP_LOGPROBS)] = None
+    """So many alternatives for each token of the prompt."""
+    truncate_prompt_tokens: Annotated[
+        int | None, WithJsonSchema({"type": ["integer", "null"], "minimum": -1, "not": {"const": 0}})
+    ] = None
+    """The prompt's last tokens, so many; -1 leaves room for `max_tokens`."""
+
+    @model_validator(mode="after")
+    def _check_stream_options(self) -> Self:
+        if self.stream_options is not None and not self.stream:
+            raise unfit("stream_options", "may only be set when `stream` is true")
+        if self.stream and self.prompt_logprobs is not None:
+            raise unfit("prompt_logprobs", "does not go with `stream`")
+        if self.truncate_prompt_tokens is not None and not -1 <= self.truncate_prompt_tokens != 0:
+            raise unfit("truncate_prompt_tokens", "must be at least 1, or -1")
+        if self.stream and self.answers_with_odds:
+            raise unfit("structured_outputs.odds", "does not go with `stream`")
+        return self
+
+    @property
+    def num_choices(self) -> int:
+        """How many are generated."""
+        return self.n or 1
+
+    @property
+    def scores_only(self) -> bool:
+        """Whether the prompt's log-probabilities are wanted, and no output."""
+        return self.max_tokens == 0 and self.prompt_logprobs is not None
+
+    @property
+    def answers_with_odds(self) -> tuple[str, ...]:
+        """The answers, each once, whose odds are asked for."""
+        asked = self.structured_outputs
+        return () if asked is None or not asked.odds else tuple(dict.fromkeys(asked.choice or ()))
+
+    @property
+    def wants_usage(self) -> bool:
+        """Whether the stream ends with the usage."""
+        options = self.stream_options
+        return options is not None and bool(options.include_usage)
+
+    @property
+    def wants_running_usage(self) -> bool:
+        """Whether every chunk holds the usage so far."""
+        options = self.stream_options
+        return options is not None and bool(options.include_usage and options.continuous_usage_stats)
+
+
+ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
+
+
+class ChatBody(GenerationBody):
+    """POST /v1/chat/completions."""
+
+    ignores = ignored.CHAT
+
+    messages: Annotated[
+        list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True), BeforeValidator(check_parts)
+    ]
+    """The conversation so far."""
+    max_completion_tokens: MaxTokens = None
+    """Of each choice; -1 is the rest of the context."""
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int | None, Field(ge=0, le=MAX_TOP_LOGPROBS)] = None
+
+    parallel_tool_calls: bool | None = None
+    """False: one call at most."""
+    response_format: ResponseFormat | None = None
+    thinking_token_budget: Annotated[int | None, Field(ge=0, lt=2**31)] = None
+    """The most tokens that a reasoning has."""
+    reasoning_effort: ReasoningEffort | None = None
+    tools: Annotated[
+        list[Tool] | None, AfterValidator(check_tools), Field(json_schema_extra={"maxItems": MAX_TOOLS})
+    ] = None
+    tool_choice: Annotated[ToolChoice, BeforeValidator(check_tool_choice, json_schema_input_type=ToolChoice)] = None
+    add_generation_prompt: bool | None = None
+    """False: the prompt ends with the last message."""
+    continue_final_message: bool | None = None
+    """The answer goes on with the assistant's last message."""
+    chat_template_kwargs: TemplateVariables = None
+    """Variables that this model's chat template knows."""
+
+    @model_validator(mode="after")
+    def _check_together(self) -> Self:
+        if self.top_logprobs is not None and not self.logprobs:
+            raise unfit("top_logprobs", "needs `logprobs` to be true")
+        if self.max_tokens is not None and self.max_completion_tokens not in (None, self.max_tokens):
+            raise unfit("max_completion_tokens", "differs from `max_tokens`")
+        if self.tool_choice not in (None, "none", "auto") and not self.tools:
+            raise unfit("tool_choice", "needs `tools`")
+        last = self.messages[-1]
+        if self.continue_final_message and self.add_generation_prompt:
+            raise unfit("continue_final_message", "does not go with `add_generation_prompt`: set that to false")
+        if self.continue_final_message and (last.role != "assistant" or not last.text or last.tool_calls):
+            raise unfit("continue_final_message", "needs a text of the assistant as the last message")
+        return self
+
+    @property
+    def ending(self) -> Ending:
+        """How the prompt ends."""
+        if self.continue_final_message:
+            return Ending.CONTINUED
+        return Ending.MESSAGE if self.add_generation_prompt is False else Ending.ANSWER
+
+
+class CompletionBody(GenerationBody):
+    """POST /v1/completions."""
+
+    ignores = ignored.COMPLETION
+
+    prompt: Prompt
+    """Texts or token ids."""
+    logprobs: Annotated[int | None, Field(ge=0, le=MAX_TOP_LOGPROBS)] = None
+    echo: bool | None = None
+    """The prompt comes back in front of the text."""
+    add_special_tokens: bool | None = None
+    """Those that the tokenizer puts around a text; true if not given."""
+    suffix: str | None = None
+    """What follows the completion, for models that fill in the middle."""
+    best_of: Annotated[int | None, Field(ge=1, le=MAX_CHOICES)] = None
+    """So many choices are generated, and the `n` likeliest of them told."""
+
+    @model_validator(mode="after")
+    def _check_choices(self) -> Self:
+        if self.best_of is not None and self.best_of < (self.n or 1):
+            raise unfit("best_of", "must be at least `n`")
+        if self.stream and self.chooses_best:
+            raise unfit("best_of", "above `n` does not go with `stream`")
+        if self.suffix and (self.echo or self.truncate_prompt_tokens is not None):
+            raise unfit("suffix", "does not go with `echo` or `truncate_prompt_tokens`")
+        return self
+
+    @property
+    def num_choices(self) -> int:
+        """How many are generated for each prompt."""
+        return max(self.n or 1, self.best_of or 1)
+
+    @property
+    def chooses_best(self) -> bool:
+        """Whether not all choices are told."""
+        return self.num_choices > (self.n or 1)
+
+    @property
+    def scores_only(self) -> bool:
+        """Whether the prompt comes back, and no output."""
+        return self.max_tokens == 0 and bool(self.echo or self.prompt_logprobs is not None)
+
+
+BodyT = TypeVar("BodyT", bound=Body)
+
+
+def parse_body(kind: type[BodyT], raw: bytes) -> BodyT:
+    """Validate a JSON body. Raises `InvalidRequestError` that names the field and repeats nothing of the body."""
+    return _or_raise(_read(kind, raw))
+
+
+def validate(kind: type[BodyT], data: dict[str, Any]) -> BodyT:
+    """Validate a body's fields. Raises `InvalidRequestError` as `parse_body` does."""
+    return _or_raise(_validated(kind, data))
+
+
+def _read(kind: type[BodyT], raw: bytes) -> BodyT | InvalidRequestError:
+    if has_too_many_containers(raw):
+        message = f"the body may hold at most {MAX_CONTAINERS} JSON objects and arrays"
+        return InvalidRequestError(message, code="invalid_json")
+    try:
+        data = from_json(raw, allow_inf_nan=False)
+    except ValueError as error:
+        return InvalidRequestError(f"the body is not valid JSON: {error}", code="invalid_json")
+    if not isinstance(data, dict):
+        return InvalidRequestError("the body must be a JSON object", code="invalid_json")
+    return _validated(kind, data)
+
+
+def _validated(kind: type[BodyT], data: dict[str, Any]) -> BodyT | InvalidRequestError:
+    try:
+        return kind.model_validate(data)
+    except ValidationError as error:
+        return _explain(error)
+
+
+def _or_raise(result: BodyT | InvalidRequestError) -> BodyT:
+    """A raised error holds the frames it went through: only here, where nothing is left of what was parsed.
+
+    Of 4 MiB of JSON that may be 40 MiB, and many such errors may wait until the event loop answers them.
+    """
+    try:
+        if isinstance(result, InvalidRequestError):
+            raise result
+        return result
+    finally:
+        del result
+
+
+def _explain(error: ValidationError) -> InvalidRequestError:
+    first = error.errors(include_url=False, include_input=False)[0]
+    path = list(first["loc"])
+    context = first.get("ctx", {})
+    if first["type"] in ("unknown_field", "unfit"):
+        path.append(context["name"])
+    names = (f"[{part}]" if isinstance(part, int) else f".{part[:SHOWN]}" for part in path)
+    param = "".join(names).lstrip(".")
+    message = _MESSAGES.get(first["type"], _plain)(first["msg"])
+    code = "unknown_field" if first["type"] == "unknown_field" else None
+    return InvalidRequestError(f"`{param}` {message}", param=param, code=code)
+
+
+def _plain(message: str) -> str:
+    """Pydantic's sentence, bent to follow the field's name."""
+    for old, new in (("Input should be ", "must be "), ("List should ", "must "), ("String should ", "must ")):
+        if message.startswith(old):
+            return new + message.removeprefix(old)
+    return message[:1].lower() + message[1:]
+
+
+_MESSAGES: dict[str, Callable[[str], str]] = {
+    "missing": lambda _: "is required",
+    "model_type": lambda _: "must be an object",
+}

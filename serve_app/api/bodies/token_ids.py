@@ -1,0 +1,61 @@
+"""POST /tokenize and /detokenize: the bodies."""
+
+from typing import Annotated, Any, Self
+
+from pydantic import BeforeValidator, Field, model_validator
+
+from serve_app.api.bodies.body import Body, unfit
+from serve_app.api.bodies.fields import TemplateVariables, TokenId
+from serve_app.api.bodies.messages import Message
+from serve_app.api.bodies.schemas import ChatBody, ReasoningEffort, validate
+from serve_app.api.bodies.tools import Tool, ToolChoice
+
+
+def _checked_by_chat(kind: Any) -> BeforeValidator:
+    """Of a field that is looked at in the chat that it makes: what /openapi.json says of it."""
+    return BeforeValidator(lambda value: value, json_schema_input_type=kind)
+
+
+_CHAT_PROMPT = (
+    "tools", "tool_choice", "reasoning_effort", "chat_template_kwargs", "add_generation_prompt",
+    "continue_final_message",
+)  # fmt: skip
+
+
+class TokenizeBody(Body):
+    """POST /tokenize: a text, or messages through the chat template with what else a chat says to it."""
+
+    model: str | None = None
+    prompt: str | None = None
+    add_special_tokens: bool | None = None
+
+    messages: Annotated[Any, _checked_by_chat(list[Message] | None)] = None
+    tools: Annotated[Any, _checked_by_chat(list[Tool] | None)] = None
+    tool_choice: Annotated[Any, _checked_by_chat(ToolChoice)] = None
+    reasoning_effort: Annotated[Any, _checked_by_chat(ReasoningEffort | None)] = None
+    chat_template_kwargs: Annotated[Any, _checked_by_chat(TemplateVariables)] = None
+    add_generation_prompt: Annotated[Any, _checked_by_chat(bool | None)] = None
+    continue_final_message: Annotated[Any, _checked_by_chat(bool | None)] = None
+
+    @model_validator(mode="after")
+    def _check_one(self) -> Self:
+        if (self.prompt is None) == (self.messages is None):
+            raise unfit("prompt", "or `messages` must be given, one of them")
+        if self.messages is None:
+            for name in _CHAT_PROMPT:
+                if getattr(self, name) is not None:
+                    raise unfit(name, "needs `messages`")
+        return self
+
+    def to_chat(self) -> ChatBody | None:
+        """The chat whose prompt is asked for. Raises `InvalidRequestError`."""
+        if self.messages is None:
+            return None
+        return validate(ChatBody, {name: getattr(self, name) for name in ("model", "messages", *_CHAT_PROMPT)})
+
+
+class DetokenizeBody(Body):
+    """POST /detokenize."""
+
+    model: str | None = None
+    tokens: Annotated[list[TokenId], Field(fail_fast=True)]

@@ -1,0 +1,1 @@
+"""What stands in front of every route: keys, origins, sizes and times of requests, the form of errors."""

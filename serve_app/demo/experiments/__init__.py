@@ -1,1 +1,0 @@
-"""The experiments that made continuous batching known, on a real model: one module each, one command each."""

@@ -1,0 +1,67 @@
+"""Draws the blueprint of a checkpoint's model: asks transformers' modules how it computes, and verifies the kernels.
+
+Apart from `blueprint`, because importing transformers' modules takes long, and most starts find one that was drawn.
+"""
+
+from collections.abc import Collection
+from dataclasses import replace
+from typing import Any
+
+import torch
+from transformers import AutoConfig, GenerationConfig
+
+from serve_app.checkpoints.model_files import ModelFiles
+from serve_app.errors import one_line
+from serve_app.model.cpu.ops import Kernels
+from serve_app.model.executor import UnsupportedModelError
+from serve_app.model.executors import cpu
+from serve_app.model.llama import recognise
+from serve_app.model.options import ModelOptions
+from serve_app.model.quiet import quiet
+from serve_app.model.rope import fix_frequencies
+from serve_app.model.sources.blueprint import Blueprint
+from serve_app.model.sources.config_keys import read_config
+from serve_app.model.sources.mapped_checkpoint import GENERATION_CONFIG, MappedCheckpoint
+from serve_app.model.sources.safetensors_files import check_complete
+from serve_app.model.sources.skeleton import empty_module, small_copy
+from serve_app.model.sources.source_model import SourceModel
+
+
+def draw_blueprint(
+    files: ModelFiles, checkpoint: MappedCheckpoint, kernels: Kernels, dtype: torch.dtype, options: ModelOptions
+) -> Blueprint:
+    """Raises UnsupportedModelError for a model that the kernels cannot run, and ConfigError."""
+    with quiet():
+        return _draw(files, checkpoint, kernels, dtype, options)
+
+
+def _draw(
+    files: ModelFiles, checkpoint: MappedCheckpoint, kernels: Kernels, dtype: torch.dtype, options: ModelOptions
+) -> Blueprint:
+    config, generation_config = _configs(files, checkpoint, options.ignore_model_keys)
+    module = empty_module(config)
+    if generation_config is not None:
+        module.generation_config = generation_config
+    if files.kind == "folder":
+        check_complete(checkpoint, module)
+    small = SourceModel.take(small_copy(config), files.name, options.max_model_len)
+    facts = replace(small.facts.of_whole(module), dtype=dtype)
+    fix_frequencies(module, facts.max_model_len)
+    cpu.verify(replace(small, facts=facts), kernels, options)
+    llama = recognise(module, module.base_model, facts.layers, facts.max_model_len)
+    return Blueprint(facts, llama, dict(module.named_parameters()))
+
+
+def _configs(files: ModelFiles, checkpoint: MappedCheckpoint, ignored: Collection[str]) -> tuple[Any, Any]:
+    folder = checkpoint.config_folder
+    # What a GGUF file says has been looked at when its configuration was written.
+    of_folder = read_config(str(folder), ignored) if files.kind == "folder" else None
+    try:
+        config = of_folder or AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        own = (folder / GENERATION_CONFIG).is_file()
+        generation_config = GenerationConfig.from_pretrained(folder) if own else None
+    except Exception as error:  # transformers' validators raise whatever does not fit together
+        raise UnsupportedModelError(f"{folder} is not read as it is: {one_line(error)}") from error
+    if getattr(config, "quantization_config", None) is not None:
+        raise UnsupportedModelError("its weights are quantized")
+    return config, generation_config

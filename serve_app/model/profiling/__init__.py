@@ -1,0 +1,1 @@
+"""What a loaded model takes: memory, and the times of its steps."""

@@ -1,0 +1,1 @@
+"""From logits to tokens: penalties, filters, noise, and the masks of grammars."""

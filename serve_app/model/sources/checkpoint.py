@@ -1,0 +1,161 @@
+"""Reads a model's weights into transformers' module, and refuses everything that is not exactly a causal LM.
+
+Decides in which dtype weights are read, and where those converted from GGUF are kept. Whether the model can be served
+is decided later.
+"""
+
+import contextlib
+import copy
+import hashlib
+import io
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from safetensors import safe_open
+from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM
+
+from serve_app.checkpoints.disk_cache import DiskCache, Key
+from serve_app.checkpoints.gguf_header import in_transformers
+from serve_app.checkpoints.model_files import ModelFiles
+from serve_app.errors import ConfigError, one_line
+from serve_app.model.executor import UnsupportedModelError
+from serve_app.model.options import ModelOptions, Progress, resolve_dtype
+from serve_app.model.sources.config_keys import read_config
+from serve_app.model.sources.gguf_file import describe, known_tensors, make_config
+from serve_app.model.sources.skeleton import empty_module
+
+logger = logging.getLogger(__name__)
+
+
+def read_checkpoint(
+    files: ModelFiles, options: ModelOptions, device: torch.device, report: Progress, *, embeds: bool = False
+) -> Any:
+    """The module with its weights, on the CPU and in eval mode. device: on which the model will run; it decides what
+    the dtype "auto" is. embeds: the checkpoint is for embeddings, and may lack a head.
+
+    Raises ConfigError."""
+    if files.gguf_file is not None:
+        return _load_gguf(Path(files.source, files.gguf_file), options, device, report)
+    commit = files.commit or "main"
+    config = read_config(files.source, options.ignore_model_keys, commit)
+    return _load_pretrained(files.source, config, options.dtype, device, report, commit, embeds=embeds)
+
+
+def _load_pretrained(
+    source: str,
+    config: Any,
+    dtype: str,
+    device: torch.device,
+    report: Progress,
+    commit: str = "main",
+    *,
+    embeds: bool = False,
+) -> Any:
+    report("loading weights", 0.0)
+    try:
+        module, info = AutoModelForCausalLM.from_pretrained(
+            source,
+            revision=commit,
+            config=config,
+            dtype=resolve_dtype(dtype, config.dtype, device),
+            use_safetensors=True,
+            trust_remote_code=False,
+            attn_implementation="eager",
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # reported, and refused below by name
+        )
+    except Exception as error:  # transformers raises whatever its validators and readers raise; here it all means this
+        raise ConfigError(f"model: cannot load {source}: {one_line(error)}") from error
+    if embeds and {*info["missing_keys"]} == {"lm_head.weight"}:
+        logger.warning("model %s has no head: its embeddings are right, and the text that it generates is none", source)
+        module.lm_head.weight = module.get_input_embeddings().weight
+        info["missing_keys"].clear()
+    _check_weights(source, info)
+    report("loading weights", 1.0)
+    return module.eval()
+
+
+def _load_gguf(path: Path, options: ModelOptions, device: torch.device, report: Progress) -> Any:
+    """Weights of a GGUF file, dequantized once and then read from the cache.
+
+    The conversion takes seconds, so its result is kept: float32 safetensors, bit for bit what it gave, under the hash
+    of the file's content and of the configuration that was read from it.
+    """
+    report("reading gguf", 0.0)
+    header, described = describe(path, options.ignore_model_keys)
+    config = make_config(path, described)
+    with path.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256")
+    digest.update(json.dumps(described.values, sort_keys=True).encode())
+
+    def convert(folder: Path) -> None:
+        report("converting gguf", 0.0)
+        try:
+            known_tensors(path, header, described, empty_module(config))
+        except UnsupportedModelError as error:
+            raise ConfigError(f"model: cannot read {path}: {error}") from error
+        _convert_gguf(path, config, folder)
+        report("converting gguf", 1.0)
+
+    key = Key(path.resolve(), "", f"{digest.hexdigest()} transformers {transformers.__version__}")
+    kept = DiskCache(Path(options.cache_dir), "gguf-floats").get_or_temporary(key, convert, _whole)
+    return _load_pretrained(str(kept), config, options.dtype, device, report)
+
+
+def _whole(folder: Path) -> Path:
+    """The folder. Raises whatever damaged files in it provoke."""
+    json.loads((folder / "config.json").read_text())
+    with safe_open(folder / "model.safetensors", "pt"):  # which compares what its header says with its size
+        return folder
+
+
+def _convert_gguf(path: Path, config: Any, target: Path) -> None:
+    try:
+        # The converter draws its bar past every switch of transformers.
+        with in_transformers(), contextlib.redirect_stderr(io.StringIO()):
+            module, info = AutoModelForCausalLM.from_pretrained(
+                str(path.parent),
+                gguf_file=path.name,
+                config=config,
+                dtype=torch.float32,
+                attn_implementation="eager",
+                trust_remote_code=False,
+                output_loading_info=True,
+            )
+    except Exception as error:  # the reader raises whatever a damaged file provokes
+        raise ConfigError(f"model: cannot read {path}: {one_line(error)}") from error
+    _check_weights(str(path), info)
+    _save(module, target)
+
+
+def _save(module: Any, folder: Path) -> None:
+    folder.mkdir()
+    unique: dict[int, tuple[str, torch.Tensor]] = {}
+    for name, tensor in module.state_dict().items():
+        unique.setdefault(tensor.data_ptr(), (name, tensor.contiguous()))
+    save_file(dict(unique.values()), folder / "model.safetensors", metadata={"format": "pt"})
+    config = copy.deepcopy(module.config)
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    config.architectures = [type(module).__name__]
+    config.save_pretrained(folder)
+    module.generation_config.save_pretrained(folder)
+
+
+def _check_weights(source: str, info: Any) -> None:
+    """transformers only warns about these, and leaves random weights in the model."""
+    for kind, text in (
+        ("missing_keys", "weights are missing"),
+        ("mismatched_keys", "weights have the wrong shape"),
+        ("unexpected_keys", "weights belong to no part of the model"),
+        ("error_msgs", "weights could not be read"),
+    ):
+        keys = sorted(str(key) for key in info.get(kind) or ())
+        if keys:
+            more = f" and {len(keys) - 3} more" if len(keys) > 3 else ""
+            raise ConfigError(f"model: {source}: {text}: {', '.join(keys[:3])}{more}")

@@ -1,0 +1,222 @@
+"""The configuration that a GGUF file describes, for transformers' modules; and what in the file cannot be honoured.
+
+transformers' own reader drops keys and tensors that it does not know. Here each is used, listed as harmless, or
+refused by name.
+"""
+
+import math
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from serve_app.checkpoints.gguf_header import GgufHeader, TensorInfo
+from serve_app.errors import ConfigError
+from serve_app.model.sources.gguf_keys import (
+    ARCHITECTURES,
+    HARMLESS,
+    HARMLESS_IN,
+    HARMLESS_TENSORS,
+    NEUTRAL,
+    OTHER_PREFIXES,
+    REFUSED_ARCHITECTURES,
+    Architecture,
+)
+from serve_app.model.sources.gguf_metadata import Metadata
+from serve_app.model.sources.gguf_rope import rope_parameters
+
+_SPECIAL_TOKENS = {
+    "bos_token_id": "tokenizer.ggml.bos_token_id",
+    "eos_token_id": "tokenizer.ggml.eos_token_id",
+    "pad_token_id": "tokenizer.ggml.padding_token_id",
+}
+_FLAGS = ("expert_weights_norm",)
+_NUMBERS = ("epsilon", "softcapping")
+"""Endings of keys whose values are no whole numbers."""
+_OFF_AT_ZERO = ("attention.sliding_window", "attn_logit_softcapping", "final_logit_softcapping")
+_GEMMA_27B_LAYERS = {"gemma2": 46, "gemma3": 62}
+"""By its number of layers llama.cpp knows the one size whose attention is scaled by the width of all heads."""
+_GEMMA3_PATTERN = 6
+_LOCAL_BASE = 10_000.0
+_EPSILONS = {"attention.layer_norm_epsilon", "attention.layer_norm_rms_epsilon"}
+_MOST_SHOWN = 60
+_MOST_HEAD_DIM = 2**14
+
+
+@dataclass(frozen=True, slots=True)
+class GgufConfig:
+    """What the metadata say. values: of transformers' configuration, `model_type` among them; refused: by key, why it
+    is not honoured; tensors: those that `values` contain."""
+
+    values: Mapping[str, Any]
+    refused: Mapping[str, str]
+    tensors: Collection[str]
+
+
+def read_config(header: GgufHeader, source: object) -> GgufConfig:
+    """Raises ConfigError for an architecture that is not served, a part of a split file, and values that make no
+    sense. source: where the file is, for messages."""
+    name = _architecture(header, source)
+    row = ARCHITECTURES[name]
+    keys = Metadata(header, source, name)
+    tensors = {tensor.name: tensor for tensor in header.tensors}
+    if keys.count("block_count") > len(tensors):
+        raise keys.error(f"{name}.block_count is {keys.count('block_count')}, and the file has {len(tensors)} tensors")
+    values = {"model_type": row.model_type, **row.constants, **_attributes(keys, row, tensors)}
+    head_dim = _head_dim(keys, row)
+    if "attention.key_length" in row.attributes:
+        values["head_dim"] = head_dim
+    if row.rotates:
+        values["rope_parameters"] = rope_parameters(keys, tensors, head_dim, partial=row.partial)
+    _expect_what_is_computed(keys, row, head_dim)
+    for attribute, key in _SPECIAL_TOKENS.items():
+        field = header.fields.get(key)
+        values[attribute] = None if field is None else field.value
+    values["tie_word_embeddings"] = "output.weight" not in tensors
+    _SPECIALITIES.get(name, _scale)(keys, values, tensors)
+    _refuse_left_over(keys)
+    return GgufConfig(values, keys.refused, frozenset(keys.used_tensors))
+
+
+def check_tensors(tensors: Iterable[str], known: Collection[str], source: object) -> None:
+    """Raise ConfigError naming tensors that are neither `known` nor harmless."""
+    known, unknown = set(known), []
+    for name in tensors:
+        short = name.removeprefix("blk.").partition(".")[2] if name.startswith("blk.") else name
+        # transformers' names of merged experts have no ending.
+        if not {name, name.removesuffix(".weight")} & known and short not in HARMLESS_TENSORS:
+            unknown.append(name)
+    if unknown:
+        more = f" and {len(unknown) - 3} more" if len(unknown) > 3 else ""
+        raise ConfigError(f"model: {source}: tensors belong to no part of the model: {', '.join(unknown[:3])}{more}")
+
+
+def _architecture(header: GgufHeader, source: object) -> str:
+    """Raises ConfigError for what is not one whole file of a language model that is served."""
+    if "general.architecture" not in header.fields:
+        raise ConfigError(f"model: {source}: its metadata lack general.architecture")
+    parts = header.fields.get("split.count")
+    if parts is not None and parts.value > 1:
+        raise ConfigError(
+            f"model: {source}: this file is one of {parts.value} parts of a split model; "
+            "merge them (llama-gguf-split --merge) and serve the whole file"
+        )
+    kind = header.fields.get("general.type")
+    if kind is not None and kind.value != "model":
+        raise ConfigError(f"model: {source}: general.type is {kind.value!r}, and must be 'model'")
+    name = header.fields["general.architecture"].value
+    if name not in ARCHITECTURES:
+        reason = REFUSED_ARCHITECTURES.get(name, f"known: {', '.join(sorted(ARCHITECTURES))}")
+        raise ConfigError(f"model: {source}: GGUF files of architecture {name!r} are not served: {reason}")
+    return str(name)
+
+
+def _attributes(keys: Metadata, row: Architecture, tensors: Mapping[str, TensorInfo]) -> dict[str, Any]:
+    values: dict[str, Any] = {}
+    for key, attribute in row.attributes.items():
+        given = keys.whole(key)
+        if given is None and key in row.optional:
+            values[attribute] = row.optional[key]
+        elif key in _OFF_AT_ZERO and given == 0:
+            values[attribute] = None
+        elif key in _FLAGS:
+            values[attribute] = keys.flag(key)
+        else:
+            values[attribute] = keys.number(key) if key.endswith(_NUMBERS) else keys.count(key)
+    if "num_key_value_heads" in values:
+        values["num_key_value_heads"] = keys.count("attention.head_count_kv", keys.count("attention.head_count"))
+    if values["vocab_size"] is None and "token_embd.weight" in tensors:
+        values["vocab_size"] = int(tensors["token_embd.weight"].shape[-1])
+    return values
+
+
+def _head_dim(keys: Metadata, row: Architecture) -> int:
+    head_dim = keys.count("embedding_length") // keys.count("attention.head_count")
+    if "attention.key_length" in row.attributes:
+        head_dim = keys.count("attention.key_length", head_dim)
+    else:
+        keys.expect("attention.key_length", head_dim)
+    if not 0 < head_dim <= _MOST_HEAD_DIM:
+        raise keys.error(f"its heads have a width of {head_dim}, which must be from 1 to {_MOST_HEAD_DIM}")
+    return head_dim
+
+
+def _expect_what_is_computed(keys: Metadata, row: Architecture, head_dim: int) -> None:
+    for key in ("attention.value_length", "attention.key_length_swa", "attention.value_length_swa"):
+        keys.expect(key, head_dim)
+    keys.expect("rope.dimension_count_swa", head_dim)
+    if "attention.head_count_kv" not in row.attributes:
+        keys.expect("attention.head_count_kv", keys.count("attention.head_count"))
+    (own,) = _EPSILONS & row.attributes.keys()
+    (other,) = _EPSILONS - row.attributes.keys()
+    keys.expect(other, keys.number(own))  # converters write both for some models
+
+
+def _refuse_left_over(keys: Metadata) -> None:
+    harmless = HARMLESS | HARMLESS_IN.get(keys.architecture, {})
+    for whole in keys.left_over():
+        prefix, _, key = whole.partition(".")
+        if prefix != keys.architecture:
+            if prefix != "split" and prefix not in OTHER_PREFIXES:
+                keys.refused[whole] = "its prefix is unknown"
+        elif key not in harmless and (value := keys.whole(key)) not in NEUTRAL.get(key, ()):
+            shown = repr(value) if len(repr(value)) <= _MOST_SHOWN else f"{repr(value)[:_MOST_SHOWN]}..."
+            keys.refuse(key, f"{shown} is not computed" if key in NEUTRAL else "it is unknown")
+
+
+def _scale(keys: Metadata, values: dict[str, Any], tensors: Collection[str]) -> None:
+    """Attention whose scale is the head's width ** -0.5, and nothing else."""
+    usual = values.get("head_dim") or keys.count("embedding_length") // keys.count("attention.head_count")
+    if keys.number("attention.scale", 0.0):  # 0 is llama.cpp's "not set"
+        keys.expect("attention.scale", usual**-0.5)
+
+
+def _gemma(keys: Metadata, values: dict[str, Any], tensors: Collection[str]) -> None:
+    largest = keys.count("block_count") == _GEMMA_27B_LAYERS[keys.architecture]
+    scalar = values["hidden_size"] // values["num_attention_heads"] if largest else values["head_dim"]
+    if scale := keys.number("attention.scale", 0.0):
+        scalar = round(scale**-2)
+        if not math.isclose(scalar**-0.5, scale, rel_tol=1e-5):
+            keys.refuse("attention.scale", f"{scale} is not the inverse root of a whole number")
+    values["query_pre_attn_scalar"] = scalar
+    if values["sliding_window"] is None:  # its modules ask for a number, also where no layer has a window
+        values["sliding_window"] = values["max_position_embeddings"]
+        values["layer_types"] = ["full_attention"] * keys.count("block_count")
+
+
+def _gemma2(keys: Metadata, values: dict[str, Any], tensors: Collection[str]) -> None:
+    _gemma(keys, values, tensors)
+    keys.expect("attention.sliding_window_pattern", 2)
+
+
+def _gemma3(keys: Metadata, values: dict[str, Any], tensors: Collection[str]) -> None:
+    """Layers with a window have frequencies of their own, which are not scaled."""
+    _gemma(keys, values, tensors)
+    pattern = keys.whole("attention.sliding_window_pattern")
+    if "layer_types" not in values:
+        layers = range(keys.count("block_count"))
+        if isinstance(pattern, list) and len(pattern) == len(layers):
+            windowed = [bool(element) for element in pattern]
+        else:
+            every = keys.count("attention.sliding_window_pattern", _GEMMA3_PATTERN)
+            windowed = [(layer + 1) % every != 0 for layer in layers]
+        values["layer_types"] = ["sliding_attention" if window else "full_attention" for window in windowed]
+    local = {"rope_type": "default", "rope_theta": keys.number("rope.freq_base_swa", _LOCAL_BASE)}
+    values["rope_parameters"] = {"full_attention": values["rope_parameters"], "sliding_attention": local}
+
+
+def _phi3(keys: Metadata, values: dict[str, Any], tensors: Collection[str]) -> None:
+    """Its class has an attribute that goes before what `rope_parameters` contain."""
+    _scale(keys, values, tensors)
+    values["original_max_position_embeddings"] = keys.count(
+        "rope.scaling.original_context_length", keys.count("context_length")
+    )
+
+
+def _stablelm(keys: Metadata, values: dict[str, Any], tensors: Collection[str]) -> None:
+    _scale(keys, values, tensors)
+    values["use_qkv_bias"] = any(name.endswith(".attn_q.bias") for name in tensors)
+    values["use_parallel_residual"] = not any(name.endswith(".ffn_norm.weight") for name in tensors)
+
+
+_SPECIALITIES = {"gemma2": _gemma2, "gemma3": _gemma3, "phi3": _phi3, "stablelm": _stablelm}
+"""What a table does not say of some architectures."""

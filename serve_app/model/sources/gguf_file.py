@@ -1,0 +1,168 @@
+"""A GGUF file as a `MappedCheckpoint`: its configuration, and where its tensors are.
+
+Names, and the order of rows where llama.cpp has another one, are found with transformers' own tables, whose imports
+take a second. What they tell is kept: configuration and positions of the tensors, under a hash of the file's beginning.
+"""
+
+import hashlib
+import json
+from collections.abc import Collection
+from dataclasses import asdict
+from importlib.metadata import version
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+from serve_app.checkpoints.disk_cache import DiskCache, Key
+from serve_app.checkpoints.gguf_header import GgufHeader, TensorInfo
+from serve_app.errors import ConfigError, one_line
+from serve_app.model.cpu.stored import Blocks
+from serve_app.model.executor import UnsupportedModelError
+from serve_app.model.sources.gguf_config import GgufConfig, check_tensors, read_config
+from serve_app.model.sources.mapped_checkpoint import MappedCheckpoint, StoredTensor, interleaved
+from serve_app.model.sources.refused_keys import check_refused
+from serve_app.system.code_digest import digest_code
+
+_HEADER_BYTES = 64 * 2**20
+"""More than any file has before its tensors."""
+_KEPT = 4
+"""Indices of one file: several versions of this package may run on one machine."""
+
+
+def open_gguf(path: Path, cache_dir: Path, ignored: Collection[str] = ()) -> MappedCheckpoint:
+    """ignored: the setting `ignore_model_keys`.
+
+    Raises ConfigError for a damaged file, for what in it cannot be honoured, and where not even a temporary folder can
+    be written; UnsupportedModelError for a file whose tensors are more than rows in some order.
+    """
+    with path.open("rb") as file:
+        header = file.read(_HEADER_BYTES)
+    content = hashlib.sha256(header + str(path.stat().st_size).encode()).hexdigest()
+    made_by = f"{digest_code('checkpoints', 'model/sources')} transformers {version('transformers')}"
+    kept = DiskCache(cache_dir, "gguf-index", keep=_KEPT)
+    folder, tensors, refused = kept.get_or_temporary(
+        Key(path.resolve(), "", f"{content} {made_by}"), lambda folder: _write_index(path, folder, ignored), _read_index
+    )
+    check_refused(path, refused, ignored)
+    return MappedCheckpoint(path, [path], folder, tensors)
+
+
+def describe(path: Path, ignored: Collection[str]) -> tuple[GgufHeader, GgufConfig]:
+    """Raises ConfigError for a damaged file, and for what in it cannot be honoured."""
+    try:
+        header = GgufHeader(path)
+        described = read_config(header, path)
+    except ConfigError:
+        raise
+    except Exception as error:  # a damaged file raises whatever its bytes provoke
+        raise _unreadable(path, error) from error
+    check_refused(path, described.refused, ignored)
+    return header, described
+
+
+def make_config(path: Path, described: GgufConfig) -> Any:
+    """transformers' configuration. Raises ConfigError for values that do not fit together."""
+    from transformers import AutoConfig
+
+    from serve_app.model.quiet import quiet
+
+    try:
+        with quiet():
+            return AutoConfig.for_model(**described.values)
+    except Exception as error:  # transformers' validators raise whatever does not fit together
+        raise _unreadable(path, error) from error
+
+
+def known_tensors(path: Path, header: GgufHeader, described: GgufConfig, module: Any) -> dict[str, str]:
+    """The module's names of the file's tensors.
+
+    Raises ConfigError for tensors that belong to no part of the model, UnsupportedModelError for a module whose
+    tensors transformers cannot name."""
+    try:
+        names = _names(module, _processor(header, module.config))
+    except (AttributeError, KeyError, NotImplementedError, ValueError) as error:
+        raise UnsupportedModelError(f"its tensors are not known by name: {error}") from error
+    check_tensors((tensor.name for tensor in header.tensors), names.keys() | {*described.tensors}, path)
+    return names
+
+
+def _unreadable(path: Path, error: Exception) -> ConfigError:
+    return ConfigError(f"model: cannot read {path}: {one_line(error)}")
+
+
+def _read_index(folder: Path) -> tuple[Path, dict[str, StoredTensor], dict[str, str]]:
+    """The folder, tensors by the module's names, and refused keys. Raises whatever a damaged file provokes."""
+    dict(json.loads((folder / "config.json").read_text()))  # for whoever makes the module
+    index = json.loads((folder / "tensors.json").read_text())
+    stored = {
+        name: StoredTensor(**{**entry, "shape": tuple(entry["shape"])}) for name, entry in index["tensors"].items()
+    }
+    return folder, stored, dict(index["refused"])
+
+
+def _write_index(path: Path, folder: Path, ignored: Collection[str]) -> None:
+    # A start from the index does without what this imports.
+    from serve_app.model.sources.skeleton import empty_module
+
+    header, described = describe(path, ignored)
+    config = make_config(path, described)
+    module = empty_module(config)
+    names = known_tensors(path, header, described, module)
+    processor = _processor(header, config)
+    try:
+        tensors = {
+            names[tensor.name]: asdict(_stored(tensor, processor, config))
+            for tensor in header.tensors
+            if tensor.name in names
+        }
+    except (AttributeError, KeyError, NotImplementedError, ValueError) as error:
+        raise UnsupportedModelError(f"its tensors are not read as they are: {error}") from error
+
+    config.save_pretrained(folder)
+    index = {"tensors": tensors, "refused": dict(described.refused)}
+    (folder / "tensors.json").write_text(json.dumps(index))
+
+
+def _processor(header: GgufHeader, config: Any) -> Any:
+    """transformers' one, which turns tensors of the architecture round."""
+    from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor
+
+    architecture = header.fields["general.architecture"].value
+    return TENSOR_PROCESSORS.get(architecture, TensorProcessor)(config=config.to_dict())
+
+
+def _names(module: Any, processor: Any) -> dict[str, str]:
+    """The module's names of a file's tensors."""
+    from transformers.modeling_gguf_pytorch_utils import get_gguf_hf_weights_map
+
+    # It asks every submodule for its names too, which takes seconds, and which Llama-like models have no need of.
+    alone = SimpleNamespace(config=module.config, state_dict=module.state_dict, named_children=tuple)
+    names: dict[str, str] = get_gguf_hf_weights_map(alone, processor)
+    if not {name for name, _ in module.named_parameters()}.issubset(names.values()):
+        names = get_gguf_hf_weights_map(module, processor)
+    return names
+
+
+def _stored(tensor: TensorInfo, processor: Any, config: Any) -> StoredTensor:
+    """processor: transformers', which turns its rows round.
+
+    Raises UnsupportedModelError for one whose numbers are not just read, or stand in an order that is not known.
+    """
+    shape = tuple(int(size) for size in reversed(tensor.shape))
+    blocks = int(tensor.tensor_type)
+    if blocks not in set(Blocks) or (len(shape) == 1 and blocks != Blocks.F32) or len(shape) > 2:
+        raise UnsupportedModelError(f"the tensor {tensor.name} is of type {tensor.tensor_type.name}")
+    rows = np.arange(shape[0])
+    column = rows.reshape(-1, *(1 for _ in shape[1:]))
+    order = processor.process(weights=column, name=tensor.name, tensor_key_mapping={}, parsed_parameters={}).weights
+    known = {0: rows} | {
+        heads: interleaved(shape[0], heads)
+        for heads in (config.num_attention_heads, config.num_key_value_heads)
+        if shape[0] % (2 * heads) == 0
+    }
+    for heads, expected in known.items():
+        if np.array_equal(order.reshape(-1), expected):
+            return StoredTensor(int(tensor.data_offset), int(tensor.n_bytes), blocks, shape, heads)
+    raise UnsupportedModelError(f"the tensor {tensor.name} is not read as it is")

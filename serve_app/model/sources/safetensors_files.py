@@ -1,0 +1,75 @@
+"""A folder of safetensors files as a `MappedCheckpoint`, for the models whose files name what their modules have.
+
+Others, quantized ones among them, are transformers' to read.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from serve_app.errors import one_line
+from serve_app.model.cpu.stored import Blocks
+from serve_app.model.executor import UnsupportedModelError
+from serve_app.model.sources.mapped_checkpoint import MappedCheckpoint, StoredTensor
+
+_BLOCKS = {"F32": Blocks.F32, "F16": Blocks.F16, "BF16": Blocks.BF16}
+_WHOLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+_MAX_HEADER_BYTES = 100_000_000
+"""The format's own limit."""
+
+
+def open_safetensors(folder: Path) -> MappedCheckpoint:
+    """Raises UnsupportedModelError for what only transformers can read, or refuse in its own words."""
+    try:
+        files = _files(folder)
+        tensors = {name: tensor for number, path in enumerate(files) for name, tensor in _tensors(path, number)}
+        return MappedCheckpoint(folder, files, folder, tensors)
+    except Exception as error:  # a header that makes no sense raises whatever it provokes
+        raise UnsupportedModelError(f"{folder} is not read as it is: {one_line(error)}") from error
+
+
+def check_complete(checkpoint: MappedCheckpoint, module: Any) -> None:
+    """Raise UnsupportedModelError unless the files have the module's parameters, and nothing else but a second copy of
+    what the module ties: transformers unties what differs."""
+    known = dict(module.named_parameters())
+    named = module.state_dict(keep_vars=True)
+    found = checkpoint.tensors.keys() - named.keys()
+    missing = known.keys() - checkpoint.tensors.keys()
+    if missing or found:
+        raise UnsupportedModelError(f"its files and its module differ: {', '.join(sorted(missing | found)[:3])}")
+    for name, parameter in known.items():
+        if len(parameter.shape) > 2:
+            raise UnsupportedModelError(f"{name} is no matrix")
+    names = {id(parameter): name for name, parameter in known.items()}
+    for name in checkpoint.tensors.keys() - known.keys():
+        twin = names.get(id(named[name]))
+        if twin is None or not np.array_equal(checkpoint.bytes(name), checkpoint.bytes(twin)):
+            raise UnsupportedModelError(f"{name} is no copy of what it is tied to")
+
+
+def _files(folder: Path) -> list[Path]:
+    if (folder / _WHOLE).is_file():
+        return [folder / _WHOLE]
+    return [folder / name for name in sorted({*json.loads((folder / _INDEX).read_text())["weight_map"].values()})]
+
+
+def _tensors(path: Path, number: int) -> list[tuple[str, StoredTensor]]:
+    """What the file's header names. Raises whatever one that makes no sense provokes."""
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if length > min(_MAX_HEADER_BYTES, size - 8):
+            raise ValueError(f"{path} is cut off")
+        header = json.loads(file.read(length))
+    found = []
+    for name, entry in header.items():
+        if name == "__metadata__":
+            continue
+        first, end = entry["data_offsets"]
+        if not 0 <= first <= end <= size - 8 - length:
+            raise ValueError(f"{path} is cut off")
+        blocks, shape = _BLOCKS[entry["dtype"]], tuple(entry["shape"])
+        found.append((name, StoredTensor(8 + length + first, end - first, blocks, shape, file=number)))
+    return found

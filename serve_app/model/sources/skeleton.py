@@ -1,0 +1,53 @@
+"""A causal LM of transformers without its weights: its structure, and a small copy of it that can be run.
+
+A model whose weights stay in their file is never run by transformers, which would need them as floats. What its
+executor computes is compared on the small copy: the same layers, heads, norms and positions, but narrow. Its weights
+are random, biases and norms too, so that nothing the architecture has goes without notice.
+"""
+
+import copy
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from serve_app.model.executor import UnsupportedModelError
+
+_NARROW = 64
+"""Hidden states, the MLP and the vocabulary of the small copy."""
+
+
+def empty_module(config: Any) -> Any:
+    """The module, in eval mode, with parameters on torch's device "meta"; rotary angles can be asked for.
+
+    Raises UnsupportedModelError, as `small_copy` does."""
+    with torch.device("meta"):
+        module = _from_config(config)
+    rotary = getattr(module.base_model, "rotary_emb", None)
+    if rotary is not None:
+        module.base_model.rotary_emb = type(rotary)(config=config)
+    return module
+
+
+def small_copy(config: Any) -> Any:
+    """A narrow module of the same architecture with random weights, float32 on the CPU, in eval mode."""
+    narrow = copy.deepcopy(config)
+    narrow.head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    narrow.hidden_size = narrow.intermediate_size = narrow.vocab_size = _NARROW
+    narrow.bos_token_id = narrow.eos_token_id = narrow.pad_token_id = None
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        module = _from_config(narrow)
+        for parameter in module.parameters():
+            if parameter.dim() > 1:
+                parameter.data.normal_(0.0, parameter.shape[-1] ** -0.5)
+            else:
+                parameter.data.add_(torch.randn_like(parameter), alpha=0.1)
+    return module
+
+
+def _from_config(config: Any) -> Any:
+    try:
+        return AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32).eval()
+    except Exception as error:  # transformers' validators and modules raise whatever does not fit together
+        raise UnsupportedModelError(f"transformers makes no module of its configuration: {error}") from error

@@ -1,0 +1,114 @@
+"""A causal LM of transformers, taken apart: what every executor needs to know of it, and the modules to build from."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttentions
+
+from serve_app.errors import ConfigError
+from serve_app.model.attention import transformers_hook
+from serve_app.model.attention_backend import AttentionLayer
+from serve_app.model.facts import ModelFacts, count_weights, eos_token_ids
+from serve_app.model.fusion import watch_inputs
+from serve_app.model.rope import fix_frequencies
+from serve_app.model.verification import ReferenceLogits
+
+
+@dataclass(frozen=True, slots=True)
+class SourceModel:
+    """The parts of a model, and the logits that it had as a whole.
+
+    head: the causal LM, whose base is replaced by `hidden`; base: the layers; attention_calls: the base's attention
+    modules in the order in which they run; linear_inputs: its linear layers and their inputs in one run.
+    """
+
+    facts: ModelFacts
+    head: Any
+    base: Any
+    hidden: "GivenHidden"
+    attention_calls: list[tuple[nn.Module, AttentionLayer]]
+    linear_inputs: list[tuple[nn.Module, Tensor]]
+    reference: ReferenceLogits
+
+    @classmethod
+    def take(cls, module: Any, name: str, max_model_len: int | None) -> "SourceModel":
+        """Take `module` over. Raises ConfigError for a model that does not use transformers' attention interface, or
+        whose logits are not finite."""
+        module.requires_grad_(False)
+        parameter = next(module.parameters())
+        max_model_len = _max_model_len(module.config, max_model_len)
+        layer_weights, head_weights = count_weights(module)
+        hidden_size = module.get_output_embeddings().weight.shape[1]
+        fix_frequencies(module, max_model_len)
+        reference = ReferenceLogits.compute(module, name, max_model_len)
+        base, hidden = _split(module)
+        with watch_inputs(base) as linear_inputs:
+            calls = transformers_hook.discover(base, reference.ids[0])
+        _check_layers(name, module.config, calls)
+        facts = ModelFacts(
+            name=name,
+            device=parameter.device,
+            dtype=parameter.dtype,
+            max_model_len=max_model_len,
+            vocab_size=reference.logits[0].shape[1],
+            eos_token_ids=eos_token_ids(module),
+            layers=tuple(layer for _, layer in calls),
+            layer_weights=layer_weights,
+            head_weights=head_weights,
+            hidden_size=hidden_size,
+        )
+        return cls(facts, module, base, hidden, calls, linear_inputs, reference)
+
+
+class GivenHidden(nn.Module):
+    """Stands in for the base model inside the head: returns the hidden states it was given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.value: Tensor | None = None
+
+    @property
+    def decoder(self) -> "GivenHidden":
+        """Some heads call their base's decoder directly."""
+        return self
+
+    def forward(self, *args: Any, **kwargs: Any) -> BaseModelOutputWithPastAndCrossAttentions:
+        """The given hidden states, once."""
+        value, self.value = self.value, None
+        output = BaseModelOutputWithPastAndCrossAttentions(last_hidden_state=value)
+        output.router_logits = None  # heads of mixtures of experts read it, for a loss that nobody asks for here
+        return output
+
+
+def _split(module: Any) -> tuple[Any, GivenHidden]:
+    """Take the base model out of a causal LM; what remains in `module` is the head."""
+    base = module.base_model
+    hidden = GivenHidden()
+    setattr(module, module.base_model_prefix, hidden)
+    module.config._attn_implementation = transformers_hook.IMPLEMENTATION
+    base.config._attn_implementation = transformers_hook.IMPLEMENTATION
+    return base, hidden
+
+
+def _check_layers(name: str, config: Any, calls: list[tuple[nn.Module, AttentionLayer]]) -> None:
+    expected = config.get_text_config().num_hidden_layers
+    modules = {id(module) for module, _ in calls}
+    if len(calls) != expected or len(modules) != expected:
+        raise ConfigError(
+            f"model {name}: {config.model_type} cannot be served: {len(modules)} of its {expected} layers use "
+            "transformers' attention interface, all must"
+        )
+
+
+def _max_model_len(config: Any, wanted: int | None) -> int:
+    limit: Any = getattr(config.get_text_config(), "max_position_embeddings", None)
+    if limit is not None and (type(limit) is not int or limit < 2):
+        raise ConfigError(f"model: `max_position_embeddings` of config.json must be an integer above 1, got {limit!r}")
+    if wanted is None:
+        if limit is None:
+            raise ConfigError("max_model_len: the model does not state its context length; set it")
+        return int(limit)
+    if wanted < 1 or (limit is not None and wanted > limit):
+        raise ConfigError(f"max_model_len: {wanted} is not between 1 and the model's context length of {limit}")
+    return wanted
