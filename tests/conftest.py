@@ -26,7 +26,6 @@ hypothesis.settings.register_profile("quick", deadline=None, max_examples=20)
 hypothesis.settings.load_profile("tests")
 
 
-
 def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(Durations(config))
 

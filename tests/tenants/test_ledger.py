@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 
 from serve_app.errors import ConfigError
 from serve_app.tenants.ledger import Ledger, Spent, Totals, ledger_file, read_ledger
+from tests.examples import examples
 
 NOON = datetime(2026, 11, 23, 12, tzinfo=UTC).timestamp()
 DAY = date(2026, 11, 23)
@@ -206,7 +207,7 @@ def test_the_days_sums_outlive_their_file(tmp_path: Path, caplog: pytest.LogCapt
 STEPS = st.sampled_from([*itertools.product(("write", "look"), range(3)), ("remove", 0), ("restart", 0)])
 
 
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 @given(steps=st.lists(STEPS, max_size=25))
 def test_no_use_is_lost_or_counted_twice_whoever_sees_a_loss_first(steps: list[tuple[str, int]]) -> None:
     """Several ingresses: each goes on writing to a file that was removed until it notices."""
