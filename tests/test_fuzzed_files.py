@@ -32,6 +32,7 @@ from serve_app.tenants.key_file import WatchedKeyFile, add_key, read_key_file, r
 from serve_app.tenants.ledger import Ledger, Spent, read_ledger
 from serve_app.text.tokenizer import load_tokenizer
 from tests.cli.conftest import tiny_folder
+from tests.examples import examples
 from tests.models import own_cache
 
 __all__ = ["tiny_folder"]
@@ -106,7 +107,7 @@ def damaged(draw: st.DrawFn, valid: bytes) -> bytes:
 
 def fuzz(num_examples: int) -> Callable[[Any], Any]:
     return settings(
-        max_examples=num_examples,
+        max_examples=examples(num_examples),
         deadline=None,
         suppress_health_check=[
             HealthCheck.function_scoped_fixture,

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from serve_app.text.tokenizer import Tokenizer
 from tests.api.conftest import Api
+from tests.examples import examples
 from tests.sentencepiece import sentencepiece_tokenizer
 from tests.text.formats import tokenizer_of
 
@@ -34,7 +35,7 @@ async def test_a_run_of_bytes_that_breaks_ends_no_answer(scripted: Api, kind: st
     known = tokenizer._backend.get_vocab()
     letters = [known[piece] for piece in ("<0x0A>", "<0xE6>", "a")] if kind == "byte fallback" else [*range(140, 240)]
 
-    @settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
+    @settings(max_examples=examples(25), suppress_health_check=[HealthCheck.function_scoped_fixture])
     @given(ids=st.lists(st.sampled_from(letters) | st.integers(3, tokenizer.vocab_size - 1), min_size=1, max_size=12))
     def check(ids: list[int]) -> None:
         answers.append(ids)

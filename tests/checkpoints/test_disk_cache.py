@@ -14,6 +14,7 @@ from serve_app.checkpoints import disk_cache
 from serve_app.checkpoints.disk_cache import DiskCache, Key
 from serve_app.errors import ConfigError
 from tests.checkpoints.read_only import refuse_writes
+from tests.examples import examples
 
 SOURCE = Path(__file__)
 KEY = Key(SOURCE, "", "1")
@@ -105,7 +106,7 @@ def test_a_disk_that_takes_nothing(
         cache.get_or_temporary(Key(SOURCE, "third", "1"), maker.make, maker.read)
 
 
-@settings(max_examples=50)
+@settings(max_examples=examples(50))
 @given(
     keep=st.integers(1, 3),
     keys=st.lists(

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from transformers.integrations.ggml import _gguf_parse_value
 
 from serve_app.checkpoints.gguf_header import GgufHeader
+from tests.examples import examples
 
 _INTEGERS = {"UINT8": 8, "INT8": 8, "UINT16": 16, "INT16": 16, "UINT32": 32, "INT32": 32, "UINT64": 64, "INT64": 64}
 
@@ -66,7 +67,7 @@ def _write(path: Path, values: dict[str, tuple[str, Any]], alignment: int | None
     return path
 
 
-@settings(max_examples=50)
+@settings(max_examples=examples(50))
 @given(
     values=st.dictionaries(st.text(min_size=1).map("key.{}".format), st.one_of(_SCALARS, _ARRAYS), max_size=6),
     alignment=st.sampled_from([None, 8, 64, 256]),

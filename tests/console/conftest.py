@@ -192,6 +192,12 @@ def running(access: Access | None = None) -> Iterator[ConsoleServer]:
     thread.join(30)
 
 
+def pytest_collection_modifyitems(items: Sequence[pytest.Item]) -> None:
+    for item in items:
+        if "browser" in getattr(item, "fixturenames", ()):
+            item.add_marker("browser")
+
+
 @pytest.fixture(scope="session")
 def console() -> Iterator[ConsoleServer]:
     with running() as server:

@@ -14,6 +14,7 @@ from serve_app.core.results import FinishReason
 from serve_app.core.sampling_params import SamplingParams
 from serve_app.core.step_plan import SchedulerOutput
 from tests.core.fake_model import Driver
+from tests.examples import examples
 
 VOCAB = 11
 EOS = 3
@@ -145,7 +146,7 @@ class WatchfulDriver(Driver):
 
 
 @given(configs(), st.lists(st.tuples(requests(), st.integers(0, 6)), min_size=2, max_size=10), st.booleans())
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 def test_nobody_overdue_stays_out_while_there_is_room(
     config: SchedulerConfig, workload: list[tuple[EngineRequest, int]], overlap: bool
 ) -> None:
@@ -163,7 +164,7 @@ def test_nobody_overdue_stays_out_while_there_is_room(
 
 
 @given(configs(), workloads, st.booleans())
-@settings(max_examples=250)
+@settings(max_examples=examples(250))
 def test_outputs_are_those_of_each_request_alone(
     config: SchedulerConfig, workload: list[EngineRequest], overlap: bool
 ) -> None:
@@ -173,7 +174,7 @@ def test_outputs_are_those_of_each_request_alone(
 
 
 @given(configs(), workloads, st.integers(1, 40), st.booleans())
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 def test_failover_after_any_step_changes_no_token(
     config: SchedulerConfig, workload: list[EngineRequest], steps: int, overlap: bool
 ) -> None:
@@ -287,7 +288,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.driver.check_outputs(*self.alive.values())
 
 
-SchedulerMachine.TestCase.settings = settings(max_examples=80, stateful_step_count=30)
+SchedulerMachine.TestCase.settings = settings(max_examples=examples(80), stateful_step_count=30)
 
 
 @pytest.mark.timeout(120)

@@ -27,6 +27,7 @@ from serve_app.text.parts import Kind
 from serve_app.text.tool_format import ReasoningFormat, Thinking, ToolFormat
 from serve_app.text.tool_grammar import CallableTool, Calls, message_grammar
 from tests.engine.harness import Harness, Outcome, Run
+from tests.examples import examples
 from tests.grammars.schemas import bounded_schemas
 from tests.models import VOCAB_SIZE, tiny_model
 
@@ -300,7 +301,7 @@ def test_masks_that_come_late_change_no_bit_under_overlap(
         }
     ),
 )
-@settings(max_examples=20)
+@settings(max_examples=examples(20))
 def test_overlap_changes_no_bit_whatever_happens(
     model: PagedModel,
     alone: dict[str, Signature],
@@ -336,7 +337,7 @@ def test_a_constrained_request_is_aborted_with_its_sampling_in_flight(
 
 
 @given(schema=bounded_schemas(), seed=st.integers(0, 2**32), temperature=st.sampled_from([0.0, 1.0, 2.0]))
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 def test_random_schemas_and_logits_give_valid_output(
     model: PagedModel, schema: dict[str, Any], seed: int, temperature: float
 ) -> None:

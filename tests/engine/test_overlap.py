@@ -19,6 +19,7 @@ from serve_app.model.paged_model import PagedModel
 from serve_app.model.token_samplers import DeviceSampler
 from tests.engine.harness import Harness, Run
 from tests.engine.test_speculation import subjects
+from tests.examples import examples
 from tests.models import tiny_model
 
 FEW = tuple((token_id, 12.0) for token_id in (20, 21, 22, 1))
@@ -70,7 +71,7 @@ def requests(draw: st.DrawFn) -> EngineRequest:
         }
     ),
 )
-@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(40), suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_the_same_as_one_request_alone_without_overlap(
     tiny_llama: PagedModel, workload: list[EngineRequest], config: dict[str, Any]
 ) -> None:

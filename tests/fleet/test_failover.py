@@ -29,6 +29,7 @@ from serve_app.fleet.attempt import Attempt
 from serve_app.fleet.loss import LossReason
 from serve_app.model import loader
 from tests.engine.streams import StreamEngine
+from tests.examples import examples
 from tests.fleet.replicas import FAR, Fault, Fleet, Told, told, until
 from tests.models import tiny_model
 
@@ -125,7 +126,7 @@ def subjects(draw: st.DrawFn) -> EngineRequest:
     )
 
 
-@settings(max_examples=30)
+@settings(max_examples=examples(30))
 @given(subject=subjects(), faults=st.lists(st.tuples(st.integers(0, 8), st.sampled_from(PLANNED)), max_size=4))
 def test_any_request_lost_any_number_of_times(
     lab: Lab, subject: EngineRequest, faults: list[tuple[int, LossReason]]

@@ -17,6 +17,7 @@ from serve_app.engine.core import EngineCore
 from serve_app.fleet.link import LinkServer
 from serve_app.fleet.loss import ReplicaLostError
 from serve_app.fleet.wire import pack_request, unpack_item
+from tests.examples import examples
 from tests.fleet.links import LOAD, Ingress, Replica
 from tests.fleet.replicas import until
 
@@ -166,7 +167,7 @@ _LOSE = st.tuples(st.just("lose"), st.integers(0, 2)) | st.tuples(st.just("lose_
 _STEPS = st.tuples(st.just("steps"), st.integers(1, 5))
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(st.lists(_START | _STEPS | _ABORT | _LOSE, max_size=40), st.sampled_from([0.0, 0.003]))
 def test_each_stream_gets_what_its_own_queue_would_hold(script: list[tuple[Any, ...]], interval_s: float) -> None:
     async def run() -> None:

@@ -14,6 +14,7 @@ from serve_app.fleet import prefix_routing
 from serve_app.fleet.load import ReplicaLoad
 from serve_app.fleet.prefix_routing import PrefixIndex, PrefixRouting
 from serve_app.fleet.routing_policy import Placement, ReplicaInfo, RoutingRequest
+from tests.examples import examples
 from tests.fleet.simulated_fleet import Ours, PowerOfTwo, SimulatedFleet, prefix_groups
 
 BLOCK, SLOTS = 4, 16
@@ -93,7 +94,7 @@ OPERATIONS = st.lists(
 )
 
 
-@settings(max_examples=50)
+@settings(max_examples=examples(50))
 @given(
     operations=OPERATIONS,
     candidates=st.lists(st.sampled_from(NAMES), unique=True),
@@ -122,7 +123,7 @@ def test_ranks_hold_every_candidate_once(
     assert sorted(ranked) == sorted(candidates)
 
 
-@settings(max_examples=50)
+@settings(max_examples=examples(50))
 @given(favourite=st.sampled_from(NAMES))
 def test_every_replica_can_be_the_best(favourite: str) -> None:
     policy = fleet(*NAMES)
@@ -191,7 +192,7 @@ def test_a_replica_without_prefix_cache_attracts_nothing() -> None:
     assert policy.rank(request("2", prefix(1)), "ab", {}, 0.0)[0] == "b"
 
 
-@settings(max_examples=50)
+@settings(max_examples=examples(50))
 @given(numbers=st.lists(st.integers(0, 30), max_size=60), max_blocks=st.integers(0, 20))
 def test_an_index_is_bounded_and_keeps_whole_chains_of_recent_use(numbers: list[int], max_blocks: int) -> None:
     index = PrefixIndex(max_blocks)
@@ -204,7 +205,7 @@ def test_an_index_is_bounded_and_keeps_whole_chains_of_recent_use(numbers: list[
         assert known == len(index), "a block is known whose beginning is not"
 
 
-@settings(max_examples=50)
+@settings(max_examples=examples(50))
 @given(st.data())
 def test_memory_is_bounded_whatever_comes(data: st.DataObject) -> None:
     policy = fleet("a", "b", info=ReplicaInfo(BLOCK, num_blocks=8, max_num_seqs=SLOTS))
@@ -328,7 +329,7 @@ def test_an_old_report_of_load_keeps_nobody_away() -> None:
     assert policy.rank(request("2", prefix(1)), "ab", {"a": busy}, 130.0)[0] == "a"
 
 
-@settings(max_examples=50)
+@settings(max_examples=examples(50))
 @given(seed=st.integers(0, 1000), count=st.integers(2, 5))
 def test_unlike_prompts_go_where_the_fewest_are_also_to_a_new_replica(seed: int, count: int) -> None:
     rng, names = Random(seed), [f"r{i}" for i in range(count)]

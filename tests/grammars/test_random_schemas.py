@@ -13,6 +13,7 @@ from serve_app import grammars
 from serve_app.errors import InvalidRequestError
 from serve_app.grammars import Grammars
 from serve_app.grammars.token_set import Vocabulary
+from tests.examples import examples
 from tests.grammars.schemas import bounded_schemas, instances, schemas
 
 EOS = 256
@@ -49,7 +50,7 @@ def validate(schema: dict[str, Any], value: Any) -> None:
 
 
 @given(schema=bounded_schemas(), seed=st.integers(0, 2**32))
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 def test_every_output_of_a_bounded_schema_ends_and_is_valid(schema: dict[str, Any], seed: int) -> None:
     output = walk(grammars.json_schema(schema), seed, most=2000)
     assert output is not None
@@ -57,7 +58,7 @@ def test_every_output_of_a_bounded_schema_ends_and_is_valid(schema: dict[str, An
 
 
 @given(schema=schemas(), seed=st.integers(0, 2**32))
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 def test_every_output_that_ends_is_valid(schema: dict[str, Any], seed: int) -> None:
     with suppress(InvalidRequestError):  # about every second one cannot be enforced
         output = walk(grammars.json_schema(schema), seed, most=400)
@@ -66,7 +67,7 @@ def test_every_output_that_ends_is_valid(schema: dict[str, Any], seed: int) -> N
 
 
 @given(data=st.data(), schema=bounded_schemas())
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 def test_what_a_schema_accepts_can_be_written(data: st.DataObject, schema: dict[str, Any]) -> None:
     text = json.dumps(data.draw(instances(schema)), ensure_ascii=False)
     matcher = BYTES.matcher(grammars.json_schema(schema))

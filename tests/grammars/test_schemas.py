@@ -21,6 +21,7 @@ from serve_app import grammars
 from serve_app.errors import EngineError, InvalidRequestError
 from serve_app.grammars import Refusal
 from serve_app.grammars.numbers import MAX_STATES
+from tests.examples import examples
 from tests.grammars.test_random_schemas import BYTES, EOS, walk
 
 MAX_INT64 = 2**63 - 1
@@ -69,7 +70,7 @@ _FACTORS = st.sampled_from([1, 2, 7, 0.5, 0.01, 1.3, 0.07, 1000, 65_537, 2**40, 
     factor=st.one_of(st.none(), _FACTORS),
     seed=st.integers(0, 2**32),
 )
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 def test_every_number_keeps_its_bounds(kind: str, limits: dict[str, float], factor: float | None, seed: int) -> None:
     schema = {"type": kind, **limits} | ({} if factor is None else {"multipleOf": factor})
     try:
@@ -337,7 +338,7 @@ _ANY_JSON = st.recursive(
     ),
     around=st.sampled_from(["{}", '{"items": {}}', '{"$defs": {"a": {}}, "$ref": "#/$defs/a"}']),
 )
-@settings(max_examples=500)
+@settings(max_examples=examples(500))
 def test_no_value_of_a_keyword_is_an_error_of_the_server(whole: Any, changes: Any, around: str) -> None:
     schema = json.loads(around.replace("{}", json.dumps({**whole, **changes})))
     for build in (lambda: grammars.json_schema(schema), lambda: grammars.lark(f"start: %json {json.dumps(schema)}")):
@@ -420,7 +421,7 @@ _RULES = ["start: ", "a: ", "B: ", '"x"', "/a+/", "%json {}", "<[7]>", *"aB| \n*
     ),
     seed=st.integers(0, 2**32),
 )
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 def test_a_text_of_a_client_never_fails_as_an_error_of_the_server(pieces: tuple[str, list[str]], seed: int) -> None:
     kind, parts = pieces
     try:

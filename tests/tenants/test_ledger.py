@@ -28,6 +28,7 @@ from serve_app.errors import ConfigError
 from serve_app.tenants.day_file import MAX_LINE_BYTES, ledger_file
 from serve_app.tenants.ledger import Ledger, Spent, read_ledger
 from serve_app.tenants.totals import MAX_COUNT, Totals
+from tests.examples import examples
 
 NOON = datetime(2026, 11, 23, 12, tzinfo=UTC).timestamp()
 DAY = date(2026, 11, 23)
@@ -213,7 +214,7 @@ def test_the_days_sums_outlive_their_file(tmp_path: Path, caplog: pytest.LogCapt
 STEPS = st.sampled_from([*itertools.product(("write", "look"), range(3)), ("remove", 0), ("restart", 0)])
 
 
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 @given(steps=st.lists(STEPS, max_size=25))
 def test_no_use_is_lost_or_counted_twice_whoever_sees_a_loss_first(steps: list[tuple[str, int]]) -> None:
     """Several ingresses: each goes on writing to a file that was removed until it notices."""
@@ -412,7 +413,7 @@ def test_a_file_that_grows_a_hole_gets_no_line_until_it_is_mended(tmp_path: Path
 
 
 @given(counts=st.lists(st.sampled_from([0, 1, MAX_COUNT]), min_size=1, max_size=5), number=st.integers(0, 2**65))
-@settings(max_examples=50)
+@settings(max_examples=examples(50))
 def test_sums_are_exact_however_large(counts: list[int], number: int) -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

@@ -14,6 +14,7 @@ from serve_app.text.stop import StopMatcher
 from serve_app.text.stream import StopConfig, TextStream
 from serve_app.text.tokenizer import Tokenizer
 from serve_app.text.tool_format import Thinking
+from tests.examples import examples
 from tests.text.formats import FAMILIES, tokenizer_of
 from tests.text.test_message_parser import TOOLS, answers
 from tests.text.test_stop import stopped_by_search
@@ -69,7 +70,7 @@ def words(parts: list[Part]) -> list[tuple[Any, ...]]:
 
 @pytest.mark.parametrize("family", FAMILIES)
 @given(data=st.data())
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 def test_the_first_stop_string_in_the_content_ends_the_answer(family: str, data: st.DataObject) -> None:
     tokenizer = tokenizer_of(family)
     ids = tokenizer.encode(data.draw(answers(family)), add_special_tokens=False)
@@ -100,7 +101,7 @@ def test_the_first_stop_string_in_the_content_ends_the_answer(family: str, data:
 
 @pytest.mark.parametrize("family", FAMILIES)
 @given(data=st.data())
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 def test_log_probabilities_are_those_of_the_tokens_that_the_content_holds(family: str, data: st.DataObject) -> None:
     tokenizer = tokenizer_of(family)
     ids = tokenizer.encode(data.draw(answers(family)), add_special_tokens=False)

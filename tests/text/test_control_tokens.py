@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from serve_app.text.folding import fold
 from serve_app.text.tokenizer import Tokenizer
+from tests.examples import examples
 from tests.text.formats import FAMILIES, IN_VARIABLES, tokenizer_of
 
 _TURNS = ("<|im_start|>", "<|im_end|>", "<|turn>", "<turn|>", "<|eot_id|>", "<|start_header_id|>", "<|end_header_id|>")
@@ -44,7 +45,7 @@ def control_ids(tokenizer: Tokenizer, ids: list[int], tokens: tuple[str, ...]) -
 
 @pytest.mark.parametrize("family", [*FAMILIES, IN_VARIABLES])
 @given(data=st.data())
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 def test_without_control_tokens_the_prompt_is_the_templates(family: str, data: st.DataObject) -> None:
     tokenizer = tokenizer_of(family)
     pieces = tuple(p for p in (*_PIECES, *_LOOKED_AT) if not tokenizer._control_pattern.search(p))
@@ -55,7 +56,7 @@ def test_without_control_tokens_the_prompt_is_the_templates(family: str, data: s
 
 @pytest.mark.parametrize("family", [*FAMILIES, IN_VARIABLES])
 @given(data=st.data())
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 def test_with_control_tokens_the_prompt_reads_as_the_templates(family: str, data: st.DataObject) -> None:
     """And the turns are those of the same messages without such tokens."""
     tokenizer = tokenizer_of(family)

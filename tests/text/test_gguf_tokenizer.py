@@ -21,6 +21,7 @@ from serve_app.model.sources.refused_keys import check_refused
 from serve_app.text.gguf_tokenizer import _Keys, _merging, _Vocabulary
 from serve_app.text.pre_tokenizers import PRE_TOKENIZERS
 from serve_app.text.tokenizer import Tokenizer, load_tokenizer
+from tests.examples import examples
 from tests.gemma import gemma_file
 
 IDS = Path(__file__).with_name("llama_cpp_ids.json.gz")
@@ -200,7 +201,7 @@ def test_a_changed_file_is_read_anew(tmp_path: Path) -> None:
     assert first.digest != second.digest
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @given(text=st.text(max_size=80))
 def test_any_text_comes_back(text: str) -> None:
     """But for bytes that the default model's vocabulary lacks, and for the mark that stands for a space in Gemma's."""

@@ -12,6 +12,7 @@ from serve_app.text.message_parser import MessageParser
 from serve_app.text.parts import Kind, Part
 from serve_app.text.stream import StopConfig, TextStream
 from serve_app.text.tool_format import Dialect, ReasoningFormat, Thinking, ToolFormat
+from tests.examples import examples
 from tests.text.formats import FAMILIES, tokenizer_of
 
 PARAMETERS: dict[str, Any] = {
@@ -152,7 +153,7 @@ def answers(draw: st.DrawFn, family: str) -> str:
 
 @pytest.mark.parametrize("family", FAMILIES)
 @given(data=st.data())
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 def test_every_split_into_deltas_adds_up_to_the_whole(family: str, data: st.DataObject) -> None:
     tokenizer, form = tokenizer_of(family), form_of(family)
     ids = tokenizer.encode(data.draw(answers(family)), add_special_tokens=False)

@@ -18,6 +18,7 @@ from tokenizers import AddedToken, Regex, pre_tokenizers, processors
 from serve_app.text import prefix_encoder
 from serve_app.text.prefix_encoder import PrefixEncoder
 from serve_app.text.tokenizer import load_tokenizer
+from tests.examples import examples
 
 PATTERNS = {
     "gpt2": None,
@@ -74,7 +75,7 @@ def backend(pattern: str) -> tokenizers.Tokenizer:
 texts = st.lists(st.sampled_from(TEXT_PARTS) | st.text(max_size=8), max_size=60).map("".join)
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(
     pattern=st.sampled_from([*PATTERNS]),
     start=texts,

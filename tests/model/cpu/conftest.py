@@ -21,7 +21,14 @@ def kernels_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("kernels")
 
 
-@pytest.fixture(scope="session", params=[pytest.param(build, marks=needs_compiler) for build in BUILDS])
+def _params() -> Iterator[object]:
+    """All builds; `make test` runs the fastest that this machine can run and the portable one."""
+    quick = {usable_builds()[0], "portable"}
+    for build in BUILDS:
+        yield pytest.param(build, marks=[needs_compiler, *([] if build in quick else [pytest.mark.wide])])
+
+
+@pytest.fixture(scope="session", params=_params())
 def kernels(request: pytest.FixtureRequest, kernels_folder: Path) -> Kernels:
     if request.param not in usable_builds():
         pytest.skip(f"this CPU cannot run {request.param}")

@@ -13,6 +13,7 @@ from serve_app.errors import ConfigError
 from serve_app.model.loader import load_model
 from serve_app.model.options import ModelOptions
 from serve_app.model.sources.config_keys import GENERATION, HARMLESS, NEUTRAL, read_config
+from tests.examples import examples
 from tests.model.sources.published_configs import PUBLISHED
 from tests.models import ARCHITECTURES, MIXTURES_OF_EXPERTS, own_cache, tiny_model
 
@@ -95,7 +96,7 @@ def test_an_adapter_beside_the_weights_is_refused(folder: Path) -> None:
         load(folder)
 
 
-@settings(max_examples=50, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(50), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     key=st.text("abcdefghij_", min_size=3, max_size=20).filter(lambda key: not key.startswith("_")),
     value=st.one_of(st.integers(), st.floats(allow_nan=False), st.booleans(), st.text(max_size=5)),

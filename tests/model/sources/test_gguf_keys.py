@@ -20,6 +20,7 @@ from serve_app.model.options import ModelOptions
 from serve_app.model.sources.gguf_config import GgufConfig, read_config
 from serve_app.model.sources.gguf_file import describe
 from serve_app.model.sources.gguf_keys import ARCHITECTURES, HARMLESS, HARMLESS_IN, NEUTRAL, REFUSED_ARCHITECTURES
+from tests.examples import examples
 from tests.gguf_models import VOCAB, converter_keys, module_of, write_model
 from tests.model.stepping import Sequences
 from tests.models import needs_compiler, own_cache
@@ -325,7 +326,7 @@ def described(path: Path) -> GgufConfig | ConfigError:
         return error
 
 
-@settings(max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(100), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     architecture=st.sampled_from(sorted(ARCHITECTURES)),
     key=st.one_of(st.sampled_from(_KNOWN_KEYS), st.text("abcdefghij_.", min_size=1, max_size=20)),
@@ -353,7 +354,7 @@ def test_no_key_is_dropped_in_silence(tmp_path: Path, architecture: str, key: st
     assert whole in after.refused or after.values != before.values or listed or same
 
 
-@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(60), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     architecture=st.sampled_from(["llama", "gemma3", "phi3", "gpt2"]),
     changes=st.lists(st.tuples(st.floats(0, 1, exclude_max=True), st.integers(0, 255)), min_size=1, max_size=8),
