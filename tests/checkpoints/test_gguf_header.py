@@ -96,9 +96,9 @@ def test_a_file_that_is_cut_off_is_refused(tmp_path: Path, part: float) -> None:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (struct.pack("<4sIQQ", b"GGML", 3, 0, 0), "no GGUF file"),
-        (struct.pack("<4sIQQ", b"GGUF", 1, 0, 0), "no GGUF file"),
-        (struct.pack(">4sIQQ", b"GGUF", 3, 0, 0), "no GGUF file"),
+        (struct.pack("<4sIQQ", b"GGML", 3, 0, 0), "not a little-endian GGUF file"),
+        (struct.pack("<4sIQQ", b"GGUF", 1, 0, 0), "not a little-endian GGUF file"),
+        (struct.pack(">4sIQQ", b"GGUF", 3, 0, 0), "not a little-endian GGUF file"),
         (struct.pack("<4sIQQQ1sI", b"GGUF", 3, 0, 1, 1, b"k", 13), "type 13"),
         (struct.pack("<4sIQQQ1sIIQ", b"GGUF", 3, 0, 1, 1, b"k", 9, 8, 2**60), "the file ends"),
     ],
