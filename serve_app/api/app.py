@@ -202,6 +202,7 @@ def _add_operations(app: DocumentedApi, context: ApiContext) -> None:
         """Requests can be served."""
         context.drain.check_open()
         context.service.check_ready()
+        context.service.check_cluster()
         return {"status": "ready"}
 
     @app.get("/metrics", response_class=PlainTextResponse)

@@ -85,5 +85,8 @@ class Service(Protocol):
     def check_ready(self) -> None:
         """Raises `UnavailableError` while a request could not be served now."""
 
+    def check_cluster(self) -> None:
+        """Raises `UnavailableError` while nothing that is lost would be replaced; requests are served all the same."""
+
     async def metrics(self) -> MetricsPage:
         """The metrics in Prometheus' text format."""

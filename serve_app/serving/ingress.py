@@ -111,8 +111,9 @@ class ReplicaService:
         )
         watchdog = Watchdog(transport, replicas, tasks=tasks, on_false_alarm=metrics.false_alarm)
         tasks.start("watchdog", watchdog.run)
-        self._gcs = GcsWatch()
-        tasks.start("Ray's GCS", self._gcs.run)
+        gcs = GcsWatch()
+        self.check_cluster = gcs.check_ready
+        tasks.start("Ray's GCS", gcs.run)
 
     def generate(
         self, request: EngineRequest, context: RequestContext | None = None
@@ -135,12 +136,11 @@ class ReplicaService:
             self.model = describe_model(self.model, [replica.metadata for replica in alive])
 
     def check_ready(self) -> None:
-        """Raise `UnavailableError`: no replica could serve, no key can be checked, a lasting task fails, Ray is silent.
+        """Raise `UnavailableError` while no replica could serve, no key can be checked, or a lasting task fails.
 
         Not at once: a replica whose `user_config` changes is away for a moment, and requests can wait.
         """
         self._auth.check_ready()
-        self._gcs.check_ready()
         if (name := self._tasks.failing) is not None:
             raise UnavailableError(f"the task {name!r} of this server keeps failing; its log says why")
         if self._failover.without_replicas_s > _ABSENCE_S:

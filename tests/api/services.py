@@ -46,6 +46,9 @@ class ScriptedService:
             "scripted", self.max_model_len, self.tokenizer.vocab_size, 1_700_000_000, "fp_scripted", 64, "last", (EOS,)
         )
 
+    def check_cluster(self) -> None:
+        """Nothing is lost."""
+
     def check_ready(self) -> None:
         if self.ready is not None:
             raise self.ready
@@ -124,6 +127,9 @@ class EngineService:
         return ModelCard(
             self.name, info.max_model_len, info.vocab_size, *made, info.hidden_size, info.pooling, info.eos_token_ids
         )
+
+    def check_cluster(self) -> None:
+        """Nothing is lost."""
 
     def check_ready(self) -> None:
         return None
