@@ -4,11 +4,13 @@ Ray carries that to the terminal of the driver, with the worker's name in front.
 `sys.stdout`, `sys.stderr` and `print` of a replica at the replica's log file.
 
 Generation requests are logged as JSON, one object a line, without prompts and answers. Of errors that repeat, the first
-few of each period are logged and the others counted.
+few of each period are logged and the others counted. Uses of admin keys are logged the same way.
 """
 
 import logging
+import math
 import sys
+import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
@@ -19,6 +21,9 @@ import orjson
 _SUM_PERIOD_S = 10.0
 _EACH_ERROR = 20
 """Lines of requests that end with the same error, in one period."""
+
+_ADMIN_PERIOD_S = 3600.0
+_MAX_ADMIN_USES = 10_000
 
 _requests = logging.getLogger("serve_app.requests")
 
@@ -51,20 +56,40 @@ class RequestLines:
 
     def _log_sums(self) -> None:
         counts, self._counts = self._counts, Counter()
-        time = datetime.now(UTC).isoformat(timespec="milliseconds")
+        now = datetime.now(UTC).isoformat(timespec="milliseconds")
         for error, count in counts.items():
             if count > _EACH_ERROR:
-                line = {"time": time, "error": error, "more": count - _EACH_ERROR, "seconds": _SUM_PERIOD_S}
+                line = {"time": now, "error": error, "more": count - _EACH_ERROR, "seconds": _SUM_PERIOD_S}
                 _requests.info("%s", orjson.dumps(line).decode())
 
 
 def log_request(summary: Mapping[str, Any]) -> None:
     """One line of JSON about a request that has ended: the fields of the API's `RequestSummary`, times to 0.1 ms."""
     fields = {name: round(value, 4) if isinstance(value, float) else value for name, value in summary.items()}
-    time = datetime.fromtimestamp(fields.pop("started_at") + fields["seconds"], UTC)
-    line = {"time": time.isoformat(timespec="milliseconds"), **fields}
+    ended_at = datetime.fromtimestamp(fields.pop("started_at") + fields["seconds"], UTC)
+    line = {"time": ended_at.isoformat(timespec="milliseconds"), **fields}
     # JSON has no raw line breaks or control characters, so nothing in a field can begin another line.
     _requests.info("%s", orjson.dumps(line).decode())
+
+
+class AdminLines:
+    """One line of JSON for each admin key and path, at most once an hour: pages ask every second. For one thread."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        """`clock`: seconds."""
+        self._clock = clock
+        self._logged_at: dict[tuple[str, str], float] = {}
+
+    def __call__(self, key: str, path: str) -> None:
+        """The admin key of this name was used for `path`."""
+        now = self._clock()
+        if now - self._logged_at.get((key, path), -math.inf) < _ADMIN_PERIOD_S:
+            return
+        if len(self._logged_at) >= _MAX_ADMIN_USES:
+            self._logged_at.clear()
+        self._logged_at[key, path] = now
+        line = {"time": datetime.now(UTC).isoformat(timespec="milliseconds"), "admin_key": key, "path": path}
+        _requests.info("%s", orjson.dumps(line).decode())
 
 
 def _send(logger: logging.Logger, form: str, level: int) -> None:

@@ -15,11 +15,11 @@ from serve_app.api.door.access import Access
 from serve_app.api.door.origins import Origins
 from serve_app.environment import internal_key_file
 from serve_app.errors import ConfigError, UnavailableError
+from serve_app.observability.logging import AdminLines
 from serve_app.observability.metrics_port import Admits
 from serve_app.settings import IngressSettings
 from serve_app.system.lasting import LastingTasks
 from serve_app.tenants.accounts import Accounts
-from serve_app.tenants.audit import AuditLog
 from serve_app.tenants.key_file import WatchedKeyFile, read_key_file
 from serve_app.tenants.keys import KeyRing, UnknownKeys, check_limits, hash_key
 from serve_app.tenants.ledger import Ledger
@@ -55,20 +55,19 @@ class Auth:
         _check_open(ingress, host)
         folder = None if ingress.ledger_folder is None else Path(ingress.ledger_folder)
         self._ledger = None if folder is None else Ledger(folder, must_open=False)
-        audit = None if folder is None else AuditLog(folder)
         self.accounts = Accounts(self._ledger)
         origins = Origins(_hosts(ingress, host), ingress.allowed_origins)
         self.access = Access(origins=origins)
         self._file: WatchedKeyFile | None = None
         if ingress.keys_file is not None:
-            self._file = file = _watch_keys(ingress, _ignore if audit is None else audit.keys_changed)
+            self._file = file = _watch_keys(ingress)
             internal = internal_key_file()
             self.access = Access(
                 lambda: file.ring,
                 allow_anonymous=ingress.allow_anonymous,
                 internal_key=None if internal is None else Path(internal).read_text(),
                 origins=origins,
-                on_admin=_ignore if audit is None else audit.accessed,
+                on_admin=AdminLines(),
             )
         elif not _is_loopback(host):
             logger.warning("any client that reaches %s may use this server: `ingress.keys_file` is not set", host)
@@ -141,14 +140,14 @@ def admits_to_replicas_metrics(ingress: IngressSettings, own_key: str) -> Admits
     return admits
 
 
-def _watch_keys(ingress: IngressSettings, on_change: Callable[[str], None]) -> WatchedKeyFile:
+def _watch_keys(ingress: IngressSettings) -> WatchedKeyFile:
     """From its state now on; while that cannot be read, no key is known."""
     assert ingress.keys_file is not None
     path, check = Path(ingress.keys_file), _check_keys(ingress)
     try:
-        return WatchedKeyFile(path, check, on_change)
+        return WatchedKeyFile(path, check)
     except ConfigError:
-        file = WatchedKeyFile(path, check, on_change, ring=UnknownKeys())
+        file = WatchedKeyFile(path, check, ring=UnknownKeys())
         file.refresh()
         return file
 
@@ -163,10 +162,6 @@ def _check_open(ingress: IngressSettings, host: str) -> None:
             f"setting `ingress.keys_file`: required because the server listens beyond this machine ({host}); "
             "or set `ingress.allow_anonymous: true`"
         )
-
-
-def _ignore(*_: str) -> None:
-    """Where no audit log is kept."""
 
 
 def _hosts(ingress: IngressSettings, host: str) -> Sequence[str] | None:

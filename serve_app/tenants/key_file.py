@@ -39,15 +39,13 @@ class WatchedKeyFile:
         self,
         path: Path,
         check: Check = lambda _: None,
-        on_change: Callable[[str], None] = lambda _: None,
         ring: KeyRing | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`on_change` receives a description of the change. `ring` is used until the file is read for the first time.
+        """`ring` is used until the file is read for the first time. `clock`: seconds.
 
-        `clock`: seconds. Raises `ConfigError` if there is no valid key ring to start with.
+        Raises `ConfigError` if there is no valid key ring to start with.
         """
-        self._on_change = on_change
         self._path = path
         self._check = check
         self._clock = clock
@@ -89,7 +87,6 @@ class WatchedKeyFile:
         told = "; ".join(f"{kind} {', '.join(sorted(names))}" for kind, names in news.items() if names)
         told = told or "the same names and limits"
         logger.info("keys file %s was reloaded: %s", self._path, told)
-        self._on_change(told)
 
     def _read(self) -> KeyRing:
         """Raises `ConfigError`."""

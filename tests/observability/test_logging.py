@@ -9,7 +9,7 @@ from datetime import datetime
 
 import pytest
 
-from serve_app.observability.logging import RequestLines, log_request, log_to_terminal
+from serve_app.observability.logging import AdminLines, RequestLines, log_request, log_to_terminal
 
 SUMMARY = {
     "request_id": "mine-1",
@@ -80,3 +80,22 @@ def test_a_storm_of_errors_is_logged_in_sums(terminal: io.StringIO) -> None:
     assert len(terminal.getvalue().splitlines()) == 29
     lines({**SUMMARY, "error": "invalid_request_error"})
     assert (len(terminal.getvalue().splitlines()), len(timers)) == (30, 2)
+
+
+def test_an_hour_has_one_line_for_each_path_that_an_admin_uses(terminal: io.StringIO) -> None:
+    now = 0.0
+    lines = AdminLines(lambda: now)
+    for _ in range(3):
+        lines("boss", "/metrics")
+        lines("boss", "/debug/replicas")
+        lines("other", "/metrics")
+    now = 3600.0
+    lines("boss", "/metrics")
+    used = [json.loads(line) for line in terminal.getvalue().splitlines()]
+    assert all(datetime.fromisoformat(line["time"]).tzinfo is not None for line in used)
+    assert [(line["admin_key"], line["path"]) for line in used] == [
+        ("boss", "/metrics"),
+        ("boss", "/debug/replicas"),
+        ("other", "/metrics"),
+        ("boss", "/metrics"),
+    ]
