@@ -14,7 +14,7 @@ with its `_haproxy` and `_reload_lock`.
 import asyncio
 import logging
 import os
-import time
+import signal
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -174,22 +174,17 @@ async def _ready_and_watching(manager: Any) -> str:
     answer = await _haproxy_manager().ready(manager)
     if not hasattr(manager, "watching_haproxy"):
         log_to_terminal()
-        manager.watching_haproxy = LastingTasks().start("haproxy", partial(_watch_haproxy, manager))
+        manager.watching_haproxy = tasks = LastingTasks()
+        tasks.start("haproxy", partial(_watch_haproxy, manager))
+        tasks.start("frozen haproxy", partial(_end_frozen_haproxy, manager))
     return str(answer)
 
 
 async def _watch_haproxy(manager: Any) -> None:
-    """Until cancelled: start HAProxy where it has ended, or where its socket, by which Ray knows it, is gone.
-
-    One that is frozen is killed first: it would go on to take every second connection.
-    """
-    check, next_request = FrozenCheck(), 0.0
+    """Until cancelled: start HAProxy where it has ended, or where its socket, by which Ray knows it, is gone."""
     while True:
         await asyncio.sleep(_LOOK_AT_HAPROXY_S)
         if _has_haproxy(manager):
-            if check.unanswered or time.monotonic() >= next_request:
-                next_request = time.monotonic() + _ASK_HAPROXY_S
-                await _kill_if_frozen(manager._haproxy, check)
             continue
         async with manager._reload_lock:
             if not _has_haproxy(manager):
@@ -200,13 +195,15 @@ async def _watch_haproxy(manager: Any) -> None:
                     await asyncio.sleep(_START_HAPROXY_S)
 
 
-async def _kill_if_frozen(api: Any, check: FrozenCheck) -> None:
-    process = api._proc
-    if process is not None and await asyncio.to_thread(check.look, process.pid, Path(api.cfg.socket_path)):
-        logger.error("HAProxy (pid %d) is frozen: it has not answered for 2 s, and is ended", process.pid)
-        with suppress(ProcessLookupError):
-            process.kill()
-        await process.wait()
+async def _end_frozen_haproxy(manager: Any) -> None:
+    """Until cancelled: kill a HAProxy that is frozen. It would go on to take every second connection, or none could."""
+    check = FrozenCheck()
+    while True:
+        await asyncio.sleep(_LOOK_AT_HAPROXY_S if check.unanswered else _ASK_HAPROXY_S)
+        for pid in await asyncio.to_thread(check.look, Path(manager._haproxy.cfg.socket_path)):
+            logger.error("HAProxy (pid %d) is frozen: it has not answered for 2 s, and is ended", pid)
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
 
 
 def _has_haproxy(manager: Any) -> bool:
