@@ -17,8 +17,8 @@ _LONG = 10**18
 """From here on llguidance cannot write a range without a second end."""
 _MAX_FACTOR = 1_000_000
 MAX_STATES = 5_000
-"""Of a `multipleOf`'s part that has no factor in common with 10: so many states has its automaton. At 9,999, not at 7,001,
-llguidance gives up in the middle of a number that has bounds too."""
+"""Of a `multipleOf`'s part that has no factor in common with 10: so many states has its automaton. With 9,999 (not
+with 7,001) llguidance gives up in the middle of a number that has bounds too."""
 _LEAST_ABOVE_ZERO = 1e-15
 _READ_DIGITS = 15
 """Of a number with a fraction: so many its JSON reader reads exactly."""
