@@ -239,7 +239,7 @@ def setting_rows(model: type[BaseModel] = Settings, prefix: str = "") -> Iterato
         section = _section(field)
         if section is None or field.default is None:
             default = "null" if field.default is None else str(field.default).lower()
-            yield f"{prefix}{name}", default, field.description or ""
+            yield f"{prefix}{name}", default, " ".join((field.description or "").split())
         if section is not None:
             yield from setting_rows(section, f"{prefix}{name}.")
 
