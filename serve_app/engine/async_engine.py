@@ -133,8 +133,8 @@ class AsyncEngine:
         request_id = request.request_id
         if request_id in self._streams:
             raise InvalidRequestError(f"request id {request_id!r} is in use", param="request_id")
-        num_unfinished = request.params.n - len(request.finished_choices)
-        stream = self._streams[request_id] = _Stream(request_id, num_unfinished, self._core.clock())
+        # Choices that an earlier replica finished end too: the scheduler reports them again.
+        stream = self._streams[request_id] = _Stream(request_id, request.params.n, self._core.clock())
         if request.params.grammar is None:
             self._tell(lambda: self._add(request, stream))
         else:
