@@ -1,4 +1,4 @@
-"""What one tenant may do: the fields of an entry of the keys file."""
+"""The permissions and limits of one tenant: the fields of an entry of the keys file."""
 
 from datetime import UTC, date, datetime
 from typing import Annotated, Any
@@ -11,7 +11,7 @@ LOWEST_PRIORITY = 2**31 - 1
 
 
 def _utc(value: Any) -> Any:
-    """A YAML date is its first moment, and a time without a zone is UTC."""
+    """A YAML date means its first moment. A time without a zone is UTC."""
     if isinstance(value, date) and not isinstance(value, datetime):
         value = datetime(value.year, value.month, value.day)
     return value.replace(tzinfo=UTC) if isinstance(value, datetime) and value.tzinfo is None else value
