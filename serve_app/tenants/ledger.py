@@ -222,7 +222,8 @@ class Ledger:
         else:
             self._file.read_on()
         self._write_missing()
-        os.close(open_ledger(ledger_file(self._folder, self._today()), os.O_RDWR))  # as the next start
+        # Raise what the next start would raise.
+        os.close(open_ledger(ledger_file(self._folder, self._today()), os.O_RDWR))
 
     def _turn_to(self, day: date) -> None:
         """Switch to the file of `day`. Raises as `DayFile` does; then `look` must open it."""
