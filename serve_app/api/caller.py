@@ -15,7 +15,7 @@ _SECONDS = re.compile(r"\d{1,9}(\.\d{0,9})?", re.ASCII)
 
 
 def caller_of(tenant: Tenant, body: GenerationBody, deadline: float) -> Caller:
-    """Return the (tenant, user) for fair queueing, with priority and weight.
+    """Return the request's `Caller` for the admission queue.
 
     Users divide their tenant's share, so inventing users gains nothing. Requests without a known
     key and without a user share one queue, since neither a made-up name nor an address identifies a

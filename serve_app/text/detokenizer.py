@@ -1,8 +1,8 @@
 """Converts token ids to text, one id at a time, without splitting characters.
 
-A text is the bytes of its tokens, decoded as UTF-8. A byte that cannot be part of a character
-becomes U+FFFD at once. So emitted text never changes, and pieces add up to the whole text, for any
-ids. Stop conditions are handled elsewhere.
+A text is the bytes of its tokens, decoded as UTF-8. A byte that is part of no character becomes
+U+FFFD as soon as that is known. So emitted text never changes, and pieces add up to the whole text,
+for any ids. Stop conditions are handled elsewhere.
 """
 
 import codecs

@@ -115,7 +115,7 @@ class RequestGuard:
     def _check_headers(self, headers: Headers) -> None:
         if headers.get("content-encoding", "identity").lower() != "identity":
             raise UnsupportedMediaTypeError("compressed bodies are not supported; send plain JSON")
-        # Browsers send bodies without a content type across origins without a preflight request.
+        # A page of another origin may send a body without a type without a preflight request.
         assumed = "" if is_from_browser(headers) else "application/json"
         kind = headers.get("content-type", assumed).partition(";")[0].strip().lower()
         if not _JSON_TYPE.fullmatch(kind):

@@ -49,7 +49,7 @@ class MessagesWire(ItemWire):
         return [_event("message_start", message={**self._message, "content": [], **end})]
 
     def ping(self) -> bytes:
-        """Return Anthropic's `ping`, or a comment before `message_start`."""
+        """Return the keep-alive: Anthropic's `ping`, or a comment before `message_start`."""
         return _event("ping") if self.begun else super().ping()
 
     def open_item(self, part: Part) -> list[bytes]:

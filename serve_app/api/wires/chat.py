@@ -166,7 +166,7 @@ class ChatWire:
         return "tool_calls" if reason == FinishReason.STOP and called else reason
 
     def ping(self) -> bytes:
-        """Return a comment."""
+        """Return the keep-alive: a comment."""
         return PING
 
     def end(self, usage: Usage) -> bytes:

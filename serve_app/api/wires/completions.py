@@ -193,7 +193,7 @@ class CompletionWire:
         return self._template.chunk(index, text, logprobs, piece.finish_reason, details)
 
     def ping(self) -> bytes:
-        """Return a comment."""
+        """Return the keep-alive: a comment."""
         return PING
 
     def end(self, usage: Usage) -> bytes:

@@ -80,7 +80,7 @@ class ItemWire(ABC):
         return b"".join(begin + self._read(piece.parts, piece.finish_reason, piece.stop_string))
 
     def ping(self) -> bytes:
-        """Return a comment."""
+        """Return the keep-alive: a comment."""
         return PING
 
     def token(self, index: int, token: TokenText) -> None:

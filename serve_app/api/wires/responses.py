@@ -146,7 +146,7 @@ class ResponsesWire(ItemWire):
         return events
 
     def grow(self, part: Part) -> bytes:
-        """Return a delta."""
+        """Return the delta event for more text of the open item."""
         match part.kind:
             case Kind.ARGUMENTS:
                 return self._of_item("response.function_call_arguments.delta", delta=part.text)
