@@ -1,1 +1,4 @@
-"""OpenAI's wire formats over FastAPI. Knows a `Service` that generates, and neither Ray nor the engine."""
+"""The HTTP API (OpenAI's wire formats) in FastAPI.
+
+It depends only on a `Service` that generates, not on Ray or the engine.
+"""

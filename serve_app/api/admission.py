@@ -1,6 +1,6 @@
-"""The admission queue for an event loop: requests hold tickets and await their turn.
+"""The admission queue for asyncio: requests hold tickets and await their turn.
 
-Decides how waiting, cancelling and timing out meet `AdmissionQueue`, which decides everything else.
+Handles waiting, cancellation and timeouts. `AdmissionQueue` makes all other decisions.
 """
 
 import asyncio
@@ -19,10 +19,11 @@ from serve_app.errors import OverloadedError, RequestTimeoutError
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Whose request it is, and how urgent.
+    """The client and the urgency of a request.
 
-    client: (tenant, user), either may be empty; those who name neither are one client.
-    priority: lower is served first. deadline: on the queue's clock, in seconds. weight: the tenant's share.
+    client: (tenant, user). Either may be empty; all requests with both empty count as one client.
+    priority: lower is served first. deadline: on the queue's clock, in seconds. weight: the
+    tenant's share.
     """
 
     client: tuple[str, str] = ("", "")
@@ -32,7 +33,7 @@ class Caller:
 
 
 class _Waiting(Entry):
-    """One HTTP request in the queue, with those of its tickets that still wait."""
+    """One HTTP request in the queue, with its tickets that are still waiting."""
 
     __slots__ = ("tickets",)
 
@@ -42,9 +43,10 @@ class _Waiting(Entry):
 
 
 class Ticket:
-    """One prompt's place: first in the queue, then at the engines. `async with` waits for the turn and gives it back.
+    """One prompt's place in the queue, then its slots in the engines.
 
-    Entering raises `OverloadedError` when the request had to give way, `RequestTimeoutError` at its deadline.
+    `async with` waits for the turn and releases the ticket on exit. It raises `OverloadedError` if
+    the queue evicted the request, and `RequestTimeoutError` at its deadline.
     """
 
     def __init__(self, queue: "AsyncAdmissionQueue", entry: _Waiting, deadline: float) -> None:
@@ -53,14 +55,14 @@ class Ticket:
         self._queued_at = queue.clock()
         self.entry = entry
         self.turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        """Done when it goes on, has to give way, or was released."""
+        """Done when the ticket is granted, refused or released."""
         self.refusal: OverloadedError | None = None
         self.granted_at: float | None = None
         self.is_lent = False
 
     @property
     def waited_s(self) -> float:
-        """How long it waited for its turn, in seconds."""
+        """Time spent waiting for the turn, in seconds."""
         return (self.granted_at if self.granted_at is not None else self._queue.clock()) - self._queued_at
 
     async def __aenter__(self) -> Self:
@@ -83,25 +85,31 @@ class Ticket:
         self.release()
 
     def release(self) -> None:
-        """Give the place back, waiting or not. Idempotent."""
+        """Leave the queue, or free the slots. Idempotent."""
         self._queue._release(self)
 
     def lend(self) -> None:
-        """Let others have the place while nothing of this prompt is at the engines: its reader reads nothing."""
+        """Give the slots to other requests while the client does not read.
+
+        Call it while no part of the prompt is in an engine.
+        """
         self._queue._lend(self)
 
     def take_back(self) -> None:
-        """The prompt goes on, whoever has the place meanwhile. Without effect unless it is lent."""
+        """Take the slots again, even if other requests use them. No effect unless lent."""
         self._queue._take_back(self)
 
     def end_wait(self) -> None:
-        """For the queue: wake whoever waits for this ticket's turn."""
+        """Wake the task that waits for this ticket. Only the queue calls this."""
         if not self.turn.done():
             self.turn.set_result(None)
 
 
 class AsyncAdmissionQueue:
-    """An `AdmissionQueue` whose entries wait as tickets. For one event loop; nothing here blocks."""
+    """An `AdmissionQueue` with awaitable tickets.
+
+    Not thread-safe: use it on one event loop. No method blocks.
+    """
 
     def __init__(
         self,
@@ -111,7 +119,10 @@ class AsyncAdmissionQueue:
         by_priority: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`by_priority`: honour what requests say of their priority. Anybody may say anything: off by default."""
+        """by_priority: use the priorities that requests ask for.
+
+        Off by default, since any client may ask for any priority.
+        """
         self.clock = clock
         self._by_priority = by_priority
         self._queue: AdmissionQueue[_Waiting] = AdmissionQueue(max_ongoing, max_queued)
@@ -119,29 +130,32 @@ class AsyncAdmissionQueue:
 
     @property
     def ongoing(self) -> int:
-        """Sequences that went on to the engines and have not ended."""
+        """Number of sequences in the engines."""
         return self._queue.ongoing
 
     @property
     def max_ongoing(self) -> int:
-        """Sequences that the engines hold."""
+        """Number of sequences that the engines can hold."""
         return self._queue.max_ongoing
 
     @property
     def queued(self) -> int:
-        """Sequences that wait here."""
+        """Number of sequences that wait in the queue."""
         return self._queue.queued
 
     def set_capacity(self, max_ongoing: int) -> None:
-        """The engines now hold `max_ongoing` sequences. Ongoing ones beyond that stay; with 0 everybody waits."""
+        """Set the number of sequences that the engines can hold.
+
+        Excess ongoing sequences continue. With 0, all requests wait.
+        """
         self._queue.set_capacity(max_ongoing)
         self._grant()
 
     def reserve(self, count: int = 1, cost: int = 1, caller: Caller | None = None) -> list[Ticket]:
-        """`count` tickets for prompts of `cost` choices each, all or none. Release each in the end, used or not.
+        """Return `count` tickets for prompts of `cost` choices each, all or none.
 
-        Raises `OverloadedError` when they do not fit now, or would wait beyond the deadline; `InvalidRequestError`
-        when they never fit.
+        The caller must release every ticket, used or not. Raises `OverloadedError` if they do not
+        fit now or would wait beyond the deadline, and `InvalidRequestError` if they can never fit.
         """
         caller = caller or Caller()
         entry = _Waiting(caller, cost, count, caller.priority if self._by_priority else 0)

@@ -1,4 +1,4 @@
-"""The FastAPI application: its routes, and what runs around them."""
+"""The FastAPI application: routes and middleware."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -50,10 +50,13 @@ def create_app(
     accounts: Accounts | None = None,
     cors_origins: Sequence[str] = (),
 ) -> FastAPI:
-    """The whole HTTP API over `service`, until `drain` runs; `log` is told of every generation request.
+    """Build the HTTP API over `service`. It refuses requests once `drain` runs.
 
-    `access` says who may come in: without it, anybody. `share_prefixes`: tenants may find each other's prompts.
-    `accounts` hold what tenants may use and have used. `cors_origins`: browsers may show answers to these pages.
+    `log` receives a summary of every generation request. `access` checks API keys and origins;
+    without it, all requests are accepted.
+    share_prefixes: tenants may reuse each other's cached prompts. `accounts` enforce limits and
+    record usage.
+    cors_origins: pages of these origins may read the answers.
     """
     app = DocumentedApi(title="serve_app", version=__version__, redirect_slashes=False)
     drain, accounts = drain or Drain(), accounts or Accounts()
@@ -68,7 +71,7 @@ def create_app(
             allow_headers=["*"],
             expose_headers=["x-request-id", "retry-after"],
         )
-    app.add_middleware(SlashAtEnd)  # the last one is outermost: what is checked is what is answered
+    app.add_middleware(SlashAtEnd)  # outermost, so that `Access` checks the path served
     app.add_exception_handler(HTTPException, http_exception_handler)
     _add_generation(app, context)
     _add_models(app, context)

@@ -1,4 +1,4 @@
-"""What a request's headers say beside its body: whose it is, how long it may take, which conversation it belongs to."""
+"""Reads tenant, user, priority, timeout and session from a request."""
 
 import re
 
@@ -15,10 +15,11 @@ _SECONDS = re.compile(r"\d{1,9}(\.\d{0,9})?", re.ASCII)
 
 
 def caller_of(tenant: Tenant, body: GenerationBody, deadline: float) -> Caller:
-    """Among whom the queue is fair: tenants, and within each its users. Raises `PermissionDeniedError`.
+    """Return the request's `Caller` for the admission queue.
 
-    Users are shares of their tenant's share, so naming many gains nothing. Who has no key that the server knows, and
-    names no user, shares one line: a string that anybody can invent, or an address, would name nobody.
+    Users divide their tenant's share, so inventing users gains nothing. Requests without a known
+    key and without a user share one queue, since neither a made-up name nor an address identifies a
+    client. Raises `PermissionDeniedError` for a priority that the key does not allow.
     """
     priority = body.priority or 0
     lowest, highest = tenant.priority
@@ -30,7 +31,10 @@ def caller_of(tenant: Tenant, body: GenerationBody, deadline: float) -> Caller:
 
 
 def timeout_of(headers: Headers, longest: float) -> float:
-    """Seconds that the request may take: `x-request-timeout`, at most `longest`. Raises `InvalidRequestError`."""
+    """Return the timeout in seconds: `x-request-timeout`, at most `longest`.
+
+    Raises `InvalidRequestError`.
+    """
     given = headers.get("x-request-timeout")
     if given is None:
         return longest
@@ -42,7 +46,7 @@ def timeout_of(headers: Headers, longest: float) -> float:
 
 
 def session_of(headers: Headers) -> str | None:
-    """The conversation named by `x-session-id`. Raises `InvalidRequestError`."""
+    """Return the session id from `x-session-id`. Raises `InvalidRequestError`."""
     given = headers.get("x-session-id")
     if given is not None and len(given) > MAX_SESSION_CHARS:
         raise InvalidRequestError(

@@ -1,6 +1,7 @@
-"""The odds of the answers that `structured_outputs.choice` allows, measured after the prompt's own answer.
+"""Computes the odds of the answers in `structured_outputs.choice`.
 
-By then the prompt is in the prefix cache, and each allowed answer costs about as much as its own tokens.
+This runs after the prompt's own answer, when the prompt is in the prefix cache. Each allowed answer
+then costs about as much as its own tokens.
 """
 
 import uuid
@@ -24,7 +25,7 @@ _FIELD = "structured_outputs.choice"
 
 @dataclass(frozen=True, slots=True)
 class OddsMeter:
-    """Measures the odds of `answers` behind any prompt of one HTTP request."""
+    """Computes the odds of `answers` after each prompt of one HTTP request."""
 
     service: Service
     answers: Sequence[str]
@@ -34,7 +35,10 @@ class OddsMeter:
     async def of(
         cls, body: GenerationBody, requests: Sequence[EngineRequest], service: Service, limits: ApiLimits
     ) -> Self | None:
-        """None where nobody asks for odds. Raises `InvalidRequestError`, naming the limit."""
+        """Return a meter, or None if the request does not ask for odds.
+
+        Raises `InvalidRequestError` naming the limit.
+        """
         answers = body.answers_with_odds
         if not answers:
             return None
@@ -59,11 +63,11 @@ class OddsMeter:
 
     @property
     def num_tokens(self) -> int:
-        """Of all answers; counted as tokens of the prompt."""
+        """Tokens of all answers together. They count as prompt tokens."""
         return sum(map(len, self.token_ids))
 
     async def measure(self, request: EngineRequest, context: RequestContext) -> list[Odds]:
-        """The odds behind the prompt of `request`. Raises `RequestError`."""
+        """Return the odds of each answer after the prompt of `request`. Raises `RequestError`."""
         logprobs: list[list[float]] = [[] for _ in self.answers]
         runs = [self._run(request, context, number) for number in range(len(self.answers))]
         async with aclosing(merge(runs)) as merged:

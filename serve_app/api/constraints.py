@@ -1,6 +1,6 @@
-"""From `response_format` and `structured_outputs` to the grammar of the answer.
+"""Builds an answer's grammar from `response_format`, `structured_outputs` and tools.
 
-Decides which of a request's fields constrain it. What a grammar can enforce is for `grammars` to say.
+Decides which fields of a request constrain the answer. `grammars` decides what can be enforced.
 """
 
 import asyncio
@@ -25,10 +25,12 @@ async def grammar_of(
     *,
     bounded: bool = False,
 ) -> str | None:
-    """The grammar that the answer must follow; None if it may be anything.
+    """Return the grammar that the answer must follow, or None for free text.
 
-    `calls` may stand in its place, `thinking` before it; bounded: that has a budget. Raises `InvalidRequestError`
-    naming the field, the keyword and its path, for what cannot be enforced.
+    The answer may be `calls` instead, and may begin with `thinking`. bounded: the reasoning has a
+    budget.
+    Raises `InvalidRequestError` naming the field, the keyword and its path if it cannot be
+    enforced.
     """
     if body.answers_with_odds and (calls is not None or thinking is not None):
         raise InvalidRequestError(
@@ -38,7 +40,7 @@ async def grammar_of(
     build = _builder(body)
     if build is None and calls is None and (thinking is None or not bounded):
         return None
-    # Beside the event loop: it takes about a millisecond, and up to half a second for the worst of grammars.
+    # In a thread: it takes about 1 ms, and up to 500 ms for the worst grammars.
     began = time.monotonic()
     try:
         text = await asyncio.to_thread(_build, build, tokenizer, calls, thinking)
@@ -72,7 +74,7 @@ def _build(
         text = answer
     else:
         text = message_grammar(calls, answer, thinking, tokenizer.special_ids)
-    tokenizer.grammars.matcher(text)  # finds what only the first mask shows
+    tokenizer.grammars.matcher(text)  # some errors appear only with the first mask
     return text
 
 

@@ -1,7 +1,7 @@
-"""The way from serving to stopped: nothing new is taken, what runs may end by itself for a while, then it is ended.
+"""Graceful shutdown: refuse new requests, let running ones finish for a while, then end them.
 
-Decides when a request is refused or ended because the server stops, and how the client reads it. Who stops the server,
-and why, is the caller's.
+Decides when a request is refused or ended by shutdown, and which error the client gets. The caller
+decides when and why to shut down.
 """
 
 import asyncio
@@ -12,12 +12,12 @@ from contextlib import asynccontextmanager, contextmanager
 from serve_app.errors import RequestTimeoutError, UnavailableError
 
 _RETRY_AFTER_S = 5.0
-# For the last event on its way to a client that hardly reads.
+# Time to send the last event to a client that reads slowly.
 _LAST_WORDS_S = 2.0
 
 
 class Drain:
-    """For one event loop."""
+    """The shutdown state. Not thread-safe: use it on one event loop."""
 
     def __init__(self) -> None:
         self._requests = 0
@@ -27,13 +27,13 @@ class Drain:
         self._idle = asyncio.Event()
 
     def check_open(self) -> None:
-        """Raise `UnavailableError` once the server takes nothing new."""
+        """Raise `UnavailableError` if shutdown has begun."""
         if self._started:
             raise UnavailableError("the server is shutting down", retry_after_s=_RETRY_AFTER_S)
 
     @contextmanager
     def request(self) -> Iterator[None]:
-        """One request, from its arrival to its end. Raises `UnavailableError` as `check_open` does."""
+        """Count one request from its arrival to its end. Raises as `check_open` does."""
         self.check_open()
         self._requests += 1
         try:
@@ -44,8 +44,12 @@ class Drain:
 
     @asynccontextmanager
     async def limit(self, deadline: float) -> AsyncIterator[None]:
-        """Whatever is awaited in here, a client that does not read included, ends at `deadline` (the event loop's
-        time) with `RequestTimeoutError`, and with `UnavailableError` when the time for running requests is over."""
+        """End the block with an error at `deadline` (the event loop's time).
+
+        This includes a block that waits for a client that does not read. Raises
+        `RequestTimeoutError` at the deadline, and `UnavailableError` when shutdown ends running
+        requests.
+        """
         limit = asyncio.timeout_at(-math.inf if self._is_over else deadline)
         try:
             async with limit:
@@ -62,7 +66,10 @@ class Drain:
             raise RequestTimeoutError("the request did not finish before its deadline") from None
 
     async def run(self, timeout_s: float) -> None:
-        """Take nothing new; return once nothing runs. What still runs after `timeout_s` seconds is ended."""
+        """Refuse new requests and wait until none is running.
+
+        Requests that still run after `timeout_s` seconds are ended.
+        """
         self._started = True
         self._note_idle()
         if await self._is_idle_within(timeout_s):

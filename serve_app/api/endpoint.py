@@ -1,6 +1,6 @@
-"""The course of a generation request, the same for all endpoints: parse, queue, tokenize, generate, answer.
+"""Serves a generation request of any endpoint: parse, queue, tokenize, generate, answer.
 
-A client that leaves cancels all of it at once, wherever it is.
+A disconnect cancels the request at any of these stages.
 """
 
 import asyncio
@@ -39,8 +39,8 @@ from serve_app.text.stream import StopConfig, TextPiece, TokenText, content_of
 logger = logging.getLogger(__name__)
 
 _LOGPROB = 8
-"""Writing the log-probability of a prompt's token, or of an alternative, takes as long as tokenizing so many
-characters."""
+"""Cost of writing the log-probability of one prompt token or alternative, in characters of
+tokenizing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,36 +55,39 @@ class ApiContext:
     log: RequestLog
     accounts: Accounts
     share_prefixes: bool = False
-    """Whether tenants may find each other's prompts in the prefix cache."""
+    """Whether tenants may reuse each other's prompts in the prefix cache."""
 
     def cache_salt(self, given: str | None, tenant: Tenant) -> str:
-        """The salt of a request's prefixes, that those alone find who may share them with `tenant`."""
+        """Return the prefix cache salt.
+
+        Only tenants that share prefixes with `tenant` get the same one.
+        """
         given = given or ""
         return given if self.share_prefixes else tenant.cache_salt(given)
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """One finished choice of an answer that is not streamed."""
+    """One finished choice of a non-streamed answer."""
 
     index: int
     parts: Sequence[Part]
     logprobs: Sequence[Any]
-    """What `Wire.token` made of its tokens."""
+    """`Wire.token`'s result for each token."""
     finish_reason: str
     stop_string: str | None = None
     token_ids: Sequence[int] = ()
     called: bool = False
-    """As of `TextPiece`."""
+    """As `TextPiece.called`."""
 
     @property
     def text(self) -> str:
-        """Its content."""
+        """The content, without reasoning and calls."""
         return content_of(self.parts)
 
 
 class _Gained:
-    """What a choice has gained so far."""
+    """Collects one choice's pieces."""
 
     def __init__(self) -> None:
         self._parts: list[Part] = []
@@ -106,31 +109,32 @@ class _Gained:
 
 
 class Wire(Protocol):
-    """An endpoint's answer formats."""
+    """Writes an endpoint's answers, streamed or whole."""
 
     def start(self, index: int) -> bytes:
-        """The events before the first text of a choice."""
+        """Return the events before the first text of a choice."""
 
     def chunk(self, index: int, piece: TextPiece) -> bytes:
-        """The event for what a choice gained; empty if that is nothing."""
+        """Return the event for a choice's new piece; empty if there is nothing to send."""
 
     def ping(self) -> bytes:
-        """What is sent when nothing else was for a while."""
+        """Return the keep-alive of an idle stream."""
 
     def end(self, usage: Usage) -> bytes:
-        """The events after the last chunk."""
+        """Return the events after the last chunk."""
 
     def error(self, error: RequestError, request_id: str) -> bytes:
-        """The events that end the stream in their place if it fails."""
+        """Return the events that end a failed stream, instead of `end`."""
 
     def token(self, index: int, token: TokenText) -> Any:
-        """The log-probabilities of a choice's token as `whole` will want them.
+        """Return a token's log-probabilities in the form that `whole` needs.
 
-        Made when the token comes: at the end, those of a long answer would hold the event loop for seconds.
+        Called as each token arrives: formatting a long answer at its end would block the event loop
+        for seconds.
         """
 
     def whole(self, choices: Sequence[Choice], usage: Usage) -> dict[str, Any]:
-        """The answer that is not streamed."""
+        """Return the non-streamed answer."""
 
 
 class Job(Protocol):
@@ -138,29 +142,32 @@ class Job(Protocol):
 
     @property
     def body(self) -> GenerationBody:
-        """What the client sent."""
+        """The parsed body."""
 
     @property
     def num_prompts(self) -> int:
-        """How many of its engine requests run at once; each takes a place."""
+        """Number of prompts that run concurrently. Each needs a ticket."""
 
     @property
     def stream(self) -> bool:
-        """Whether the answer is streamed."""
+        """Whether to stream the answer."""
 
     @property
     def stop(self) -> StopConfig:
-        """When text ends."""
+        """Conditions that end the text."""
 
     async def engine_requests(self, cache_salt: str) -> list[EngineRequest]:
         """Tokenize and validate. Raises `InvalidRequestError`."""
 
     def wire(self, generation: Generation) -> Wire:
-        """The formats for the answer; called after `engine_requests`."""
+        """Return the wire for the answer. Call after `engine_requests`."""
 
 
 class GenerationResponse(Response):
-    """Does the whole work while it is being sent, so that status and headers can still tell what went wrong."""
+    """A response that does all of the request's work while it is sent.
+
+    So an error before the first byte can still set status and headers.
+    """
 
     def __init__(
         self, context: ApiContext, endpoint: Endpoint, request: Request, parse: Callable[[bytes], Job]
@@ -172,7 +179,7 @@ class GenerationResponse(Response):
         self._parse = parse
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer, unless the client leaves first."""
+        """Serve the request, and cancel it if the client disconnects."""
         body = await self._request.body()
         await until_disconnect(receive, self._serve(body, send))
 
@@ -211,7 +218,7 @@ class GenerationResponse(Response):
 
     @contextmanager
     def _telling_limits(self, charge: Charge) -> Iterator[None]:
-        """The answer's headers tell what is left of the key's limits at the end of the block, refused or not."""
+        """Set the rate limit headers when the block ends, with or without an error."""
         try:
             yield
         finally:
@@ -262,7 +269,10 @@ class GenerationResponse(Response):
         send: Send,
         deadline: float,
     ) -> None:
-        """One body message per flush of outputs. Errors before the first one are raised: they still get a status."""
+        """Send one body message per flush. Raises errors that come before the first one.
+
+        So these errors still set the status.
+        """
         wire = job.wire(generation)
         events = sse.EventStream(send, wire.ping)
         seen = [False] * len(generation.streams)
@@ -286,7 +296,7 @@ class GenerationResponse(Response):
                 raise
             tracker.told_error = error
             end = wire.error(self._told(error), self._request.state.request_id)
-        await pieces.aclose()  # the client may not take what comes now; the engine need not wait for that
+        await pieces.aclose()  # free the engine before a send that may block on a slow client
         await events.end(end)
 
     def _told(self, error: Exception) -> RequestError:
@@ -305,13 +315,16 @@ def _whole_body(job: Job, wire: Wire, choices: Sequence[Choice], generation: Gen
 
 
 def _most_tokens(request: EngineRequest) -> int:
-    """Of its prompt and its choices."""
+    """The maximum number of tokens of the prompt and all choices."""
     assert request.params.max_tokens is not None, "the HTTP layer bounds every output"
     return len(request.prompt_token_ids) + request.params.n * request.params.max_tokens
 
 
 async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, None]) -> None:
-    """Run `work`; cancel it when the client leaves (and wait until it has cleaned up) or when this is cancelled."""
+    """Run `work`. Cancel it if the client disconnects or if this task is cancelled.
+
+    Waits until `work` has cleaned up.
+    """
     task = asyncio.create_task(work)
     watcher = asyncio.create_task(_disconnected(receive))
     try:
@@ -323,7 +336,7 @@ async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, None]) ->
         if not task.done():
             task.cancel()
         await asyncio.gather(task, watcher, return_exceptions=True)
-        del task, watcher  # their errors hold this frame, and with it the request's body until garbage is collected
+        del task, watcher  # their exceptions would keep this frame and the body alive
 
 
 async def _disconnected(receive: Receive) -> None:

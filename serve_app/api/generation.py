@@ -1,4 +1,7 @@
-"""One HTTP request's generation: its engine requests, merged into text pieces per choice. Knows no wire format."""
+"""Runs the engine requests of one HTTP request and merges them into text pieces.
+
+Independent of the wire format.
+"""
 
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
@@ -22,7 +25,7 @@ from serve_app.text.choice_scores import Odds
 from serve_app.text.stream import StopConfig, TextPiece, TextStream
 
 ChoicePiece = tuple[int, TextPiece]
-"""(index of the choice in the answer, what it gained)."""
+"""(index of the choice in the answer, its new piece)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +51,10 @@ class Usage:
 
 
 class Generation:
-    """Runs `requests` (one per prompt, all with the same n); choice c of prompt p is choice p * n + c of the answer."""
+    """Runs `requests`, one per prompt, all with the same n.
+
+    Choice c of prompt p is choice p * n + c of the answer.
+    """
 
     def __init__(
         self,
@@ -72,17 +78,25 @@ class Generation:
         self._last_at: list[float | None] = [None] * len(self.streams)
         self._cached_tokens = [0] * len(requests)
         self.prompt_logprobs: list[list[TokenLogprob]] = [[] for _ in requests]
-        """Per prompt, for each prompt token after the first; complete when its first choice has text."""
+        """Per prompt, one entry for each prompt token after the first. Complete when the first
+        choice has text."""
         self.results: list[dict[str, list[Any]]] = [{} for _ in self.streams]
-        """Per choice, an entry per token of each kind of result; of log-probabilities none: its pieces hold them."""
+        """Per choice and kind of result, one entry per token. Log-probabilities are in the pieces
+        instead."""
         self.keep: Callable[[Any], Any] = lambda entry: entry
-        """What is kept of such an entry when it comes: a wire may prefer what it will send."""
+        """Converts each entry of `results` as it arrives, for example to the form that the wire
+        sends."""
         self.odds: list[list[Odds]] = [[] for _ in requests]
-        """Per prompt, of the answers that `meter` measures; complete when the prompt's choices have ended."""
+        """Per prompt, the odds of the answers of `meter`. Complete when the prompt's choices have
+        ended."""
 
     @property
     def usage(self) -> Usage:
-        """Tokens so far; each prompt counts once, however many choices it has, and each answer whose odds are told."""
+        """Token counts so far.
+
+        Prompt tokens count once per prompt, not per choice, and include the answers that are scored
+        for odds.
+        """
         reasoning = [count for stream in self.streams if (count := stream.num_reasoning_tokens) is not None]
         return Usage(
             sum(len(request.prompt_token_ids) + self._num_scored_tokens for request in self._requests),
@@ -93,19 +107,20 @@ class Generation:
 
     @property
     def num_prompt_logprobs(self) -> int:
-        """That one choice's answer tells, alternatives included; a mean over the prompts."""
+        """Number of prompt log-probabilities in one choice, with alternatives; the mean over
+        prompts."""
         alternatives = self._requests[0].params.prompt_logprobs or 0
         return (1 + alternatives) * sum(map(len, self.prompt_logprobs)) // len(self._requests)
 
     def prompt_token_ids(self, prompt: int) -> tuple[int, ...]:
-        """Of prompt number `prompt`."""
+        """Token ids of prompt number `prompt`."""
         return self._requests[prompt].prompt_token_ids
 
     async def pieces(self, tickets: Sequence[Ticket]) -> AsyncGenerator[list[ChoicePiece], None]:
-        """What each step of the engine adds, until all choices have ended. Raises `RequestError`.
+        """Yield the new pieces of each engine step until all choices have ended.
 
-        `tickets` are places in the queue; on the turn of each, its share of the requests starts, one after another.
-        Closing this closes all.
+        Each ticket gets an equal share of the requests and runs them one after another. Raises
+        `RequestError`. Closing the generator aborts all requests.
         """
         every = len(self._requests)
         runs = [self._run(range(i, every, len(tickets)), ticket) for i, ticket in enumerate(tickets)]
@@ -155,7 +170,7 @@ class Generation:
 
 
 def chunk_usage(body: GenerationBody, generation: Generation) -> ChunkUsage:
-    """What the chunks of the answer to `body` say as their usage: nothing, null, or the tokens so far."""
+    """Return what each chunk has as `usage`: nothing, null, or the tokens so far."""
     if body.wants_running_usage:
         return ChunkUsage(True, lambda: b',"usage":%b' % orjson.dumps(generation.usage.to_json()))
     field = b',"usage":null' if body.wants_usage else b""

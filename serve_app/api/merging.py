@@ -1,4 +1,4 @@
-"""Several streams of one HTTP request as one."""
+"""Merges the streams of one HTTP request."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
@@ -9,7 +9,7 @@ T = TypeVar("T")
 
 
 async def merge(runs: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[T, None]:
-    """Items of all runs as they come. The first error ends all of them."""
+    """Yield the items of all runs as they arrive. The first error ends all runs."""
     items: asyncio.Queue[tuple[T] | Exception | None] = asyncio.Queue(maxsize=len(runs))
 
     async def pump(run: AsyncGenerator[T, None]) -> None:

@@ -1,4 +1,7 @@
-"""GET /openapi.json: what FastAPI does not see, as it is our own code that parses bodies and refuses requests."""
+"""Builds GET /openapi.json.
+
+Adds what FastAPI cannot detect, since our own code parses bodies and refuses requests.
+"""
 
 from collections.abc import Mapping
 from typing import Any
@@ -12,7 +15,7 @@ from serve_app.errors import RequestError
 
 _REF = "#/components/schemas/{model}"
 _OF_BODIES = (413, 415)
-"""Refusals of requests that bring a body."""
+"""Statuses of requests with a body only."""
 _REFUSALS: Mapping[int, str] = {
     **{kind.status: (kind.__doc__ or "").partition("\n")[0] for kind in RequestError.__subclasses__()},
     431: "The headers are too large.",
@@ -40,15 +43,18 @@ _KEYS = {
 
 
 class DocumentedApi(FastAPI):
-    """An application that knows the bodies of its routes."""
+    """A FastAPI application that documents the bodies its routes parse."""
 
     def __init__(self, **options: Any) -> None:
-        """No documentation pages: FastAPI's load their scripts from a CDN."""
+        """Without documentation pages: FastAPI's load their scripts from a CDN."""
         super().__init__(**options, docs_url=None, redoc_url=None, generate_unique_id_function=lambda route: route.name)
         self._bodies: list[type[Body]] = []
 
     def accepts(self, body: type[Body], example: Mapping[str, Any], *, streams: bool = False) -> dict[str, Any]:
-        """What `openapi_extra` of a route says that parses `body`. streams: the answer may be events."""
+        """Return `openapi_extra` for a route that parses `body`.
+
+        streams: the answer may be events.
+        """
         self._bodies.append(body)
         content = {"schema": {"$ref": _REF.format(model=body.__name__)}, "example": example}
         told: dict[str, Any] = {"requestBody": {"required": True, "content": {"application/json": content}}}
@@ -58,7 +64,7 @@ class DocumentedApi(FastAPI):
         return told
 
     def openapi(self) -> dict[str, Any]:
-        """The document; made once."""
+        """The OpenAPI document, built on the first call."""
         if self.openapi_schema is None:
             self.openapi_schema = self._completed(super().openapi())
         return self.openapi_schema
@@ -67,16 +73,16 @@ class DocumentedApi(FastAPI):
         _, definitions = models_json_schema([(body, "validation") for body in self._bodies], ref_template=_REF)
         schemas = {**definitions.get("$defs", {}), **_ERRORS}
         document["components"] = {"schemas": schemas, "securitySchemes": _KEYS}
-        document["security"] = [{}, *({name: []} for name in _KEYS)]  # without a keys file, nobody needs one
+        document["security"] = [{}, *({name: []} for name in _KEYS)]  # a keys file is optional
         for path, operations in document["paths"].items():
             for operation in operations.values():
-                operation["responses"].pop("422", None)  # FastAPI's own refusal, which ours replace
+                operation["responses"].pop("422", None)  # FastAPI's own; `_refusals` has ours
                 operation["responses"] |= _refusals(path, with_body="requestBody" in operation)
         return document
 
 
 def _refusals(path: str, *, with_body: bool) -> dict[str, Any]:
-    """Of requests to `path`, by status."""
+    """Error responses of `path`, by status."""
     schema = {"$ref": _REF.format(model="AnthropicError" if is_anthropic(path) else "Error")}
     content = {"application/json": {"schema": schema}}
     retry = {"Retry-After": {"schema": {"type": "integer", "minimum": 1}, "description": "Seconds; an estimate."}}

@@ -1,4 +1,7 @@
-"""Routes that clients, probes and load tools of other servers ask for, beside OpenAI's: by other names, or by HEAD."""
+"""Compatibility with clients, probes and load tools of other servers.
+
+Adds their routes, paths without `/v1`, HEAD, and paths with a trailing slash.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -13,7 +16,7 @@ _PREFIX = "/v1"
 
 
 def add_peer_routes(app: FastAPI, context: ApiContext, ready: Callable[..., Any]) -> None:
-    """Add them to the routes that `app` has; `ready` answers whether requests can be served."""
+    """Add the routes of other servers to `app`. `ready` is the handler of the readiness routes."""
     for path in ("/health", "/ping"):
         app.add_api_route(path, ready, include_in_schema=False)
 
@@ -35,26 +38,26 @@ def add_peer_routes(app: FastAPI, context: ApiContext, ready: Callable[..., Any]
 
 
 class SlashAtEnd:
-    """Takes a path that ends with a slash for the one without it."""
+    """Serves a path with a trailing slash as the path without it."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass on."""
+        """Remove the slash and call the application."""
         if scope["type"] == "http" and scope["path"].endswith("/"):
             scope = {**scope, "path": scope["path"].rstrip("/") or "/"}
         await self._app(scope, receive, send)
 
 
 class HeadAsGet:
-    """Answers HEAD as GET, without the body."""
+    """Answers HEAD as GET without the body."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass on; headers stay what they are."""
+        """Call the application with GET, and send its headers without the body."""
         if scope["type"] != "http" or scope["method"] != "HEAD":
             await self._app(scope, receive, send)
             return

@@ -1,4 +1,7 @@
-"""From a checked body to engine requests: model name, prompt length, output length, sampling parameters, seed."""
+"""Builds engine requests from checked bodies.
+
+Checks model name, prompt length and output length; sets sampling parameters and seed.
+"""
 
 import asyncio
 import json
@@ -25,23 +28,24 @@ from serve_app.text.stream import StopConfig
 from serve_app.text.tokenizer import Tokenizer
 
 _LONG_TEXT = 8192
-"""Characters (about 2 ms of tokenizing) from which the work leaves the event loop."""
+"""Texts of at least this many characters (about 2 ms of tokenizing) are tokenized in a thread."""
 _BYTES_PER_CHARACTER = 16
-"""So many bytes of a body are parsed in the time that one character is tokenized in; 4 MiB take 50 ms."""
+"""Bytes of a body that are parsed in the time of tokenizing one character; 4 MiB take 50 ms."""
 _MESSAGE = 64
-"""The time that the chat template takes for one message, however empty, in characters of text."""
+"""Cost of one message in the chat template besides its text, in characters of tokenizing."""
 _TEXT = 128
-"""The same for a text, however short."""
+"""Cost of one text besides its length, in characters of tokenizing."""
 _BATCH = 64
-"""Texts that are tokenized at a time: others' need not wait for all of a request's."""
+"""Texts per batch of tokenizing, so that other requests' texts can run in between."""
 _SLICE = 65_536
-"""Characters that are tokenized at a time while it is open whether a text has far too many."""
+"""Characters per slice while checking whether a text is far too long."""
 _MAX_WAITING = 128
-"""Texts that may wait for a worker; a worker takes milliseconds for most, and a fraction of a second for the worst."""
+"""Texts that may wait for the worker thread. Most take milliseconds, the worst a fraction of a
+second."""
 _MOST_PAUSE_S = 0.1
-"""Between two large bodies that are parsed."""
+"""Maximum pause between parsing two large bodies, in seconds."""
 _MAX_OTHER_ROLES = 4
-"""Of one request; for each, the template is rendered twice to find out whether it takes it."""
+"""Roles per request besides OpenAI's. The template is rendered twice to check each."""
 _workers = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tokenize")
 
 T = TypeVar("T")
@@ -52,8 +56,11 @@ class _Waiting:
 
 
 class _Parsing:
-    """Large bodies, one after the other. A parser holds the interpreter for tens of milliseconds at a time, and whoever
-    passes a token on needs it several times: after each body it is theirs for as long."""
+    """Parses large bodies one after another, with pauses.
+
+    A parser holds the GIL for tens of milliseconds, while streaming needs it several times per
+    token. So each parse is followed by a pause of the same length.
+    """
 
     begins_at = 0.0
 
@@ -69,9 +76,9 @@ class _Parsing:
 
 
 async def off_loop(work: Callable[[], T], size: int) -> T:
-    """Run text work of this size (characters or tokens): here if it is small, else beside the event loop.
+    """Run text work, in a thread if it is large. `size` is in characters or tokens.
 
-    Raises `OverloadedError` when too much waits already.
+    Raises `OverloadedError` if too many texts wait.
     """
     if size < _LONG_TEXT:
         return work()
@@ -85,7 +92,7 @@ async def off_loop(work: Callable[[], T], size: int) -> T:
 
 
 async def parsed(parse: Callable[[bytes], T], raw: bytes) -> T:
-    """What `parse` makes of a body; of a large one, beside the event loop."""
+    """Parse a body, in a thread if it is large."""
     size = len(raw) // _BYTES_PER_CHARACTER
     return parse(raw) if size < _LONG_TEXT else await off_loop(partial(_Parsing.run, parse, raw), size)
 
@@ -99,9 +106,11 @@ async def encode_prompt(
     field: str = "prompt",
     scope: str | None = None,
 ) -> list[int]:
-    """Ids of a text prompt. Raises `ContextLengthError` without tokenizing all of what is far beyond the context.
+    """Return the token ids of a text prompt.
 
-    field: the text's name in the body. scope: as `Tokenizer.encode`.
+    field: the text's name in the body. scope: as for `Tokenizer.encode`.
+    Raises `ContextLengthError`. A text far beyond the context is refused after tokenizing only a
+    part of it.
     """
     await _check_size(tokenizer, text, card, field)
     work = partial(tokenizer.encode, text, add_special_tokens=add_special_tokens, scope=scope)
@@ -111,8 +120,10 @@ async def encode_prompt(
 async def encode_prompts(
     tokenizer: Tokenizer, texts: Mapping[str, str], card: ModelCard, *, add_special_tokens: bool = True
 ) -> list[list[int]]:
-    """Ids of several texts, by the fields in which they stand; errors as `encode_prompt`. Many short ones leave the
-    event loop, too."""
+    """Return the token ids of several texts, which are given by field name.
+
+    Many short texts are also tokenized in a thread. Raises as `encode_prompt` does.
+    """
     for field, text in texts.items():
         await _check_size(tokenizer, text, card, field)
     found: list[list[int]] = []
@@ -137,11 +148,14 @@ async def encode_messages(
     ending: Ending = Ending.ANSWER,
     scope: str | None = None,
 ) -> list[int]:
-    """Ids of a chat; errors as `encode_prompt` and `Tokenizer.apply_chat_template`."""
+    """Return the token ids of a chat.
+
+    Raises as `encode_prompt` and `Tokenizer.apply_chat_template` do.
+    """
     _check_roles(tokenizer, messages)
     plain = [message.for_template() for message in messages]
     given = [tool.for_template() for tool in tools]
-    # What is not content stands in the prompt as JSON or nearly so.
+    # Tools and calls are in the prompt as JSON or a similar form.
     others = [_as_json(given)] if given else []
     others += [_as_json(message["tool_calls"]) for message in plain if "tool_calls" in message]
     text = "".join([message["content"] for message in plain] + others)
@@ -151,7 +165,10 @@ async def encode_messages(
 
 
 def _as_json(data: Any) -> str:
-    """As templates write it, without escapes; empty for what no template can write, which it refuses itself."""
+    """JSON as templates write it, without escapes.
+
+    Empty if it cannot be written; the template then refuses it.
+    """
     try:
         return json.dumps(data, ensure_ascii=False).encode(errors="replace").decode()
     except (ValueError, RecursionError):
@@ -170,7 +187,7 @@ def _check_roles(tokenizer: Tokenizer, messages: Sequence[Message]) -> None:
 
 
 async def decode_ids(tokenizer: Tokenizer, token_ids: list[int], card: ModelCard) -> str:
-    """Text of as many ids as the context holds. Raises `InvalidRequestError`."""
+    """Return the text of at most `max_model_len` ids. Raises `InvalidRequestError`."""
     if len(token_ids) > card.max_model_len:
         raise InvalidRequestError(
             f"`tokens` contains {len(token_ids)} ids, but this model's context is {card.max_model_len}", param="tokens"
@@ -181,9 +198,10 @@ async def decode_ids(tokenizer: Tokenizer, token_ids: list[int], card: ModelCard
 
 
 async def _check_size(tokenizer: Tokenizer, text: str, card: ModelCard, field: str) -> None:
-    """Refuse what is far too long for little work: by its bytes, or once its first slices make twice the context.
+    """Refuse a text that is far too long, at little cost.
 
-    Twice, because a text cut into slices makes a few tokens more than in one piece.
+    It is refused by a lower bound on its tokens, or once its first slices have twice the context's
+    tokens. Twice, because slices have a few more tokens than the whole text.
     """
     least = tokenizer.min_tokens(text)
     size = max(_LONG_TEXT, min(_SLICE, 8 * card.max_model_len))
@@ -205,7 +223,7 @@ def _count(tokenizer: Tokenizer, text: str) -> int:
 
 
 def check_model(name: str | None, card: ModelCard) -> None:
-    """Raise `ModelNotFoundError` unless `name` is the served model (or not given)."""
+    """Raise `ModelNotFoundError` if `name` is given and is not the served model."""
     if name is not None and name != card.name:
         raise ModelNotFoundError(
             f"the model {name[:100]!r} does not exist; GET /v1/models lists what is served", param="model"
@@ -213,13 +231,13 @@ def check_model(name: str | None, card: ModelCard) -> None:
 
 
 def check_tenant(tenant: Tenant, model: str) -> None:
-    """Raise `ModelNotFoundError` if the served `model` is not for `tenant`."""
+    """Raise `ModelNotFoundError` if `tenant` may not use `model`."""
     if not tenant.may_use(model):
         raise ModelNotFoundError(f"the model {model!r} is not allowed for this API key", param="model")
 
 
 def check_sequences(num_prompts: int, body: GenerationBody, limits: ApiLimits) -> None:
-    """Bound prompts times choices, and times answers whose odds are told, before anything is computed for them."""
+    """Check the limits on prompts times choices, and on prompts times answers with odds."""
     SamplingParams(n=1 if body.n is None else body.n)
     n = body.num_choices
     if num_prompts * n > limits.max_sequences:
@@ -236,14 +254,14 @@ def check_sequences(num_prompts: int, body: GenerationBody, limits: ApiLimits) -
 
 
 def stop_config(body: GenerationBody) -> StopConfig:
-    """The part of `body` that the text layer decides."""
+    """Return the stop conditions that the text layer checks."""
     return StopConfig(
         body.stop or (), bool(body.include_stop_str_in_output), body.min_tokens or 0, nothing=body.scores_only
     )
 
 
 def truncated(token_ids: list[int], body: GenerationBody, card: ModelCard) -> list[int]:
-    """The end of the prompt that `truncate_prompt_tokens` asks for; -1 is what leaves room for `max_tokens`."""
+    """Keep the last `truncate_prompt_tokens` tokens; -1 leaves room for `max_tokens`."""
     most = body.truncate_prompt_tokens
     if most is None:
         return token_ids
@@ -253,7 +271,11 @@ def truncated(token_ids: list[int], body: GenerationBody, card: ModelCard) -> li
 
 
 def bad_words(body: GenerationBody, tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...]:
-    """The tokens of each of `bad_words`, alone and behind a space, where that makes other tokens (as vLLM does)."""
+    """Return the token ids of each bad word.
+
+    A word is encoded alone and after a space, as in vLLM. Both are returned if they differ in the
+    first token but not in length.
+    """
     found = []
     for word in body.bad_words or ():
         alone, inside = (
@@ -264,7 +286,8 @@ def bad_words(body: GenerationBody, tokenizer: Tokenizer) -> tuple[tuple[int, ..
 
 
 def check_prompt_logprobs(field: str, num_tokens: int, top: int, limits: ApiLimits) -> None:
-    """Bound what `field` asks for: `top` alternatives for each of `num_tokens` tokens of prompts."""
+    """Check the limit on prompt log-probabilities: `num_tokens` tokens with `top` alternatives
+    each."""
     if num_tokens * (top + 1) > limits.max_prompt_logprobs:
         raise InvalidRequestError(
             f"`{field}` {top} over {num_tokens} tokens of prompts: at most {limits.max_prompt_logprobs} "
@@ -289,10 +312,13 @@ def engine_request(
     thinking_budget: ThinkingBudget | None = None,
     cache_salt: str,
 ) -> EngineRequest:
-    """One prompt's request. `max_tokens` is (field name, asked value); `default_max_tokens` None is the whole rest.
+    """Return the engine request for one prompt.
 
-    -1 asks for the whole rest, as with llama.cpp and LM Studio. `max_logprobs` bounds what its choices may carry
-    together: an output that nobody bounds ends there. Raises `InvalidRequestError` naming the field and its limit.
+    max_tokens: (field name, requested value). The value -1 means the rest of the context, as in
+    llama.cpp and LM Studio. default_max_tokens: None is the rest of the context.
+    max_logprobs: the limit on log-probabilities of all choices together. It shortens outputs
+    without a requested length.
+    Raises `InvalidRequestError` naming the field and its limit.
     """
     limit = _output_limit(
         body,
@@ -317,7 +343,7 @@ def engine_request(
         thinking_budget=thinking_budget,
     )
     params.check_vocab(card.vocab_size)
-    # The id is ours: a client's own could name somebody else's request.
+    # A new id: a client's own id could equal that of another client's request.
     return EngineRequest(
         request_id=uuid.uuid4().hex,
         prompt_token_ids=tuple(token_ids),
@@ -338,7 +364,7 @@ def _output_limit(
     logprobs: int | None,
     max_logprobs: int,
 ) -> int:
-    """The most tokens that each choice may have; see `engine_request`."""
+    """Return the maximum number of tokens per choice; see `engine_request`."""
     room = _room(token_ids, card, prompt_field)
     name, asked = max_tokens
     if asked == -1:
@@ -365,7 +391,10 @@ def _output_limit(
 
 
 def _room(token_ids: list[int], card: ModelCard, field: str) -> int:
-    """Tokens left for the answer, at least 1."""
+    """Return the number of tokens left for the answer, at least 1.
+
+    Raises `InvalidRequestError` and `ContextLengthError`.
+    """
     if not token_ids:
         raise InvalidRequestError(f"`{field}` contains no tokens", param=field)
     room = card.max_model_len - len(token_ids)
@@ -380,8 +409,10 @@ def _room(token_ids: list[int], card: ModelCard, field: str) -> int:
 
 
 def check_ids(token_ids: Sequence[int], card: ModelCard, field: str) -> None:
-    """Raise `InvalidRequestError` for ids beyond the model's logits, which a text too has where an added token of the
-    tokenizer is written in it."""
+    """Raise `InvalidRequestError` for ids beyond the model's logits.
+
+    A text can also have such ids, if it contains an added token of the tokenizer.
+    """
     for token_id in (min(token_ids), max(token_ids)):
         if not 0 <= token_id < card.vocab_size:
             raise InvalidRequestError(
@@ -390,7 +421,7 @@ def check_ids(token_ids: Sequence[int], card: ModelCard, field: str) -> None:
 
 
 def answer_head(prefix: str, kind: str, card: ModelCard) -> dict[str, Any]:
-    """The fields that every answer and every chunk of it begin with."""
+    """Return the first fields of every answer and chunk."""
     return {
         "id": f"{prefix}-{uuid.uuid4().hex}",
         "object": kind,

@@ -1,4 +1,4 @@
-"""What is told of every generation request: while it goes on to an observer, and once it has ended to a log."""
+"""The events of generation requests: for an observer while they run, for a log at the end."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -22,17 +22,19 @@ REFUSAL_REASONS = (
     *("queue_full", "queue_share", "wait_exceeds_timeout", "request_timeout", "bodies_full", "texts_full"),
     *("rate_limit_exceeded", "insufficient_quota", "unavailable"),
 )
-"""The codes with which requests are turned away for want of room or time."""
+"""Error codes of requests refused for lack of capacity or time."""
 
 
 @dataclass(frozen=True, slots=True)
 class RequestSummary:
-    """How one generation request went: its line in the log, its span in a trace. No text, so nothing private.
+    """The result of one generation request, for the log and the trace. Contains no text.
 
-    error: the error's code, or its type. queue_s: the longest wait of its prompts, None if none had its turn.
-    first_token_s, seconds: since its arrival at started_at, a Unix time in seconds. replicas: in the order in which
-    they had it. engine_ids: the names of its first 128 prompts in recorded steps. key: the name of its API key.
-    traceparent: the client's, unchecked.
+    error: the error's code, or its type. queue_s: the longest wait of its prompts; None if none was
+    admitted.
+    first_token_s, seconds: since arrival. started_at: time of arrival, Unix time in seconds.
+    replicas: in the order in which they had the request. engine_ids: request ids of its first 128
+    prompts, as in recorded steps.
+    key: the name of the API key. traceparent: the client's header, unchecked.
     """
 
     request_id: str
@@ -52,44 +54,52 @@ class RequestSummary:
 
 
 RequestLog = Callable[[RequestSummary], None]
-"""Told about every generation request once it has ended. Must neither block nor raise."""
+"""Receives every generation request's summary after its end. Must neither block nor raise."""
 
 
 class RequestObserver(Protocol):
-    """Told about every generation request. Must neither block nor raise: `tokens` is on the token path.
+    """Receives the events of generation requests, for metrics. Times are in seconds.
 
-    Times in seconds. For one HTTP request: `started`, then `queued`, then `tokens` per flush, then `finished`
-    exactly once, before it `refused` if that was the reason. Requests may be refused before they have `started`.
+    Must neither block nor raise, since `tokens` is on the token path.
+    Order for one HTTP request: `started`, `queued`, `tokens` per flush, `refused` if refused, and
+    `finished` exactly once. Requests may also be refused before `started`.
     """
 
     def started(self, endpoint: Endpoint) -> None:
-        """A request arrived (its body is read)."""
+        """A request arrived and its body was read."""
 
     def queued(self, seconds: float) -> None:
-        """The request's turn came after `seconds` in the queue."""
+        """A prompt was admitted after `seconds` in the queue."""
 
     def refused(self, reason: str) -> None:
-        """A request was turned away for want of room or time; `reason` is the error's code."""
+        """A request was refused for lack of capacity or time. `reason` is the error's code."""
 
     def grammar_built(self, seconds: float) -> None:
-        """The grammar of the request's constraint was built and checked in this time."""
+        """The grammar of a request's constraint was built and checked in `seconds`."""
 
     def grammar_refused(self, reason: str) -> None:
-        """The request's constraint cannot be enforced; `reason` is the error's code."""
+        """A constraint cannot be enforced. `reason` is the error's code."""
 
     def buffered(self, num_bytes: int) -> None:
-        """The bodies of requests hold this many bytes now."""
+        """Request bodies in memory now have `num_bytes` in total."""
 
     def first_token(self, seconds: float) -> None:
-        """The first token of the request is on its way to the client, `seconds` after its arrival."""
+        """The request's first token was generated, `seconds` after arrival (TTFT)."""
 
     def tokens(self, count: int, gap: float | None) -> None:
-        """`count` tokens of one choice arrived, `gap` after the choice's tokens before (None: its first)."""
+        """`count` tokens of one choice arrived, `gap` seconds after its previous ones (None for the
+        first)."""
 
     def charged(self, key: str, outcome: Outcome, prompt_tokens: int, cached_tokens: int, output_tokens: int) -> None:
-        """The request's tenant, if it has a key of that name, was charged for what was computed, before `finished`."""
+        """The request's computed tokens were charged to its tenant. Called before `finished`.
+
+        key: the API key's name, empty without one.
+        """
 
     def finished(
         self, endpoint: Endpoint, outcome: Outcome, prompt_tokens: int, output_tokens: int, seconds: float
     ) -> None:
-        """The request ended after `seconds`; tokens count what was computed for it, also if it was cancelled."""
+        """The request ended after `seconds`.
+
+        Tokens are those computed, even if it was cancelled.
+        """

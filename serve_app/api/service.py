@@ -1,6 +1,6 @@
-"""What the HTTP layer needs from whoever owns it: something that generates.
+"""The interface of the HTTP layer to generation.
 
-Serving implements it over links to the replicas, tests over an engine in the same process.
+The serving layer implements it over links to the replicas; tests use an engine in the same process.
 """
 
 from collections.abc import AsyncGenerator
@@ -18,10 +18,10 @@ from serve_app.text.tokenizer import Tokenizer
 class ModelCard:
     """The served model. `vocab_size` is the width of the logits, `created` a Unix time in seconds.
 
-    `hidden_size` is the length of its embeddings, `pooling` how they are made where the request does not say. `end_ids`
-    are the tokens that end a text.
-
-    `fingerprint` changes whenever the same seed may give another answer (weights, dtype, version).
+    hidden_size: the length of its embeddings. pooling: the default for embeddings. end_ids: the
+    tokens that end a text.
+    fingerprint: changes whenever the same seed may give a different answer (weights, dtype,
+    version).
     """
 
     name: str
@@ -36,13 +36,16 @@ class ModelCard:
 
 @dataclass(frozen=True, slots=True)
 class RequestContext:
-    """What a service needs to know of a request beside its tokens.
+    """What a service needs for a request besides the tokens.
 
-    deadline: on `time.monotonic`'s clock, in seconds; after it the request ends with `RequestTimeoutError`.
-    session: the client's name for a conversation whose requests should meet the same cache.
-    ended_choices: filled while it runs with the choices that are over for the client (a stop string was found).
-    replicas: filled by the service while it runs: the engines that had the request, in order.
-    place: lent by the service while the client is so far behind that nothing is generated for it.
+    deadline: on `time.monotonic`'s clock, in seconds. The request then ends with
+    `RequestTimeoutError`.
+    session: the client's name for a conversation. Its requests should use the same prefix cache.
+    ended_choices: choices that ended before the engine ended them (a stop string was found). The
+    HTTP layer adds them while the request runs.
+    replicas: the engines that had the request, in order. The service adds them while the request
+    runs.
+    place: the request's slots. The service lends them while generation is paused for a slow client.
     """
 
     deadline: float | None = None
@@ -68,7 +71,7 @@ class Service(Protocol):
 
     @property
     def model(self) -> ModelCard:
-        """Raises `UnavailableError` while no engine has told what it serves."""
+        """The served model. Raises `UnavailableError` until an engine has reported it."""
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -77,16 +80,19 @@ class Service(Protocol):
     def generate(
         self, request: EngineRequest, context: RequestContext = NO_CONTEXT
     ) -> AsyncGenerator[list[TokenDelta], None]:
-        """News of the request, all its choices, until each has finished. Raises `RequestError`.
+        """Yield the new tokens of all choices until each has finished. Raises `RequestError`.
 
-        Closing or cancelling the generator aborts the request, also while it waits.
+        Closing or cancelling the generator aborts the request, even while it waits.
         """
 
     def check_ready(self) -> None:
-        """Raises `UnavailableError` while a request could not be served now."""
+        """Raise `UnavailableError` if requests cannot be served now."""
 
     def check_cluster(self) -> None:
-        """Raises `UnavailableError` while nothing that is lost would be replaced; requests are served all the same."""
+        """Raise `UnavailableError` if lost replicas would not be replaced.
+
+        Requests are still served.
+        """
 
     async def metrics(self) -> MetricsPage:
-        """The metrics in Prometheus' text format."""
+        """Return the metrics in Prometheus' text format."""

@@ -1,6 +1,6 @@
-"""Server-sent events as bytes, and how they are sent.
+"""Builds and sends server-sent events.
 
-The token path builds them from pieces made once per request, not from objects.
+Chunks are built from bytes that are prepared once per request, not from objects.
 """
 
 import asyncio
@@ -12,7 +12,7 @@ import orjson
 from starlette.types import Send
 
 KEEP_ALIVE_S = 15.0
-"""Proxies and clients take a stream in which nothing comes for a minute, and sometimes for half of one, for dead."""
+"""Proxies and clients close streams that are idle for 60 s, some after 30 s."""
 PING = b": ping\n\n"
 """A comment, which clients skip."""
 DONE = b"data: [DONE]\n\n"
@@ -24,20 +24,20 @@ HEADERS = [
 
 
 def event(data: Any) -> bytes:
-    """One event of JSON data."""
+    """Return one event of JSON data."""
     return b"data: " + orjson.dumps(data) + b"\n\n"
 
 
 def named_event(name: str, data: bytes) -> bytes:
-    """One event of JSON data, with its name."""
+    """Return one named event of JSON data."""
     return b"event: %b\ndata: %b\n\n" % (name.encode(), data)
 
 
 class EventStream:
-    """The body of a streamed answer, which begins with its first event.
+    """The body of a streamed answer. The response starts with the first event.
 
-    Whenever nothing was sent for `KEEP_ALIVE_S`, `ping` is, by a task of its own: one that waits for the next event
-    beside a timer would be a task for every event.
+    Sends `ping` after `KEEP_ALIVE_S` without an event. One task does this for the whole stream; a
+    timeout around each event would need a task per event.
     """
 
     def __init__(self, send: Send, ping: Callable[[], bytes]) -> None:
@@ -57,7 +57,7 @@ class EventStream:
         await asyncio.gather(self._pinging, return_exceptions=True)
 
     async def send(self, events: bytes) -> None:
-        """Send events, and the head of the response before the first."""
+        """Send events. The first call also sends the response's headers."""
         async with self._turn:
             if not self.started:
                 self.started = True
@@ -66,7 +66,7 @@ class EventStream:
             self._sent_at = self._clock()
 
     async def end(self, events: bytes) -> None:
-        """Send the last ones. Not before this has been left as a context."""
+        """Send the last events. Call after leaving the context."""
         await self._to_client({"type": "http.response.body", "body": events, "more_body": False})
 
     async def _ping_when_quiet(self) -> None:
@@ -80,9 +80,10 @@ class EventStream:
 
 @dataclass(frozen=True, slots=True)
 class ChunkUsage:
-    """Where a stream tells its usage.
+    """Where a stream reports its usage.
 
-    at_end: in an event after the last chunk. so_far: makes the `usage` field of a chunk, with its comma, or nothing.
+    at_end: in an event after the last chunk. so_far: returns a chunk's `usage` field with its
+    comma, or nothing.
     """
 
     at_end: bool
@@ -90,10 +91,10 @@ class ChunkUsage:
 
 
 class ChunkTemplate:
-    """Chunks with one choice each, which differ only in that choice."""
+    """A template for chunks of one choice, which share all other fields."""
 
     def __init__(self, head: dict[str, Any], usage: ChunkUsage) -> None:
-        """`head` holds the fields of every chunk but `choices` and `usage`."""
+        """head: the fields of every chunk except `choices` and `usage`."""
         self._head = head
         self._open = b"data: " + orjson.dumps(head)[:-1] + b',"choices":[{"index":'
         self._usage = usage
@@ -107,9 +108,9 @@ class ChunkTemplate:
         of_choice: bytes = b"",
         of_chunk: bytes = b"",
     ) -> bytes:
-        """One event. `content` is the choice's own field as JSON, such as b'"text":"..."'.
+        """Return one event. `content` is the choice's own field as JSON, such as b'"text":"..."'.
 
-        `of_choice` and `of_chunk` are more fields, each with a comma before it.
+        of_choice, of_chunk: more fields as JSON, each with a comma before it.
         """
         return b'%b%d,%b,"logprobs":%b,"finish_reason":%b%b}]%b%b}\n\n' % (
             self._open,
@@ -123,9 +124,9 @@ class ChunkTemplate:
         )
 
     def end(self, usage: dict[str, Any]) -> bytes:
-        """The events after the last chunk; one with no choices and the whole usage, if that was asked for."""
+        """Return the events after the last chunk, with the usage if the request asked for it."""
         return event({**self._head, "choices": [], "usage": usage}) + DONE if self._usage.at_end else DONE
 
     def error(self, error: bytes) -> bytes:
-        """The last event of a stream that failed; `error` is the JSON of an error response."""
+        """Return the last event of a failed stream. `error` is the JSON of an error response."""
         return named_event("error", error)

@@ -1,4 +1,4 @@
-"""Tells observer, log and its tenant's account about one HTTP request: its start, its tokens, once how it ended."""
+"""Reports one HTTP request to the observer, the log and its tenant's account."""
 
 import asyncio
 import time
@@ -18,7 +18,7 @@ _REFUSALS = (OverloadedError, RequestTimeoutError, UnavailableError)
 
 
 class RequestTracker:
-    """`with` around the whole request. Passes every exception on."""
+    """A context around the whole request. Does not suppress exceptions."""
 
     def __init__(
         self,
@@ -48,24 +48,27 @@ class RequestTracker:
         self._requests: Sequence[EngineRequest] = ()
         self._contexts: Sequence[RequestContext] = ()
         self.told_error: Exception | None = None
-        """An error that the client was told inside its stream, and that is therefore not raised."""
+        """An error that was sent as an event of the stream, and so is not raised."""
 
     def generates(self, requests: Sequence[EngineRequest], contexts: Sequence[RequestContext]) -> None:
-        """What the HTTP request turned out to be, before any of it is generated."""
+        """Set the request's engine requests, before generation starts."""
         self._requests, self._contexts = requests, contexts
 
     def queued(self, seconds: float, prompt_tokens: int) -> None:
-        """The turn of a prompt of so many tokens has come; see `RequestObserver.queued`."""
+        """A prompt of `prompt_tokens` tokens was admitted; see `RequestObserver.queued`."""
         self._computed_prompt_tokens += prompt_tokens
         self._queue_s = max(seconds, self._queue_s or 0.0)
         self._observer.queued(seconds)
 
     def found_cached(self, prompt: int, tokens: int) -> None:
-        """So many tokens of the prompt of this number were found in the prefix cache."""
+        """`tokens` tokens of prompt number `prompt` were found in the prefix cache."""
         self._cached_tokens[prompt] = tokens
 
     def tokens(self, count: int, gap: float | None, reasoning: int) -> None:
-        """See `RequestObserver.tokens`; so many more of the choice's tokens are known to be its reasoning."""
+        """See `RequestObserver.tokens`.
+
+        `reasoning` more tokens of the choice are known to be reasoning.
+        """
         if self._first_token_s is None:
             self._first_token_s = time.monotonic() - self._started_at
             self._observer.first_token(self._first_token_s)
@@ -74,9 +77,11 @@ class RequestTracker:
         self._observer.tokens(count, gap)
 
     def settle(self, error: BaseException | None = None) -> None:
-        """Close the tenant's account of it, once; before its end is told, so that what the client knows is kept.
+        """Charge the tenant, once.
 
-        What failed without a token costs nothing; what was cancelled while its prompt was computed costs the prompt.
+        Called before the client receives the end, so a finished request is always recorded. A
+        request that failed without a token costs nothing. One that was cancelled during prefill
+        costs its prompt.
         """
         if self._settled:
             return

@@ -1,1 +1,1 @@
-"""The web page at `/`: static files without a build step, and the routes that serve them."""
+"""The web console at `/`: static files without a build step, and routes that serve them."""

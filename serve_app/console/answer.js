@@ -1,4 +1,4 @@
-// One answer in the making: what the stream's chunks add to its message, and its figures.
+// Collects one streamed answer: its message and its figures.
 
 export class Answer {
   constructor(message) {
@@ -36,13 +36,13 @@ export class Answer {
     if (reasoning) figures.reasoning = reasoning;
     if (this.firstAt) figures.firstToken = (this.firstAt - this.sentAt) / 1000;
     const seconds = (this.lastAt - this.firstAt) / 1000;
-    // Pieces that reach the page in one go tell nothing of the pace.
+    // Tokens that arrive at the same time give no rate.
     if (tokens > 1 && seconds > 0.1) figures.pace = (tokens - 1) / seconds;
     return figures;
   }
 }
 
-/** Names and values of an answer's figures, for people. */
+/** Names and values of an answer's figures, as shown. */
 export function figuresOf({ figures = {}, finish, requestId, model }) {
   const shown = [];
   const show = (name, value) => value !== undefined && value !== null && shown.push([name, String(value)]);

@@ -1,4 +1,4 @@
-// Talks to this server: JSON calls, and streams of server-sent events.
+// Calls this server: JSON requests and streams of server-sent events.
 
 export class ApiError extends Error {
   constructor(message, requestId, status = null) {
@@ -12,7 +12,7 @@ const KEY = "serve_app API key";
 let whenWanted = () => apiKey.set(prompt("This server wants an API key:")?.trim() ?? "", false);
 let asked = false;
 
-/** The key that every request sends: of this tab's session, or kept in the browser. */
+/** The API key for all requests, kept for this tab's session or in the browser. */
 export const apiKey = {
   get: () => sessionStorage.getItem(KEY) ?? localStorage.getItem(KEY) ?? "",
   isKept: () => localStorage.getItem(KEY) !== null,
@@ -24,7 +24,10 @@ export const apiKey = {
   },
 };
 
-/** `handler` is called when the server wants a key, or another one; not again before one has been set. */
+/**
+ * Sets the function to call when the server requires a key or refuses the current one.
+ * It is called only once until another key is set.
+ */
 export function onKeyWanted(handler) {
   whenWanted = handler;
 }
@@ -40,12 +43,12 @@ export async function ask(path, options) {
   return apiKey.get() === key ? response : ask(path, options);
 }
 
-/** The parsed answer of a GET. Throws ApiError with the server's own words. */
+/** Returns the parsed response of a GET. Throws ApiError with the server's message. */
 export async function getJson(path) {
   return (await get(path)).json();
 }
 
-/** The body of a GET's answer, for saving. Throws as `getJson` does. */
+/** Returns the body of a GET's response, for saving. Throws as `getJson` does. */
 export async function getBlob(path) {
   return (await get(path)).blob();
 }
@@ -56,7 +59,7 @@ async function get(path) {
   return response;
 }
 
-/** The parsed answer of a POST. Throws as `getJson` does. */
+/** Returns the parsed response of a POST. Throws as `getJson` does. */
 export async function postJson(path, body) {
   const response = await post(path, body);
   if (!response.ok) throw await refusal(response);
@@ -69,8 +72,10 @@ function post(path, body, signal) {
 }
 
 /**
- * POST a streamed generation. Calls onChunk for every chunk; resolves to the request's id after [DONE].
- * Throws ApiError for a refusal, an error event, or a stream that ends early; AbortError when `signal` aborts it.
+ * Sends a POST for a streamed generation. Calls onChunk for every chunk. Returns the request's id
+ * after [DONE].
+ * Throws ApiError for a refusal, an error event or a stream that ends early, and AbortError when
+ * `signal` aborts it.
  */
 export async function streamJson(path, body, signal, onChunk) {
   const response = await post(path, body, signal);

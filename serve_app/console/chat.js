@@ -1,4 +1,4 @@
-// The shown conversation: sends messages, shows answers as they come, stops them, moves between branches.
+// The shown conversation: sends messages, streams and stops answers, switches branches.
 
 import { streamJson } from "./api.js";
 import { Answer } from "./answer.js";
@@ -17,7 +17,7 @@ const IDEAS = [
 ];
 
 export class Chat {
-  /** `save(conversation)` keeps it; `complain(error)` shows a setting that cannot be sent. */
+  /** `save(conversation)` stores it; `complain(error)` shows an invalid setting. */
   constructor({ save, complain }) {
     this.save = save;
     this.complain = complain;
@@ -61,7 +61,7 @@ export class Chat {
   redraw() {
     const messages = path(this.conversation);
     const shown = messages.length ? messages.map((message) => this.viewOf(message).element) : [welcome()];
-    // What is moved loses focus and selection.
+    // Moving an element would lose its focus and selection.
     const old = [...find("messages").children];
     const same = shown.findIndex((box, i) => box !== old[i]);
     for (const box of old.slice(same < 0 ? shown.length : same)) box.remove();
@@ -93,7 +93,7 @@ export class Chat {
     if (text && this.branch(path(this.conversation).at(-1)?.id ?? null, text)) find("prompt").value = "";
   }
 
-  /** Asks something behind `parent` (an id, or null); false if it cannot be sent now. */
+  /** Sends a message after `parent` (an id or null). Returns false if it cannot be sent now. */
   branch(parent, content) {
     const body = this.body();
     if (!body) return false;
@@ -120,7 +120,8 @@ export class Chat {
     choose(this.conversation, message);
     this.redraw();
     this.save(this.conversation);
-    // The arrow that was used is gone; its twin is where the focus belongs, or else the message.
+    // The clicked arrow no longer exists. Move the focus to the same arrow of the new message, or
+    // to another one.
     const { element: box } = this.viewOf(message);
     (box.querySelector(`[aria-label="${label}"]:enabled`) ?? box.querySelector(".branch button:enabled")).focus();
   }
@@ -174,7 +175,7 @@ export class Chat {
   fail(messages, error) {
     const stopped = error.name === "AbortError";
     for (const message of messages) {
-      if (message.finish) continue; // this one was complete
+      if (message.finish) continue; // this answer was complete
       message.finish = stopped ? "stopped" : "error";
       if (!stopped) message.error = error.message;
       if (error.requestId) message.requestId = error.requestId;
@@ -213,7 +214,7 @@ function welcome() {
 }
 
 function setBusy(running) {
-  // A log that is busy is read out once it is done, not piece by piece.
+  // Screen readers read a busy log when it is complete, not piece by piece.
   find("messages").setAttribute("aria-busy", String(Boolean(running)));
   find("send").hidden = Boolean(running);
   find("halt").hidden = !running;

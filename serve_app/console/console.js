@@ -1,4 +1,4 @@
-// Puts the page together: conversations, panels, and whether the server is ready.
+// Starts the page: conversations, panels and the server's health.
 
 import { getJson, onKeyWanted } from "./api.js";
 import { Conversations } from "./conversations.js";
@@ -18,7 +18,7 @@ async function showHealth() {
 
 function say(text, state) {
   const health = find("health");
-  if (health.textContent !== text) health.textContent = text; // a status that repeats itself would be read out again
+  if (health.textContent !== text) health.textContent = text; // avoids a repeated announcement
   health.dataset.state = state;
 }
 
@@ -31,7 +31,7 @@ async function showModels() {
   }
 }
 
-/** The list of conversations: beside the chat where there is room, above it on a phone. */
+/** The sidebar: beside the chat on wide screens, above it on phones. */
 function startSidebar() {
   const wide = matchMedia("(min-width: 52rem)");
   const { classList } = document.body;
@@ -49,7 +49,7 @@ function startSidebar() {
   tell();
 }
 
-// What needs no conversation answers to keys at once: opening the store takes longer than the page's load.
+// Start what needs no conversation first: opening the store takes longer than loading the page.
 startSidebar();
 startPanels();
 showHealth();

@@ -1,4 +1,4 @@
-// Joins the parts of the chat: the conversations that are kept, the one that is shown, its settings.
+// Connects the chat's parts: stored conversations, the shown one, its settings.
 
 import { Chat } from "./chat.js";
 import { find } from "./dom.js";
@@ -11,7 +11,7 @@ import { newConversation } from "./tree.js";
 const SHOWN = "serve_app conversation";
 
 export class Conversations {
-  /** `kept`: those that the store has. */
+  /** `kept`: the conversations in the store. */
   constructor(store, kept, { onKey }) {
     this.store = store;
     this.all = new Map(kept.map((conversation) => [conversation.id, conversation]));
@@ -50,7 +50,10 @@ export class Conversations {
     find("title").textContent = this.shown.title || "New chat";
   }
 
-  /** A fresh conversation, with the settings of the shown one; it is kept once something was said. */
+  /**
+   * Creates a conversation with the settings of the shown one. It is stored after its first
+   * message.
+   */
   create() {
     const settings = this.shown?.settings ?? latest(this.all)?.settings ?? initialSettings();
     this.show(newConversation(settings));
@@ -66,7 +69,7 @@ export class Conversations {
   }
 
   async remove(conversation) {
-    conversation.isGone = true; // an answer that still runs must not bring it back
+    conversation.isGone = true; // a running answer must not store it again
     if (this.chat.running?.conversation === conversation) this.chat.stop();
     this.all.delete(conversation.id);
     if (conversation === this.shown) this.create();
@@ -91,7 +94,7 @@ export class Conversations {
     }
   }
 
-  /** Another tab has changed or deleted one. */
+  /** Another tab has changed or deleted a conversation. */
   async reload(id) {
     if (this.chat.running?.conversation.id === id) return;
     const conversation = await this.store.get(id);

@@ -1,9 +1,10 @@
-// Twelve prompts at once, for those who want to see the batch work. They stop when the page is left.
+// Sends twelve prompts at once, to show batching. They stop when the page is closed.
 
 import { streamJson } from "./api.js";
 
 const STORY = "The train left the station late, and everybody on board looked at the rain. ".repeat(16);
-// Three requests of several prompts each: a browser opens six connections to a server at most, and the page needs some.
+// Three requests with several prompts each: browsers open at most six connections per server, and
+// the page needs some.
 const REQUESTS = [
   { max_tokens: 32, prompt: ["The capital of France is", "Water boils at", "My favourite animal is", "2 + 2 =", "Hello,", STORY] },
   { max_tokens: 110, prompt: ["The sky is blue because", "Three uses of a paper clip:", "Once upon a time", `${STORY}Then`] },

@@ -1,4 +1,4 @@
-// The API's documentation, made from this server's own /openapi.json.
+// Builds the API documentation from this server's /openapi.json.
 
 import { ask, getJson } from "./api.js";
 
@@ -21,7 +21,7 @@ function typeOf(schema) {
   return [schema.type ?? "anything"].flat().filter((name) => name !== "null").join(" or ");
 }
 
-/** The limits of a value, which stand beside its type or beside the one of its types that they belong to. */
+/** Returns the limits of a value, to show beside its type (or beside one of its types). */
 function limitsOf(schema) {
   const told = Object.assign({}, ...(schema.anyOf ?? []), schema);
   const low = told.minimum ?? told.exclusiveMinimum;
@@ -34,7 +34,7 @@ function limitsOf(schema) {
   return limits.join(" ");
 }
 
-/** The schemas that `schema` names, its own fields' included. */
+/** Returns the names of schemas that `schema` or its fields refer to. */
 function namesIn(schema) {
   return [...JSON.stringify(schema).matchAll(/"#\/components\/schemas\/(\w+)"/g)].map((found) => found[1]);
 }
@@ -77,7 +77,7 @@ function input(label, value, control = element("input")) {
   return [row, control];
 }
 
-/** A form that sends the request and shows what comes back, as it comes. */
+/** Creates a form that sends the request and shows the response as it arrives. */
 function tryOut(path, method, operation) {
   const form = element("form");
   const parameters = (operation.parameters ?? []).map((parameter) => {

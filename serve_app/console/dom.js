@@ -1,8 +1,11 @@
-// Small helpers to build the page. Texts are only ever set as text.
+// Helpers to build the page. Text is only set as text, never as HTML.
 
 export const find = (id) => document.getElementById(id);
 
-/** An element with properties (`class`, `on` and attributes with a dash or `role` are treated as such) and children. */
+/**
+ * Creates an element with children and properties.
+ * `class`, `on`, `role`, `for` and names with a dash get special treatment.
+ */
 export function element(tag, properties = {}, ...children) {
   const made = document.createElement(tag);
   for (const [name, value] of Object.entries(properties)) {
@@ -26,7 +29,7 @@ export function icon(name) {
   return svg;
 }
 
-/** A button that shows an icon and is called `label`. */
+/** Creates a button with an icon and the accessible name `label`. */
 export function iconButton(name, label, act, properties = {}) {
   return element(
     "button",
@@ -35,7 +38,7 @@ export function iconButton(name, label, act, properties = {}) {
   );
 }
 
-/** Says something to those who look and to those who listen; `undo` adds a button to the message. */
+/** Shows a message, also to screen readers. `undo` adds a button to it. */
 export function toast(text, undo = null) {
   const box = find("toast");
   const close = () => {
@@ -53,7 +56,9 @@ export function save(blob, name) {
   setTimeout(() => URL.revokeObjectURL(url), 60_000);
 }
 
-/** Puts a text into the clipboard; pages that did not come over HTTPS or from this machine have only the older way. */
+/**
+ * Copies a text to the clipboard. Pages without HTTPS, except on localhost, must use the older API.
+ */
 export async function copyText(text) {
   if (navigator.clipboard && isSecureContext) return navigator.clipboard.writeText(text);
   const area = element("textarea", { value: text, class: "hidden" });
@@ -64,7 +69,7 @@ export async function copyText(text) {
   if (!done) throw new Error("this browser does not let the page copy");
 }
 
-/** A button that copies what `text()` returns and says so for a moment. */
+/** Creates a button that copies `text()` and briefly shows that it did. */
 export function copyButton(text, label = "Copy") {
   const button = iconButton("copy", label, async () => {
     try {

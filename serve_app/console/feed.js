@@ -1,22 +1,25 @@
-// Asks the server once a second what the engines did and keeps the last minutes of it. Sleeps while nobody looks.
+// Polls the server every second for engine steps and keeps the last minutes. Pauses while they are
+// not shown.
 
 import { getJson } from "./api.js";
 
 const PERIOD_MS = 1000;
 const KEPT_S = 300;
-const OVERLAP_S = 2; // steps that come twice are dropped by their number
+const OVERLAP_S = 2; // duplicate steps are dropped by number
 
-/** Calls `listener` with {now, queue, replicas} after each answer, and with an Error when there was none. */
+/**
+ * Calls `listener` with {now, queue, replicas} after each response, and with an Error if it failed.
+ */
 export class Feed {
   constructor(listener) {
     this.listener = listener;
     this.replicas = new Map();
-    this.askedAt = Date.now() - 60_000; // the first look takes in a minute
+    this.askedAt = Date.now() - 60_000; // the first poll gets one minute
     this.isWanted = false;
     document.addEventListener("visibilitychange", () => this.wake());
   }
 
-  /** Whether there is anything on the page that shows it. */
+  /** Sets whether anything on the page shows the data. */
   setWanted(isWanted) {
     this.isWanted = isWanted;
     this.wake();
@@ -51,7 +54,7 @@ export class Feed {
     }
     for (const [name, replica] of this.replicas) {
       replica.records = replica.records.filter((record) => record.started_at > state.now - KEPT_S);
-      // A replica that died stays in the picture until its last step has left it.
+      // Keep a dead replica until its last step is too old to be shown.
       if (replica.gone && replica.records.length === 0) this.replicas.delete(name);
     }
   }

@@ -1,11 +1,11 @@
-// What a conversation's requests can be told besides its messages: the fields of the form, and the body made of them.
+// The settings of a conversation: the form's fields, and the request body made from them.
 
 const AS_IT_DOES = ["", "as the model does"];
 const ON_OFF = [AS_IT_DOES, ["true", "on"], ["false", "off"]];
 const FORMATS = [["", "free text"], ["json_object", "JSON"], ["json_schema", "JSON by the schema"]];
 const EFFORTS = ["none", "minimal", "low", "medium", "high", "xhigh"].map((effort) => [effort, effort]);
 
-/** `kind` says how a value, which is the text that stands in the form, becomes the body's; "" is left out. */
+/** `kind` says how the form's text is converted to the body's value. "" is omitted. */
 export const GROUPS = [
   {
     title: "Model",
@@ -84,7 +84,10 @@ export class SettingError extends Error {
   }
 }
 
-/** The body's fields by the settings. Throws SettingError for what cannot be sent; the server checks the rest. */
+/**
+ * Returns the body's fields for the settings.
+ * Throws SettingError for values that cannot be sent; the server checks the rest.
+ */
 export function bodyOf(settings) {
   const body = {};
   for (const field of FIELDS) {

@@ -1,4 +1,4 @@
-// The batch as it is now: figures of the fleet, slots and KV blocks of each replica, throughput over a minute.
+// The live batch: fleet figures, each replica's slots and KV blocks, throughput of the last minute.
 
 import { colourOf, endOf, prepare } from "./timeline-draw.js";
 
@@ -100,7 +100,9 @@ function showSlots(list, replica) {
   });
 }
 
-/** Slot -> the latest row of whoever holds it now: a step need not have a row for everyone. */
+/**
+ * Returns slot -> latest row of its current request. A step need not have a row for every request.
+ */
 function currentRows(replica) {
   const rows = new Map();
   for (const record of replica.records.slice(-32)) {
@@ -108,7 +110,8 @@ function currentRows(replica) {
     for (const row of prepare(record).rows) rows.set(row.slot, { ...row, step: record.step });
     for (const [slot, row] of rows) if (left.has(`${row.request}#${row.choice}`)) rows.delete(slot);
   }
-  // A request whose client left ends without a record: those seen last are the ones that run.
+  // A request whose client disconnected ends without a record. So keep only the most recently seen
+  // ones.
   const latest = [...rows].sort(([, a], [, b]) => b.step - a.step);
   return new Map(latest.slice(0, replica.stats.running));
 }
@@ -131,7 +134,10 @@ function showFigures(list, figures) {
   });
 }
 
-/** Output tokens of each of the last SPARK_S seconds, all replicas together; the last one is not over yet. */
+/**
+ * Output tokens per second over the last SPARK_S seconds, all replicas together; the last second is
+ * incomplete.
+ */
 function throughput(replicas, now) {
   const rates = new Array(SPARK_S + 1).fill(0);
   for (const replica of replicas) {

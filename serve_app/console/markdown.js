@@ -1,14 +1,14 @@
-// Shows Markdown: the server renders and sanitizes it, the page exchanges only the blocks that have changed.
+// Shows Markdown. The server renders and sanitizes it; the page replaces only changed blocks.
 
 import { postJson } from "./api.js";
 import { copyButton, element } from "./dom.js";
 
 const PERIOD_MS = 250;
 const KEPT = 300;
-const rendered = new Map(); // text to blocks, the latest KEPT
-let last = Promise.resolve(); // one request at a time: a long conversation must not fill the server's queue
+const rendered = new Map(); // blocks by text, the newest KEPT
+let last = Promise.resolve(); // one request at a time, so as not to fill the server's queue
 
-/** `[first line, HTML]` of each block; null where the server does not render the text. */
+/** Returns `[first line, HTML]` of each block, or null if the server does not render the text. */
 function blocksOf(text) {
   last = last.then(() => postJson("/markdown", { text })).catch(() => null);
   return last;
@@ -22,22 +22,23 @@ async function keptBlocksOf(text) {
 }
 
 /**
- * A text in a box. While it grows, at most four times a second its end is rendered: a block that two others follow is
- * closed, and neither sent nor touched again, so what is selected in it stays selected.
+ * A text in a box. While it grows, its end is rendered at most four times per second.
+ * A block followed by two others is closed: it is not sent or changed again, so a selection in it
+ * is kept.
  */
 export class MarkdownView {
   constructor(box) {
     this.box = box;
-    this.shown = []; // the HTML of each child of the box
-    this.closed = 0; // so many of these are as they will be
-    this.start = 0; // of the text behind them
+    this.shown = []; // HTML of each child of the box
+    this.closed = 0; // number of closed blocks
+    this.start = 0; // start of the text after them
   }
 
-  /** Shows a text that may grow. */
+  /** Shows a text that may still grow. */
   grow(text) {
     this.text = text;
     this.box.setAttribute("aria-busy", "true");
-    if (!this.isRendered) this.showPlain(text); // until it comes
+    if (!this.isRendered) this.showPlain(text); // until the first blocks arrive
     if (!this.busy) this.renderEnd();
   }
 
@@ -53,14 +54,14 @@ export class MarkdownView {
       this.closed += blocks.length - 2;
       this.start = start + offsetOfLine(tail, blocks.at(-2)[0]);
     }
-    // A server that has much to do is asked less often.
+    // Send fewer requests to a slow server.
     setTimeout(() => {
       this.busy = false;
       if (this.text !== text && !this.isFinal) this.renderEnd();
     }, Math.max(PERIOD_MS, 3 * (performance.now() - sentAt)));
   }
 
-  /** Shows the whole text, which grows no more; plain where the server does not render it. */
+  /** Shows the complete text, as plain text if the server does not render it. */
   async finish(text) {
     this.isFinal = true;
     this.box.setAttribute("aria-busy", "true");
@@ -76,7 +77,10 @@ export class MarkdownView {
     document.addEventListener("selectionchange", () => this.finish(text), { once: true });
   }
 
-  /** Puts blocks behind the closed ones; false, and nothing is done, if a selection would be lost. */
+  /**
+   * Replaces the blocks after the closed ones. Returns false without a change if a selection would
+   * be lost.
+   */
   exchange(blocks) {
     const wanted = blocks.map(([, html]) => html);
     const isShown = (html, i) => this.shown[this.closed + i] === html;
@@ -115,7 +119,7 @@ function offsetOfLine(text, line) {
   return breaks.lastIndex;
 }
 
-/** A block of sanitized HTML, with what the page adds to code and tables. */
+/** Creates a block from sanitized HTML. Code gets a copy button, and tables a scrolling box. */
 function elementOf(html) {
   const template = document.createElement("template");
   template.innerHTML = html;
@@ -124,7 +128,7 @@ function elementOf(html) {
     bar.append(copyButton(() => pre.textContent, "Copy the code"));
     const box = element("div", { class: "code" });
     pre.replaceWith(box);
-    pre.tabIndex = 0; // wide code is scrolled by keyboard too
+    pre.tabIndex = 0; // to scroll wide code with the keyboard
     box.append(bar, pre);
   }
   for (const table of template.content.querySelectorAll("table")) {

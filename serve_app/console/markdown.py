@@ -1,10 +1,12 @@
-"""Markdown to HTML that a page may show: run as a program, in a process of its own (see `rendering`).
+"""Converts Markdown to HTML that is safe to show.
 
-Reads one JSON string per line and answers each with one JSON list: the text's top-level blocks in order, each as
-`[first line, HTML]`. Raw HTML in the text is shown as text, and what comes out has passed a sanitizer. Images are
-links: a page that shows an answer asks nobody else for anything.
+It runs as a program in its own process (see `rendering`).
+Reads one JSON string per line. Answers each with one JSON list of the text's top-level blocks in
+order, each as `[first line, HTML]`. Raw HTML in the text is shown as text, and the output has
+passed a sanitizer. Images become links, so that showing an answer makes no requests to other
+servers.
 
-Imports nothing of serve_app, so that the process starts in tenths of a second and needs little memory.
+Does not import serve_app, so that the process starts in under 1 s and needs little memory.
 """
 
 import json
@@ -47,12 +49,12 @@ _CLEANER = nh3.Cleaner(
 
 
 def _is_link(url: str) -> bool:
-    """Whether it leads somewhere by itself: what is relative would lead to this server's own routes."""
+    """Whether the URL is absolute: a relative one would lead to this server's own routes."""
     return url.lower().startswith(tuple(f"{scheme}:" for scheme in _SCHEMES))
 
 
 class _Renderer(RendererHTML):
-    """As markdown-it's own, but for code, images and the cells of tables."""
+    """markdown-it's renderer, except for code, images and table cells."""
 
     def fence(self, tokens: Sequence[Token], idx: int, options: OptionsDict, env: MutableMapping[str, Any]) -> str:
         words = tokens[idx].info.split()
@@ -69,7 +71,7 @@ class _Renderer(RendererHTML):
 
     @staticmethod
     def renderAttrs(token: Token) -> str:
-        # The page's policy allows no style attributes.
+        # The page's security policy forbids style attributes.
         style = str(token.attrs.pop("style", ""))
         if style.startswith("text-align:"):
             token.attrs["align"] = style.removeprefix("text-align:")
@@ -93,7 +95,7 @@ def _code(text: str, language: str) -> str:
 
 
 def blocks(text: str) -> list[tuple[int, str]]:
-    """The text's top-level blocks: the line (from 0) that each begins at, and its HTML."""
+    """Return the text's top-level blocks: (first line counted from 0, HTML)."""
     env: dict[str, Any] = {}
     tokens = _MARKDOWN.parse(text, env)
     found: list[tuple[int, str]] = []
@@ -109,10 +111,11 @@ def blocks(text: str) -> list[tuple[int, str]]:
 
 
 def main(limit_s: float) -> None:
-    """Answer line by line until the input ends, or a text needs more of the processor's time than `limit_s`."""
-    os.nice(10)  # engines and the ingress come first
+    """Answer line by line until the input ends, or a text needs more CPU time than `limit_s`."""
+    os.nice(10)  # lower priority than engines and ingress
     for line in sys.stdin.buffer:
-        # SIGPROF ends the process, wherever it is: regular expressions let no handler of Python's run.
+        # SIGPROF ends the process at any point. A Python handler would not run during a regular
+        # expression.
         signal.setitimer(signal.ITIMER_PROF, limit_s)
         answer = json.dumps(blocks(json.loads(line)))
         signal.setitimer(signal.ITIMER_PROF, 0)

@@ -1,4 +1,4 @@
-// One message on the page: its text, what is folded away beneath it, and what can be done with it.
+// One message on the page: its text, collapsed details and actions.
 
 import { figuresOf } from "./answer.js";
 import { copyButton, element, iconButton } from "./dom.js";
@@ -20,7 +20,7 @@ class View {
     this.element = element("article", { class: `message ${message.role}`, "aria-label": name });
   }
 
-  /** Arrows between the variants of this message. */
+  /** Shows arrows between the variants of this message. */
   showVariants(variants) {
     this.branch?.remove();
     if (variants.length < 2) return;
@@ -127,7 +127,7 @@ class AnswerView extends View {
     });
   }
 
-  /** The answer is complete. */
+  /** Shows the complete answer. */
   finish() {
     const { message } = this;
     this.update();
@@ -144,7 +144,7 @@ class AnswerView extends View {
     this.tools.hidden = false;
   }
 
-  /** A form for what the called tools answer, while nothing follows this message. */
+  /** Shows a form for tool results, on the last message only. */
   offerResults(isLast) {
     this.form?.remove();
     if (!isLast || !this.message.toolCalls?.length || this.message.finish !== "tool_calls") return;
@@ -177,7 +177,7 @@ function figuresView(message) {
   return element("details", { class: "answer-figures" }, element("summary", {}, "Figures"), list);
 }
 
-/** An answer that is JSON is shown as code. */
+/** Shows a JSON answer as code. */
 function markdownOf({ content, format }) {
   return format ? `\`\`\`json\n${prettyJson(content)}\n\`\`\`` : content;
 }
@@ -191,7 +191,7 @@ function prettyJson(text) {
   try {
     return JSON.stringify(JSON.parse(text), null, 2);
   } catch {
-    return text; // not yet, or cut off
+    return text; // incomplete or not JSON
   }
 }
 

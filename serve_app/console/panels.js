@@ -1,4 +1,5 @@
-// Live batch and timeline beside the chat, each one key away. Their data are asked for only while one is open.
+// The panels beside the chat, live batch and timeline, each with a key. Data are polled only while
+// one is open.
 
 import { getBlob } from "./api.js";
 import { startCrowd } from "./crowd.js";
@@ -41,7 +42,7 @@ export function startPanels() {
   feed.setWanted(opened().length > 0);
 }
 
-/** The links to the timeline's files: a browser that follows them sends no API key. */
+/** Saves a timeline file. Following the link itself would send no API key. */
 async function saveTimeline(event) {
   const link = event.target.closest("a[download]");
   if (!link) return;
@@ -63,6 +64,6 @@ function open(name, isOpen) {
 function sayWhy(error) {
   const why = !error ? "" : error.status === 401 || error.status === 403 ? "This needs an admin's API key." : "No news from the server.";
   for (const note of document.querySelectorAll(".panel-note")) {
-    if (note.textContent !== why) note.textContent = why; // a status that repeats itself would be read out again
+    if (note.textContent !== why) note.textContent = why; // avoids a repeated announcement
   }
 }

@@ -1,4 +1,7 @@
-"""The timeline as one HTML file that needs nothing else: the console's own drawing code, its style, and the data."""
+"""Builds the timeline as one self-contained HTML file.
+
+It contains the console's drawing code, style and data.
+"""
 
 import base64
 import hashlib
@@ -36,7 +39,10 @@ view.fit();
 
 
 def _script() -> str:
-    """The modules as one: what one exports, the next finds without importing it."""
+    """Return the modules as one script.
+
+    A module's exports are visible to the next one without imports.
+    """
     sources = (_FOLDER.joinpath(name).read_text() for name in _MODULES)
     return "".join(re.sub(r"(?m)^import .*\n|^export ", "", source) for source in sources) + _START
 
@@ -53,12 +59,12 @@ CONTENT_SECURITY_POLICY = (
     f"default-src 'none'; script-src {_hash(_SCRIPT)}; style-src {_hash(_STYLE)}; base-uri 'none'; form-action 'none'; "
     "frame-ancestors 'none'"
 )
-"""For serving the picture: its own script and style run, nothing else does."""
+"""Security policy of the file: only its own script and style may run."""
 
 
 def picture(recordings: Sequence[bytes]) -> bytes:
-    """The page for recordings in `Recording.to_json`'s form."""
-    # A script element ends at "</script", wherever it stands; JSON may write "<" another way.
+    """Return the page for recordings in the form of `Recording.to_json`."""
+    # A script element ends at any "</script"; JSON can escape "<".
     data = b"[" + b",".join(recordings) + b"]"
     return (
         _PAGE.replace("/*STYLE*/", _STYLE)

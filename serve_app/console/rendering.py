@@ -1,8 +1,8 @@
-"""`POST /markdown`: the HTML of an answer's Markdown, for the console's page.
+"""`POST /markdown`: converts an answer's Markdown to HTML for the console.
 
-Parsers and highlighters have inputs for which they take seconds, with Python's lock held; the ingress, through which
-all streams go, must not wait for them. So `markdown` runs in a process of its own, which ends when a text takes it too
-long, and with this one: its input then does.
+Parsers and highlighters take seconds for some inputs, and hold the GIL meanwhile. That would block
+the ingress and all streams. So `markdown` runs in its own process. It ends when a text takes too
+long, and when this process ends, since its input then closes.
 """
 
 import asyncio
@@ -45,17 +45,23 @@ def add_markdown(app: FastAPI) -> None:
 
 
 class Renderer:
-    """One process that renders one text at a time; it starts with the first text, and again after it has ended."""
+    """A process that renders one text at a time.
+
+    Started with the first text, and again after it has ended.
+    """
 
     def __init__(self, cpu_limit_s: float = _CPU_LIMIT_S) -> None:
-        """`cpu_limit_s`: what a text may take of the processor's time, which a busy machine does not change."""
+        """cpu_limit_s: CPU time per text, which does not depend on the machine's load."""
         self._cpu_limit_s = cpu_limit_s
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="markdown")
         self._process: subprocess.Popen[bytes] | None = None
         self._waiting = 0
 
     async def blocks(self, text: str) -> bytes:
-        """JSON: `markdown.blocks` of a text. Raises `OverloadedError` and `InvalidRequestError`."""
+        """Return `markdown.blocks` of a text as JSON.
+
+        Raises `OverloadedError` and `InvalidRequestError`.
+        """
         if self._waiting == _MAX_WAITING:
             raise OverloadedError("too many texts are waiting to be rendered", retry_after_s=1.0)
         self._waiting += 1
@@ -85,7 +91,7 @@ class Renderer:
         return answer
 
     def _start(self) -> subprocess.Popen[bytes]:
-        # By its path: no part of the package has to be imported there.
+        # Run by path, so that no part of the package is imported.
         program = str(resources.files("serve_app.console").joinpath("markdown.py"))
         command = [sys.executable, "-I", program, str(self._cpu_limit_s)]
         process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)

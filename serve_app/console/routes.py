@@ -1,7 +1,7 @@
-"""The console's routes: the page, its files, the API's documentation, `GET /debug/timeline`, and `rendering`'s.
+"""Routes of the console: page, files, API documentation, `GET /debug/timeline`, and `rendering`'s.
 
-Decides what a browser may do with these pages: run and fetch what comes from this server, nothing else. Does not know
-where recordings come from: whoever builds the application passes a function that reads them.
+Decides what a browser may do with these pages: run and fetch only what comes from this server. The
+application passes a function that reads recordings.
 """
 
 import asyncio
@@ -47,10 +47,10 @@ _SECONDS = {"type": "number", "exclusiveMinimum": 0, "maximum": _MAX_SECONDS}
 
 @dataclass(frozen=True, slots=True)
 class Sources:
-    """Where the console's data come from.
+    """Functions that provide the console's data.
 
-    `recordings(seconds)` returns each answering replica's `Recording` of its last `seconds` seconds as JSON. `queue` is
-    the ingress's own: requests waiting there, and handed on to engines.
+    recordings(seconds): returns each answering replica's `Recording` of its last `seconds` seconds
+    as JSON. queue: returns the ingress's requests that wait, and those in engines.
     """
 
     recordings: Callable[[float], Awaitable[Sequence[bytes]]]
@@ -87,7 +87,7 @@ def add_console(app: FastAPI, sources: Sources) -> None:
         if format not in _FORMATS:
             raise InvalidRequestError(f"`format` must be one of {', '.join(_FORMATS)}", param="format")
         span = _seconds(seconds)
-        # Reading is work for every replica: many open pages take turns.
+        # Reading involves every replica, so one request at a time.
         async with lock:
             found = await sources.recordings(span)
             if replica is not None:
@@ -126,7 +126,7 @@ def _page(body: bytes, media_type: str) -> Response:
 
 
 def _static_files() -> dict[str, tuple[bytes, str]]:
-    """Every file a browser may ask for, read once, with its type."""
+    """Read all static files. Returns content and type by path."""
     folder = resources.files("serve_app.console")
     suffixes = {path.name: "." + path.name.rpartition(".")[2] for path in folder.iterdir()}
     return {

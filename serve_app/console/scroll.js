@@ -1,9 +1,9 @@
-// Keeps the end of a growing box in view, unless somebody has scrolled away from it.
+// Keeps the end of a growing box visible, unless the user has scrolled away from it.
 
 const NEAR_PX = 60;
 
 export class Scroll {
-  /** `button` leads back to the end. */
+  /** `button` scrolls to the end. */
   constructor(box, button) {
     this.box = box;
     this.button = button;

@@ -1,11 +1,14 @@
-// The dialog with the API key and everything a conversation's requests can be told.
+// The dialog with the API key and the settings of a conversation's requests.
 
 import { apiKey } from "./api.js";
 import { element, find, iconButton } from "./dom.js";
 import { GROUPS, initialSettings } from "./fields.js";
 
 export class SettingsDialog {
-  /** `onKey`: another API key was given; `onChange`: the shown conversation's settings have changed. */
+  /**
+   * `onKey`: called after a new API key. `onChange`: called after a change of the shown
+   * conversation's settings.
+   */
   constructor({ onKey, onChange }) {
     this.dialog = find("settings");
     this.settings = {};
@@ -15,7 +18,7 @@ export class SettingsDialog {
     find("settings-groups").append(...GROUPS.map((group) => this.group(group)));
     find("settings-reset").addEventListener("click", () => this.reset());
     this.dialog.addEventListener("click", (event) => {
-      if (event.target === this.dialog) this.dialog.close(); // beside it
+      if (event.target === this.dialog) this.dialog.close(); // a click outside the dialog
     });
     this.startKey(onKey);
   }
@@ -32,7 +35,7 @@ export class SettingsDialog {
     key.addEventListener("change", change);
     kept.addEventListener("change", change);
     find("settings-form").addEventListener("submit", (event) => {
-      event.preventDefault(); // Enter in a field; the field's change has been taken over by then
+      event.preventDefault(); // Enter in a field, whose change was already handled
       this.dialog.close();
     });
   }
@@ -69,7 +72,7 @@ export class SettingsDialog {
     this.onChange();
   }
 
-  /** Shows the settings of another conversation; what is typed goes into this object. */
+  /** Shows another conversation's settings. Input is written to this object. */
   show(settings) {
     this.settings = settings;
     for (const [name, input] of this.inputs) {
@@ -88,7 +91,7 @@ export class SettingsDialog {
     if (!this.dialog.open) this.dialog.showModal();
   }
 
-  /** Opens at a field that cannot be sent. */
+  /** Opens the dialog at the invalid field. */
   complain(error) {
     this.open();
     const input = this.inputs.get(error.field);

@@ -1,4 +1,4 @@
-// The list of conversations: choose, find, rename, delete, export, import.
+// The list of conversations: select, search, rename, delete, export, import.
 
 import { element, find, iconButton, save, toast } from "./dom.js";
 import { fromFile, toFile } from "./transfer.js";
@@ -17,7 +17,7 @@ export class Sidebar {
     find("import-file").addEventListener("change", () => this.import());
   }
 
-  /** `conversations`: id to conversation; `shown`: the one that is shown. */
+  /** `conversations`: by id. `shown`: the shown one. */
   update(conversations, shown) {
     this.conversations = conversations;
     this.shown = shown;
@@ -54,7 +54,7 @@ export class Sidebar {
     let isOver = false;
     const end = (title) => {
       if (isOver) return;
-      isOver = true; // leaving the field comes after Enter, too
+      isOver = true; // Enter also causes a blur event later
       if (title && title !== conversation.title) this.actions.rename(conversation, title);
       this.draw();
     };
@@ -79,10 +79,10 @@ export class Sidebar {
 
   async import() {
     const [file] = find("import-file").files;
-    find("import-file").value = ""; // the same file may be chosen again
+    find("import-file").value = ""; // allow to select the same file again
     try {
       const read = fromFile(await file.text());
-      // One that is here already is left alone; another one that has its id gets one of its own.
+      // Skip conversations that exist already. A different one with the same id gets a new id.
       const fresh = read.filter((one) => this.conversations.get(one.id)?.updated !== one.updated);
       for (const one of fresh) if (this.conversations.has(one.id)) one.id = newId();
       await this.actions.add(fresh);

@@ -1,4 +1,4 @@
-// Conversations, kept in this browser (IndexedDB). Other tabs are told of changes.
+// Stores conversations in this browser (IndexedDB). Notifies other tabs of changes.
 
 const DATABASE = "serve_app";
 const STORE = "conversations";
@@ -9,7 +9,7 @@ export class StorageFullError extends Error {
   }
 }
 
-/** Where conversations are kept; in memory only where the browser keeps nothing (some private windows). */
+/** The conversations' store, in memory if the browser stores nothing (some private windows). */
 export async function openStore() {
   try {
     return new Store(await openDatabase());
@@ -32,7 +32,7 @@ class Store {
     this.channel = new BroadcastChannel("serve_app conversations");
   }
 
-  /** `listener` is called with the id of a conversation that another tab has changed. */
+  /** Calls `listener` with the id of a conversation that another tab has changed. */
   onChange(listener) {
     this.channel.onmessage = (event) => listener(event.data);
   }

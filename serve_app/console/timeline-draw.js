@@ -1,6 +1,7 @@
-// Draws one replica's recorded steps: who held which slot when, and why. Pure: records and a canvas in, a map out.
+// Draws one replica's recorded steps: which request had which slot, when and why. Pure: input are
+// records and a canvas, output is a lookup function.
 
-// Okabe and Ito's colours, which people with any kind of colour vision tell apart; the eighth is a dark violet.
+// Okabe and Ito's colours, distinguishable with any colour vision. The eighth is a dark violet.
 const PALETTE = ["#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442", "#8A63A8"];
 const GUTTER = 62;
 const IDLE_S = 0.03;
@@ -10,7 +11,10 @@ const AXIS_HEIGHT = 18;
 
 const colours = new Map();
 
-/** The colour of a request: neighbours in time differ, and a request keeps its colour when it moves to a replica. */
+/**
+ * Returns a request's colour. Neighbours in time differ, and a request keeps its colour on another
+ * replica.
+ */
 export function colourOf(request) {
   const name = request.split(".")[0];
   if (!colours.has(name)) {
@@ -20,13 +24,13 @@ export function colourOf(request) {
   return colours.get(name);
 }
 
-/** Black or white, whichever is read more easily on the colour. */
+/** Returns black or white, whichever is more readable on the colour. */
 function inkOn(colour) {
   const [red, green, blue] = [1, 3, 5].map((i) => parseInt(colour.slice(i, i + 2), 16));
   return 0.299 * red + 0.587 * green + 0.114 * blue > 110 ? "#10151b" : "#ffffff";
 }
 
-/** Which attempt at the request this replica was given; above 1 it came from another replica. */
+/** Returns the number of the attempt at the request; above 1 it came from another replica. */
 export function attemptOf(request) {
   const number = Number(request.split(".")[1] ?? 1);
   return Number.isInteger(number) ? number : 1;
@@ -36,7 +40,7 @@ export function endOf(record) {
   return record.started_at + record.schedule_s + record.model_s + record.update_s;
 }
 
-/** The record with its rows as objects; done once per record. */
+/** Returns the record with rows as objects. Cached per record. */
 export function prepare(record) {
   if (!record.prepared) {
     record.prepared = true;
@@ -48,7 +52,7 @@ export function prepare(record) {
   return record;
 }
 
-/** Height in CSS pixels of a replica's picture. */
+/** Returns the height of a replica's picture in CSS pixels. */
 export function heightOf(replica) {
   return laneHeight(replica) * replica.num_slots + 14 + BATCH_HEIGHT + QUEUE_HEIGHT + AXIS_HEIGHT;
 }
@@ -58,8 +62,9 @@ function laneHeight(replica) {
 }
 
 /**
- * Draw the records between `from` and `to` (Unix seconds). `axis` is "time", or "steps" where every step is as wide as
- * any other and idle time is one step wide. Returns a function that says what is at (x, y), as text or null.
+ * Draws the records between `from` and `to` (Unix seconds). `axis` is "time", or "steps" for steps
+ * of equal width and idle times of one step.
+ * Returns a function that describes what is at (x, y), as text or null.
  */
 export function drawReplica(canvas, replica, { from, to, axis }) {
   const scale = window.devicePixelRatio || 1;
@@ -86,18 +91,18 @@ export function drawReplica(canvas, replica, { from, to, axis }) {
   return (x, y) => lookUp(picture, x, y);
 }
 
-/** A column is a step's place in the picture: {record, x, end}. Where there is none, the engine was idle. */
+/** Returns one column per step: {record, x, end}. Gaps are idle times. */
 function byTime(records, width, from, to) {
   const x = (time) => Math.max(GUTTER, GUTTER + ((time - from) / (to - from)) * (width - GUTTER));
   return records.map((record, i) => {
     const next = records[i + 1];
-    // The engine's moments between two steps are not worth a gap in the picture.
+    // Short pauses between two steps are not shown as gaps.
     const end = next && next.started_at - record.end <= IDLE_S ? next.started_at : record.end;
     return { record, x: x(record.started_at), end: Math.min(width, x(end)) };
   });
 }
 
-/** Where the step that is running now stands: what is in it is told when it is over. */
+/** Returns the position of the running step. Its content is known only at its end. */
 function unfinished(replica, width, from, to) {
   if (replica.gone || replica.step_age_s === null) return null;
   const x = (time) => Math.min(width, Math.max(GUTTER, GUTTER + ((time - from) / (to - from)) * (width - GUTTER)));
@@ -115,7 +120,7 @@ function byStep(records, width) {
   });
 }
 
-/** Slots have a ground only while the engine runs: a pale lane is an idle slot, white is an idle engine. */
+/** Draws slots only while the engine runs: a pale lane is an idle slot, white is an idle engine. */
 function drawLanes({ context, width, columns, replica, lane, css }, running) {
   context.textBaseline = "middle";
   const labelEvery = Math.max(1, Math.ceil(12 / lane));
@@ -140,7 +145,10 @@ function drawLanes({ context, width, columns, replica, lane, css }, running) {
   }
 }
 
-/** Prefill fills the lane and says how many tokens; decode is a band, with a line under it where a grammar is followed. */
+/**
+ * Draws prefill as a full lane with its number of tokens, and decode as a band, underlined if a
+ * grammar constrains it.
+ */
 function drawRows({ context, columns, lane, css }) {
   const bands = new Map();
   const finish = (band) => {
@@ -239,7 +247,7 @@ function drawGate({ context, columns, css }, top) {
   context.fillText("gate", 0, top + 4);
   for (const { record, x, end } of columns) {
     context.fillStyle = css(record.gate_open ? "--good" : "--closed");
-    const thick = record.gate_open ? 2 : 7; // told by shape too, not by colour alone
+    const thick = record.gate_open ? 2 : 7; // shape as well as colour
     context.fillRect(x, top + 4 - thick / 2, Math.max(end - x, 0.75), thick);
   }
 }

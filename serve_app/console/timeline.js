@@ -1,11 +1,12 @@
-// The timeline as people use it: a picture per replica, one set of controls, what the pointer is at, a summary in words.
+// The timeline panel: one picture per replica, controls, the item at the pointer, a summary in
+// words.
 
 import { attemptOf, drawReplica, prepare } from "./timeline-draw.js";
 
 const SPANS_S = [2, 5, 15, 30, 60, 300];
 
 export class TimelineView {
-  /** `following`: the picture ends at the present until somebody pauses or moves it. */
+  /** `following`: the picture ends at the present until the user pauses or moves it. */
   constructor(box, { following }) {
     this.box = box;
     this.replicas = [];
@@ -58,7 +59,7 @@ export class TimelineView {
     if (this.end === null) this.draw();
   }
 
-  /** Show all there is. */
+  /** Shows all recorded steps. */
   fit() {
     const records = this.replicas.flatMap((replica) => replica.records.map(prepare));
     const from = records.reduce((least, record) => Math.min(least, record.started_at), this.now);
@@ -69,7 +70,7 @@ export class TimelineView {
   }
 
   zoomTo(span) {
-    if (this.end !== null) this.end += (span - this.span) / 2; // around the middle
+    if (this.end !== null) this.end += (span - this.span) / 2; // keep the centre
     this.span = span;
     this.draw();
   }
@@ -131,7 +132,7 @@ export class TimelineView {
   }
 }
 
-/** What the picture shows, in words: for those who cannot see it, and for those who want the numbers. */
+/** Returns a summary of the picture in words, for users who cannot see it or want the numbers. */
 function summarize(replica, { from, to }) {
   const records = replica.records.filter((record) => prepare(record).end > from && record.started_at < to);
   const count = (value) => records.reduce((total, record) => total + value(record), 0);

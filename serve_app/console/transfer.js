@@ -1,4 +1,4 @@
-// Conversations as one JSON file: written by "Export", checked field by field by "Import".
+// Conversations as one JSON file: "Export" writes it, "Import" checks every field.
 
 import { FIELDS } from "./fields.js";
 
@@ -12,7 +12,10 @@ export function toFile(conversations) {
   return new Blob([JSON.stringify(file, null, 1)], { type: "application/json" });
 }
 
-/** The conversations of a file's text; only what is known is taken over. Throws an Error that says what is wrong. */
+/**
+ * Returns the conversations in a file's text. Unknown fields are dropped. Throws an Error that says
+ * what is wrong.
+ */
 export function fromFile(text) {
   let file;
   try {

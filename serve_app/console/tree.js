@@ -1,6 +1,7 @@
-// A conversation as a tree: editing a message or asking again adds a branch beside the old one. Nothing here knows the page.
+// A conversation as a tree: editing or regenerating a message adds a branch. Independent of the
+// page.
 
-const ROOT = "root"; // the parent of those that begin a conversation, as a key of `chosen`
+const ROOT = "root"; // key in `chosen` of messages without a parent
 const MAX_TITLE = 60;
 
 export const newId = () => Array.from(crypto.getRandomValues(new Uint8Array(12)), (byte) => byte.toString(16).padStart(2, "0")).join("");
@@ -10,7 +11,7 @@ export function newConversation(settings) {
   return { id: newId(), title: "", created: now, updated: now, settings: { ...settings }, messages: {}, chosen: {} };
 }
 
-/** Adds a message under `parent` (an id, null for the beginning) and makes its branch the shown one. */
+/** Adds a message under `parent` (an id, or null for the root) and shows its branch. */
 export function add(conversation, parent, message) {
   const added = { id: newId(), parent, ...message };
   conversation.messages[added.id] = added;
@@ -24,7 +25,7 @@ export function choose(conversation, message) {
   conversation.updated = Date.now();
 }
 
-/** The messages of the shown branch, from the first to the last. */
+/** Returns the messages of the shown branch, first to last. */
 export function path(conversation) {
   const found = [];
   let next = conversation.messages[conversation.chosen[ROOT]];
@@ -35,12 +36,12 @@ export function path(conversation) {
   return found;
 }
 
-/** All messages that stand where this one does, in the order in which they came. */
+/** Returns all messages with the same parent, in order of creation. */
 export function variants(conversation, message) {
   return Object.values(conversation.messages).filter((other) => other.parent === message.parent);
 }
 
-/** The messages up to and without `id`, on the branch that leads there. */
+/** Returns the messages before `id` on its branch. */
 export function before(conversation, id) {
   const found = [];
   for (let parent = conversation.messages[id].parent; parent !== null; parent = conversation.messages[parent].parent) {
@@ -54,7 +55,7 @@ export function titleOf(text) {
   return line.length > MAX_TITLE ? `${line.slice(0, MAX_TITLE - 1)}…` : line;
 }
 
-/** Messages as the API takes them. Answers that failed before they said anything are left out. */
+/** Converts messages for the API. Answers that failed before any output are left out. */
 export function toRequest(messages, system) {
   const said = messages.filter((message) => message.role !== "assistant" || message.content || message.toolCalls?.length);
   const sent = said.map((message) => {

@@ -1,10 +1,12 @@
-"""Grammars: what an output may be, as text; and the matchers that follow outputs through one.
+"""Grammars, as text, that constrain outputs, and matchers that apply them to outputs.
 
-A grammar travels as text in `SamplingParams.grammar` and nothing else does: a matcher's state is a function of that
-text and the output tokens, so whoever has both can make it again (a fork, a preempted request, another replica).
+Only the text is sent to engines, in `SamplingParams.grammar`. A matcher's state is a function of
+that text and the output tokens. So it can be rebuilt for a fork, a preempted request, or on another
+replica.
 
-The work is llguidance's (Earley parser over a lexer of regex derivatives, masks on demand), chosen because its work is
-bounded whatever the grammar, and because it refuses what it cannot enforce instead of ignoring it.
+llguidance does the work (Earley parser over a lexer of regex derivatives, masks on demand). It was
+chosen because its work is bounded for any grammar, and because it refuses what it cannot enforce
+instead of ignoring it.
 """
 
 from serve_app.grammars.matchers import BudgetedMatcher, Grammars, Matcher, check_has_end

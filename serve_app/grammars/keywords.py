@@ -1,4 +1,7 @@
-"""What the value of each keyword of a JSON schema must be: checked first, so that its readers can rely on it."""
+"""Checks the type of each JSON schema keyword's value.
+
+It runs first, so other code can rely on it.
+"""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -7,7 +10,7 @@ from serve_app.grammars.refusals import SchemaError
 
 
 def check_keywords(schema: Any, path: str) -> None:
-    """Raises `SchemaError` for what is no schema, or has a keyword whose value is of a wrong type."""
+    """Raise `SchemaError` if `schema` is not a schema, or a keyword's value has a wrong type."""
     if isinstance(schema, bool):
         return
     if not isinstance(schema, Mapping):

@@ -1,4 +1,4 @@
-"""llguidance: loaded with the first grammar, called with its limits, and on a stack that its recursion fits."""
+"""Loads llguidance with the first grammar, and calls it with limits and a large enough stack."""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
@@ -13,42 +13,50 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 _STACK_BYTES = 2**28
-"""It descends rule by rule and reference by reference: 20 KiB for each 100 characters of a grammar at the most. A
-thread's usual 8 MiB end the process at 2,000 rules that refer to one another; memory is used as far as needed."""
+"""llguidance recurses per rule and reference: at most 20 KiB of stack per 100 characters of a
+grammar. A thread's usual 8 MiB crash the process at 2,000 rules that refer to one another. Only the
+used part of the stack takes memory."""
 _BUILDER = "grammar build"
 _starting = Lock()
-# ", " and ": " are what models write on one line. Free whitespace would be an invitation to loop in it.
+# Models write ", " and ": " in JSON on one line. With free white space they could repeat it
+# endlessly.
 _JSON_OPTIONS: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
 
 class GrammarError(Exception):
-    """llguidance refuses a grammar; the text says why."""
+    """llguidance refuses a grammar. The message says why."""
 
 
 def tokenizer(vocabulary: Vocabulary, eos_token_ids: Sequence[int]) -> "llguidance.LLTokenizer":
-    """llguidance's form of a vocabulary. `eos_token_ids` may come where a text may end."""
+    """Convert a vocabulary for llguidance. `eos_token_ids` are allowed where a text may end."""
     wrapper = _library().TokenizerWrapper(_View(vocabulary, eos_token_ids[0]))
     found: llguidance.LLTokenizer = _library().LLTokenizer(wrapper, eos_token=list(eos_token_ids))
     return found
 
 
 def from_schema(schema: Mapping[str, Any]) -> str:
-    """The grammar of a JSON schema. Raises `GrammarError` for what is no JSON."""
+    """Return the grammar of a JSON schema. Raises `GrammarError` if it is not JSON."""
     return _text(lambda: _library().LLMatcher.grammar_from_json_schema(dumps(schema), overrides=_JSON_OPTIONS))
 
 
 def from_regex(pattern: str) -> str:
-    """The grammar of a regular expression. Raises `GrammarError` for what is no Unicode text."""
+    """Return the grammar of a regular expression.
+
+    Raises `GrammarError` if it is not Unicode text.
+    """
     return _text(lambda: _library().LLMatcher.grammar_from_regex(pattern))
 
 
 def from_lark(rules: str) -> str:
-    """The grammar of rules in llguidance's dialect of Lark. Raises `GrammarError` for what is no Unicode text."""
+    """Return the grammar of rules in llguidance's Lark dialect.
+
+    Raises `GrammarError` if it is not Unicode text.
+    """
     return _text(lambda: _library().LLMatcher.grammar_from_lark(rules))
 
 
 def check(text: str) -> None:
-    """Raises `GrammarError` for a grammar that is refused without a look at the vocabulary."""
+    """Raise `GrammarError` if llguidance refuses a grammar. This check ignores the vocabulary."""
     validate = _library().LLMatcher.validate_grammar_with_warnings
     is_error, messages = on_deep_stack(lambda: validate(text, None, limits=_limits()))
     if is_error:
@@ -56,14 +64,17 @@ def check(text: str) -> None:
 
 
 def matcher(of: "llguidance.LLTokenizer", text: str) -> "llguidance.LLMatcher":
-    """A matcher of a grammar, in an error state where it is refused."""
+    """Return a matcher of a grammar. It is in an error state if llguidance refuses the grammar."""
     build = _library().LLMatcher
     found: llguidance.LLMatcher = on_deep_stack(lambda: build(of, text, log_level=0, limits=_limits()))
     return found
 
 
 def on_deep_stack(call: Callable[[], T]) -> T:
-    """What `call` returns or raises, in a thread of its own; what that thread calls by this way stays in it."""
+    """Run `call` in a thread with a large stack, and return its result or raise its exception.
+
+    A nested call runs in the same thread.
+    """
     if current_thread().name == _BUILDER:
         return call()
     results: list[T] = []
@@ -89,12 +100,12 @@ def on_deep_stack(call: Callable[[], T]) -> T:
 
 
 def error_of(of: "llguidance.LLMatcher") -> str | None:
-    """Why a matcher cannot go on; None where it can."""
+    """Return why a matcher cannot continue; None if it can."""
     return first_line(of.get_error()) if of.is_error() else None
 
 
 def first_line(message: str) -> str:
-    """The gist of the library's message, which may go on with the whole grammar."""
+    """Return the main line of llguidance's message, which may contain the whole grammar."""
     lines = [line.strip() for line in message.splitlines() if line.strip()]
     gist = next((line for line in lines if line.startswith("error:")), lines[0] if lines else "")
     return gist.removeprefix("error:").strip()[:300]
@@ -103,12 +114,12 @@ def first_line(message: str) -> str:
 def _text(build: Callable[[], str]) -> str:
     try:
         return build()
-    except ValueError as error:  # numbers that JSON does not have, and halves of surrogate pairs
+    except ValueError as error:  # numbers outside JSON, and lone surrogates
         raise GrammarError(first_line(str(error))) from None
 
 
 class _View:
-    """A vocabulary by the names that `llguidance.TokenizerWrapper` reads."""
+    """A vocabulary with the attributes that `llguidance.TokenizerWrapper` reads."""
 
     bos_token_id = None
 
@@ -123,7 +134,7 @@ class _View:
 
 
 def _library() -> Any:
-    # Loaded with the first grammar: a model is measured and run without it too.
+    # Loaded with the first grammar, since models also run without it.
     import llguidance
 
     return llguidance

@@ -1,6 +1,7 @@
-"""The numeric keywords of JSON schemas, written anew so that llguidance keeps them.
+"""Rewrites numeric keywords of JSON schemas so that llguidance enforces them exactly.
 
-It takes bounds for doubles, cuts those of integers to 64 bits, and multiplies factors in 32 bits.
+llguidance reads bounds as doubles, truncates those of integers to 64 bits, and multiplies factors
+in 32 bits.
 """
 
 import math
@@ -10,26 +11,28 @@ from typing import Any
 
 _MAX_INT64 = 2**63 - 1
 _LEAST_INT64 = -(2**63 - 1024)
-"""The least number of 64 bits that llguidance can bound by: -2**63 overflows in it, and no double lies between."""
+"""The least 64-bit bound that works: -2**63 overflows in llguidance, and no double is in between.
+"""
 _MOST = 9e18
-"""Numbers with a bound are written up to here: llguidance takes their integer part for one of 64 bits."""
+"""Largest bound of numbers: llguidance converts their integer part to 64 bits."""
 _LONG = 10**18
-"""From here on llguidance cannot write a range without a second end."""
+"""From this bound on, llguidance requires a bound on the other side too."""
 _MAX_FACTOR = 1_000_000
 MAX_STATES = 5_000
-"""Of a `multipleOf`'s part that has no factor in common with 10: so many states has its automaton. With 9,999 (not
-with 7,001) llguidance gives up in the middle of a number that has bounds too."""
+"""Maximum of a `multipleOf` after division by its factors 2 and 5; its automaton has that many
+states. With 9,999 (not with 7,001) llguidance fails in the middle of a number that also has bounds.
+"""
 _LEAST_ABOVE_ZERO = 1e-15
 _READ_DIGITS = 15
-"""Of a number with a fraction: so many its JSON reader reads exactly."""
+"""Digits of a fraction that llguidance's JSON reader reads exactly."""
 
 
 class NumberError(Exception):
-    """A number cannot be kept; the text names the keyword and the limit."""
+    """A number cannot be enforced. The message names the keyword and the limit."""
 
 
 def exact_constant(value: Any) -> None:
-    """Check the numbers of a `const`: llguidance writes each as the double that is next to it."""
+    """Check the numbers of a `const`: llguidance writes each as the nearest double."""
     waiting = [value]
     while waiting:
         part = waiting.pop()
@@ -48,10 +51,10 @@ def exact_constant(value: Any) -> None:
 
 
 def exact_numbers(schema: dict[str, Any]) -> tuple[int, int] | None:
-    """Write the numeric keywords of one schema anew, in place.
+    """Rewrite the numeric keywords of one schema in place.
 
-    Returns its `multipleOf` as (coefficient, exponent): coefficient / 10**exponent; None without one. Raises
-    `NumberError`.
+    Returns its `multipleOf` as (coefficient, exponent), meaning coefficient / 10**exponent; None
+    without one. Raises `NumberError`.
     """
     kinds = schema.get("type", "number")
     kinds = {kinds} if isinstance(kinds, str) else {*kinds}
@@ -73,7 +76,7 @@ def exact_numbers(schema: dict[str, Any]) -> tuple[int, int] | None:
 
 
 Bound = tuple[Fraction, bool] | None
-"""A bound, and whether it is left out itself."""
+"""A bound, and whether it is exclusive."""
 
 
 def _bound(values: dict[str, Any], closed: str, open_: str, tighter: Any) -> Bound:
@@ -97,7 +100,7 @@ def _write_integers(schema: dict[str, Any], low: Bound, high: Bound) -> None:
     least = most = None
     if low is not None:
         least = math.floor(low[0]) + 1 if low[1] else math.ceil(low[0])
-        least = _LEAST_INT64 if least <= -(2**63) else least  # leaves out 1,024 numbers
+        least = _LEAST_INT64 if least <= -(2**63) else least  # excludes 1,024 numbers
     if high is not None:
         most = math.ceil(high[0]) - 1 if high[1] else math.floor(high[0])
         most = min(most, _MAX_INT64)
@@ -122,13 +125,13 @@ def _write_numbers(schema: dict[str, Any], low: Bound, high: Bound) -> None:
         raise NumberError("`minimum` and `maximum` leave no number")
     if (least is not None and least > _MOST) or (most is not None and most < -_MOST):
         raise NumberError("a bound has more than 64 bits")
-    # Numbers with a bound on their other side are written up to `_MOST`.
+    # Numbers with only the other bound get `_MOST` as a bound too.
     if most is None and least is not None and least >= _LONG or (most is not None and most > _MOST):
         most, below = _MOST, False
     if least is None and most is not None and most <= -_LONG or (least is not None and least < -_MOST):
         least, above = -_MOST, False
     if least is not None and most is not None:
-        # A range within one integer part would include its open end that is next to 0.
+        # In a range within one integer part, llguidance would include an exclusive bound next to 0.
         if above and least >= 0 and math.floor(least) == math.floor(most):
             least, above = _next(least, most), False
         if below and most <= 0 and math.floor(-least) == math.floor(-most):
@@ -140,7 +143,10 @@ def _write_numbers(schema: dict[str, Any], low: Bound, high: Bound) -> None:
 
 
 def _next(end: float, other: float) -> float:
-    """The least number above `end` that is written; above 0, without hundreds of zeros."""
+    """Return the least number above `end` that can be written.
+
+    Above 0, it is one without hundreds of zeros.
+    """
     following = math.nextafter(end, math.inf)
     if following < _LEAST_ABOVE_ZERO < other:
         return _LEAST_ABOVE_ZERO
@@ -150,7 +156,10 @@ def _next(end: float, other: float) -> float:
 
 
 def _readable(number: float, inward: float) -> float:
-    """A bound that llguidance reads as it is, or a little further in: its reader is off by a bit at 16 digits."""
+    """Return a bound that llguidance reads exactly, or one slightly inside.
+
+    Its reader is slightly off at 16 digits.
+    """
     if number.is_integer() and abs(number) < 2**63:
         return int(number)
     if _num_digits(number) > _READ_DIGITS:
@@ -164,13 +173,13 @@ def _num_digits(number: float) -> int:
 
 
 def _double(bound: Bound, *, up: bool) -> tuple[float | None, bool]:
-    """A bound as a double that leaves out what it leaves out."""
+    """Return a bound as (double, exclusive) that excludes at least the same numbers."""
     if bound is None:
         return None, False
     value, is_open = bound
     number = float(value)
     if Fraction(number) == value and is_open and number:
-        # A text next to it would be read as the end itself.
+        # llguidance would read a text just beyond the bound as the bound itself.
         return math.nextafter(number, math.inf if up else -math.inf), False
     if Fraction(number) == value:
         return number + 0.0, is_open
@@ -186,7 +195,7 @@ def _factor(schema: dict[str, Any]) -> tuple[int, int] | None:
     number, exponent = _finite("multipleOf", factor), 0
     if number <= 0:
         raise NumberError("`multipleOf` must be larger than 0")
-    while number % 1:  # as llguidance reads it
+    while number % 1:  # llguidance computes it the same way
         number, exponent = number * 10, exponent + 1
     if number > _MAX_FACTOR or exponent > 9 or Decimal(int(number)).scaleb(-exponent) != Decimal(str(factor)):
         raise NumberError(f"`multipleOf` {short(factor)} has too many digits: they must make {_MAX_FACTOR} at most")
@@ -196,7 +205,10 @@ def _factor(schema: dict[str, Any]) -> tuple[int, int] | None:
 
 
 def num_states(coefficient: int) -> int:
-    """States of the automaton of a `multipleOf`'s coefficient: what is left of it without factors of 10."""
+    """Return the number of states of a `multipleOf` automaton.
+
+    It is `coefficient` without its factors 2 and 5.
+    """
     for prime in (2, 5):
         while coefficient % prime == 0:
             coefficient //= prime
@@ -204,7 +216,7 @@ def num_states(coefficient: int) -> int:
 
 
 def _check_multiple(factor: tuple[int, int], low: Bound, high: Bound, *, integers: bool) -> None:
-    """Whether a range holds a multiple, in exact numbers."""
+    """Raise `NumberError` if a range contains no multiple. Exact arithmetic."""
     if low is None or high is None:
         return
     step = Fraction(factor[0], 10 ** factor[1])
@@ -226,6 +238,6 @@ def _finite(key: str, value: float) -> float:
 
 
 def short(value: float) -> str:
-    """A number for an error message, in 48 characters at most."""
+    """Format a number for an error message, in at most 48 characters."""
     text = repr(value) if abs(value) < 10**40 else f"{Decimal(value):.6e}"
     return text[:48]

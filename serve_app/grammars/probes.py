@@ -1,4 +1,7 @@
-"""Whether objects whose properties must match patterns can have one beside those declared: small grammars tell."""
+"""Tests whether objects with `patternProperties` can have undeclared properties.
+
+It walks a small grammar for each object.
+"""
 
 import json
 from typing import Any
@@ -8,24 +11,26 @@ from serve_app.grammars.refusals import Refusal, SchemaError
 from serve_app.grammars.walk import dead_end
 
 MAX_PROBES = 64
-"""Of one request, equal ones counted once."""
+"""Maximum per request; equal objects count once."""
 MAX_PROBE_CHARS = 2**15
-"""Of these together."""
+"""Maximum characters of all objects of a request."""
 _MASKS, _PROPERTY_MASKS = 64, 4
-"""Of a walk that has to come through all declared properties and into the next name, not to the end."""
+"""Masks per walk, and more per property: it must pass all declared properties and enter the next
+name."""
 
 
 class Probes:
-    """The objects of one request. Each is built and walked once, and their number is bounded."""
+    """The probed objects of one request. Each is built and walked once."""
 
     def __init__(self) -> None:
         self._found: dict[str, bool] = {}
         self._chars = 0
 
     def can_name_more(self, schema: dict[str, Any], path: str) -> bool:
-        """Whether an object can have a property beside those of `schema`'s `properties`, all of which are required.
+        """Return whether an object can have a property besides those of `schema`.
 
-        Raises `SchemaError` with `path` when the request has too many such objects.
+        All of the schema's `properties` must be required. Raises `SchemaError` with `path` if the
+        request has too many such objects.
         """
         text = json.dumps(schema)
         if text not in self._found:
@@ -45,5 +50,5 @@ def _can_name_more(schema: dict[str, Any]) -> bool:
         text = library.from_schema(schema)
         library.check(text)
     except library.GrammarError:
-        return True  # the whole schema is refused for it
+        return True  # the whole schema is refused for this
     return dead_end(text, _MASKS + _PROPERTY_MASKS * len(schema["properties"])) is None

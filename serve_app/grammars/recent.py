@@ -1,4 +1,4 @@
-"""What texts were last turned into, in bounded memory."""
+"""A cache of values by text, in limited memory."""
 
 from collections import OrderedDict
 from threading import Lock
@@ -8,17 +8,17 @@ Value = TypeVar("Value")
 
 
 class Recent(Generic[Value]):
-    """Values by text, the least recently used forgotten first. Thread-safe."""
+    """An LRU cache of values by text. Thread-safe."""
 
     def __init__(self, max_values: int, max_chars: int) -> None:
-        """max_chars: of all texts together."""
+        """max_chars: total length of all texts."""
         self._max_values, self._max_chars = max_values, max_chars
         self._values: OrderedDict[str, Value] = OrderedDict()
         self._chars = 0
         self._lock = Lock()
 
     def get(self, text: str) -> Value | None:
-        """The value of a text; None: it is not kept."""
+        """Return the value of a text; None if not cached."""
         with self._lock:
             value = self._values.get(text)
             if value is not None:
@@ -26,7 +26,7 @@ class Recent(Generic[Value]):
             return value
 
     def put(self, text: str, value: Value) -> None:
-        """Keep a value."""
+        """Cache a value."""
         with self._lock:
             if text in self._values:
                 return

@@ -1,22 +1,22 @@
-"""Why a constraint is refused."""
+"""Reasons for refusing a constraint."""
 
 from enum import StrEnum
 
 
 class Refusal(StrEnum):
-    """Why a constraint is refused, as an error's code."""
+    """Why a constraint is refused; the error's code."""
 
     TOO_LARGE = "grammar_too_large"
     INVALID = "grammar_invalid"
-    """A regular expression or a grammar that is none."""
+    """Not a valid regular expression or grammar."""
     UNSUPPORTED = "grammar_unsupported"
     """A JSON schema that cannot be enforced."""
     UNMATCHABLE = "grammar_unmatchable"
-    """No text can match it, or finding one is too much work."""
+    """No text can match, or finding one takes too much work."""
 
 
 class SchemaError(Exception):
-    """A JSON schema cannot be enforced. path: of the part at fault."""
+    """A JSON schema cannot be enforced. path: location of the part that causes it."""
 
     def __init__(self, path: str, reason: str, code: Refusal = Refusal.UNSUPPORTED) -> None:
         super().__init__(reason)

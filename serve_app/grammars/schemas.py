@@ -1,8 +1,9 @@
-"""JSON schemas of clients, written anew so that llguidance keeps every bound, or refused with the path.
+"""Rewrites clients' JSON schemas so that llguidance enforces every bound.
 
-llguidance reads numbers as doubles and then as 64-bit integers, and some of its steps overflow or are wrong without an
-error (one of them ends the process). Each rewrite accepts the values of the client's schema, or fewer where its
-comment says so, and never more.
+Schemas that it cannot enforce are refused with the path of the part.
+llguidance reads numbers as doubles and then as 64-bit integers. Some of its steps overflow or are
+wrong without an error (one crashes the process). A rewritten schema never accepts more than the
+client's. It accepts the same values, or fewer where its comment says so.
 """
 
 import json
@@ -18,19 +19,20 @@ from serve_app.grammars.refusals import Refusal, SchemaError
 
 Schema = dict[str, Any]
 MAX_DEPTH = 64
-"""Nesting of a JSON schema."""
+"""Maximum nesting of a JSON schema."""
 MAX_SIZE = 65_536
-"""Of `minLength`, `minItems` and `minProperties`: no answer is longer. Larger upper limits come to the same."""
-# Schema keywords that hold one schema, a list of them, or schemas by name.
+"""Maximum of `minLength`, `minItems` and `minProperties`: no answer is longer. Larger upper limits
+are reduced to it."""
+# Keywords that contain one schema, a list of schemas, or schemas by name.
 _ONE = ("items", "additionalProperties", "additionalItems")
 _MANY = ("anyOf", "oneOf", "allOf", "prefixItems", "items")
 _NAMED = ("properties", "patternProperties", "$defs", "definitions")
 _JOINING = ("$ref", "anyOf", "oneOf")
 _SILENT = {"$defs", "definitions", "$id", "$schema", "title", "description", "default", "examples", "deprecated"}
 MAX_FACTORS = 1_000_000
-"""Product of all `multipleOf` in a schema that joins constraints."""
+"""Maximum product of all `multipleOf` in a schema that joins constraints."""
 _SIZES = ("Length", "Items", "Properties")
-# Formats that say what a text is for, not how it is written.
+# Formats that describe the purpose of a text, not its form.
 _FREE_FORMATS = {"path", "file-path", "directory-path", "password", "binary"}
 _BASE64 = "^(?:[{0}]{{4}})*(?:[{0}]{{2}}==|[{0}]{{3}}=)?$"
 _PATTERNS = {
@@ -39,8 +41,8 @@ _PATTERNS = {
     "base64url": _BASE64.format("A-Za-z0-9_\\-"),
     "decimal": r"^-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?$",
 }
-# What pydantic writes for a Decimal, with a look-ahead against texts without a digit. Groups: of `max_digits` and
-# `decimal_places` both, of `max_digits`, of `decimal_places`.
+# pydantic's pattern for a Decimal. Its look-ahead refuses texts without a digit. Groups: of
+# `max_digits` and `decimal_places` together, of `max_digits`, of `decimal_places`.
 _DECIMAL = re.compile(
     r"\^\(\?!\^\[-\+\.\]\*\$\)\[\+-\]\?0\*(?:"
     r"\(\?:\\d\{0,(?P<whole>\d{1,3})\}\|\(\?=\[\\d\.\]\{1,\d{1,3}\}0\*\$\)"
@@ -52,10 +54,10 @@ _DECIMAL = re.compile(
 
 
 def prepared(schema: Any, can_name_more: Callable[[Schema, str], bool]) -> Schema:
-    """A schema that llguidance enforces as the client's means it.
+    """Rewrite a schema so that llguidance enforces it with the client's meaning.
 
-    can_name_more: whether an object of a schema (at a path) can have a property beside its required ones. Raises
-    `SchemaError`.
+    can_name_more: returns whether an object of a schema (at a path) can have a property besides its
+    required ones. Raises `SchemaError`.
     """
     check_depth(schema)
     if not isinstance(schema, Mapping):
@@ -69,7 +71,7 @@ def prepared(schema: Any, can_name_more: Callable[[Schema, str], bool]) -> Schem
 
 
 def check_depth(schema: Any) -> None:
-    """Raises `SchemaError` for a schema that is nested too deeply to be read by recursion."""
+    """Raise `SchemaError` if a schema is nested too deeply for recursion."""
     level = [schema]
     for _ in range(MAX_DEPTH):
         level = [
@@ -84,7 +86,7 @@ def check_depth(schema: Any) -> None:
 
 
 def parts(schema: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """The schemas directly inside a schema, by their paths."""
+    """Yield the schemas directly inside a schema, with their paths."""
     for key in _ONE:
         if isinstance(schema.get(key), dict):
             yield key, schema[key]
@@ -97,7 +99,7 @@ def parts(schema: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
 
 
 def _joined_names(schema: Any) -> set[str] | None:
-    """Every property's name in a schema in which llguidance joins constraints; None where it joins none."""
+    """Return all property names if llguidance joins constraints in this schema; else None."""
     names, joins, waiting = set[str](), False, [schema]
     while waiting:
         part = waiting.pop()
@@ -114,7 +116,7 @@ def _joined_names(schema: Any) -> set[str] | None:
 
 
 def _joins(schema: Schema) -> bool:
-    """Whether constraints of a schema are joined with those of others."""
+    """Whether llguidance joins this schema's constraints with other schemas'."""
     return "allOf" in schema or (not schema.keys().isdisjoint(_JOINING) and len(schema.keys() - _SILENT) > 1)
 
 
@@ -123,12 +125,12 @@ class _Preparation:
         self._can_name_more = can_name_more
         self._joined_names = joined_names
         self._paths: set[str] = set()
-        """Of everything that is prepared as a schema."""
+        """Paths of everything that is rewritten as a schema."""
         self._references: list[tuple[str, str, str]] = []
-        """(path, path of the schema with the `$id` that counts there, what `$ref` says)."""
+        """(path, path of the schema whose `$id` applies, value of `$ref`)."""
         self._factors: set[Any] = set()
         self._mixes = ""
-        """Path of a schema whose constraints are joined with those of others."""
+        """Path of a schema whose constraints are joined with others'."""
 
     def schema(self, schema: Any, path: str, base: str) -> Any:
         self._paths.add(path)
@@ -155,7 +157,11 @@ class _Preparation:
         return self._names(written, path)
 
     def check_references(self) -> None:
-        """What is reached by `$ref` alone was not prepared; and least common multiples are of 32 bits."""
+        """Check that every `$ref` leads to a rewritten schema, and the size of joined `multipleOf`.
+
+        A part that only a `$ref` reaches is not rewritten. llguidance computes least common
+        multiples in 32 bits.
+        """
         for path, base, reference in self._references:
             resource, _, fragment = reference.partition("#")
             if not fragment.startswith("/"):
@@ -214,9 +220,12 @@ class _Preparation:
                 schema["allOf"] = [*schema.get("allOf", ()), {"pattern": _PATTERNS[form]}]
 
     def _names(self, schema: Schema, path: str) -> Schema:
-        """An object whose patterns leave no name but declared ones would have a comma that nothing may follow."""
+        """Handle patterns that allow only declared names.
+
+        llguidance would write a comma and then find no name.
+        """
         properties, patterns = schema.get("properties", {}), schema.get("patternProperties")
-        required = {*schema.get("required", ())}  # names may be written twice, and count once
+        required = {*schema.get("required", ())}  # duplicate names count once
         if schema.get("minProperties", 0) > len(required) + 1:
             raise SchemaError(path, "`minProperties` is larger than the number of required properties and one more")
         if not patterns:
@@ -245,7 +254,10 @@ def _step(name: str) -> str:
 
 
 def _decimal(match: re.Match[str]) -> str:
-    """The texts of a Decimal without a look-ahead; of those with too many zeros, not all that the pattern accepts."""
+    """Return a Decimal pattern without a look-ahead.
+
+    It accepts fewer texts than the original if they have too many zeros.
+    """
     whole, places, most, fraction = (
         None if match[name] is None else int(match[name]) for name in ("whole", "places", "digits", "fraction")
     )
@@ -262,7 +274,7 @@ def _decimal(match: re.Match[str]) -> str:
 
 
 def parse(text: str) -> Mapping[str, Any] | None:
-    """The object of a JSON text; None: it is none."""
+    """Parse a JSON object; None if the text is not one."""
     try:
         schema = json.loads(text)
     except (ValueError, RecursionError):

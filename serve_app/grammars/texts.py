@@ -1,4 +1,4 @@
-"""From what a client asks for to the text of a grammar, or an error of the client's: refused before anything runs."""
+"""Builds grammars from clients' constraints, and refuses constraints before generation."""
 
 import json
 import re
@@ -17,22 +17,22 @@ from serve_app.grammars.walk import dead_end
 
 MAX_CHOICES = 10_000
 MAX_RULE_CHARS = 32_768
-"""Of rules in Lark: the work for one terminal grows with the square of its parts."""
+"""Maximum length of Lark rules: the work for one terminal grows with the square of its parts."""
 _MAX_LOCATE_CHARS = 2**18
-"""Of the grammars that are built to find the part of a refused schema that is at fault."""
+"""Maximum characters of grammars built to find the faulty part of a refused schema."""
 _MIN_LOCATE_CHARS = 2**10
-"""What each of these counts for, however short."""
+"""Each of these grammars counts as at least this many characters."""
 _LOCATE_MASKS = 64
-"""Of the walk through each of them."""
+"""Masks per walk of these grammars."""
 _EMBEDDED = re.compile(r"%json\b\s*")
 _known: Recent[str] = Recent(256, 2**22)
-"""Grammars by what they are of: those that agents send with every request."""
+"""Grammars by source, since agents send the same ones with every request."""
 
 
 def json_schema(schema: Mapping[str, Any] | str, *, param: str = "response_format") -> str:
-    """The grammar of the JSON texts that `schema` (an object, or its text) accepts.
+    """Return the grammar of JSON texts that `schema` (an object or its text) accepts.
 
-    Raises `InvalidRequestError` for what cannot be enforced, naming keyword and path.
+    Raises `InvalidRequestError` naming keyword and path if it cannot be enforced.
     """
     parsed = schemas.parse(schema) if isinstance(schema, str) else schema
     if parsed is None:
@@ -58,24 +58,24 @@ def json_schema(schema: Mapping[str, Any] | str, *, param: str = "response_forma
 
 
 def json_object(*, param: str = "response_format") -> str:
-    """The grammar of JSON objects."""
+    """Return the grammar of JSON objects."""
     return json_schema({"type": "object"}, param=param)
 
 
 def regex(pattern: str, *, param: str = "structured_outputs") -> str:
-    """The grammar of the texts that `pattern` matches as a whole (syntax of Rust's regex crate)."""
+    """Return the grammar of texts that `pattern` matches as a whole (Rust's regex syntax)."""
     return _walked("regex", pattern, library.from_regex, param)
 
 
 def lark(grammar: str, *, param: str = "structured_outputs") -> str:
-    """A grammar in llguidance's dialect of Lark."""
+    """Return the grammar of rules in llguidance's Lark dialect."""
     if len(grammar) > MAX_RULE_CHARS:
         raise _refused(f"it has {len(grammar)} characters; the limit is {MAX_RULE_CHARS}", param, Refusal.TOO_LARGE)
     return _walked("lark", grammar, lambda rules: library.from_lark(_with_schemas(rules)), param)
 
 
 def choice(answers: Sequence[str], *, param: str = "structured_outputs") -> str:
-    """The grammar of exactly these texts."""
+    """Return the grammar of exactly these texts."""
     if not answers or len(answers) > MAX_CHOICES or not all(answers):
         raise InvalidRequestError(
             f"`{param}` must hold 1 to {MAX_CHOICES} texts that are not empty",
@@ -87,7 +87,10 @@ def choice(answers: Sequence[str], *, param: str = "structured_outputs") -> str:
 
 
 def compose(rules: str, parts: Mapping[str, str], *, param: str) -> str:
-    """One grammar from `rules` (Lark) that refer to other grammars of this module as `@name`."""
+    """Return one grammar from Lark `rules`.
+
+    They refer to `parts` (grammars of this module) as `@name`.
+    """
     grammars: list[dict[str, Any]] = [{"name": "main", "lark_grammar": rules}]
     for name, text in parts.items():
         part = json.loads(text)["grammars"][0] if text.startswith("{") else {"lark_grammar": text}
@@ -112,7 +115,7 @@ def _schema_grammar(schema: Mapping[str, Any]) -> str:
 def _key(schema: Mapping[str, Any]) -> str:
     try:
         return repr(schema)
-    except ValueError as error:  # an integer of more digits than Python writes
+    except ValueError as error:  # an integer with more digits than Python converts
         raise SchemaError("", str(error).partition(";")[0], Refusal.INVALID) from None
 
 
@@ -123,7 +126,7 @@ def _check_size(text: str) -> None:
 
 
 def _with_schemas(rules: str) -> str:
-    """Rules with the JSON schemas in them prepared as others are."""
+    """Rewrite the JSON schemas in Lark rules as `schemas.prepared` does."""
     pieces, end, probes = [], 0, Probes()
     for found in _EMBEDDED.finditer(rules):
         if found.start() < end:
@@ -139,7 +142,7 @@ def _with_schemas(rules: str) -> str:
 
 
 def _reason(text: str) -> str | None:
-    """Why a grammar is refused; None where it is not."""
+    """Return why a grammar is refused; None if it is valid."""
     try:
         library.check(text)
     except GrammarError as error:
@@ -160,7 +163,7 @@ def _checked(build: Callable[[], str], param: str) -> str:
 
 
 def _walked(kind: str, source: str, write: Callable[[str], str], param: str) -> str:
-    """What `write` makes of `source`, checked and walked; known where it was before."""
+    """Return `write(source)`, checked and walked. Cached by kind and source."""
 
     def build_and_walk() -> str:
         text = _checked(lambda: write(source), param)
@@ -180,7 +183,7 @@ def _refused(reason: str, param: str, code: Refusal) -> InvalidRequestError:
 
 
 def _locate(schema: Mapping[str, Any], reason: str, check: Callable[[str], str | None]) -> tuple[str, str]:
-    """(path, reason) of the innermost part of a refused schema that is refused by itself."""
+    """Return (path, reason) of the innermost part of a refused schema that is refused by itself."""
     path, part, chars = "", schema, 0
     shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
     while True:

@@ -1,6 +1,6 @@
-"""How many tokens a model may think: when they are used up, its reasoning is closed by force.
+"""Limits reasoning tokens: once the budget is used, the reasoning is closed by force.
 
-Where an output stands is a function of its tokens, as in a grammar; `grammars` joins the two and speaks for both.
+An output's stage is a function of its tokens, as in a grammar. `BudgetedMatcher` combines the two.
 """
 
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from serve_app.core.sampling_params import ThinkingBudget
 
 
 class Phase(Enum):
-    """Where an output is."""
+    """The part of an output, relative to its reasoning."""
 
     BEFORE = auto()
     INSIDE = auto()
@@ -20,10 +20,10 @@ class Phase(Enum):
 
 
 class Stage(NamedTuple):
-    """How far an output has come.
+    """The progress of an output.
 
-    text: all of it so far (BEFORE), or its end (INSIDE). num_tokens: of the reasoning. num_closing: tokens of the
-    closing mark that were forced.
+    text: the whole text so far (BEFORE), or its end (INSIDE). num_tokens: tokens of the
+    reasoning. num_closing: forced tokens of the closing mark.
     """
 
     phase: Phase
@@ -34,16 +34,19 @@ class Stage(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Reasoning:
-    """Follows outputs whose reasoning has a budget."""
+    """Follows outputs with a reasoning budget."""
 
     budget: ThinkingBudget
 
     def start(self) -> Stage:
-        """Before the first token."""
+        """Return the stage before the first token."""
         return Stage(Phase.BEFORE if self.budget.open else Phase.INSIDE)
 
     def advance(self, stage: Stage, data: bytes, *, closing: bool) -> Stage:
-        """After one more token, of these bytes. closing: it is what `rest` wanted next."""
+        """Return the stage after a token with the bytes `data`.
+
+        closing: it is the first token of `rest`.
+        """
         text = stage.text + data
         if stage.phase is Phase.BEFORE:
             mark, solid = self.budget.open.encode(), text.lstrip()
@@ -56,18 +59,21 @@ class Reasoning:
         return Stage(Phase.INSIDE, text[-keep:], stage.num_tokens + 1, stage.num_closing + 1 if closing else 0)
 
     def rest(self, stage: Stage, close_ids: Sequence[int]) -> Sequence[int]:
-        """Tokens that must come next: the closing mark's, once the budget is used up and the last character whole."""
+        """Return the rest of the closing mark's tokens if they must come next, else nothing.
+
+        They must once the budget is used and the last character is complete.
+        """
         if stage.phase is not Phase.INSIDE or stage.num_tokens < self.budget.max_tokens or not _is_whole(stage.text):
             return ()
         return close_ids[stage.num_closing :]
 
 
 def _is_whole(text: bytes) -> bool:
-    """Whether UTF-8 text ends with its last character's last byte."""
+    """Whether UTF-8 text ends with a complete character."""
     for length in range(1, min(4, len(text)) + 1):
         byte = text[-length]
         if byte < 0x80:
             return True
-        if byte >= 0xC0:  # the first byte of a character says how long that is
+        if byte >= 0xC0:  # a character's first byte gives its length
             return length >= (2 if byte < 0xE0 else 3 if byte < 0xF0 else 4)
     return True

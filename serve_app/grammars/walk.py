@@ -1,7 +1,8 @@
-"""Whether a grammar has an output: it is walked, byte by byte, along a short one.
+"""Checks that a grammar has an output, by walking along a short one byte by byte.
 
-In bytes, because that is a matter of the grammar alone, and a mask of 257 tokens takes microseconds. The walk is
-bounded in masks, not in seconds: a slow machine takes longer and finds the same.
+It uses bytes instead of tokens, since the result depends only on the grammar, and a mask of 257
+tokens takes microseconds. The walk is limited in masks, not in seconds, so a slow machine gets the
+same result.
 """
 
 from functools import cache
@@ -15,17 +16,19 @@ if TYPE_CHECKING:
 
 MAX_MASKS = 2_000
 _EOS = 256
-# Bytes that end something. In a structure the quote is the last of them, because it may begin a string too; in free
-# text, where most bytes may come, it is the first. Other bytes take turns, so that no loop holds the walk.
+# Bytes that end something. In a structure the quote is last, because it may also begin a string. In
+# free text, where most bytes are allowed, it is first. Other bytes take turns, so that no loop
+# blocks the walk.
 _CLOSING, _CLOSING_TEXT = b'}])>"', b'"<}])>'
 _FREE = 64
 _OTHERS = [*dict.fromkeys((*b"0123456789 ntfea", *(byte for byte in range(256) if byte not in b"[{("), *b"({["))]
 
 
 def dead_end(text: str, max_masks: int = MAX_MASKS) -> str | None:
-    """What stops a walk through a grammar before its end; None where it ended, or went on for `max_masks` masks.
+    """Return what stops a walk through a grammar before its end.
 
-    A grammar that refers to tokens of a vocabulary is not walked.
+    None if the walk reached the end or took `max_masks` masks. A grammar with tokens of a
+    vocabulary is not walked.
     """
     matcher = library.matcher(_bytes(), text)
     if (reason := library.error_of(matcher)) is not None:
@@ -36,7 +39,7 @@ def dead_end(text: str, max_masks: int = MAX_MASKS) -> str | None:
         chosen = matcher.compute_ff_tokens()
         if not chosen:
             allowed = int.from_bytes(matcher.compute_bitmask(), "little")
-            if matcher.is_error() or not allowed:  # an error leaves the end as the one token
+            if matcher.is_error() or not allowed:  # after an error, end is the only allowed token
                 return _stop(matcher, written)
             if allowed >> _EOS & 1:
                 return None
@@ -48,7 +51,7 @@ def dead_end(text: str, max_masks: int = MAX_MASKS) -> str | None:
 
 
 def _next(allowed: int, times: list[int]) -> int:
-    """The byte that looks like the shortest way to the end. allowed: a bit for each that may come."""
+    """Return the byte that is likely on the shortest way to the end. allowed: one bit per byte."""
     closing = _CLOSING_TEXT if allowed.bit_count() > _FREE else _CLOSING
     byte = next((byte for byte in closing if allowed >> byte & 1 and times[byte] < MAX_MASKS // 4), None)
     if byte is None:

@@ -1,1 +1,1 @@
-"""API keys, the tenants that they name, and their limits."""
+"""API keys, their tenants, and the tenants' limits."""

@@ -1,7 +1,7 @@
-"""Limits and usage of tenants: a request reserves its maximum and returns what it did not use.
+"""Limits and usage of tenants. A request reserves its maximum and returns what it did not use.
 
-The windows of a minute belong to one process; the ledger has the sums of a day. Several ingresses would need common
-windows.
+The windows of a minute are in memory, so they are per process: several ingresses would need shared
+windows. The ledger has the sums of a day.
 """
 
 import time
@@ -17,7 +17,7 @@ from serve_app.tenants.totals import Totals
 
 _DAY_S = 86_400
 _PLACE_S = 1.0
-"""`Retry-After` while the key's own requests use all its slots (s)."""
+"""`Retry-After` in seconds while the key's own requests use all its slots."""
 
 
 class _Account:
@@ -31,7 +31,10 @@ class _Account:
 
 
 class Accounts:
-    """Every tenant's account, by its name. For one event loop; nothing here waits."""
+    """All tenants' accounts, by name.
+
+    Not thread-safe: use it on one event loop. No method waits.
+    """
 
     def __init__(
         self,
@@ -39,18 +42,18 @@ class Accounts:
         clock: Callable[[], float] = time.monotonic,
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
-        """`clock` never goes back; `wall_clock` is the Unix time. Both in seconds."""
+        """clock: monotonic. wall_clock: Unix time. Both in seconds."""
         self.clock = clock
         self.wall_clock = wall_clock
         self.ledger = ledger
         self._accounts: dict[str, _Account] = {}
 
     def open(self, tenant: Tenant) -> "Charge":
-        """The charge for one request."""
+        """Return the charge for one request."""
         return Charge(self, tenant, self._account(tenant))
 
     def usage(self, tenant: Tenant) -> dict[str, Any]:
-        """Usage and limits of `tenant`, for `GET /v1/usage`."""
+        """Return usage and limits of `tenant`, for `GET /v1/usage`."""
         account, now = self._account(tenant), self.clock()
         today = self.today(tenant)
         return {
@@ -73,7 +76,7 @@ class Accounts:
         }
 
     def today(self, tenant: Tenant) -> Totals | None:
-        """Today's usage in the ledger; None without a ledger."""
+        """Return today's usage from the ledger; None without a ledger."""
         return None if self.ledger is None else self.ledger.today(tenant.name)
 
     def _account(self, tenant: Tenant) -> _Account:
@@ -84,7 +87,10 @@ LIMITS = ("max_sequences", "requests_per_minute", "tokens_per_minute", "tokens_p
 
 
 class Charge:
-    """One request on its tenant's account: `begin`, `reserve` once its prompt is known, and `settle` in any case."""
+    """One request on its tenant's account.
+
+    Call `begin`, then `reserve` once the prompt is known. Always call `settle`.
+    """
 
     def __init__(self, accounts: Accounts, tenant: Tenant, account: _Account) -> None:
         self._accounts = accounts
@@ -96,13 +102,13 @@ class Charge:
 
     @property
     def key(self) -> str:
-        """The name of the tenant's key; empty for strangers."""
+        """The name of the tenant's key; empty without a known key."""
         return self._tenant.name
 
     def begin(self, sequences: int) -> None:
-        """Count the request and its concurrent sequences; with 0 sequences there is nothing to settle.
+        """Count the request and its concurrent sequences. With 0 sequences `settle` is not needed.
 
-        Raises `OverloadedError`, or `InvalidRequestError`.
+        Raises `OverloadedError` or `InvalidRequestError`.
         """
         tenant, account, now = self._tenant, self._account, self._accounts.clock()
         if tenant.max_sequences is not None:
@@ -142,7 +148,8 @@ class Charge:
         self._reserved = tokens
 
     def settle(self, spent: Spent | None) -> None:
-        """The request has ended: return unused tokens, and record it in the ledger if anything was computed."""
+        """End the request: return unused tokens, and write it to the ledger if anything was
+        computed."""
         account = self._account
         used = 0 if spent is None else spent.prompt_tokens + spent.output_tokens
         account.tokens.give_back(self._reserved - used, self._second)
@@ -153,7 +160,7 @@ class Charge:
             self._accounts.ledger.write(spent)
 
     def headers(self) -> Mapping[str, str]:
-        """The limits per minute, as OpenAI's headers."""
+        """Return OpenAI's headers with the limits per minute."""
         now, told = self._accounts.clock(), {}
         for kind, limit, window in (
             ("requests", self._tenant.requests_per_minute, self._account.requests),

@@ -1,6 +1,6 @@
-"""One day's file of a ledger: JSON lines that are read once and summed, and new ones, appended whole.
+"""The ledger file of one day: JSON lines, appended whole, and read once to sum them.
 
-Reading is linear and bounded, whatever the file has become: see `whole_lines`.
+Reading is linear and bounded, even for a damaged file: see `whole_lines`.
 """
 
 import os
@@ -18,33 +18,35 @@ from serve_app.system.operator_files import open_regular
 from serve_app.tenants.totals import Totals, parse_line, parse_object
 
 MAX_BYTES = 4 * 2**30
-"""Of a file: some 14 million requests. Reading it takes half a minute."""
+"""Maximum size of a file: about 14 million requests. Reading it takes 30 s."""
 MAX_LINE_BYTES = 64 * 2**10
-"""Ours have about 300."""
+"""Maximum length of a line. Lines of this ledger have about 300 bytes."""
 _TAIL_BYTES = 64
 _LOST, _UNTIL = "lost_file", "carried_bytes"
-"""Of a line before carried sums: up to where in a lost file, by its inode, they go."""
+"""Fields of a mark, a line before carried sums: the inode of the lost file, and how many of its
+bytes the sums cover."""
 
 
 class DayFile:
-    """The open file of one day, and the sums by key of its lines, of all processes that write them.
+    """The open file of one day, with the sums of its lines by key. Any process may append lines.
 
-    All methods raise `OSError`, and `ConfigError` for a file that is no ledger.
+    All methods raise `OSError`, and `ConfigError` for a file that is not a ledger.
     """
 
     def __init__(self, folder: Path, day: date) -> None:
-        """Opens it, or makes it; `read_on` reads it."""
+        """Open or create the file. `read_on` reads it."""
         self._path = ledger_file(folder, day)
         self._file = open_ledger(self._path, os.O_RDWR | os.O_APPEND | os.O_CREAT)
         self._end = 0
-        """Of the lines that were read."""
+        """End of the lines that were read, in bytes."""
         self._tail = b""
-        """The last bytes that were read. They differ in a file that was truncated and has grown again."""
+        """The last bytes that were read. They differ if the file was truncated and has grown again.
+        """
         self.totals: dict[str, Totals] = defaultdict(Totals)
         self.is_dirty = False
-        """Whether something may not be on the disk."""
+        """Whether any written data may not be on the disk."""
         self._is_open_ended = False
-        """Whether the last line may have no end."""
+        """Whether the last line may lack its newline."""
         try:
             self._end_last_line()
         except OSError:
@@ -52,15 +54,15 @@ class DayFile:
             raise
 
     def fileno(self) -> int:
-        """For `fcntl.flock`."""
+        """The file descriptor, for `fcntl.flock`."""
         return self._file
 
     def close(self) -> None:
-        """To be called once."""
+        """Close the file. Call it once."""
         os.close(self._file)
 
     def is_lost(self) -> bool:
-        """Whether this is not, or no longer as a whole, the file that the next start would read."""
+        """Whether the path now has another file or none, or this file was truncated."""
         ours = os.fstat(self._file)
         try:
             theirs = os.stat(self._path)
@@ -69,26 +71,26 @@ class DayFile:
         return (ours.st_dev, ours.st_ino) != (theirs.st_dev, theirs.st_ino) or self.is_cut()
 
     def is_cut(self) -> bool:
-        """Whether the file no longer holds what was read."""
+        """Whether the file no longer contains what was read."""
         return os.pread(self._file, len(self._tail), self._end - len(self._tail)) != self._tail
 
     def read_on(self) -> None:
-        """Sum the lines that were written since, by any process."""
+        """Add the lines that any process has written since to the sums."""
         for block in whole_lines(self._path, self._file, self._end):
             self._end += len(block)
             self._tail = (self._tail + block[-_TAIL_BYTES:])[-_TAIL_BYTES:]
             _add_lines(self.totals, block)
 
     def append(self, entry: Mapping[str, Any]) -> None:
-        """Write a line, and sum it. A file that cannot be read gets none."""
+        """Write a line and add it to the sums. A file that cannot be read is not written."""
         self.read_on()
         self._write(entry)
         self.read_on()
 
     def mark_carried(self, lost: "DayFile | None", time: str) -> int | None:
-        """Write how much of the `lost` file this one is about to have.
+        """Write a mark: this file is about to contain the sums of the `lost` file's bytes so far.
 
-        Returns how many of its bytes this one had before, by such a line; None without one.
+        Returns how many of those bytes earlier marks cover; None without one.
         """
         if lost is None or os.path.sameopenfile(lost._file, self._file):
             return None
@@ -101,25 +103,28 @@ class DayFile:
         return max(carried, default=None)
 
     def totals_from(self, start: int) -> dict[str, Totals]:
-        """The sums by key of the lines from byte `start` on, of those that were read."""
+        """Return the sums by key of the lines from byte `start` to the end of what was read."""
         totals: dict[str, Totals] = defaultdict(Totals)
         for block in whole_lines(self._path, self._file, start, self._end):
             _add_lines(totals, block)
         return totals
 
     def take_to_sync(self) -> int | None:
-        """A descriptor to put on the disk and to close; None if nothing was written since the last time."""
+        """Return a descriptor to sync and close; None without writes since the last call."""
         if not self.is_dirty:
             return None
         self.is_dirty = False
         return os.dup(self._file)
 
     def _end_last_line(self) -> None:
-        """After a loss of power, or an editor's: a request whose line has all but its end counts from the start."""
+        """End a line without newline, as a power loss or an editor may leave.
+
+        If its request is otherwise complete, it counts from the start.
+        """
         size = os.fstat(self._file).st_size
         self._is_open_ended = size > 0 and os.pread(self._file, 1, size - 1) != b"\n"
         if self._is_open_ended:
-            with suppress(OSError):  # of a full disk
+            with suppress(OSError):  # if the disk is full
                 os.write(self._file, b"\n")
                 self._is_open_ended, self.is_dirty = False, True
 
@@ -133,12 +138,15 @@ class DayFile:
 
 
 def ledger_file(folder: Path, day: date) -> Path:
-    """Where the requests that ended on `day`, UTC, are."""
+    """Return the path of the file for requests that ended on `day` (UTC)."""
     return folder / f"usage-{day:%Y-%m-%d}.jsonl"
 
 
 def open_ledger(path: Path, flags: int) -> int:
-    """A descriptor. Raises `OSError`, and `ConfigError` for anything but a regular file."""
+    """Open a ledger file and return its descriptor.
+
+    Raises `OSError`, and `ConfigError` unless it is a regular file.
+    """
     try:
         return open_regular(path, flags)
     except ConfigError as error:
@@ -146,10 +154,11 @@ def open_ledger(path: Path, flags: int) -> int:
 
 
 def whole_lines(path: Path, file: int, start: int = 0, end: int = MAX_BYTES) -> Iterator[bytes]:
-    """The lines of the open `file` from byte `start` to `end` that have an end, in blocks of several lines.
+    """Yield the complete lines of `file` from byte `start` to `end`, in blocks of several lines.
 
-    Raises `OSError`, and `ConfigError` for a file of more than `MAX_BYTES`, or with a block of `MAX_LINE_BYTES` that
-    has no line of a ledger: a line too long, the hole of a sparse file, or something else than a ledger.
+    Raises `OSError`, and `ConfigError` for a file larger than `MAX_BYTES`, or with a block of
+    `MAX_LINE_BYTES` without a ledger's line: a line that is too long, a hole in a sparse file, or
+    another kind of file.
     """
     while data := os.pread(file, min(MAX_LINE_BYTES, end - start), start):
         whole = data[: data.rfind(b"\n") + 1]

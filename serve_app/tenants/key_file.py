@@ -1,4 +1,4 @@
-"""The keys file on disk: reading, watching, changing. `keys` parses its content."""
+"""Reads, watches and changes the keys file. `keys` parses its content."""
 
 import logging
 import os
@@ -28,12 +28,12 @@ Check = Callable[[KeyRing], None]
 
 
 def read_key_file(path: Path, check: Check = lambda _: None) -> KeyRing:
-    """Raises `ConfigError` in one line, which names the file."""
+    """Read a keys file. Raises `ConfigError` in one line that names the file."""
     return _parse(path, _read(path), check)
 
 
 class WatchedKeyFile:
-    """The newest key ring that a file has held and that could be read. Any thread may `refresh` it."""
+    """The newest valid key ring of a file. `refresh` is thread-safe."""
 
     def __init__(
         self,
@@ -42,7 +42,7 @@ class WatchedKeyFile:
         ring: KeyRing | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`ring` is used until the file is read for the first time. `clock`: seconds.
+        """ring: used until the file is read for the first time. clock: in seconds.
 
         Raises `ConfigError` if there is no valid key ring to start with.
         """
@@ -52,16 +52,17 @@ class WatchedKeyFile:
         self._next_reminder = 0.0
         self._refreshing = threading.Lock()
         self._invalid = ("", "")
-        """The newest invalid text and its error, to avoid parsing it again."""
+        """The latest invalid text and its error, to avoid parsing it again."""
         self._seen = file_state(path) if ring is None else None
         self.ring = read_key_file(path, check) if ring is None else ring
         self.error: str | None = None
-        """Why the file could not be read the last time; None if it could."""
+        """Error of the last read; None if it succeeded."""
 
     def refresh(self) -> None:
-        """Read the file if it has changed or was unreadable; on an error keep the last valid keys. May block.
+        """Read the file if it has changed or was unreadable. May block.
 
-        An error is logged at once, and every 30 s while it lasts.
+        After an error the last valid keys remain. An error is logged at once, and every 30 s while
+        it lasts.
         """
         with self._refreshing:
             self._refresh()
@@ -89,7 +90,7 @@ class WatchedKeyFile:
         logger.info("keys file %s was reloaded: %s", self._path, told)
 
     def _read(self) -> KeyRing:
-        """Raises `ConfigError`."""
+        """Read the file. Raises `ConfigError`."""
         text = _read(self._path)
         if text and text == self._invalid[0]:
             raise ConfigError(self._invalid[1])
@@ -110,7 +111,10 @@ class WatchedKeyFile:
 
 
 def add_key(path: Path, name: str, fields: dict[str, Any]) -> str:
-    """Add a new key for `name` to the file, which is made if need be; returns the key. Raises `ConfigError`."""
+    """Create a key for `name`, add it to the file and return it. Creates the file if needed.
+
+    Raises `ConfigError`.
+    """
     check_name(name)
     with typed_errors(f"keys file {path}: "):
         text = _read(path) if path.exists() else _HEADER
@@ -123,12 +127,12 @@ def add_key(path: Path, name: str, fields: dict[str, Any]) -> str:
 
 
 def remove_key(path: Path, name: str) -> None:
-    """Take the entry `name` out of the file, and leave the rest as it is. Raises `ConfigError`."""
+    """Remove the entry `name` from the file and leave the rest unchanged. Raises `ConfigError`."""
     text = _read(path)
     names = [tenant.name for tenant in _parse(path, text).tenants]
     if name not in names:
         raise ConfigError(f"{path}: no key is named {name[:100]!r}")
-    # From its line to the next one that is neither indented nor empty.
+    # From the entry's line to the next line that is neither indented nor empty.
     entry = re.compile(rf"""(?m)^['"]?{re.escape(name)}['"]?[ ]*:.*\n?(?:[ \t]+.*\n?|\n)*""")
     rest = entry.sub("", text, count=1)
     try:
@@ -158,7 +162,10 @@ def _parse(path: Path, text: str, check: Check = lambda _: None) -> KeyRing:
 
 
 def _write(path: Path, text: str) -> None:
-    """In one step, so that a server that watches it sees all or nothing; readable for its owner, if it is new."""
+    """Write atomically, so that a server never reads part of a file.
+
+    A new file is readable only by its owner.
+    """
     _parse(path, text)
     try:
         mode = path.stat().st_mode & 0o777 if path.exists() else 0o600

@@ -1,4 +1,7 @@
-"""API keys: creation, hashing, lookup. Only hashes are stored; 256 random bits need no slow hash."""
+"""API keys: creation, hashing, lookup.
+
+Only hashes are stored; 256 random bits need no slow hash.
+"""
 
 import re
 import secrets
@@ -20,17 +23,17 @@ _HASH = re.compile(r"[0-9a-f]{64}")
 
 
 def new_key() -> str:
-    """A new random key."""
+    """Return a new random key."""
     return _PREFIX + secrets.token_urlsafe(32)
 
 
 def hash_key(key: str) -> str:
-    """The stored form of a key: its SHA-256 in hexadecimal digits."""
+    """Return the stored form of a key: its SHA-256 in hexadecimal."""
     return sha256(key.encode("utf-8", "surrogateescape")).hexdigest()
 
 
 def check_name(name: str) -> None:
-    """Raise `ConfigError` unless `name` can be a key's."""
+    """Raise `ConfigError` unless `name` is valid for a key."""
     if "\n" in name or not re.match(NAME, name):
         raise ConfigError(
             f"{name[:100]!r} is not a valid name: use at most 64 letters, digits, '.', '_' and '-', and begin with a "
@@ -46,11 +49,11 @@ class KeyRing:
 
     @property
     def tenants(self) -> list[Tenant]:
-        """In the order of the file."""
+        """The tenants, in the order of the file."""
         return list(self._tenants.values())
 
     def find(self, key: str, now: datetime) -> Tenant:
-        """The tenant of `key` at `now`. Raises `AuthenticationError`.
+        """Return the tenant of `key` at `now`. Raises `AuthenticationError`.
 
         The lookup is by hash, so its time reveals nothing about similar keys.
         """
@@ -62,7 +65,7 @@ class KeyRing:
         return tenant
 
     def is_admin(self, key: str, now: datetime) -> bool:
-        """Whether it is an admin's at `now`."""
+        """Whether `key` is a valid admin key at `now`."""
         try:
             return self.find(key, now).admin
         except RequestError:
@@ -70,17 +73,17 @@ class KeyRing:
 
 
 class UnknownKeys(KeyRing):
-    """Used while the keys file could not be read yet: no key can be checked."""
+    """A key ring used until the keys file can be read for the first time. It cannot check keys."""
 
     def __init__(self) -> None:
         super().__init__({})
 
     def find(self, key: str, now: datetime) -> Tenant:
-        """Raises `UnavailableError`."""
+        """Raise `UnavailableError`."""
         raise self.error()
 
     def error(self) -> UnavailableError:
-        """The error for a request whose key cannot be checked."""
+        """Return the error for a request whose key cannot be checked."""
         return UnavailableError(
             "API keys cannot be checked: `ingress.keys_file` is invalid; see the server's log",
             code="keys_file_invalid",
@@ -89,9 +92,9 @@ class UnknownKeys(KeyRing):
 
 
 def parse_keys(text: str) -> KeyRing:
-    """The key ring of a keys file (names with their fields). Raises `ConfigError` in one line.
+    """Parse the text of a keys file (names with their fields). Raises `ConfigError` in one line.
 
-    No message contains a value, since it could be a key in place of its hash.
+    Errors never contain a value, since it could be a key instead of its hash.
     """
     data = load_yaml(text, _UniqueKeys)
     if not text.strip():
@@ -108,7 +111,8 @@ def parse_keys(text: str) -> KeyRing:
 
 
 def check_limits(ring: KeyRing, *, has_ledger: bool) -> None:
-    """Raise `ConfigError` if a key has a limit of a day, and no ledger would remember it over a restart."""
+    """Raise `ConfigError` if a key has a limit per day but there is no ledger to keep it over a
+    restart."""
     for tenant in ring.tenants:
         if tenant.tokens_per_day is not None and not has_ledger:
             raise ConfigError(f"{tenant.name}: `tokens_per_day` needs `ingress.ledger_folder`")
@@ -136,7 +140,7 @@ def _parse_entry(name: str, fields: Any) -> tuple[str, Tenant]:
 
 
 class _UniqueKeys(BoundedLoader):
-    """Refuses a mapping that names a key twice, of which plain YAML would take the last."""
+    """Refuses a mapping with duplicate keys; plain YAML would use the last."""
 
     def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
         names = [self.construct_object(key, deep=True) for key, _ in node.value]

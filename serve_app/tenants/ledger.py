@@ -1,9 +1,10 @@
-"""Who has used what: one JSON line per request that was computed, in a file per UTC day. Never text.
+"""The usage ledger: one JSON line per computed request, in one file per UTC day. Contains no text.
 
-A line is in the file before its client receives the end, so no ended request is lost with the process; `sync` puts it
-on the disk. Several processes may write the same files: lines are appended whole.
-
-Today's sums outlive the file: what it lost or could not take is written again, as one line per key with the sums.
+A line is written before the client receives the end, so a crash of the process loses no finished
+request; `sync` writes it to the disk. Several processes may append to the same files: lines are
+written whole.
+Today's sums are also in memory. If the file is lost or cannot be written, they are written again
+later, as one line per key.
 """
 
 import fcntl
@@ -27,18 +28,19 @@ logger = logging.getLogger(__name__)
 
 _REMINDER_S = 30.0
 _PATIENCE_S = 0.02
-"""How long an event loop waits for a `look` in another thread, which takes 0.1 ms unless something has happened."""
+"""How long the event loop waits for a `look` in another thread, which normally takes 0.1 ms."""
 _CARRIED = {"model": "", "revision": "", "request_id": "", "endpoint": "", "outcome": "carried", "seconds": 0.0}
-"""Of a line with the sums of requests whose own lines were lost, or could not be written."""
+"""Fields of a line with the sums of requests whose own lines were lost or could not be written."""
 
 
 @dataclass(frozen=True, slots=True)
 class Spent:
-    """One request that was computed, all or in part: what was used for whom.
+    """Usage of one request that was computed, fully or partly.
 
-    key: the API key's name, empty for strangers. revision: changes whenever a seed may give another answer.
-    prompt_tokens: of prompts that were computed; cached_tokens of them were found in the prefix cache.
-    reasoning_tokens: of output_tokens. seconds: from its arrival to its end.
+    key: the API key's name, empty without one. revision: changes whenever a seed may give a
+    different answer.
+    prompt_tokens: of computed prompts. cached_tokens: how many of them were in the prefix cache.
+    reasoning_tokens: how many of output_tokens. seconds: from arrival to end.
     """
 
     key: str
@@ -55,10 +57,11 @@ class Spent:
 
 
 class Ledger:
-    """The ledger in one folder, and today's sums by key, of all processes that write there.
+    """The ledger in one folder, with today's sums by key of all processes that write there.
 
-    For an event loop, with `look` and `sync` in another thread: while these are held up, as by a file system that
-    does not answer, the loop goes on with the sums that it knows, and its lines wait.
+    Use it on an event loop, with `look` and `sync` in another thread. If these block, for example
+    on a file system that does not answer, the loop continues with the last known sums and queues
+    its lines.
     """
 
     def __init__(
@@ -69,10 +72,10 @@ class Ledger:
         *,
         must_open: bool = True,
     ) -> None:
-        """`clock`: Unix time in seconds.
+        """clock: Unix time in seconds.
 
-        Raises `ConfigError` if the folder cannot be written, or today's file is no ledger; unless `must_open`, it is
-        logged and tried again.
+        Raises `ConfigError` if the folder cannot be written or today's file is not a ledger.
+        Without `must_open`, this is logged and retried.
         """
         self._folder = folder
         self._clock = clock
@@ -80,16 +83,17 @@ class Ledger:
         self._day: date | None = None
         self._file: DayFile | None = None
         self._missing: dict[str, Totals] = defaultdict(Totals)
-        """What was used and is in no line."""
+        """Usage by key that is in no line yet."""
         self._next_report: dict[str, float] = {}
         self.error: str | None = None
         """Why today's file could not be used at the last `look`; None if it could."""
         self._files = threading.Lock()
-        """Of all above."""
+        """Lock for all attributes above."""
         self._known: Mapping[str, Totals] = {}
-        """The sums when the latest `look` began; they have nothing that waits."""
+        """The sums at the start of the latest `look`, without `_waiting`."""
         self._waiting: list[tuple[float, Spent]] = []
-        """What ended while a `look` was held up, with the time of its end. The event loop's alone."""
+        """Requests that ended while a `look` blocked, with their end times. Used only by the event
+        loop."""
         self._is_held_up = False
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -100,22 +104,22 @@ class Ledger:
             self.close()
             if must_open:
                 reason = f"{folder}: {getattr(error, 'strerror', None) or error}"
-                if isinstance(error, ConfigError):  # which names the file
+                if isinstance(error, ConfigError):  # its message names the file
                     reason = str(error)
                 raise ConfigError(f"setting `ingress.ledger_folder`: {reason}") from None
             self.look()
 
     @property
     def is_open(self) -> bool:
-        """Whether there is a file for today's lines; without one, only memory has them."""
+        """Whether today's file is open. Otherwise lines are kept only in memory."""
         return self._file is not None
 
     def close(self) -> None:
-        """Let go of the file, as of one that was only opened to see whether that is possible."""
+        """Close the file."""
         self._use(None)
 
     def today(self, key: str) -> Totals:
-        """What `key` has used since midnight, UTC."""
+        """Return the usage of `key` since midnight UTC."""
         with self._at_once() as free:
             if free:
                 self._follow()
@@ -127,19 +131,21 @@ class Ledger:
             return total
 
     def write(self, spent: Spent) -> None:
-        """Add a line. Where that fails, it is logged, and today's sums count it all the same."""
+        """Add a line. A failure is logged, and today's sums count the request anyway."""
         self._waiting.append((self._clock(), spent))
         self.catch_up()
 
     def catch_up(self) -> None:
-        """Write what waits, unless a `look` is held up. To be called after each."""
+        """Write the queued lines, unless a `look` blocks. Call it after each `look`."""
         with self._at_once():
             pass
 
     def look(self) -> None:
-        """Notice that today's file was removed, moved, truncated or locked away, and write what it lacks.
+        """Detect the loss of today's file, and write what it lacks.
 
-        To be called every moment, in any thread; fast unless something has happened. Errors are logged and tried again.
+        The file is lost if it was removed, moved, truncated or made inaccessible. Call this
+        frequently, in any thread; it is fast unless something has happened. Errors are logged and
+        retried.
         """
         with self._files:
             self._known = {key: self._total(key) for key in {*self._missing, *self._read_totals()}}
@@ -147,13 +153,16 @@ class Ledger:
                 self._look()
                 self.error = None
             except BlockingIOError:
-                pass  # another process writes what the file lacks
+                pass  # another process is writing what the file lacks
             except (OSError, ConfigError) as error:
                 self.error = str(error)
                 self._report("the ledger's file of today cannot be used; today's sums are kept in memory", error)
 
     def sync(self) -> None:
-        """Put what was written on the disk. Blocks; for any thread. Errors are logged and tried again."""
+        """Sync written lines to the disk.
+
+        Blocks; call it in any thread. Errors are logged and retried.
+        """
         with self._files:
             file = self._file
             copy = None if file is None else file.take_to_sync()
@@ -162,7 +171,10 @@ class Ledger:
 
     @contextmanager
     def _at_once(self) -> Iterator[bool]:
-        """Whether the files are the event loop's inside, which they are not while a `look` is held up."""
+        """Lock the files if no `look` blocks, and write queued lines.
+
+        Yields whether the lock is held.
+        """
         free = self._files.acquire(timeout=0 if self._is_held_up else _PATIENCE_S)
         self._is_held_up = not free
         try:
@@ -197,23 +209,24 @@ class Ledger:
             self._report("the ledger cannot be written; today's sums are kept in memory", error)
 
     def _append(self, entry: Mapping[str, Any]) -> None:
-        """Raises `OSError` and `ConfigError`."""
+        """Append a line. Raises `OSError` and `ConfigError`."""
         if self._file is None:
             raise OSError("today's file is not open")
         self._file.append(entry)
 
     def _look(self) -> None:
-        """Raises `OSError` and `ConfigError`."""
+        """Check today's file and write what it lacks. Raises `OSError` and `ConfigError`."""
         self._turn_to(self._today())
         if self._file is None or self._file.is_lost():
             self._open_again()
         else:
             self._file.read_on()
         self._write_missing()
-        os.close(open_ledger(ledger_file(self._folder, self._today()), os.O_RDWR))  # as the next start does
+        # Raise what the next start would raise.
+        os.close(open_ledger(ledger_file(self._folder, self._today()), os.O_RDWR))
 
     def _turn_to(self, day: date) -> None:
-        """Let the file be that of `day`. Raises as `DayFile` does; without a file then, until `look` has opened it."""
+        """Switch to the file of `day`. Raises as `DayFile` does; then `look` must open it."""
         if day == self._day:
             return
         try:
@@ -226,7 +239,7 @@ class Ledger:
         self._use(DayFile(self._folder, day))
 
     def _use(self, file: DayFile | None) -> None:
-        """From now on; the one before is closed."""
+        """Switch to `file`, and close the previous one."""
         old, self._file = self._file, file
         if old is None:
             return
@@ -238,18 +251,19 @@ class Ledger:
             old.close()
 
     def _open_again(self) -> None:
-        """Take the file that has this name now, or a new one, and write what it lacks. Raises as `DayFile` does.
+        """Open the file that has this path now, or create it, and write what it lacks.
 
-        Other processes may find the same loss, before or after: the first writes all sums, and up to
-        where in the lost file they go; the next ones what was written to that since. Without such a
-        mark, as in a file that an operator has put there, the difference of the sums is written.
+        Other processes may detect the same loss. The first writes all sums and a mark, which says
+        how much of the lost file they cover. The others write only what that file got later.
+        Without a mark, as in a file that an operator put there, the difference of the sums is
+        written. Raises as `DayFile` does.
         """
         assert self._day is not None
         self._folder.mkdir(parents=True, exist_ok=True)
         lost, file = self._file, DayFile(self._folder, self._day)
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # until it is closed, or unlocked
-            with suppress(OSError, ConfigError):  # of a file that has become unreadable, what was read counts
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # until closed or unlocked
+            with suppress(OSError, ConfigError):  # then use what was read
                 if lost is not None and not lost.is_cut():
                     lost.read_on()
             carried = file.mark_carried(lost, _time(self._clock()))
@@ -271,7 +285,10 @@ class Ledger:
             fcntl.flock(file, fcntl.LOCK_UN)
 
     def _write_missing(self) -> None:
-        """A line for each key of what is in no line; more of sums too large for one. Raises as `DayFile` does."""
+        """Write a line for each key with usage in no line; several if the sums exceed one line.
+
+        Raises as `DayFile` does.
+        """
         for key in [*self._missing]:
             while (total := self._missing[key]) != Totals():
                 part = total.for_one_line()
@@ -280,7 +297,7 @@ class Ledger:
             del self._missing[key]
 
     def _follow(self) -> None:
-        """Count what has been written since, by any process."""
+        """Read the lines that any process has written since."""
         try:
             self._turn_to(self._today())
             if self._file is not None:
@@ -289,7 +306,7 @@ class Ledger:
             self._report("the ledger cannot be read", error)
 
     def _sync(self, file: DayFile, copy: int) -> None:
-        """`copy`: the descriptor that `file` gave for this."""
+        """Sync `file`. `copy` is its descriptor from `take_to_sync`."""
         try:
             os.fsync(copy)
         except OSError as error:
@@ -299,7 +316,7 @@ class Ledger:
             os.close(copy)
 
     def _report(self, what: str, error: Exception) -> None:
-        """Once, and again every 30 s while it lasts."""
+        """Log an error at once, and again every 30 s while it lasts."""
         now = self._monotonic()
         if now >= self._next_report.get(what, 0.0):
             self._next_report[what] = now + _REMINDER_S
@@ -307,7 +324,10 @@ class Ledger:
 
 
 def read_ledger(folder: Path, since: date, until: date) -> Iterator[tuple[date, dict[str, Any]]]:
-    """The requests that ended on the days from `since` to `until`, both included. Raises `ConfigError`."""
+    """Yield the requests that ended on the days from `since` to `until`, inclusive.
+
+    Raises `ConfigError`.
+    """
     for path in sorted(folder.glob("usage-*.jsonl")):
         try:
             day = date.fromisoformat(path.stem.removeprefix("usage-"))

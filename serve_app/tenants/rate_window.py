@@ -1,6 +1,7 @@
-"""The amount charged within the last minute. Pure: time is an argument, in seconds, never going back.
+"""The amount charged within the last minute. Pure: time is an argument, in seconds, monotonic.
 
-A sliding window and not a token bucket: a bucket of one minute's amount allows twice that amount in a minute.
+This is a sliding window, not a token bucket: a bucket of one minute's amount allows twice that
+amount in a minute.
 """
 
 from collections import deque
@@ -10,10 +11,10 @@ _SLOT_S = 1
 
 
 class RateWindow:
-    """Charges by the second in which they came. A second is forgotten when all of it is older than the window.
+    """Charges by second. A second is dropped once all of it is older than the window.
 
-    So within any `WINDOW_S` seconds no more is charged than the limit that each `wait_s` was asked about, and a
-    limit that is used up all the time is used to 60/61 at least.
+    If each charge waits for `wait_s`, no `WINDOW_S` seconds contain more than the limit. Under
+    constant load at least 60/61 of the limit can be used.
     """
 
     def __init__(self) -> None:
@@ -21,13 +22,16 @@ class RateWindow:
         self._total = 0
 
     def total(self, now: float) -> int:
-        """What counts at `now`."""
+        """Return the amount that counts at `now`."""
         while self._slots and self._slots[0][0] + _SLOT_S + WINDOW_S <= now:
             self._total -= self._slots.popleft()[1]
         return self._total
 
     def wait_s(self, amount: int, limit: int, now: float) -> float:
-        """How long until `amount` more keep the total within `limit`, if nothing else is charged; at most `limit`."""
+        """Return how long until `amount` more fits in `limit`, in seconds.
+
+        This assumes no other charges, and an `amount` of at most `limit`.
+        """
         excess = self.total(now) + amount - limit
         wait = 0.0
         for second, charged in self._slots:
@@ -38,7 +42,7 @@ class RateWindow:
         return wait
 
     def charge(self, amount: int, now: float) -> int:
-        """Count `amount`; returns when, for `give_back`."""
+        """Count `amount`. Returns the second, for `give_back`."""
         second = int(now // _SLOT_S) * _SLOT_S
         if not self._slots or self._slots[-1][0] != second:
             self._slots.append([second, 0])
@@ -47,12 +51,12 @@ class RateWindow:
         return second
 
     def give_back(self, amount: int, second: int) -> None:
-        """Return `amount` of the charge in `second`, unless that has left the window."""
+        """Return `amount` of the charge in `second`, unless that second has left the window."""
         for slot in reversed(self._slots):
             if slot[0] == second:
                 slot[1] -= amount
                 self._total -= amount
 
     def reset_s(self, now: float) -> float:
-        """How long until all is forgotten."""
+        """Return how long until the window is empty, in seconds."""
         return self._slots[-1][0] + _SLOT_S + WINDOW_S - now if self.total(now) else 0.0

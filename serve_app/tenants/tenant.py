@@ -1,4 +1,4 @@
-"""What one tenant may do: the fields of an entry of the keys file."""
+"""The permissions and limits of one tenant: the fields of an entry of the keys file."""
 
 from datetime import UTC, date, datetime
 from typing import Annotated, Any
@@ -11,7 +11,7 @@ LOWEST_PRIORITY = 2**31 - 1
 
 
 def _utc(value: Any) -> Any:
-    """A YAML date is its first moment, and a time without a zone is UTC."""
+    """A YAML date means its first moment. A time without a zone is UTC."""
     if isinstance(value, date) and not isinstance(value, datetime):
         value = datetime(value.year, value.month, value.day)
     return value.replace(tzinfo=UTC) if isinstance(value, datetime) and value.tzinfo is None else value
@@ -27,25 +27,25 @@ class Tenant(BaseModel):
 
     name: str
     expires: Annotated[AwareDatetime | None, BeforeValidator(_utc)] = None
-    """From when on the key is refused."""
+    """The key is refused from this time on."""
     models: list[str] | None = Field(default=None, min_length=1)
-    """The served models that it sees and may use; None is all."""
+    """Served models that the tenant may see and use; None is all."""
     weight: int = Field(default=1, ge=1, le=1000)
-    """Its share of the queue, relative to others'."""
+    """Weight of the tenant's share of the queue, relative to other tenants."""
     priority: list[int] = Field(default=[0, LOWEST_PRIORITY], min_length=2, max_length=2)
-    """The lowest and the highest number that its requests may give as `priority`; lower is served first."""
+    """Lowest and highest `priority` that its requests may ask for; lower is served first."""
     max_sequences: int | None = Field(default=None, ge=1)
-    """Most sequences (prompts times `n`) at once, waiting ones included."""
+    """Maximum concurrent sequences (prompts times `n`), including waiting ones."""
     requests_per_minute: int | None = Field(default=None, ge=1)
-    """Most requests that generate or tokenize within any 60 seconds."""
+    """Maximum requests that generate or tokenize within any 60 seconds."""
     tokens_per_minute: int | None = Field(default=None, ge=1)
-    """Most tokens, of prompts and outputs, of the requests that come within any 60 seconds."""
+    """Maximum tokens of prompts and outputs, for the requests that arrive within any 60 seconds."""
     tokens_per_day: int | None = Field(default=None, ge=1)
-    """Most tokens, of prompts and outputs, within a day of UTC."""
+    """Maximum tokens of prompts and outputs per UTC day."""
     prefix_group: str | None = Field(default=None, pattern=NAME)
-    """Tenants of one group share cached prefixes; None: no sharing."""
+    """Tenants of the same group share cached prefixes; None: no sharing."""
     admin: bool = False
-    """Whether it may use metrics and `/debug`, which show data of all clients."""
+    """Whether the tenant may use metrics and `/debug`, which show data of all clients."""
 
     @model_validator(mode="after")
     def _check_priority(self) -> "Tenant":
@@ -54,11 +54,14 @@ class Tenant(BaseModel):
         return self
 
     def may_use(self, model: str) -> bool:
-        """Whether it sees the served model of this name."""
+        """Whether the tenant may see and use the served model of this name."""
         return self.models is None or model in self.models
 
     def cache_salt(self, given: str) -> str:
-        """The prefix cache salt for a request with salt `given`; no other tenant can have the same salt."""
+        """Return the prefix cache salt for a request with salt `given`.
+
+        It is unique to the tenant or its group.
+        """
         if not self.name:
             return f"\0anonymous\0{given}" if given.startswith("\0") else given
         kind, group = ("key", self.name) if self.prefix_group is None else ("group", self.prefix_group)

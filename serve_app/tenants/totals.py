@@ -6,7 +6,8 @@ from typing import Any
 import orjson
 
 MAX_COUNT = 2**53 - 1
-"""Of a line: the largest integer that every reader of JSON takes exactly. Sums may be larger."""
+"""Largest count in a line: the largest integer that all JSON parsers read exactly. Sums may be
+larger."""
 _COUNTS = ("prompt_tokens", "cached_tokens", "output_tokens")
 
 
@@ -22,32 +23,35 @@ class Totals:
 
     @property
     def tokens(self) -> int:
-        """What counts against limits."""
+        """The tokens that count against limits."""
         return self.prompt_tokens + self.output_tokens
 
     def add(self, line: dict[str, Any]) -> None:
-        """Count one line of a ledger, or a `Spent` as a dict. A line with `requests` is the sum of so many."""
+        """Add one line of a ledger, or a `Spent` as a dict.
+
+        A line with `requests` is the sum of that many.
+        """
         self.requests += line.get("requests", 1)
         self.prompt_tokens += line["prompt_tokens"]
         self.cached_tokens += line["cached_tokens"]
         self.output_tokens += line["output_tokens"]
-        self.reasoning_tokens += line.get("reasoning_tokens", 0)  # older lines have none
+        self.reasoning_tokens += line.get("reasoning_tokens", 0)  # missing in older lines
 
     def without(self, other: "Totals") -> "Totals":
-        """What these have beyond `other`; 0 where that has more."""
+        """Return the amounts beyond `other`'s, 0 where `other` has more."""
         return Totals(*(max(0, ours - theirs) for ours, theirs in zip(astuple(self), astuple(other), strict=True)))
 
     def plus(self, other: "Totals") -> "Totals":
-        """Both together."""
+        """Return the sum of both."""
         return Totals(*(ours + theirs for ours, theirs in zip(astuple(self), astuple(other), strict=True)))
 
     def for_one_line(self) -> "Totals":
-        """As much of these as one line may have."""
+        """Return as much as fits in one line."""
         return Totals(*(min(count, MAX_COUNT) for count in astuple(self)))
 
 
 def parse_line(line: bytes) -> dict[str, Any] | None:
-    """A request's line that was written whole; None for what is left of another, or was never one of ours."""
+    """Parse a request's line. Returns None if it is incomplete or not a ledger's line."""
     entry = parse_object(line)
     if not isinstance(entry.get("key"), str):
         return None
@@ -56,7 +60,7 @@ def parse_line(line: bytes) -> dict[str, Any] | None:
 
 
 def parse_object(line: bytes) -> dict[str, Any]:
-    """A line's JSON object; empty where it has none."""
+    """Return a line's JSON object; empty if there is none."""
     try:
         entry = orjson.loads(line)
     except orjson.JSONDecodeError:

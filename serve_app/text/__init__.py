@@ -1,1 +1,1 @@
-"""Strings to token ids and back. No torch, no engine, no HTTP."""
+"""Converts text to token ids and back. Independent of torch, the engine and HTTP."""

@@ -1,7 +1,7 @@
-"""Grammar rules (Lark) for the arguments of a tool call, in each dialect, from the tool's JSON schema.
+"""Lark rules for the arguments of a tool call, in each dialect, from the tool's JSON schema.
 
-`grammars.json_schema` handles JSON. The other dialects write the same values differently. Unsupported parts of a schema
-are refused by keyword and path, never ignored.
+`grammars.json_schema` handles JSON. The other dialects write the same values differently.
+Unsupported parts of a schema are refused by keyword and path, never ignored.
 """
 
 import json
@@ -23,10 +23,10 @@ _FREE = "(?s:[^<]*)"
 
 
 class ArgumentRules:
-    """Collects rules, and the grammars that they refer to, for all tools of a request."""
+    """Collects rules, and the grammars that they use, for all tools of a request."""
 
     def __init__(self, dialect: Dialect, literal: Callable[[str], str]) -> None:
-        """literal: the rule for a text that may contain control tokens."""
+        """literal: returns the rule for a text that may contain control tokens."""
         self.dialect = dialect
         self.literal = literal
         self.rules: list[str] = []
@@ -34,9 +34,9 @@ class ArgumentRules:
         self._any = ""
 
     def add(self, schema: Mapping[str, Any] | None, param: str) -> str:
-        """A rule for arguments that `schema` accepts; None: any object.
+        """Return a rule for arguments that `schema` accepts. None accepts any object.
 
-        Raises `InvalidRequestError` naming `param`, keyword and path for what cannot be enforced.
+        Raises `InvalidRequestError` naming `param`, keyword and path if it cannot be enforced.
         """
         if schema is None:
             self._any = self._any or self._any_object(param)
@@ -54,13 +54,13 @@ class ArgumentRules:
         return "any_object"
 
     def json(self, schema: Mapping[str, Any], param: str) -> str:
-        """A rule for the JSON that `schema` accepts."""
+        """Return a rule for the JSON that `schema` accepts."""
         name = f"json_{len(self.parts)}"
         self.parts[name] = grammars.json_schema(schema, param=param)
         return f"@{name}"
 
     def rule(self, body: str) -> str:
-        """The name of a new rule."""
+        """Add a rule and return its name."""
         name = f"value_{len(self.rules)}"
         self.rules.append(f"{name}: {body}")
         return name
@@ -78,7 +78,7 @@ _ANY_BARE_KEYS = {
 
 
 class _Schema:
-    """One tool's schema."""
+    """Rules for one tool's schema."""
 
     def __init__(self, rules: ArgumentRules, schema: Mapping[str, Any], param: str) -> None:
         self._rules = rules
@@ -87,7 +87,7 @@ class _Schema:
         self._references = 0
 
     def whole(self) -> str:
-        # Finds what is no schema at all, so that below every keyword holds what it should.
+        # Refuses invalid schemas, so that the code below can rely on the types of keywords' values.
         grammars.json_schema(self._schema, param=self._param)
         if self._rules.dialect is Dialect.TAGS:
             self._check(self._schema, _OBJECT, "")
@@ -108,7 +108,7 @@ class _Schema:
         self._check(schema, _TEXT, f"/properties/{key}")
         length = _length(schema)
         if length is not None:
-            return f"/{length}\\n<\\/parameter>\\n/"  # one lexeme, as the text itself may end with a new line
+            return f"/{length}\\n<\\/parameter>\\n/"  # one lexeme: the text may end with a newline
         values = _values(schema)
         return "tag_text" if values is None else f"({values}) {closed}"
 
@@ -151,7 +151,7 @@ class _Schema:
             for key, value, _ in members
         }
         needed = ' "," '.join(written[key] for key, _, need in members if need)
-        # From the last to the first: each rule is what may follow the member before it.
+        # From the last member to the first: each rule matches what may follow the previous member.
         following, starts = "", []
         for key in [key for key, _, need in reversed(members) if not need]:
             starts.append(f"{written[key]} {following}")
@@ -173,7 +173,10 @@ class _Schema:
         return self._rules.rule(f'"[" {item} {more} "]"' if low else f'"[" ({item} {more})? "]"')
 
     def _check_references(self, schema: Any, path: str) -> None:
-        """A part is compiled separately, so references to the whole schema would refer to the part."""
+        """Refuse references to the whole schema.
+
+        Each part is compiled separately, so these would refer to the part.
+        """
         waiting = [schema]
         while waiting:
             part = waiting.pop()
@@ -212,7 +215,7 @@ class _Schema:
 
 
 def _values(schema: Mapping[str, Any]) -> str | None:
-    """A rule for a text that is one of a few; None where it need not be."""
+    """Return a rule for a text with fixed values (`enum`, `const`); None for any text."""
     if "const" not in schema and "enum" not in schema:
         return None
     values = [schema["const"]] if "const" in schema else schema["enum"]
@@ -220,7 +223,7 @@ def _values(schema: Mapping[str, Any]) -> str | None:
 
 
 def _length(schema: Mapping[str, Any]) -> str | None:
-    """A regular expression of texts without marks that are neither too short nor too long; None without limits."""
+    """Return a regex for texts without marks and within the length limits; None without limits."""
     if _values(schema) is not None or not {"minLength", "maxLength"} & set(schema):
         return None
     return f"(?s:[^<]){{{int(schema.get('minLength', 0))},{schema.get('maxLength', '')}}}"

@@ -1,8 +1,8 @@
-"""Renders messages to a prompt with the model's chat template; requests cannot supply one.
+"""Renders messages to a prompt with the model's chat template. Requests cannot supply a template.
 
-transformers renders it in jinja2's immutable sandbox. An error that the template raises becomes the client's 400 with
-the template's message. Control tokens in a client's message are treated as text, so a message cannot end itself or
-begin a system message.
+transformers renders it in jinja2's immutable sandbox. An error that the template raises becomes the
+client's 400 with the template's message. Control tokens in a client's message are encoded as text,
+so a message cannot end itself or start a system message.
 """
 
 import json
@@ -32,9 +32,9 @@ class Ending(Enum):
     """How a prompt ends, as arguments of transformers."""
 
     ANSWER = {"add_generation_prompt": True}
-    """With the beginning of the assistant's answer."""
+    """At the start of the assistant's answer."""
     MESSAGE = {"add_generation_prompt": False}
-    """With the end of the last message."""
+    """After the last message."""
     CONTINUED = {"add_generation_prompt": False, "continue_final_message": True}
     """Inside the last message, which the answer continues."""
 
@@ -51,9 +51,9 @@ def without_tools(param: str) -> InvalidRequestError:
 def write_calls(
     messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]], form: ToolFormat | None
 ) -> list[dict[str, Any]]:
-    """`messages` with calls and results as the template takes them.
+    """Convert calls and results in `messages` to the template's form.
 
-    Raises `InvalidRequestError` where it takes none.
+    Raises `InvalidRequestError` if the template supports no tools.
     """
     if form is None:
         raise without_tools("tools" if tools else "messages")
@@ -65,7 +65,7 @@ def write_calls(
 
 
 def _single_calls(message: dict[str, Any]) -> list[dict[str, Any]]:
-    """For a template that writes one call in a message: a message for each."""
+    """Split a message with several calls, for a template that writes one call per message."""
     calls = message.get("tool_calls", [])
     if len(calls) < 2:
         return [message]
@@ -73,7 +73,7 @@ def _single_calls(message: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _with_arguments(message: dict[str, Any], write: Callable[[Any], Any]) -> dict[str, Any]:
-    """`message` with `write` made to the arguments of each call."""
+    """Return `message` with `write` applied to the arguments of each call."""
     calls = [
         {**call, "function": {**call["function"], "arguments": write(call["function"]["arguments"])}}
         for call in message.get("tool_calls", ())
@@ -82,7 +82,7 @@ def _with_arguments(message: dict[str, Any], write: Callable[[Any], Any]) -> dic
 
 
 def _without_control_keys(message: dict[str, Any], control_tokens: re.Pattern[str]) -> dict[str, Any]:
-    """Arguments with a control token in a name are text as a whole: only in values are control tokens marked."""
+    """Convert arguments with a control token in a name to text, since marks work only in values."""
 
     def readable(arguments: Any) -> Any:
         keys, _ = _texts(arguments)
@@ -101,11 +101,12 @@ def encode_chat(
     variables: Mapping[str, Any],
     ending: Ending = Ending.ANSWER,
 ) -> list[int]:
-    """Prompt ids up to where the assistant's answer begins.
+    """Return the prompt's token ids.
 
-    `encode` takes a text in parts: (part, whether a control token is text in it).
-    Each message is {"role": str, "content": str, ...}; `variables` are the template's own. Raises `InvalidRequestError`
-    when the model has no chat template or its template refuses the messages.
+    encode: takes the text in parts, (part, whether control tokens in it are text). messages:
+    {"role": str, "content": str, ...}. variables: variables of the template.
+    Raises `InvalidRequestError` if the model has no chat template, or the template refuses the
+    messages.
     """
     if not tokenizer.chat_template:
         raise InvalidRequestError("this model has no chat template; use /v1/completions", param="messages")
@@ -143,7 +144,10 @@ def encode_chat(
 
 
 def takes_role(render: Callable[[Sequence[dict[str, Any]]], str], role: str) -> bool:
-    """Whether the template writes messages of this role under its name, instead of dropping or renaming them."""
+    """Whether the template writes messages of this role with the role's name.
+
+    Other templates drop or rename such messages.
+    """
     text = "What is said."
     try:
         written = render([{"role": "user", "content": "?"}, {"role": role, "content": text}])
@@ -154,7 +158,7 @@ def takes_role(render: Callable[[Sequence[dict[str, Any]]], str], role: str) -> 
 
 
 def _texts(data: Any) -> tuple[list[str], list[str]]:
-    """(keys of objects, all other texts) at any depth."""
+    """Return (keys of objects, all other texts) at any depth."""
     keys: list[str] = []
     values: list[str] = []
     waiting = [data]

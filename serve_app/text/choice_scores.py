@@ -1,6 +1,7 @@
-"""The probability of each of several answers to a prompt.
+"""Computes the probability of each of several answers to a prompt.
 
-Decides what the engine computes (log-probabilities of each answer's tokens after the prompt) and how they are combined.
+Decides what the engine computes (log-probabilities of each answer's tokens after the prompt) and
+how to combine it.
 """
 
 import math
@@ -14,7 +15,10 @@ from serve_app.text.tokenizer import Tokenizer
 
 @dataclass(frozen=True, slots=True)
 class Odds:
-    """One answer. logprob: sum over its tokens and the end after them; probability: normalized over the answers."""
+    """One answer.
+
+    logprob: sum over its tokens and the end token. probability: normalized over answers.
+    """
 
     answer: str
     logprob: float
@@ -22,7 +26,7 @@ class Odds:
 
 
 def answer_tokens(tokenizer: Tokenizer, answers: Sequence[str], end_ids: Sequence[int]) -> list[tuple[int, ...]]:
-    """The tokens of each answer, followed by the model's first end token.
+    """Return the tokens of each answer, followed by the model's first end token.
 
     Raises `InvalidRequestError` if the model has no end token.
     """
@@ -31,7 +35,7 @@ def answer_tokens(tokenizer: Tokenizer, answers: Sequence[str], end_ids: Sequenc
 
 
 def scoring_params(num_prompt_tokens: int) -> SamplingParams:
-    """Parameters for the log-probabilities of an answer that follows a prompt of this many tokens.
+    """Return parameters for the log-probabilities of an answer after a prompt of this many tokens.
 
     The prompt may come from the prefix cache. The engine still samples one token, which is ignored.
     """
@@ -41,7 +45,7 @@ def scoring_params(num_prompt_tokens: int) -> SamplingParams:
 
 
 def odds(answers: Sequence[str], logprobs: Sequence[Sequence[float]]) -> list[Odds]:
-    """From the log-probabilities of each answer's tokens."""
+    """Return the odds of the answers from the log-probabilities of their tokens."""
     sums = [math.fsum(each) for each in logprobs]
     best = max(sums)
     weights = [math.exp(value - best) for value in sums]

@@ -1,10 +1,12 @@
-"""Separates the control tokens that the template wrote from those of a client, which are text.
+"""Separates control tokens written by the template from those in a client's messages.
 
-The prompt is always the template's output for the unmodified messages. To find the origin of a token, the chat is
-rendered a second time with marks around the tokens in the messages. If the template's logic (`lstrip`, `split`) reacts
-to these marks, they are put around the tokens in the template's literals instead: all of them, or, if the template
-searches for one itself, those that it writes directly. The result is used only if it attributes no more tokens to the
-client than the messages contain.
+A client's control tokens are encoded as text. The prompt is always the template's output for the
+unmodified messages.
+To find the origin of a token, the chat is rendered a second time with marks around the tokens in
+the messages. If the template's logic (`lstrip`, `split`) reacts to these marks, the tokens in the
+template's own literals are marked instead. These are all of them or, if the template searches for a
+token itself, only those that it writes directly.
+The result is used only if it attributes no more tokens to the client than the messages contain.
 """
 
 import re
@@ -19,13 +21,13 @@ import jinja2
 from jinja2 import nodes
 
 _MARKS = range(0xF0000, 0xFFFFE)
-"""Characters for private use."""
+"""The private use characters."""
 _MARK = re.compile(r"<[^<>\s]*[|_\uff5c\u2581][^<>\s]*>")
 
 
 @dataclass(frozen=True, slots=True)
 class Chat:
-    """The input of a template. special: the tokenizer's special tokens, which the template may use."""
+    """The input of a template. special: the special tokens that the template may use."""
 
     template: str
     messages: Sequence[Mapping[str, Any]]
@@ -33,7 +35,7 @@ class Chat:
     special: Mapping[str, str]
 
     def map(self, change: Callable[[str], str]) -> "Chat":
-        """This chat with `map` applied to the texts of messages and variables."""
+        """Return this chat with `change` applied to the texts of messages and variables."""
         return Chat(self.template, _map(self.messages, change), _map(self.variables, change), self.special)
 
 
@@ -51,7 +53,10 @@ def find_pattern(control_tokens: Sequence[str]) -> re.Pattern[str]:
 def split_forged(
     text: str, chat: Chat, pattern: re.Pattern[str], render: Callable[[Chat], str]
 ) -> list[tuple[str, bool]]:
-    """`text`, which `render` made of `chat`, in parts: (part, whether it is a control token that a client wrote)."""
+    """Split `text` into parts: (part, whether it is a control token written by a client).
+
+    text: the result of `render(chat)`.
+    """
     marks = _Marks(*_unused(text, chat), pattern)
     found = marks.parts(render(chat.map(marks.put)))
     if "".join(part for part, _ in found) == text:
@@ -60,7 +65,7 @@ def split_forged(
     chat.map(lambda value: given.update(pattern.findall(value)) or value)
     for assigned in (True, False):
         own = marks.parts(_render_marked(chat, marks, assigned))
-        # A message that is to be continued ends before the template does.
+        # A message that is to be continued ends before the template's text does.
         if "".join(part for part, _ in own).startswith(text):
             parts = _complement(own, pattern, len(text))
             if Counter(part for part, forged in parts if forged) <= given:
@@ -69,7 +74,10 @@ def split_forged(
 
 
 def _complement(own: Sequence[tuple[str, bool]], pattern: re.Pattern[str], length: int) -> list[tuple[str, bool]]:
-    """The ranges of `parts` that are not the template's own tokens, in characters."""
+    """Convert `own`, (part, whether it is the template's token), to parts as of `split_forged`.
+
+    length: of the text, in characters.
+    """
     parts: list[tuple[str, bool]] = []
     rest = length
     for part, is_own in own:
@@ -104,36 +112,36 @@ class _Marks:
     pattern: re.Pattern[str]
 
     def put(self, text: str) -> str:
-        """`text` with marks around its control tokens."""
+        """Return `text` with marks around its control tokens."""
         return self.pattern.sub(f"{self.start}\\g<0>{self.end}", text)
 
     def parts(self, text: str) -> list[tuple[str, bool]]:
-        """`text` without marks, in parts: (part, whether it is a token between two of them).
+        """Split `text` into parts without marks: (part, whether it is a marked token).
 
-        A template may have cut between a token and its marks.
+        The template may have separated a token from its marks.
         """
         marks = re.compile(f"{self.start}({self.pattern.pattern}){self.end}|[{self.start}{self.end}]")
         return [(part or "", i % 2 == 1) for i, part in enumerate(marks.split(text))]
 
 
 def _render_marked(chat: Chat, marks: _Marks, assigned: bool) -> str:
-    """The rendering with marks around the control tokens that the template writes; empty if that fails."""
+    """Render with marks around the control tokens that the template writes; empty if that fails."""
     special = {name: marks.put(token) for name, token in chat.special.items()}
     given = {"documents": None, **special, **chat.variables}
     messages = [{key: value for key, value in message.items() if value is not None} for message in chat.messages]
     try:
         return _marked_template(chat.template, marks, assigned).render(messages=messages, **given)
-    except Exception:  # a template may raise whatever a program may
+    except Exception:  # templates may raise any exception
         return ""
 
 
 @lru_cache(maxsize=8)
 def _marked_template(template: str, marks: _Marks, assigned: bool) -> jinja2.Template:
-    """The template with marks around the control tokens in the literals that it writes.
+    """Compile the template with marks around the control tokens in the literals that it writes.
 
-    assigned: also in those that it gives to variables and may write later.
+    assigned: also in literals that it assigns to variables and may write later.
     """
-    # transformers' own environment: nothing public gives it.
+    # transformers' own environment; there is no public function for it.
     from transformers.utils.chat_template_utils import _compile_jinja_template
 
     environment: jinja2.Environment = _compile_jinja_template(template).environment
@@ -155,7 +163,7 @@ def _mark_literals(node: nodes.Node, marked: Callable[[str], str]) -> None:
 
 
 def _written(node: nodes.Node) -> Iterable[nodes.Node]:
-    """The parts whose texts may be written; not those that are looked for, or looked up."""
+    """Yield the parts of `node` whose text may be written, not those for searches or lookups."""
     match node:
         case nodes.Compare() | nodes.Test():
             return ()
@@ -172,7 +180,7 @@ def _written(node: nodes.Node) -> Iterable[nodes.Node]:
 
 
 def _unused(text: str, chat: Chat) -> tuple[str, str]:
-    """Two characters that occur in none of these."""
+    """Return two mark characters that occur neither in the text nor in the chat."""
     used = {*text, *chat.template}
     chat.map(lambda value: used.update(value) or value)  # type: ignore[func-returns-value]
     first, second = islice((chr(code) for code in _MARKS if chr(code) not in used), 2)
@@ -180,7 +188,7 @@ def _unused(text: str, chat: Chat) -> tuple[str, str]:
 
 
 def _map(data: Any, change: Callable[[str], str]) -> Any:
-    """`data` with `change` made to every text at any depth, but for keys."""
+    """Return `data` with `change` applied to every text at any depth, except keys."""
     if isinstance(data, str):
         return change(data)
     if isinstance(data, Mapping):

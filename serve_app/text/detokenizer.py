@@ -1,7 +1,8 @@
-"""Token ids to text, one id at a time, without tearing a character. Decides nothing about stopping.
+"""Converts token ids to text, one id at a time, without splitting characters.
 
-A text is the bytes of its tokens, read as UTF-8: a byte that is part of no character is U+FFFD, as soon as that is
-known. So text never changes once it is shown, and a text in pieces is the whole one, for any ids.
+A text is the bytes of its tokens, decoded as UTF-8. A byte that is part of no character becomes
+U+FFFD as soon as that is known. So emitted text never changes, and pieces add up to the whole text,
+for any ids. Stop conditions are handled elsewhere.
 """
 
 import codecs
@@ -10,21 +11,21 @@ from collections.abc import Container, Sequence
 from serve_app.text.token_bytes import TokenBytes
 
 REPLACEMENT = "\ufffd"
-"""The replacement for bytes that form no character."""
+"""Replaces bytes that are not UTF-8."""
 _utf8 = codecs.getincrementaldecoder("utf-8")
 
 
 class Detokenizer:
-    """The text of one growing sequence. Ids outside the vocabulary have no text. Never raises.
+    """Decodes one growing sequence. Ids outside the vocabulary have no text. Never raises.
 
-    Vocabularies that mark word starts (SentencePiece) drop the space before a text's first word, but not if the
-    text continues a prompt that ends with text.
+    Vocabularies that mark word starts (SentencePiece) drop the space before a text's first word,
+    but not if the text continues a prompt that ends with text.
     """
 
     def __init__(
         self, token_bytes: TokenBytes, prompt_token_ids: Sequence[int] = (), *, hidden_ids: Container[int] = ()
     ) -> None:
-        """hidden_ids: have no text."""
+        """hidden_ids: ids without text."""
         self._bytes = token_bytes
         self._hidden_ids = hidden_ids
         self._decoder = _utf8("replace")
@@ -32,7 +33,7 @@ class Detokenizer:
         self._drops_space = token_bytes.drops_space and not continued
 
     def step(self, token_id: int) -> str:
-        """The text this id completes; empty while a character is unfinished."""
+        """Return the text that this id completes; empty while a character is incomplete."""
         if token_id in self._hidden_ids:
             return ""
         text = self._decoder.decode(self._bytes(token_id))
@@ -42,5 +43,5 @@ class Detokenizer:
         return text
 
     def flush(self) -> str:
-        """The text of the bytes that never became a whole character: U+FFFD."""
+        """Return U+FFFD for the remaining bytes of an incomplete character."""
         return self._decoder.decode(b"", final=True)

@@ -1,10 +1,10 @@
-"""Prompts for the text between two others, of models whose tokenizers have marks for them."""
+"""Builds fill-in-the-middle prompts, for models whose tokenizers have tokens for it."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Self
 
-# What stands before the text in front, before the text behind, and before the answer.
+# The tokens before the prefix, before the suffix and before the answer.
 _MARKS = (
     ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),  # Qwen 2.5 Coder, CodeGemma
     ("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),  # StarCoder, Granite
@@ -15,7 +15,7 @@ _MARKS = (
 
 @dataclass(frozen=True, slots=True)
 class FillInTheMiddle:
-    """The marks' token ids."""
+    """The token ids of the marks."""
 
     before: int
     behind: int
@@ -23,7 +23,7 @@ class FillInTheMiddle:
 
     @classmethod
     def find(cls, token_id: Callable[[str], int | None]) -> Self | None:
-        """None if the vocabulary has no such marks."""
+        """Return the marks of this vocabulary, or None if it has none."""
         for marks in _MARKS:
             ids = [found for mark in marks if (found := token_id(mark)) is not None]
             if len(ids) == len(marks):
@@ -31,6 +31,9 @@ class FillInTheMiddle:
         return None
 
     def prompt(self, before: Sequence[int], behind: Sequence[int], begin_id: int | None) -> list[int]:
-        """The prompt for the gap between two texts, given by their ids; a leading `begin_id` stays first."""
+        """Return the prompt for the text between `before` and `behind`.
+
+        A leading `begin_id` stays first.
+        """
         begin = [begin_id] if begin_id is not None and [*before[:1]] == [begin_id] else []
         return [*begin, self.before, *before[len(begin) :], self.behind, *behind, self.answer]

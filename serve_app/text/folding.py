@@ -1,7 +1,7 @@
-"""Rewrites conversations for chat templates that accept roles in one order only.
+"""Rewrites conversations for chat templates that accept only some orders of roles.
 
-Rendering the template once shows what it accepts. Messages that it would refuse or drop become part of a neighbouring
-message's text; order and words stay.
+What a template accepts is found by rendering it once. A message that it would refuse or drop
+becomes part of a neighbouring message's text. Order and words do not change.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,28 +18,28 @@ def _message(role: str, i: int) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class TemplateOrder:
-    """Which orders of roles a chat template takes, without leaving a message out."""
+    """The orders of roles that a chat template supports without dropping a message."""
 
     system: bool
-    """A system message at the beginning."""
+    """A system message at the start."""
     systems: bool
-    """Several of them."""
+    """Several system messages at the start."""
     late_system: bool
-    """One in mid-conversation."""
+    """A system message in mid-conversation."""
     repeats: bool
-    """A role twice in a row."""
+    """The same role twice in a row."""
     lone_result: bool
-    """A tool's result that follows no call."""
+    """A tool result without a preceding call."""
 
     @classmethod
     def of(cls, render: Render) -> Self:
-        """Of the template that `render` renders."""
+        """Return the orders that the template of `render` supports."""
 
         def takes(*roles: str) -> bool:
             messages = [_message(role, i) for i, role in enumerate(roles)]
             try:
                 text = render(messages)
-            except Exception:  # a template may raise whatever a program may
+            except Exception:  # templates may raise any exception
                 return False
             return all(message["content"] in text for message in messages)
 
@@ -53,12 +53,12 @@ class TemplateOrder:
 
     @property
     def takes_all(self) -> bool:
-        """Whether nothing needs to be folded."""
+        """Whether the template supports every order."""
         return all(getattr(self, field.name) for field in fields(self))
 
 
 def fold(messages: Sequence[dict[str, Any]], order: TemplateOrder) -> list[dict[str, Any]]:
-    """The conversation in a form that the template accepts, as far as possible."""
+    """Return the conversation in a form that the template accepts, as far as possible."""
     if order.takes_all:
         return list(messages)
     folded: list[dict[str, Any]] = []
@@ -95,7 +95,7 @@ def _follows_call(messages: Sequence[dict[str, Any]], i: int) -> bool:
 
 
 def _merged(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
-    """Two messages of one role as one."""
+    """Merge two messages of the same role."""
     texts = [message["content"] for message in (first, second) if message["content"]]
     calls = [*first.get("tool_calls", ()), *second.get("tool_calls", ())]
     both = {**first, **second, "content": "\n\n".join(texts)}

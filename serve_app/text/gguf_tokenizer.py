@@ -1,7 +1,7 @@
-"""Builds a fast transformers tokenizer from a GGUF file. Its ids equal llama.cpp's for the same file.
+"""Builds a fast transformers tokenizer from a GGUF file. Ids equal llama.cpp's for the same file.
 
-Decides which keys under `tokenizer.` are used, which change nothing, and which are refused by name. A key that would
-change token ids is never skipped.
+Decides which keys under `tokenizer.` are used, ignored as harmless, or refused by name. A key that
+would change token ids is never ignored.
 """
 
 from collections import Counter
@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 
 _PREFIX = "tokenizer."
 _BYTES, _CHARACTERS, _SENTENCEPIECE = "gpt2", "gemma4", "llama"
-"""Values of `tokenizer.ggml.model`: merges of bytes, merges of characters, merges by the scores of their results."""
+"""Values of `tokenizer.ggml.model`. They merge bytes, characters, and tokens by score,
+respectively."""
 _USED = frozenset(
     {
         "chat_template",
@@ -63,7 +64,7 @@ _HARMLESS = {
     "huggingface.json": "the same tokenizer in another format",
 }
 _HARMLESS_PREFIX = "chat_template."
-"""Templates for special uses; requests get the template without a name."""
+"""Templates for special uses. Requests use the unnamed template."""
 _OFF = {
     "ggml.remove_extra_whitespaces": "merging spaces",
     "ggml.normalizer.lowercase": "lower-casing",
@@ -71,20 +72,21 @@ _OFF = {
     "ggml.precompiled_charsmap": "a table of replaced characters",
     "ggml.suppress_tokens": "tokens that are never generated",
 }
-"""Not supported: served where it is off or empty, refused otherwise."""
+"""Unsupported keys: allowed if off or empty, refused otherwise."""
 _SENTENCEPIECE_IDS = {"unknown": 0, "bos": 1, "eos": 2}
-"""Where a file with a SentencePiece vocabulary does not say."""
+"""Defaults of a SentencePiece vocabulary."""
 _ROLES = {"bos": "bos", "eos": "eos", "eot": "eot", "eom": "eom", "unknown": "unk", "padding": "pad"}
-"""Special tokens: the file's name of each, and transformers'."""
+"""Special tokens: the name in the file, and in transformers."""
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE = 1, 2, 3, 4, 6
 _IGNORED = "name it in `ignore_model_keys` to load the model without it"
 _SPACE_MARK = "\u2581"
 
 
 def load_gguf_tokenizer(path: Path, ignored: Sequence[str] = ()) -> "PreTrainedTokenizerBase":
-    """ignored: full names of keys that are skipped although they are unknown or not supported.
+    """Load the tokenizer of a GGUF file.
 
-    Raises `ConfigError` for what cannot be honoured, naming the key, and whatever a damaged file provokes.
+    ignored: full names of keys to skip although they are unknown or unsupported. Raises
+    `ConfigError` naming a key that is unsupported. A damaged file may raise any exception.
     """
     from transformers import PreTrainedTokenizerFast
 
@@ -113,12 +115,12 @@ def load_gguf_tokenizer(path: Path, ignored: Sequence[str] = ()) -> "PreTrainedT
 
 @dataclass(frozen=True, slots=True)
 class _Keys:
-    """The metadata of a file; names without `tokenizer.`."""
+    """The tokenizer's metadata in a file. Names are without `tokenizer.`."""
 
     fields: Mapping[str, Field]
 
     def check(self) -> None:
-        """Raise `ConfigError` for keys that are unknown or request unsupported features."""
+        """Raise `ConfigError` for unknown keys and unsupported features."""
         for name in self.fields:
             if not name.startswith(_PREFIX):
                 continue
@@ -131,41 +133,44 @@ class _Keys:
                 raise ConfigError(f"model: {name} is not supported, and may change token ids; {_IGNORED}")
 
     def texts(self, name: str) -> list[str]:
-        """Raises `ConfigError` if there are none."""
+        """Return a list of texts. Raises `ConfigError` if the key is missing."""
         field = self.fields.get(_PREFIX + name)
         if field is None:
             raise ConfigError(f"model: the file has no {_PREFIX}{name}")
         return [part.decode() for part in field.parts]
 
     def numbers(self, name: str) -> list[float] | None:
-        """None if there are none."""
+        """Return a list of numbers; None if the key is missing."""
         field = self.fields.get(_PREFIX + name)
         return None if field is None else [float(part[0]) for part in field.parts]
 
     def number(self, name: str, default: int | None = None) -> int | None:
-        """A single one."""
+        """Return an integer."""
         field = self.fields.get(_PREFIX + name)
         return default if field is None else int(field.parts[0][0])
 
     def flag(self, name: str, default: bool) -> bool:
-        """A switch."""
+        """Return a boolean."""
         return bool(self.number(name, int(default)))
 
     def text(self, name: str) -> str | None:
-        """None if it is not there."""
+        """Return a text; None if the key is missing."""
         field = self.fields.get(_PREFIX + name)
         return None if field is None else bytes(field.parts[0]).decode()
 
     @property
     def model_name(self) -> str:
-        """In small letters."""
+        """The model's name in lower case."""
         field = self.fields.get("general.name")
         return "" if field is None else bytes(field.parts[0]).decode().lower()
 
 
 @dataclass(frozen=True, slots=True)
 class _Vocabulary:
-    """Tokens by id. special: of transformers' names, such as `eos_token`, those that the file has."""
+    """Tokens by id.
+
+    special: the file's special tokens by transformers' name, such as `eos_token`.
+    """
 
     kind: str
     tokens: list[str]
@@ -175,7 +180,7 @@ class _Vocabulary:
 
     @classmethod
     def read(cls, keys: _Keys) -> "_Vocabulary":
-        """Raises `ConfigError`."""
+        """Read the vocabulary. Raises `ConfigError`."""
         kind = keys.text("ggml.model")
         if kind not in (_BYTES, _CHARACTERS, _SENTENCEPIECE):
             raise ConfigError(
@@ -206,13 +211,16 @@ class _Vocabulary:
 
     @property
     def ids(self) -> dict[str, int]:
-        """By token."""
+        """Ids by token."""
         return {token: i for i, token in enumerate(self.tokens)}
 
     def added_tokens(self, template: str = "", *, rstrip: Callable[[str], bool]) -> Iterator[AddedToken]:
-        """Tokens that are matched in a text before all else: control and user-defined tokens, runs of newlines in files
-        with character merges (no merge produces them), and the chat template's marks, which some files declare as
-        normal tokens."""
+        """Yield the tokens that are matched in a text before pre-tokenization.
+
+        These are control and user-defined tokens, runs of newlines in files with character merges
+        (no merge produces them), and the chat template's marks, which some files declare as normal
+        tokens.
+        """
         named = set(self.special.values())
         for token, kind in zip(self.tokens, self.types, strict=False):
             special = kind in (_UNKNOWN, _CONTROL) or token in named
@@ -221,12 +229,12 @@ class _Vocabulary:
                 yield AddedToken(token, special=special, normalized=False, rstrip=rstrip(token))
 
     def merges_by_score(self) -> list[tuple[str, str]]:
-        """Of all pairs of tokens that make a token, the one whose result has the highest score comes first."""
+        """Return all pairs of tokens that form a token, highest score of that token first."""
         ids = self.ids
         pairs: list[tuple[float, int, int, tuple[str, str]]] = []
         for token_id, token in enumerate(self.tokens):
             if self.types[token_id] in (_UNKNOWN, _CONTROL, _BYTE):
-                continue  # a text that reads like one is not one
+                continue  # text that looks like such a token must not become it
             for cut in range(1, len(token)):
                 left, right = token[:cut], token[cut:]
                 if left in ids and right in ids:
@@ -281,13 +289,16 @@ def _sentencepiece(vocabulary: _Vocabulary, *, space_in_front: bool) -> tokenize
 
 
 def _space_marks(strip: int = 0) -> decoders.Decoder:
-    """strip: leading spaces that were added to the text."""
+    """Decode "▁" to spaces. strip: number of leading spaces to remove, which encoding added."""
     steps = [decoders.Replace(_SPACE_MARK, " "), decoders.ByteFallback(), decoders.Fuse()]
     return decoders.Sequence([*steps, decoders.Strip(" ", strip, 0)] if strip else steps)
 
 
 def _strips_space(keys: _Keys) -> Callable[[str], bool]:
-    """The added tokens that remove the spaces after them. No key states this; of known models only Phi-3 has them."""
+    """Return a predicate: whether an added token removes the spaces after it.
+
+    GGUF has no key for this. Of the known models only Phi-3 has such tokens.
+    """
     if not any(name in keys.model_name for name in ("phi-3", "phi3")):
         return lambda token: False
     return lambda token: token not in ("<unk>", "<s>", "<|endoftext|>")

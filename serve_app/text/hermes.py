@@ -1,4 +1,7 @@
-"""Tools for chat templates without tool support, in Hermes' form: a system message, and calls and results as text."""
+"""Hermes' tool format for chat templates without tools.
+
+Tools become a system message; calls and results become text.
+"""
 
 import json
 from collections.abc import Iterable, Sequence
@@ -22,7 +25,7 @@ For each function call, return a json object with function name and arguments wi
 
 
 def as_text(messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The conversation for a template that supports only text messages of system, user and assistant."""
+    """Convert a conversation for templates with only system, user and assistant text messages."""
     plain: list[dict[str, Any]] = []
     if tools:
         prompt = _PROMPT.format(tools="\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools))

@@ -1,8 +1,8 @@
 """Splits an answer's text into reasoning, content and tool calls. Independent of tokens and HTTP.
 
-The text may arrive in any pieces: the parts depend on the text alone, so a streamed answer equals the whole one. Only
-text that may become a marker or a stop string is held back. Stop strings are searched in content only, and end it. Text
-that looks like a call but is none is content. Never raises.
+The result does not depend on how the text is cut into pieces, so a streamed answer equals the whole
+one. Only text that may become a marker or a stop string is held back. Stop strings are searched
+only in content, and end it. Text that looks like a call but is not valid is content. Never raises.
 """
 
 from collections.abc import Callable, Mapping
@@ -14,11 +14,14 @@ from serve_app.text.tool_arguments import ArgumentsReader, Until, arguments_begi
 from serve_app.text.tool_format import Thinking, ToolFormat
 
 MOST_SPACE = 64
-"""White space that may precede a reasoning."""
+"""Maximum white space before a reasoning, in characters."""
 
 
 class MessageParser:
-    """The parts of one answer. `feed` its text, then `finish`. After `stopped` became True, nothing more comes."""
+    """Parses one answer: call `feed` with its text, then `finish`.
+
+    After `stopped` becomes True, no more parts are returned.
+    """
 
     def __init__(
         self,
@@ -27,7 +30,7 @@ class MessageParser:
         thinking: Thinking | None = None,
         stops: StopMatcher | None = None,
     ) -> None:
-        """parameters: of the tools that may be called, their JSON schema by name."""
+        """parameters: JSON schemas of the tools that may be called, by name."""
         reasoning = None if thinking is None else thinking.form
         self._tools = tools if parameters else None
         self._parameters = parameters
@@ -41,7 +44,7 @@ class MessageParser:
         self._thought = TrimmedText(StopMatcher(()))
         self._looks = True
         self._begun = False
-        """Whether anything but white space has come since the reasoning."""
+        """Whether any non-white text has come since the reasoning."""
         self.num_calls = 0
         self._state: Callable[[str], str] = self._content if reasoning is None else self._start
         if thinking is not None and thinking.begun:
@@ -54,11 +57,11 @@ class MessageParser:
 
     @property
     def in_call(self) -> bool:
-        """Whether the newest call's arguments have not come to their end."""
+        """Whether the arguments of the newest call are incomplete."""
         return self._state == self._call
 
     def feed(self, text: str, *, looks: bool = True) -> list[Part]:
-        """What more text adds. looks: whether its content is searched for stop strings."""
+        """Add text and return the new parts. looks: search its content for stop strings."""
         self._looks = looks
         self._num_fed += len(text)
         rest, self._held = self._held + text, ""
@@ -67,7 +70,10 @@ class MessageParser:
         return self._take()
 
     def finish(self) -> list[Part]:
-        """End of the text: text that was held back is not a marker. An incomplete call stays as it is."""
+        """End the text and return the rest.
+
+        Held-back text is then no marker. An incomplete call stays incomplete.
+        """
         held, self._held = self._held, ""
         if self._state == self._think:
             assert self._close is not None
@@ -144,7 +150,7 @@ class MessageParser:
         return text[at + length :]
 
     def _begin_at(self, text: str) -> int | None:
-        """Where a call may begin in `text`; None: nowhere."""
+        """Return the position in `text` where a call may start, or None."""
         if self._tools is None:
             return None
         begin = self._tools.begin
@@ -157,7 +163,10 @@ class MessageParser:
         return len(text) - len(solid) if solid and begins and not self._begun else None
 
     def _head(self, text: str) -> tuple[str, int] | None:
-        """(name, length) of the head of a call that `text` begins with; length 0: it is none; None: it is too short."""
+        """Return (name, length) of the head of a call at the start of `text`.
+
+        Length 0: not a call. None: more text is needed.
+        """
         assert self._tools is not None
         waiting = False
         for name in self._parameters:

@@ -1,4 +1,7 @@
-"""The parts of an answer, and what they show of its text: no white space at their borders, and no stop strings."""
+"""The parts of an answer.
+
+Emitted text has no white space at the borders of parts, and no stop strings.
+"""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -8,19 +11,23 @@ from serve_app.text.stop import StopMatcher
 
 
 class Kind(StrEnum):
-    """The destination of a part."""
+    """The kind of a part."""
 
     REASONING = "reasoning"
     CONTENT = "content"
     CALL = "call"
-    """A call begins; the text is the tool's name."""
+    """Start of a call. The text is the tool's name."""
     ARGUMENTS = "arguments"
-    """More of the newest call's arguments, JSON."""
+    """More JSON arguments of the newest call."""
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """`call` counts the calls of the message. at: of content, where it begins in the answer's text, in characters."""
+    """One part.
+
+    call: number of the call in the message. at: where content starts in the answer's text, in
+    characters.
+    """
 
     kind: Kind
     text: str
@@ -29,12 +36,12 @@ class Part:
 
     @property
     def end(self) -> int:
-        """Where content ends in the answer's text."""
+        """Position after the content in the answer's text, in characters."""
         return self.at + len(self.text)
 
 
 def joined(parts: Iterable[Part]) -> list[Part]:
-    """The parts with neighbours of one kind joined; each call stays separate."""
+    """Merge adjacent parts of one kind. Each call stays separate."""
     runs: list[tuple[Part, list[str]]] = []
     for part in parts:
         first = runs[-1][0] if runs else None
@@ -46,7 +53,7 @@ def joined(parts: Iterable[Part]) -> list[Part]:
 
 
 class PlainText:
-    """The parts of an answer that is content alone."""
+    """Parses an answer that has only content."""
 
     num_calls = 0
     in_call = False
@@ -61,11 +68,11 @@ class PlainText:
         return self._stops.stopped
 
     def feed(self, text: str, *, looks: bool = True) -> list[Part]:
-        """What more text adds. looks: whether it is searched for stop strings."""
+        """Add text and return the new parts. looks: search it for stop strings."""
         return self._tell(self._stops.feed(text) if looks else text)
 
     def finish(self) -> list[Part]:
-        """End of the text: text that was held back is not a stop string."""
+        """End the text and return the rest: held-back text is no stop string."""
         return self._tell(self._stops.flush())
 
     def _tell(self, text: str) -> list[Part]:
@@ -74,24 +81,28 @@ class PlainText:
 
 
 class TrimmedText:
-    """The text of one kind of parts, up to a stop string, without white space next to parts of other kinds.
+    """The text of one kind of parts, up to a stop string.
 
-    Leading white space is kept or dropped once text follows, since it may precede a call.
+    White space next to parts of other kinds is removed. Leading white space is emitted or dropped
+    only when text follows, since a call may follow instead.
     """
 
     def __init__(self, stops: StopMatcher) -> None:
         self.stops = stops
         self._fresh = False
-        """Whether white space is dropped now, because it follows another part."""
+        """Whether to drop white space, because it follows another part."""
         self._begun = False
-        """Whether anything but white space has come since the last other part."""
+        """Whether any non-white text has come since the last other part."""
         self._space: list[str] = []
         """White space at the end of the text so far."""
         self.end = 0
         """End of the emitted text, in characters of the answer's text."""
 
     def feed(self, text: str, at: int, *, looks: bool = True) -> str:
-        """What can be shown of more text, which begins at `at`. looks: whether it is searched for stop strings."""
+        """Add text that starts at `at`, and return the text to emit.
+
+        looks: search for stop strings.
+        """
         if self._fresh:
             solid = text.lstrip()
             at, text = at + len(text) - len(solid), solid
@@ -107,13 +118,13 @@ class TrimmedText:
         return self._shown(self.stops.feed(text) if looks else text)
 
     def interrupt(self) -> str:
-        """Another part begins; returns the rest of the text before it."""
+        """Another part starts: return the rest of the text before it."""
         told = self._shown(self.stops.flush()) if self._begun else ""
         self._fresh, self._begun, self._space = True, False, []
         return told
 
     def finish(self) -> str:
-        """End of the text; returns its rest."""
+        """End the text and return the rest."""
         if self._fresh:
             return ""
         space = "".join(self._space)

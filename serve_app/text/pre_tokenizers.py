@@ -1,7 +1,7 @@
-"""Pre-tokenizers of models with merges (BPE), by their names in GGUF files (`tokenizer.ggml.pre`).
+"""Pre-tokenizers of BPE models, by their names in GGUF files (`tokenizer.ggml.pre`).
 
-The patterns are those of the models' own tokenizers. Each pattern splits the pieces that the previous ones left; text
-that it does not match stays together.
+The patterns are those of the models' own tokenizers. Each pattern splits the pieces of the previous
+one. Text that it does not match stays together.
 """
 
 from collections.abc import Mapping
@@ -12,9 +12,13 @@ from serve_app.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class PreTokenizer:
-    """splits: regular expressions (Oniguruma). ignore_merges: a word that is a token is not merged again. add_bos: the
-    default if the file has no such key. byte_level: words are merged as bytes, each written as one character; else as
-    characters, with "▁" for a space and <0x..> tokens for missing characters."""
+    """splits: regular expressions (Oniguruma).
+
+    ignore_merges: use a word's own token, if there is one, instead of merging. add_bos: the default
+    if the file has no such key.
+    byte_level: merge bytes, with one character per byte. Otherwise merge characters, with "▁" for a
+    space and <0x..> tokens for missing characters.
+    """
 
     splits: tuple[str, ...]
     ignore_merges: bool = False
@@ -36,7 +40,7 @@ _LOWER, _UPPER = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]", r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]
 
 
 def _by_case(ending: str, digits: str, lower: str = _LOWER, upper: str = _UPPER) -> str:
-    """Words end where a capital follows a small letter."""
+    """Return a pattern that ends words where a capital follows a lower-case letter."""
     before = r"[^\r\n\p{L}\p{N}]?"
     return (
         rf"{before}{upper}*{lower}+{ending}|{before}{upper}+{lower}*{ending}|{digits}"
@@ -70,7 +74,7 @@ _CASED = (
     "\ufb00-\ufb06\ufb13-\ufb17\uff21-\uff3a\uff41-\uff5a\U00010400-\U0001044f\U000104b0-\U000104d3"
     "\U000104d8-\U000104fb\U00010c80-\U00010cb2\U00010cc0-\U00010cf2\U000118a0-\U000118df\U0001e900-\U0001e943"
 )
-"""Letters of scripts that have capitals, as DeepSeek's first tokenizer lists them."""
+"""Letters of scripts with capitals, as listed in DeepSeek's first tokenizer."""
 _HAN_TO_HANGUL = "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+"
 _ASIAN = (
     "[\u4e00-\u9fff\u3400-\u4dbf\u8c48-\ufaff\u3040-\u309f\u30a0-\u30ff\uff65-\uff9f\u2f00-\u2fdf\u0e40-\u0e7f\u0e80-\u0eff"
@@ -198,7 +202,7 @@ PRE_TOKENIZERS: Mapping[str, PreTokenizer] = {name: one for names, one in _TABLE
 
 
 def find_pre_tokenizer(name: str) -> PreTokenizer:
-    """Raises `ConfigError` for a name that is not in the table."""
+    """Return the pre-tokenizer of this name. Raises `ConfigError` if there is none."""
     try:
         return PRE_TOKENIZERS[name]
     except KeyError:

@@ -1,9 +1,11 @@
-"""Text to ids with a memory for beginnings: of a chat's next turn, or of a prompt that others share the start of, only
-the rest is encoded.
+"""Tokenizes text with a cache of prefixes, such as a chat's earlier turns.
 
-Decides where a text may be cut so that its parts have the ids of the whole. Byte-level tokenizers cut a text into words
-by a pattern that looks a few characters ahead, and encode each word by itself. Between two letters, before a space,
-every such pattern cuts; that it did is read from the encoding of the whole.
+Only the rest of a text is encoded.
+
+Decides where a text may be cut without changing its ids. Byte-level tokenizers split a text into
+words by a pattern with a lookahead of a few characters, and encode each word separately. All these
+patterns split before a space between two letters. The encoding of the whole text is checked for
+that split.
 """
 
 import json
@@ -18,25 +20,27 @@ from typing import Any
 import tokenizers
 
 _CHUNK = 256
-"""Characters that must be equal to be found. A text's last, incomplete chunk is not remembered."""
+"""Characters per chunk. Only complete chunks are cached."""
 _MAX_CHUNKS = 8192
-"""About 10 MB, for ordinary text."""
+"""Maximum number of chunks, about 10 MB for ordinary text."""
 _MAX_IDS = 512
-"""Of a chunk: a text that goes on without cuts for longer is remembered up to there."""
+"""Maximum ids per chunk. A text without cuts for longer is cached only up to there."""
 _SLICE = 16_384
-"""Characters to encode at a time, as listing where their tokens stand holds the interpreter. Where a text has no cuts
-it is encoded in one piece."""
+"""Characters per encoding call, since listing token offsets holds the GIL. A text without cuts is
+encoded in one call."""
 _LOOKAHEAD = 32
-"""So many characters behind a cut may decide about it, or twice as many as the longest added token has."""
+"""Characters after a cut that may affect it; more if added tokens are longer."""
 _SPACE_BETWEEN_LETTERS = re.compile(r"(?<=[^\W\d_]) (?=[^\W\d_])")
 _SPACE = "\u0120"
-"""How byte-level tokens write a space."""
+"""A space in byte-level tokens."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Chunk:
-    """The ids between the last cut before this chunk and `end`, its own last cut, a place in the text; no ids where it
-    has no cut of its own."""
+    """A cached chunk. end: the position in the text of the chunk's last cut.
+
+    ids: the ids from the previous chunk's last cut to `end`; empty if the chunk has no cut.
+    """
 
     ids: "array[int]"
     end: int
@@ -47,33 +51,39 @@ _Key = tuple["_Root | _Chunk", str]
 
 
 def encoding_of(backend: tokenizers.Tokenizer, text: str, add_special_tokens: bool) -> tokenizers.Encoding:
-    """What `backend.encode` gives. That holds the interpreter until it ends, half a second for a long text, and every
-    stream of the process would pause; encoding a batch does not.
+    """Return `backend.encode`'s result without holding the GIL.
+
+    `encode` holds it to its end, up to 0.5 s for a long text, which would block all streams.
+    `encode_batch` does not.
     """
     [encoding] = backend.encode_batch([text], add_special_tokens=add_special_tokens)
     return encoding
 
 
 class PrefixEncoder:
-    """A tokenizer's `encode` that remembers the chunks of texts, each below the one before. Any thread may call it."""
+    """A tokenizer's `encode` with a cache of chunks, each stored under its predecessor.
+
+    Thread-safe.
+    """
 
     def __init__(self, backend: tokenizers.Tokenizer) -> None:
-        """For byte-level tokenizers without a normalizer."""
+        """backend: only byte-level tokenizers without a normalizer use the cache."""
         self._backend = backend
         self._chunks: OrderedDict[_Key, _Chunk] = OrderedDict()
         self._lock = Lock()
         added = backend.get_added_tokens_decoder().values()
-        # Two may overlap, and then the second decides about the first.
+        # Two added tokens may overlap; then the second affects the first.
         self._lookahead = max([_LOOKAHEAD, *(2 * len(token.content) + 1 for token in added)])
         plain, special = (backend.encode("a", add_special_tokens=add).ids for add in (False, True))
         self._special_at_end = special[-len(plain) :] != plain
-        # What stands before a space would decide, in the whole only, whether such a token begins there.
+        # Whether such a token starts at a space depends on the character before it, which a cut
+        # removes.
         looks_behind = any(token.single_word and " " in token.content for token in added)
         stage = backend.pre_tokenizer
         self._cuts = not looks_behind and stage is not None and _looks_ahead_only(json.loads(stage.__getstate__()))
 
     def encode(self, text: str, *, add_special_tokens: bool, scope: str) -> list[int]:
-        """Token ids, as the tokenizer's own. What is remembered in one scope is not found in another."""
+        """Return the tokenizer's token ids. Each `scope` has its own cache entries."""
         if not self._cuts or (add_special_tokens and self._special_at_end):
             return list(encoding_of(self._backend, text, add_special_tokens).ids)
         parent, num_known, ids = self._find(text, (scope, add_special_tokens))
@@ -83,14 +93,14 @@ class PrefixEncoder:
             parent, num_known, num_ids = self._remember(text[: begin + size], part, parent, num_known)
             ids += part.ids[:num_ids]
             if _end(parent) == begin:
-                size = len(text)  # nowhere to go on from: the rest in one piece
+                size = len(text)  # no cut: encode the rest in one call
             begin = _end(parent)
         rest = encoding_of(self._backend, text[begin:], add_special_tokens and begin == 0)
         self._remember(text, rest, parent, num_known)
         return ids + rest.ids
 
     def _find(self, text: str, root: _Root) -> tuple[_Root | _Chunk, int, list[int]]:
-        """The deepest chunk of the text that is remembered, how many there are, and the ids before its cut."""
+        """Return the longest cached prefix: its last chunk, its number of chunks, its ids."""
         parent: _Root | _Chunk = root
         ids: list[int] = []
         found: list[_Key] = []
@@ -105,9 +115,11 @@ class PrefixEncoder:
     def _remember(
         self, text: str, part: tokenizers.Encoding, parent: _Root | _Chunk, num_known: int
     ) -> tuple[_Root | _Chunk, int, int]:
-        """Remember the chunks of the text beyond the `num_known` down to `parent`, from whose cut on `part` goes.
+        """Cache the chunks of `text` after its first `num_known`, of which `parent` is the last.
 
-        The deepest chunk, how many there are now, and how many tokens of `part` stand before its cut.
+        part: the encoding of the text after `parent`'s cut.
+        Returns the last cached chunk, the new number of chunks, and how many tokens of `part` are
+        before its cut.
         """
         num_ids = 0
         added: list[_Key] = []
@@ -125,7 +137,10 @@ class PrefixEncoder:
         return parent, num_known, num_ids
 
     def _new_chunks(self, text: str, part: tokenizers.Encoding, begin: int, num_known: int) -> list[tuple[_Chunk, int]]:
-        """Each with the number of tokens of `part`, which begins at that place in the text, before its cut."""
+        """Return the new chunks, each with how many tokens of `part` are before its cut.
+
+        part: the encoding of the text from position `begin` on.
+        """
         if num_known >= len(text) // _CHUNK:
             return []
         tokens, index, end = _Tokens(self._backend, part), 0, begin
@@ -143,18 +158,21 @@ class PrefixEncoder:
         return new
 
     def _last_cut(self, text: str, first: int, end: int) -> int | None:
-        """The last space between letters at `first` or later that has the characters behind it before `end`."""
+        """Return the last space between letters from `first` up to before `end`."""
         places = [found.start() for found in _SPACE_BETWEEN_LETTERS.finditer(text, max(first, end - _CHUNK), end)]
         return places[-1] if places else None
 
     def _keep(self, keys: list[_Key]) -> None:
-        """Forget these last, and of them the deeper ones first, which are never found without the others."""
+        """Make these the most recently used entries.
+
+        A chunk must outlive its successors, since they are found only through it.
+        """
         for key in reversed(keys):
             self._chunks.move_to_end(key)
 
 
 class _Tokens:
-    """The tokens of a text by their places."""
+    """The tokens of a text by position."""
 
     def __init__(self, backend: tokenizers.Tokenizer, encoding: tokenizers.Encoding) -> None:
         self.ids = encoding.ids
@@ -163,9 +181,13 @@ class _Tokens:
         self._starts = [start for start, _ in encoding.offsets]
 
     def of_word(self, space: int) -> int | None:
-        """The first token of the word that begins with the space there; None if the tokenizer has not cut before it."""
+        """Return the index of the first token of the word after this space.
+
+        None if the tokenizer does not split before the space.
+        """
         token = bisect_left(self._starts, space)
-        # Its own place may be said to begin behind the space. Any later one begins behind an added token.
+        # The offset of the word's first token may exclude the space. A later offset means an added
+        # token before it.
         if not 0 < token < len(self.ids) or self._starts[token] > space + 1:
             return None
         if self._encoding.token_to_word(token - 1) == self._encoding.token_to_word(token):
@@ -175,7 +197,7 @@ class _Tokens:
 
 
 def _looks_ahead_only(stage: dict[str, Any]) -> bool:
-    """Whether this pre-tokenizer cuts by what follows alone and adds no space."""
+    """Whether this pre-tokenizer splits only by lookahead and adds no space."""
     match stage["type"]:
         case "Sequence":
             return all(map(_looks_ahead_only, stage["pretokenizers"]))

@@ -1,4 +1,7 @@
-"""How many of an answer's tokens are its reasoning. Read token by token, so that deltas do not matter."""
+"""Counts the reasoning tokens of an answer.
+
+It reads token by token, so the count does not depend on how deltas are cut.
+"""
 
 from serve_app.text.message_parser import MOST_SPACE
 from serve_app.text.tool_arguments import Until
@@ -6,19 +9,19 @@ from serve_app.text.tool_format import Thinking
 
 
 class ReasoningTokens:
-    """Counts the tokens of a reasoning, its marks included."""
+    """Counts the tokens of a reasoning, including its marks."""
 
     def __init__(self, thinking: Thinking) -> None:
         self._open = thinking.form.open
         self._close = Until(thinking.form.close)
         self._inside: bool | None = True if thinking.begun else None
-        """None while it is not known yet whether the answer begins with a reasoning."""
+        """None until it is known whether the answer starts with a reasoning."""
         self._head = ""
         self._num_read = 0
         self.count = 0
 
     def read(self, text: str) -> None:
-        """The text that the next token completes."""
+        """Count the next token, given the text that it completes."""
         if self._inside is False:
             return
         self._num_read += 1

@@ -1,14 +1,14 @@
-"""Finds stop strings in a text that arrives in pieces. Decides which text is emitted and when it ends.
+"""Searches stop strings in streamed text. Decides which text is emitted and when it ends.
 
-One Knuth-Morris-Pratt automaton per stop string reads the text by character, so the result does not depend on the
-pieces, and the work per character is bounded for all stop strings.
+One Knuth-Morris-Pratt automaton per stop string reads the text by character. So the result does not
+depend on the pieces, and the work per character is bounded for all stop strings.
 """
 
 from collections.abc import Sequence
 
 
 class _Automaton:
-    """How much of one pattern the text read so far ends with (Knuth, Morris, Pratt 1977)."""
+    """Tracks how much of one pattern the text ends with (Knuth, Morris, Pratt 1977)."""
 
     __slots__ = ("_fallback", "matched", "pattern")
 
@@ -24,7 +24,7 @@ class _Automaton:
             self._fallback[i] = k
 
     def read(self, char: str) -> bool:
-        """Read one character; True when the pattern is complete."""
+        """Read one character. Returns True if the pattern is complete."""
         k = self.matched
         while k and self.pattern[k] != char:
             k = self._fallback[k - 1]
@@ -35,11 +35,12 @@ class _Automaton:
 class StopMatcher:
     """Passes text through and holds back only text that may become a stop string.
 
-    The stop string that is complete first wins; of several that end at one character, the longest.
+    The stop string that is complete first wins. Of several that end at the same character, the
+    longest wins.
     """
 
     def __init__(self, stops: Sequence[str], *, include: bool = False) -> None:
-        """`include`: the stop string itself is shown too."""
+        """include: also emit the stop string."""
         self._automata = [_Automaton(stop) for stop in stops]
         self._include = include
         self._held = ""
@@ -48,11 +49,11 @@ class StopMatcher:
 
     @property
     def stopped(self) -> bool:
-        """Whether the text has ended."""
+        """Whether a stop string has ended the text."""
         return self.found is not None
 
     def feed(self, text: str) -> str:
-        """The text that may be shown now. After `stopped` became True, feed nothing more."""
+        """Add text and return the text to emit. Do not call it after `stopped` becomes True."""
         if not self._automata:
             return text
         for i, char in enumerate(text):
@@ -67,7 +68,7 @@ class StopMatcher:
         return seen[:keep]
 
     def flush(self) -> str:
-        """End of the text: returns the text that was held back. Later text is separate."""
+        """End the text and return the text that was held back. Later text is separate."""
         held, self._held = self._held, ""
         for automaton in self._automata:
             automaton.matched = 0

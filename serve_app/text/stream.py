@@ -1,9 +1,9 @@
-"""Turns token deltas into the parts of one choice. Decides the emitted text, stop strings and the finish reason.
+"""Turns token deltas into the parts of one choice.
 
-Stop strings, their `min_tokens` and log-probabilities apply to content only, not to marks, reasoning or calls.
-
-It is in the ingress, so it survives the replica. Deltas are placed by their offset: known tokens are ignored, missing
-ones are an error. (Failover passes on neither; see `fleet.resume_state`.)
+Decides the emitted text, stop strings and the finish reason. Stop strings, their `min_tokens` and
+log-probabilities apply only to content, not to marks, reasoning or calls.
+It runs in the ingress, so it survives the replica. Deltas are placed by their offset: known tokens
+are ignored, missing ones are an error. (Failover produces neither; see `fleet.resume_state`.)
 """
 
 from collections.abc import Mapping, Sequence
@@ -26,9 +26,11 @@ from serve_app.text.tool_format import Thinking, ToolFormat
 class StopConfig:
     """Conditions that end the text, besides the engine's, and the parts that it may have.
 
-    Stop strings are not searched in the first `min_tokens` tokens; reasoning tokens do not count.
-    markers: special tokens in it are kept for the parser; all others are removed.
-    thinking, tools, parameters: as for `MessageParser`. Without reasoning and tools, all text is content.
+    min_tokens: stop strings are not searched in the first `min_tokens` tokens, not counting
+    reasoning.
+    markers: special tokens in this text are kept for the parser; all others are removed.
+    thinking, tools, parameters: as for `MessageParser`. Without reasoning and tools, all text is
+    content.
     nothing: the text is empty; the one token that the engine generates is ignored.
     """
 
@@ -42,7 +44,7 @@ class StopConfig:
     nothing: bool = False
 
     def parser(self, stops: StopMatcher) -> MessageParser | PlainText:
-        """What finds the parts of one answer, whose content ends where `stops` says."""
+        """Return the parser of one answer. `stops` ends its content."""
         if self.tools is None and self.thinking is None:
             return PlainText(stops)
         return MessageParser(self.tools, self.parameters, self.thinking, stops)
@@ -50,7 +52,7 @@ class StopConfig:
 
 @dataclass(frozen=True, slots=True)
 class TokenText:
-    """One token of the content with its log-probability; `offset` counts the characters of the answer before it."""
+    """A content token with its log-probability. `offset`: characters of the answer before it."""
 
     data: bytes
     logprob: float
@@ -60,10 +62,11 @@ class TokenText:
 
 @dataclass(frozen=True, slots=True)
 class TextPiece:
-    """The addition of one delta. `token_ids` are all new ids, also those without text (yet).
+    """The new parts from one delta.
 
-    The last piece has `finish_reason`, `stop_string` if one ended the content, and `called` if the answer contains
-    calls, the last one complete.
+    `token_ids` are all new ids, including those without text (yet).
+    The last piece has `finish_reason`, `stop_string` if one ended the content, and `called` if the
+    answer contains calls and the last call is complete.
     """
 
     parts: Sequence[Part] = ()
@@ -75,23 +78,23 @@ class TextPiece:
 
     @property
     def text(self) -> str:
-        """The text added to the content."""
+        """The new content."""
         return content_of(self.parts)
 
 
 def content_of(parts: Sequence[Part]) -> str:
-    """The text that is content."""
+    """Return the content of `parts` as one text."""
     return "".join(part.text for part in parts if part.kind is Kind.CONTENT)
 
 
 def token_text(tokenizer: Tokenizer, entry: TokenLogprob, offset: int) -> TokenText:
-    """`entry` with bytes instead of ids."""
+    """Convert `entry`: token bytes instead of ids."""
     data = tokenizer.token_bytes
     return TokenText(data(entry.token_id), entry.logprob, tuple((data(i), p) for i, p in entry.top), offset)
 
 
 class TextStream:
-    """The parts of one choice. `feed` deltas until `finish_reason` is set."""
+    """The parts of one choice. Call `feed` with deltas until `finish_reason` is set."""
 
     def __init__(self, tokenizer: Tokenizer, prompt_token_ids: Sequence[int], stop: StopConfig) -> None:
         self._tokenizer = tokenizer
@@ -101,29 +104,29 @@ class TextStream:
         self._stop = stop
         self._reasoning = None if stop.thinking is None else ReasoningTokens(stop.thinking)
         self._decoded = 0
-        """Characters of the answer so far."""
+        """Number of characters of the answer so far."""
         self._told = 0
-        """End of the emitted content among them."""
+        """End of the emitted content, in characters of the answer."""
         self._pending: list[TokenText] = []
         self.num_tokens = 0
-        """Output tokens so far, the one that ended the text included."""
+        """Output tokens so far, including the one that ended the text."""
         self.finish_reason: FinishReason | None = None
 
     @cached_property
     def _detokenizer(self) -> Detokenizer:
-        """Made when the first token comes."""
+        """Created when the first token comes."""
         return self._tokenizer.detokenizer(self._prompt_token_ids, markers=self._stop.markers)
 
     @property
     def num_reasoning_tokens(self) -> int | None:
-        """Of the output tokens; None where there can be no reasoning."""
+        """Number of reasoning tokens so far; None if there can be no reasoning."""
         return None if self._reasoning is None else self._reasoning.count
 
     def feed(self, delta: TokenDelta) -> TextPiece:
-        """The new parts; may be none.
+        """Return the new parts; may be empty.
 
-        Raises `EngineError` when tokens are missing before this delta, and the error that it reports. Tokens seen
-        before are ignored, and so is everything after the end.
+        Raises `EngineError` if tokens before this delta are missing, and the error that the delta
+        reports. Tokens seen before and everything after the end are ignored.
         """
         if self.finish_reason is not None:
             return TextPiece()
@@ -149,7 +152,10 @@ class TextStream:
         return TextPiece(parts, self._release(parts), self.finish_reason, self._stops.found, token_ids, called)
 
     def _last_text(self, *, cut: bool) -> str:
-        """The rest that was held back as part of a character. A cut answer ends before a character, not inside."""
+        """Return the text held back as an incomplete character.
+
+        A cut answer drops that character.
+        """
         text = self._detokenizer.flush()
         text = text.rstrip(REPLACEMENT) if cut else text
         self._decoded += len(text)
@@ -164,16 +170,14 @@ class TextStream:
         for i in range(known, len(delta.token_ids)):
             self.num_tokens += 1
             if i == last and delta.finish_reason is FinishReason.STOP and not self._stop.include:
-                break  # the end-of-sequence or stop token says "end"; it is not text
+                break  # the end-of-sequence or stop token has no text
             if logprobs:
                 self._pending.append(token_text(self._tokenizer, logprobs[i], self._decoded))
             texts.append(self._detokenizer.step(delta.token_ids[i]))
             self._decoded += len(texts[-1])
             if self._reasoning is not None:
                 self._reasoning.read(texts[-1])
-            if (
-                self._stop.strings or logprobs
-            ):  # token by token: the answer ends with the one that completes a stop string
+            if self._stop.strings or logprobs:  # by token, to stop exactly at the last one
                 parts += self._show(texts.pop())
                 if self._stops.stopped:
                     return parts
@@ -184,9 +188,10 @@ class TextStream:
         return self._parser.feed(text, looks=not least or self.num_tokens - (self.num_reasoning_tokens or 0) > least)
 
     def _release(self, parts: Sequence[Part]) -> tuple[TokenText, ...]:
-        """Log-probabilities of the tokens in these parts of the content; the first one's text may begin earlier.
+        """Return the log-probabilities of the tokens in these content parts.
 
-        At an end without a stop string, also of the tokens after it that have no text.
+        The first token's text may start before the part. If the answer ended without a stop string,
+        trailing tokens without text are included.
         """
         if not self._pending:
             return ()

@@ -1,7 +1,11 @@
-"""Renders a model's chat template once, in a separate process that can be killed, since a template is a program.
+"""Renders a model's chat template once, in a separate process with limits.
 
-`python -m serve_app.text.template_check` is that process. It reads {"template": str, "special_tokens": {...}} from
-standard input, prints a line when it starts, and then a line with the problem as JSON, or null.
+A template is a program and may not end.
+
+
+`python -m serve_app.text.template_check` is that process. It reads {"template": str,
+"special_tokens": {...}} from standard input and prints a line when it starts. Then it prints the
+problem as one line of JSON, or null.
 """
 
 import json
@@ -21,9 +25,9 @@ _MESSAGES = [{"role": "user", "content": "Hello"}]
 
 
 def check_chat_template(template: str | None, special_tokens: Mapping[str, str]) -> None:
-    """Raise `ConfigError` if `template` cannot render a plain message in 10 seconds and 2 GiB. None: no template.
+    """Raise `ConfigError` if `template` cannot render a plain message in 10 seconds and 2 GiB.
 
-    A template that rejects the message by `raise_exception` is not broken.
+    None means no template. A template that rejects the message with `raise_exception` is valid.
     """
     if template is None:
         return
@@ -45,7 +49,7 @@ def _ask(process: "subprocess.Popen[str]", request: str) -> str | None:
     process.stdin.write(request + "\n")
     process.stdin.flush()
     process.stdout.readline()
-    # Not `communicate`: it does not see what `readline` has read beyond its line.
+    # Not `communicate`: it would miss data that `readline` has buffered.
     ending = threading.Timer(RENDER_TIMEOUT_S, process.kill)
     ending.start()
     try:
@@ -70,8 +74,8 @@ def _problem(template: str, special_tokens: Mapping[str, str]) -> str | None:
         render_jinja_template([_MESSAGES], chat_template=template, add_generation_prompt=True, **special_tokens)
     except MemoryError:
         return f"takes more than {_MAX_BYTES >> 30} GiB for a plain message"
-    except Exception as error:  # whatever a template may do
-        if type(error) is jinja2.TemplateError:  # its own words
+    except Exception as error:  # templates may raise any exception
+        if type(error) is jinja2.TemplateError:  # raised by the template itself
             return None
         return f"fails on a plain message: {type(error).__name__}: {str(error)[:300]}"
     return None

@@ -1,4 +1,4 @@
-"""The bytes that one token id adds to a text. A text is these bytes read as UTF-8 (see `detokenizer`)."""
+"""The bytes that one token id adds to a text, which is decoded as UTF-8 (see `detokenizer`)."""
 
 import json
 import re
@@ -13,7 +13,10 @@ _SPACE_MARK_TO_SPACE = {"type": "Replace", "pattern": {"String": _SPACE_MARK}, "
 
 
 def _byte_level_alphabet() -> dict[str, int]:
-    """Character -> byte as GPT-2's byte-level BPE writes them: printable Latin-1 as itself, the rest from U+0100."""
+    """Return character -> byte of GPT-2's byte-level BPE.
+
+    Printable Latin-1 is written as itself, the rest from U+0100.
+    """
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     alphabet = {chr(byte): byte for byte in printable}
@@ -25,10 +28,11 @@ _ALPHABET = _byte_level_alphabet()
 
 
 class TokenBytes:
-    """The bytes of a token id. Never raises.
+    """Returns the bytes of a token id. Never raises.
 
-    Byte-level and SentencePiece-like vocabularies are decoded here, because the library returns a character's bytes
-    only when all have arrived. For other kinds, a token's text is what the library adds for it after a letter.
+    Byte-level and SentencePiece-like vocabularies are decoded here, because the library returns a
+    character's bytes only when all have arrived. For other kinds, a token's text is what the
+    library adds for it after a letter.
     """
 
     def __init__(self, backend: tokenizers.Tokenizer) -> None:
@@ -45,7 +49,7 @@ class TokenBytes:
         """Whether the space before a text's first word is dropped."""
 
     def __call__(self, token_id: int) -> bytes:
-        """Empty for an id outside the vocabulary."""
+        """Return the bytes of this id; empty for an id outside the vocabulary."""
         known = self._known.get(token_id)
         if known is None:
             token = self._backend.id_to_token(token_id) if 0 <= token_id < 2**32 else None
@@ -55,7 +59,7 @@ class TokenBytes:
         return known
 
     def _puts_space_between(self) -> bool:
-        """Whether the library writes the space before a word, as for WordPiece."""
+        """Whether the library adds spaces between words, as for WordPiece."""
         text, twice = (self._backend.decode(self._anchor * count) for count in (1, 2))
         return twice[len(text) :].startswith(" ") and not text.startswith(" ")
 
@@ -74,7 +78,7 @@ class TokenBytes:
 
 
 def _stages(backend: tokenizers.Tokenizer) -> list[dict[str, Any]]:
-    """What its decoder does, one after another."""
+    """Return the decoder's stages in order."""
     decoder = backend.decoder
     state = {} if decoder is None else json.loads(decoder.__getstate__())
     stages: list[dict[str, Any]] = state.get("decoders", [state] if state else [])

@@ -40,17 +40,17 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _TAIL = 32
-"""Number of tokens at a prompt's end that contain the mark of a reasoning, if the prompt ends with one."""
+"""Number of prompt tokens at the end that are searched for a reasoning's opening mark."""
 
 _KEPT = 4
-"""Tokenizers of one file: several versions of this package may run on one machine."""
+"""Cached tokenizers per file, since several versions of this package may run on one machine."""
 
 
 class Tokenizer:
-    """Wraps a fast transformers tokenizer. Any thread may call its methods."""
+    """Wraps a fast transformers tokenizer. Thread-safe."""
 
     def __init__(self, tokenizer: "PreTrainedTokenizerBase", name: str, tools: str = "auto") -> None:
-        """tools: `auto`, or `hermes` where the chat template shall not decide how calls of tools are written.
+        """tools: `auto` to detect the tool format from the chat template, or `hermes`.
 
         Raises `ConfigError` for a tokenizer without the fast (Rust) backend.
         """
@@ -64,16 +64,17 @@ class Tokenizer:
         self._backend = backend
         vocab = backend.get_vocab(with_added_tokens=True)
         self.vocab_size: int = max(vocab.values()) + 1
-        """Highest id plus one."""
+        """The highest id plus one."""
         self.token_bytes = TokenBytes(backend)
         added = backend.get_added_tokens_decoder()
         self._num_ordinary = max((i for i in vocab.values() if i not in added), default=-1) + 1
         self._control_tokens = [token.content for token in added.values()]
         self.special_ids = {token.content: token_id for token_id, token in added.items() if token.special}
-        """Ids of the special tokens, which are no text."""
+        """Ids of the special tokens, by token."""
         self._tools = tools
         self._middle = FillInTheMiddle.find(backend.token_to_id)
-        # Byte-level tokens write each byte as one character. Other kinds may drop or fold text: no bound.
+        # Byte-level tokens write each byte as one character. Other kinds may drop or fold text, so
+        # they give no bound.
         self._exact = self.token_bytes.byte_level and backend.normalizer is None
         self._longest_token: float = max(map(len, vocab)) if self._exact else math.inf
         self._prefixes = PrefixEncoder(backend) if self._exact else None
@@ -94,15 +95,18 @@ class Tokenizer:
             raise ConfigError(f"model: the tokenizer has {self._num_ordinary} ids, but the logits have {vocab_size}")
 
     def check_chat_template(self) -> None:
-        """Raise `ConfigError` when the chat template is broken; takes seconds, most of them in another process."""
+        """Raise `ConfigError` if the chat template is broken.
+
+        Takes seconds, mostly in another process.
+        """
         special = {name: str(token) for name, token in self._tokenizer.special_tokens_map.items()}
         template = self._tokenizer.chat_template
         check_chat_template(template if isinstance(template, str) else None, special)
 
     def encode(self, text: str, *, add_special_tokens: bool = True, scope: str | None = None) -> list[int]:
-        """Token ids; special tokens in the text are special tokens.
+        """Return token ids. Special tokens in the text become special tokens.
 
-        scope: texts of one scope reuse the encoding of a common beginning; None: no reuse.
+        scope: texts with the same scope share a prefix cache; None: no cache.
         """
         if scope is not None and self._prefixes is not None:
             return self._prefixes.encode(text, add_special_tokens=add_special_tokens, scope=scope)
@@ -110,43 +114,45 @@ class Tokenizer:
         return ids
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
-        """The whole text at once, as a `detokenizer` without a prompt gives it."""
+        """Decode a whole text, as a `detokenizer` without a prompt does."""
         decoder = self.detokenizer(skip_special_tokens=skip_special_tokens)
         return "".join([*map(decoder.step, token_ids), decoder.flush()])
 
     @cached_property
     def reasoning(self) -> ReasoningFormat | None:
-        """The model's form of reasoning; None if its chat template has none."""
+        """The model's reasoning format; None if its chat template has none."""
         return find_reasoning(self._render)
 
     @cached_property
     def tool_format(self) -> ToolFormat | None:
-        """The model's form of tool calls; None if unknown."""
+        """The model's tool call format; None if unknown."""
         if self._tools == "hermes":
             return HERMES
         return find_tool_format(self._render, self._control_tokens, self.reasoning)
 
     @cached_property
     def _control_pattern(self) -> re.Pattern[str]:
-        """Finds the special tokens, and other added ones that the chat template writes; white space is mere text."""
+        """Matches special tokens, and other added tokens that the chat template writes, except
+        white space."""
         template = str(self._tokenizer.chat_template)
         found = [token for token in self._control_tokens if token in self.special_ids or token in template]
         return find_pattern([token for token in found if token.strip()])
 
     def _encode_parts(self, parts: Sequence[tuple[str, bool]], scope: str | None) -> list[int]:
-        """Ids of a text in parts: (part, whether no added token counts as such in it)."""
+        """Return the ids of a text in parts: (part, whether added tokens in it are text)."""
         encode = partial(self.encode, add_special_tokens=False, scope=scope)
         ids: list[int] = []
         for part, as_text in parts:
             run = self._run if as_text else encode
-            # Some tokenizers put a space in front of a text, but that is in front of the whole.
+            # Some tokenizers add a space before a text. That must happen only before the whole
+            # text.
             before = [] if self._exact or not ids else run("\n")
             whole = run(f"\n{part}") if before else []
             ids += whole[len(before) :] if before and whole[: len(before)] == before else run(part)
         return ids
 
     def _run(self, text: str) -> list[int]:
-        """The tokenizer's stages, but for its added tokens."""
+        """Encode with the tokenizer's stages, but without its added tokens."""
         backend = self._backend
         if backend.normalizer is not None:
             text = backend.normalizer.normalize_str(text)
@@ -157,16 +163,16 @@ class Tokenizer:
 
     @cached_property
     def template_order(self) -> TemplateOrder:
-        """Which orders of roles the chat template takes."""
+        """The orders of roles that the chat template supports."""
         return TemplateOrder.of(self._render)
 
     def learn_formats(self) -> None:
-        """Find out now what else the first chat would wait for; takes some ten milliseconds."""
+        """Compute cached properties that the first chat needs; takes about 10 ms."""
         _ = self.reasoning, self.tool_format, self.template_variables, self.template_order, self.end_ids
 
     @cached_property
     def template_variables(self) -> frozenset[str]:
-        """The names of variables that a request may set in the chat template."""
+        """The variables of the chat template that a request may set."""
         template = self._tokenizer.chat_template
         return template_variables(template if isinstance(template, str) else None)
 
@@ -178,9 +184,9 @@ class Tokenizer:
         ending: Ending = Ending.ANSWER,
         scope: str | None = None,
     ) -> list[int]:
-        """Prompt ids for `messages`; see `chat_template.encode_chat`. Raises `InvalidRequestError`.
+        """Return the prompt ids for `messages`; see `chat_template.encode_chat`.
 
-        scope: as for `encode`.
+        scope: as for `encode`. Raises `InvalidRequestError`.
         """
         messages = fold(messages, self.template_order)
         written = write_calls(messages, tools, self.tool_format) if tools or _has_calls(messages) else messages
@@ -196,11 +202,14 @@ class Tokenizer:
         )
 
     def takes_role(self, role: str) -> bool:
-        """Whether the chat template writes messages of this role as such."""
+        """Whether the chat template supports this role."""
         return takes_role(self._render, role)
 
     def thinking_after(self, prompt_token_ids: Sequence[int]) -> Thinking | None:
-        """The reasoning that may follow this prompt; None if the prompt has closed it, or the model does not reason."""
+        """Return the reasoning that may follow this prompt.
+
+        None if the prompt has closed it, or the model has no reasoning.
+        """
         form = self.reasoning
         if form is None:
             return None
@@ -212,7 +221,7 @@ class Tokenizer:
         return text
 
     def info(self) -> dict[str, Any]:
-        """What its configuration says of it, as plain data."""
+        """Return the tokenizer's configuration as plain data."""
         inner = self._tokenizer
         special = {name: str(token) for name, token in inner.special_tokens_map.items() if isinstance(token, str)}
         return {
@@ -232,8 +241,10 @@ class Tokenizer:
 
     @cached_property
     def end_ids(self) -> tuple[int, ...]:
-        """Tokens that end a text: first what ends an answer of a chat, then the tokenizer's ends of sequence, turn and
-        message. Renders the chat template."""
+        """Tokens that end a text: first the one that ends a chat answer, then the tokenizer's own.
+
+        Its own are the ends of sequence, turn and message. Renders the chat template.
+        """
         named = self._tokenizer.special_tokens_map
         marks = () if self.reasoning is None else (self.reasoning.open.strip(), self.reasoning.close.strip())
         # Some files do not declare their marks as special.
@@ -244,22 +255,25 @@ class Tokenizer:
         return tuple(dict.fromkeys(token_id for token_id in ids if token_id is not None))
 
     def fill_in(self, before: Sequence[int], behind: Sequence[int]) -> list[int]:
-        """The prompt for the gap between the texts of these ids; check `fills_in` first."""
+        """Return the prompt for the text between the texts of these ids. Check `fills_in` first."""
         assert self._middle is not None
         return self._middle.prompt(before, behind, self._tokenizer.bos_token_id)
 
     @property
     def fills_in(self) -> bool:
-        """Whether it has marks for texts with a gap."""
+        """Whether the tokenizer supports fill-in-the-middle."""
         return self._middle is not None
 
     @cached_property
     def grammars(self) -> Grammars:
-        """Grammars over this vocabulary alone, for checks; an engine has its own, with all ids that end its texts."""
+        """Grammars for checks over this vocabulary.
+
+        The engine has its own, with all ids that end its texts.
+        """
         return Grammars(self.vocabulary, self.end_ids or (0,), self.vocab_size)
 
     def min_tokens(self, text: str) -> int:
-        """A quick lower bound on the tokens that `encode` makes of `text`; 0 where there is none.
+        """Return a quick lower bound on `encode`'s number of tokens; 0 if there is none.
 
         Bytes that the vocabulary lacks (and that `encode` drops) count as if it had them.
         """
@@ -268,9 +282,9 @@ class Tokenizer:
     def detokenizer(
         self, prompt_token_ids: Sequence[int] = (), *, skip_special_tokens: bool = True, markers: str = ""
     ) -> Detokenizer:
-        """An incremental decoder for a continuation of `prompt_token_ids`.
+        """Return an incremental decoder for a continuation of `prompt_token_ids`.
 
-        Of the special tokens, those that occur in `markers` are shown, or all (skip_special_tokens: False).
+        skip_special_tokens: hide special tokens, except those in `markers`.
         """
         hidden = {token_id for token, token_id in self.special_ids.items() if token not in markers}
         return Detokenizer(self.token_bytes, prompt_token_ids, hidden_ids=hidden if skip_special_tokens else ())
@@ -283,12 +297,14 @@ def _has_calls(messages: Sequence[dict[str, Any]]) -> bool:
 def load_tokenizer(
     model: str, cache_dir: Path | None = CACHE_DIR, *, tools: str = "auto", ignored: Sequence[str] = ()
 ) -> Tokenizer:
-    """Load the tokenizer of "default", a local folder, a .gguf file or a hub id; `tools` as for `Tokenizer`.
+    """Load the tokenizer of "default", a local folder, a .gguf file or a hub id.
 
-    ignored: keys of a GGUF file, such as `tokenizer.ggml.new_key`, without which it is read. Raises `ConfigError`.
-
-    Making one of a GGUF file takes a second or more, so the result is kept under `cache_dir` (None: not kept), keyed by
-    the file's identity and by the code that made it; the next start reads it in 0.2 s.
+    tools: as for `Tokenizer`. ignored: keys of a GGUF file to skip, such as
+    `tokenizer.ggml.new_key`.
+    Building one from a GGUF file takes a second or more. So it is cached under `cache_dir` (None:
+    no cache), by the file's identity and by the code that built it. The next start loads it in 0.2
+    s.
+    Raises `ConfigError`.
     """
     files = locate_model(model)
     try:
@@ -296,7 +312,7 @@ def load_tokenizer(
         return Tokenizer(loaded, files.name, tools)
     except ConfigError:
         raise
-    except Exception as error:  # transformers raises whatever its parsers raise; at start-up all of it means this
+    except Exception as error:  # transformers may raise any exception here
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise ConfigError(f"model: no usable tokenizer in {files.path or files.source}: {reason}") from error
 
@@ -305,7 +321,7 @@ def _load(files: ModelFiles, ignored: Sequence[str] = ()) -> "PreTrainedTokenize
     if files.kind == "gguf":
         assert files.path is not None
         return load_gguf_tokenizer(files.path, ignored)
-    from transformers import AutoTokenizer  # imports torch, which GGUF files do without
+    from transformers import AutoTokenizer  # imports torch, which GGUF files do not need
 
     return AutoTokenizer.from_pretrained(files.source, revision=files.commit or "main", trust_remote_code=False)
 
@@ -313,7 +329,7 @@ def _load(files: ModelFiles, ignored: Sequence[str] = ()) -> "PreTrainedTokenize
 def _load_cached(files: ModelFiles, cache_dir: Path | None, ignored: Sequence[str]) -> "PreTrainedTokenizerBase":
     if cache_dir is None or files.path is None:
         return _load(files, ignored)
-    import transformers  # half a second, which those who only name this module do without
+    import transformers  # takes 0.5 s, so not at module import
 
     stat = files.path.stat()
     made_by = f"{digest_code('checkpoints', 'text')} {transformers.__version__} {tokenizers.__version__}"
@@ -324,5 +340,5 @@ def _load_cached(files: ModelFiles, cache_dir: Path | None, ignored: Sequence[st
             lambda folder: _load(files, ignored).save_pretrained(folder),
             transformers.PreTrainedTokenizerFast.from_pretrained,
         )
-    except OSError:  # a disk that takes nothing is no error
+    except OSError:  # the cache is optional
         return _load(files, ignored)

@@ -1,7 +1,7 @@
 """Translates a call's arguments from the model's form to JSON, piece by piece.
 
-Each reader accepts text in any pieces; its output depends on the text alone. Work is linear in the text. Never raises:
-malformed arguments give JSON that the client will reject.
+The result does not depend on how the text is cut into pieces. Work is linear in the text. Never
+raises: malformed arguments give JSON that the client will reject.
 """
 
 import json
@@ -19,30 +19,30 @@ class ArgumentsReader(Protocol):
     """Reads the arguments of one call."""
 
     def feed(self, text: str) -> tuple[str, str | None]:
-        """Returns (more of the JSON, the text after the arguments or None while they continue)."""
+        """Return (more JSON, the text after the arguments, or None while they continue)."""
 
 
 def arguments_reader(form: ToolFormat, parameters: Mapping[str, Any]) -> ArgumentsReader:
-    """For a call of a tool with these `parameters` (a JSON schema)."""
+    """Return a reader for a call of a tool with these `parameters` (a JSON schema)."""
     if form.dialect is Dialect.TAGS:
         return _Tags(parameters)
     return _Json() if form.dialect is Dialect.JSON else _BareKeys()
 
 
 def arguments_begin(form: ToolFormat) -> tuple[str, ...]:
-    """What arguments may begin with."""
+    """Return the texts that arguments may start with."""
     return (_PARAMETER, form.end) if form.dialect is Dialect.TAGS else ("{",)
 
 
 class Until:
-    """Passes text through up to a marker and holds back only text that may become one."""
+    """Passes text through up to a marker. Holds back only text that may become the marker."""
 
     def __init__(self, marker: str) -> None:
         self._marker = marker
         self._held = ""
 
     def feed(self, text: str) -> tuple[str, str | None]:
-        """Returns (text before the marker, the text after it or None if it has not arrived)."""
+        """Return (text before the marker, the text after it, or None if it has not arrived)."""
         seen = self._held + text
         before, found, after = seen.partition(self._marker)
         if found:
@@ -53,19 +53,20 @@ class Until:
         return seen[: len(seen) - keep], None
 
     def flush(self) -> str:
-        """End of the text: returns the text that was held back."""
+        """End the text and return the text that was held back."""
         held, self._held = self._held, ""
         return held
 
 
 def overlap(text: str, marker: str) -> int:
-    """Characters at the end of `text` that `marker` begins with; fewer than all of it."""
+    """Return how many characters at the end of `text` match the start of `marker`, but not all of
+    it."""
     longest = min(len(text), len(marker) - 1)
     return next((count for count in range(longest, 0, -1) if text.endswith(marker[:count])), 0)
 
 
 class _Json:
-    """Already JSON: looks only for its end."""
+    """Reads arguments that are already JSON, and only finds their end."""
 
     def __init__(self) -> None:
         self._depth = 0
@@ -91,7 +92,7 @@ class _Json:
 
 
 class _Tags:
-    """Parameters between tags; the schema says which values are text, all others are JSON."""
+    """Reads parameters between tags. The schema says which values are text; all others are JSON."""
 
     def __init__(self, parameters: Mapping[str, Any]) -> None:
         properties = parameters.get("properties")
@@ -101,7 +102,7 @@ class _Tags:
         self._told = ""
         self._pieces: list[str] = []
         self._until: Until | None = None
-        """Of the part that is being read: a key, then its value; None between two parameters."""
+        """Reads a key or a value up to its end; None between two parameters."""
 
     def feed(self, text: str) -> tuple[str, str | None]:
         told = ""
@@ -126,7 +127,7 @@ class _Tags:
         self._until, self._pieces = Until(marker), []
 
     def _part(self, text: str) -> str:
-        """A whole key or a whole value has come."""
+        """Return JSON for a complete key or value."""
         if not self._key:
             self._key = text or " "
             self._begin(_CLOSED)
@@ -141,20 +142,20 @@ class _Tags:
             try:
                 json.loads(text, parse_constant=_refuse_constant)
             except (ValueError, RecursionError):
-                pass  # a text after all
+                pass  # not JSON: treat it as text
             else:
                 return text.strip()
         return _quoted(text)
 
 
 class _BareKeys:
-    """Keys without quotes, strings between special marks."""
+    """Reads keys without quotes and strings between special marks."""
 
     def __init__(self) -> None:
         self._open: list[str] = []
         self._held = ""
         self._key: list[str] | None = None
-        """The part of a key so far; None inside a value."""
+        """The current key so far; None inside a value."""
         self._in_string = False
 
     def feed(self, text: str) -> tuple[str, str | None]:
@@ -187,7 +188,7 @@ class _BareKeys:
         return "".join(told), None
 
     def _sign(self, char: str) -> str:
-        """JSON for a character outside strings."""
+        """Return JSON for a character outside strings."""
         if char in "{[":
             self._open.append(char)
         elif char in "}]":
@@ -206,7 +207,7 @@ class _BareKeys:
 
 
 def is_text(schema: Any) -> bool:
-    """Whether a parameter's value is text, which `Dialect.TAGS` writes as it is."""
+    """Whether a parameter's value is text, which `Dialect.TAGS` writes unchanged."""
     return isinstance(schema, dict) and schema.get("type") == "string"
 
 

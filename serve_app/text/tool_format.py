@@ -1,7 +1,8 @@
-"""The model's form of tool calls and reasoning, detected once per model by rendering its chat template.
+"""The model's format of tool calls and reasoning, detected once per model from its chat template.
 
-A template with tools is rendered with a conversation that contains calls; the text around name and arguments gives the
-model's markers. The grammar (`tool_grammar`) and the parser (`message_parser`) both use this object, so they agree.
+A template with tools is rendered with a conversation that contains calls. The text around name and
+arguments gives the model's markers. The grammar (`tool_grammar`) and the parser (`message_parser`)
+both use this object, so they agree.
 """
 
 import json
@@ -27,17 +28,20 @@ class Dialect(StrEnum):
 
 
 QUOTE = '<|"|>'
-"""Begins and ends a string in `Dialect.BARE_KEYS`."""
+"""Starts and ends a string in `Dialect.BARE_KEYS`."""
 UNREADABLE = "arguments"
-"""The argument that contains, as text, the arguments of an earlier call that are not an object."""
+"""Name of the argument that holds, as text, an earlier call's arguments that are not an object."""
 
 
 @dataclass(frozen=True, slots=True)
 class ToolFormat:
-    """A call is `begin`, name, `middle`, arguments, `end`; `separator` between two calls (None: only one call).
+    """A call is `begin`, name, `middle`, arguments, `end`.
 
-    anchor: the part of `begin` that occurs in no other text; without one, a call is a whole answer.
-    text_arguments: the template takes the arguments of earlier calls as JSON text, not as an object.
+    separator: between two calls; None allows only one call.
+    anchor: the part of `begin` that occurs in no other text. Without one, a call must be the whole
+    answer.
+    text_arguments: the template takes the arguments of earlier calls as JSON text, not as an
+    object.
     in_template: the chat template writes tools, calls and results; otherwise `hermes` does.
     """
 
@@ -51,7 +55,7 @@ class ToolFormat:
 
     @property
     def anchor(self) -> str:
-        """Empty where there is none."""
+        """The part of `begin` that identifies a call; empty if there is none."""
         found = re.match(r"<[^<>\s]+>|\[[A-Z_]+\]", self.begin)
         return found[0] if found else ""
 
@@ -68,7 +72,7 @@ HERMES = ToolFormat(
     separator="\n",
     in_template=False,
 )
-"""The form of most open models; others get it by a system prompt (see `hermes`)."""
+"""The format of most open models, used by a system prompt for models without one (see `hermes`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,18 +85,19 @@ class ReasoningFormat:
 
 @dataclass(frozen=True, slots=True)
 class Thinking:
-    """The reasoning that an answer may begin with. begun: its opening mark is the end of the prompt."""
+    """The reasoning that an answer may start with. begun: the prompt ends with its opening mark."""
 
     form: ReasoningFormat
     begun: bool
 
     def bounded(self, max_tokens: int) -> ThinkingBudget:
-        """A budget for it."""
+        """Return a budget of `max_tokens` for this reasoning."""
         return ThinkingBudget(max_tokens, "" if self.begun else self.form.open, self.form.close)
 
 
 Render = Callable[..., str]
-"""(messages, tools=..., add_generation_prompt=...) -> text. Raises what templates raise."""
+"""(messages, tools=..., add_generation_prompt=...) -> text. May raise any exception of a template.
+"""
 
 _PAIRS = (("<think>", "</think>"), ("<|channel>thought\n", "<channel|>"), ("[THINK]", "[/THINK]"))
 _NAME, _KEY, _VALUE, _THOUGHT = "probe_name", "probe_key", "probe value", "probe thought"
@@ -117,7 +122,8 @@ _WRITTEN = {
 
 
 def find_reasoning(render: Render) -> ReasoningFormat | None:
-    """The marks that the template writes around `reasoning_content`; None if it has no reasoning."""
+    """Return the marks that the template writes around `reasoning_content`; None if it has no
+    reasoning."""
     call = _message(1, text_arguments=False)
     thought = {"reasoning_content": _THOUGHT, "reasoning": _THOUGHT}
     told = _try(render, [_USER, {**call, **thought}], tools=[_TOOL])
@@ -133,9 +139,9 @@ def find_reasoning(render: Render) -> ReasoningFormat | None:
 def find_tool_format(
     render: Render, control_tokens: Sequence[str], reasoning: ReasoningFormat | None
 ) -> ToolFormat | None:
-    """The template's form of calls; None if it has no tools, or an unsupported form.
+    """Return the template's call format; None if it has no tools or an unsupported format.
 
-    control_tokens: possible ends of a text without a second call.
+    control_tokens: tokens that may end a text with only one call.
     """
     if _NAME not in (_try(render, [_USER], tools=[_TOOL]) or ""):
         return None
@@ -157,7 +163,10 @@ def find_tool_format(
 
 
 def _ends(two: list[str], head: str, rest: str, control_tokens: Sequence[str]) -> tuple[str, str | None]:
-    """(end, separator) from a turn of two calls cut at their arguments; else from what follows one call."""
+    """Return (end, separator) from a turn of two calls, else from the text after one call.
+
+    two: the turn, cut at the calls' arguments.
+    """
     if len(two) == 3 and two[1].endswith(head):
         between = two[1].removesuffix(head)
         end = commonprefix([between, two[2]]).rstrip()
@@ -168,7 +177,7 @@ def _ends(two: list[str], head: str, rest: str, control_tokens: Sequence[str]) -
 
 
 def _turn(render: Render, num_calls: int, text_arguments: bool, reasoning: ReasoningFormat | None) -> str:
-    """The text that the assistant's turn with calls adds to the prompt, without a leading reasoning."""
+    """Return the text that a turn with calls adds to the prompt, without reasoning."""
     prompt = _try(render, [_USER], tools=[_TOOL], add_generation_prompt=True) or ""
     whole = _try(render, [_USER, _message(num_calls, text_arguments)], tools=[_TOOL]) or ""
     turn = whole[len(commonprefix([prompt, whole])) :]
@@ -188,5 +197,5 @@ def _message(num_calls: int, text_arguments: bool) -> dict[str, Any]:
 def _try(render: Render, messages: Sequence[dict[str, Any]], **how: Any) -> str | None:
     try:
         return render(messages, **how)
-    except Exception:  # a template may raise whatever a program may: it does not know this, that is all
+    except Exception:  # a template may raise any exception: it does not support this turn
         return None

@@ -1,4 +1,4 @@
-"""The grammar of an answer with reasoning, tool calls or a constrained form: one text for the engine."""
+"""Builds one grammar for an answer with reasoning, tool calls or a constrained form."""
 
 import json
 import re
@@ -15,7 +15,10 @@ _FREE_TEXT = "(?s:.*)"
 
 @dataclass(frozen=True, slots=True)
 class CallableTool:
-    """A tool that the answer may call. schema: of its arguments if that is enforced; None: any object."""
+    """A tool that the answer may call.
+
+    schema: of its arguments, if enforced; None allows any object.
+    """
 
     name: str
     schema: Mapping[str, Any] | None
@@ -24,7 +27,10 @@ class CallableTool:
 
 @dataclass(frozen=True, slots=True)
 class Calls:
-    """The calls that an answer may contain. required: it contains only calls. several: more than one is allowed."""
+    """The calls that an answer may contain.
+
+    required: it contains only calls. several: more than one is allowed.
+    """
 
     form: ToolFormat
     tools: Sequence[CallableTool]
@@ -38,9 +44,10 @@ def message_grammar(
     thinking: Thinking | None,
     special_ids: Mapping[str, int],
 ) -> str:
-    """The grammar of a message: optional `thinking`, then `calls`, or text of the grammar `answer`, or any text.
+    """Return the grammar of a message.
 
-    special_ids: special tokens, which text in a grammar never matches. Raises `InvalidRequestError`.
+    It is optional `thinking`, then `calls`, text of the grammar `answer`, or any text. special_ids:
+    special tokens, which text in a grammar never matches. Raises `InvalidRequestError`.
     """
     builder = _Builder(special_ids)
     body = builder.body(calls, answer, thinking)
@@ -62,7 +69,8 @@ class _Builder:
         if calls is None:
             if answer is not None:
                 return "@answer"
-            # An answer that begins as a reasoning does is one, or the lexer would read all of it as text.
+            # An answer that starts with the opening mark must be a reasoning, or the lexer would
+            # read it all as text.
             opened = (
                 "" if thinking is None or thinking.begun else f" & ~/\\s*{pattern(thinking.form.open)}{_FREE_TEXT}/"
             )
@@ -73,7 +81,7 @@ class _Builder:
             return "begin calls"
         if answer is not None:
             return "(@answer | begin calls)"
-        # Free text, in which no call begins, and perhaps calls after it.
+        # Free text without a call, then optional calls.
         anchor = calls.form.anchor
         if anchor in self._special_ids:
             self.rules.append(f"TEXT: /{_FREE_TEXT}/")
@@ -119,7 +127,7 @@ class _Builder:
         return f"({self.literal(thinking.form.open)} thought GAP? body | body)"
 
     def literal(self, text: str) -> str:
-        """A rule for exactly this text, with its special tokens as tokens."""
+        """Return a rule for exactly this text, with its special tokens as tokens."""
         parts = [part for part in self._special.split(text) if part]
         written = (
             f"<[{self._special_ids[part]}]>" if part in self._special_ids else json.dumps(part, ensure_ascii=False)
@@ -129,11 +137,14 @@ class _Builder:
 
 
 def _json_lexemes(text: str) -> str:
-    """The beginning of a JSON object as the parts in which the grammar of an answer, which may be JSON, reads it."""
+    """Return lexemes for the start of a JSON object.
+
+    They are cut as in a JSON answer's grammar, so that both can match.
+    """
     return " ".join(json.dumps(part) for part in re.findall(r'"[^"]*"|[^"]+', text))
 
 
 def pattern(text: str) -> str:
-    """A regular expression for exactly this text, for use between slashes."""
+    """Return a regex for exactly this text, for use between slashes."""
     escaped = {"\n": "\\n", "/": "\\/"}
     return "".join(escaped.get(char) or re.escape(char) for char in text)

@@ -1,4 +1,4 @@
-"""The token that ends an answer: the chat template writes it after an assistant's message."""
+"""Finds the token that ends an answer: the chat template writes it after an assistant's message."""
 
 from collections.abc import Callable, Iterable, Sequence
 from os.path import commonprefix
@@ -6,18 +6,19 @@ from os.path import commonprefix
 from serve_app.text.chat_template import CANNOT_RENDER
 
 Render = Callable[..., str]
-"""Messages to text; keywords are the template's."""
+"""Renders messages to text. Keywords are the template's."""
 _ANSWER = "Fine."
 _QUESTION, _REPLY = {"role": "user", "content": "Well?"}, {"role": "assistant", "content": _ANSWER}
-# In some templates it is the token in front of the next question that ends an answer.
+# In some templates the token before the next question ends an answer.
 _CHATS = ([_QUESTION, _REPLY], [_QUESTION, _REPLY, _QUESTION])
 
 
 def find_turn_end(render: Render, control_tokens: Iterable[str], marks: Sequence[str]) -> str | None:
-    """The control token after an answer and optional white space; None if there is none.
+    """Return the control token after an answer and optional white space; None if there is none.
 
-    Also None if answers contain control tokens (gpt-oss writes several messages in one), since the end of a part is not
-    the end of the answer. marks: of a reasoning; they may be control tokens and do not count.
+    Also None if answers contain control tokens (gpt-oss writes several messages in one), since the
+    end of a part is not the end of the answer. marks: of a reasoning; they may be control tokens
+    and do not count.
     """
     longest_first = sorted(control_tokens, key=len, reverse=True)
     opening = _try(render, [_QUESTION], add_generation_prompt=True)
@@ -37,5 +38,5 @@ def find_turn_end(render: Render, control_tokens: Iterable[str], marks: Sequence
 def _try(render: Render, messages: Sequence[dict[str, str]], **how: bool) -> str:
     try:
         return render(messages, **how)
-    except CANNOT_RENDER:  # it takes no such messages
+    except CANNOT_RENDER:  # the template does not support these messages
         return ""

@@ -1,1 +1,4 @@
-"""What stands in front of every route: keys, origins, sizes and times of requests, the form of errors."""
+"""Checks of every request before its route: keys, origins, sizes, timeouts.
+
+Also error responses.
+"""

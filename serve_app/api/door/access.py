@@ -1,4 +1,4 @@
-"""Whose a request is, and whether it may come in: decided from its path and headers, before its body is read."""
+"""Access control from path and headers, before the body is read."""
 
 import hmac
 from collections.abc import Callable
@@ -18,11 +18,14 @@ _PUBLIC_FILES = "/console/"
 _ADMIN = ("/metrics", "/debug")
 
 INTERNAL = Tenant(name="(internal)")
-"""The server's own launcher. No key in a file can have this name."""
+"""The server's own launcher. No key in a keys file can have this name."""
 
 
 class Access:
-    """Knows the keys, and whose pages may send. Without keys, everybody is `ANONYMOUS` and may do everything."""
+    """Checks API keys and origins.
+
+    Without keys, all requests are `ANONYMOUS` and may use every route.
+    """
 
     def __init__(
         self,
@@ -33,9 +36,10 @@ class Access:
         origins: Origins | None = None,
         on_admin: Callable[[str, str], None] = lambda _key, _path: None,
     ) -> None:
-        """`keys` is asked at every request. `allow_anonymous`: who sends no key is served, as nobody in particular.
+        """keys: called at every request. allow_anonymous: serve requests without a key as
+        `ANONYMOUS`.
 
-        `on_admin` is told the key's name and the path when a route is used that is for admins.
+        on_admin: called with the key's name and the path when an admin route is used.
         """
         self._on_admin = on_admin
         self._origins = origins or Origins()
@@ -44,9 +48,9 @@ class Access:
         self._internal = None if internal_key is None else hash_key(internal_key)
 
     def tenant_of(self, scope: Scope) -> Tenant:
-        """Whose the request is. Raises `AuthenticationError` and `PermissionDeniedError`.
+        """Return the request's tenant. Raises `AuthenticationError` and `PermissionDeniedError`.
 
-        Whatever is not known to be public needs a key, routes that do not exist included.
+        Every path not listed as public needs a key, even one that does not exist.
         """
         path, headers = path_of(scope), Headers(scope=scope)
         if path not in HEALTH:
@@ -73,15 +77,16 @@ class Access:
 
 
 def path_of(scope: Scope) -> str:
-    """The request's path as this application's routes have it."""
+    """Return the request's path without `root_path`."""
     path: str = scope["path"]
     return path.removeprefix(scope.get("root_path", ""))
 
 
 def key_of(headers: Headers) -> str:
-    """The request's API key, as OpenAI's clients send it or, without that, as Anthropic's do; empty without one.
+    """Return the API key from OpenAI's header, else from Anthropic's; empty without one.
 
-    Raises `AuthenticationError` where one header says two things, of which a proxy may have read the other.
+    Raises `AuthenticationError` if a header is given more than once with different values, since a
+    proxy may have checked the other value.
     """
     scheme, _, key = _only(headers, "authorization").partition(" ")
     if scheme.lower() == "bearer":

@@ -1,6 +1,6 @@
-"""The error tree as HTTP responses, in the shape of the API that the route belongs to: OpenAI's or Anthropic's.
+"""Converts errors to HTTP responses, in OpenAI's or Anthropic's format by route.
 
-The only place that maps one to the other.
+No other module does this.
 """
 
 import math
@@ -29,31 +29,31 @@ _ANTHROPIC_TYPES = {
 
 
 def speaks_anthropic(scope: Scope) -> bool:
-    """Whether the request's route is one of Anthropic's API."""
+    """Whether the request's route belongs to Anthropic's API."""
     return is_anthropic(path_of(scope))
 
 
 def is_anthropic(path: str) -> bool:
-    """Whether the route of this path is one of Anthropic's API."""
+    """Whether this path belongs to Anthropic's API."""
     path = path.removeprefix("/v1")
     return path == _ANTHROPIC or path.startswith(f"{_ANTHROPIC}/")
 
 
 def error_json(error: RequestError, request_id: str) -> bytes:
-    """{"error": {...}} as JSON; the same in a response's body and in a stream's `error` event."""
+    """Return {"error": {...}} as JSON, for a response's body or a stream's `error` event."""
     return _json(error.message, error.type, error.param, error.code, request_id)
 
 
 def anthropic_error_json(error: RequestError, request_id: str) -> bytes:
-    """The same in Anthropic's shape."""
+    """Return the error as JSON in Anthropic's format."""
     return _anthropic_json(error.status, error.message, request_id)
 
 
 def error_response(error: RequestError, scope: Scope) -> Response:
-    """The response for `error`, with `Retry-After` (whole seconds) where coming back makes sense.
+    """Return the response for `error`. 429 and 503 get `Retry-After`, in whole seconds.
 
-    A 5xx that is not `retryable` says that it does not: OpenAI's clients would send any other again, and a request that
-    kills replicas with it.
+    A 5xx that is not `retryable` gets `x-should-retry: false`. OpenAI's clients retry any other
+    5xx, even for a request that crashes replicas.
     """
     to_json = anthropic_error_json if speaks_anthropic(scope) else error_json
     headers = {}
@@ -64,17 +64,17 @@ def error_response(error: RequestError, scope: Scope) -> Response:
     if error.status >= 500 and not error.retryable:
         headers["x-should-retry"] = "false"
     if error.status in (401, 403, 408, 413, 415):
-        headers["connection"] = "close"  # what is left of the body is not read
+        headers["connection"] = "close"  # the rest of the body is not read
     return _response(to_json(error, scope["state"]["request_id"]), error.status, headers)
 
 
 def internal_error() -> EngineError:
-    """What a client is told of an exception nobody expected: nothing."""
+    """Return the client's error for an unexpected exception. It has no details."""
     return EngineError("internal error", code="internal_error")
 
 
 async def http_exception_handler(request: Request, error: Exception) -> Response:
-    """Starlette's own refusals (unknown route, wrong method) in the same shape."""
+    """Convert Starlette's own errors (unknown route, wrong method) to the API's format."""
     assert isinstance(error, HTTPException)
     message = f"{error.detail}: {request.method} {request.url.path[:200]}"
     code = _HTTP_CODES.get(error.status_code, "http_error")
@@ -87,7 +87,7 @@ async def http_exception_handler(request: Request, error: Exception) -> Response
 def plain_error_response(
     status: int, message: str, code: str, scope: Scope, headers: Mapping[str, str] | None = None
 ) -> Response:
-    """A refusal by the HTTP layer itself that has no place in the error tree."""
+    """Return an error response of the HTTP layer that has no class in `serve_app.errors`."""
     request_id = scope["state"]["request_id"]
     if speaks_anthropic(scope):
         return _response(_anthropic_json(status, message, request_id), status, headers or {})

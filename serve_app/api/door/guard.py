@@ -1,6 +1,6 @@
-"""ASGI middleware around every request: its id, whose it is, its size, its time to arrive, its last resort for errors.
+"""ASGI middleware for every request: id, access, size limits, body timeout, unexpected errors.
 
-The body is read here, whole and bounded, before any handler runs.
+It reads the whole body, up to a limit, before any handler runs.
 """
 
 import asyncio
@@ -32,16 +32,20 @@ _REQUEST_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:\-]{0,127}")
 _JSON_TYPE = re.compile(r"application/([a-z0-9.\-]+\+)?json")
 _WITH_BODY = ("POST", "PUT", "PATCH")
 _SMALL_BODY = 64 * 2**10
-"""Bytes for which there is always room: whoever sends large bodies turns no ordinary request away."""
+"""Bodies up to this many bytes are never refused for lack of memory. So large bodies do not block
+ordinary requests."""
 
 
 class _ClientGone(Exception):
-    """The client left before its request was complete; nobody is there to be answered."""
+    """The client disconnected before its request was complete, so there is no response."""
 
 
 class RequestGuard:
-    """See the module's docstring. Sets in `scope["state"]`: `request_id`, `tenant`, and
-    `response_headers`, which handlers fill."""
+    """The middleware; see the module's docstring.
+
+    Sets `request_id`, `tenant` and `response_headers` in `scope["state"]`. Handlers fill
+    `response_headers`.
+    """
 
     def __init__(self, app: ASGIApp, limits: ApiLimits, observer: RequestObserver, access: Access) -> None:
         self._app = app
@@ -52,12 +56,12 @@ class RequestGuard:
         self._uploads = Uploads(limits.max_uploads)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one request. Whatever goes wrong before the response has started is answered here."""
+        """Serve one request. Errors before the response has started become error responses."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
         request_id = request_id_of(scope)
-        # Anthropic's clients read the id under their API's name.
+        # Anthropic's clients read the id from this header.
         told: dict[str, str] = {"request-id": request_id} if speaks_anthropic(scope) else {}
         scope["state"] = {**scope.get("state", {}), "request_id": request_id, "response_headers": told}
         started = False
@@ -75,12 +79,12 @@ class RequestGuard:
             return
         except (asyncio.CancelledError, KeyboardInterrupt, SystemExit, GeneratorExit):
             raise
-        except BaseException as error:  # a panic of a Rust library is no Exception
+        except BaseException as error:  # panics of Rust libraries are not `Exception`s
             if not isinstance(error, RequestError):
                 logger.exception("request %s failed", request_id)
             if started:
                 raise
-            # Nothing here names the error any longer than that: it holds this frame, and with it the body.
+            # Keep no other reference to the error: it holds this frame, and so the body.
             response = error_response(error if isinstance(error, RequestError) else internal_error(), scope)
             await response(scope, receive, send_with_id)
 
@@ -111,7 +115,7 @@ class RequestGuard:
     def _check_headers(self, headers: Headers) -> None:
         if headers.get("content-encoding", "identity").lower() != "identity":
             raise UnsupportedMediaTypeError("compressed bodies are not supported; send plain JSON")
-        # Without a type, a page may send it to any server without asking that server first.
+        # A page of another origin may send a body without a type without a preflight request.
         assumed = "" if is_from_browser(headers) else "application/json"
         kind = headers.get("content-type", assumed).partition(";")[0].strip().lower()
         if not _JSON_TYPE.fullmatch(kind):
@@ -125,7 +129,7 @@ class RequestGuard:
             raise self._too_large()
 
     async def _read(self, scope: Scope, receive: Receive, body: bytearray) -> None:
-        """Read all of the body into `body`, counting it in `_buffered`."""
+        """Read the whole body into `body`, and count it in `_buffered`."""
         seconds = self._limits.body_timeout_s
         reason = f"did not arrive within {seconds:g} seconds"
         try:
@@ -146,7 +150,7 @@ class RequestGuard:
             raise
 
     async def _read_part(self, receive: Receive, body: bytearray) -> bool:
-        """Add what comes next to `body`; whether there is more."""
+        """Append the next part to `body`. Returns whether more parts follow."""
         message = await receive()
         if message["type"] == "http.disconnect":
             raise _ClientGone
@@ -171,7 +175,8 @@ class RequestGuard:
 
 
 def _replay(body: bytes, receive: Receive) -> Receive:
-    """A `receive` that gives the body in one message and then goes on as before (with the client's leaving)."""
+    """Return a `receive` that gives the body in one message, then passes on `receive` (a
+    disconnect)."""
     replayed = False
 
     async def replay() -> Message:
@@ -179,19 +184,19 @@ def _replay(body: bytes, receive: Receive) -> Receive:
         if replayed:
             return await receive()
         replayed = True
-        whole, body = body, b""  # not held twice
+        whole, body = body, b""  # keep no second reference
         return {"type": "http.request", "body": whole, "more_body": False}
 
     return replay
 
 
 def _source(scope: Scope) -> str:
-    """The client's address; behind HAProxy, uvicorn has put it here from the header that HAProxy sets."""
+    """Return the client's address. Behind HAProxy, uvicorn takes it from HAProxy's header."""
     client = scope.get("client")
     return str(client[0]) if client else ""
 
 
 def request_id_of(scope: Scope) -> str:
-    """The client's id if it is harmless in logs and headers, else a fresh one."""
+    """Return the client's request id if it is safe for logs and headers, else a new one."""
     given = Headers(scope=scope).get("x-request-id", "")
     return given if _REQUEST_ID.fullmatch(given) else f"req-{uuid.uuid4().hex}"

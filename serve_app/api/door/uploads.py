@@ -1,4 +1,4 @@
-"""Request bodies that are being received: how many there may be at once, and which is ended to make room."""
+"""Limits how many request bodies may arrive at once, and which one is aborted for a new one."""
 
 import asyncio
 from collections.abc import Iterator
@@ -8,12 +8,13 @@ from dataclasses import dataclass
 from serve_app.errors import OverloadedError
 
 _HURRY_S = 1.0
-"""A body that began less than this long ago is not ended; then the new one is refused."""
+"""A body that began less than this many seconds ago is not aborted; the new one is refused instead.
+"""
 
 
 @dataclass(slots=True, eq=False)
 class Upload:
-    """A body of which a part has arrived. `timer` ends it; `begun` is on the event loop's clock, in seconds."""
+    """A body that has arrived in part. `timer` aborts it. `begun`: event loop time, in seconds."""
 
     source: str
     timer: asyncio.Timeout
@@ -22,9 +23,10 @@ class Upload:
 
 
 class Uploads:
-    """At most `limit` bodies under way. For one more, the oldest body of the address that has most of them is ended.
+    """At most `limit` bodies in progress.
 
-    So slow ones lose first, and an address that sends many slow ones takes nothing from others.
+    Beyond it, the oldest body of the address with the most bodies is aborted. So slow uploads are
+    aborted first, and an address with many of them does not block others.
     """
 
     def __init__(self, limit: int) -> None:
@@ -34,7 +36,10 @@ class Uploads:
 
     @contextmanager
     def under_way(self, source: str, timer: asyncio.Timeout) -> Iterator[Upload]:
-        """While a body arrives; `timer` is the time limit around its reading. Raises `OverloadedError`."""
+        """Count a body while it arrives. `timer` is the timeout around reading it.
+
+        Raises `OverloadedError`.
+        """
         now = asyncio.get_running_loop().time()
         if self._count >= self._limit:
             self._displace(now)

@@ -1,1 +1,1 @@
-"""What answers say: for each endpoint, the job that its request is and the form of its answer."""
+"""The endpoints: each has a job (the parsed request) and a wire (the answer's format)."""

@@ -1,4 +1,4 @@
-"""POST /v1/messages: Anthropic's messages, whole or as events."""
+"""POST /v1/messages: Anthropic's messages, whole or streamed."""
 
 import uuid
 from typing import Any
@@ -22,12 +22,12 @@ class MessagesJob(TranslatedJob):
     """One parsed request for a message."""
 
     def __init__(self, context: ApiContext, asked: MessagesBody) -> None:
-        """Raises what `ChatJob` raises."""
+        """Raises as `ChatJob` does."""
         super().__init__(context, asked)
         self.default_max_tokens = self._max_tokens = asked.max_tokens
 
     def wire(self, generation: Generation) -> "MessagesWire":
-        """The answer's formats."""
+        """Return the wire for the answer."""
         return MessagesWire(self.card.name, generation, self.request_id, self._max_tokens)
 
 
@@ -35,7 +35,7 @@ class MessagesWire(ItemWire):
     """The `message` object and its events."""
 
     def __init__(self, model: str, generation: Generation, request_id: str, max_tokens: int) -> None:
-        """generation: tells the usage so far. request_id: names the calls. max_tokens: as asked for."""
+        """request_id: source of the calls' ids. max_tokens: the requested value."""
         super().__init__()
         self._message = {"id": f"msg_{uuid.uuid4().hex}", "type": "message", "role": "assistant", "model": model}
         self._generation = generation
@@ -44,16 +44,16 @@ class MessagesWire(ItemWire):
         self._content: list[dict[str, Any]] = []
 
     def begin(self) -> list[bytes]:
-        """The message without its content; the prompt's tokens are known by now."""
+        """Return `message_start`: the message without content, with the prompt's token counts."""
         end = {"stop_reason": None, "stop_sequence": None, "usage": _usage(self._generation.usage)}
         return [_event("message_start", message={**self._message, "content": [], **end})]
 
     def ping(self) -> bytes:
-        """Anthropic's event; a comment before the message has begun."""
+        """Return the keep-alive: Anthropic's `ping`, or a comment before `message_start`."""
         return _event("ping") if self.begun else super().ping()
 
     def open_item(self, part: Part) -> list[bytes]:
-        """A block begins."""
+        """Return `content_block_start`."""
         match part.kind:
             case Kind.CALL:
                 call_id = f"toolu_{call_name(self._request_id, 0, part.call)}"
@@ -66,7 +66,7 @@ class MessagesWire(ItemWire):
         return [_event("content_block_start", index=len(self._content) - 1, content_block=block)]
 
     def grow(self, part: Part) -> bytes:
-        """A delta."""
+        """Return `content_block_delta`."""
         match part.kind:
             case Kind.ARGUMENTS:
                 delta = {"type": "input_json_delta", "partial_json": part.text}
@@ -77,7 +77,7 @@ class MessagesWire(ItemWire):
         return _event("content_block_delta", index=len(self._content) - 1, delta=delta)
 
     def close_item(self, kind: Kind, text: str, *, cut: bool) -> list[bytes]:
-        """The block ends."""
+        """Return `content_block_stop`."""
         block = self._content[-1]
         match kind:
             case Kind.CALL:
@@ -89,15 +89,15 @@ class MessagesWire(ItemWire):
         return [_event("content_block_stop", index=len(self._content) - 1)]
 
     def end(self, usage: Usage) -> bytes:
-        """Why the message ended, and the usage."""
+        """Return `message_delta` with the stop reason and the usage, and `message_stop`."""
         return _event("message_delta", delta=self._end(usage), usage=_usage(usage)) + _event("message_stop")
 
     def error(self, error: RequestError, request_id: str) -> bytes:
-        """What a response's body would say of it."""
+        """Return the error event."""
         return named_event("error", anthropic_error_json(error, request_id))
 
     def answer(self, usage: Usage) -> dict[str, Any]:
-        """The whole message."""
+        """Return the whole message."""
         return {**self._message, "content": self._content, **self._end(usage), "usage": _usage(usage)}
 
     def _end(self, usage: Usage) -> dict[str, Any]:
@@ -112,7 +112,7 @@ class MessagesWire(ItemWire):
 
 
 def _usage(usage: Usage) -> dict[str, Any]:
-    """Anthropic's `usage`: the prompt's tokens are those that were computed and those that were found in the cache."""
+    """Return Anthropic's `usage`, whose `input_tokens` exclude cached tokens."""
     told: dict[str, Any] = {
         "input_tokens": usage.prompt_tokens - usage.cached_tokens,
         "cache_creation_input_tokens": 0,

@@ -41,7 +41,7 @@ class ChatJob:
 
     num_prompts = 1
     default_max_tokens: int | None = None
-    """How long the answer may be if the body does not say; None: as long as the context."""
+    """Default length of the answer; None is the rest of the context."""
 
     def __init__(self, context: ApiContext, body: ChatBody) -> None:
         """Raises `InvalidRequestError`, `ModelNotFoundError`, `UnavailableError`."""
@@ -60,7 +60,10 @@ class ChatJob:
             self.stop = replace(self.stop, tools=self._called.calls.form, parameters=self._called.parameters)
 
     async def prompt(self, cache_salt: str | None = None) -> list[int]:
-        """Render and tokenize, as `Tokenizer.encode` in the scope of this salt. Raises `InvalidRequestError`."""
+        """Render and tokenize. Raises `InvalidRequestError`.
+
+        cache_salt: the scope for `Tokenizer.encode`.
+        """
         tools = self.body.tools or () if self._called is not None else ()
         variables = template_variables(self.body, self._tokenizer)
         messages, ending = self.body.messages, self.body.ending
@@ -68,7 +71,7 @@ class ChatJob:
         return truncated(token_ids, self.body, self.card)
 
     async def engine_requests(self, cache_salt: str) -> list[EngineRequest]:
-        """Render, tokenize, validate."""
+        """Render, tokenize and validate. Raises `InvalidRequestError`."""
         body = self.body
         token_ids = await self.prompt(cache_salt)
         self._thinking = self._tokenizer.thinking_after(token_ids)
@@ -105,7 +108,7 @@ class ChatJob:
         return [request]
 
     def wire(self, generation: Generation) -> Wire:
-        """The answer's formats."""
+        """Return the wire for the answer."""
         head = answer_head("chatcmpl", "chat.completion.chunk" if self.stream else "chat.completion", self.card)
         usage = chunk_usage(self.body, generation)
         details = Details(self.body, generation, self._tokenizer)
@@ -115,14 +118,14 @@ class ChatJob:
         return MessageWire(head, details, self.request_id, with_logprobs=with_logprobs, usage=usage)
 
     def _markers(self) -> str:
-        """Texts that the parser looks for."""
+        """The texts that the parser searches for."""
         reasoning = self._tokenizer.reasoning
         markers = [] if reasoning is None else [reasoning.open, reasoning.close]
         return "\n".join(markers if self._called is None else [*markers, self._called.calls.form.markers])
 
 
 class ChatWire:
-    """OpenAI's `chat.completion` and `chat.completion.chunk`, of text alone."""
+    """OpenAI's `chat.completion` and `chat.completion.chunk`, for text only."""
 
     first_delta = b'"delta":{"role":"assistant","content":""}'
 
@@ -133,11 +136,11 @@ class ChatWire:
         self._template = ChunkTemplate(head, usage)
 
     def start(self, index: int) -> bytes:
-        """The chunk that says who speaks."""
+        """Return the chunk with the role."""
         return self._template.chunk(index, self.first_delta, None, None, of_chunk=self._details.of_prompt_json(0))
 
     def chunk(self, index: int, piece: TextPiece) -> bytes:
-        """What a choice gained, the finish reason, or both."""
+        """Return the chunks for a piece: deltas, then the finish reason."""
         if not (piece.parts or piece.logprobs or piece.finish_reason or self._details.has_ids(piece)):
             return b""
         details = self._details.of_piece(piece)
@@ -152,35 +155,38 @@ class ChatWire:
         return b"".join([first, *chunks, last])
 
     def deltas(self, index: int, piece: TextPiece) -> list[bytes]:
-        """The piece's parts as deltas of the message."""
+        """Return the piece's parts as deltas of the message."""
         return [b'{"content":%b}' % orjson.dumps(part.text) for part in piece.parts]
 
     def finish_reason(self, reason: str | None, *, called: bool) -> str | None:
-        """OpenAI's word for it: an answer that ended by itself with calls ended for them."""
+        """Return OpenAI's finish reason.
+
+        An answer that stopped by itself after calls has `tool_calls`.
+        """
         return "tool_calls" if reason == FinishReason.STOP and called else reason
 
     def ping(self) -> bytes:
-        """A comment."""
+        """Return the keep-alive: a comment."""
         return PING
 
     def end(self, usage: Usage) -> bytes:
-        """The usage, where it was asked for, and the mark of the end."""
+        """Return the usage if requested, and `[DONE]`."""
         return self._template.end(usage.to_json())
 
     def error(self, error: RequestError, request_id: str) -> bytes:
-        """What a response's body would say of it."""
+        """Return the error event."""
         return self._template.error(error_json(error, request_id))
 
     def token(self, index: int, token: TokenText) -> orjson.Fragment:
-        """One entry of `content`."""
+        """Return one entry of `content`."""
         return orjson.Fragment(orjson.dumps(entry(token)))
 
     def message(self, choice: Choice) -> tuple[dict[str, Any], str]:
-        """(message, finish reason) of a whole choice."""
+        """Return (message, finish reason) of a whole choice."""
         return {"role": "assistant", "content": choice.text, "refusal": None}, choice.finish_reason
 
     def whole(self, choices: Sequence[Choice], usage: Usage) -> dict[str, Any]:
-        """A `chat.completion`."""
+        """Return a `chat.completion`."""
         told = [self._whole_choice(choice) for choice in choices]
         return {**self._head, "choices": told, "usage": usage.to_json(), **self._details.of_prompt(0)}
 
@@ -196,23 +202,23 @@ class ChatWire:
 
 
 class MessageWire(ChatWire):
-    """The same for messages that may hold reasoning and calls of tools."""
+    """A `ChatWire` for messages that may contain reasoning and tool calls."""
 
     first_delta = b'"delta":{"role":"assistant","content":null}'
 
     def __init__(
         self, head: dict[str, Any], details: Details, request_id: str, *, with_logprobs: bool, usage: ChunkUsage
     ) -> None:
-        """request_id: the ids of calls derive from it, so that they are the same in all events."""
+        """request_id: the calls' ids derive from it, so they are equal in all events."""
         super().__init__(head, details, with_logprobs=with_logprobs, usage=usage)
         self._request_id = request_id
 
     def deltas(self, index: int, piece: TextPiece) -> list[bytes]:
-        """The piece's parts as deltas of the message."""
+        """Return the piece's parts as deltas of the message."""
         return [orjson.dumps(self._delta(index, part)) for part in piece.parts]
 
     def message(self, choice: Choice) -> tuple[dict[str, Any], str]:
-        """(message, finish reason): what the deltas of a stream add up to."""
+        """Return (message, finish reason), equal to the sum of the stream's deltas."""
         message: dict[str, Any] = {"role": "assistant", "content": None, "refusal": None}
         calls: list[dict[str, Any]] = []
         for part in choice.parts:
@@ -241,7 +247,7 @@ class MessageWire(ChatWire):
 
 
 def call_name(request_id: str, index: int, call: int) -> str:
-    """What is unique to this call of this choice of this request, and stays the same wherever it is told."""
+    """Return an id unique to this call of this choice, always the same for the same arguments."""
     return hashlib.sha256(f"{request_id} {index} {call}".encode()).hexdigest()[:24]
 
 
@@ -250,7 +256,7 @@ def _content(entries: Sequence[Any]) -> dict[str, Any]:
 
 
 def entry(token: TokenText) -> dict[str, Any]:
-    """OpenAI's object of a token's log-probability and alternatives."""
+    """Return OpenAI's object for a token's log-probability and alternatives."""
     return {**_token(token.data, token.logprob), "top_logprobs": [_token(data, p) for data, p in token.top]}
 
 

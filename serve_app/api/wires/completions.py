@@ -1,4 +1,4 @@
-"""POST /v1/completions: text or token ids in, OpenAI's (legacy) completion formats out, with `echo` and `logprobs`."""
+"""POST /v1/completions: OpenAI's legacy completions, with `echo` and `logprobs`."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -56,7 +56,7 @@ class CompletionJob:
         self._token_ids: list[list[int]] = []
 
     async def engine_requests(self, cache_salt: str) -> list[EngineRequest]:
-        """Tokenize, validate; one request per prompt."""
+        """Tokenize and validate. Returns one request per prompt."""
         body = self.body
         tokenizer = self._context.service.tokenizer
         for i, prompt in enumerate(self._prompts):
@@ -100,7 +100,7 @@ class CompletionJob:
         return tokenizer.fill_in(ids, behind)
 
     def wire(self, generation: Generation) -> "CompletionWire":
-        """The answer's formats."""
+        """Return the wire for the answer."""
         head = answer_head("cmpl", "text_completion", self._card)
         tokenizer, top = self._context.service.tokenizer, self.body.logprobs
         details = Details(self.body, generation, tokenizer)
@@ -113,7 +113,7 @@ class CompletionJob:
 
 
 class _Echo:
-    """The prompts as they appear in front of their completions."""
+    """The prompts as shown before their completions."""
 
     def __init__(
         self,
@@ -123,7 +123,7 @@ class _Echo:
         token_ids: Sequence[list[int]],
         top: int,
     ) -> None:
-        """top: the alternatives that are shown of each token."""
+        """top: alternatives shown per token."""
         self._top = top
         self._tokenizer = tokenizer
         self._generation = generation
@@ -131,16 +131,16 @@ class _Echo:
         self._token_ids = token_ids
 
     def text(self, choice: int) -> str:
-        """The prompt of this choice."""
+        """Return this choice's prompt."""
         return self._texts[choice // self._generation.n]
 
     def logprobs(self, choice: int) -> tuple[TokenText, ...]:
-        """The prompt's tokens after the first; the first has no log-probability (see `first`)."""
+        """Return the prompt's tokens except the first, which has no log-probability."""
         prompt = choice // self._generation.n
         decoder = self._tokenizer.detokenizer(skip_special_tokens=False)
         pieces = [decoder.step(token_id) for token_id in self._token_ids[prompt]]
         whole, text = "".join(pieces) + decoder.flush(), self._texts[prompt]
-        # What the tokenizer puts in front of a text (its first token, a space) is not in the echo.
+        # The echo omits what the tokenizer adds before a text (its first token, a space).
         added = len(whole) - len(text) if whole.endswith(text) else 0
         offsets = [max(0, end - added) for end in accumulate(map(len, pieces))]
         entries = self._generation.prompt_logprobs[prompt]
@@ -148,7 +148,7 @@ class _Echo:
         return tuple(token_text(self._tokenizer, entry, offsets[i]) for i, entry in enumerate(shown))
 
     def first(self, choice: int) -> bytes:
-        """The first token of this choice's prompt."""
+        """Return the first token of this choice's prompt."""
         return self._tokenizer.token_bytes(self._token_ids[choice // self._generation.n][0])
 
 
@@ -166,7 +166,7 @@ class CompletionWire:
         top: int | None,
         usage: ChunkUsage,
     ) -> None:
-        """num_choices: of each prompt; num_told: of these, the likeliest."""
+        """num_choices: per prompt. num_told: how many of them are returned, the likeliest first."""
         self._head = head
         self._details = details
         self._num_choices = num_choices
@@ -176,7 +176,7 @@ class CompletionWire:
         self._template = ChunkTemplate(head, usage)
 
     def start(self, index: int) -> bytes:
-        """The prompt, where it was asked for."""
+        """Return the chunk with the echoed prompt and the prompt's fields, if requested."""
         prompt = self._details.of_prompt_json(index // self._num_choices)
         if self._echo is None and not prompt:
             return b""
@@ -185,7 +185,7 @@ class CompletionWire:
         return self._template.chunk(index, b'"text":' + orjson.dumps(text), logprobs, None, prompt)
 
     def chunk(self, index: int, piece: TextPiece) -> bytes:
-        """New text, the finish reason, or both."""
+        """Return the chunk for a piece: new text, the finish reason, or both."""
         if not (piece.text or piece.logprobs or piece.finish_reason or self._details.has_ids(piece)):
             return b""
         logprobs = None if self._top is None else self._logprobs([self.token(index, t) for t in piece.logprobs])
@@ -193,28 +193,28 @@ class CompletionWire:
         return self._template.chunk(index, text, logprobs, piece.finish_reason, details)
 
     def ping(self) -> bytes:
-        """A comment."""
+        """Return the keep-alive: a comment."""
         return PING
 
     def end(self, usage: Usage) -> bytes:
-        """The usage, where it was asked for, and the mark of the end."""
+        """Return the usage if requested, and `[DONE]`."""
         return self._template.end(usage.to_json())
 
     def error(self, error: RequestError, request_id: str) -> bytes:
-        """What a response's body would say of it."""
+        """Return the error event."""
         return self._template.error(error_json(error, request_id))
 
     def token(self, index: int, token: TokenText) -> "_Entry":
-        """The token's part of each list; offsets count an echoed prompt."""
+        """Return the token's entry in each list. Offsets include an echoed prompt."""
         return self._entry(token, 0 if self._echo is None else len(self._echo.text(index)))
 
     def whole(self, choices: Sequence[Choice], usage: Usage) -> dict[str, Any]:
-        """A `text_completion`."""
+        """Return a `text_completion`."""
         told = [{"index": index, **self._choice(choice)} for index, choice in enumerate(self._best(choices))]
         return {**self._head, "choices": told, "usage": usage.to_json()}
 
     def _best(self, choices: Sequence[Choice]) -> list[Choice]:
-        """Of each prompt's choices those with the highest log-probability per token, the best one first."""
+        """Return each prompt's choices with the highest log-probability per token, best first."""
         if self._num_told == self._num_choices:
             return [*choices]
         of_prompts = [choices[i : i + self._num_choices] for i in range(0, len(choices), self._num_choices)]
@@ -256,17 +256,18 @@ class CompletionWire:
 
 
 def _likelihood(choice: Choice) -> float:
-    """Its log-probability per token; a text of no tokens comes last."""
+    """Return the log-probability per token. A choice without tokens ranks last."""
     logprobs = [logprob for _, _, logprob, _ in choice.logprobs]
     return sum(logprobs) / len(logprobs) if logprobs else LOWEST_LOGPROB
 
 
 _Entry = tuple[int, str, float, orjson.Fragment | None]
-"""A token's offset, text, log-probability, and alternatives."""
+"""A token's offset, text, log-probability and alternatives."""
 
 
 def _token(data: bytes) -> str:
-    """The token's text; bytes that are no text alone are spelled out, so that two such tokens stay two."""
+    """Return the token's text, or escaped bytes if they are not UTF-8, so that tokens stay
+    distinct."""
     try:
         return data.decode()
     except UnicodeDecodeError:
@@ -274,7 +275,7 @@ def _token(data: bytes) -> str:
 
 
 def _top(token: TokenText) -> dict[str, float]:
-    """The alternatives and, if it is not one of them, the token itself."""
+    """Return the alternatives, and the token itself if it is not one of them."""
     top = {_token(data): max(p, LOWEST_LOGPROB) for data, p in token.top}
     top.setdefault(_token(token.data), max(token.logprob, LOWEST_LOGPROB))
     return top

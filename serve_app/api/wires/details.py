@@ -1,6 +1,7 @@
-"""What answers tell beside OpenAI's fields, in vLLM's shape: what ended a text, ids, log-probabilities of prompts.
+"""Fields of answers beyond OpenAI's, in vLLM's format.
 
-`stop_reason` is told always, the others where they are asked for. Decides their content, not their place in an answer.
+These are `stop_reason` (always), token ids and prompt log-probabilities (if requested). The wires
+decide where in the answer the fields are.
 """
 
 from collections.abc import Sequence
@@ -16,11 +17,11 @@ from serve_app.text.stream import TextPiece
 from serve_app.text.tokenizer import Tokenizer
 
 LOWEST_LOGPROB = -9999.0
-"""What OpenAI sends for a token that is all but impossible; JSON has no infinity."""
+"""OpenAI's value for a nearly impossible token; JSON has no infinity."""
 
 
 class Details:
-    """Of the answer to one request."""
+    """The additional fields of one request's answer."""
 
     def __init__(self, body: GenerationBody, generation: Generation, tokenizer: Tokenizer) -> None:
         self._stop_token_ids = frozenset(body.stop_token_ids or ())
@@ -30,17 +31,17 @@ class Details:
         self._tokenizer = tokenizer
 
     def of_choice(self, choice: Choice) -> dict[str, Any]:
-        """Fields of a finished choice."""
+        """Return the fields of a finished choice."""
         reason = self._stop_reason(choice.token_ids, choice.finish_reason, choice.stop_string)
         ids = {"token_ids": choice.token_ids} if self._with_token_ids else {}
         return {"stop_reason": reason, **ids}
 
     def has_ids(self, piece: TextPiece) -> bool:
-        """Whether the piece has ids to tell, though it may have no text."""
+        """Whether the piece has ids to send. It may have no text."""
         return self._with_token_ids and bool(piece.token_ids)
 
     def of_piece(self, piece: TextPiece) -> bytes:
-        """Fields of a streamed choice as JSON, each with a comma before it."""
+        """Return the fields of a streamed choice as JSON, each with a comma before it."""
         fields = b"" if not self._with_token_ids else b',"token_ids":' + orjson.dumps(piece.token_ids)
         if piece.finish_reason is None:
             return fields
@@ -48,7 +49,7 @@ class Details:
         return b',"stop_reason":' + orjson.dumps(reason) + fields
 
     def of_prompt(self, prompt: int) -> dict[str, Any]:
-        """Fields that belong to a prompt; all of its choices tell the same."""
+        """Return the fields of a prompt, which are equal in all its choices."""
         fields: dict[str, Any] = {}
         if self._num_top is not None:
             entries = self._generation.prompt_logprobs[prompt]
@@ -58,7 +59,7 @@ class Details:
         return fields
 
     def of_prompt_json(self, prompt: int) -> bytes:
-        """The same as JSON, each field with a comma before it."""
+        """Return `of_prompt` as JSON, each field with a comma before it."""
         return b"".join(b',"%b":%b' % (name.encode(), orjson.dumps(v)) for name, v in self.of_prompt(prompt).items())
 
     def _stop_reason(self, token_ids: Sequence[int], finish_reason: str, stop_string: str | None) -> str | int | None:
@@ -67,7 +68,10 @@ class Details:
         return token_ids[-1] if token_ids and token_ids[-1] in self._stop_token_ids else None
 
     def _candidates(self, entry: TokenLogprob, num_top: int) -> dict[str, Any]:
-        """The prompt's token and the likeliest ones by id. Those that are not among the likeliest have no rank."""
+        """Return the prompt token and the likeliest tokens by id.
+
+        Only the likeliest have a rank.
+        """
         top = entry.top[:num_top]
         found: dict[int, tuple[float, int | None]] = {
             token_id: (logprob, rank) for rank, (token_id, logprob) in enumerate(top, 1)

@@ -1,7 +1,8 @@
-"""POST /v1/embeddings: texts or token ids in, a vector of length 1 for each out, in OpenAI's format.
+"""POST /v1/embeddings: texts or token ids in, one vector of length 1 for each out.
 
-Each input is a request to the engines for one token, which is dropped (see `SamplingParams.for_embedding`). A request
-takes a part of the engines' places, and its inputs share them, so that it leaves room for others however many they are.
+Each input is an engine request for one token, which is dropped (see
+`SamplingParams.for_embedding`). The inputs of a request share at most half of the engines' slots,
+so that other requests can run.
 """
 
 import base64
@@ -99,7 +100,7 @@ class EmbeddingsJob:
         self.num_prompts = min(len(inputs), half, context.limits.max_sequences, tenant.max_sequences or MAX_INPUTS)
 
     async def engine_requests(self, cache_salt: str) -> list[EngineRequest]:
-        """Tokenize and validate; one request per input."""
+        """Tokenize and validate. Returns one request per input."""
         token_ids: Sequence[list[int]] = [*self._inputs.values()]
         if isinstance(token_ids[0], str):
             special = self._asked.add_special_tokens is not False
@@ -123,7 +124,7 @@ class EmbeddingsJob:
         return EngineRequest(uuid.uuid4().hex, tuple(token_ids), self._params, cache_salt=cache_salt, priority=priority)
 
     def wire(self, generation: Generation) -> Any:
-        """The `Wire` of an answer that is never streamed."""
+        """Return the wire. It has no methods for streams."""
         generation.keep = _base64 if self._asked.encoding_format == "base64" else _numbers
         return EmbeddingsWire(self._card.name, generation)
 
@@ -136,7 +137,7 @@ class EmbeddingsWire:
         self._generation = generation
 
     def whole(self, choices: Sequence[Choice], usage: Usage) -> dict[str, Any]:
-        """A `CreateEmbeddingResponse`."""
+        """Return a `CreateEmbeddingResponse`."""
         return {
             "object": "list",
             "data": [
@@ -153,5 +154,5 @@ def _base64(vector: bytes) -> str:
 
 
 def _numbers(vector: bytes) -> orjson.Fragment:
-    """Written when it comes: at the end, all of them would hold the event loop."""
+    """Format a vector as it arrives: formatting all at the end would block the event loop."""
     return orjson.Fragment(orjson.dumps(np.frombuffer(vector, "<f4"), option=orjson.OPT_SERIALIZE_NUMPY))

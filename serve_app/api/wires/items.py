@@ -1,4 +1,4 @@
-"""An answer of one choice as items that begin, grow and end, one after another: texts, reasonings, calls of tools."""
+"""An answer as a sequence of items that start, grow and end: texts, reasoning, tool calls."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -14,13 +14,16 @@ from serve_app.text.stream import TextPiece, TokenText
 
 
 class ItemWire(ABC):
-    """What the wires of such endpoints share. The whole answer is what its events would have told."""
+    """Base class for wires of item-based APIs.
+
+    The whole answer equals the content of its events.
+    """
 
     def __init__(self) -> None:
         self._kind: Kind | None = None
-        """The kind of the open item."""
+        """Kind of the open item."""
         self._texts: list[str] = []
-        """What the open item has gained."""
+        """Texts of the open item so far."""
         self.begun = False
         self._num_items = 0
         self.num_calls = 0
@@ -29,57 +32,63 @@ class ItemWire(ABC):
 
     @abstractmethod
     def begin(self) -> list[bytes]:
-        """The events before the first item."""
+        """Return the events before the first item."""
 
     @abstractmethod
     def open_item(self, part: Part) -> list[bytes]:
-        """The events that begin an item, of the kind of `part`; of a call, `part` holds the name."""
+        """Return the events that start an item of `part`'s kind.
+
+        The part of a call has the tool's name.
+        """
 
     @abstractmethod
     def grow(self, part: Part) -> bytes:
-        """The event for what the open item gains."""
+        """Return the event for more text of the open item."""
 
     @abstractmethod
     def close_item(self, kind: Kind, text: str, *, cut: bool) -> list[bytes]:
-        """The events that end the open item; `text` is all of it. cut: there was no room for the rest."""
+        """Return the events that end the open item. `text` is its whole text.
+
+        cut: the answer reached its length limit.
+        """
 
     @abstractmethod
     def end(self, usage: Usage) -> bytes:
-        """The events after the last item."""
+        """Return the events after the last item."""
 
     @abstractmethod
     def error(self, error: RequestError, request_id: str) -> bytes:
-        """The events that end the stream in their place if it fails."""
+        """Return the events that end a failed stream, instead of `end`."""
 
     @abstractmethod
     def answer(self, usage: Usage) -> dict[str, Any]:
-        """The whole answer, once all of it was read."""
+        """Return the whole answer after all parts were read."""
 
     @property
     def is_cut(self) -> bool:
-        """Whether the answer ended for want of room."""
+        """Whether the answer ended at its length limit."""
         return self.finish_reason == FinishReason.LENGTH
 
     def start(self, index: int) -> bytes:
-        """Nothing: `chunk` begins, so that events may be numbered as they are made."""
+        """Return nothing: `chunk` sends the first events, so that events are numbered in order."""
         return b""
 
     def chunk(self, index: int, piece: TextPiece) -> bytes:
-        """The events for what the answer gained, after those that begin it."""
+        """Return the events for a piece, after `begin`'s if it is the first."""
         begin = [] if self.begun else self.begin()
         self.begun = True
         return b"".join(begin + self._read(piece.parts, piece.finish_reason, piece.stop_string))
 
     def ping(self) -> bytes:
-        """A comment."""
+        """Return the keep-alive: a comment."""
         return PING
 
     def token(self, index: int, token: TokenText) -> None:
-        """No log-probabilities here."""
+        """Return nothing: these answers have no log-probabilities."""
         return
 
     def whole(self, choices: Sequence[Choice], usage: Usage) -> dict[str, Any]:
-        """The answer that is not streamed."""
+        """Return the non-streamed answer."""
         (choice,) = choices
         self._read(choice.parts, choice.finish_reason, choice.stop_string)
         return self.answer(usage)

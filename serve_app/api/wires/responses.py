@@ -1,4 +1,4 @@
-"""POST /v1/responses: OpenAI's responses, whole or as events. Stateless: nothing is stored, no earlier one is known."""
+"""POST /v1/responses: OpenAI's responses, whole or streamed. Responses are not stored."""
 
 import json
 import time
@@ -27,19 +27,19 @@ class ResponsesJob(TranslatedJob):
     """One parsed request for a response."""
 
     def __init__(self, context: ApiContext, asked: ResponsesBody) -> None:
-        """Raises what `ChatJob` raises."""
+        """Raises as `ChatJob` does."""
         super().__init__(context, asked)
         self._response = _response(asked, self.card.name, self.body.reasoning_effort)
         self._with_logprobs = asked.with_logprobs
 
     def wire(self, generation: Generation) -> "ResponsesWire":
-        """The answer's formats."""
+        """Return the wire for the answer."""
         logprobs = TextLogprobs() if self._with_logprobs else None
         return ResponsesWire(self._response, self.request_id, logprobs)
 
 
 def _response(asked: ResponsesBody, model: str, effort: str | None) -> dict[str, Any]:
-    """The fields of the response object that do not change."""
+    """Return the fields of the response object that do not change."""
     given = {"temperature": 1.0, "top_p": 1.0, "tool_choice": "auto", "parallel_tool_calls": True, "metadata": {}}
     given |= {name: value for name in given if (value := getattr(asked, name)) is not None}
     return {
@@ -64,26 +64,26 @@ def _response(asked: ResponsesBody, model: str, effort: str | None) -> dict[str,
 
 
 def _repeated(value: Any) -> orjson.Fragment:
-    """What the client sent, which may hold integers of more than 64 bits."""
+    """Return the client's value as JSON. It may contain integers of more than 64 bits."""
     return orjson.Fragment(json.dumps(value))
 
 
 class TextLogprobs:
-    """Assigns the tokens of the content to its texts."""
+    """Assigns log-probabilities of tokens to the parts of the content."""
 
     def __init__(self) -> None:
         self._tokens = deque[tuple[int, Any]]()
 
     def entry(self, token: TokenText) -> tuple[int, orjson.Fragment]:
-        """(where the token begins, what is told of it)."""
+        """Return (offset of the token, its log-probability object)."""
         return token.offset, orjson.Fragment(orjson.dumps(entry(token)))
 
     def add(self, entries: Iterable[tuple[int, Any]]) -> None:
-        """More of the answer's tokens."""
+        """Add more of the answer's tokens."""
         self._tokens.extend(entries)
 
     def of(self, part: Part) -> list[Any]:
-        """Log-probabilities of the tokens that this part holds."""
+        """Return and remove the log-probabilities of this part's tokens."""
         told = []
         while self._tokens and self._tokens[0][0] < part.end:
             told.append(self._tokens.popleft()[1])
@@ -94,7 +94,7 @@ class ResponsesWire(ItemWire):
     """The `response` object and its events."""
 
     def __init__(self, response: dict[str, Any], request_id: str, logprobs: TextLogprobs | None) -> None:
-        """request_id: names the items and calls. logprobs: None if nobody asks for them."""
+        """request_id: source of the items' and calls' ids. logprobs: None if not requested."""
         super().__init__()
         self._logprobs = logprobs
         self._item_logprobs: list[Any] = []
@@ -104,23 +104,23 @@ class ResponsesWire(ItemWire):
         self._num_events = 0
 
     def chunk(self, index: int, piece: TextPiece) -> bytes:
-        """The events for what the answer gained."""
+        """Return the events for a piece."""
         if self._logprobs is not None:
             self._logprobs.add(map(self._logprobs.entry, piece.logprobs))
         return super().chunk(index, piece)
 
     def token(self, index: int, token: TokenText) -> Any:
-        """For `whole`."""
+        """Return the token's log-probabilities for `whole`."""
         return None if self._logprobs is None else self._logprobs.entry(token)
 
     def whole(self, choices: Sequence[Choice], usage: Usage) -> dict[str, Any]:
-        """The answer that is not streamed."""
+        """Return the non-streamed answer."""
         if self._logprobs is not None:
             self._logprobs.add(choices[0].logprobs)
         return super().whole(choices, usage)
 
     def begin(self) -> list[bytes]:
-        """The response, without its output."""
+        """Return the events with the response before any output."""
         response = self._snapshot("in_progress")
         return [
             self._event("response.created", response=response),
@@ -128,7 +128,7 @@ class ResponsesWire(ItemWire):
         ]
 
     def open_item(self, part: Part) -> list[bytes]:
-        """The item, and its content if it has such."""
+        """Return the events that add an item and, except for calls, its content part."""
         place = len(self._output)
         item: dict[str, Any] = {"id": f"{_PREFIXES[part.kind]}_{call_name(self._request_id, 0, place)}"}
         match part.kind:
@@ -146,7 +146,7 @@ class ResponsesWire(ItemWire):
         return events
 
     def grow(self, part: Part) -> bytes:
-        """A delta."""
+        """Return the delta event for more text of the open item."""
         match part.kind:
             case Kind.ARGUMENTS:
                 return self._of_item("response.function_call_arguments.delta", delta=part.text)
@@ -159,7 +159,7 @@ class ResponsesWire(ItemWire):
                 return self._of_item("response.output_text.delta", content_index=0, **delta)
 
     def close_item(self, kind: Kind, text: str, *, cut: bool) -> list[bytes]:
-        """The text, its content, and the item, each of them whole."""
+        """Return the events with the item's whole text, content and item."""
         item = self._output[-1]
         item["status"] = "incomplete" if cut else "completed"
         if kind is Kind.CALL:
@@ -177,12 +177,12 @@ class ResponsesWire(ItemWire):
         return [*events, self._event("response.output_item.done", output_index=len(self._output) - 1, item=item)]
 
     def end(self, usage: Usage) -> bytes:
-        """The whole response."""
+        """Return the event with the whole response."""
         response = self.answer(usage)
         return self._event(f"response.{response['status']}", response=response)
 
     def error(self, error: RequestError, request_id: str) -> bytes:
-        """The error, and the response that failed; of its output, what is complete."""
+        """Return the `error` event and the failed response with its complete output items."""
         told = {"message": error.message, "code": error.code, "param": error.param, "request_id": request_id}
         code = "rate_limit_exceeded" if isinstance(error, OverloadedError) else "server_error"
         done = [item for item in self._output if item["status"] != "in_progress"]
@@ -191,7 +191,7 @@ class ResponsesWire(ItemWire):
         return b"".join([*begin, self._event("error", **told), self._event("response.failed", response=response)])
 
     def answer(self, usage: Usage) -> dict[str, Any]:
-        """The whole response."""
+        """Return the whole response."""
         return self._snapshot(
             "incomplete" if self.is_cut else "completed",
             output=self._output,
@@ -205,7 +205,7 @@ class ResponsesWire(ItemWire):
         return {**self._response, "status": status, **unset, **changes, "output": output}
 
     def _of_item(self, kind: str, **fields: Any) -> bytes:
-        """An event of the open item."""
+        """Return an event of the open item."""
         return self._event(kind, item_id=self._output[-1]["id"], output_index=len(self._output) - 1, **fields)
 
     def _event(self, kind: str, **fields: Any) -> bytes:

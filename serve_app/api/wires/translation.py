@@ -1,4 +1,7 @@
-"""The chat request that a body of another API means, as a job: its errors name the fields that the client sent."""
+"""Base class for jobs of other APIs, which are translated to chat requests.
+
+Errors name the fields that the client sent.
+"""
 
 from serve_app.api.bodies.translation import TranslatedBody
 from serve_app.api.endpoint import ApiContext
@@ -8,10 +11,10 @@ from serve_app.errors import InvalidRequestError
 
 
 class TranslatedJob(ChatJob):
-    """The chat request that a body of another API means."""
+    """A chat job for a body of another API."""
 
     def __init__(self, context: ApiContext, asked: TranslatedBody) -> None:
-        """Raises what `ChatJob` raises."""
+        """Raises as `ChatJob` does."""
         self._asked = asked
         with asked.named():
             super().__init__(context, asked.to_chat(context.service.tokenizer))
@@ -19,7 +22,8 @@ class TranslatedJob(ChatJob):
     async def prompt(self, cache_salt: str | None = None) -> list[int]:
         """Render and tokenize. Raises `InvalidRequestError`.
 
-        No such body asks in so many words to continue a message: where the template hides it, a new one follows.
+        These APIs have no explicit field to continue a message. If the template does not support
+        it, the answer is a new message.
         """
         with self._asked.named():
             try:
@@ -31,6 +35,6 @@ class TranslatedJob(ChatJob):
             return await super().prompt(cache_salt)
 
     async def engine_requests(self, cache_salt: str) -> list[EngineRequest]:
-        """Render, tokenize, validate."""
+        """Render, tokenize and validate. Raises `InvalidRequestError`."""
         with self._asked.named():
             return await super().engine_requests(cache_salt)
