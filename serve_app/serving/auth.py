@@ -92,11 +92,11 @@ class Auth:
 
     @property
     def ledger_unusable(self) -> bool:
-        """Whether the last access to today's ledger file failed. Usage is then counted in memory."""
+        """Whether the last access to today's ledger file failed. Usage then stays in memory."""
         return self._ledger is not None and self._ledger.error is not None
 
     def check_ready(self) -> None:
-        """Raise `UnavailableError` while no key can be checked or today's ledger cannot be opened."""
+        """Raise `UnavailableError` if no key can be checked or today's ledger is not open."""
         ring = None if self._file is None else self._file.ring  # read once: threads replace it
         if isinstance(ring, UnknownKeys):
             raise ring.error()

@@ -48,7 +48,7 @@ class FrozenCheck:
 
 
 def _answers(path: Path) -> bool:
-    """Blocking, so that an answer that has arrived counts even if this process was late to read it."""
+    """Blocking, so that an answer counts even if this process was late to read it."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
         connection.settimeout(_ANSWER_S)
         try:

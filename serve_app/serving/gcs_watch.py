@@ -25,7 +25,7 @@ class GcsWatch:
     """
 
     def __init__(self, ask: Callable[[float], bool] = gcs_answers, clock: Callable[[], float] = time.monotonic) -> None:
-        """`ask(timeout_s)`: returns whether the GCS answered, blocking. `clock`: returns seconds."""
+        """`ask(timeout_s)`: whether the GCS answered, blocking. `clock`: returns seconds."""
         self._ask = ask
         self._clock = clock
         self._unanswered = 0

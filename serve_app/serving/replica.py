@@ -186,7 +186,7 @@ class EngineReplica:
             logger.error("user_config is refused, the knobs stay as they were: %s", error)
 
     async def check_health(self) -> None:
-        """Raise `RuntimeError` if the engine's thread has ended or its current step takes too long."""
+        """Raise `RuntimeError` if the engine's thread has ended or its step takes too long."""
         health = self._engine.health()
         if not health.alive:
             raise RuntimeError(f"the engine is dead: {health.error}")

@@ -35,7 +35,7 @@ def identify(info: Mapping[str, Any], *, weights: str, tokenizer: str, determini
 
 
 def revision_of(identity: Mapping[str, Any]) -> str:
-    """Return a hash of `identity`. Replicas with equal revisions can continue each other's streams."""
+    """Hash `identity`. Replicas with equal revisions can continue each other's streams."""
     return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:12]
 
 
