@@ -22,7 +22,7 @@ def logs_folder() -> str:
 def is_running(applications: Collection[str]) -> bool:
     """Whether all applications run. Raises `DeploymentError` if one never will.
 
-    An application whose replicas only failed health checks still counts: Ray replaces them.
+    If replicas only failed health checks, returns False: Ray replaces them.
     """
     from ray import serve
 

@@ -23,7 +23,7 @@ class Ingresses:
     """All ingress replicas of our applications."""
 
     def __init__(self, applications: Collection[str]) -> None:
-        """Wait until each ingress has answered, at most 10 s. Dead ingresses have nothing to drain."""
+        """Wait up to 10 s until each ingress has answered. Dead ones have nothing to drain."""
         self._applications = applications
         self._handles: dict[str, Any] = {}
         with suppress(Exception):  # any of Ray's errors
