@@ -57,9 +57,7 @@ class AdmissionGate:
         return opens
 
     def wake_time(self, queue: RequestQueue) -> float | None:
-        """Return when time will open the gate while nothing runs; None if it does not depend on
-        time.
-        """
+        """Return when the gate opens by time alone; None if it does not."""
         return None
 
     def _max_group(self, queue: RequestQueue) -> int:

@@ -22,11 +22,10 @@ class BlockCopy:
 
 @dataclass(frozen=True, slots=True)
 class SlotStart:
-    """A request that takes a slot (admitted, resumed or forked), with all data that the runner
-    needs.
+    """A request that takes a slot, with all data for the runner.
 
-    `token_ids`: all known tokens (prompt, then output). `block_ids`: the whole block table as of
-    this step.
+    It was admitted, resumed or forked. `token_ids`: all known tokens (prompt, then output).
+    `block_ids`: the whole block table as of this step.
     """
 
     slot: int

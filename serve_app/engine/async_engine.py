@@ -290,7 +290,8 @@ class AsyncEngine:
         """Schedule a flush of the last step's outputs, unless a flush is planned soon enough."""
         outputs, self._step_outputs = self._step_outputs, []
         if outputs:
-            self._outputs.append(outputs)  # before the plan is read: see `_flush`
+            # Before the plan is read: a flush changes the plan before it takes outputs.
+            self._outputs.append(outputs)
             if self._flush_is_due or (self._next_flush and not any(_cannot_wait(delta) for _, delta in outputs)):
                 return
             self._flush_is_due = True

@@ -173,7 +173,8 @@ class EngineCore:
             progress(str(draft_cost))
         self.config = config
         progress(f"allocating {num_blocks} KV blocks of {model.block_size} tokens")
-        self._runner.allocate_kv_cache(num_blocks)  # last: memory arrives in parallel
+        # Last, because the system provides the memory in parallel with the code below.
+        self._runner.allocate_kv_cache(num_blocks)
         model.capture(config.max_num_seqs, lambda done, of: progress(f"capturing graphs: {done} of {of}"))
         self._scheduler = Scheduler(
             SchedulerConfig(
