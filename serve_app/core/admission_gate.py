@@ -10,15 +10,20 @@ from serve_app.core.request_queue import RequestQueue
 class AdmissionGate:
     """Decides when new requests join the running ones. `waiting_served_ratio` = waiting / running.
 
-    The gate is open if any of these holds: no request runs; the oldest new request has waited `max_wait_s`;
-    `max_waiting_steps` steps have passed since the last admission; waiting >= floor(running * waiting_served_ratio).
-    With ratio 0 it is always open. It opens for the group of requests that wait at that moment and stays open until
-    the group is admitted, however many steps its prefill takes, or until slots or blocks run out. Requests that arrive
-    later are not in the group; the gate decides about them afterwards.
+    The gate is open if at least one of these conditions holds:
 
-    With `prefill: separate`, decodes pause during prefill. So after a start no new group is admitted before the decodes
-    have had a step, and after `max_num_seqs` starts no request at all. There is no exception, or load would starve the
-    decodes.
+    - No request runs.
+    - The oldest new request has waited `max_wait_s`.
+    - `max_waiting_steps` steps have passed since the last admission.
+    - waiting >= floor(running * waiting_served_ratio). With ratio 0 this always holds.
+
+    The gate opens for the group of requests that wait at that moment. It stays open until the group
+    is admitted, however many steps its prefill takes, or until slots or blocks run out. Requests
+    that arrive later are not in the group; the gate decides about them afterwards.
+
+    With `prefill: separate`, decodes pause during prefill. So after a start, no new group is
+    admitted before the decodes have had a step, and after `max_num_seqs` starts no request at all.
+    This has no exception, because load would then starve the decodes.
     """
 
     def __init__(self, knobs: SchedulerKnobs) -> None:

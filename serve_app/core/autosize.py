@@ -23,7 +23,10 @@ _CERTAIN = 2.0
 """A step this many times over the limit is not measured again: noise is rarely that large."""
 MIN_SLOTS, MAX_SLOTS = 16, 256
 SEQUENCE_TOKENS = 256
-"""Assumed tokens per sequence in the KV pool: a chat's prompt and answer. Longer ones may wait for blocks."""
+"""Assumed tokens per sequence in the KV pool: a chat's prompt and answer.
+
+Longer sequences may wait for blocks.
+"""
 _LONGEST_DECODE_S = 0.2
 """Longest step of decodes.
 
@@ -66,7 +69,10 @@ _DRAFT_TRIES = 3
 _LONGEST_DRAFTED_S = 0.2
 """After a longer step there is no time to measure another or a larger one."""
 _MIN_SHARE = 0.01
-"""Lower limit for the cost of a draft, as a fraction of a decode's share, against measurement noise."""
+"""Lower limit for the cost of a draft, as a fraction of a decode's share.
+
+It protects against measurement noise.
+"""
 
 
 @dataclass(frozen=True, slots=True)

@@ -231,8 +231,8 @@ class _Turns(Generic[Q]):
     def giving_way(self, name: str, length: int, weight: int = 1) -> Q | None:
         """Return the queue that gives way to `length` more sequences in queue `name`.
 
-        The longest queue if it is at least as long as `name` then is, else `name` itself. Lengths
-        are divided by weights.
+        This is the longest queue, unless `name` would become longer; then it is `name` itself.
+        Lengths are divided by weights.
         """
         own, longest = self._queues.get(name), self._lengths.first()
         assert longest is not None

@@ -6,8 +6,8 @@
 
 A proof is an HMAC with the key over the prover's role and both nonces. So the key is never sent,
 and recorded traffic opens no other connection. Nothing after the handshake is signed or encrypted:
-an attacker who can modify traffic can still add to it. An end with another version is sent ours, so
-that both can report the mismatch.
+an attacker who can modify traffic can still add to it. We also send our version to an end with
+another version, so that both can report the mismatch.
 
 Pure: bytes in, bytes out.
 """

@@ -32,7 +32,7 @@ class ReplicaSet:
         self._current: dict[str, dict[str, Any]] = {}
         self._listeners: list[Callable[[], object]] = []
 
-    # ---------------------------------------------------------------------------------------------- who is there
+    # ---------------------------------------------------------------------------------------------- membership
     def publish(self, replicas: Mapping[str, dict[str, Any]]) -> None:
         """Replace the set. `replicas`: replica id -> result of `record_replica_metadata`."""
         self._current = dict(replicas)
@@ -108,7 +108,7 @@ class ReplicaSet:
         """Return the last load of every replica that has reported one."""
         return {replica.replica_id: replica.load for replica in self.replicas() if replica.load is not None}
 
-    # ---------------------------------------------------------------------------------------------- who may be chosen
+    # ---------------------------------------------------------------------------------------------- suspicion
     def suspect(self, replica_id: str, reason: str) -> None:
         """Keep requests away from the replica until `trust`."""
         replica = self._replicas.get(replica_id)

@@ -1,4 +1,4 @@
-"""Runs calls of Ray that may hang or raise any error, with a timeout.
+"""Runs calls to Ray, which may hang or raise any error, with a timeout.
 
 Ray's calls hang when its controller is gone, while the server itself still runs.
 """

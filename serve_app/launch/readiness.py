@@ -1,4 +1,4 @@
-"""Checks over HTTP, like a client, that the server serves. Uses an API key of its own.
+"""Checks over HTTP, like a client, that the server answers. Uses its own API key.
 
 Does not verify the certificate, which is for the server's public name rather than the local
 address.

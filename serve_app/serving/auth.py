@@ -111,7 +111,7 @@ class Auth:
             tasks.start("ledger", self._keep_ledger)
 
     async def _watch_keys(self) -> None:
-        """Refresh the keys file in a thread of its own, as its file system may hang."""
+        """Refresh the keys file in its own thread, because the file system may hang."""
         assert self._file is not None
         loop, thread = asyncio.get_running_loop(), ThreadPoolExecutor(1, "keys")
         while True:
@@ -119,7 +119,7 @@ class Auth:
             await loop.run_in_executor(thread, self._file.refresh)
 
     async def _keep_ledger(self) -> None:
-        """Refresh the ledger in a thread of its own, as its file system may hang."""
+        """Refresh the ledger in its own thread, because the file system may hang."""
         assert self._ledger is not None
         loop, thread = asyncio.get_running_loop(), ThreadPoolExecutor(1, "ledger")
         for look in itertools.count(1):

@@ -123,7 +123,7 @@ async def _refuse(error: RequestError, status: int, scope: Scope, send: Send, re
 
 
 def _in_shape(scope: Scope, send: Send, request_id: str) -> Send:
-    """Return a `send` that replaces Ray's plain-text errors by the API's errors."""
+    """Return a `send` that replaces Ray's plain-text errors with the API's errors."""
     held: list[Message] = []
 
     async def send_in_shape(message: Message) -> None:
