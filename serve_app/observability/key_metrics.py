@@ -20,8 +20,7 @@ class KeyMetrics:
     def charged(self, key: str, outcome: str, prompt_tokens: int, cached_tokens: int, output_tokens: int) -> None:
         """Record an ended request of `key`.
 
-        Unknown clients and the launcher are skipped: their names start with a character that is not
-        allowed in the keys file.
+        Unknown clients and the launcher are skipped: their names are not valid in a keys file.
         """
         if not key[:1].isalnum():
             return
