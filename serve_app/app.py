@@ -1,7 +1,8 @@
 """Builds the Serve application from `Settings` (`import_path: serve_app.app:build`).
 
-Decides the two deployments' options: places, limits, health checks, updates, shutdown, autoscaling. Annotations stay
-real classes here (no postponed evaluation): Ray looks at the builder's to validate `args`.
+Sets the two deployments' options: slots, limits, health checks, updates, shutdown, autoscaling.
+Annotations remain real classes here (no postponed evaluation), because Ray uses the builder's
+annotations to validate `args`.
 """
 
 from typing import Any
@@ -18,28 +19,32 @@ from serve_app.serving.ray_router import EngineRouter
 from serve_app.serving.replica import EngineReplica
 from serve_app.settings import Settings
 
-# Requests that arrive in one burst wait in Ray's queue until the ingress queues each or refuses it with a typed error,
-# which takes time. Ray refuses what exceeds this number: an ingress that falls behind by seconds fails its health
-# checks, and its streams would end with it. On Ray's default path they wait in the proxy, which refuses in plain text.
+# A burst of requests waits in Ray's queue until the ingress queues each or refuses it with a typed
+# error, which takes time. Ray refuses requests beyond this number. Without a limit, an ingress that
+# falls seconds behind would fail its health checks, and its streams would end. On Ray's default
+# path, requests wait in the proxy, which refuses in plain text.
 _MAX_QUEUED_AT_INGRESS = 1024
 _MAX_QUEUED_AT_PROXY = 4096
-# On Ray's default path, requests that the ingress has no place for wait in the proxy's router. Once some were refused a
-# place, Ray 2.60 hands out places one by one and sleeps for its longest back-off after each, however many are free: by
-# default half a second, and a crowd's last request waited for two minutes (s).
+# On Ray's default path, requests without a slot in the ingress wait in the proxy's router. After a
+# request was refused a slot, Ray 2.60 assigns slots one by one and sleeps for its longest back-off
+# after each, however many are free. With the default of 0.5 s, the last request of a crowd waited
+# for two minutes. Values are in seconds.
 _ROUTER_BACKOFF = {"initial_backoff_s": 0.005, "max_backoff_s": 0.01}
-# A replica that dies while an update reaches it counts as one that fails to start. A deployment that has used all of
-# these up is given up: from then on, nobody replaces its dead replicas. A wrong model uses them up within seconds.
+# A replica that dies during an update counts as a failed start. After this many, Serve gives up the
+# deployment, and its dead replicas are no longer replaced. A wrong model uses them up within
+# seconds.
 _MAX_FAILED_STARTS = 3
-# Longer than any request may take: an ingress that is replaced serves its streams to their end, and so does an engine
-# whose streams no other can continue, until the last such ingress has ended (s).
+# Added to the longest request time, in seconds. A replaced ingress finishes its streams. So does an
+# engine whose streams no other engine can continue, until the last such ingress has ended.
 _SHUTDOWN_MARGIN_S = 10.0
-# How many more replicas there may be during an update; one at least.
+# How many more replicas there may be during an update, in percent; at least one.
 _SURGE_PERCENT = 25
-# Serve takes figures each fifth of this, and answers by their mean over it (s). It warns below 10.
+# Serve collects metrics five times in this period (seconds), and uses their mean over it. It warns
+# below 10.
 _LOOK_BACK_S = 11.0
 
-# A replica that does not answer three checks in a row is replaced: 16 s after it froze, 6 s after its engine's step
-# has become too old. Its requests have gone elsewhere before.
+# A replica that does not answer three checks in a row is replaced: 16 s after it froze, 6 s after
+# its engine's step exceeded its time limit. Its requests have moved to other replicas before.
 _COMMON_OPTIONS: dict[str, Any] = {
     "max_constructor_retry_count": _MAX_FAILED_STARTS,
     "health_check_period_s": 2.0,
@@ -49,7 +54,10 @@ _COMMON_OPTIONS: dict[str, Any] = {
 
 
 def build(args: Settings) -> serve.Application:
-    """The application: one ingress in front of the engine replicas, all of one commit of a model on the hub."""
+    """Return the application: one ingress and the engine replicas.
+
+    A model on the hub is pinned to one commit for all replicas.
+    """
     args = args.model_copy(update={"model": pin_model(args.model)})
     engine = serve.deployment(EngineReplica).options(**engine_options(args))
     engines = engine.bind(args, use_gpu=use_gpu(args))
@@ -58,12 +66,13 @@ def build(args: Settings) -> serve.Application:
 
 
 def engine_options(settings: Settings) -> dict[str, Any]:
-    """Deployment options of the engine."""
+    """Return the deployment options of the engine."""
     options = _COMMON_OPTIONS | {
         "name": "EngineReplica",
         "ray_actor_options": {"num_cpus": 0, "num_gpus": int(use_gpu(settings))},
         "graceful_shutdown_timeout_s": settings.ingress.request_timeout_s + 2 * _SHUTDOWN_MARGIN_S,
-        # In an update a new replica comes before an old one goes. Not on GPUs: without a spare one it would never come.
+        # An update starts a new replica before it stops an old one. Not on GPUs: without a spare
+        # GPU the new one would never start.
         "max_surge_percent": 0 if use_gpu(settings) else _SURGE_PERCENT,
         "request_router_config": RequestRouterConfig(request_router_class=EngineRouter),
     }
@@ -84,7 +93,10 @@ def engine_options(settings: Settings) -> dict[str, Any]:
 
 
 def ingress_options(settings: Settings) -> dict[str, Any]:
-    """Deployment options of the ingress, whose own queue decides what may wait; Ray's limits lie beyond it."""
+    """Return the deployment options of the ingress.
+
+    Its own queue decides which requests may wait; Ray's limits are higher.
+    """
     options = _COMMON_OPTIONS | {
         "name": "Ingress",
         "ray_actor_options": {"num_cpus": 0},

@@ -1,4 +1,4 @@
-"""The process's environment: its only reader and writer, and what Ray and the engines must find in it."""
+"""All access to the process's environment, and the variables for Ray and the engines."""
 
 import os
 from collections.abc import Mapping
@@ -8,12 +8,15 @@ FAST_PATH_ENVIRONMENT: Mapping[str, str] = {
     "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
     _HAPROXY: "1",
 }
-"""What `make serve` sets before Ray starts: HAProxy instead of Ray's Python proxy, and the ingress's application on the
-event loop of its Ray replica, which otherwise gives it a thread and a loop of its own."""
+"""Set by `make serve` before Ray starts.
+
+HAProxy replaces Ray's Python proxy, and the ingress's application runs on the event loop of its Ray
+replica instead of a thread and loop of its own.
+"""
 
 HAPROXY_METRICS_PORT = "RAY_SERVE_HAPROXY_METRICS_PORT"
 INTERNAL_KEY_FILE = "SERVE_APP_INTERNAL_KEY_FILE"
-"""Names the file that holds the launcher's own API key, for the ingress that it starts."""
+"""Path of the file with the launcher's own API key, for the ingress that it starts."""
 
 _PROXIES = ("http_proxy", "https_proxy", "all_proxy", "grpc_proxy")
 _NO_GRPC_PROXY = "no_grpc_proxy"
@@ -39,28 +42,44 @@ LAUNCHER_ENVIRONMENT: Mapping[str, str] = {
     "RAY_worker_niceness": "0",
     "TOKENIZERS_PARALLELISM": "false",
 }
-"""What `make serve` sets besides. Ray's switch for clusters on desktop systems, off, gives the node the address
-127.0.0.1, on which then all of Ray's own ports listen. Serve's controller looks after its replicas ten times a second
-by default, for a fortieth of a core that the model needs. Two import paths name what the controller calls at its start
-and what stands before Ray's own handling of a request. Serve looks after its proxies every 10 s by default. Without
-Ray's GCS its processes end after a minute; the launcher ends them once the running requests have ended. For the
-draining period an ingress that is replaced still takes what HAProxy sends it before it knows; without one, such
-requests were cut. A replica that fails its health checks would get a minute to finish what it cannot finish, before it
-is replaced. Ray's own metrics and its records of events and tasks are for a dashboard, which does not run here. Its
-memory monitor ends workers when the machine is full, whoever filled it; the kernel ends whoever holds the most. Ray
-runs workers at niceness 15, behind everything else on the machine. A text alone is encoded in a thread of ours: one of
-the tokenizer's own would only be waited for."""
+"""Also set by `make serve`, for these reasons:
+
+- Ray's switch for clusters on desktop systems: off, so that the node has the address 127.0.0.1, on
+  which all of Ray's ports then listen.
+- Import paths: functions that the controller calls at its start, and middleware before Ray's
+  handling of a request.
+- Control loop: by default, Serve's controller checks replicas ten times a second, which takes 1/40
+  of a core from the model.
+- Draining period: a replaced ingress accepts requests until HAProxy knows of its replacement.
+  Without the period, such requests were cut.
+- Force stop: otherwise an unhealthy replica would get a minute to finish its requests before it is
+  replaced.
+- Proxy health checks: every 10 s by default.
+- Metrics collection, event stats and task events: for a dashboard, which does not run here.
+- GCS reconnect timeout: by default, Ray's processes end a minute after the loss of the GCS. The
+  launcher ends them after the running requests.
+- Memory monitor: ends workers when the machine is full, whichever process filled it. The kernel
+  ends the process with the most memory.
+- Worker niceness: 15 by default, behind everything else on the machine.
+- Tokenizers: a text is encoded in a thread of ours, which would only wait for a thread of the
+  tokenizer's own.
+"""
 
 ENGINE_ENVIRONMENT: Mapping[str, str] = {
     "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
     "GOMP_SPINCOUNT": "5000",
     "THP_MEM_ALLOC_ENABLE": "1",
 }
-"""What a replica sets before it loads torch. By default CUDA numbers GPUs from the fastest on; Ray and NVML, whose
-numbers the replica gets and its metrics show, number them by their place on the bus. Threads spin for milliseconds
-after each operation by default, on cores that our kernels and other processes need (measured: 0.8 ms of processor time
-per token, beside the engine's 2.2). Weights and KV pool in huge pages, where the system has them for the asking, take 6
-to 9 % off prefill's time."""
+"""Set by a replica before it imports torch.
+
+- CUDA_DEVICE_ORDER: by default, CUDA numbers GPUs by speed. Ray and NVML, whose numbers the replica
+  and its metrics use, number them by bus position.
+- GOMP_SPINCOUNT: by default, threads spin for milliseconds after each operation, on cores that our
+  kernels and other processes need (measured: 0.8 ms of CPU time per token, beside the engine's 2.2
+  ms).
+- THP_MEM_ALLOC_ENABLE: weights and KV pool in huge pages, if the system offers them on request,
+  make prefill 6 to 9 % faster.
+"""
 
 
 def fast_path_enabled() -> bool:
@@ -69,57 +88,64 @@ def fast_path_enabled() -> bool:
 
 
 def haproxy_enabled() -> bool:
-    """Whether HAProxy takes the place of Ray's proxy in a Ray that this process starts or belongs to."""
+    """Whether HAProxy replaces Ray's proxy in the Ray of this process."""
     return os.environ.get(_HAPROXY) == "1"
 
 
 def haproxy_metrics_port() -> int:
-    """The port of HAProxy's metrics. Raises `KeyError` where no launcher has chosen a port."""
+    """Return the port of HAProxy's metrics. Raises `KeyError` if no launcher has chosen one."""
     return int(os.environ[HAPROXY_METRICS_PORT])
 
 
 def internal_key_file() -> str | None:
-    """Where the launcher has put its own API key, if a launcher has started this process."""
+    """Return the path of the launcher's API key; None without a launcher."""
     return os.environ.get(INTERNAL_KEY_FILE)
 
 
 def client_api_key() -> str | None:
-    """The API key with which our own commands ask a server; not an option, as command lines are for all to see."""
+    """Return the API key of our own commands.
+
+    Not a command-line option, because all users can see command lines.
+    """
     return os.environ.get("SERVE_APP_API_KEY")
 
 
 def memory_monitor_enabled() -> bool:
-    """Whether a Ray that this process starts looks after the machine's memory."""
+    """Whether Ray's memory monitor runs in a Ray that this process starts."""
     return os.environ.get(_MEMORY_MONITOR) != LAUNCHER_ENVIRONMENT[_MEMORY_MONITOR]
 
 
 def ray_temporary_folder() -> str:
-    """Below which a Ray that this process starts keeps its sockets and logs."""
+    """Return the folder in which a Ray started by this process keeps its sockets and logs."""
     return os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp"
 
 
 def has_ray_token() -> bool:
-    """Whether Ray's token comes from somewhere else than the user's home folder, or is not asked for."""
+    """Whether Ray's token is not read from the user's home folder, or not required."""
     told = ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
     return any(os.environ.get(name) for name in told) or os.environ.get("RAY_AUTH_MODE") == "disabled"
 
 
 def proxies_are_named() -> bool:
-    """Whether the environment names a proxy, through which other programs send even requests to this machine."""
+    """Whether the environment names a proxy.
+
+    Other programs then use it even for requests to this machine.
+    """
     return any(os.environ.get(name) or os.environ.get(name.upper()) for name in _PROXIES)
 
 
 def bypass_proxies(*hosts: str) -> None:
-    """Have this process and its children send requests to loopback, and to `hosts`, past the environment's proxies.
+    """Exempt requests to loopback and `hosts` from proxies, for this process and its children.
 
-    gRPC, curl and Python's libraries read these variables in different spellings; what the user excepts stays so.
+    gRPC, curl and Python's libraries read these variables in different spellings. The user's own
+    exceptions are kept.
     """
     if not proxies_are_named():
         return
     given = {name: _entries(os.environ.get(name, "")) for name in ("no_proxy", "NO_PROXY", _NO_GRPC_PROXY)}
     excepted = [*given["no_proxy"], *given["NO_PROXY"]]
     own = [*_LOOPBACK, *hosts]
-    # An asterisk counts only where it stands alone, and gRPC does not know it.
+    # An asterisk is valid only on its own, and gRPC does not support it.
     anything = "*" in excepted
     for name in ("no_proxy", "NO_PROXY"):
         os.environ[name] = "*" if anything else ",".join(dict.fromkeys([*excepted, *own]))
@@ -132,6 +158,6 @@ def _entries(text: str) -> list[str]:
 
 
 def export(variables: Mapping[str, str]) -> None:
-    """Set environment variables for this process and its children, except those that the user has set."""
+    """Set environment variables for this process and its children, except those set by the user."""
     for name, value in variables.items():
         os.environ.setdefault(name, value)

@@ -1,1 +1,1 @@
-"""A model's files: where they are, what their headers say, and what was made of them once. Nothing here needs torch."""
+"""A model's files: location, headers, and cached conversions. Does not need torch."""

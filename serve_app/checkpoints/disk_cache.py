@@ -1,7 +1,7 @@
-"""What takes long to make, kept on disk from one start to the next. Whole, or not there.
+"""Disk cache for results that take long to compute. An entry is complete or does not exist.
 
-Decides where it is, that one of several processes makes it while the others wait, what happens to a damaged one, and
-which ones go when others come. What it holds, and what that depends on, is for whoever makes it.
+Decides an entry's location, which of several processes makes it while the others wait, what happens
+to damaged entries, and which entries are evicted. The caller decides the content and the key.
 """
 
 import atexit
@@ -27,9 +27,12 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """What an entry is made of: a file or folder, the choices that were made beside it, and all else that decides what
-    the entry holds (the source's content, versions of libraries, a digest of the code). Entries that differ in `exact`
-    alone replace each other."""
+    """The inputs of an entry.
+
+    source: a file or folder. choices: options of the conversion. exact: everything else that
+    decides the content (the source's content, library versions, a digest of the code). Entries that
+    differ only in `exact` replace each other.
+    """
 
     source: Path
     choices: str
@@ -37,24 +40,24 @@ class Key:
 
     @property
     def name(self) -> str:
-        """The entry's, without its suffix."""
+        """The entry's name without suffix."""
         return f"{self.group}-{_digest(str(self))[:32]}"
 
     @property
     def group(self) -> str:
-        """What the names of entries that replace each other begin with."""
+        """Common prefix of the names of entries that replace each other."""
         return _digest(f"{self.source} {self.choices}")[:16]
 
 
 class DiskCache:
-    """The entries of one kind, files or folders, in the folder `root/kind`. The folder is trusted."""
+    """Entries of one kind, files or folders, in the folder `root/kind`. The folder is trusted."""
 
     def __init__(self, root: Path, kind: str, suffix: str = "", keep: int = 1) -> None:
-        """keep: how many entries of a group stay, the newest ones."""
+        """keep: how many of the newest entries of a group are kept."""
         self._root, self._kind, self._suffix, self._keep = root.expanduser(), kind, suffix, keep
 
     def path(self, key: Key) -> Path:
-        """Where the entry is, or would be."""
+        """Return the entry's path, whether or not it exists."""
         return self._root / self._kind / f"{key.name}{self._suffix}"
 
     def get(
@@ -64,24 +67,25 @@ class DiskCache:
         read: Callable[[Path], T],
         on_wait: Callable[[], None] = lambda: None,
     ) -> T:
-        """What `read` returns for the entry's path, after `make` has written it there if need be.
+        """Return `read(path)` of the entry, after `make` has written it if it is missing.
 
-        An entry for which `read` raises is damaged: that is logged, and it is made again. `on_wait` is called before
-        waiting for another process that makes it. Raises OSError where the disk takes nothing, and what `make` raises.
+        If `read` raises, the entry is damaged: this is logged, and it is made again. `on_wait` is
+        called before waiting for another process that makes it. Raises OSError if the disk cannot
+        be written, and the errors of `make`.
         """
         path = self.path(key)
         if path.exists():
-            with suppress(Exception):  # looked at again by the one process that may replace it
+            with suppress(Exception):  # checked again below, under the lock
                 return read(path)
         path.parent.mkdir(parents=True, exist_ok=True)
-        # Beside the folder that a link leads to, so that those who share it share its locks.
+        # Beside the link's target folder, so that all who share the folder share its locks.
         locks = path.parent.resolve().parent / "locks"
         with only_process(locks / f"{self._kind}-{key.group}.lock", on_wait) as lock:
             lock.write_text(str(key.source))
             if path.exists():
                 try:
                     return read(path)
-                except Exception as error:  # whatever its bytes provoke
+                except Exception as error:  # any error on damaged content
                     logger.warning("%s is damaged, and made again: %r", path, error)
                     _remove(path)
             self._write(path, key.group, make)
@@ -89,9 +93,9 @@ class DiskCache:
             return read(path)
 
     def get_or_temporary(self, key: Key, make: Callable[[Path], object], read: Callable[[Path], T]) -> T:
-        """As `get`; where the disk takes nothing, in a temporary folder that goes with this process.
+        """Like `get`; if the disk cannot be written, uses a temporary folder, removed at exit.
 
-        Raises ConfigError where that cannot be written either.
+        Raises ConfigError if that cannot be written either.
         """
         try:
             return self.get(key, make, read)
@@ -103,7 +107,8 @@ class DiskCache:
             raise ConfigError(f"cache_dir: cannot write {self.path(key)}, nor a temporary file: {error}") from error
 
     def _write(self, path: Path, group: str, make: Callable[[Path], object]) -> None:
-        # Whoever has the lock is the only writer of this group: others were killed.
+        # The lock's owner is the only writer of this group. Files left over are from killed
+        # processes.
         prefix = f"tmp-{group}-"
         for left in path.parent.glob(f"{prefix}*"):
             shutil.rmtree(left, ignore_errors=True)
@@ -114,7 +119,10 @@ class DiskCache:
             unfinished.rename(path)
 
     def _evict(self, path: Path, group: str, locks: Path) -> None:
-        """What `path` replaces, and what is left of sources that are gone. Who has a file mapped keeps it."""
+        """Remove the entries that `path` replaces, and those of sources that no longer exist.
+
+        Processes that have a file mapped keep it.
+        """
         others = [other for other in path.parent.glob(f"{group}-*") if other != path]
         for other in sorted(others, key=lambda other: other.lstat().st_mtime_ns, reverse=True)[self._keep - 1 :]:
             _remove(other)
@@ -127,10 +135,10 @@ class DiskCache:
 
 @contextmanager
 def only_process(lock: Path, on_wait: Callable[[], None] = lambda: None) -> Iterator[Path]:
-    """No other process is in a block like this one for the same file, which is made.
+    """Prevent other processes from entering a block with the same `lock` file, which is created.
 
-    `on_wait` is called before waiting for another process. Raises OSError where the file cannot be written. The lock
-    ends with the process that holds it.
+    `on_wait` is called before waiting for another process. Raises OSError if the file cannot be
+    written. The lock ends with its process.
     """
     lock.parent.mkdir(parents=True, exist_ok=True)
     with lock.open("a") as file:
@@ -147,8 +155,11 @@ def _digest(text: str) -> str:
 
 
 def _flush_to_disk(path: Path) -> None:
-    """A file, or the files of a folder, before it gets its name: if power failed soon after, there could be an empty
-    file of that name, which every later start would take for the whole one."""
+    """Flush a file, or the files of a folder, before the entry gets its name.
+
+    Otherwise a power failure could leave an empty file of that name, which later starts would
+    consider complete.
+    """
     for file in path.rglob("*") if path.is_dir() else (path,):
         if file.is_file():
             with file.open("rb") as content:
@@ -156,8 +167,10 @@ def _flush_to_disk(path: Path) -> None:
 
 
 def _remove(path: Path) -> None:
-    """All of it at once, so that nobody takes what is left of it for a whole one. Where that is not possible it stays:
-    writing another one in its place fails."""
+    """Remove an entry atomically, so that no process reads a partial one.
+
+    If that is impossible, it stays, and replacing it fails.
+    """
     with suppress(OSError), tempfile.TemporaryDirectory(dir=path.parent, prefix="tmp-gone-") as scratch:
         path.rename(Path(scratch) / path.name)
 

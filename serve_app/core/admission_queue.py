@@ -1,8 +1,9 @@
-"""The queue in front of the engines: which requests are admitted, wait or are refused, and when to retry. Pure.
+"""The queue before the engines: which requests are admitted, wait or are refused. Pure.
 
-It counts sequences (prompts times choices), as engines do. Requests wait here and not in an engine, so that each takes
-the first slot that becomes free in any engine. `FairQueue` decides order and shares. A refusal contains a retry time,
-estimated from the queue's length and the measured service rate. Time is an argument, in seconds, never going back.
+Counts sequences (prompts times choices), like the engines. Requests wait here rather than in an
+engine, so that each takes the first slot that becomes free in any engine. `FairQueue` decides order
+and shares. A refusal has a retry time, estimated from the queue's length and the measured service
+rate. Time is an argument, in seconds, and must not go backwards.
 """
 
 from typing import Generic, Protocol
@@ -13,28 +14,31 @@ from serve_app.errors import InvalidRequestError, OverloadedError
 
 
 class Place(Protocol):
-    """A request's slots in the engines; other requests may use them while no part of it is in an engine."""
+    """A request's slots in the engines.
+
+    Other requests may use them while no part of it is in an engine.
+    """
 
     def lend(self) -> None:
-        """Nothing is, for now."""
+        """Let other requests use the slots, because no part of the request is in an engine."""
 
     def take_back(self) -> None:
-        """The request needs its slots again."""
+        """Reclaim the slots for the request."""
 
 
 class AdmissionQueue(Generic[E]):
-    """At most `max_queued` sequences wait; the next one is admitted while fewer than `max_ongoing` are ongoing.
+    """Queues at most `max_queued` sequences; admits while fewer than `max_ongoing` are ongoing.
 
-    The last admitted request may exceed `max_ongoing` by its further choices. So even a large request starts at some
-    point, and no slot stays empty for it. After every change the caller asks `admit` for the admitted requests. All
-    operations are O(log n).
+    The last admitted request may exceed `max_ongoing` by its further choices. So even a large
+    request starts eventually, and no slot stays empty for it. After every change, call `admit` for
+    the newly admitted requests. All operations are O(log n).
     """
 
     def __init__(self, max_ongoing: int, max_queued: int) -> None:
         self.max_ongoing = max_ongoing
         self.max_queued = max_queued
         self.ongoing = 0
-        """Sequences that went on to the engines and have not ended."""
+        """Sequences that were admitted to the engines and have not ended."""
         self._most_ongoing = max_ongoing
         self._queue: FairQueue[E] = FairQueue()
         self._rate = ServiceRate()
@@ -42,19 +46,22 @@ class AdmissionQueue(Generic[E]):
 
     @property
     def queued(self) -> int:
-        """Sequences that wait here."""
+        """Sequences waiting here."""
         return self._queue.size
 
     def set_capacity(self, max_ongoing: int) -> None:
-        """The engines now have room for `max_ongoing` sequences. Excess ongoing ones stay; with 0 all requests wait."""
+        """Set the engines' capacity in sequences.
+
+        Excess ongoing ones continue; with 0 all requests wait.
+        """
         self.max_ongoing = max_ongoing
         self._most_ongoing = max(self._most_ongoing, max_ongoing)
 
     def add(self, entry: E, deadline: float, now: float) -> list[tuple[E, OverloadedError]]:
-        """Enqueue `entry`, all of it or nothing. Returns those that had to leave the queue for its sake, and why.
+        """Enqueue all parts of `entry`, or raise.
 
-        Raises `OverloadedError` when it does not fit now, or would wait beyond `deadline`; `InvalidRequestError` when
-        it never fits.
+        Returns the entries evicted for it, with their errors. Raises `OverloadedError` if it does
+        not fit now or would wait beyond `deadline`, and `InvalidRequestError` if it can never fit.
         """
         capacity = self._most_ongoing + self.max_queued
         if entry.remaining > capacity:
@@ -69,7 +76,7 @@ class AdmissionQueue(Generic[E]):
         return evicted
 
     def admit(self, now: float) -> list[E]:
-        """Admit requests: returns an entry once for each of its parts whose turn has come, in order."""
+        """Admit requests. Returns an entry once for each of its admitted parts, in order."""
         admitted: list[E] = []
         while self._queue.size and self.ongoing < self.max_ongoing:
             entry = self._queue.take()
@@ -79,24 +86,24 @@ class AdmissionQueue(Generic[E]):
         return admitted
 
     def end(self, entry: E, now: float) -> None:
-        """A part of `entry` that was admitted has ended."""
+        """Record that an admitted part of `entry` has ended."""
         self._rate.ended(entry.cost, now)
         self.ongoing -= entry.cost
 
     def lend(self, entry: E) -> None:
-        """An admitted part of `entry` has not ended, but needs no slot for a while."""
+        """Release the slot of an admitted part that has not ended but needs no slot for a while."""
         self.ongoing -= entry.cost
 
     def take_back(self, entry: E) -> None:
-        """A part that gave up its slot needs it again. It has started, and does not wait for a turn."""
+        """Take back the slot of a part. It has already started, so it does not queue again."""
         self.ongoing += entry.cost
 
     def withdraw(self, entry: E) -> None:
-        """A part of `entry` no longer waits."""
+        """Remove a waiting part of `entry`."""
         self._queue.drop(entry, 1)
 
     def _check_share(self, entry: E, now: float) -> None:
-        """One request has at most half of the queue: those of its sequences that have to wait."""
+        """Refuse a request whose waiting sequences would take more than half of the queue."""
         free = 0 if self._queue.size else max(self.max_ongoing - self.ongoing, 0)
         waiting = entry.size - entry.cost * min(-(-free // entry.cost), entry.remaining)
         half = max(-(-self.max_queued // 2), 1)
@@ -106,7 +113,7 @@ class AdmissionQueue(Generic[E]):
             raise self._refusal(now, reason, code="queue_share")
 
     def _check_deadline(self, entry: E, deadline: float, now: float) -> None:
-        """Refuse what could only time out in the queue, as far as that is known."""
+        """Refuse a request that would time out in the queue, if the service rate is known."""
         left, rate = deadline - now, self._served_per_s(now)
         if left * rate >= self._queue.size or not self._rate.known:
             return
@@ -119,13 +126,13 @@ class AdmissionQueue(Generic[E]):
             )
 
     def _make_room(self, entry: E, now: float) -> list[tuple[E, OverloadedError]]:
-        """Refuse `entry`, or take others out for its sake, if not all fit."""
+        """If not all fit: return the entries to evict for `entry`, or raise `OverloadedError`."""
         free = max(self.max_ongoing - self.ongoing, 0) + self.max_queued - self._queue.size
-        # What is larger than everything we hold needs all of it.
+        # An entry larger than the whole capacity needs all of it.
         size = min(entry.size, max(self.max_ongoing + self.max_queued, 1))
         if size <= free:
             return []
-        # Even where there are too many already, a swap makes them no more.
+        # If the queue is over its limit, evict no more than `entry` adds.
         needed = min(size - free, entry.size)
         yielding = self._queue.giving_way(entry, needed)
         if not yielding:
@@ -138,10 +145,10 @@ class AdmissionQueue(Generic[E]):
         return evicted
 
     def _refusal(self, now: float, reason: str, *, code: str | None = None) -> OverloadedError:
-        """The estimated wait is the time in which everything that is queued now is served."""
+        """Return the error. Its retry time estimates how long the current queue takes."""
         wait = self._retry_after.spread(self._queue.size / self._served_per_s(now))
         return OverloadedError(f"{reason}; try again in {wait:.0f} seconds", code=code, retry_after_s=wait)
 
     def _served_per_s(self, now: float) -> float:
-        # While all replicas are away: as with one place, for they will be back.
+        # While all replicas are away, assume one slot, because they will return.
         return self._rate.per_place(now) * max(self.max_ongoing, 1)

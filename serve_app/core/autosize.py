@@ -1,11 +1,14 @@
-"""What the engine chooses at its start from measured step times: slots, tokens of a step, drafts.
+"""Chooses slots, tokens per step and drafts at engine start, from measured step times.
 
 `choose_slots` (`max_num_seqs: auto`): as many slots as KV pool and step time allow.
-`choose_step_tokens` and `shorten_step_tokens` (`max_num_batched_tokens: auto`): with more tokens in a step each costs
-less, but all streams wait longer for it.
-`measure_draft_cost`: the acceptance probability that makes a draft token worth its time. An accepted draft saves a row
-of a later step, which is worth that row's share of the step. Every draft makes this step longer. In steps of few rows,
-limited by reading weights, unlikely drafts pay; in steps limited by compute only nearly certain ones do.
+
+`choose_step_tokens` and `shorten_step_tokens` (`max_num_batched_tokens: auto`): with more tokens in
+a step each token costs less, but all streams wait longer for the step.
+
+`measure_draft_cost`: the acceptance probability from which a draft token is worth its time. An
+accepted draft saves a row of a later step, which is worth that row's share of the step. Every draft
+makes this step longer. In steps with few rows, limited by reading weights, even unlikely drafts are
+worth it; in compute-bound steps only nearly certain drafts are.
 
 Pure: it measures nothing itself.
 """
@@ -17,29 +20,43 @@ from dataclasses import dataclass
 
 _DOUBLING_TRIES = 5
 _CERTAIN = 2.0
-"""A step this many times over the limit is not measured again, since disturbances are rarely that large."""
+"""A step this many times over the limit is not measured again: noise is rarely that large."""
 MIN_SLOTS, MAX_SLOTS = 16, 256
 SEQUENCE_TOKENS = 256
-"""Assumed tokens per sequence in the KV pool: a chat's prompt and answer. Longer ones may wait for blocks."""
+"""Assumed tokens per sequence in the KV pool: a chat's prompt and answer.
+
+Longer sequences may wait for blocks.
+"""
 _LONGEST_DECODE_S = 0.2
-"""Longest step of decodes: each stream then advances 5 times a second, about reading speed. Fewer slots would make
-streams faster and let other requests wait seconds for their first token."""
+"""Longest step of decodes.
+
+Each stream then advances 5 times a second, about reading speed. With fewer slots, streams would be
+faster, but other requests would wait seconds for their first token.
+"""
 _DEAREST_ROW = 1.25
-"""Highest cost of an added row relative to the rows before. More rows reduce TTFT, but must not delay the last token.
-Above 1, since measured steps vary by 10 %."""
+"""Highest cost of an added row, relative to the average cost of the existing rows.
+
+More rows reduce TTFT, but must not delay the last token. Above 1, because measured steps vary by 10
+%.
+"""
 MIN_STEP_TOKENS, MAX_STEP_TOKENS = 128, 8192
 _USUAL = 256
-"""A larger step must be as short as `_SHORT_STEP_S`, by default the time between two events of a stream."""
+"""A larger step must not exceed `_SHORT_STEP_S`, the default interval between a stream's events."""
 _SHORT_STEP_S = 0.05
 _USUAL_STEP_S = 0.6
-"""A step of the usual number is chosen if it takes no longer than this: prompts wait half as long for room beside
-decodes, twice as many tokens share the reading of earlier keys, and drafts have room, none of which is measured. The
-cost: every stream pauses this long beside a prompt."""
+"""Steps of the usual size are chosen if they are at most this long.
+
+Unmeasured benefits: prompts wait half as long for room beside decodes, twice as many tokens share
+the reading of earlier keys, and drafts have room. The cost: every stream pauses this long beside a
+prompt.
+"""
 _LONG_STEP_S = 0.1
-"""For a GPU, where a token costs about the same in steps of 1,000 and 8,000 tokens."""
+"""Limit on a GPU, where a token costs about the same in steps of 1,000 and 8,000 tokens."""
 _WORTH = 0.95
-"""Highest relative cost per token at which a doubled step is worth it. Below 1, since measured steps vary by a few
-percent."""
+"""Highest relative cost per token at which doubling a step is worth it.
+
+Below 1, because measured steps vary by a few percent.
+"""
 
 _NO_OBJECTION = "more are not worth it"
 _SLOTS, _STEP_TOKENS = "max_num_seqs", "max_num_batched_tokens"
@@ -48,11 +65,14 @@ _DRAFT_ROWS = (1, 16)
 _DRAFT_TOKENS = 8
 """Approximate number of tokens in a measured step with drafts; each row has at least one draft."""
 _DRAFT_TRIES = 3
-"""Their difference is small, and either may be longer for once."""
+"""Several tries, because the difference is small and either step may be disturbed."""
 _LONGEST_DRAFTED_S = 0.2
-"""After a step that takes longer, a start has no time for another or a larger one."""
+"""After a longer step there is no time to measure another or a larger one."""
 _MIN_SHARE = 0.01
-"""Lower limit for the cost of a draft, as a fraction of a decode's share, against measurement noise."""
+"""Lower limit for the cost of a draft, as a fraction of a decode's share.
+
+It protects against measurement noise.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,18 +89,18 @@ class Size:
 
 @dataclass(frozen=True, slots=True)
 class Objection:
-    """What speaks against a number, and how many times longer than borne its step is."""
+    """Why a number is refused. `excess`: the ratio of the measured value to its limit."""
 
     reason: str
     excess: float
 
 
 def double(number: int, most: int, objection: Callable[[int, int], Objection | None]) -> tuple[int, str | None]:
-    """The largest of `number`, twice that and so on up to `most` to which there is no objection, and the reason of the
-    objection to more; None at `most`.
+    """Double `number` up to `most` while there is no objection.
 
-    objection: by the steps of both numbers, measured now, what keeps the first from becoming the second. Once is not
-    enough: a machine that is disturbed makes steps longer than they are, never shorter.
+    Returns the number, and the reason of the objection to the next one (None at `most`).
+    objection(number, more): measures steps of both and returns an objection to `more`, if any. It
+    is called up to five times, because disturbances make steps longer, never shorter.
     """
     while number < most:
         more = min(2 * number, most)
@@ -95,15 +115,15 @@ def double(number: int, most: int, objection: Callable[[int, int], Objection | N
 
 
 def max_slots(max_num_batched_tokens: int) -> int:
-    """Upper limit: half of a step's tokens, so that prompts fit beside decodes."""
+    """Return the upper limit of slots: half of a step's tokens, so that prompts also fit."""
     return min(MAX_SLOTS, max(MIN_SLOTS, max_num_batched_tokens // 2), max_num_batched_tokens)
 
 
 def choose_slots(most: int, pool_tokens: int, step_s: Callable[[int], float] | None) -> Size:
-    """The number of slots, from 16 to `most` (fewer if `most` is).
+    """Return the number of slots: from 16 to `most`, or `most` if that is lower.
 
-    pool_tokens: size of the KV pool. step_s: measures a step of this many decodes, in seconds, on each call; None if
-    the number hardly matters, as on a GPU.
+    pool_tokens: size of the KV pool. step_s: measures a step of this many decodes, in seconds, on
+    each call; None if the number hardly matters, as on a GPU.
     """
     limit, reason = most, "the rest of a step is for prompts" if most < MAX_SLOTS else _NO_OBJECTION
     if (room := max(MIN_SLOTS, pool_tokens // SEQUENCE_TOKENS)) < limit:
@@ -125,7 +145,7 @@ def choose_slots(most: int, pool_tokens: int, step_s: Callable[[int], float] | N
 
 
 def choose_step_tokens(least: int, most: int, step_s: Callable[[int], float]) -> Size:
-    """For a CPU: from `least` (unless that exceeds `most`) to `most` tokens.
+    """Return the tokens per step for a CPU, from `least` to `most` (`most` if that is lower).
 
     step_s: measures a step of this many tokens, in seconds, on each call.
     """
@@ -147,7 +167,10 @@ def choose_step_tokens(least: int, most: int, step_s: Callable[[int], float]) ->
 
 
 def shorten_step_tokens(least: int, most: int, step_s: Callable[[int], float]) -> Size:
-    """For a GPU: `most`, halved until a step is short enough, at least `least`. step_s: see `choose_step_tokens`."""
+    """Return the tokens per step for a GPU: `most`, halved until a step is short enough.
+
+    At least `least`. step_s: see `choose_step_tokens`.
+    """
     least = min(max(MIN_STEP_TOKENS, least), most)
     tokens, reason = most, _NO_OBJECTION
     while tokens > least and step_s(tokens) > _LONG_STEP_S:
@@ -158,9 +181,11 @@ def shorten_step_tokens(least: int, most: int, step_s: Callable[[int], float]) -
 
 @dataclass(frozen=True, slots=True)
 class DraftCost:
-    """A step of `rows[i]` decodes (ascending) takes `step_s[i]` seconds, each draft `draft_s[i]` more.
+    """Step times by number of decodes, with and without drafts.
 
-    Linear between two numbers of rows, constant beyond the last."""
+    A step of `rows[i]` decodes (ascending) takes `step_s[i]` seconds, each draft `draft_s[i]` more.
+    Linear between two numbers of rows, constant beyond the last.
+    """
 
     rows: Sequence[int] = (1,)
     step_s: Sequence[float] = (1.0,)
@@ -171,7 +196,10 @@ class DraftCost:
         return f"speculation: least acceptance probability of a draft: {chances} decodes (above 100%: no drafts)"
 
     def least_chance(self, num_decodes: int) -> float:
-        """The least useful acceptance probability beside `num_decodes` >= 1 decodes; above 1: no draft is useful."""
+        """Return the lowest useful acceptance probability beside `num_decodes` >= 1 decodes.
+
+        Above 1: no draft is useful.
+        """
         draft_s, step_s = self._at(num_decodes, self.draft_s), self._at(num_decodes, self.step_s)
         return draft_s * num_decodes / step_s
 
@@ -187,17 +215,23 @@ class DraftCost:
 
 
 NEVER = DraftCost(draft_s=(2.0,))
-"""With overlap: a draft needs the token that is still being computed, and ends the overlap."""
+"""With overlap: a draft needs the token still being computed, which would end the overlap."""
 
 FOR_FEW = DraftCost((1, 3, 4), (1.0, 1.0, 1.0), (0.05, 0.05, 1.0))
-"""For devices whose steps are not measured: reading the weights dominates, and larger steps are launched in ways that
-do not support drafts."""
+"""For devices whose steps are not measured.
+
+Reading the weights dominates, and larger steps are launched in ways that do not support drafts.
+"""
 
 
 def measure_draft_cost(
     max_num_seqs: int, max_num_batched_tokens: int, step_s: Callable[[int, int], float]
 ) -> DraftCost:
-    """step_s(decodes, drafts per decode): measures a step in seconds on each call; the last result counts."""
+    """Measure steps with and without drafts.
+
+    step_s(decodes, drafts per decode): measures a step in seconds on each call; the last result
+    counts.
+    """
     rows: list[int] = []
     steps_s: list[float] = []
     drafts_s: list[float] = []

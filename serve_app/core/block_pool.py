@@ -1,15 +1,18 @@
-"""The KV blocks of one engine: reference counts, and which free block is reused next.
+"""The KV blocks of one engine: reference counts, and the order in which free blocks are reused.
 
-Decides the order in which free blocks are reused. Independent of tokens, the meaning of hashes, and requests; the
-content of a block is on the device. The free list is intrusive (its links are fields of the blocks), so a block that
-the prefix cache finds in its middle is removed in O(1).
+Independent of tokens, requests and the meaning of hashes; the content of a block is on the device.
+The free list is intrusive (its links are fields of the blocks), so removing a block found by the
+prefix cache is O(1).
 """
 
 from collections.abc import Iterable, Sequence
 
 
 class Block:
-    """One KV block. `ref_count` counts block tables; `hash` is set while the block is in the prefix cache."""
+    """One KV block. `ref_count`: block tables that contain it.
+
+    `hash`: set while it is in the prefix cache.
+    """
 
     __slots__ = ("hash", "id", "next", "previous", "ref_count")
 
@@ -22,11 +25,12 @@ class Block:
 
 
 class BlockPool:
-    """All blocks, and the list of free ones: front = reused next.
+    """All blocks, and the list of free blocks, whose front is reused next.
 
-    Free blocks without a published prefix go to the front; published ones go to the back and are evicted least recently
-    used first. A table is freed from its tail, because a chain is matched from its head and its tail must be evicted
-    first. Block 0 is the null block. It is never allocated, so id 0 can mean "no block".
+    Free blocks without a published prefix go to the front. Published ones go to the back, so that
+    the least recently used is evicted first. A table is freed from its tail, because a chain is
+    matched from its head, so its tail must be evicted first. Block 0 is the null block. It is never
+    allocated, so id 0 can mean "no block".
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -39,7 +43,7 @@ class BlockPool:
             self._link(block, self._free)
 
     def usage(self) -> tuple[int, int, int]:
-        """Returns (usable blocks, blocks in use, free blocks that still contain a published prefix)."""
+        """Return (usable blocks, blocks in use, free blocks that still have a published prefix)."""
         total = len(self.blocks) - 1
         return total, total - self.num_free, self.num_free_cached
 
@@ -57,9 +61,10 @@ class BlockPool:
         self.num_free_cached -= block.hash is not None
 
     def allocate(self, count: int) -> list[Block]:
-        """Take `count` free blocks; the caller checks `num_free`.
+        """Take `count` free blocks. The caller checks `num_free`.
 
-        They may still carry the hash of an evicted prefix: the caller makes the prefix cache forget it.
+        They may still have the hash of an evicted prefix, which the caller must remove from the
+        prefix cache.
         """
         taken: list[Block] = []
         for _ in range(count):

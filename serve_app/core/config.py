@@ -1,4 +1,4 @@
-"""The scheduler's configuration: the users' knobs, and values that follow from the model and its memory."""
+"""The scheduler's configuration: user knobs, and values derived from the model and its memory."""
 
 import math
 from dataclasses import dataclass, fields
@@ -37,22 +37,23 @@ LIVE_KNOBS = (
 """Knobs that may change between two steps. The queue order and the prefix cache may not."""
 
 
-# Slots and the memory of the largest step are allocated when an engine is built: these may be lowered and raised
-# again, but not beyond their first values.
+# Slots and the memory of the largest step are allocated when the engine is built. These knobs may
+# be lowered and raised again, but not above their initial values.
 _MEASURED = ("max_num_seqs", "max_num_batched_tokens")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerKnobs:
-    """What users may turn. Construction raises ConfigError naming the key.
+    """The scheduler's user knobs. Construction raises ConfigError naming the key.
 
-    max_num_seqs: sequences that run at once. max_num_batched_tokens bounds the tokens of one step. The gate's knobs
-    (waiting_served_ratio, max_wait_s in seconds, max_waiting_steps) are explained at `AdmissionGate`.
-
-    policy: fcfs = by arrival; priority = lower number first, then by arrival; static = by arrival, in closed batches,
-    the baseline that continuous batching is compared with. prefill: fused = prefill chunks ride in the packed step;
-    separate = while a group is admitted and prefilled, decodes pause; between two groups they compute a token at least.
-    speculation: auto = tokens that a request's own text suggests are computed ahead where that saves time.
+    - max_num_seqs: sequences that run at once.
+    - max_num_batched_tokens: maximum number of tokens in a step.
+    - waiting_served_ratio, max_wait_s (seconds), max_waiting_steps: see `AdmissionGate`.
+    - policy: fcfs = by arrival; priority = lowest number first, then by arrival; static = by
+      arrival, in closed batches (the baseline for continuous batching).
+    - prefill: fused = prefill chunks run in the same step as decodes; separate = decodes pause
+      while a group is admitted and prefilled, and compute at least one token between two groups.
+    - speculation: auto = compute drafts from the request's own text where that saves time.
     """
 
     max_num_seqs: int = 16
@@ -81,7 +82,7 @@ class SchedulerKnobs:
             )
 
     def knobs(self) -> dict[str, Any]:
-        """The knobs alone, by name."""
+        """Return the knobs alone, by name."""
         return {field.name: getattr(self, field.name) for field in fields(SchedulerKnobs)}
 
     def check_change(self, knobs: "SchedulerKnobs") -> None:
@@ -99,10 +100,11 @@ class SchedulerKnobs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerConfig(SchedulerKnobs):
-    """The knobs, and values that follow from the model and its memory. Raises ConfigError naming the key.
+    """The knobs, and values derived from the model and its memory.
 
-    num_blocks counts the null block (block 0); block_size is in tokens and comes from the attention backend.
-    vocab_size is the logits' width. draft_cost: the cost of drafts on this machine.
+    Raises ConfigError naming the key. num_blocks includes the null block (block 0). block_size is
+    in tokens and comes from the attention backend. vocab_size is the logits' width. draft_cost: the
+    cost of drafts on this machine.
     """
 
     num_blocks: int
@@ -113,7 +115,7 @@ class SchedulerConfig(SchedulerKnobs):
     draft_cost: DraftCost = DraftCost()
 
     def __post_init__(self) -> None:
-        SchedulerKnobs.__post_init__(self)  # not super(): `slots` makes a new class, which super() would not know
+        SchedulerKnobs.__post_init__(self)  # not super(): `slots` creates a new class
         for token_id in self.eos_token_ids:
             if not 0 <= token_id < self.vocab_size:
                 raise ConfigError(f"eos_token_ids contains {token_id}; the logits have ids 0 to {self.vocab_size - 1}")

@@ -1,4 +1,4 @@
-"""The draft tokens of one step and their distribution. Prompts come first; drafts use the remaining tokens."""
+"""Distributes draft tokens in a step. Prompts come first; drafts use the remaining tokens."""
 
 from serve_app.core.config import SchedulerConfig
 from serve_app.core.kv_cache_manager import KVCacheManager
@@ -6,9 +6,9 @@ from serve_app.core.request import Request
 from serve_app.core.step_plan import StepPlan
 
 MAX_DRAFTS = 15
-"""Of one row: with its newest token they fill a tile of the widest kernels."""
+"""Maximum per row. Together with its newest token, they fill a tile of the widest kernels."""
 _MAX_FORCED = 16
-"""Drafts of one row that its grammar leaves no choice about: each is computed once, now or in a later step."""
+"""Maximum of forced drafts per row. Each forced token is computed once, now or in a later step."""
 
 
 def add_drafts(plan: StepPlan, config: SchedulerConfig, kv: KVCacheManager, num_running: int) -> None:
@@ -29,15 +29,18 @@ def add_drafts(plan: StepPlan, config: SchedulerConfig, kv: KVCacheManager, num_
 
 
 class _Proposals:
-    """Drafts must be likely enough (see `draft_cost`), and decodes with drafts use at most half of a step's tokens.
-    Forced tokens have no extra cost, since they would be computed later."""
+    """Limits drafts: they must be likely enough (see `draft_cost`).
+
+    Decodes with drafts use at most half of a step's tokens. Forced tokens cost nothing extra,
+    because they would be computed later.
+    """
 
     def __init__(self, config: SchedulerConfig, num_decodes: int) -> None:
         self._least_chance = config.draft_cost.least_chance(num_decodes)
         self._room = config.max_num_batched_tokens // 2 - num_decodes if self._least_chance <= 1 else 0
 
     def next(self, request: Request, left: int) -> tuple[int, ...]:
-        """`left`: tokens that the step still has."""
+        """Return the drafts for `request`. `left`: tokens left in the step."""
         if request.forced:
             return request.draft(min(_MAX_FORCED, left), self._least_chance)
         drafts = request.draft(min(MAX_DRAFTS, self._room, left), self._least_chance)

@@ -1,10 +1,11 @@
-"""Which request is served next, and which is dropped: one queue per client, and clients take turns.
+"""Decides which request is served next, and which is dropped. Clients take turns.
 
-Decides an order only: no clock, no limit. Fair between tenants by weight, then between the users of a tenant, by
-hierarchical self-clocked fair queueing (Golestani, "A Self-Clocked Fair Queueing Scheme for Broadband Applications",
-INFOCOM 1994): a client's next request is tagged with the level's clock plus its cost divided by the client's weight;
-the lowest tag is served, and sets the clock. A returning client has neither debt nor credit, and a tag is overtaken at
-most once per other client and unit of cost. All operations are O(log clients).
+Decides an order only: no clock, no limit. Fair between tenants by weight, then between the users of
+a tenant, by hierarchical self-clocked fair queueing (Golestani, "A Self-Clocked Fair Queueing
+Scheme for Broadband Applications", INFOCOM 1994): a client's next request is tagged with the
+level's clock plus its cost divided by the client's weight; the lowest tag is served, and sets the
+clock. A returning client has neither debt nor credit, and a tag is overtaken at most once per other
+client and unit of cost. All operations are O(log clients).
 """
 
 import math
@@ -18,9 +19,10 @@ from serve_app.core.keyed_heap import KeyedHeap
 
 @dataclass(eq=False, slots=True)
 class Entry:
-    """One waiting request: `remaining` parts that are served one by one, each of `cost` sequences.
+    """A waiting request with `remaining` parts, served one by one, each of `cost` sequences.
 
-    client: (tenant, user). priority: lower is served first. weight: the tenant's share, relative to other tenants'.
+    client: (tenant, user). priority: the lowest is served first. weight: the tenant's share,
+    relative to other tenants'.
     """
 
     client: tuple[str, str]
@@ -32,7 +34,7 @@ class Entry:
 
     @property
     def size(self) -> int:
-        """Sequences that wait."""
+        """Number of waiting sequences."""
         return self.cost * self.remaining
 
 
@@ -50,7 +52,7 @@ Q = TypeVar("Q", bound=_Queue)
 
 
 class FairQueue(Generic[E]):
-    """Entries of the lowest priority number first; within a priority the clients take turns."""
+    """Serves the lowest priority number first. Within a priority, clients take turns."""
 
     def __init__(self) -> None:
         self.size = 0
@@ -59,7 +61,7 @@ class FairQueue(Generic[E]):
         self._worst: KeyedHeap[int, int] = KeyedHeap()
 
     def add(self, entry: E) -> None:
-        """To the end of its client's line."""
+        """Append the entry to its client's queue."""
         if entry.priority not in self._classes:
             self._classes[entry.priority] = _PriorityClass()
             self._best.put(entry.priority, entry.priority)
@@ -68,7 +70,7 @@ class FairQueue(Generic[E]):
         self.size += entry.size
 
     def take(self) -> E:
-        """Serve one part of the entry whose turn it is. Raises `LookupError` if the queue is empty."""
+        """Serve one part of the next entry. Raises `LookupError` if the queue is empty."""
         priority = self._best.first()
         if priority is None:
             raise LookupError("the queue is empty")
@@ -77,21 +79,25 @@ class FairQueue(Generic[E]):
         return entry
 
     def drop(self, entry: E, parts: int) -> None:
-        """Forget `parts` parts of a waiting entry."""
+        """Remove `parts` parts of a waiting entry."""
         self._classes[entry.priority].drop(entry, parts)
         self._shrink(entry.priority, parts * entry.cost)
 
     def ahead_of(self, entry: E) -> int:
-        """Sequences served before the last one of `entry`, if it arrived now (an upper estimate)."""
+        """Return the sequences served before the last one of `entry`, if it were added now.
+
+        An upper estimate.
+        """
         ahead = sum(others.size for priority, others in self._classes.items() if priority < entry.priority)
         same = self._classes.get(entry.priority)
         return ahead if same is None else ahead + same.ahead_of(entry)
 
     def giving_way(self, entry: E, needed: int) -> list[E]:
-        """The entries that `entry`, not yet added, may displace to gain `needed` sequences; may be empty.
+        """Return the entries that `entry`, not yet added, may displace to gain `needed` sequences.
 
-        The longest queue of the lowest priority loses its newest entries, as long as it stays at least as long as the
-        new entry's queue (of tenants, by weight). Queues of better priority lose none. Partly served entries stay.
+        May be empty. The longest queue of the lowest priority loses its newest entries, as long as
+        it stays at least as long as the new entry's queue (of tenants, by weight). Queues of better
+        priority lose none. Partly served entries stay.
         """
         worst = self._worst.first()
         if worst is None or worst < entry.priority:
@@ -138,7 +144,10 @@ class _Line(Generic[E]):
             self._untouched.pop(entry, None)
 
     def newest(self, needed: int) -> list[E]:
-        """The newest entries, `needed` sequences or a little more; none if there are fewer."""
+        """Return the newest entries with at least `needed` sequences; empty if there are too few.
+
+        Entries that are partly served do not count.
+        """
         found: list[E] = []
         for entry in reversed(self._untouched):
             found.append(entry)
@@ -149,7 +158,7 @@ class _Line(Generic[E]):
 
 
 class _Turns(Generic[Q]):
-    """Non-empty queues by name that take turns. Call `update` after every change of a queue."""
+    """Non-empty queues by name, which take turns. Call `update` after every change of a queue."""
 
     def __init__(self, make: Callable[[], Q]) -> None:
         self.size = 0
@@ -167,7 +176,10 @@ class _Turns(Generic[Q]):
         return self._queues[self._next_name()].next_cost
 
     def open(self, name: str, weight: int = 1) -> Q:
-        """The queue `name`, which begins at the clock if it is new, and then has this weight until it is empty."""
+        """Return the queue `name`, creating it if needed.
+
+        A new queue starts at the clock and keeps `weight` until it is empty.
+        """
         if name not in self._queues:
             self._queues[name] = self._make()
             self._weights[name] = weight
@@ -179,13 +191,13 @@ class _Turns(Generic[Q]):
         return self._queues.get(name)
 
     def begin_turn(self) -> Q:
-        """The queue whose turn it is, and is over with this call: its tag becomes the clock."""
+        """Return the queue whose turn it is, and end its turn: its tag becomes the clock."""
         name = self._next_name()
         self._clock = self._since[name] = self._tag(name)
         return self._queues[name]
 
     def update(self, name: str, change: int) -> None:
-        """The queue `name` has grown by `change` sequences."""
+        """Update the queue `name` after it has grown by `change` sequences."""
         self.size += change
         queue = self._queues[name]
         if queue.size:
@@ -198,22 +210,30 @@ class _Turns(Generic[Q]):
             self._lengths.discard(name)
 
     def ahead_of(self, name: str, ahead: int, size: int, weight: int = 1) -> int:
-        """Sequences served before the last of `size` that join the queue `name` now, after `ahead` of its own."""
+        """Return the sequences served before the last of `size` that join queue `name` now.
+
+        `ahead`: sequences of the same queue before them. `weight` is used if the queue is new.
+        """
         own = self._queues.get(name)
         weight = self._weights.get(name, weight)
         others = self._weight - (weight if own is not None else 0)
-        # While these are served, each other queue is served as much by its weight, or all it has.
+        # While these are served, each other queue is served in proportion to its weight, or
+        # completely.
         most = math.ceil((ahead + size) * others / weight)
         return ahead + min(self.size - (own.size if own is not None else 0), most)
 
     def longest(self) -> Q:
-        """The longest queue. There must be one."""
+        """Return the longest queue. There must be one."""
         name = self._lengths.first()
         assert name is not None
         return self._queues[name]
 
     def giving_way(self, name: str, length: int, weight: int = 1) -> Q | None:
-        """The longest queue, if it is no shorter than the queue `name` and `length` sequences more; else that one."""
+        """Return the queue that gives way to `length` more sequences in queue `name`.
+
+        This is the longest queue, unless `name` would become longer; then it is `name` itself.
+        Lengths are divided by weights.
+        """
         own, longest = self._queues.get(name), self._lengths.first()
         assert longest is not None
         own_length = ((own.size if own is not None else 0) + length) / self._weights.get(name, weight)
@@ -230,7 +250,7 @@ class _Turns(Generic[Q]):
 
 
 class _PriorityClass(Generic[E]):
-    """The entries of one priority: tenants take turns, and the users of a tenant take turns within its own."""
+    """The entries of one priority. Tenants take turns, and within a tenant its users do."""
 
     def __init__(self) -> None:
         self._tenants: _Turns[_Turns[_Line[E]]] = _Turns(lambda: _Turns(_Line))
@@ -264,7 +284,10 @@ class _PriorityClass(Generic[E]):
         return self._tenants.ahead_of(tenant, ahead, entry.size, entry.weight)
 
     def giving_way(self, newcomer: E | None, needed: int) -> _Line[E] | None:
-        """The longest queue; None if the new entry's queue would become longer. Without a new entry: the longest."""
+        """Return the longest queue; None if the new entry's queue would become longer.
+
+        Without a new entry, returns the longest queue.
+        """
         if newcomer is None:
             return self._tenants.longest().longest()
         tenant, user = newcomer.client

@@ -9,9 +9,9 @@ R = TypeVar("R", int, float, tuple[int, int, int])
 
 
 class KeyedHeap(Generic[K, R]):
-    """Keys by rank, the lowest first, ties by age. Every operation is O(log n), amortized.
+    """Keys by rank, lowest first; ties by age. Every operation is amortized O(log n).
 
-    A heap with lazy deletion: stale items stay until they surface or outnumber the others.
+    A heap with lazy deletion: stale items stay until they reach the top or outnumber the others.
     """
 
     def __init__(self) -> None:
@@ -20,7 +20,7 @@ class KeyedHeap(Generic[K, R]):
         self._ages = count()
 
     def put(self, key: K, rank: R) -> None:
-        """Add `key`, or change its rank (and then it is the youngest of that rank)."""
+        """Add `key`, or change its rank. A changed key becomes the youngest of its rank."""
         item = self._items.get(key)
         if item is not None and item[0] == rank:
             return
@@ -31,11 +31,11 @@ class KeyedHeap(Generic[K, R]):
             heapify(self._heap)
 
     def discard(self, key: K) -> None:
-        """Remove `key`, if it is there."""
+        """Remove `key` if present."""
         self._items.pop(key, None)
 
     def first(self) -> K | None:
-        """The key of the lowest rank; None if there is none."""
+        """Return the key of the lowest rank; None if empty."""
         while self._heap:
             item = self._heap[0]
             if self._items.get(item[2]) is item:

@@ -1,7 +1,8 @@
-"""Block tables of requests: shared prefixes, allocation, and copies before a write.
+"""Block tables of requests: shared prefixes, allocation, and copy before write.
 
-Queries (`find_prefixes`, `match`, `fork`) change nothing; `allocate`, `grow` and `free` do. Does not decide which
-requests run. `allocate` takes shared blocks first, so that making room cannot evict them.
+`find_prefixes`, `match` and `fork` are queries; `allocate`, `grow` and `free` change state. Does
+not decide which requests run. `allocate` takes shared blocks first, so that making room cannot
+evict them.
 """
 
 from collections.abc import Iterable
@@ -16,13 +17,16 @@ from serve_app.core.step_plan import BlockCopy
 
 @dataclass(frozen=True, slots=True)
 class Prefix:
-    """Computed tokens that a request can start from: whole blocks to share, and one to copy if it ends inside it."""
+    """Computed tokens that a request can start from: whole blocks to share.
+
+    `copied`: the block to copy if the prefix ends inside it.
+    """
 
     num_tokens: int = 0
     shared: list[Block] = field(default_factory=list)
     copied: Block | None = None
     searched: bool = False
-    """Whether the prefix cache was asked, and not a sibling's blocks taken."""
+    """Whether the prefix cache was searched, rather than taking a sibling choice's blocks."""
 
 
 class KVCacheManager:
@@ -36,11 +40,14 @@ class KVCacheManager:
         self._copies: list[BlockCopy] = []
 
     def blocks_for(self, num_tokens: int) -> int:
-        """The number of blocks for `num_tokens`."""
+        """Return the number of blocks for `num_tokens`."""
         return -(-num_tokens // self.block_size)
 
     def _hashes(self, request: Request, count: int) -> list[bytes]:
-        """The names of the request's first `count` blocks, each computed once in its life."""
+        """Return the hashes of the request's first blocks, at least `count`.
+
+        Each is computed only once.
+        """
         hashes, size = request.block_hashes, self.block_size
         for i in range(len(hashes), count):
             parent = hashes[-1] if hashes else root_hash(request.cache_salt)
@@ -48,7 +55,7 @@ class KVCacheManager:
         return hashes
 
     def match(self, request: Request) -> Prefix:
-        """The longest published prefix, in whole blocks."""
+        """Return the longest published prefix, in whole blocks."""
         limit = request.num_reusable_tokens // self.block_size
         shared: list[Block] = []
         for block_hash in self._hashes(request, limit)[:limit]:
@@ -59,24 +66,26 @@ class KVCacheManager:
         return Prefix(len(shared) * self.block_size, shared, searched=True)
 
     def fork(self, request: Request, source: Request) -> Prefix:
-        """The part of the prompt that `request` can share with `source`, a running choice of the same request.
+        """Return the part of the prompt that `request` can share with `source`.
 
-        At least one token is left to compute. The block that it is written to is copied, unless it starts that block.
+        `source`: a running choice of the same request. At least one token is left to compute. If
+        that token is inside a block, the block is copied.
         """
         num_tokens = min(request.num_prompt_tokens, source.num_computed_tokens, request.num_tokens - 1)
         whole, rest = divmod(num_tokens, self.block_size)
         return Prefix(num_tokens, source.blocks[:whole], source.blocks[whole] if rest else None)
 
     def find_prefixes(self, request: Request) -> tuple[Prefix, ...]:
-        """The prefixes that `request` may start from, longest first: published blocks, or its running leader's.
+        """Return the prefixes that `request` may start from, longest first.
 
-        The leader's blocks are in use and need no free block, so they may fit where published blocks do not.
+        They are published blocks, or the blocks of its running leader. The leader's blocks are in
+        use and need no free block, so they may fit where published blocks do not.
         """
         leader = request.leader
         forked = Prefix()
         if leader is not None and leader.num_computed_tokens >= leader.num_prompt_tokens:
             forked = self.fork(request, leader)
-        # A prompt's logprobs, and its mean, exist only where its tokens are computed.
+        # A prompt's logprobs and mean exist only if its tokens are computed.
         if not self._caches_prefixes or not request.num_reusable_tokens:
             return (forked,)
         published = self.match(request)
@@ -85,9 +94,9 @@ class KVCacheManager:
         return (forked,) if forked.num_tokens >= published.num_tokens else (published, forked)
 
     def allocate(self, request: Request, prefix: Prefix, reserve: int) -> bool:
-        """Give `request` a table for all its known tokens, the first of them from `prefix`; all of it or nothing.
+        """Allocate a table for all known tokens of `request`, starting with `prefix`, or nothing.
 
-        `reserve` blocks must stay free afterwards.
+        `reserve` blocks must stay free. Returns whether the allocation succeeded.
         """
         count = self.blocks_for(request.num_tokens) - len(prefix.shared)
         revived = sum(block.ref_count == 0 for block in prefix.shared)
@@ -104,17 +113,23 @@ class KVCacheManager:
         return True
 
     def can_grow(self, request: Request, num_tokens: int, reserve: int) -> bool:
-        """Whether there is room for the next `num_tokens`, and `reserve` blocks stay free if it takes new ones."""
+        """Whether the next `num_tokens` fit.
+
+        If new blocks are needed, `reserve` blocks must stay free.
+        """
         count = self._missing(request, num_tokens)
         return count <= 0 or count + reserve <= self.pool.num_free
 
     def can_all_grow(self, requests: Iterable[Request]) -> bool:
-        """Whether there is room for the next token of each."""
+        """Whether the next token of every request fits."""
         return sum(max(0, self._missing(request, 1)) for request in requests) <= self.pool.num_free
 
     def grow(self, request: Request, num_tokens: int) -> tuple[int, ...] | None:
-        """Make room for the next `num_tokens`; the ids of the new blocks (perhaps none), or None without room."""
-        # Most rows of most steps: asked without a call.
+        """Make room for the next `num_tokens`.
+
+        Returns the ids of new blocks (maybe none); None if full.
+        """
+        # Fast path without a call, for most rows of most steps.
         if request.num_computed_tokens + request.num_in_flight + num_tokens <= len(request.blocks) * self.block_size:
             return ()
         count = self._missing(request, num_tokens)
@@ -125,7 +140,7 @@ class KVCacheManager:
         return tuple(block.id for block in new)
 
     def _missing(self, request: Request, num_tokens: int) -> int:
-        """Blocks that its table lacks for the next `num_tokens`; below 0 there are too many."""
+        """Return how many blocks the table lacks for the next `num_tokens`; negative: too many."""
         num_tokens += request.num_computed_tokens + request.num_in_flight
         return -(-num_tokens // self.block_size) - len(request.blocks)
 
@@ -136,14 +151,17 @@ class KVCacheManager:
         return new
 
     def free(self, request: Request) -> None:
-        """Return the request's table; nothing of it counts as computed any more."""
+        """Free the request's table. None of its tokens count as computed any more."""
         self.pool.free(request.blocks)
         request.blocks = []
         request.num_computed_tokens = request.num_in_flight = request.num_awaited = 0
         request.num_published_blocks = 0
 
     def publish(self, request: Request) -> None:
-        """Name the request's blocks that are full and computed. Only for the commit of a finished step."""
+        """Publish the request's full and computed blocks.
+
+        Call it only when a finished step is committed.
+        """
         count = request.num_computed_tokens // self.block_size
         if count > request.num_published_blocks and self._caches_prefixes:
             hashes = self._hashes(request, count)
@@ -152,13 +170,19 @@ class KVCacheManager:
             request.num_published_blocks = count
 
     def take_copies(self) -> tuple[BlockCopy, ...]:
-        """The copies that the next step needs before it runs. Sources are never targets of the same step."""
+        """Return and clear the copies needed before the next step.
+
+        Sources are never targets in the same step.
+        """
         copies = tuple(self._copies)
         self._copies.clear()
         return copies
 
     def check_invariants(self, running: Iterable[Request]) -> None:
-        """Assert block conservation, that no writable block is shared or published, and that names recompute."""
+        """Assert block conservation, private writable blocks, and correct hashes.
+
+        No writable block may be shared or published.
+        """
         tables = list(running)
         self.pool.check_invariants(request.blocks for request in tables)
         self.prefix_cache.check_invariants(self.pool.blocks)

@@ -1,6 +1,7 @@
-"""A request as it crosses processes (`EngineRequest`) and as the scheduler tracks it (`Request`, one per choice).
+"""A request between processes (`EngineRequest`), and in the scheduler (`Request`, one per choice).
 
-`make_choices` turns one into the other and refuses requests that can never run, with the field and the limit.
+`make_choices` converts one to the other. It refuses requests that can never run, naming the field
+and the limit.
 """
 
 from dataclasses import dataclass, field
@@ -18,9 +19,11 @@ from serve_app.errors import ContextLengthError, InvalidRequestError, RequestErr
 class EngineRequest:
     """A request as the engine receives it: token ids in, token ids out.
 
-    prior_output_ids: per choice, the output ids that another replica produced (failover); empty for a new request.
-    finished_choices: indices of choices that are complete, whatever their last token; never all of them.
-    cache_salt separates prefix caches (tenants). A lower `priority` is served first.
+    - prior_output_ids: per choice, the output ids from another replica (failover); empty for a new
+      request.
+    - finished_choices: indices of complete choices, whatever their last token; never all choices.
+    - cache_salt separates the prefix caches of tenants.
+    - priority: the lowest is served first.
     """
 
     request_id: str
@@ -33,7 +36,7 @@ class EngineRequest:
 
 
 class RequestStatus(Enum):
-    """State of a choice. FORKING: it waits for the first choice to compute their common prompt."""
+    """State of a choice. FORKING: waits until the first choice has computed their common prompt."""
 
     FORKING = auto()
     WAITING = auto()
@@ -43,12 +46,15 @@ class RequestStatus(Enum):
 
 @dataclass(eq=False, slots=True)
 class Request:
-    """One choice of one request. `num_computed_tokens` catches up with `num_tokens`; everything else follows from that.
+    """One choice of one request. Scheduling makes `num_computed_tokens` catch up with `num_tokens`.
 
-    order: (priority, arrival number, choice), unique; the lowest is served first and preempted last.
-    max_num_tokens: prompt and output together; the request ends with LENGTH there.
-    num_prefill_tokens: tokens known when it took its slot; computing those is prefill, the rest decode.
-    num_in_flight, num_awaited: tokens that steps in flight compute, and tokens that they sample (ids still unknown).
+    - order: (priority, arrival number, choice), unique; the lowest is served first and preempted
+      last.
+    - max_num_tokens: prompt and output together; the choice ends with LENGTH there.
+    - num_prefill_tokens: tokens known when it took its slot. Computing those is prefill, later ones
+      decode.
+    - num_in_flight, num_awaited: tokens computed by the steps in flight, and tokens sampled by them
+      (ids still unknown).
     """
 
     request_id: str
@@ -73,35 +79,42 @@ class Request:
     num_published_blocks: int = 0
     block_hashes: list[bytes] = field(default_factory=list)
     num_cached_tokens: int | None = None
-    """Prompt tokens that the first admission found computed; None until then, and again once reported."""
+    """Prompt tokens found computed at first admission. None before, and once reported."""
     was_admitted: bool = False
     missing_prompt_results: int = 0
-    """Prompt logprobs still to be delivered, always the last ones: a recomputed prompt must not repeat the others."""
+    """Prompt logprobs still to be delivered.
+
+    Always the last ones: a recomputed prompt must not repeat the others.
+    """
     lookup: PromptLookup = field(default_factory=PromptLookup)
     forced: tuple[int, ...] = ()
-    """Tokens that its grammar forces next, if known; they are drafted."""
+    """Tokens that the grammar forces next, if known. They are drafted."""
     sat_out: bool = False
-    """Whether the step before could not sample for it, because its grammar mask was not ready."""
+    """Whether the previous step could not sample it, because its grammar mask was not ready."""
 
     @property
     def arrival(self) -> int:
-        """The number of its request in order of arrival."""
+        """The request's number in order of arrival."""
         return self.order[1]
 
     @property
     def num_tokens(self) -> int:
-        """Tokens known: prompt and output."""
+        """Number of known tokens, prompt and output."""
         return len(self.token_ids)
 
     @property
     def num_output_tokens(self) -> int:
-        """Output tokens known, those of an earlier replica included."""
+        """Number of known output tokens, including an earlier replica's."""
         return len(self.token_ids) - self.num_prompt_tokens
 
     @property
     def num_reusable_tokens(self) -> int:
-        """The most that need not be computed: one token at least yields the next, and those of the prompt whose
-        results are missing are predicted by the ones before them. A mean is taken over all."""
+        """Maximum number of tokens that may come from the prefix cache.
+
+        At least one token must be computed to yield the next. Prompt tokens with missing results
+        are predicted by the tokens before them, so these must be computed too. A mean needs all
+        tokens.
+        """
         if self.params.pooling == "mean":
             return 0
         if self.missing_prompt_results:
@@ -110,19 +123,22 @@ class Request:
 
     @property
     def is_prefilling(self) -> bool:
-        """Whether tokens known at admission are still to be planned."""
+        """Whether some tokens known at admission are not planned yet."""
         return self.num_computed_tokens + self.num_in_flight < self.num_prefill_tokens
 
     @property
     def can_decode(self) -> bool:
-        """Whether it is done with prefilling, and the token that a step in flight samples is not the last one."""
+        """Whether prefill is planned completely and another token may follow those in flight."""
         return (
             self.num_computed_tokens + self.num_in_flight >= self.num_prefill_tokens
             and len(self.token_ids) + self.num_awaited < self.max_num_tokens
         )
 
     def finish_reason(self) -> FinishReason | None:
-        """Whether the last token ends this choice. Below `min_tokens` a stop token is only a token."""
+        """Return why the last token ends this choice, or None.
+
+        Before `min_tokens`, stop tokens do not end it.
+        """
         total = len(self.token_ids)
         if self.token_ids[-1] in self.stop_token_ids and total - self.num_prompt_tokens >= max(
             1, self.params.min_tokens
@@ -131,10 +147,10 @@ class Request:
         return FinishReason.LENGTH if total >= self.max_num_tokens else None
 
     def draft(self, at_most: int, min_chance: float) -> tuple[int, ...]:
-        """Drafts of the tokens after the last one, for the step being planned.
+        """Return drafts of the tokens after the last one, for the step being planned.
 
-        The last token may be in flight if the grammar forces the next ones. The final token allowed by the limit is
-        never drafted, since the position before it yields it.
+        The last token may be in flight if the grammar forces the next ones. The final token allowed
+        by the limit is never drafted, because the position before it yields it.
         """
         if self.sat_out:
             return ()
@@ -145,7 +161,10 @@ class Request:
         return self.lookup.propose(self.token_ids, at_most, min_chance) if at_most > 0 else ()
 
     def take_prompt_results(self, results: Results, start: int) -> Results:
-        """Those of a row's prompt results that were not delivered yet; the row began at token `start`."""
+        """Return a row's prompt results that were not delivered yet.
+
+        `start`: the row's first token.
+        """
         delivered = self.num_prompt_tokens - 1 - self.missing_prompt_results
         first = max(0, delivered - max(start, self.params.prompt_logprobs_from - 1))
         count = max(map(len, results.values())) - first
@@ -155,10 +174,13 @@ class Request:
         return {kind: entries[first:] for kind, entries in results.items()}
 
     def append(self, token_ids: tuple[int, ...]) -> tuple[tuple[int, ...], FinishReason | None]:
-        """Take sampled tokens, up to the one that ends this choice; returns those taken, and why it ends."""
+        """Append sampled tokens up to the end of the choice.
+
+        Returns the appended tokens, and the reason if the choice ends.
+        """
         for count, token_id in enumerate(token_ids, 1):
             self.token_ids.append(token_id)
-            # Asked only where it may end, which spares a large batch a call per row.
+            # Avoids a call per row in a large batch.
             may_end = token_id in self.stop_token_ids or len(self.token_ids) >= self.max_num_tokens
             if may_end and (reason := self.finish_reason()) is not None:
                 return token_ids[:count], reason
@@ -172,7 +194,7 @@ class Request:
         prompt_results: Results = NO_RESULTS,
         error: RequestError | None = None,
     ) -> TokenDelta:
-        """The delta for `token_ids`, already appended to this choice; `results` may cover more tokens."""
+        """Return the delta for `token_ids`, already appended. `results` may cover more tokens."""
         num_cached_tokens, self.num_cached_tokens = self.num_cached_tokens, None
         return TokenDelta(
             self.request_id,
@@ -195,7 +217,7 @@ def _check_ids(param: str, token_ids: tuple[int, ...], vocab_size: int) -> None:
 
 
 def _length_limit(request: EngineRequest, config: SchedulerConfig) -> int:
-    """The most tokens (prompt and output) the request may reach, or the refusal of what can never fit.
+    """Return the maximum of prompt and output tokens. Raises `ContextLengthError` if it cannot fit.
 
     The last output token is never computed, so the pool may be one token smaller than the request.
     """
@@ -207,7 +229,7 @@ def _length_limit(request: EngineRequest, config: SchedulerConfig) -> int:
             raise ContextLengthError(
                 f"`prompt` has {prompt} tokens, but the model's context is {context}", param="prompt"
             )
-        context += 1  # its one token is dropped, and needs no position
+        context += 1  # the one sampled token is dropped and needs no position
     for limit, name in ((context, "the model's context of"), (pool, "the KV pool, which holds")):
         if prompt >= limit:
             raise ContextLengthError(
@@ -248,12 +270,12 @@ def _check_prior_output(request: EngineRequest, limit: int, vocab_size: int) -> 
 def make_choices(request: EngineRequest, config: SchedulerConfig, arrival: int, now: float) -> list[Request]:
     """Validate `request` and return its choices in order.
 
-    The first unfinished choice leads: it is WAITING and computes the prompt, the others are FORKING. Choices whose
-    prior output is already complete, and `finished_choices`, are FINISHED. Raises InvalidRequestError or
-    ContextLengthError.
+    The first unfinished choice leads: it is WAITING and computes the prompt. The others are
+    FORKING. Choices whose prior output is complete, and `finished_choices`, are FINISHED. Raises
+    InvalidRequestError or ContextLengthError.
     """
     params, prompt = request.params, request.prompt_token_ids
-    # Both are used inside a step, where a wrong type would hurt everybody.
+    # Both are used inside a step, where a wrong type would affect all requests.
     if type(request.priority) is not int:
         raise InvalidRequestError("`priority` must be an integer", param="priority")
     if not isinstance(request.cache_salt, str):
@@ -281,7 +303,8 @@ def make_choices(request: EngineRequest, config: SchedulerConfig, arrival: int, 
             arrived_at=now,
             leader=leader,
         )
-        # Choice 0 speaks for the prompt. Output that an earlier replica delivered came after the prompt's logprobs.
+        # Choice 0 delivers the prompt's results. If an earlier replica delivered output, the
+        # prompt's logprobs came before it.
         if i == 0 and params.wants_prompt_results and choice.num_output_tokens == 0:
             choice.missing_prompt_results = max(0, len(prompt) - params.prompt_logprobs_from)
         if i in request.finished_choices or choice.finish_reason() is not None:

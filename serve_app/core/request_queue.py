@@ -1,6 +1,6 @@
-"""Which requests wait for a slot, in order of service, and which running one is preempted.
+"""The requests that wait for a slot in order of service, and the choice of the one to preempt.
 
-Decides nothing about when the next one may enter: that is the admission gate's.
+The admission gate decides when a request may start.
 """
 
 import math
@@ -12,7 +12,7 @@ from serve_app.core.request import Request
 
 
 class _OrderedQueue:
-    """Requests by `order`, and by the time they came; removal from anywhere is cheap."""
+    """Requests by `order` and by arrival. Removal at any position is cheap."""
 
     def __init__(self) -> None:
         self._members: OrderedDict[Request, None] = OrderedDict()
@@ -42,15 +42,16 @@ class _OrderedQueue:
         return next(reversed(self._members), None)
 
     def nth(self, n: int) -> Request:
-        """The `n`-th that came, counted from 1."""
+        """Return the `n`-th request by arrival, counted from 1."""
         return next(islice(self._members, n - 1, n))
 
 
 class RequestQueue:
-    """Waiting requests in order of service. Two queues, because only new requests need the admission gate.
+    """Waiting requests in order of service. New and resuming requests are separate.
 
-    Resuming requests (preempted ones, and further choices of a running request) were admitted before. They precede new
-    requests of their priority: preemption takes the youngest request, so they arrived earlier.
+    Only new requests need the admission gate. Resuming requests (preempted ones, and further
+    choices of a running request) were admitted before. They precede new requests of their priority:
+    preemption takes the youngest request, so they arrived earlier.
     """
 
     def __init__(self) -> None:
@@ -65,27 +66,30 @@ class RequestQueue:
 
     @property
     def num_new(self) -> int:
-        """The number of new requests."""
+        """Number of new requests."""
         return len(self._new)
 
     @property
     def num_resuming(self) -> int:
-        """The number of requests that were admitted before."""
+        """Number of requests that were admitted before."""
         return len(self._resuming)
 
     @property
     def new_head(self) -> Request | None:
-        """The next new request."""
+        """The next new request; None if there is none."""
         return self._new.head()
 
     @property
     def oldest_arrival(self) -> float:
-        """Arrival time of the oldest new request (infinity if none waits)."""
+        """Arrival time of the oldest new request; infinity if there is none."""
         oldest = self._new.oldest()
         return math.inf if oldest is None else oldest.arrived_at
 
     def last_arrival(self, limit: int) -> int:
-        """The arrival number of the newest new request, or of the `limit`-th if more wait (-1 if none waits)."""
+        """Return the arrival number of the newest new request, or of the `limit`-th if more wait.
+
+        -1 if none waits.
+        """
         last = self._new.nth(limit) if limit < len(self._new) else self._new.newest()
         return -1 if last is None else last.arrival
 
@@ -98,7 +102,7 @@ class RequestQueue:
         (self._resuming if request in self._resuming else self._new).remove(request)
 
     def head(self, *, gate_open: bool) -> Request | None:
-        """The next request. No request overtakes the head; a closed gate hides new requests."""
+        """Return the next request. None overtakes the head; a closed gate hides new requests."""
         resuming, new = self._resuming.head(), self.new_head if gate_open else None
         if resuming is None or new is None:
             return resuming or new
@@ -106,5 +110,8 @@ class RequestQueue:
 
 
 def pick_victim(running: list[Request]) -> Request:
-    """The request to preempt: the youngest of the lowest priority. `running` is sorted by `order`."""
+    """Return the request to preempt: the youngest of the lowest priority.
+
+    `running` is sorted by `order`.
+    """
     return running[-1]

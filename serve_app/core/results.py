@@ -1,7 +1,7 @@
-"""The results of a step: by row, as the runner returns them, and by request, as readers receive them.
+"""The results of a step: per row from the runner, and per request for readers.
 
-Plain data, small and picklable. Types with one instance per row and step are named tuples, which take a third of the
-time of frozen dataclasses.
+Plain data, small and picklable. Types with one instance per row and step are named tuples, which
+take a third of the time of frozen dataclasses.
 """
 
 from collections.abc import Mapping
@@ -13,23 +13,29 @@ from typing import Any, NamedTuple
 from serve_app.errors import RequestError
 
 LOGPROBS = "logprobs"
-"""The kind of result with a `TokenLogprob` per output or prompt token."""
+"""Kind of result: a `TokenLogprob` per output or prompt token."""
 
 EMBEDDING = "embedding"
-"""The kind of result with the prompt's embedding, for the one token of a request with `pooling`: bytes of
-little-endian float32."""
+"""Kind of result: the prompt's embedding, for the one token of a request with `pooling`.
+
+Bytes of little-endian float32.
+"""
 
 Results = Mapping[str, tuple[Any, ...]]
-"""Results beside the tokens: for each kind, one entry per token, of plain data that msgpack can pack.
+"""Results besides the tokens.
 
-A kind has its name here and a property of `TokenDelta` that reads it. Scheduler, wire and failover carry it unread. Do
-not modify an instance.
+For each kind, one entry per token, of plain data that msgpack supports. A kind has a name here and
+a property of `TokenDelta` that reads it. Scheduler, wire and failover pass it on unread. Do not
+modify an instance.
 """
 NO_RESULTS: Results = {}
 
 
 class FinishReason(StrEnum):
-    """Why a choice ended. STOP: end of sequence or a stop token id (stop *strings* are found at the ingress)."""
+    """Why a choice ended.
+
+    STOP: an end token or a stop token id (the ingress finds stop *strings*).
+    """
 
     STOP = "stop"
     LENGTH = "length"
@@ -37,7 +43,10 @@ class FinishReason(StrEnum):
 
 
 class TokenLogprob(NamedTuple):
-    """Natural log-probability of one token under the model's own distribution (before penalties, bias, temperature)."""
+    """Natural log-probability of a token under the model.
+
+    Before penalties, bias and temperature.
+    """
 
     token_id: int
     logprob: float
@@ -49,12 +58,14 @@ class TokenLogprob(NamedTuple):
 class ModelRunnerOutput:
     """The results of a step, by row index of `SchedulerOutput.rows`.
 
-    `token_ids[i]`: the accepted drafts and one more token; empty for a row that did not sample. `failed[i]`: the error
-    that ends this request only. `results[i]` has an entry for each of its tokens, `prompt_results[i]` for each *next*
-    prompt token that the row's positions predict. `sat_out`: rows that should have sampled but could not yet; their
-    last token is computed again, and the scheduler knows of them earlier, by `sit_out`. `forced[i]`: tokens that the
-    grammar forces after `token_ids[i]`, as drafts for the next step. `mask_s`: processor time of grammar masks since
-    the previous step, in seconds.
+    - `token_ids[i]`: the accepted drafts and one more token; empty for a row that did not sample.
+    - `failed[i]`: the error that ends this request only.
+    - `results[i]`: an entry for each of its tokens.
+    - `prompt_results[i]`: an entry for each *next* prompt token that the row's positions predict.
+    - `sat_out`: rows that should have sampled but could not yet. Their last token is computed
+      again. `sit_out` has already told the scheduler.
+    - `forced[i]`: tokens that the grammar forces after `token_ids[i]`, as drafts for the next step.
+    - `mask_s`: CPU time of grammar masks since the previous step, in seconds.
     """
 
     token_ids: tuple[tuple[int, ...], ...]
@@ -67,13 +78,17 @@ class ModelRunnerOutput:
 
 
 class TokenDelta(NamedTuple):
-    """What one choice of one request gained by a step.
+    """What one choice of one request gained in a step.
 
-    `offset` counts the output tokens before these, prior ones (failover) included: so readers notice gaps and repeats.
-    `num_cached_tokens` (prompt tokens found computed: in the prefix cache, or by a sibling choice) is set on the first
-    delta of a choice. `results` has an entry for each of its tokens. `prompt_results`, an entry for each prompt token
-    after the first, come with choice 0, all of them before or with its first output token, each once; after a failover
-    from the start again, but only if no output token of choice 0 had come. `error` accompanies `FinishReason.ERROR`.
+    - `offset`: output tokens before these, including prior ones (failover), so that readers notice
+      gaps and repeats.
+    - `num_cached_tokens`: prompt tokens found computed, in the prefix cache or by a sibling choice.
+      Set on the first delta of a choice.
+    - `results`: an entry for each token.
+    - `prompt_results`: an entry for each prompt token after the first. They come with choice 0,
+      before or with its first output token, each once. After a failover they start again, but only
+      if choice 0 had no output token.
+    - `error`: set with `FinishReason.ERROR`.
     """
 
     request_id: str
@@ -99,14 +114,14 @@ class TokenDelta(NamedTuple):
 
     @property
     def prompt_logprobs(self) -> tuple[TokenLogprob, ...]:
-        """Log-probabilities of prompt tokens; empty if not requested, or already delivered."""
+        """Log-probabilities of prompt tokens; empty if not requested or already delivered."""
         return tuple(map(TokenLogprob._make, self.prompt_results.get(LOGPROBS, ())))
 
 
 class RequestOutputs(NamedTuple):
-    """What one request gained by a flush: one delta per choice at most.
+    """What one request gained in a flush: at most one delta per choice.
 
-    `ended`: nothing follows. `error` says why, where not all choices have finished.
+    `ended`: nothing follows. `error`: the reason if not all choices have finished.
     """
 
     request_id: str
@@ -116,7 +131,7 @@ class RequestOutputs(NamedTuple):
 
 
 def join_deltas(deltas: list[TokenDelta]) -> list[TokenDelta]:
-    """Consecutive deltas of one request as one delta per choice."""
+    """Join consecutive deltas of one request into one delta per choice."""
     if len(deltas) == 1:
         return deltas
     by_choice: dict[int, list[TokenDelta]] = {}

@@ -1,4 +1,4 @@
-"""Sampling parameters of one request, validated once at construction."""
+"""Sampling parameters of a request, validated at construction."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
@@ -22,13 +22,13 @@ _SET_BY_ENDPOINT = (
     "max_tokens", "seed", "bad_words", "logprobs", "prompt_logprobs", "prompt_logprobs_from", "grammar",
     "thinking_budget", "pooling", "dimensions",
 )  # fmt: skip
-"""Fields whose meaning in a request depends on its endpoint, or whose default is not here."""
+"""Fields whose meaning or default depends on the endpoint."""
 
 
 class ThinkingBudget(NamedTuple):
-    """At most `max_tokens` of reasoning between the marks `open` and `close`, then `close` by force.
+    """At most `max_tokens` of reasoning between the marks `open` and `close`.
 
-    `open` is empty where the prompt has opened the reasoning.
+    Then `close` is forced. `open` is empty if the prompt already opened the reasoning.
     """
 
     max_tokens: int
@@ -45,7 +45,7 @@ def _refuse(param: str, value: object, limit: str) -> InvalidRequestError:
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """The numbers from `low` to `high`; integers if these are. open_low: `low` is not one of them."""
+    """Numbers from `low` to `high`; integers if `low` is one. open_low: excludes `low`."""
 
     low: float
     high: float
@@ -53,11 +53,11 @@ class Range:
 
     @property
     def is_integral(self) -> bool:
-        """Whether it contains integers only."""
+        """Whether the range contains integers only."""
         return isinstance(self.low, int)
 
     def check(self, param: str, value: Any) -> None:
-        """Raise `InvalidRequestError` unless `value` is one of them."""
+        """Raise `InvalidRequestError` unless `value` is in the range."""
         good = isinstance(value, int if self.is_integral else int | float) and not isinstance(value, bool)
         if good and self.low <= value <= self.high and not (self.open_low and value == self.low):
             return
@@ -84,7 +84,7 @@ RANGES: Mapping[str, Range] = {
     "prompt_logprobs_from": Range(1, 2**31 - 1),
     "dimensions": Range(1, 2**31 - 1),
 }
-"""Of the fields that are numbers."""
+"""Ranges of the numeric fields."""
 
 MEANINGS: Mapping[str, str] = {
     "n": "Number of choices; they share the prompt's KV blocks.",
@@ -97,7 +97,7 @@ MEANINGS: Mapping[str, str] = {
     "frequency_penalty": "Subtracted from a token's logit for each occurrence in the output.",
     "ignore_eos": "Generate up to `max_tokens`, past the model's end tokens; for benchmarks.",
 }
-"""Of fields that a request sets as they are: descriptions for /openapi.json and docs/fields.md."""
+"""Descriptions for /openapi.json and docs/fields.md, of fields that requests set directly."""
 
 BIASES = Range(-100.0, 100.0)
 _TOKEN_IDS = Range(0, 2**31 - 1)
@@ -106,16 +106,22 @@ _MAY_BE_NONE = ("max_tokens", "seed", "logprobs", "prompt_logprobs", "dimensions
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """Per-request sampling. Construction validates and raises `InvalidRequestError` naming the field and its limit.
+    """Sampling of one request. Construction raises `InvalidRequestError` naming field and limit.
 
-    temperature 0 is greedy. `top_k` 0 (or -1) switches top-k off. `logprobs`: None = none, 0 = the sampled token's,
-    k = also the k most likely. `prompt_logprobs`: the same for each prompt token from index `prompt_logprobs_from` on
-    (index 0 has none). `seed` None: the engine draws one, because noise is a function of (seed, choice, position).
-    `max_tokens` None: as many as the context allows. `logit_bias`: (token id, bias) pairs. `allowed_token_ids`: only
-    these are sampled, unless it is empty. `bad_words`: sequences of token ids that must not occur in the output.
-    `grammar` (see `serve_app.grammars`): constrains the output and decides where it ends. `thinking_budget` bounds the
-    reasoning that the grammar allows in front of the answer. `pooling`: compute the prompt's embedding, reduced to its
-    first `dimensions` numbers (None: all); see `for_embedding`.
+    - temperature: 0 is greedy.
+    - `top_k`: 0 or -1 disables top-k.
+    - `logprobs`: None = none, 0 = the sampled token's, k = also the k most likely.
+    - `prompt_logprobs`: the same for each prompt token from index `prompt_logprobs_from` on (index
+      0 has none).
+    - `seed`: None = drawn by the engine, because noise is a function of (seed, choice, position).
+    - `max_tokens`: None = as many as the context allows.
+    - `logit_bias`: (token id, bias) pairs.
+    - `allowed_token_ids`: only these are sampled, unless empty.
+    - `bad_words`: sequences of token ids that must not occur in the output.
+    - `grammar` (see `serve_app.grammars`): constrains the output and decides where it ends.
+    - `thinking_budget`: limits the reasoning that the grammar allows before the answer.
+    - `pooling`: compute the prompt's embedding, reduced to its first `dimensions` numbers (None:
+      all); see `for_embedding`.
     """
 
     n: int = 1
@@ -217,12 +223,12 @@ class SamplingParams:
 
     @property
     def needs_last_token(self) -> bool:
-        """Whether the allowed next tokens depend on a last token that the host must know."""
+        """Whether the allowed next tokens depend on the last token's id on the host."""
         return self.grammar is not None or any(len(word) > 1 for word in self.bad_words)
 
     @property
     def wants_prompt_results(self) -> bool:
-        """Whether prompt tokens have results, so that they must be computed and not come from the prefix cache."""
+        """Whether prompt tokens have results, so that they must be computed, not cached."""
         return self.prompt_logprobs is not None
 
     @property
@@ -232,16 +238,19 @@ class SamplingParams:
 
     @classmethod
     def for_embedding(cls, pooling: Pooling, dimensions: int | None = None) -> Self:
-        """Parameters for a prompt's embedding. The engine still samples one token, which is ignored."""
+        """Return parameters for an embedding. The engine samples one token, which is ignored."""
         return cls(max_tokens=1, temperature=0.0, seed=0, pooling=pooling, dimensions=dimensions)
 
     @classmethod
     def client_fields(cls) -> dict[str, type]:
-        """Names and types of the fields that a request sets directly; the endpoint derives the others."""
+        """Return name and type of the fields that a request sets directly.
+
+        The endpoint derives the others.
+        """
         return {field.name: field.type for field in fields(cls) if field.name not in _SET_BY_ENDPOINT}  # type: ignore[misc]
 
     def check_vocab(self, vocab_size: int) -> None:
-        """Raise `InvalidRequestError` if a token id is outside the logits (`vocab_size` = their width)."""
+        """Raise `InvalidRequestError` if a token id exceeds the logits (`vocab_size` wide)."""
         for name, ids in (
             ("stop_token_ids", self.stop_token_ids),
             ("allowed_token_ids", self.allowed_token_ids),
@@ -260,12 +269,12 @@ class SamplingParams:
             )
 
     def to_wire(self) -> dict[str, Any]:
-        """The fields that differ from their defaults, as plain data."""
+        """Return the fields that differ from their defaults, as plain data."""
         return {f.name: v for f in fields(self) if (v := getattr(self, f.name)) != f.default}
 
     @classmethod
     def from_wire(cls, data: dict[str, Any]) -> "SamplingParams":
-        """The params of `to_wire`'s data; lists become tuples again."""
+        """Return the params of `to_wire`'s data. Lists become tuples again."""
         values = {name: as_tuple(value) for name, value in data.items()}
         if (budget := values.get("thinking_budget")) is not None:
             values["thinking_budget"] = ThinkingBudget(*budget)
@@ -273,5 +282,5 @@ class SamplingParams:
 
 
 def as_tuple(value: Any) -> Any:
-    """`value` with tuples in place of its lists, at any depth."""
+    """Return `value` with its lists replaced by tuples, at any depth."""
     return tuple(map(as_tuple, value)) if isinstance(value, list | tuple) else value

@@ -1,22 +1,24 @@
-"""The scheduler: which requests compute which tokens in the next step. A pure state machine; time is an argument.
+"""The scheduler: which requests compute which tokens in the next step.
 
-There is no prefill phase and no decode phase: every request has `num_computed_tokens`, which catches up with
-`num_tokens`. Chunked prefill, prefix hits, forks, preemption and failover follow from this one rule.
+A pure state machine; time is an argument. Deterministic: the same calls give the same outputs. Does
+not decide about text, sampling or the device.
 
-`schedule` plans and allocates, `update` commits; only `update` publishes prefix blocks. Order inside `schedule`:
-running requests (decodes, which may preempt; then prefill chunks), the admission gate, then the queue while tokens,
-slots and blocks last; then drafts. With `prefill: separate` decodes come last, in steps without any prefill; the gate
-ensures that there are such steps.
+There is no prefill phase and no decode phase: every request has `num_computed_tokens`, which
+catches up with `num_tokens`. Chunked prefill, prefix hits, forks, preemption and failover follow
+from this one rule.
 
-Decodes include draft tokens (see `drafts`), which the runner verifies, as far as prompts leave room in the step.
-Drafts never cause a preemption and never take the last free blocks.
+`schedule` plans and allocates, `update` commits; only `update` publishes prefix blocks. Order
+inside `schedule`: running requests (decodes, which may preempt; then prefill chunks), the admission
+gate, then the queue while tokens, slots and blocks last; then drafts. With `prefill: separate`,
+decodes come last, in steps without any prefill; the gate ensures that there are such steps.
 
-A step may be planned while the previous one is in flight. Rows of requests in both steps then start from a token whose
-id is not known yet. If the row's allowed tokens depend on that id (a grammar's mask), the runner samples after the
-commit. If the request has ended meanwhile, its row is computed in vain and dropped. Its blocks are freed at once,
-because the device runs steps in order.
+Decodes include draft tokens (see `drafts`), which the runner verifies, if prompts leave room in the
+step. Drafts never cause a preemption and never take the last free blocks.
 
-Does not decide about text, sampling or the device. Deterministic: same calls, same outputs.
+A step may be planned while the previous one is in flight. Rows of requests in both steps then start
+from a token whose id is not known yet. If the row's allowed tokens depend on that id (a grammar's
+mask), the runner samples after the commit. If the request has ended meanwhile, its row's result is
+dropped. Its blocks are freed at once, because the device runs steps in order.
 """
 
 from bisect import bisect_left, insort
@@ -54,8 +56,10 @@ def _token_error(
 
 
 def _must_wait(in_flight: StepPlan, running: Sequence[Request], kv: KVCacheManager, max_num_seqs: int) -> bool:
-    """Whether the step in flight must be committed before the next is planned: the ends of rows with drafts are
-    unknown, or a request would be preempted, which the commit may make unnecessary.
+    """Whether the step in flight must be committed before the next one is planned.
+
+    Either the ends of rows with drafts are unknown, or a request would be preempted, which the
+    commit may make unnecessary.
     """
     if len(running) > max_num_seqs or any(row.draft_token_ids for row in in_flight.rows):
         return True
@@ -63,7 +67,10 @@ def _must_wait(in_flight: StepPlan, running: Sequence[Request], kv: KVCacheManag
 
 
 class Scheduler:
-    """Continuous batching over a paged KV cache; see the module for the rules and `SchedulerKnobs` for the knobs."""
+    """Continuous batching over a paged KV cache.
+
+    For the rules see the module; for the knobs `SchedulerKnobs`.
+    """
 
     def __init__(self, config: SchedulerConfig) -> None:
         self.config = config
@@ -71,7 +78,7 @@ class Scheduler:
         self._kv = KVCacheManager(config)
         self._queue = RequestQueue()
         self._gate = make_gate(config)
-        self._running: list[Request] = []  # sorted by order: the last is the first to be preempted
+        self._running: list[Request] = []  # sorted by order: the last is preempted first
         self._free_slots = list(range(config.max_num_seqs))  # a heap: the lowest is taken first
         self._choices: dict[str, list[Request]] = {}
         self._early_deltas: list[TokenDelta] = []
@@ -80,11 +87,12 @@ class Scheduler:
         self._num_steps = 0
 
     def add(self, request: EngineRequest, now: float) -> None:
-        """Enqueue a request that arrives at `now` (seconds, never going back).
+        """Enqueue a request that arrives at `now` (seconds, must not go backwards).
 
-        Raises InvalidRequestError or ContextLengthError for requests that can never run: token ids outside the
-        vocabulary, more tokens than context or pool allow, an id in use. With `max_tokens` None the output may be as
-        long as they allow. The next `update` reports choices that an earlier replica completed.
+        Raises InvalidRequestError or ContextLengthError for requests that can never run: token ids
+        outside the vocabulary, more tokens than context or pool allow, an id in use. With
+        `max_tokens` None, context and pool limit the output. The next `update` reports choices that
+        an earlier replica completed.
         """
         if request.request_id in self._choices:
             raise InvalidRequestError(f"request id {request.request_id!r} is in use", param="request_id")
@@ -98,13 +106,13 @@ class Scheduler:
                 self._queue.push(choice, resuming=False)
 
     def abort(self, request_id: str) -> None:
-        """End all choices of a request now, without deltas. Results of a step in flight for them are dropped."""
+        """End all choices of a request, without deltas. Drops its results of steps in flight."""
         for choice in self._choices.pop(request_id, ()):
             self._release(choice)
         self._early_deltas = [delta for delta in self._early_deltas if delta.request_id != request_id]
 
     def abandon(self) -> None:
-        """Drop the steps in flight, whose results will never arrive, and abort the requests in them."""
+        """Drop the steps in flight, whose results will never arrive, and abort their requests."""
         for _, plan in self._in_flight:
             for request in plan.requests:
                 if request.status is RequestStatus.RUNNING:
@@ -122,9 +130,10 @@ class Scheduler:
         return self._gate.wake_time(self._queue)
 
     def reconfigure(self, knobs: SchedulerKnobs) -> None:
-        """Use other knobs from the next `schedule` on. Raises ConfigError, without any change, if they cannot change.
+        """Change the knobs from the next `schedule` on.
 
-        Running requests beyond a lower `max_num_seqs` are preempted, youngest first. They lose no token.
+        Raises ConfigError, without changes, for knobs that cannot change. If `max_num_seqs` is
+        lowered, excess running requests are preempted, youngest first. They lose no token.
         """
         self._built_with.check_change(knobs)
         self.config = replace(self.config, **knobs.knobs())
@@ -133,7 +142,8 @@ class Scheduler:
     def schedule(self, now: float) -> SchedulerOutput:
         """Plan the next step. Call `update` for it unless it has no rows.
 
-        One step may be in flight. Then a plan without rows means that it must be committed first.
+        One step may be in flight. Then a plan without rows means that this step must be committed
+        first.
         """
         if len(self._in_flight) > 1:
             raise RuntimeError("schedule() while two steps are in flight: call update() first")
@@ -142,7 +152,7 @@ class Scheduler:
             return plan.finish(self._num_steps, (), gate_open=False)
         while len(self._running) > self.config.max_num_seqs:
             self._preempt(pick_victim(self._running), plan)
-        # Where nobody can decode this plans nothing, and says so to the gate.
+        # Without requests that can decode, this plans nothing but informs the gate.
         if self.config.prefill == "fused" or all(request.is_prefilling for request in self._running):
             self._schedule_decodes(plan)
         plan.add_prefills(self._running)
@@ -160,9 +170,10 @@ class Scheduler:
         return output
 
     def _schedule_decodes(self, plan: StepPlan) -> None:
-        """One token for each request whose known tokens are computed. If a block is missing, a request is preempted.
+        """Add a token for each request whose known tokens are computed, in order of service.
 
-        In order of service. The victim is the last in that order, so it has no row in this step yet.
+        If a block is missing, a request is preempted. The victim is the last in order of service,
+        so it has no row in this step yet.
         """
         self._gate.decodes_planned()
         decodes = [request for request in self._running if request.can_decode]
@@ -182,7 +193,10 @@ class Scheduler:
         plan.preempted.append((request.request_id, request.choice))
 
     def _admit(self, plan: StepPlan, now: float) -> None:
-        """Start requests from the queue. The head blocks later requests, so that no request is overtaken forever."""
+        """Start requests from the queue.
+
+        The head blocks later requests, so that no request is overtaken forever.
+        """
         while plan.budget > 0 and not self._gate.decodes_are_due:
             request = self._gate.next_in(now, self._queue, len(self._running))
             if request is None:
@@ -192,10 +206,11 @@ class Scheduler:
                 return
 
     def _start(self, request: Request, plan: StepPlan) -> bool:
-        """Give `request` a slot, blocks for all its known tokens, and a row; False if there are too few blocks.
+        """Give `request` a slot, blocks for all its known tokens, and a row.
 
-        The whole table is allocated at once, so a started prompt never waits for blocks. One block per running request
-        stays free, or the next decodes would preempt the new request at once.
+        Returns False if there are too few blocks. The whole table is allocated at once, so a
+        started prompt never waits for blocks. One block per running request stays free; otherwise
+        the next decodes would preempt the new request at once.
         """
         reserve, prefixes = len(self._running), self._kv.find_prefixes(request)
         prefix = next((prefix for prefix in prefixes if self._kv.allocate(request, prefix, reserve)), None)
@@ -220,19 +235,23 @@ class Scheduler:
         return True
 
     def sit_out(self, output: SchedulerOutput, rows: Collection[int]) -> None:
-        """Mark rows of the newest step in flight that will yield no token; the next plan contains them again."""
+        """Mark rows of the newest step in flight that will yield no token.
+
+        The next plan repeats them.
+        """
         step, plan = self._in_flight[-1]
         if step != output.step:
             raise RuntimeError(f"sit_out() for step {output.step}, which is not the newest in flight")
         for index in rows:
-            if plan.requests[index].status is RequestStatus.RUNNING:  # else it has ended meanwhile
+            if plan.requests[index].status is RequestStatus.RUNNING:  # else it has ended
                 plan.sit_out(index)
 
     def update(self, output: SchedulerOutput, result: ModelRunnerOutput) -> list[TokenDelta]:
-        """Commit a finished step: append tokens, publish full blocks, end finished choices. Deltas in row order.
+        """Commit a finished step: append tokens, publish full blocks, end finished choices.
 
-        A row that `failed`, or returned a wrong number of ids or an id outside the vocabulary, ends its request (all
-        choices) with ERROR. For a step that failed as a whole, mark every row failed.
+        Returns deltas in row order. A row that `failed`, or that returned a wrong number of ids or
+        an id outside the vocabulary, ends its request (all choices) with ERROR. For a step that
+        failed as a whole, mark every row failed.
         """
         deltas, self._early_deltas = self._early_deltas, []
         if output.rows:
@@ -240,7 +259,7 @@ class Scheduler:
                 raise RuntimeError(f"update() for step {output.step}, which is not the oldest in flight")
             _, plan = self._in_flight.popleft()
             for i, (row, request) in enumerate(zip(output.rows, plan.requests, strict=True)):
-                if request.status is RequestStatus.RUNNING:  # else aborted meanwhile, or failed by a sibling's row
+                if request.status is RequestStatus.RUNNING:  # else aborted or failed meanwhile
                     plan.end_row(i)
                     self._commit_row(i, row, request, result, deltas)
         for delta in deltas:
@@ -258,7 +277,7 @@ class Scheduler:
             return
         token_ids, finish_reason = request.append(token_ids)
         request.forced = result.forced.get(i, ())
-        # Drafts that were not accepted are not computed: their places are written again.
+        # Rejected drafts do not count as computed: their positions are overwritten.
         request.num_computed_tokens = request.num_tokens - 1 if row.samples else row.start + row.num_tokens
         self._kv.publish(request)
         if row.is_prefill and request.leader is None and request.num_computed_tokens >= request.num_prompt_tokens:
@@ -273,7 +292,7 @@ class Scheduler:
             self._release(request)
 
     def _release_forks(self, leader: Request) -> None:
-        """The prompt is computed; the other choices may share it now."""
+        """Queue the other choices: the prompt is computed, so they may share it now."""
         for choice in self._choices[leader.request_id]:
             if choice.status is RequestStatus.FORKING:
                 choice.status = RequestStatus.WAITING
@@ -286,7 +305,7 @@ class Scheduler:
                 deltas.append(choice.delta((), FinishReason.ERROR, error=error))
 
     def _release(self, request: Request) -> None:
-        """Remove an unfinished choice from slot or queue."""
+        """Remove an unfinished choice from its slot or the queue."""
         if request.status is RequestStatus.RUNNING:
             self._leave_slot(request)
         elif request.status is RequestStatus.WAITING:
@@ -305,12 +324,18 @@ class Scheduler:
             self._choices.pop(request_id, None)
 
     def stats(self) -> SchedulerStats:
-        """Queue, slots and blocks in use. Further choices count as waiting once their prompt is computed."""
+        """Return queue length, slots and blocks in use.
+
+        Further choices count as waiting once their prompt is computed.
+        """
         total, used, cached = self._kv.pool.usage()
         return SchedulerStats(len(self._queue), len(self._running), total, used, cached)
 
     def check_invariants(self) -> None:
-        """Raise AssertionError if the state contradicts itself. Walks pool and tables: for tests and idle moments."""
+        """Raise AssertionError if the state is inconsistent.
+
+        Visits the whole pool and all tables: for tests and idle moments.
+        """
         _check(self)
 
 

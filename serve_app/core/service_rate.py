@@ -1,4 +1,4 @@
-"""How fast engine slots become free, and when a refused client should retry. Pure."""
+"""How fast engine slots become free, and when refused clients should retry. Pure."""
 
 import math
 
@@ -12,24 +12,29 @@ _ENOUGH = 8
 class RetryAfter:
     """Turns estimated waits into `Retry-After`: spread by 20 % either way, from 1 to 60 seconds.
 
-    All requests of a burst are refused with one estimate; without the spread they would return as a burst.
+    All requests of a burst get the same estimate. Without the spread they would return as a burst.
     """
 
     def __init__(self) -> None:
         self._count = 0
 
     def spread(self, seconds: float) -> float:
-        """The `Retry-After` in seconds of one client, for an estimate of `seconds` (which may be infinite)."""
-        # Multiples of the golden ratio: even over any stretch of refusals, and the same in every run.
+        """Return one client's `Retry-After` in seconds.
+
+        `seconds`: the estimated wait, may be infinite.
+        """
+        # Multiples of the golden ratio are evenly spread over any series of refusals, and
+        # reproducible.
         factor = 1 + _SPREAD * (2 * (self._count * _GOLDEN_RATIO % 1) - 1)
         self._count += 1
         return max(1.0, min(seconds, MAX_RETRY_AFTER_S / (1 + _SPREAD)) * factor)
 
 
 class ServiceRate:
-    """How fast slots become free, measured only while all of them are taken, as in overload.
+    """Rate at which slots become free, measured only while all slots are taken, as in overload.
 
-    Keeps slot-seconds and the sequences that ended in them, both discounted with every ended sequence.
+    Accumulates slot-seconds and the sequences that ended in them. Each ended sequence discounts
+    both.
     """
 
     def __init__(self) -> None:
@@ -39,12 +44,12 @@ class ServiceRate:
         self._at = 0.0
 
     def taken(self, places: int, now: float) -> None:
-        """From now on all of `places` slots are taken; 0: a slot is free."""
+        """Record that from now on all of `places` slots are taken; 0: a slot is free."""
         self._advance(now)
         self._places = places
 
     def ended(self, cost: int, now: float) -> None:
-        """`cost` sequences ended; their slots do not count as free yet."""
+        """Record that `cost` sequences ended. Their slots do not count as free yet."""
         self._advance(now)
         if self._places:
             discount = 1.0 - 1.0 / max(256, 4 * self._places)
@@ -53,16 +58,16 @@ class ServiceRate:
 
     @property
     def known(self) -> bool:
-        """Whether enough sequences have ended to rely on it."""
+        """Whether enough sequences have ended for a reliable rate."""
         return self._ended >= _ENOUGH
 
     def per_place(self, now: float) -> float:
-        """Sequences per second and slot; 1 before any measurement."""
+        """Return sequences per second and slot; 1 before any measurement."""
         self._advance(now)
         measured = (self._ended + 1.0) / (self._place_s + 1.0)
         if self.known or not self._places:
             return measured
-        # None or few have ended yet: assume that those which run are half done.
+        # Few or no sequences have ended yet: assume that the running ones are half done.
         return max(measured, 1.0 / (1.0 + 2.0 * self._place_s / self._places))
 
     def _advance(self, now: float) -> None:

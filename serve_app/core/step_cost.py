@@ -1,6 +1,7 @@
-"""The minimum bytes and operations of a step, from its rows. Divided by its time, they give the device utilization.
+"""The minimum bytes and operations of a step, from its rows.
 
-Decides how rows are counted. The model provides its sizes and the device's limits.
+Divided by the step's time, they give the device utilization. Decides how rows are counted. The
+model provides its sizes and the device's limits.
 """
 
 from collections.abc import Iterable
@@ -11,11 +12,15 @@ from serve_app.core.step_plan import ScheduledRequest
 
 @dataclass(frozen=True, slots=True)
 class ModelCost:
-    """A model's share in the cost of a step; sliding windows and the experts that are not asked are counted as if used.
+    """A model's contribution to the cost of a step.
 
-    weight_bytes: bytes of weights that each step reads. kv_bytes: of one token's keys and values, all layers.
-    layer_weights: numbers that each token is multiplied with; head_weights: that each sampled one is as well.
-    pair_flops: operations of attention for one query and one key, all layers.
+    Sliding windows and unused experts are counted as if fully used.
+
+    - weight_bytes: bytes of weights that each step reads.
+    - kv_bytes: keys and values of one token, all layers.
+    - layer_weights: weights that each token is multiplied with.
+    - head_weights: additional weights for each sampled token.
+    - pair_flops: operations of attention for one query and one key, all layers.
     """
 
     weight_bytes: int
@@ -25,7 +30,7 @@ class ModelCost:
     pair_flops: int
 
     def of(self, rows: Iterable[ScheduledRequest]) -> tuple[int, int]:
-        """Bytes read, and multiplications and additions done, by a step of these rows."""
+        """Return a step's bytes read and operations (multiplications plus additions)."""
         keys = tokens = sampled = pairs = 0
         for row in rows:
             count, end = row.num_tokens, row.start + row.num_tokens
@@ -41,8 +46,11 @@ class ModelCost:
 
 @dataclass(frozen=True, slots=True)
 class DeviceLimits:
-    """Measured limits of a device: bytes per second read and written by a copy, operations per second of a large
-    product in the model's dtype (kernels with fewer bits can exceed it)."""
+    """Measured limits of a device.
+
+    bytes_per_s: read and written by a copy. flops_per_s: of a large product in the model's dtype
+    (kernels with fewer bits can exceed it).
+    """
 
     bytes_per_s: float
     flops_per_s: float

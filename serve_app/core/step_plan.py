@@ -1,7 +1,7 @@
 """The plan of one step: its rows, and the slots and blocks that they use.
 
-The model runner receives `SchedulerOutput`: plain data, small and picklable. `StepPlan` builds it: it counts tokens and
-writes rows, and decides nothing.
+The model runner receives `SchedulerOutput`: plain data, small and picklable. `StepPlan` builds it:
+it counts tokens and adds rows, but makes no decisions.
 """
 
 from collections.abc import Iterable
@@ -22,9 +22,10 @@ class BlockCopy:
 
 @dataclass(frozen=True, slots=True)
 class SlotStart:
-    """A request takes a slot (admitted, resumed or forked); contains all data that the runner needs from now on.
+    """A request that takes a slot, with all data for the runner.
 
-    `token_ids` are all tokens known so far (prompt, then output); `block_ids` is the whole block table as of this step.
+    It was admitted, resumed or forked. `token_ids`: all known tokens (prompt, then output).
+    `block_ids`: the whole block table as of this step.
     """
 
     slot: int
@@ -39,13 +40,16 @@ class SlotStart:
 class ScheduledRequest(NamedTuple):
     """One row of the packed step: tokens [start, start + num_tokens) of the request in `slot`.
 
-    `new_block_ids` are appended to the slot's block table before the step (empty for a row with a `SlotStart`, which
-    carries its whole table). `samples`: the row reaches the last known token, so its last position yields a new one.
-
-    `draft_token_ids`: drafts after the last known token, included in `num_tokens`. Each accepted draft yields one more
-    token; only rows that sample have drafts. `token_in_flight`: the row's token, before any drafts, is the one that the
-    previous, uncommitted step samples in the same slot. `waits`: the allowed tokens depend on that token, which the
-    host must know first. `constrained`: a grammar limits the tokens. `forced`: the drafts are forced by the grammar.
+    - `new_block_ids`: appended to the slot's block table before the step. Empty for a row with a
+      `SlotStart`, which has the whole table.
+    - `samples`: the row reaches the last known token, so its last position yields a new token.
+    - `draft_token_ids`: drafts after the last known token, included in `num_tokens`. Each accepted
+      draft yields one more token. Only rows that sample have drafts.
+    - `token_in_flight`: the row's token, before any drafts, is sampled in the same slot by the
+      previous, uncommitted step.
+    - `waits`: the allowed tokens depend on that token, so the host must know it first.
+    - `constrained`: a grammar limits the tokens.
+    - `forced`: the grammar forces the drafts.
     """
 
     slot: int
@@ -66,7 +70,10 @@ class ScheduledRequest(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class SchedulerOutput:
-    """One step's plan. The runner applies: slot starts, new blocks, block copies, then runs the rows in order."""
+    """One step's plan.
+
+    The runner applies slot starts, new blocks and block copies, then runs the rows.
+    """
 
     step: int
     rows: tuple[ScheduledRequest, ...]
@@ -84,7 +91,7 @@ class SchedulerOutput:
 
 @dataclass(slots=True)
 class StepPlan:
-    """A step while it is planned; `budget` is the number of tokens left."""
+    """A step being planned. `budget`: the number of tokens left."""
 
     budget: int
     rows: list[ScheduledRequest] = field(default_factory=list)
@@ -126,8 +133,10 @@ class StepPlan:
         self.requests.append(request)
 
     def decodes(self) -> list[tuple[int, Request]]:
-        """The rows that may have drafts, with their index. After a token in flight only forced tokens
-        can be drafted."""
+        """Return the rows that may have drafts, with their index.
+
+        After a token in flight, only forced tokens can be drafted.
+        """
         return [
             (index, request)
             for index, (row, request) in enumerate(zip(self.rows, self.requests, strict=True))
@@ -135,7 +144,7 @@ class StepPlan:
         ]
 
     def sit_out(self, index: int) -> None:
-        """The row will yield no token; its last token is computed again, without drafts."""
+        """Mark a row that yields no token. Its last token is computed again, without drafts."""
         row, request = self.rows[index], self.requests[index]
         self.sat_out.add(index)
         request.sat_out = True
@@ -143,7 +152,7 @@ class StepPlan:
         request.num_awaited -= 1
 
     def end_row(self, index: int) -> None:
-        """The step has ended; no token of the row is in flight any more."""
+        """Record that the step has ended, so that the row's tokens are no longer in flight."""
         row, request, sat_out = self.rows[index], self.requests[index], index in self.sat_out
         request.sat_out = sat_out
         request.num_in_flight -= row.num_tokens - (1 + len(row.draft_token_ids) if sat_out else 0)
@@ -162,7 +171,7 @@ class StepPlan:
         self.budget -= len(drafts)
 
     def add_prefills(self, running: Iterable[Request]) -> None:
-        """Add rows for requests whose known tokens are not all computed, in order, while the budget lasts."""
+        """Add rows for requests with uncomputed known tokens, in order, while the budget lasts."""
         for request in running:
             if self.budget == 0:
                 return
@@ -170,7 +179,7 @@ class StepPlan:
                 self.add_row(request)
 
     def add_start(self, request: Request) -> None:
-        """`request` has just taken its slot and its blocks."""
+        """Record that `request` has just taken its slot and blocks."""
         self.admitted.append((request.request_id, request.choice))
         self.slot_starts.append(
             SlotStart(
@@ -185,7 +194,7 @@ class StepPlan:
         )
 
     def finish(self, step: int, block_copies: tuple[BlockCopy, ...], gate_open: bool) -> SchedulerOutput:
-        """The plan for the runner."""
+        """Return the plan for the runner."""
         return SchedulerOutput(
             step=step,
             rows=tuple(self.rows),

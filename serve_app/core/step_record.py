@@ -13,7 +13,7 @@ class SchedulerStats:
     waiting: int
     running: int
     blocks_total: int
-    """Usable blocks: the null block is not counted."""
+    """Usable blocks, without the null block."""
     blocks_used: int
     blocks_cached: int
     """Free blocks that still contain a published prefix."""
@@ -26,10 +26,11 @@ class SchedulerStats:
 
 @dataclass(frozen=True, slots=True)
 class StepRecord:
-    """Everything worth knowing about one finished step; metrics, timeline, `compare` and `explain` read only this.
+    """Everything about one finished step.
 
-    Times are seconds; `started_at` is on the clock that the engine passes to `schedule(now)`.
-    `stats` is the state right after the step.
+    Metrics, timeline, `compare` and `explain` read only this. Times are in seconds. `started_at` is
+    on the clock that the engine passes to `schedule(now)`. `stats` is the state right after the
+    step.
     """
 
     step: int
@@ -52,9 +53,9 @@ class StepRecord:
     num_accepted_tokens: int = 0
     """Draft tokens among the decode tokens, and how many of them the model accepted."""
     num_forced_tokens: int = 0
-    """Accepted ones that a grammar left no choice about."""
+    """Accepted draft tokens that a grammar forced."""
     mask_s: float = 0.0
-    """Processor time of grammar masks, in a separate thread."""
+    """CPU time of grammar masks, in a separate thread."""
     num_bytes: int = 0
     num_flops: int = 0
     """Minimum bytes read, and multiplications plus additions, of the step; see `ModelCost`."""

@@ -1,1 +1,4 @@
-"""The engine: scheduler and model in one step loop, as a library (`LLM`) and for a server (`AsyncEngine`)."""
+"""The engine: scheduler and model in one step loop.
+
+For libraries: `LLM`; for servers: `AsyncEngine`.
+"""

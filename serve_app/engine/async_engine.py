@@ -1,12 +1,11 @@
-"""An engine for a server: the step loop in a thread of its own, its outputs as one batch per flush.
+"""The engine for a server: the step loop in its own thread, with outputs in batches per flush.
 
-Decides: how requests and outputs cross between the two threads, which outputs wait for more, and
-what clients see when the engine ends. Two crossings exist: an inbox of commands (event loop to
-engine), emptied before each step, and the outputs (engine to event loop), which a flush publishes.
-The event loop is woken only for outputs that cannot wait for the next flush, and when the next
-step's model is about to run: before that the two threads would only compete for the GIL. Grammars
-are built in other threads before their requests enter the inbox (`EngineCore.prepare`). Serves one
-event loop: the one it was started on.
+Decides how requests and outputs cross between the two threads, which outputs are delayed, and what
+clients see when the engine ends. There are two crossings: an inbox of commands (event loop to
+engine), emptied before each step; and the outputs (engine to event loop), published by a flush. The
+event loop is woken only for outputs that cannot wait for the next flush, just before the next
+step's model runs: earlier, the two threads would compete for the GIL. Grammars are built in other
+threads before their requests enter the inbox (`EngineCore.prepare`).
 """
 
 import asyncio
@@ -35,15 +34,16 @@ from serve_app.system.cpu_priority import share_cpu_normally
 
 logger = logging.getLogger(__name__)
 
-# Invariants are checked when the engine has been idle for this long: for a large pool that takes tens of milliseconds,
-# which no request should have to wait for.
+# Invariants are checked after the engine has been idle for this long. For a large pool the check
+# takes tens of milliseconds, which must not delay a request.
 _IDLE_BEFORE_CHECK_S = 1.0
 
-# What clients read. The cause, which may hold paths, is in the log and in `EngineHealth.error`.
+# The message for clients. The cause, which may contain paths, is in the log and in
+# `EngineHealth.error`.
 _DIED = "the engine died; the server's log has the cause"
 
-# While `_FEW` sequences run, each step is flushed; the interval grows with their number, and from
-# `_MANY` on a flush waits for all of it: every event takes time from the cores that the model uses.
+# With up to `_FEW` running sequences, each step is flushed. The flush interval grows with their
+# number, and is full from `_MANY` on: every event takes time from the cores that the model uses.
 _FEW, _MANY = 2, 16
 
 Publish = Callable[[list[RequestOutputs]], None]
@@ -51,7 +51,7 @@ Publish = Callable[[list[RequestOutputs]], None]
 
 @dataclass(frozen=True, slots=True)
 class EngineHealth:
-    """Whether the loop lives and moves. `last_step_age_s` is None while there is nothing to do."""
+    """Whether the loop is alive, and its progress. `last_step_age_s` is None while it is idle."""
 
     alive: bool
     last_step_age_s: float | None
@@ -60,18 +60,21 @@ class EngineHealth:
 
 @dataclass(slots=True, eq=False)
 class _Stream:
-    """One request on its way through: passed to the engine, and back with each of its outputs."""
+    """One request in the engine. Passed to the engine's thread, and back with each output."""
 
     request_id: str
     num_unfinished: int
-    """Choices."""
+    """Choices that have not finished."""
     waits_since: float | None
-    """For its first token; None once that is there."""
+    """Submission time; None once the first token has come."""
     is_over: bool = False
 
 
 class AsyncEngine:
-    """Its methods belong to the event loop that it is made on; they are for after `start`."""
+    """The engine with an asynchronous interface. Not thread-safe.
+
+    Use it on the event loop that created it, after `start`.
+    """
 
     info: ModelInfo
 
@@ -82,8 +85,12 @@ class AsyncEngine:
         stream_interval_s: float = 0.0,
         on_first_token: Callable[[float], None] = lambda _: None,
     ) -> None:
-        """`build` makes the core, in the engine's thread. Flushes of many sequences are `stream_interval_s` apart
-        unless a choice begins or ends. `on_first_token` gets the seconds from submission to first token."""
+        """`build` creates the core in the engine's thread.
+
+        `stream_interval_s`: time between flushes with many sequences; the first and last output of
+        a choice are flushed at once. `on_first_token` gets the seconds from submission to the first
+        token.
+        """
         self._build = build
         self._stream_interval_s = stream_interval_s
         self._on_first_token = on_first_token
@@ -98,20 +105,20 @@ class AsyncEngine:
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._stopping = False
         self._error: str | None = None
-        # Owned by the engine's thread; the event loop reads whole values only.
+        # Owned by the engine's thread. The event loop only reads whole values.
         self._core: EngineCore
         self._seated: dict[str, _Stream] = {}
-        """The streams of all requests that the core has taken, waiting ones included."""
+        """The streams of all requests in the core, including waiting ones."""
         self._step_outputs: list[tuple[_Stream, TokenDelta]] = []
         self._stats: SchedulerStats
         self._busy_since: float | None = None
         self._checked = True
 
     async def start(self, publish: Publish) -> None:
-        """Build the core and start the loop; whatever `build` raises is raised here.
+        """Build the core and start the loop. Raises what `build` raises.
 
-        `publish` gets what all requests gained since the last flush, those of several steps joined
-        into one delta per choice.
+        `publish` gets the outputs of all requests since the last flush. Deltas of several steps are
+        joined into one per choice.
         """
         self._publish = publish
         self._thread.start()
@@ -122,11 +129,13 @@ class AsyncEngine:
             raise
 
     def submit(self, request: EngineRequest) -> None:
-        """Compute the request; its outputs are published until all its choices have finished, or an error ends it.
+        """Run the request.
 
-        Errors are what the engine refuses (`InvalidRequestError`, `ContextLengthError`,
-        `OverloadedError`), `UnavailableError` when it is shut down, and `EngineError` when it dies.
-        Raises `InvalidRequestError` for an id in use and `UnavailableError` of an engine that has ended.
+        Its outputs are published until all choices have finished or an error ends it. Published
+        errors: `InvalidRequestError`, `ContextLengthError` and `OverloadedError` if the engine
+        refuses the request; `UnavailableError` on shutdown; `EngineError` if the engine dies.
+        Raises `InvalidRequestError` if the id is in use, and `UnavailableError` if the engine has
+        ended.
         """
         if self._error is not None or self._stopping:
             raise UnavailableError("the engine is shutting down" if self._error is None else _DIED)
@@ -141,37 +150,43 @@ class AsyncEngine:
             self._loop.run_in_executor(None, self._prepare, request, stream)
 
     def abort(self, request_id: str) -> None:
-        """End the request; nothing more of it is published. Unknown ids are no error."""
+        """End the request and publish nothing more of it. Ignores unknown ids."""
         if (stream := self._streams.pop(request_id, None)) is not None:
             stream.is_over = True
             self._tell(lambda: self._remove(request_id))
 
     def reconfigure(self, knobs: SchedulerKnobs) -> None:
-        """Change the scheduler's knobs before its next step. Raises `ConfigError` for what only a restart can do."""
+        """Change the scheduler's knobs before the next step.
+
+        Raises `ConfigError` for changes that need a restart.
+        """
         self._core.config.check_change(knobs)
         self._tell(lambda: self._core.reconfigure(knobs))
 
     def stats(self) -> SchedulerStats:
-        """The scheduler's state after the last step or the last command, whichever was later."""
+        """Return the scheduler's state after the last step or command."""
         return self._stats
 
     def health(self) -> EngineHealth:
-        """Whether the loop lives, and how long its current step, or a request's way to it, has been going on."""
+        """Return whether the loop is alive, and how long its step or oldest command has lasted."""
         alive, since = self._thread.is_alive() and self._error is None, self._busy_since
         age = max(0.0, self._core.clock() - since) if alive and since is not None else None
         return EngineHealth(alive, age, self._error)
 
     async def shutdown(self) -> None:
-        """Stop after the step in flight; requests still running end with `UnavailableError`. Idempotent."""
+        """Stop after the step in flight. Running requests get `UnavailableError`. Idempotent."""
         self._stopping = True
         self._inbox.put(lambda: None)
         await asyncio.to_thread(self._thread.join)
         self._fail(self._streams.values(), UnavailableError("the engine was shut down"))
 
-    # In the event loop's thread.
+    # Methods for the event loop's thread.
 
     def _tell(self, command: Callable[[], None]) -> None:
-        """Run `command` in the engine's thread before its next step; a thread that never wakes counts as stalled."""
+        """Run `command` in the engine's thread before its next step.
+
+        Counts as busy from now on, so that a thread that never wakes is detected as stalled.
+        """
         self._busy_since = self._busy_since or self._core.clock()
         self._inbox.put(command)
 
@@ -183,7 +198,7 @@ class AsyncEngine:
         self._publish([RequestOutputs(request_id, [], ended=True, error=error) for request_id in failed])
 
     def _flush(self) -> None:
-        """Publish all outputs; those of the next interval wait for its end."""
+        """Publish all outputs now, and schedule the next flush."""
         self._flush_is_due = False
         if self._next_flush is not None:
             self._next_flush.cancel()
@@ -199,7 +214,7 @@ class AsyncEngine:
             self._publish([self._take(stream, deltas) for stream, deltas in gathered.items()])
 
     def _take(self, stream: _Stream, deltas: list[TokenDelta]) -> RequestOutputs:
-        """The stream's part of a flush."""
+        """Return the stream's part of a flush, and update the stream."""
         deltas = join_deltas(deltas)
         if stream.waits_since is not None and any(delta.token_ids for delta in deltas):
             self._on_first_token(self._core.clock() - stream.waits_since)
@@ -216,7 +231,7 @@ class AsyncEngine:
         elif not self._ready.cancelled():
             self._ready.set_result(None)
 
-    # In the engine's thread.
+    # Methods for the engine's thread.
 
     def _run(self) -> None:
         share_cpu_normally()
@@ -231,14 +246,14 @@ class AsyncEngine:
         try:
             while not self._stopping:
                 self._turn()
-        except BaseException as error:  # a panic of a Rust library is no Exception
+        except BaseException as error:  # a panic in a Rust library is not an Exception
             logger.exception("the engine died")
             self._error = f"the engine died: {type(error).__name__}: {error}"
             self._hand_over_outputs()
             self._hand_over(self._fail, self._streams.values(), EngineError(_DIED, code=ENGINE_DIED))
 
     def _turn(self) -> None:
-        """Run the inbox's commands, then one step, or sleep until a command or time allows one."""
+        """Run the inbox's commands, then one step; or sleep until a command or `wake_time`."""
         core = self._core
         while not self._inbox.empty():
             self._inbox.get()()
@@ -261,7 +276,7 @@ class AsyncEngine:
             self._step_outputs = [(self._seated[delta.request_id], delta) for delta in deltas]
 
     def _sleep(self, until: float | None) -> bool:
-        """Wait for a command until `until` at most, and run it; whether there was one."""
+        """Wait for a command until `until`, and run it. Returns whether one came."""
         self._busy_since = None
         timeout = None if until is None else max(0.0, until - self._core.clock())
         try:
@@ -272,10 +287,11 @@ class AsyncEngine:
         return True
 
     def _hand_over_outputs(self) -> None:
-        """Flush the last step's outputs, unless a flush is planned that is soon enough."""
+        """Schedule a flush of the last step's outputs, unless a flush is planned soon enough."""
         outputs, self._step_outputs = self._step_outputs, []
         if outputs:
-            self._outputs.append(outputs)  # before the plan is read, which a flush changes before it takes them
+            # Before the plan is read: a flush changes the plan before it takes outputs.
+            self._outputs.append(outputs)
             if self._flush_is_due or (self._next_flush and not any(_cannot_wait(delta) for _, delta in outputs)):
                 return
             self._flush_is_due = True
@@ -296,14 +312,14 @@ class AsyncEngine:
         self._core.abort(request_id)
 
     def _prepare(self, request: EngineRequest, stream: _Stream) -> None:
-        """In a thread of neither: build the request's grammar, then have the engine take it."""
+        """Build the request's grammar in another thread, then pass the request to the engine."""
         with self._ending(stream):
             self._core.prepare(request)
             self._tell(lambda: self._add(request, stream))
 
     @contextmanager
     def _ending(self, stream: _Stream) -> Iterator[None]:
-        """Whatever is raised here ends the stream."""
+        """End the stream on any error raised in this context."""
         try:
             yield
         except RequestError as error:
@@ -313,7 +329,7 @@ class AsyncEngine:
             self._hand_over(self._fail, [stream], EngineError("the engine failed to take the request"))
 
     def _hand_over(self, callback: Callable[..., object], *args: object) -> None:
-        """Run `callback` on the event loop; when that is gone, nobody is left to tell, and the engine ends."""
+        """Run `callback` on the event loop. If the loop is closed, the engine ends."""
         try:
             self._loop.call_soon_threadsafe(callback, *args)
         except RuntimeError:
@@ -321,5 +337,5 @@ class AsyncEngine:
 
 
 def _cannot_wait(delta: TokenDelta) -> bool:
-    """Whether it is the first or last delta of its choice here."""
+    """Whether `delta` is the first or last of its choice here."""
     return delta.offset == 0 or delta.num_cached_tokens is not None or delta.finish_reason is not None

@@ -1,7 +1,8 @@
-"""The step loop: schedule, run, commit, report. Synchronous, one object, no thread of its own.
+"""The step loop: schedule, run, commit, report. Synchronous, in one object, without threads.
 
-Decides: how an engine is put together (model, measured KV pool, scheduler) and the order inside a step. Does not decide
-who runs (the scheduler), how (the runner), or where requests come from (`AsyncEngine`, `LLM`).
+Decides how an engine is built (model, measured KV pool, scheduler), and the order within a step.
+The scheduler decides which requests run, and the runner how. Requests come from `AsyncEngine` or
+`LLM`.
 """
 
 import logging
@@ -50,12 +51,15 @@ OnProgress = Callable[[str], None]
 class EngineConfig(SchedulerKnobs):
     """The scheduler's knobs, and what an engine is built with.
 
-    kv_cache_gib caps the KV pool (None: no cap on a GPU, 4 GiB on a CPU); memory_fraction is the part of the memory
-    left after loading and warming up that the pool may take; gpu_share: the part of the GPU that is this engine's, for
-    several on one. auto_slots, auto_step_tokens: `max_num_seqs` and `max_num_batched_tokens` are only the most that the
-    engine may choose when it starts (`core.autosize`). max_num_waiting: requests beyond the slots that an `AsyncEngine`
-    accepts. num_threads: CPU threads of the model (None: torch's choice). overlap: launch a step before the tokens of
-    the one before are read, and so without prompt lookup (auto: on a GPU; on a CPU the model takes the cores).
+    - kv_cache_gib: limit of the KV pool (None: no limit on a GPU, 4 GiB on a CPU).
+    - memory_fraction: fraction of the memory left after loading and warm-up that the pool may use.
+    - gpu_share: fraction of the GPU for this engine, for several engines on one GPU.
+    - auto_slots, auto_step_tokens: the engine chooses `max_num_seqs` and `max_num_batched_tokens`
+      at start (`core.autosize`); the given values are upper limits.
+    - max_num_waiting: requests beyond the slots that an `AsyncEngine` accepts.
+    - num_threads: CPU threads of the model (None: torch's default).
+    - overlap: launch a step before the previous step's tokens are read; excludes prompt lookup.
+      auto: only on a GPU, because on a CPU the model uses the cores.
     """
 
     model: ModelOptions = field(default_factory=ModelOptions)
@@ -71,40 +75,45 @@ class EngineConfig(SchedulerKnobs):
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
-    """What others need to know of a loaded engine. Plain data."""
+    """Facts about a loaded engine for other components. Plain data."""
 
     name: str
     vocab_size: int
     max_model_len: int
     hidden_size: int
     pooling: Pooling
-    """Of embeddings whose request does not say."""
+    """Default pooling of embeddings."""
     eos_token_ids: tuple[int, ...]
     max_num_seqs: int
     max_num_batched_tokens: int
-    """These two as given, or as the engine chose."""
+    """As configured, or as the engine chose."""
     block_size: int
     num_blocks: int
     dtype: str
     device: str
     backend: str
     largest_step_s: float
-    """How long a step of as many tokens as fit in one took at start."""
+    """Duration of a step with the maximum number of tokens, measured at start."""
     quantization: str
     kv_cache_dtype: str
     executor: str
     sampler: str
-    """Classes of what runs the layers and of what chooses tokens: faster ones may have been left out at start."""
+    """Classes that run the layers and choose tokens.
+
+    At start, faster ones may have been unavailable.
+    """
     build: str
-    """What computes, down to the compiler: equal for builds that give the same numbers."""
+    """Everything that computes, including the compiler. Equal builds give equal numbers."""
     limits: DeviceLimits | None = None
     """Measured by `EngineCore.load`."""
 
 
 @dataclass(slots=True)
 class _Step:
-    """A step in flight, when it was begun, and how long planning it took; seconds. pending: once it is launched as a
-    whole."""
+    """A step in flight. started_at, schedule_s: start and planning time in seconds.
+
+    pending: set once the whole step is launched.
+    """
 
     output: SchedulerOutput
     launched: Launched
@@ -114,7 +123,10 @@ class _Step:
 
 
 class EngineCore:
-    """A model and its scheduler. Not thread-safe: one thread builds it and calls it, except for `prepare`."""
+    """A model and its scheduler.
+
+    Not thread-safe, except for `prepare`: use it on the thread that builds it.
+    """
 
     def __init__(
         self,
@@ -127,9 +139,10 @@ class EngineCore:
         vocabulary: Callable[[], Vocabulary] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Warm up, size and allocate the KV pool of `model`; raises `ConfigError` when memory is too small for it.
+        """Warm up `model`, size its KV pool and allocate it.
 
-        vocabulary: the tokenizer's, read when the first request with a grammar comes; None: such requests fail.
+        vocabulary: the tokenizer's, read at the first request with a grammar. None: such requests
+        fail. Raises `ConfigError` if the memory is too small.
         """
         progress = on_progress or (lambda _: None)
         self.clock = clock
@@ -160,7 +173,8 @@ class EngineCore:
             progress(str(draft_cost))
         self.config = config
         progress(f"allocating {num_blocks} KV blocks of {model.block_size} tokens")
-        self._runner.allocate_kv_cache(num_blocks)  # the last, since the system gives the memory beside what follows
+        # Last, because the system provides the memory in parallel with the code below.
+        self._runner.allocate_kv_cache(num_blocks)
         model.capture(config.max_num_seqs, lambda done, of: progress(f"capturing graphs: {done} of {of}"))
         self._scheduler = Scheduler(
             SchedulerConfig(
@@ -184,7 +198,7 @@ class EngineCore:
         on_progress: OnProgress | None = None,
         vocabulary: Callable[[], Vocabulary] | None = None,
     ) -> "EngineCore":
-        """Load the model that `config` names and build the engine. Raises `ConfigError`."""
+        """Load the model of `config` and build the engine. Raises `ConfigError`."""
         if config.num_threads is not None:
             set_num_threads(config.num_threads)
         stage, told_at = "", 0.0
@@ -202,26 +216,33 @@ class EngineCore:
         return cls(model, config, on_step=on_step, on_progress=on_progress, limits=limits, vocabulary=vocabulary)
 
     def prepare(self, request: EngineRequest) -> None:
-        """Do beforehand, in any thread, what would hold up the engine's: build the request's grammar.
+        """Build the request's grammar in advance, in any thread.
 
-        Raises `InvalidRequestError` for one that no text could match.
+        Otherwise the engine's thread would wait for it. Raises `InvalidRequestError` if no text can
+        match the grammar.
         """
         if request.params.grammar is not None and self.grammars is not None:
             self.grammars.matcher(request.params.grammar, request.params.thinking_budget)
 
     def add(self, request: EngineRequest) -> None:
-        """Queue a request. Raises `InvalidRequestError`, `ContextLengthError`. A missing seed is drawn here."""
+        """Queue a request. Draws a seed if it has none.
+
+        Raises `InvalidRequestError` or `ContextLengthError`.
+        """
         request.params.check_dimensions(self.info.hidden_size)
         if request.params.seed is None:
             request = replace(request, params=replace(request.params, seed=secrets.randbits(63)))
         self._scheduler.add(request, self.clock())
 
     def abort(self, request_id: str) -> None:
-        """End a request, whatever it is doing; unknown ids are no error."""
+        """End a request in any state. Ignores unknown ids."""
         self._scheduler.abort(request_id)
 
     def reconfigure(self, knobs: SchedulerKnobs) -> None:
-        """Go on with other scheduler knobs. Raises `ConfigError`, changing nothing, for what only a restart can do."""
+        """Change the scheduler's knobs.
+
+        Raises `ConfigError`, without changes, for knobs that need a restart.
+        """
         self._scheduler.reconfigure(knobs)
 
     @property
@@ -230,18 +251,20 @@ class EngineCore:
         return self._scheduler.has_unfinished or self._in_flight is not None
 
     def stats(self) -> SchedulerStats:
-        """The state between steps."""
+        """Return the scheduler's state between steps."""
         return self._scheduler.stats()
 
     def check_invariants(self) -> None:
-        """Raise when the scheduler's invariants do not hold; meant for moments when nothing runs."""
+        """Raise `AssertionError` if the scheduler's invariants are violated. Call it when idle."""
         self._scheduler.check_invariants()
 
     def step(self, on_scheduled: Callable[[], None] | None = None) -> list[TokenDelta] | None:
-        """Run one step; with overlap, launch one and finish the one before. Returns the outputs of the finished one.
+        """Run one step and return its outputs.
 
-        None while requests only wait for the admission gate, until `wake_time`. `on_scheduled` is called when the model
-        is next. Raises only when the engine is broken or interrupted; the requests of steps in flight are gone then.
+        With overlap: launch one and finish the previous one. Returns None while requests only wait
+        for the admission gate, until `wake_time`. `on_scheduled` is called just before the model
+        runs. Raises only if the engine is broken or interrupted; requests in the steps in flight
+        are then lost.
         """
         try:
             return self._step(on_scheduled)
@@ -251,7 +274,7 @@ class EngineCore:
             raise
 
     def _step(self, on_scheduled: Callable[[], None] | None) -> list[TokenDelta] | None:
-        """`step`, whatever comes of it."""
+        """Run `step` without its cleanup after errors."""
         started_at = self.clock()
         output = self._scheduler.schedule(started_at)
         if on_scheduled is not None:
@@ -284,7 +307,10 @@ class EngineCore:
             self._scheduler.sit_out(step.output, step.pending.sat_out)
 
     def _finish(self, step: _Step, newest: _Step | None) -> list[TokenDelta]:
-        """Wait for a step, commit and report it. newest: the last one launched, whose masks may wait for this one."""
+        """Wait for a step, commit it and report it.
+
+        newest: the last launched step, whose masks may depend on this one.
+        """
         assert step.pending is not None
         result = step.pending.resolve()
         resolved_at = self.clock()
@@ -292,7 +318,7 @@ class EngineCore:
             self._runner.tokens_known(newest.launched)
         deltas = self._scheduler.update(step.output, result)
         updated_at = self.clock()
-        # A step that was launched while another ran has its time from the end of that one on.
+        # A step launched during another one starts when that one ends.
         started_at, self._ended_at = max(step.started_at, self._ended_at), updated_at
         if self._on_step is not None:
             model_s = max(0.0, resolved_at - started_at - step.schedule_s)
@@ -337,7 +363,7 @@ class EngineCore:
         )
 
     def _report(self, observer: OnStep, record: StepRecord) -> None:
-        """Tell the observer; its errors are logged once and ignored."""
+        """Call the observer. Its first error is logged; later ones are ignored."""
         try:
             observer(record)
         except Exception:
@@ -347,16 +373,16 @@ class EngineCore:
 
 
 def _with_step_tokens(config: EngineConfig, model: PagedModel, times: StepTimes, progress: OnProgress) -> EngineConfig:
-    """`config` with as many tokens in a step as this machine bears."""
+    """Return `config` with the number of tokens per step that suits this machine."""
 
     def slots(num_tokens: int) -> int:
         return min(config.max_num_seqs, max_slots(num_tokens)) if config.auto_slots else config.max_num_seqs
 
-    # As with automatic slots, prompts keep half of a step in which all sequences have a token.
+    # As with automatic slots, half of a step is left for prompts when all sequences decode.
     least, most = 1 if config.auto_slots else 2 * config.max_num_seqs, config.max_num_batched_tokens
     choose = choose_step_tokens if model.device.type == "cpu" else shorten_step_tokens
     chosen = choose(least, most, lambda tokens: times.largest(tokens, slots(tokens)))
-    model.release_unused_memory()  # of larger steps, which will not come
+    model.release_unused_memory()  # of larger steps, which will not occur
     progress(str(chosen))
     return replace(
         config, max_num_batched_tokens=chosen.number, max_num_seqs=slots(chosen.number), auto_step_tokens=False
@@ -366,7 +392,7 @@ def _with_step_tokens(config: EngineConfig, model: PagedModel, times: StepTimes,
 def _with_slots(
     config: EngineConfig, model: PagedModel, times: StepTimes, num_blocks: int, progress: OnProgress
 ) -> EngineConfig:
-    """`config` with as many sequences at once as its pool of `num_blocks` and the steps of this machine bear."""
+    """Return `config` with the number of slots that suits the pool and this machine's speed."""
     pool_tokens = (num_blocks - 1) * model.block_size
     slots = choose_slots(config.max_num_seqs, pool_tokens, times.decodes if model.device.type == "cpu" else None)
     progress(str(slots))

@@ -1,6 +1,6 @@
-"""The engine as a library: prompts in, completions out, no server, no event loop, no Ray.
+"""The engine as a library: prompts in, completions out. No server, event loop or Ray.
 
-Decides: how prompts become requests and deltas become outputs. Everything else is the engine's.
+Converts prompts to requests, and deltas to outputs. The engine does everything else.
 """
 
 import gc
@@ -29,9 +29,11 @@ from serve_app.text.tokenizer import Tokenizer, load_tokenizer
 
 @dataclass(slots=True)
 class CompletionOutput:
-    """One choice. `logprobs` has an entry per token when `SamplingParams.logprobs` asked for it, else is None.
+    """One choice.
 
-    With finish_reason ERROR, `error` says why the engine gave it up, and the rest is what had come before.
+    `logprobs`: one entry per token if requested by `SamplingParams.logprobs`, else None. With
+    finish_reason ERROR, `error` is the engine's reason, and the other fields contain the output
+    before the error.
     """
 
     index: int
@@ -41,14 +43,15 @@ class CompletionOutput:
     logprobs: list[TokenLogprob] | None = None
     error: str | None = None
     embedding: bytes | None = None
-    """The prompt's; see `LLM.embed`."""
+    """The prompt's embedding; see `LLM.embed`."""
 
 
 @dataclass(slots=True)
 class RequestOutput:
-    """One prompt with its completions. `prompt` is None when token ids were given.
+    """One prompt with its completions. `prompt` is None if token ids were given.
 
-    prompt_logprobs: for each prompt token after the first, when `SamplingParams.prompt_logprobs` asked for it.
+    prompt_logprobs: for each prompt token after the first, if requested by
+    `SamplingParams.prompt_logprobs`.
     """
 
     prompt: str | None
@@ -58,12 +61,17 @@ class RequestOutput:
 
 
 class LLM:
-    """A loaded model; `with LLM(...) as llm:` gives its memory back at the end, as `close` does.
+    """A loaded model. `with LLM(...) as llm:` calls `close` at the end.
 
-    tokenizer: where it is, as `model` says where that is, or one that is loaded; None: beside the model. max_num_seqs:
-    sequences that run at once; "auto": as many as the KV pool holds and steps bear, as measured now, and so with
-    max_num_batched_tokens. ignore_model_keys: as in `ModelOptions`. `**knobs` are other fields of `EngineConfig`, such
-    as kv_cache_gib. Raises `ConfigError` when the model cannot be loaded as asked.
+    - tokenizer: its location in the forms that `model` allows, or a loaded tokenizer; None: the
+      model's.
+    - max_num_seqs: sequences that run at once; "auto": as many as KV pool and measured step times
+      allow.
+    - max_num_batched_tokens: tokens per step; "auto": measured.
+    - ignore_model_keys: as in `ModelOptions`.
+    - `**knobs`: other fields of `EngineConfig`, such as kv_cache_gib.
+
+    Raises `ConfigError` if the model cannot be loaded so.
     """
 
     def __init__(
@@ -115,9 +123,9 @@ class LLM:
         return self._core
 
     def close(self) -> None:
-        """Give the memory of weights and KV pool back; whatever is asked then raises `EngineError`."""
+        """Free the memory of weights and KV pool. Later calls raise `EngineError`."""
         self._core = None
-        gc.collect()  # a model's modules refer to each other
+        gc.collect()  # a model's modules have reference cycles
 
     def __enter__(self) -> "LLM":
         return self
@@ -130,11 +138,12 @@ class LLM:
         prompts: str | Sequence[str] | Sequence[Sequence[int]],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> list[RequestOutput]:
-        """Complete every prompt (text or token ids), all batched together, in the order given.
+        """Complete every prompt (text or token ids) in one batch.
 
-        params: one for all (None: the defaults) or one per prompt. Raises `InvalidRequestError` before anything runs
-        when a prompt is refused, `EngineError` when the engine breaks down. A prompt that fails costs nobody else:
-        its choices end with finish_reason ERROR.
+        Returns results in the order given. params: one for all prompts (None: the defaults) or one
+        per prompt. Raises `InvalidRequestError` before anything runs if a prompt is refused, and
+        `EngineError` if the engine breaks down. A prompt that fails does not affect others: its
+        choices end with finish_reason ERROR.
         """
         items: list[str | Sequence[int]] = [prompts] if isinstance(prompts, str) else list(prompts)
         each = list(params) if isinstance(params, Sequence) else [params or SamplingParams()] * len(items)
@@ -156,9 +165,9 @@ class LLM:
         return list(results.values())
 
     def odds(self, prompt: str | Sequence[int], answers: Sequence[str]) -> list[Odds]:
-        """How likely each of `answers`, and no other, is to follow `prompt`, in this order; see `text.choice_scores`.
+        """Return how likely each of `answers` is to follow `prompt`, compared to the other answers.
 
-        Raises as `generate` does.
+        Results are in the order of `answers`. See `text.choice_scores`. Raises as `generate` does.
         """
         if not answers:
             raise InvalidRequestError("`answers` must contain at least one text", param="answers")
@@ -166,7 +175,7 @@ class LLM:
         end_ids = self.core.info.eos_token_ids
         prompts = [[*ids, *answer] for answer in answer_tokens(self.tokenizer, answers, end_ids)]
         params = scoring_params(len(ids))
-        # The first one alone: the others find the prompt in the prefix cache.
+        # Run the first one alone, so that the others find the prompt in the prefix cache.
         scored = self.generate(prompts[:1], params) + self.generate(prompts[1:], params)
         return odds(answers, [[entry.logprob for entry in one.prompt_logprobs or ()] for one in scored])
 
@@ -176,9 +185,10 @@ class LLM:
         dimensions: int | None = None,
         pooling: Pooling | None = None,
     ) -> npt.NDArray[np.float32]:
-        """Embeddings [prompts, dimensions] of length 1; pooling None: as the checkpoint says, else of the last token.
+        """Return embeddings of length 1 as an array [prompts, dimensions].
 
-        Raises as `generate` does, and `EngineError` for a prompt that fails.
+        pooling None: as the checkpoint says, else the last token's. Raises as `generate` does, and
+        `EngineError` for a prompt that fails.
         """
         params = SamplingParams.for_embedding(pooling or self.core.info.pooling, dimensions)
         outputs = [result.outputs[0] for result in self.generate(prompts, params)]
@@ -202,7 +212,7 @@ class LLM:
         )
 
     def _text(self, prompt_token_ids: Sequence[int], output: CompletionOutput) -> str:
-        """What a server shows of the output: it goes on behind the prompt, and the token that ended it is no text."""
+        """Return the text as a server does: continuing the prompt, without the end token."""
         ended = None if output.finish_reason is FinishReason.ERROR else output.finish_reason
         delta = TokenDelta("", output.index, 0, tuple(output.token_ids), finish_reason=ended)
         return TextStream(self.tokenizer, prompt_token_ids, StopConfig()).feed(delta).text
@@ -233,7 +243,7 @@ def _collect(delta: TokenDelta, result: RequestOutput) -> None:
 
 @contextmanager
 def _progress(num_choices: int) -> Iterator[Callable[[list[TokenDelta]], None]]:
-    """A bar of finished completions and tokens, where somebody looks: standard error is a terminal."""
+    """Show a progress bar of finished completions and tokens, if standard error is a terminal."""
     if not sys.stderr.isatty():
         yield lambda deltas: None
         return

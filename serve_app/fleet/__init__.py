@@ -1,1 +1,4 @@
-"""What becomes of a request across replicas: attempts, failover, routing and their links. Knows no Ray, no torch."""
+"""How requests run across replicas: attempts, failover, routing and links.
+
+Imports neither Ray nor torch.
+"""

@@ -1,8 +1,8 @@
-"""One try of one request at one replica, and the replica: what this process knows of both.
+"""One attempt of a request at one replica, and a replica, as this process knows them.
 
-An `Attempt` holds its placement, its queue of outputs, its deadline, and the replica reserved for it, if any. Two
-containers refer to it: `Replica.attempts` (before it is placed, `ReplicaSet.waiting`), and, once it is sent, the link
-(`IngressEnd`), which passes its outputs to `receive`.
+An `Attempt` has its placement, its queue of outputs, its deadline, and the replica reserved for it,
+if any. Two containers refer to it: `Replica.attempts` (`ReplicaSet.waiting` before it is placed),
+and, once it is sent, the link (`IngressEnd`), which passes its outputs to `receive`.
 """
 
 import asyncio
@@ -22,13 +22,13 @@ from serve_app.fleet.unread import UnreadBytes, UnreadItems
 from serve_app.fleet.wire import WireItem, unpack_item
 
 STALL_TIMEOUT_S = "stall_timeout_s"
-"""In a replica's metadata: how many seconds its engine's steps may take."""
+"""Key in a replica's metadata: the limit for an engine step in seconds."""
 LEAST_STALL_TIMEOUT_S = 10.0
-"""What these are, unless set, where steps are fast or the replica does not say."""
+"""Lower limit of the default stall timeout, and the value for replicas that report none."""
 
 
 class Condition(StrEnum):
-    """SUSPECT: it failed a request or fell silent; a heartbeat makes it OK again."""
+    """SUSPECT: the replica failed a request or fell silent. The next heartbeat makes it OK."""
 
     OK = "ok"
     SUSPECT = "suspect"
@@ -36,37 +36,37 @@ class Condition(StrEnum):
 
 @dataclass(eq=False, slots=True)
 class Replica:
-    """One replica. Counters of ticks are the watchdog's."""
+    """One replica. The watchdog updates the tick counters."""
 
     replica_id: str
     metadata: dict[str, Any]
     present: bool = True
-    """Whether Ray's controller lets requests go to it; a replica that is being stopped is not."""
+    """Whether Ray's controller lets requests go to it. False while the replica is being stopped."""
     condition: Condition = Condition.OK
     reason: str = ""
-    """Why it is not OK."""
+    """Why the replica is not OK."""
     load: ReplicaLoad | None = None
     attempts: "dict[str, Attempt]" = field(default_factory=dict)
-    """Those placed here that have not ended, by their ids."""
+    """Attempts placed here that have not ended, by id."""
     reserved: bool = False
-    """Whether only an attempt in quarantine may come here."""
+    """Whether only an attempt in quarantine may be placed here."""
     has_beaten: bool = False
     silent_ticks: int = 0
     absent_ticks: int = 0
 
     @property
     def revision(self) -> str | None:
-        """Replicas of equal revisions give the same tokens for the same request; None where it does not say."""
+        """Equal for replicas that give the same tokens for a request. None if not reported."""
         return self.metadata.get("revision")
 
     @property
     def stall_timeout_s(self) -> float:
-        """Its engine counts as stuck when a step takes longer; seconds."""
+        """A step that takes longer than this many seconds means that the engine is stuck."""
         return float(self.metadata.get(STALL_TIMEOUT_S, LEAST_STALL_TIMEOUT_S))
 
 
 class Attempt:
-    """Reads one attempt's outputs; the watchdog may interrupt it. For one event loop."""
+    """Receives the outputs of one attempt. Not thread-safe. The watchdog may interrupt it."""
 
     def __init__(
         self,
@@ -82,12 +82,15 @@ class Attempt:
         unread: UnreadBytes | None = None,
         on_unread: Callable[[], None] | None = None,
     ) -> None:
-        """`since`: when its request came, earlier ones are placed first; `deadline`: in seconds of the same clock.
+        """`since`: when the request arrived; older requests are placed first.
 
-        `revision`: of the replicas that can continue the request, None while no output is known. `reserved`: the
-        replica that is kept free for it, the only one it may go to. `needs_slot`: it waits here for a free slot rather
-        than in an engine, as others may have their streams interrupted no longer than need be.
-        `unread`: what all attempts hold. `on_unread`: called when it ends for want of a reader.
+        - `deadline`: in seconds of the same clock.
+        - `revision`: of the replicas that can continue the request; None before the first output.
+        - `reserved`: the replica kept free for this attempt, which may use no other.
+        - `needs_slot`: wait here for a free slot rather than in an engine, to keep interruptions of
+          streams short.
+        - `unread`: the total over all attempts.
+        - `on_unread`: called when the attempt ends because its outputs are not read.
         """
         self.attempt_id = attempt_id
         self.request = request
@@ -96,12 +99,12 @@ class Attempt:
         self.reserved = reserved
         self.routing = RoutingRequest.of(request, session, needs_slot=needs_slot and reserved is None)
         self.replica: Replica | None = None
-        """Where it was placed."""
+        """The replica on which it was placed."""
         self.placement: Placement | None = None
-        """The routing policy's account of it, once it is placed."""
+        """The routing policy's record of the attempt, once it is placed."""
         self.is_sent = False
         self.unrouted_ticks = 0
-        """Counted by the watchdog."""
+        """Ticks without a possible replica; counted by the watchdog."""
         self._deadline = deadline
         self._items = UnreadItems(unread or UnreadBytes())
         self._is_unread = False
@@ -110,7 +113,10 @@ class Attempt:
         self._loss: ReplicaLostError | None = None
 
     async def next(self) -> list[TokenDelta]:
-        """The next outputs. Raises `ReplicaLostError` when there will be none, `RequestError` for the request's own."""
+        """Return the next outputs.
+
+        Raises `ReplicaLostError` if the attempt was lost, or the request's own `RequestError`.
+        """
         item = await self._next_item()
         try:
             deltas = unpack_item(self.request.request_id, item)
@@ -125,9 +131,9 @@ class Attempt:
         return deltas
 
     def receive(self, item: WireItem | Exception) -> bool:
-        """Queue an item of its outputs; an exception ends the attempt, after all items that came before.
+        """Queue an item. An exception ends the attempt, after all earlier items.
 
-        Returns whether to go on: not when its reader is so far behind that there must be no more.
+        Returns False if the reader is too far behind, so that no more items may be sent.
         """
         if self._is_unread:
             return False
@@ -140,11 +146,11 @@ class Attempt:
         return not self._is_unread
 
     def close(self) -> None:
-        """Nobody reads it any more."""
+        """Drop the unread items. The attempt is no longer read."""
         self._items.clear()
 
     def interrupt(self, reason: LossReason) -> None:
-        """End it at once: its reader gets `ReplicaLostError` in place of the next outputs."""
+        """End the attempt at once. `next` then raises `ReplicaLostError`."""
         if self._loss is None:
             self._loss = ReplicaLostError(reason)
             self._items.clear()
@@ -174,16 +180,19 @@ class Attempt:
 
 
 class Transport(Protocol):
-    """The way to the replicas. `LinkTransport` is the real one."""
+    """Sends attempts to replicas. Implemented by `LinkTransport`."""
 
     def start(self, attempt: Attempt) -> None:
-        """Place it on whichever replica is best, once one has room, and take it there. Does not wait."""
+        """Place the attempt on the best replica that has room, and send it there. Does not wait."""
 
     def stop(self, attempt: Attempt) -> None:
-        """Let go of it: its replica, if any, is told to abort. Idempotent, does not wait."""
+        """Release the attempt and make its replica, if any, abort it. Idempotent, does not wait."""
 
     async def listen(self, replica_id: str, on_heartbeat: OnHeartbeat) -> None:
-        """Listen to this replica: a heartbeat comes at least every `wire.HEARTBEAT_S`. Ends with `ReplicaLostError`."""
+        """Listen to a replica, which sends a heartbeat at least every `wire.HEARTBEAT_S`.
+
+        Ends with `ReplicaLostError`.
+        """
 
     def account(self, replica_id: str) -> dict[str, float | None]:
-        """The routing policy's account of this replica, for operators."""
+        """Return the routing policy's record of this replica, for operators."""

@@ -1,6 +1,7 @@
-"""Whether there are replicas, and waiting until they are as a request needs them. Not for ever: Ray replaces what died.
+"""Waits until replicas are available as a request needs them, for a limited time.
 
-Who is there is `ReplicaSet`'s knowledge; here is the time since when nobody is.
+The time is limited because Ray replaces replicas that died. `ReplicaSet` knows the replicas; this
+module tracks since when there has been none.
 """
 
 import asyncio
@@ -13,10 +14,10 @@ RETRY_AFTER_S = 2.0
 
 
 class Availability:
-    """For one event loop, the one it is made on."""
+    """Not thread-safe: use it on the event loop that created it."""
 
     def __init__(self, replicas: ReplicaSet, wait_s: float) -> None:
-        """Without replicas requests wait for `wait_s`."""
+        """`wait_s`: how long requests wait while there is no replica."""
         self.wait_s = wait_s
         self._replicas = replicas
         self._loop = asyncio.get_running_loop()
@@ -27,13 +28,14 @@ class Availability:
 
     @property
     def without_replicas_s(self) -> float:
-        """For how many seconds no replica has been there; 0 while one is."""
+        """For how many seconds there has been no replica; 0 if there is one."""
         return 0.0 if self._none_since is None else self._loop.time() - self._none_since
 
     async def until(self, condition: Callable[[], bool], revision: str | None) -> None:
-        """Wait until the replicas meet `condition`; raises `UnavailableError` when there was none for `wait_s`.
+        """Wait until `condition` is true.
 
-        `condition` is asked after every change of who may be chosen, and when somebody calls `wake`.
+        Raises `UnavailableError` after `wait_s` without a replica. `condition` is evaluated after
+        every change of the replicas that may be chosen, and on `wake`.
         """
         asked_at = self._loop.time()
         while not condition():
@@ -47,11 +49,11 @@ class Availability:
                 raise UnavailableError("no engine replica is running", retry_after_s=RETRY_AFTER_S) from None
 
     def wake_in(self, seconds: float) -> None:
-        """`wake`, later."""
+        """Call `wake` after `seconds`."""
         self._loop.call_later(seconds, self.wake)
 
     def wake(self) -> None:
-        """Let everybody who waits look again."""
+        """Make all waiters evaluate their conditions again."""
         if self._replicas.alive():
             self._none_since = None
         elif self._none_since is None:

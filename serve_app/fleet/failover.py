@@ -1,17 +1,21 @@
-"""One request, as many attempts as it takes: its reader sees one stream, whatever becomes of the replicas.
+"""Runs a request over as many attempts as needed, so that its reader sees one stream.
 
-Decides whether a lost attempt is followed by another one, when, and whether that one has a replica to itself:
+Decides whether and when another attempt follows a lost one, and whether it gets a replica of its
+own:
 
-- A request's own errors are final. A replica that died, fell silent, is being stopped or is gone costs an attempt: the
-  next one gets all tokens so far and goes on from there (`ResumeState`), on another replica, once that has a free slot.
-- A request may be poison, which kills replicas, if it got nothing out of two before they died: then it runs alone
-  (`Quarantine`) until its next tokens. It is refused when the third dies so, or the sixth in all; of the first, every
-  request like it is refused for some minutes (`PoisonRequests`). A replica that gives a sign of life did not die.
-- While no replica is left, requests wait for `wait_s`, since Ray replaces what died.
-- A replica's "overloaded" never reaches the client: a request that came this far was admitted, and waits for room.
+- A request's own errors are final. A replica that died, fell silent, is being stopped or is gone
+  ends only the attempt. The next one gets all tokens so far and continues there (`ResumeState`), on
+  another replica with a free slot.
+- A request that got no output from two replicas before they died may be poison. It then runs alone
+  (`Quarantine`) until its next tokens. It is refused when a third replica dies so, or six in all.
+  After the former, equal requests are refused for some minutes (`PoisonRequests`). A replica that
+  shows activity again did not die.
+- While there is no replica, requests wait for `wait_s`, because Ray replaces what died.
+- A replica's "overloaded" never reaches the client: the request was already admitted, so it waits
+  for room.
 
-State is per process: with several ingress replicas each counts, and reserves, for its own requests only. What is wrong
-with a replica is found by an attempt or by the `Watchdog`.
+State is per process: each ingress replica counts, and reserves replicas, for its own requests only.
+Attempts and the `Watchdog` detect failed replicas.
 """
 
 import asyncio
@@ -39,10 +43,10 @@ _MAX_DEATHS = 6
 
 
 class Failover:
-    """Runs requests over `transport`. For one event loop, the one it is made on."""
+    """Runs requests over `transport`. Not thread-safe: use it on the event loop that created it."""
 
     def __init__(self, transport: Transport, replicas: ReplicaSet, *, wait_s: float, on_failover: OnFailover) -> None:
-        """`on_failover(reason, tokens)`: an attempt was lost; `tokens` known tokens are to be computed again."""
+        """`on_failover(reason, tokens)`: called after a lost attempt. `tokens` are recomputed."""
         self._transport = transport
         self._replicas = replicas
         self._on_failover = on_failover
@@ -54,7 +58,7 @@ class Failover:
 
     @property
     def without_replicas_s(self) -> float:
-        """For how many seconds no replica has been there; 0 while one is."""
+        """For how many seconds there has been no replica; 0 if there is one."""
         return self._availability.without_replicas_s
 
     async def generate(
@@ -67,12 +71,17 @@ class Failover:
         visited: list[str] | None = None,
         place: Place | None = None,
     ) -> AsyncGenerator[list[TokenDelta], None]:
-        """Outputs of the request until all its choices have finished, or are in `ended`, which the reader may fill.
+        """Yield the request's outputs until every choice has finished or is in `ended`.
 
-        `deadline` is in monotonic seconds; `visited` gains the replicas that had the request; `place` is lent while the
-        reader is so far behind that no replica has it. Raises `RequestError`: the request's own; `RequestTimeoutError`;
-        `UnavailableError` when no replica came back in time; `EngineError` for a request that replicas die of. Closing
-        or cancelling the generator ends the attempt that is running.
+        - `ended`: choices that the reader no longer needs; the reader may add to it.
+        - `deadline`: in monotonic seconds.
+        - `visited`: the replicas that ran the request are appended.
+        - `place`: the admission slot; it is lent to other requests while the reader is so far
+          behind that no replica runs the request.
+
+        Raises the request's own `RequestError`; `RequestTimeoutError`; `UnavailableError` if no
+        replica came back in time; `EngineError` if replicas die of the request. Closing or
+        cancelling the generator ends the running attempt.
         """
         if self._poison_requests.knows(request, self._loop.time()):
             raise EngineError("engine replicas died while they ran a request like this one", code=KILLED_REPLICAS)
@@ -96,11 +105,14 @@ class Failover:
                 with self._remembering(request, retry):
                     await retry.lost(loss.reason, retry.last_replica)
             except OverloadedError:
-                pass  # the next attempt is sent when there is room
+                pass  # the next attempt is sent when a replica has room
 
     @contextmanager
     def _remembering(self, request: EngineRequest, retry: "RetryState") -> Iterator[None]:
-        """Remember a request that is refused because replicas died of it; others were only there when some did."""
+        """Remember a refused request if replicas died before it got output from them.
+
+        Other refused requests may only have run on replicas that died for another reason.
+        """
         try:
             yield
         except EngineError:
@@ -112,7 +124,7 @@ class Failover:
     async def _attempt(
         self, resume: ResumeState, retry: "RetryState", deadline: float, session: str | None, place: Place | None
     ) -> AsyncIterator[tuple[Attempt, Isolation | None]]:
-        """The next attempt, once a replica may take it. It is over when the context is left."""
+        """Start the next attempt once a replica may take it. Leaving the context ends it."""
         async with AsyncExitStack() as stack:
             isolation = None
             revision = retry.revision
@@ -160,48 +172,48 @@ class Failover:
 
 
 class RetryState:
-    """How one request has fared, and what follows from it."""
+    """The history of one request's attempts, and what follows from it."""
 
     def __init__(self, wait_s: float, visited: list[str]) -> None:
         self.since = asyncio.get_running_loop().time()
         self.revision: str | None = None
-        """Of the replicas that can go on, once some output is known."""
+        """Revision of the replicas that can continue, once there is output."""
         self.last_replica: Replica | None = None
         self.was_lost = False
-        """Whether a replica has lost it."""
+        """Whether a replica lost the request."""
         self._num_attempts = 0
         self._has_outputs = False
-        """Whether the present attempt has brought any."""
+        """Whether the current attempt has produced outputs."""
         self._visited = visited
         self._wait_s = wait_s
         self._killed: set[Replica] = set()
         self._start_anew()
 
     def _start_anew(self) -> None:
-        """Reset what counts only until the next outputs."""
+        """Reset the counters that count since the last outputs."""
         self._num_fruitless_losses = self._num_fruitless_deaths = 0
         self._killed_at_once: set[Replica] = set()
         self._paused_s = 0.0
 
     def next_id(self, request_id: str) -> str:
-        """The id of the next attempt."""
+        """Return the id of the next attempt."""
         self._num_attempts += 1
         self._has_outputs = False
         return f"{request_id}.{self._num_attempts}"
 
     def visit(self, replica: Replica | None) -> None:
-        """An attempt is over that was at this replica, if it was placed."""
+        """Record that an attempt has ended, on `replica` if it was placed."""
         self.last_replica = replica
         if replica is not None:
             self._visited.append(replica.replica_id)
 
     @property
     def is_suspect(self) -> bool:
-        """Whether so many replicas died before the request got anything out of them that it may be why."""
+        """Whether the request may kill replicas: two died before it got output from them."""
         return _num_dead(self._killed_at_once) >= _DEATHS_BEFORE_QUARANTINE
 
     def got_outputs(self, attempt: Attempt) -> None:
-        """The attempt brought outputs: from now on only its revision can continue the request."""
+        """Record outputs. From now on, only replicas of this revision can continue."""
         if attempt.replica is not None:
             self.revision = attempt.replica.revision
         self._has_outputs = True
@@ -209,7 +221,10 @@ class RetryState:
             self._start_anew()
 
     async def lost(self, reason: LossReason, replica: Replica | None) -> None:
-        """Return when it is time for the next attempt; raises `EngineError` or `UnavailableError` if there is none."""
+        """Record a lost attempt and wait until the next one may start.
+
+        Raises `EngineError` or `UnavailableError` if there will be none.
+        """
         self.was_lost = True
         if reason.is_planned:
             return
@@ -228,7 +243,7 @@ class RetryState:
         await self._pause()
 
     async def _pause(self) -> None:
-        """Wait before the next attempt; the first one after outputs follows at once."""
+        """Wait before the next attempt. There is no pause for the first loss after outputs."""
         self._num_fruitless_losses += 1
         if self._num_fruitless_losses > 1:
             pause_s = min(_FIRST_PAUSE_S * 2 ** (self._num_fruitless_losses - 2), _MAX_PAUSE_S)

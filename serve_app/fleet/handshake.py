@@ -1,12 +1,13 @@
-"""How a link begins: both ends tell the version that they speak, and prove that they know the replica's key.
+"""Handshake of a link: both ends send their version, and prove that they know the replica's key.
 
     ingress: serve-app-link/2 NONCE
     replica: serve-app-link/2 NONCE PROOF
     ingress: serve-app-link/2 PROOF
 
-A proof is an HMAC, by the key, of who proves it and of both nonces. So the key is never sent, and what somebody has
-overheard opens no other connection. Nothing after it is signed or encrypted: who can change what travels can still add
-to it. An end of another version is told ours, so that both can say what is wrong.
+A proof is an HMAC with the key over the prover's role and both nonces. So the key is never sent,
+and recorded traffic opens no other connection. Nothing after the handshake is signed or encrypted:
+an attacker who can modify traffic can still add to it. We also send our version to an end with
+another version, so that both can report the mismatch.
 
 Pure: bytes in, bytes out.
 """
@@ -17,7 +18,8 @@ import secrets
 from collections.abc import Generator
 
 VERSION = 2
-"""Of the whole link. To be raised with every change that an older end would not understand."""
+"""Version of the link protocol. Increase it with every change that older ends would not understand.
+"""
 
 _NAME = b"serve-app-link/"
 _HELLO = re.compile(rb"serve-app-link/(\d{1,9})((?: \w+)*)")
@@ -25,11 +27,18 @@ _NONCE_BYTES = 16
 _MAX_LINE_BYTES = 256
 
 _Steps = Generator[bytes, bytes, tuple[bytes, bytes]]
-"""Yields what to send, is sent what has come; returns what to send last, and what has come beyond the handshake."""
+"""Yields bytes to send and is sent the bytes received.
+
+Returns the last bytes to send, and the bytes received after the handshake.
+"""
 
 
 class HandshakeError(Exception):
-    """The other end is none of ours: the message, a predicate, says why. `answer` tells it what we would understand."""
+    """The other end does not speak our protocol.
+
+    The message is a predicate that says why. `answer`: bytes to send, with the version that we
+    understand.
+    """
 
     def __init__(self, message: str, answer: bytes = b"") -> None:
         super().__init__(message)
@@ -37,26 +46,26 @@ class HandshakeError(Exception):
 
 
 class Handshake:
-    """One end's: send `opening`, and then what `receive` returns, until there is a `rest`."""
+    """One end. Send `opening`, then what `receive` returns, until `rest` is set."""
 
     def __init__(self, steps: _Steps) -> None:
         self._steps = steps
         self.opening = next(steps)
         self.rest: bytes | None = None
-        """What has come beyond the handshake; None before its end."""
+        """The bytes received after the handshake; None before its end."""
 
     @classmethod
     def of_ingress(cls, key: str) -> "Handshake":
-        """For the end that has connected."""
+        """Return the handshake of the end that connects."""
         return cls(_meet_replica(key))
 
     @classmethod
     def of_replica(cls, key: str) -> "Handshake":
-        """For the end that was connected to."""
+        """Return the handshake of the end that accepts the connection."""
         return cls(_meet_ingress(key))
 
     def receive(self, data: bytes) -> bytes:
-        """What to answer. Raises `HandshakeError`."""
+        """Return the bytes to answer. Raises `HandshakeError`."""
         try:
             return self._steps.send(data)
         except StopIteration as end:
@@ -80,7 +89,10 @@ def _meet_ingress(key: str) -> _Steps:
 
 
 def _exchange(said: bytes, heard: bytes, words: int) -> Generator[bytes, bytes, tuple[list[bytes], bytes]]:
-    """Say something, then hear a line of so many words: these, and what came after the line."""
+    """Send `said`, then receive a line of `words` words.
+
+    Returns the words and the bytes after the line.
+    """
     while b"\n" not in heard:
         if not heard.startswith(_NAME[: len(heard)]) or len(heard) > _MAX_LINE_BYTES:
             break

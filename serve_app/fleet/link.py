@@ -1,14 +1,15 @@
-"""The link: one TCP connection per ingress and replica. Requests go one way, the outputs of all of them the other.
+"""The link: one TCP connection per ingress and replica, for requests and all their outputs.
 
-A call through a Ray handle takes 2 ms on its way beside a busy engine and more than a millisecond of the ingress's
-processor time; each item that it streams back costs 0.6 ms more. Here a request is one message, and all that the engine
-flushes at once is another. Ray starts the replicas, watches them, and tells the ingress where their links are.
+A call through a Ray handle takes 2 ms beside a busy engine, and over 1 ms of the ingress's CPU
+time. Each streamed item costs 0.6 ms more. On a link, a request is one message, and everything that
+the engine flushes at once is one message. Ray starts and monitors the replicas, and gives the
+ingress their links' addresses.
 
-It begins with a `handshake`; ends that do not understand or believe each other hang up, and say so once. Then the
-ingress sends, in msgpack, requests (dicts) and the ids of attempts that it no longer wants (strings). The replica sends
-frames of a heartbeat and the items of all attempts since the last frame; an item of None ends its attempt, and the
-reason why the replica hangs up takes the place of the last heartbeat. A link that ends takes its attempts with it: the
-replica aborts them, and failover makes the next ones.
+After the `handshake`, messages are in msgpack. Ends that do not understand or trust each other
+disconnect, and log this once. The ingress sends requests (dicts) and the ids of attempts to abort
+(strings). The replica sends frames: a heartbeat, and the items of all attempts since the last
+frame. An item of None ends its attempt. In the last frame, the reason for closing replaces the
+heartbeat. When a link ends, the replica aborts its attempts, and failover starts new ones.
 """
 
 import asyncio
@@ -32,20 +33,23 @@ from serve_app.fleet.wire import HEARTBEAT_S, WireItem, WireLoad, WireRequest, p
 logger = logging.getLogger(__name__)
 
 LINK = "link"
-"""In a replica's metadata: its link's `host:port`, and the key that opens it."""
+"""Key in a replica's metadata: its link's `host:port` and key."""
 
 _KEY_BYTES = 16
 _HANDSHAKE_S = 5.0
 MAX_STRANGERS = 64
-"""Connections whose handshake has not ended; one more ends the oldest."""
+"""Maximum of connections whose handshake has not finished; one more closes the oldest."""
 _BETWEEN_COMPLAINTS_S = 5.0
 _SILENCE_S = 60
 """A connection whose peer acknowledges nothing for this long is closed."""
 MAX_UNSENT_BYTES = 64 * 2**20
-"""A replica closes the link of an ingress that has so much to read: its requests go on over the next one."""
+"""A replica closes the link of an ingress that has this much unread.
+
+The requests continue over the next link.
+"""
 
 _MALFORMED = (ValueError, TypeError, KeyError, AttributeError, msgpack.UnpackException)
-"""What reading something raises that no end of this version sends."""
+"""Errors raised on reading what no end of this version sends."""
 
 Submit = Callable[[EngineRequest], None]
 Abort = Callable[[str], None]
@@ -55,35 +59,38 @@ OnItem = Callable[[WireItem | ReplicaLostError], None]
 
 
 class LinkServer:
-    """At the replica: takes the links of all ingresses. For one event loop."""
+    """The replica's side: accepts the links of all ingresses. Not thread-safe."""
 
     def __init__(self, submit: Submit, abort: Abort, heartbeat: Heartbeat) -> None:
-        """`submit` and `abort` are the engine's, whose outputs are for `publish`; a request has its attempt's id.
+        """`submit` and `abort`: the engine's. Request ids are attempt ids.
 
-        `heartbeat` gives None when the engine is dead; then links end.
+        Pass outputs to `publish`. `heartbeat`: returns None if the engine is dead; then links end.
         """
         self.heartbeat = heartbeat
         self.key = secrets.token_hex(_KEY_BYTES)
         self.ends: set[ReplicaEnd] = set()
-        """Those that are open."""
+        """Open links."""
         self.attempts: dict[str, ReplicaEnd] = {}
-        """Whose each attempt is that runs."""
+        """The link of each running attempt, by id."""
         self.ended = asyncio.Event()
         """Set whenever a link has ended."""
         self._strangers: dict[ReplicaEnd, None] = {}
-        """Those that have proven nothing yet, the oldest first."""
+        """Connections without a complete handshake, the oldest first."""
         self._submit = submit
         self._abort = abort
         self._complained_at = -math.inf
         self._server: asyncio.Server | None = None
 
     async def listen(self, host: str) -> str:
-        """Open a port; returns its `host:port`."""
+        """Open a port and return its `host:port`."""
         self._server = await asyncio.get_running_loop().create_server(lambda: ReplicaEnd(self), host, 0)
         return f"{host}:{self._server.sockets[0].getsockname()[1]}"
 
     def publish(self, batch: list[RequestOutputs]) -> None:
-        """Send each ingress the outputs of its attempts, in one frame. Those of aborted ones are dropped."""
+        """Send each ingress the outputs of its attempts in one frame.
+
+        Drops those of aborted attempts.
+        """
         frames: dict[ReplicaEnd, list[RequestOutputs]] = {}
         for outputs in batch:
             if (end := self.attempts.get(outputs.request_id)) is not None:
@@ -94,7 +101,10 @@ class LinkServer:
             end.send(frame)
 
     def start(self, end: "ReplicaEnd", request: WireRequest) -> None:
-        """Run an attempt for this end. Raises `KeyError` for one without an id, `ValueError` for the id of another."""
+        """Run an attempt for this end.
+
+        Raises `KeyError` for a request without an id, `ValueError` for the id of a running attempt.
+        """
         attempt_id = request["attempt_id"]
         if attempt_id in self.attempts:
             raise ValueError(f"attempt {attempt_id} is running")
@@ -107,23 +117,26 @@ class LinkServer:
             self.publish([_failed(attempt_id)])
 
     def cancel(self, end: "ReplicaEnd", attempt_id: str) -> None:
-        """Abort the attempt, if it runs and is this end's."""
+        """Abort the attempt if it is running and belongs to this end."""
         if self.attempts.get(attempt_id) is end:
             del self.attempts[attempt_id]
             self._abort(attempt_id)
 
     def unsent_bytes(self) -> int:
-        """What the slowest ingress has yet to take."""
+        """Return the unsent bytes of the slowest ingress."""
         return max((end.unsent_bytes for end in list(self.ends)), default=0)
 
     async def drained(self) -> None:
-        """Return once every ingress has hung up: it does when this replica is leaving and has nothing of it to do."""
+        """Wait until every ingress has disconnected.
+
+        An ingress disconnects when this replica is leaving and has no more attempts of it.
+        """
         while self.ends:
             self.ended.clear()
             await self.ended.wait()
 
     def close(self) -> None:
-        """Close all links: this replica is leaving."""
+        """Close all links because this replica is leaving."""
         if self._server is not None:
             self._server.close()
         for end in self.ends:
@@ -132,9 +145,10 @@ class LinkServer:
             stranger.abort()
 
     def connected(self, end: "ReplicaEnd") -> None:
-        """Somebody has, who may be anybody.
+        """Register a new connection, which may come from anyone.
 
-        Not the newest is turned away when there are too many: who hoards connections would keep the ingress out.
+        Beyond the limit, closes the oldest connection rather than the newest: otherwise a client
+        that holds connections open would keep the ingress out.
         """
         self._strangers[end] = None
         if len(self._strangers) > MAX_STRANGERS:
@@ -144,12 +158,12 @@ class LinkServer:
             self.complain(f"more than {MAX_STRANGERS} connections have not proven who they are: the oldest are closed")
 
     def opened(self, end: "ReplicaEnd") -> None:
-        """It is an ingress."""
+        """Register the link of an ingress after its handshake."""
         self._strangers.pop(end, None)
         self.ends.add(end)
 
     def lost(self, end: "ReplicaEnd") -> None:
-        """Its connection has ended: nobody reads its attempts any more."""
+        """Abort the attempts of a link that has ended."""
         self._strangers.pop(end, None)
         self.ends.discard(end)
         for attempt_id in [attempt_id for attempt_id, owner in self.attempts.items() if owner is end]:
@@ -157,7 +171,7 @@ class LinkServer:
         self.ended.set()
 
     def complain(self, text: str) -> None:
-        """Log what strangers do, but not as often as they do it."""
+        """Log an error about unknown peers, rate-limited."""
         now = time.monotonic()
         if now - self._complained_at >= _BETWEEN_COMPLAINTS_S:
             self._complained_at = now
@@ -165,9 +179,9 @@ class LinkServer:
 
 
 class ReplicaEnd(asyncio.Protocol):
-    """At the replica: the link of one ingress. A connection without a handshake is closed.
+    """The replica's side of one ingress's link. Closes a connection without a handshake.
 
-    Heartbeats go with every frame, and alone when there has been none for `HEARTBEAT_S`.
+    Each frame contains a heartbeat. Without output, a frame is sent every `HEARTBEAT_S`.
     """
 
     def __init__(self, server: LinkServer) -> None:
@@ -180,7 +194,7 @@ class ReplicaEnd(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Part of `asyncio.Protocol`."""
-        self._transport = cast(asyncio.Transport, transport)  # uvloop's are none by class
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's is no subclass
         self._next: asyncio.Handle = self._loop.call_later(_HANDSHAKE_S, self.abort)
         _notice_loss(transport.get_extra_info("socket"))
         self._server.connected(self)
@@ -209,12 +223,12 @@ class ReplicaEnd(asyncio.Protocol):
         self._server.lost(self)
 
     def abort(self) -> None:
-        """Close at once, whatever is left to send."""
+        """Close at once, without sending the rest."""
         self._is_open = False
         self._transport.abort()
 
     def send(self, batch: list[RequestOutputs], reason: LossReason | None = None) -> None:
-        """Write a frame, unless the link has ended. A reason, or a dead engine, ends it."""
+        """Write a frame, unless the link has ended. A reason, or a dead engine, closes the link."""
         if not self._is_open:
             return
         self._next.cancel()
@@ -230,7 +244,7 @@ class ReplicaEnd(asyncio.Protocol):
             self.abort()
 
     def _shake_hands(self, data: bytes) -> bytes:
-        """What comes after the handshake; nothing before its end."""
+        """Return the bytes after the handshake; empty before its end."""
         try:
             self._transport.write(self._handshake.receive(data))
         except HandshakeError as error:
@@ -253,24 +267,24 @@ class ReplicaEnd(asyncio.Protocol):
 
     @property
     def unsent_bytes(self) -> int:
-        """What the ingress has not taken, nor its kernel."""
+        """Bytes accepted neither by the ingress nor by its kernel."""
         return self._transport.get_write_buffer_size()
 
     def _head(self, heartbeat: WireLoad | LossReason) -> bytes:
-        """A method of its own, so that a profile shows what heartbeats cost apart from tokens."""
+        """Pack a heartbeat. A separate method, so that profiles show its cost apart from tokens."""
         head: bytes = self._packer.pack_array_header(2) + self._packer.pack(heartbeat)
         return head
 
 
 class IngressEnd(asyncio.Protocol):
-    """At the ingress: the link to one replica. It is open once its first heartbeat has come.
+    """The ingress's side of the link to one replica. Open from the first heartbeat.
 
-    A replica that speaks another version, or does not know the key, is lost as `INCOMPATIBLE`.
+    A replica with another version or key is lost as `INCOMPATIBLE`.
     """
 
     def __init__(self, key: str, on_heartbeat: OnHeartbeat) -> None:
         self.lost: asyncio.Future[LossReason] = asyncio.get_running_loop().create_future()
-        """Done when the link is."""
+        """Done when the link has ended."""
         self._handshake = Handshake.of_ingress(key)
         self._transport: asyncio.Transport | None = None
         self._on_heartbeat = on_heartbeat
@@ -307,7 +321,10 @@ class IngressEnd(asyncio.Protocol):
         self._end(LossReason.UNAVAILABLE)
 
     def start(self, request: WireRequest, on_item: OnItem) -> None:
-        """Run an attempt over the open link; `on_item` gets its items, and a `ReplicaLostError` last."""
+        """Run an attempt over the open link.
+
+        `on_item` gets its items, and finally a `ReplicaLostError`.
+        """
         if self.lost.done():
             on_item(ReplicaLostError(LossReason.REFUSED))
             return
@@ -316,17 +333,17 @@ class IngressEnd(asyncio.Protocol):
         self._write(message)
 
     def cancel(self, attempt_id: str) -> None:
-        """Have the replica abort this attempt."""
+        """Make the replica abort this attempt."""
         if self._attempts.pop(attempt_id, None) is not None:
             self._write(msgpack.packb(attempt_id))
 
     def close(self) -> None:
-        """Hang up."""
+        """Close the connection."""
         if self._transport is not None:
             self._transport.abort()
 
     def _shake_hands(self, data: bytes) -> bytes:
-        """What comes after the handshake; nothing before its end."""
+        """Return the bytes after the handshake; empty before its end."""
         try:
             self._write(self._handshake.receive(data))
         except HandshakeError as error:
@@ -347,7 +364,8 @@ class IngressEnd(asyncio.Protocol):
             if (on_item := self._attempts.get(attempt_id)) is not None:
                 on_item(item)
         elif (on_item := self._attempts.pop(attempt_id, None)) is not None:
-            # A reader that has every finish reason reads no further, so only an incomplete stream gets this error.
+            # A reader that has every finish reason stops reading, so only an incomplete stream gets
+            # this error.
             on_item(ReplicaLostError(LossReason.CUT))
 
     def _end(self, reason: LossReason) -> None:
@@ -359,7 +377,7 @@ class IngressEnd(asyncio.Protocol):
 
 
 def _failed(attempt_id: str) -> RequestOutputs:
-    """Log the exception that is being handled; what the ingress gets instead."""
+    """Log the current exception and return the error to send to the ingress."""
     logger.exception("attempt %s failed", attempt_id)
     return RequestOutputs(attempt_id, [], ended=True, error=EngineError("the engine failed the request"))
 
@@ -370,7 +388,10 @@ def _peer(transport: asyncio.Transport | None) -> str:
 
 
 def _notice_loss(connection: socket.socket) -> None:
-    """Let the kernel close the connection when the peer machine is gone, where it can: TCP alone would not notice."""
+    """Make the kernel close the connection when the peer machine is gone, where supported.
+
+    TCP alone would not notice.
+    """
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     quarter = _SILENCE_S // 4
     for option, value in (("KEEPIDLE", quarter), ("KEEPINTVL", quarter), ("USER_TIMEOUT", _SILENCE_S * 1000)):

@@ -1,14 +1,14 @@
-"""How full a replica is, as its heartbeats say. Routing and the watchdog read it."""
+"""A replica's load from its heartbeats. Used by routing and the watchdog."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
 class ReplicaLoad:
-    """How full a replica was at `at` (monotonic seconds of this process). Sequences and blocks are counts.
+    """A replica's load at `at` (monotonic seconds of this process).
 
-    `step` is the number of the engine's last finished step; `step_age_s` how long the current one has been running,
-    None when there is nothing to run.
+    Sequences and blocks are counts. `step`: the number of the last finished engine step.
+    `step_age_s`: how long the current step has been running; None if the engine is idle.
     """
 
     running: int

@@ -1,6 +1,7 @@
-"""Remembers for some minutes which requests were refused because replicas died of them, so that a repeat kills none.
+"""Remembers for some minutes which requests killed replicas, so that repeats are refused.
 
-A request is known by prompt and parameters without the seed, which is another one each time unless the client sets it.
+Requests are compared by prompt and parameters without the seed, which differs each time unless the
+client sets it.
 """
 
 import hashlib
@@ -14,13 +15,13 @@ _MAX_REMEMBERED = 1024
 
 
 class PoisonRequests:
-    """Times are in seconds of one clock. Bounded: the oldest is forgotten first."""
+    """Times are in seconds of one clock. Bounded: the oldest entry is dropped first."""
 
     def __init__(self) -> None:
         self._until: OrderedDict[bytes, float] = OrderedDict()
 
     def add(self, request: EngineRequest, now: float) -> None:
-        """Replicas died of it."""
+        """Remember a request that killed replicas."""
         digest = _digest(request)
         self._until.pop(digest, None)
         self._until[digest] = now + _REMEMBERED_S
@@ -28,7 +29,7 @@ class PoisonRequests:
             self._until.popitem(last=False)
 
     def knows(self, request: EngineRequest, now: float) -> bool:
-        """Whether replicas died of an equal request a short time ago."""
+        """Whether an equal request was added in the last few minutes."""
         while self._until and next(iter(self._until.values())) <= now:
             self._until.popitem(last=False)
         return bool(self._until) and _digest(request) in self._until

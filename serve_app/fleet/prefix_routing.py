@@ -1,8 +1,9 @@
-"""The routing policy: a request goes to the replica that has most of its prompt computed, unless it is too busy.
+"""Routing policy: prefer the replica with most of the prompt cached, unless it is too busy.
 
-Pure: no clock, nothing that waits. What a replica holds is what was sent there, under the names the engine itself gives
-to blocks (`core.prefix_cache`), corrected by what the engine then says it found. State is that of one ingress process;
-what other ingresses send shows in the replicas' own reports of their load.
+Pure: no clock, no waiting. A replica is assumed to cache what was sent to it. Blocks have the
+engine's own hashes (`core.prefix_cache`), and the cached tokens that the engine reports correct the
+assumption. State is per ingress process; load from other ingresses shows in the replicas' own
+reports.
 """
 
 import math
@@ -14,24 +15,25 @@ from itertools import count
 from serve_app.fleet.load import ReplicaLoad
 from serve_app.fleet.routing_policy import ReplicaInfo, RoutingRequest
 
-# What a replica's load costs a newcomer, in prompt tokens to compute. Tuned on simulated engines
-# (tests/fleet/simulated_fleet.py), from idle to twice as many requests as slots.
+# Cost of a replica's load for a new request, in prompt tokens to compute. Tuned on simulated
+# engines (tests/fleet/simulated_fleet.py), from idle to twice as many requests as slots.
 _TOKENS_PER_SEQUENCE = 32
 """Every running sequence makes each step longer."""
 _TOKENS_PER_SEQUENCE_TOO_MANY = 64
-"""A sequence beyond the slots has to wait until another one ends."""
+"""A sequence beyond the slots waits until another one ends."""
 _SHARE_OF_WAITING_TOKENS = 0.25
-"""Prompts ahead of this one delay only it; its own prompt also delays everyone after it."""
+"""Prompts ahead of a request delay only this request; its own prompt also delays all later ones."""
 _LOAD_IS_FRESH_S = 5.0
-"""Older reports of a load are ignored. Heartbeats come every second."""
+"""Older load reports are ignored. Heartbeats come every second."""
 _MAX_BLOCKS = 65_536
 _MAX_SESSIONS = 65_536
 
 
 class PrefixIndex:
-    """Block hashes of one replica's prefix cache, least recently used first, at most as many as its pool has blocks.
+    """Block hashes in one replica's prefix cache, least recently used first.
 
-    With each hash stands the logical time at which the block was last known to be computed; 0: only expected.
+    At most as many as its pool has blocks. Each hash has the logical time at which the block was
+    last known to be computed; 0 means only expected.
     """
 
     def __init__(self, max_blocks: int) -> None:
@@ -42,7 +44,7 @@ class PrefixIndex:
         return len(self._computed_at)
 
     def match(self, hashes: Iterable[bytes]) -> list[int]:
-        """The times of the longest chain of leading blocks that are there or expected to be."""
+        """Return the times of the longest chain of leading blocks that are cached or expected."""
         times: list[int] = []
         for block_hash in hashes:
             time = self._computed_at.get(block_hash)
@@ -52,21 +54,28 @@ class PrefixIndex:
         return times
 
     def expect(self, hashes: Sequence[bytes]) -> None:
-        """These blocks will be there soon. A prompt longer than the pool keeps its beginning."""
+        """Record blocks that will be computed soon.
+
+        Of a prompt longer than the pool, keeps the beginning.
+        """
         self._touch(hashes, None)
 
     def confirm(self, hashes: Sequence[bytes], now: int) -> None:
-        """These blocks are there."""
+        """Record blocks that are computed."""
         self._touch(hashes, now)
 
     def forget_older(self, time: int) -> None:
-        """A block last seen at `time` is gone, so those unused for longer are too."""
+        """Forget blocks last seen at `time` or earlier.
+
+        One of them is gone, so the older ones are too.
+        """
         old = [block_hash for block_hash, seen in self._computed_at.items() if 0 < seen <= time]
         for block_hash in old:
             del self._computed_at[block_hash]
 
     def _touch(self, hashes: Sequence[bytes], time: int | None) -> None:
-        # Last block first, so that of a chain the end is forgotten before the beginning, without which it is no use.
+        # Last block first, so that the end of a chain is evicted before its beginning. An end is
+        # useless without the beginning.
         for block_hash in reversed(hashes[: self._max_blocks]):
             self._computed_at[block_hash] = self._computed_at.get(block_hash, 0) if time is None else time
             self._computed_at.move_to_end(block_hash)
@@ -76,10 +85,12 @@ class PrefixIndex:
 
 @dataclass(slots=True)
 class _Replica:
-    """The policy's account of a replica. last_routed: the logical time at which it was last given a request.
+    """The policy's record of a replica.
 
-    sequences, waiting_tokens: of the attempts that are placed there and not over. limit: how many sequences it had from
-    this process when it last refused one, at `refused_at` (seconds).
+    - last_routed: logical time of the last request placed here.
+    - sequences, waiting_tokens: of the placed attempts that have not ended.
+    - limit: sequences of this process that it had when it last refused one, at `refused_at`
+      (seconds).
     """
 
     info: ReplicaInfo
@@ -94,19 +105,23 @@ class _Replica:
         self.index = PrefixIndex(min(self.info.num_blocks, _MAX_BLOCKS))
 
     def is_full(self, now: float) -> bool:
-        """Whether it would refuse: it did, when it had `limit` sequences of this process, and has no fewer now.
+        """Whether the replica would refuse a request, judging by its last refusal.
 
-        Room that others leave, or a change of its knobs makes, is not seen from here. So a second after a refusal one
-        more is tried, three more after two seconds, and so on.
+        It is full while it has at least `limit` sequences of this process. This process cannot see
+        when other ingresses' sequences end or the knobs change. So 1 s after a refusal it tries one
+        sequence beyond the limit, after 2 s up to four, and so on.
         """
         return self.sequences >= self.limit + int((now - self.refused_at) ** 2)
 
     def num_sequences(self, load: ReplicaLoad | None) -> int:
-        """Those of this process, or, where `load` tells of more, all that run or wait there."""
+        """Return this process's sequences, or those that `load` reports if these are more."""
         return max(self.sequences, load.running + load.waiting if load is not None else 0)
 
     def takes(self, request: RoutingRequest, load: ReplicaLoad | None, now: float) -> bool:
-        """Whether `request` may come now. One of more choices than there are slots takes them all."""
+        """Whether `request` may be placed now.
+
+        A request with more choices than slots needs all slots.
+        """
         if self.is_full(now):
             return False
         needed = min(request.num_sequences, self.info.max_num_seqs)
@@ -115,7 +130,10 @@ class _Replica:
 
 @dataclass(slots=True)
 class PrefixPlacement:
-    """`Placement`. expected: logical times of the blocks that should be cached; waiting_tokens: to be computed."""
+    """`Placement` of `PrefixRouting`.
+
+    expected: logical times of the blocks that should be cached; waiting_tokens: tokens to compute.
+    """
 
     request: RoutingRequest
     expected: list[int]
@@ -125,29 +143,32 @@ class PrefixPlacement:
     _is_over: bool = False
 
     def started(self, num_cached_tokens: int) -> None:
-        """Fewer cached than expected: the engine evicted blocks, and those unused for longer before the missing one."""
+        """Correct the index: if fewer tokens were cached than expected, the engine evicted blocks.
+
+        It evicted those unused for longer before the missing one.
+        """
         if self._is_over:
             return
         now, replica = next(self._clock), self._replica
         replica.waiting_tokens -= self.waiting_tokens
         self.waiting_tokens = 0
         size = replica.info.block_size
-        # Of output that an earlier attempt left, the engine does not say what it found.
+        # The engine does not report cached blocks of an earlier attempt's output.
         expected = self.expected[: (self.request.num_prompt_tokens - 1) // size]
         missing = expected[num_cached_tokens // size :]
-        # What was still being computed when this one came is no sign of an eviction.
+        # A block that was still being computed when this request came does not prove an eviction.
         if missing and missing[0] > 0:
             replica.index.forget_older(missing[0])
         replica.index.confirm(self.request.block_hashes(size), now)
 
     def refused(self, now: float) -> None:
-        """The replica gets no more than it has without this one."""
+        """Limit the replica to the sequences that it has without this request."""
         if not self._is_over:
             self._replica.limit = self._replica.sequences - self.request.num_sequences
             self._replica.refused_at = now
 
     def ended(self) -> None:
-        """Take it off the replica's account."""
+        """Remove the attempt from the replica's record."""
         if not self._is_over:
             self._is_over = True
             self._replica.sequences -= self.request.num_sequences
@@ -155,7 +176,11 @@ class PrefixPlacement:
 
 
 class PrefixRouting:
-    """`RoutingPolicy`. Work per call: one hash per block of the request, one look-up per replica and matching block."""
+    """`RoutingPolicy` by cached prefix.
+
+    Cost per call: one hash per block of the request, and one look-up per replica and matching
+    block.
+    """
 
     def __init__(self) -> None:
         self._clock = count(1)
@@ -163,10 +188,9 @@ class PrefixRouting:
         self._sessions: OrderedDict[str, str] = OrderedDict()
 
     def update(self, replicas: Mapping[str, ReplicaInfo]) -> None:
-        """A new replica holds nothing.
+        """Add new replicas, with nothing cached, and forget those that are gone.
 
-        One that is not there any more is forgotten with all that it held, once it has no attempt: some come back at
-        once.
+        A replica is forgotten only when it has no attempts, because some come back at once.
         """
         kept = {name: replica for name, replica in self._replicas.items() if name in replicas or replica.sequences}
         new = {name: _Replica(info) for name, info in replicas.items() if name not in kept}
@@ -175,10 +199,11 @@ class PrefixRouting:
     def rank(
         self, request: RoutingRequest, candidates: Iterable[str], loads: Mapping[str, ReplicaLoad], now: float
     ) -> list[str]:
-        """Full ones are left out; a replica without room for the prompt comes after all that have it.
+        """Rank the replicas that are not full; those without KV blocks for the prompt come last.
 
-        Then the session's own replica is first, if it has a free slot. Then comes the lowest cost: prompt tokens to
-        compute, plus the replica's load in the same unit. Of equals, the one that was chosen least recently.
+        The session's own replica is first if it has a free slot. The others are ordered by cost:
+        prompt tokens to compute, plus the replica's load in the same unit. Ties go to the least
+        recently chosen.
         """
         home = self._sessions.get(request.session) if request.session is not None else None
         keys = {}
@@ -189,7 +214,7 @@ class PrefixRouting:
         return sorted(keys, key=keys.__getitem__)
 
     def place(self, request: RoutingRequest, replica_id: str) -> PrefixPlacement:
-        """Put it on the replica's account."""
+        """Record the request at the replica."""
         replica = self._replicas[replica_id]
         hashes = request.block_hashes(replica.info.block_size)
         waiting_tokens = len(request.token_ids) - _cached_tokens(request, replica)
@@ -206,7 +231,7 @@ class PrefixRouting:
         return PrefixPlacement(request, expected, waiting_tokens, replica, self._clock)
 
     def account(self, replica_id: str) -> dict[str, float | None]:
-        """Sequences and prompt tokens on the account, blocks taken for cached, and how many sequences were too many."""
+        """Return the replica's sequences, waiting prompt tokens, known blocks and refusal limit."""
         if (replica := self._replicas.get(replica_id)) is None:
             return {}
         return {
@@ -236,7 +261,7 @@ def _cached_tokens(request: RoutingRequest, replica: _Replica) -> int:
     if not request.reads_cache:
         return 0
     size = replica.info.block_size
-    # An engine always computes the last token: it yields the next.
+    # An engine always computes the last token, which yields the next one.
     limit = (len(request.token_ids) - 1) // size
     return len(replica.index.match(request.block_hashes(size)[:limit])) * size
 

@@ -1,10 +1,13 @@
-"""Requests of which replicas may die: each of them runs alone until its first tokens.
+"""Quarantine: a request that may kill replicas ("suspect") runs alone until its first tokens.
 
-Such a suspect gets a replica that is closed to everybody else and whose streams move away first. What this costs the
-others is bounded: a quarter of the replicas is closed at most (one, where there are fewer than eight) and never the
-last, on which suspects take turns beside others; a replica with streams is emptied every `_EMPTYING_PERIOD_S` at most,
-while suspects that wait take over those that are closed already; and poison acts on a request's first steps, so tokens
-end the suspicion.
+A suspect gets a replica that is closed to others and whose streams move away first. The cost for
+other requests is bounded:
+
+- At most a quarter of the replicas is closed (one if there are fewer than eight), and never the
+  last one. On the last one, suspects take turns, beside other requests.
+- At most one replica with streams is emptied per `_EMPTYING_PERIOD_S`. Waiting suspects use
+  replicas that are already closed.
+- Poison acts on a request's first steps, so tokens end the suspicion.
 """
 
 import asyncio
@@ -17,12 +20,12 @@ from serve_app.fleet.loss import LossReason
 from serve_app.fleet.replica_set import ReplicaSet
 
 _PARTS = 4
-"""One of so many parts of the fleet may be closed."""
+"""At most one replica in this many may be closed."""
 _EMPTYING_PERIOD_S = 5.0
 
 
 class Quarantine:
-    """Gives suspects replicas. For one event loop, the one it is made on."""
+    """Assigns replicas to suspects. Not thread-safe: use it on the event loop that created it."""
 
     def __init__(self, replicas: ReplicaSet, availability: Availability) -> None:
         self._replicas = replicas
@@ -30,14 +33,17 @@ class Quarantine:
         self._loop = asyncio.get_running_loop()
         self._closed: list[Replica] = []
         self._used: list[Replica] = []
-        """Those on which a suspect is, or which are being emptied for it."""
+        """Replicas that run a suspect, or are being emptied for one."""
         self._num_waiting = 0
         self._may_empty_at = self._loop.time()
         replicas.add_listener(lambda: self._loop.call_soon(self._review))
 
     @asynccontextmanager
     async def isolation(self, revision: str | None) -> AsyncIterator["Isolation"]:
-        """A replica for one suspect. Raises `UnavailableError` when there is none for too long."""
+        """Provide a replica for one suspect.
+
+        Raises `UnavailableError` if there is none for too long.
+        """
         while True:
             isolation = Isolation(self, await self._take(revision))
             try:
@@ -48,7 +54,7 @@ class Quarantine:
                 isolation.end()
 
     def give_back(self, replica: Replica) -> None:
-        """No suspect needs it: the next one takes it over, or it opens."""
+        """Pass the replica on to the next suspect, or open it."""
         self._used.remove(replica)
         self._review()
         self._availability.wake()
@@ -70,7 +76,7 @@ class Quarantine:
         return chosen[0]
 
     def _choice(self, revision: str | None) -> list[Replica]:
-        """The replica that the next suspect gets, closed where it is not the last; empty while there is none."""
+        """Return the next suspect's replica, closed unless it is the last. May be empty."""
         alive = self._replicas.alive(revision)
         taken = [replica for replica in alive if replica in self._closed or replica in self._used]
         if ready := [replica for replica in taken if replica not in self._used]:
@@ -83,7 +89,10 @@ class Quarantine:
         return [best]
 
     def _close(self, replica: Replica) -> bool:
-        """Keep others away; False if streams would have to move and have had to just now."""
+        """Close the replica to other requests.
+
+        Returns False if its streams would have to move too soon after the last such move.
+        """
         if replica.attempts:
             now = self._loop.time()
             if now < self._may_empty_at:
@@ -95,7 +104,7 @@ class Quarantine:
         return True
 
     async def _emptied(self, replica: Replica) -> bool:
-        """Wait until the replica has no streams, or is no longer closed; False if it is lost before."""
+        """Wait until the replica has no streams or is open. Returns False if it is lost first."""
 
         def is_over() -> bool:
             if not replica.attempts or replica not in self._closed or not self._replicas.is_alive(replica):
@@ -108,7 +117,7 @@ class Quarantine:
         return self._replicas.is_alive(replica)
 
     def _review(self) -> None:
-        """Open what no suspect needs, and what has become the last."""
+        """Open the replicas that no suspect needs, and the last one left."""
         spare = [replica for replica in self._closed if replica not in self._used][self._num_waiting :]
         for replica in list(self._closed):
             is_last = not self._replicas.routable(replica.revision)
@@ -118,7 +127,7 @@ class Quarantine:
 
 
 class Isolation:
-    """What one suspect has of `replica`."""
+    """The use of `replica` by one suspect."""
 
     def __init__(self, quarantine: Quarantine, replica: Replica) -> None:
         self.replica = replica
@@ -126,7 +135,7 @@ class Isolation:
         self._is_over = False
 
     def end(self) -> None:
-        """It is no suspect any more, or is gone. Idempotent."""
+        """End the isolation: the request is no longer suspect, or has ended. Idempotent."""
         if not self._is_over:
             self._is_over = True
             self._quarantine.give_back(self.replica)

@@ -1,8 +1,8 @@
-"""What an ingress knows of the engine replicas: who is there, how they are, which attempts they have.
+"""What an ingress knows of the engine replicas: which exist, their state, and their attempts.
 
-Shared by the transport, failover and the watchdog; with several ingress replicas each has its own, and none knows of
-the others'. The set remembers and answers; it decides neither who is suspected (failover and watchdog do) nor who is
-the best choice (the routing policy does).
+Used by the transport, failover and the watchdog. Each ingress replica has its own set. The set only
+stores state: failover and watchdog decide which replicas are suspect, and the routing policy
+chooses the best.
 """
 
 from collections.abc import Callable, Mapping
@@ -12,26 +12,29 @@ from serve_app.fleet.attempt import Attempt, Condition, Replica
 from serve_app.fleet.load import ReplicaLoad
 
 REVISION = "revision"
-"""In a replica's metadata: equal where one may continue the other's streams."""
+"""Key in a replica's metadata: equal for replicas that can continue each other's streams."""
 TOKENIZER = "tokenizer"
-"""In a replica's metadata: equal where the same text is the same tokens to both."""
+"""Key in a replica's metadata: equal for replicas that tokenize text in the same way."""
 
 
 class ReplicaSet:
-    """For one event loop; other threads may read. Replica ids are Ray's unique ids."""
+    """Use it on one event loop; other threads may read. Replica ids are Ray's unique ids."""
 
     def __init__(self, tokenizer: str | None = None) -> None:
-        """Replicas of another `tokenizer` are left out: our token ids mean something else there. None = any will do."""
+        """`tokenizer`: ignore replicas with another tokenizer, where our token ids differ.
+
+        None: accept all.
+        """
         self.waiting: dict[str, Attempt] = {}
-        """Attempts that no replica has yet, by their ids."""
+        """Attempts not placed on a replica yet, by id."""
         self._tokenizer = tokenizer
         self._replicas: dict[str, Replica] = {}
         self._current: dict[str, dict[str, Any]] = {}
         self._listeners: list[Callable[[], object]] = []
 
-    # ---------------------------------------------------------------------------------------------- who is there
+    # ---------------------------------------------------------------------------------------------- membership
     def publish(self, replicas: Mapping[str, dict[str, Any]]) -> None:
-        """Replace the set: replica id -> what its `record_replica_metadata` said."""
+        """Replace the set. `replicas`: replica id -> result of `record_replica_metadata`."""
         self._current = dict(replicas)
         for replica_id, metadata in replicas.items():
             replica = self._replicas.setdefault(replica_id, Replica(replica_id, metadata))
@@ -43,38 +46,45 @@ class ReplicaSet:
         self._notify()
 
     def current(self) -> dict[str, dict[str, Any]]:
-        """Replica id -> metadata of the replicas that Ray's controller offers. Do not change it."""
+        """Return the metadata of the replicas that Ray's controller offers, by id.
+
+        Do not modify it.
+        """
         return self._current
 
     def replicas(self) -> list[Replica]:
-        """Those, and the ones that left but still have attempts or a reservation, or are all that we can use."""
+        """Return these replicas and those that left but are still needed.
+
+        Needed: with attempts, with a reservation, or the only usable ones.
+        """
         return list(self._replicas.values())
 
     def get(self, replica_id: str) -> Replica | None:
-        """One of `replicas`."""
+        """Return one of `replicas`, None if unknown."""
         return self._replicas.get(replica_id)
 
     def add_listener(self, listener: Callable[[], object]) -> Callable[[], None]:
-        """Call `listener` after every change of who may be chosen (and when an attempt leaves a reserved replica).
+        """Call `listener` after every change of the replicas that may be chosen.
 
-        It must not block, nor change the set. Returns a function that removes it.
+        Also when an attempt leaves a reserved replica. It must not block or change the set. Returns
+        a function that removes it.
         """
         self._listeners.append(listener)
         return lambda: self._listeners.remove(listener)
 
     # ---------------------------------------------------------------------------------------------- attempts
     def begin(self, attempt: Attempt) -> None:
-        """The attempt waits for a place."""
+        """Add an attempt that waits to be placed."""
         self.waiting[attempt.attempt_id] = attempt
 
     def place(self, attempt: Attempt, replica_id: str) -> None:
-        """The waiting attempt goes to this replica."""
+        """Move a waiting attempt to this replica."""
         del self.waiting[attempt.attempt_id]
         attempt.replica = replica = self._replicas[replica_id]
         replica.attempts[attempt.attempt_id] = attempt
 
     def end(self, attempt: Attempt) -> None:
-        """The attempt is over. Idempotent; `attempt.replica` stays."""
+        """Remove an attempt that has ended. Idempotent; `attempt.replica` keeps its value."""
         self.waiting.pop(attempt.attempt_id, None)
         replica = attempt.replica
         if replica is None or replica.attempts.pop(attempt.attempt_id, None) is None:
@@ -84,21 +94,21 @@ class ReplicaSet:
             self._notify()
 
     def attempts(self) -> list[Attempt]:
-        """All that have begun and are not over."""
+        """Return all attempts that have begun and not ended."""
         placed = [attempt for replica in self._replicas.values() for attempt in replica.attempts.values()]
         return [*placed, *self.waiting.values()]
 
     # ---------------------------------------------------------------------------------------------- load
     def note_load(self, replica_id: str, load: ReplicaLoad) -> None:
-        """A replica's load."""
+        """Store a replica's load."""
         if (replica := self._replicas.get(replica_id)) is not None:
             replica.load = load
 
     def loads(self) -> dict[str, ReplicaLoad]:
-        """The last known load of every replica that has reported one."""
+        """Return the last load of every replica that has reported one."""
         return {replica.replica_id: replica.load for replica in self.replicas() if replica.load is not None}
 
-    # ---------------------------------------------------------------------------------------------- who may be chosen
+    # ---------------------------------------------------------------------------------------------- suspicion
     def suspect(self, replica_id: str, reason: str) -> None:
         """Keep requests away from the replica until `trust`."""
         replica = self._replicas.get(replica_id)
@@ -108,14 +118,14 @@ class ReplicaSet:
             self._notify()
 
     def trust(self, replica_id: str) -> None:
-        """The replica gave a sign of life: if it was suspected, it no longer is."""
+        """End the suspicion of a replica, after a heartbeat."""
         replica = self._replicas.get(replica_id)
         if replica is not None and replica.condition is Condition.SUSPECT:
             replica.condition, replica.reason = Condition.OK, ""
             self._notify()
 
     def reserve(self, replica_id: str) -> None:
-        """From now on only an attempt that has the replica `reserved` goes there."""
+        """Reserve the replica: only attempts that have it as `reserved` may use it."""
         self._set_reserved(replica_id, reserved=True)
 
     def release(self, replica_id: str) -> None:
@@ -123,15 +133,16 @@ class ReplicaSet:
         self._set_reserved(replica_id, reserved=False)
 
     def is_alive(self, replica: Replica) -> bool:
-        """Whether the replica is one of those that could serve what began on it; it may be reserved."""
+        """Whether the replica could continue what began on it. It may be reserved."""
         return replica in self.alive(replica.revision)
 
     def alive(self, revision: str | None = None) -> list[Replica]:
-        """The replicas that could serve a request: of `revision`, if that is given.
+        """Return the replicas that could serve a request, of `revision` if given.
 
-        Where there is none, those that are being stopped: for a request that no others can continue, or if those that
-        came in their place have another tokenizer. Otherwise new requests would keep a replica from ever stopping, and
-        the one that waits for its GPU from starting.
+        If there are none, returns replicas that are being stopped, in two cases: for a request that
+        no other replica can continue, or if the new replicas have another tokenizer. In other
+        cases, new requests would prevent a replica from ever stopping, and the replica that waits
+        for its GPU from starting.
         """
         usable = [replica for replica in self._replicas.values() if self._is_usable(replica)]
         if revision is not None:
@@ -140,11 +151,11 @@ class ReplicaSet:
         return present or (usable if revision is not None or self._current else [])
 
     def routable(self, revision: str | None = None) -> list[Replica]:
-        """Those of `alive` that are not reserved."""
+        """Return the replicas of `alive` that are not reserved."""
         return [replica for replica in self.alive(revision) if not replica.reserved]
 
     def candidates(self, attempt: Attempt) -> list[Replica]:
-        """The replicas that the attempt may go to; only its own if it has one reserved."""
+        """Return the replicas that the attempt may use: its reserved one, if there is one."""
         if attempt.reserved is None:
             return self.routable(attempt.revision)
         return [attempt.reserved] if attempt.reserved.present or self.is_alive(attempt.reserved) else []
@@ -157,7 +168,7 @@ class ReplicaSet:
         self._notify()
 
     def _is_usable(self, replica: Replica) -> bool:
-        """Not suspected, with our tokenizer."""
+        """Whether the replica is not suspect and has our tokenizer."""
         return replica.condition is Condition.OK and self._tokenizer in (None, replica.metadata.get(TOKENIZER))
 
     def _forget_if_gone(self, replica: Replica) -> None:

@@ -1,8 +1,9 @@
-"""What the reader of one request has been given so far: enough to let any replica go on exactly there.
+"""What the reader of one request has received, so that any replica can continue from there.
 
-Decides which of an attempt's outputs are new: what an earlier attempt said of the prompt, and of choices that have
-finished, is left out, so that the reader sees one stream. Tokens are never left out: those that do not begin where the
-known ones end are an error of the attempt (`OutOfPlaceError`). Knows neither replicas nor time.
+Decides which of an attempt's outputs are new. Repeated prompt results, and choices that have
+finished, are dropped, so that the reader sees one stream. Tokens are never dropped: tokens that do
+not start where the known ones end are an error of the attempt (`OutOfPlaceError`). Knows neither
+replicas nor time.
 """
 
 from collections import Counter
@@ -14,11 +15,14 @@ from serve_app.core.results import Results, TokenDelta
 
 
 class OutOfPlaceError(Exception):
-    """An attempt's tokens do not begin where the known ones end."""
+    """An attempt's tokens do not start where the known ones end."""
 
 
 class ResumeState:
-    """What is known of `request`, whose seed is fixed. `ended`: choices that the reader no longer needs; may grow."""
+    """Known outputs of `request`, whose seed must be fixed.
+
+    `ended`: choices that the reader no longer needs; may grow.
+    """
 
     def __init__(self, request: EngineRequest, ended: Set[int] = frozenset()) -> None:
         self.request = request
@@ -28,17 +32,20 @@ class ResumeState:
         self._told_cached: set[int] = set()
         self._told_prompt: Counter[str] = Counter()
         self._seen_prompt: Counter[str] = Counter()
-        """Prompt results by kind: `_told_prompt`, given to the reader so far; `_seen_prompt`, sent by this attempt."""
+        """Prompt results by kind.
+
+        `_told_prompt`: given to the reader; `_seen_prompt`: sent by this attempt.
+        """
         self._attempts = 0
 
     @property
     def num_output_tokens(self) -> int:
-        """Output tokens known, of all choices."""
+        """Known output tokens of all choices."""
         return sum(map(len, self._outputs))
 
     @property
     def num_known_tokens(self) -> int:
-        """Prompt and output tokens known: what another replica computes again, unless its prefix cache has them."""
+        """Known prompt and output tokens. Another replica recomputes those that are not cached."""
         return len(self.request.prompt_token_ids) + self.num_output_tokens
 
     @property
@@ -47,7 +54,10 @@ class ResumeState:
         return len(self._finished) == len(self._outputs) or len(self._finished | self._ended) == len(self._outputs)
 
     def next_attempt(self) -> EngineRequest:
-        """The request as the next replica gets it, with all that is known; `accept` then takes its outputs."""
+        """Return the request for the next replica, with all known outputs.
+
+        Pass its outputs to `accept`.
+        """
         self._attempts += 1
         self._seen_prompt.clear()
         if self._attempts == 1:
@@ -59,7 +69,7 @@ class ResumeState:
         )
 
     def accept(self, deltas: list[TokenDelta]) -> list[TokenDelta]:
-        """Record an attempt's outputs; returns those that are new. Raises `OutOfPlaceError`."""
+        """Record an attempt's outputs and return the new ones. Raises `OutOfPlaceError`."""
         fresh = (
             deltas if self._attempts == 1 else [new for delta in deltas if (new := self._new_part(delta)) is not None]
         )
@@ -77,7 +87,7 @@ class ResumeState:
         return fresh
 
     def _take_back(self, deltas: list[TokenDelta]) -> None:
-        """These were recorded but will not be delivered: the next attempt repeats them."""
+        """Undo recorded outputs that will not be delivered: the next attempt repeats them."""
         for delta in reversed(deltas):
             del self._outputs[delta.choice][delta.offset :]
             self._told_prompt.subtract(_lengths(delta.prompt_results))
@@ -87,7 +97,10 @@ class ResumeState:
                 self._finished.discard(delta.choice)
 
     def _new_part(self, delta: TokenDelta) -> TokenDelta | None:
-        """The part of `delta` that no earlier attempt gave. Its tokens are new: the attempt knew all before them."""
+        """Return the part of `delta` that no earlier attempt gave.
+
+        Its tokens are always new, because the attempt knew all earlier ones.
+        """
         if delta.choice in self._finished:
             return None
         prompt_results = {}

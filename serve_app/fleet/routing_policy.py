@@ -1,7 +1,7 @@
-"""Which engine replica a request goes to: what the transport asks a policy, and what it tells it.
+"""Interface between the transport and a routing policy, which chooses a request's replica.
 
-A policy decides the order of the replicas it is given; who may be given is `ReplicaSet`'s decision. It is handed to the
-transport, and lives on the transport's event loop.
+A policy orders the replicas it is given; `ReplicaSet` decides which are allowed. It is passed to
+the transport and runs on the transport's event loop.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -15,7 +15,7 @@ from serve_app.fleet.load import ReplicaLoad
 
 @dataclass(frozen=True, slots=True)
 class ReplicaInfo:
-    """What never changes about a replica. num_blocks: of its KV pool; 0 = it keeps no prefixes."""
+    """Constant facts about a replica. num_blocks: of its KV pool; 0 = no prefix cache."""
 
     block_size: int
     num_blocks: int
@@ -23,7 +23,7 @@ class ReplicaInfo:
 
     @classmethod
     def from_metadata(cls, metadata: Mapping[str, Any]) -> "ReplicaInfo":
-        """As `record_replica_metadata` said it."""
+        """Build it from the result of `record_replica_metadata`."""
         info = metadata["info"]
         num_blocks = info["num_blocks"] if metadata["prefix_cache"] else 0
         return cls(info["block_size"], num_blocks, metadata["max_num_seqs"])
@@ -31,11 +31,12 @@ class ReplicaInfo:
 
 @dataclass(frozen=True, slots=True)
 class RoutingRequest:
-    """A request, as far as its place matters.
+    """The parts of a request that matter for routing.
 
-    token_ids: all that are known, prompt first, then the output of earlier attempts (of the first choice: the others
-    share its prompt). reads_cache: False where every token must be computed (logprobs of the prompt). needs_slot: a
-    replica without a free slot for it counts as full.
+    - token_ids: all known tokens, prompt first, then the output of earlier attempts (of one choice:
+      the others share its prompt).
+    - reads_cache: False if every token must be computed (logprobs of the prompt).
+    - needs_slot: a replica without a free slot for it counts as full.
     """
 
     token_ids: Sequence[int]
@@ -49,7 +50,7 @@ class RoutingRequest:
 
     @classmethod
     def of(cls, request: EngineRequest, session: str | None = None, *, needs_slot: bool = False) -> "RoutingRequest":
-        """What a policy reads of `request`."""
+        """Return the parts of `request` that a policy reads."""
         prior = max(request.prior_output_ids, key=len, default=())
         return cls(
             token_ids=(*request.prompt_token_ids, *prior),
@@ -62,7 +63,7 @@ class RoutingRequest:
         )
 
     def block_hashes(self, block_size: int) -> list[bytes]:
-        """The names of its full blocks of `block_size` tokens, computed once."""
+        """Return the hashes of its full blocks of `block_size` tokens. Computed once."""
         hashes = self._hashes.get(block_size)
         if hashes is None:
             hashes, parent = [], root_hash(self.cache_salt)
@@ -74,31 +75,34 @@ class RoutingRequest:
 
 
 class Placement(Protocol):
-    """A policy's account of one attempt at one replica; told what becomes of it. Must neither block nor raise."""
+    """A policy's record of one attempt at one replica. Methods must neither block nor raise."""
 
     def started(self, num_cached_tokens: int) -> None:
-        """The first token came; the engine found this many of the prompt's tokens in its cache."""
+        """The first token came. The engine found `num_cached_tokens` of the prompt in its cache."""
 
     def refused(self, now: float) -> None:
-        """The replica had no room for it. `now` is in monotonic seconds."""
+        """The replica had no room for the attempt. `now` is in monotonic seconds."""
 
     def ended(self) -> None:
-        """The attempt is over, started or not. Idempotent."""
+        """The attempt has ended, started or not. Idempotent."""
 
 
 class RoutingPolicy(Protocol):
-    """Ranks replicas for requests, and learns from what becomes of them. For one thread; every call is short."""
+    """Ranks replicas and learns from the results. Not thread-safe; calls are short."""
 
     def update(self, replicas: Mapping[str, ReplicaInfo]) -> None:
-        """These replicas are there now, by their ids."""
+        """Set the current replicas, by id."""
 
     def rank(
         self, request: RoutingRequest, candidates: Iterable[str], loads: Mapping[str, ReplicaLoad], now: float
     ) -> list[str]:
-        """The candidates that have room, best first. `now` and the loads' `at` are seconds of one clock."""
+        """Return the candidates with room, best first.
+
+        `now` and `load.at` are seconds of one clock.
+        """
 
     def place(self, request: RoutingRequest, replica_id: str) -> Placement:
-        """The request goes to this replica, which `rank` has just named."""
+        """Record that the request goes to this replica, which `rank` has just returned."""
 
     def account(self, replica_id: str) -> dict[str, float | None]:
-        """What it knows of the replica, for operators; empty if it does not know it."""
+        """Return the policy's record of the replica, for operators; empty if unknown."""

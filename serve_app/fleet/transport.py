@@ -1,4 +1,4 @@
-"""The way to the engine replicas: places each attempt on one of them, and takes it there by the replica's link."""
+"""Transport to the engine replicas: places each attempt on a replica and sends it over its link."""
 
 import asyncio
 import logging
@@ -16,16 +16,17 @@ from serve_app.fleet.wire import WireItem, WireLoad, pack_request
 logger = logging.getLogger(__name__)
 
 _OPENING_S = 2.0
-"""A replica without a heartbeat this long after the connection began counts as lost."""
+"""A replica without a heartbeat this long after connecting counts as lost."""
 
 
 class LinkTransport:
-    """`Transport` over links. For one event loop, the one it is made on.
+    """`Transport` over links. Not thread-safe: use it on the event loop that created it.
 
-    Decides when an attempt is placed: at once, on the replica that `policy` ranks first among those that may have it;
-    without one, or while all are full, as soon as there is one, the oldest request first; one that waits holds up only
-    those that could go to the same replicas. An attempt may be placed on a replica whose link is not open yet; it is
-    sent when the link opens. Otherwise all would go to the replica whose link opens first.
+    An attempt is placed at once on the allowed replica that `policy` ranks first. If there is none,
+    or all are full, it waits; the oldest request is placed first. A waiting attempt blocks only
+    those that could use the same replicas. An attempt may be placed on a replica whose link is not
+    open yet, and is sent when the link opens. Otherwise all attempts would go to the replica whose
+    link opens first.
     """
 
     def __init__(self, replicas: ReplicaSet, policy: RoutingPolicy) -> None:
@@ -37,12 +38,12 @@ class LinkTransport:
         replicas.add_listener(lambda: self._loop.call_soon(self._replicas_changed))
 
     def start(self, attempt: Attempt) -> None:
-        """Place it, once a replica has room."""
+        """Place the attempt once a replica has room."""
         self._replicas.begin(attempt)
         self._place_all()
 
     def stop(self, attempt: Attempt) -> None:
-        """Let go of it; its place is free for another one."""
+        """Release the attempt, so that another one can take its slot."""
         if attempt.replica is not None and (link := self._links.get(attempt.replica.replica_id)) is not None:
             link.cancel(attempt.attempt_id)
         self._replicas.end(attempt)
@@ -52,7 +53,7 @@ class LinkTransport:
             self._loop.call_soon(self._place_all)
 
     async def listen(self, replica_id: str, on_heartbeat: OnHeartbeat) -> None:
-        """Keep a link to the replica until it is lost; then raises `ReplicaLostError`."""
+        """Keep a link to the replica until it is lost; then raise `ReplicaLostError`."""
         if (replica := self._replicas.get(replica_id)) is None:
             raise ReplicaLostError(LossReason.LEFT)
         try:
@@ -89,13 +90,13 @@ class LinkTransport:
         raise ReplicaLostError(reason)
 
     def account(self, replica_id: str) -> dict[str, float | None]:
-        """The routing policy's account of this replica, for operators."""
+        """Return the routing policy's record of this replica, for operators."""
         return self._policy.account(replica_id)
 
     def _replicas_changed(self) -> None:
         infos = {}
         for replica in self._replicas.replicas():
-            # Who is left out here is found out by `listen`.
+            # `listen` reports replicas with malformed metadata.
             with suppress(KeyError, TypeError):
                 infos[replica.replica_id] = ReplicaInfo.from_metadata(replica.metadata)
         self._policy.update(infos)
@@ -103,7 +104,7 @@ class LinkTransport:
 
     def _place_all(self) -> None:
         possible: dict[tuple[str | None, Replica | None], list[str]] = {}
-        wanted: set[str] = set()  # replicas for which an older one waits: younger ones do not overtake it there
+        wanted: set[str] = set()  # reserved for older waiting attempts
         for attempt in sorted(self._replicas.waiting.values(), key=lambda a: (a.reserved is None, a.since)):
             kind = attempt.revision, attempt.reserved
             if kind not in possible:
@@ -116,7 +117,7 @@ class LinkTransport:
                 self._fail(attempt, error)
 
     def _place(self, attempt: Attempt, allowed: list[str]) -> bool:
-        """Whether one of the `allowed` replicas has room for it."""
+        """Place the attempt if one of the `allowed` replicas has room. Returns whether it did."""
         ranked = self._policy.rank(attempt.routing, allowed, self._replicas.loads(), time.monotonic())
         if not ranked:
             return False
@@ -144,5 +145,5 @@ class LinkTransport:
 
 
 def _unsent(replica: Replica) -> list[Attempt]:
-    """What is placed there, and waits for a link."""
+    """Return the attempts placed on `replica` that wait for its link."""
     return [attempt for attempt in replica.attempts.values() if not attempt.is_sent]

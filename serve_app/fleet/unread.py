@@ -1,7 +1,8 @@
-"""What has come for readers that have not taken it yet: bounded in bytes, for each stream and for all together.
+"""Buffers outputs that readers have not taken yet, bounded in bytes per stream and in total.
 
-A stream may hold as much as is left for all, so however many readers stand still, something is left for the others.
-What exceeds the bound is not lost: the attempt ends, and the next one continues it when its reader has caught up.
+A stream may hold at most as much as is left of the total, so that stalled readers always leave room
+for others. Nothing is lost beyond the bound: the attempt ends, and the next one continues when the
+reader has caught up.
 """
 
 import asyncio
@@ -15,7 +16,7 @@ _DELTA_BYTES, _TUPLE_BYTES, _NUMBER_BYTES = 250, 56, 36
 
 
 class UnreadBytes:
-    """How much all streams of this process hold."""
+    """Counts the bytes that all streams of this process hold."""
 
     def __init__(self, max_stream_bytes: int = MAX_STREAM_BYTES, max_bytes: int = MAX_BYTES) -> None:
         self.max_stream_bytes = max_stream_bytes
@@ -23,12 +24,12 @@ class UnreadBytes:
         self.held = 0
 
     def are_too_many(self, held_by_stream: int) -> bool:
-        """Whether a stream that holds so much must get no more."""
+        """Whether a stream that holds `held_by_stream` bytes must get no more."""
         return held_by_stream > min(self.max_stream_bytes, self.max_bytes - self.held)
 
 
 class UnreadItems:
-    """The items of one attempt. For one event loop."""
+    """The unread items of one attempt. Not thread-safe."""
 
     def __init__(self, total: UnreadBytes) -> None:
         self._total = total
@@ -37,23 +38,23 @@ class UnreadItems:
 
     @property
     def are_too_many(self) -> bool:
-        """Whether there must be no more. One item alone is never too much: it is progress."""
+        """Whether no more items may be added. A single item is always allowed, to make progress."""
         return self._items.qsize() > 1 and self._total.are_too_many(self._held)
 
     def put(self, item: WireItem | Exception) -> None:
-        """Add one."""
+        """Add an item."""
         num_bytes = 0 if isinstance(item, Exception) else item_bytes(item)
         self._hold(num_bytes)
         self._items.put_nowait((item, num_bytes))
 
     async def get(self) -> WireItem | Exception:
-        """The oldest, once there is one."""
+        """Wait for the oldest item and remove it."""
         item, num_bytes = await self._items.get()
         self._hold(-num_bytes)
         return item
 
     def clear(self) -> None:
-        """Nobody reads the rest."""
+        """Drop all items."""
         while not self._items.empty():
             _, num_bytes = self._items.get_nowait()
             self._hold(-num_bytes)
@@ -64,7 +65,10 @@ class UnreadItems:
 
 
 def item_bytes(item: WireItem) -> int:
-    """About how much memory an item takes. What belongs to one token takes as much for the others of its kind."""
+    """Estimate the memory of an item in bytes.
+
+    Assumes that all tokens of an item have results of the same size.
+    """
     if isinstance(item, dict):
         return _DELTA_BYTES
     num_bytes = 0

@@ -1,12 +1,12 @@
-"""Notices what no attempt notices by itself: replicas that fall silent, steps that do not end, replicas being stopped.
+"""Detects failures that attempts cannot: silent replicas, stuck steps, replicas being stopped.
 
-Decides when a replica is suspected and which attempts have to leave it. Each replica sends heartbeats to this process
-by its link, with the number and the age of its engine's step: a live event loop proves nothing about a
-stuck kernel.
+Decides when a replica becomes suspect and which attempts must leave it. Each replica sends
+heartbeats over its link, with the number and age of its engine's step: an event loop that runs does
+not prove that no kernel is stuck.
 
-Time is counted in ticks of this process's own event loop, so that time in which this process itself was stopped, or
-too busy to read, is not held against the replicas. A false suspicion costs time only: the attempts go on elsewhere, and
-the next heartbeat lifts it.
+Time is counted in ticks of this process's event loop, so that pauses of this process do not count
+against the replicas. A false suspicion only costs time: the attempts continue elsewhere, and the
+next heartbeat ends it.
 """
 
 import asyncio
@@ -25,13 +25,16 @@ logger = logging.getLogger(__name__)
 
 TICK_S = 0.5
 SILENCE_S = 5.0
-"""A replica silent for this long is stalled; an attempt that no replica could take for this long is routed again."""
+"""A replica silent for this long is stalled.
+
+An attempt without any usable replica for this long is lost as `UNROUTED`.
+"""
 _LEAVING_S = 1.0
-"""Ray takes a replica out of its set for a moment when its configuration changes."""
+"""Ray removes a replica from its set for a moment when its configuration changes."""
 
 
 class Watchdog:
-    """Watches `replicas` and their attempts. `run` it in a task of its own, on their event loop."""
+    """Watches `replicas` and their attempts. Call `run` in its own task on their event loop."""
 
     def __init__(
         self,
@@ -41,7 +44,7 @@ class Watchdog:
         tasks: LastingTasks | None = None,
         on_false_alarm: Callable[[], None] = lambda: None,
     ) -> None:
-        """`tasks` runs what lasts. `on_false_alarm`: a replica that was taken for stalled is well."""
+        """`tasks` runs lasting tasks. `on_false_alarm`: called when a stalled replica recovers."""
         self._tasks = tasks or LastingTasks()
         self._transport = transport
         self._replicas = replicas
@@ -66,7 +69,7 @@ class Watchdog:
             await asyncio.gather(*listeners, return_exceptions=True)
 
     def tick(self) -> None:
-        """Look at every replica and every attempt once."""
+        """Check every replica and every attempt once."""
         for replica in self._replicas.replicas():
             self._judge(replica)
         self._check_attempts()
@@ -74,12 +77,13 @@ class Watchdog:
 
     def _listen_to_all(self) -> None:
         replicas = self._replicas.replicas()
-        # To ask one again that was not understood would get the same answer.
+        # Do not retry an incompatible replica: the result would be the same.
         present = {r.replica_id for r in replicas if r.present and r.reason != LossReason.INCOMPATIBLE}
-        # One that has left is heard until its last attempt is over: outputs come the same way.
+        # Listen to a replica that has left until its last attempt ends: its outputs use the same
+        # link.
         known = {replica.replica_id for replica in replicas}
         for replica_id in present - self._listeners.keys():
-            # Not vital: the other replicas serve on.
+            # Not vital: the other replicas continue to serve.
             listen = partial(self._listen, replica_id)
             self._listeners[replica_id] = self._tasks.start("heartbeats", listen, vital=False)
         for replica_id in self._listeners.keys() - known:
@@ -88,7 +92,7 @@ class Watchdog:
     def _judge(self, replica: Replica) -> None:
         replica.silent_ticks += 1
         replica.absent_ticks = 0 if replica.present else replica.absent_ticks + 1
-        # One that is being stopped is Ray's to end, if it hangs.
+        # If a replica hangs while it is being stopped, Ray ends it.
         silent = replica.present and replica.has_beaten and replica.silent_ticks * TICK_S > SILENCE_S
         if replica.condition is Condition.OK and (silent or self._is_stuck(replica)):
             logger.warning(
@@ -108,10 +112,10 @@ class Watchdog:
                 attempt.interrupt(reason)
 
     def _reason_to_leave(self, attempt: Attempt) -> LossReason | None:
-        """Why the attempt must not stay where it is."""
+        """Return why the attempt must leave its replica or its wait; None if it may stay."""
         replica = attempt.replica
         if replica is None:
-            # While there are some that are only full, it waits for room.
+            # While the possible replicas are only full, the attempt waits for room.
             possible = self._replicas.candidates(attempt)
             attempt.unrouted_ticks = 0 if possible else attempt.unrouted_ticks + 1
             return LossReason.UNROUTED if attempt.unrouted_ticks * TICK_S > SILENCE_S else None
@@ -124,11 +128,14 @@ class Watchdog:
         return None
 
     def _has_other(self, replica: Replica) -> bool:
-        """Whether there is a replica that can continue what runs on this one. One not heard yet may never be."""
+        """Whether another replica can continue this one's attempts.
+
+        A replica counts only after its first heartbeat, as it may never send one.
+        """
         return any(other.present and other.has_beaten for other in self._replicas.routable(replica.revision))
 
     async def _listen(self, replica_id: str) -> None:
-        """Listen to the replica over one link after another, until cancelled or it turns out to be incompatible."""
+        """Keep a link to the replica until cancelled or the replica is incompatible."""
         while True:
             try:
                 await self._transport.listen(replica_id, partial(self._heard, replica_id))

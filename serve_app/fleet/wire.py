@@ -1,7 +1,7 @@
-"""What travels between ingress and replica: plain tuples and dicts, small, with nothing that needs our classes to load.
+"""Serialization between ingress and replica: small, plain tuples and dicts, without our classes.
 
-An attempt's items are lists of deltas, one per flush that has outputs of it. One error dict (`RequestError.to_wire`)
-ends them instead. A heartbeat is a replica's load. How they travel is `link`'s matter.
+An attempt's items are lists of deltas, one per flush that has outputs of it. An error dict
+(`RequestError.to_wire`) ends them instead. A heartbeat is a replica's load. `link` transports them.
 """
 
 from typing import Any
@@ -14,7 +14,7 @@ from serve_app.errors import from_wire
 from serve_app.fleet.load import ReplicaLoad
 
 HEARTBEAT_S = 1.0
-"""Between two heartbeats of a replica."""
+"""Time between two heartbeats of a replica."""
 
 WireRequest = dict[str, Any]
 WireDelta = tuple[Any, ...]
@@ -23,7 +23,7 @@ WireItem = list[WireDelta] | dict[str, Any]
 
 
 def pack_request(request: EngineRequest, attempt_id: str) -> WireRequest:
-    """`request` as plain data. The replica's engine knows it by `attempt_id`."""
+    """Return `request` as plain data. The replica's engine uses `attempt_id` as its id."""
     return {
         "attempt_id": attempt_id,
         "prompt_token_ids": list(request.prompt_token_ids),
@@ -36,7 +36,7 @@ def pack_request(request: EngineRequest, attempt_id: str) -> WireRequest:
 
 
 def unpack_request(data: WireRequest) -> EngineRequest:
-    """The request that `pack_request` described, under its attempt's id. Raises `InvalidRequestError`."""
+    """Rebuild the request, with its attempt's id. Raises `InvalidRequestError`."""
     return EngineRequest(
         request_id=data["attempt_id"],
         prompt_token_ids=tuple(data["prompt_token_ids"]),
@@ -49,7 +49,7 @@ def unpack_request(data: WireRequest) -> EngineRequest:
 
 
 def pack_outputs(outputs: RequestOutputs) -> list[tuple[str, WireItem | None]]:
-    """As items, each with the attempt's id, by which the engine knows the request; None ends the attempt."""
+    """Return the outputs as items, each with the attempt's id. None ends the attempt."""
     attempt_id, deltas, ended, error = outputs
     items: list[tuple[str, WireItem | None]] = [(attempt_id, pack_deltas(deltas))] if deltas else []
     if error is not None:
@@ -60,25 +60,28 @@ def pack_outputs(outputs: RequestOutputs) -> list[tuple[str, WireItem | None]]:
 
 
 def pack_deltas(deltas: list[TokenDelta]) -> list[WireDelta]:
-    """A flush's outputs of one request. The usual delta is a short tuple: empty trailing fields are left out."""
+    """Pack one flush's outputs of one request.
+
+    Empty trailing fields are omitted to keep deltas small.
+    """
     return [_pack_delta(delta) for delta in deltas]
 
 
 def unpack_item(request_id: str, item: WireItem) -> list[TokenDelta]:
-    """The deltas; raises the `RequestError` that travels in place of them."""
+    """Return the deltas, or raise the `RequestError` sent instead of them."""
     if isinstance(item, dict):
         raise from_wire(item)
     return [_unpack_delta(request_id, *delta) for delta in item]
 
 
 def pack_load(stats: SchedulerStats, step: int, step_age_s: float | None) -> WireLoad:
-    """The engine's state, the number of its last step, and how long the current step has been going on."""
+    """Pack the engine's state, the number of its last step, and the age of the current step."""
     free = stats.blocks_total - stats.blocks_used
     return stats.running, stats.waiting, free, stats.blocks_total, step, step_age_s
 
 
 def unpack_load(load: WireLoad, now: float) -> ReplicaLoad:
-    """The load that `pack_load` described, as of `now` (monotonic seconds)."""
+    """Return the load from `pack_load`, as of `now` (monotonic seconds)."""
     return ReplicaLoad(*load, at=now)
 
 

@@ -1,4 +1,7 @@
-"""Calls that may hang, or fail in ways of their own, beside a server that runs on: of Ray without its controller."""
+"""Runs calls to Ray, which may hang or raise any error, with a timeout.
+
+Ray's calls hang when its controller is gone, while the server itself still runs.
+"""
 
 import queue
 import threading
@@ -14,7 +17,7 @@ _LOOK_S = 0.25
 
 
 class BoundedCalls:
-    """Makes calls in a daemon thread, one at a time. For one calling thread."""
+    """Runs calls in a daemon thread, one at a time. Use it from one thread."""
 
     def __init__(self, say: Callable[[str], None]) -> None:
         """`say` prints a line."""
@@ -25,10 +28,10 @@ class BoundedCalls:
         threading.Thread(target=self._run, daemon=True, name="bounded calls").start()
 
     def call(self, work: Callable[[], T], timeout_s: float, given_up: Callable[[], bool] = lambda: False) -> T:
-        """What `work` returns.
+        """Run `work` and return its result.
 
-        Raises what it raises, and `TimeoutError` if it does not return in time or until `given_up`, or if a call before
-        has not returned yet.
+        Raises its error. Raises `TimeoutError` if `work` does not return in time, if `given_up`
+        becomes true, or if an earlier call has not returned yet.
         """
         if self._last is not None and not self._last.done():
             raise TimeoutError("Ray has not answered yet")
@@ -56,9 +59,10 @@ class BoundedCalls:
         timeout_s: float,
         given_up: Callable[[], bool] = lambda: False,
     ) -> T:
-        """As `call`, but for an error, which is said in a line that begins with `what`, the answer is `otherwise`.
+        """Call `work` like `call`, but on an error print it and return `otherwise`.
 
-        The same error is said again after 30 s; none is said once `given_up`.
+        The printed line starts with `what`. Repeats an equal line after 30 s at the earliest.
+        Prints nothing if `given_up` is true.
         """
         try:
             return self.call(work, timeout_s, given_up)
@@ -68,7 +72,7 @@ class BoundedCalls:
             return otherwise
 
     def report(self, what: str, error: BaseException) -> None:
-        """Say an error in one line, unless it was said within the last 30 s."""
+        """Print an error in one line, unless the same line was printed in the last 30 s."""
         line, now = f"{what}: {first_line(error)}", time.monotonic()
         if now >= self._next_report.get(line, 0.0):
             self._next_report[line] = now + _REMINDER_S
@@ -80,6 +84,6 @@ class BoundedCalls:
 
 
 def first_line(error: BaseException) -> str:
-    """Of the error's text, behind its kind: Ray's errors go on with tracebacks."""
+    """Return the error's type and the first line of its text. Ray's errors contain tracebacks."""
     text = str(error).strip().partition("\n")[0][:500]
     return f"{type(error).__name__}: {text}" if text else type(error).__name__

@@ -1,6 +1,6 @@
-"""Reads a Serve config file as Serve and the application will, and looks whether it can work, before anything starts.
+"""Reads and validates a Serve config file before anything starts.
 
-Decides what is refused and in which words. Does not deploy.
+Parses it as Serve and the application will. Defines the error messages. Does not deploy.
 """
 
 from collections.abc import Mapping
@@ -21,19 +21,22 @@ from serve_app.system.operator_files import load_yaml, read_text, typed_errors
 
 _IMPORT_PATH = "serve_app.app:build"
 ENGINE, INGRESS = "EngineReplica", "Ingress"
-"""Our deployments' names."""
+"""Names of our deployments."""
 
 
 @dataclass(frozen=True)
 class ConfigFile:
-    """What the file says: where the server listens, its applications' names, and the settings of ours among them."""
+    """The contents of a config file.
+
+    `applications`: all names; `ours`: settings of our applications.
+    """
 
     data: Mapping[str, Any]
-    """The whole of it, as YAML has it."""
+    """The whole file, parsed from YAML."""
     schema: Any
-    """The whole of it, a `ServeDeploySchema`."""
+    """The whole file as a `ServeDeploySchema`."""
     key_pair: KeyPair | None
-    """The files of the server's certificate; None for plain HTTP."""
+    """The server's certificate and key files; None for plain HTTP."""
     host: str
     port: int
     applications: tuple[str, ...]
@@ -41,13 +44,16 @@ class ConfigFile:
 
     @property
     def url(self) -> str:
-        """How to reach it from this machine."""
+        """URL of the server on this machine."""
         host = "127.0.0.1" if self.host in ("0.0.0.0", "::") else self.host
         return f"{'http' if self.key_pair is None else 'https'}://{host}:{self.port}"
 
 
 def read_config(path: Path) -> ConfigFile:
-    """Raises `ConfigError` in one line, whatever is wrong with the file or the files that it names."""
+    """Read and validate a config file.
+
+    Raises `ConfigError` with one line for any error in the file or in the files that it names.
+    """
     with typed_errors("cannot be used: "):
         return _read_config(path)
 
@@ -79,9 +85,9 @@ def _read_config(path: Path) -> ConfigFile:
 
 
 def write_for_ray(config: ConfigFile, copy: Path) -> None:
-    """What was checked, however the file changes meanwhile.
+    """Write the validated config for Ray, so that later changes of the file have no effect.
 
-    Without TLS where HAProxy ends it: HAProxy would not understand an ingress that speaks it too.
+    Omits TLS if HAProxy terminates it: HAProxy expects plain HTTP from the ingress.
     """
     options = dict(config.data.get("http_options") or {})
     if haproxy_enabled():
@@ -91,7 +97,7 @@ def write_for_ray(config: ConfigFile, copy: Path) -> None:
 
 
 def _key_pair(options: Any) -> KeyPair | None:
-    """Of an `HTTPOptionsSchema`."""
+    """Return the key pair in an `HTTPOptionsSchema`."""
     if haproxy_enabled():
         for key in ("ssl_keyfile_password", "ssl_ca_certs"):
             if getattr(options, key) is not None:
@@ -100,7 +106,7 @@ def _key_pair(options: Any) -> KeyPair | None:
 
 
 def _check_application(application: Any, host: str) -> Settings:
-    """The settings in a `ServeApplicationSchema`, whose engine's `user_config` is looked at too."""
+    """Return a `ServeApplicationSchema`'s settings. Also validates the engine's `user_config`."""
     settings = Settings.model_validate(application.args)
     check_model(locate_model(settings.model), settings.engine.max_model_len)
     _check_device(settings)
@@ -113,7 +119,10 @@ def _check_application(application: Any, host: str) -> Settings:
 
 
 def _check_device(settings: Settings) -> None:
-    """What no replica on such a device could load. An update that names it would end the old replicas first."""
+    """Refuse combinations that no replica on this device could load.
+
+    An update with one of them would end the old replicas first.
+    """
     if settings.device == "cpu" and "fp8" in (settings.quantization, settings.engine.kv_cache_dtype):
         key = "quantization" if settings.quantization == "fp8" else "engine.kv_cache_dtype"
         raise ConfigError(f"setting `{key}`: fp8 needs a GPU, and `device` is cpu")
@@ -122,7 +131,7 @@ def _check_device(settings: Settings) -> None:
 
 
 def _check_keys(prefix: str, data: Mapping[str, Any], schema: Any) -> None:
-    """Refuse keys that `schema` does not have; Serve would ignore them."""
+    """Raise `ConfigError` for keys that `schema` does not have; Serve would ignore them."""
     for key in data:
         if key not in schema.model_fields:
             raise ConfigError(f"unknown key `{prefix}{key}` {suggest(key, list(schema.model_fields))}")

@@ -1,4 +1,4 @@
-"""What Serve is told and asked about applications: how far they are, why it has given one up, that they shall end."""
+"""Queries Serve about the progress and failures of applications, and deletes applications."""
 
 import re
 from collections.abc import Collection, Iterable
@@ -11,18 +11,18 @@ _FAILED = ("DEPLOY_FAILED", "UNHEALTHY")
 
 
 class DeploymentError(Exception):
-    """Serve has given up on an application; the message is one line."""
+    """Serve has given up on an application. The message is one line."""
 
 
 def logs_folder() -> str:
-    """Where Ray's processes write what the terminal does not show."""
+    """Return the folder of Ray's logs, which contain what the terminal does not show."""
     return f"{ray_temporary_folder()}/ray/session_latest/logs"
 
 
 def is_running(applications: Collection[str]) -> bool:
     """Whether all applications run. Raises `DeploymentError` if one never will.
 
-    One that only lacks a replica that died will: Ray replaces it.
+    If replicas only failed health checks, returns False: Ray replaces them.
     """
     from ray import serve
 
@@ -39,7 +39,7 @@ def is_running(applications: Collection[str]) -> bool:
 
 
 def has_stopping_ingress(applications: Collection[str]) -> bool:
-    """Whether there is one that an update has just replaced; it drains by itself."""
+    """Whether an ingress that an update replaced is still draining."""
     from ray import serve
 
     known = serve.status().applications
@@ -48,14 +48,17 @@ def has_stopping_ingress(applications: Collection[str]) -> bool:
 
 
 def delete(application: str) -> None:
-    """Have Serve stop it."""
+    """Make Serve delete the application."""
     from ray import serve
 
     serve.delete(application)
 
 
 def find_cause(reports: Iterable[str]) -> str:
-    """The one line of Ray's reports that says what went wrong: a `ConfigError` if there is one, else any exception."""
+    """Return the line of Ray's reports that states the cause.
+
+    A `ConfigError` if there is one, else the last exception.
+    """
     lines = [line.strip() for report in reports for line in report.splitlines() if line.strip()]
     for pattern in (r"(?:\w+\.)*ConfigError: (.+)", r"((?:\w+\.)*\w+(?:Error|Exception): .+)"):
         for line in reversed(lines):

@@ -1,7 +1,7 @@
 """Asks every ingress to take no new requests and to finish the running ones.
 
-Ray finds an ingress through its GCS. The handles are made while that lives, so that the ingresses can still be asked
-when it is lost.
+Ray finds an ingress through its GCS. The handles are created while the GCS is up, so that the
+ingresses can still be asked after its loss.
 """
 
 from collections.abc import Collection
@@ -20,19 +20,19 @@ _ANSWER_S = 10.0
 
 
 class Ingresses:
-    """Every ingress replica of each of our applications."""
+    """All ingress replicas of our applications."""
 
     def __init__(self, applications: Collection[str]) -> None:
-        """Returns once each has answered, or 10 s later: one that does not live has nothing to drain."""
+        """Wait up to 10 s until each ingress has answered. Dead ones have nothing to drain."""
         self._applications = applications
         self._handles: dict[str, Any] = {}
-        with suppress(Exception):  # of Ray's, whatever it is
+        with suppress(Exception):  # any of Ray's errors
             self._ask("record_replica_metadata", _ANSWER_S)
 
     def drain(self, limit_s: float) -> None:
-        """Drain all at once, each for at most `limit_s` seconds; then its running requests end with an error.
+        """Drain all ingresses in parallel, each for at most `limit_s` seconds.
 
-        Raises what Ray raises for one that does not live.
+        After that, their running requests end with an error. Raises Ray's error for a dead ingress.
         """
         self._ask("drain", limit_s + _DRAIN_ANSWER_S)
 
@@ -50,7 +50,8 @@ class Ingresses:
 
 
 def _handle(application: str) -> Any:
-    # By the deployment's name: an application that is being built has no ingress that Ray would tell.
+    # Use the deployment's name: Ray does not report the ingress of an application that is being
+    # built.
     handle: Any = serve.get_deployment_handle(INGRESS, application)
     use_in_any_thread(handle)
     return handle

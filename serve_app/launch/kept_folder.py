@@ -1,6 +1,7 @@
-"""Keeps the launcher's files in the temporary folder: what cleans that by age or by hand deletes what is still needed.
+"""Restores the launcher's files in the temporary folder if they are deleted.
 
-HAProxy reads them whenever it starts, which may be days later.
+Temporary folders are cleaned by age or by hand, but HAProxy reads the files whenever it starts,
+which may be days later.
 """
 
 import os
@@ -11,11 +12,11 @@ from pathlib import Path
 from serve_app.system.file_state import FileState, file_state
 
 _UNFINISHED = ".new"
-"""The suffix of a file that is about to replace another."""
+"""Suffix of a file that is about to replace another."""
 
 
 class KeptFolder:
-    """The files in a folder, without those in folders below it."""
+    """The files in a folder, without subfolders."""
 
     def __init__(self, folder: Path, say: Callable[[str], None]) -> None:
         """`say` prints a line."""
@@ -24,7 +25,7 @@ class KeptFolder:
         self._contents: dict[Path, tuple[FileState | None, bytes, int]] = {}
 
     def look(self) -> None:
-        """Remember what is new, and write again what has gone, for this user alone. Raises `OSError`."""
+        """Remember new files and restore deleted ones, for this user only. Raises `OSError`."""
         self._folder.mkdir(mode=0o700, exist_ok=True)
         for path in self._folder.iterdir():
             state = file_state(path)

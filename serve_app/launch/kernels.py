@@ -1,4 +1,4 @@
-"""Compiles the CPU kernels while Ray starts; the engine replicas would have to wait for it later."""
+"""Compiles the CPU kernels while Ray starts, so that engine replicas need not wait for them."""
 
 from collections.abc import Iterable
 from contextlib import suppress
@@ -9,11 +9,14 @@ from serve_app.model.cpu.build import KernelsUnavailableError, compiled, usable_
 from serve_app.settings import Settings
 
 _NVIDIA = Path("/dev/nvidiactl")
-"""There where NVIDIA's driver is, and a GPU computes unless told otherwise."""
+"""Exists if NVIDIA's driver is installed. Then a GPU computes, unless configured otherwise."""
 
 
 def compile_kernels(applications: Iterable[Settings]) -> None:
-    """The fastest that compile, if a CPU is to compute. Where none do, the replicas will say so."""
+    """Compile the fastest usable kernels, if a CPU will compute.
+
+    If none compile, the replicas report it.
+    """
     devices = {settings.device for settings in applications}
     if "cpu" not in devices and ("auto" not in devices or _NVIDIA.exists()):
         return

@@ -1,9 +1,10 @@
-"""`serve-app serve`: `serve run CONFIG` on Ray's fast path, on loopback, with its progress on the terminal.
+"""`serve-app serve`: runs `serve run CONFIG` on Ray's fast path, with progress on the terminal.
 
-Decides: the environment Ray starts with, when the server counts as ready (a token came out of it over HTTP), what
-signals do (SIGINT, SIGTERM: drain and end; SIGUSR1: read the file again), and how the process ends: 0 after a signal
-and a drain, 1 when the deployment failed or Ray or the proxy was lost, 2 when the configuration is refused, 130 at a
-second SIGINT, which ends all at once. Ray and everything below it are children of this process and end with it.
+Defines Ray's environment, and when the server is ready: after one token over HTTP. SIGINT and
+SIGTERM drain and end the server; SIGUSR1 reads the file again. Exit status: 0 after a signal and a
+drain; 1 if the deployment failed, or Ray or the proxy was lost; 2 for an invalid configuration; 130
+after a second SIGINT, which ends everything at once. Ray and all its processes are children of this
+process and end with it.
 """
 
 import logging
@@ -52,9 +53,9 @@ from serve_app.system.cpu_priority import yield_cpu
 T = TypeVar("T")
 
 _POLL_S = 0.25
-_ANSWER_S = 10.0  # how long Ray may take to answer a question
+_ANSWER_S = 10.0  # how long Ray may take to answer a query
 _FIRST_TOKEN_S = 150.0
-_INTERRUPTED = 130  # as a shell reports that SIGINT ended a process
+_INTERRUPTED = 130  # the exit status that shells report for SIGINT
 _MEMORY = (
     "Ray's memory monitor is off, as it ends serving processes when anybody fills the machine; the kernel's own stays "
     "(RAY_memory_monitor_refresh_ms=250 turns Ray's on)"
@@ -62,11 +63,11 @@ _MEMORY = (
 
 
 def launch(config_path: Path) -> int:
-    """Serve `config_path` until a signal; returns the exit status. To be called in the main thread."""
+    """Serve `config_path` until a signal and return the exit status. Call it in the main thread."""
     started = time.monotonic()
     try:
         check_surroundings(Path(ray_temporary_folder()))
-        # In /tmp because HAProxy's socket goes there and a socket's path must be short.
+        # In /tmp because HAProxy's socket is in this folder, and a socket's path must be short.
         with tempfile.TemporaryDirectory(prefix="serve-app-", dir="/tmp", ignore_cleanup_errors=True) as scratch:
             return _prepare(config_path, Path(scratch), started).run()
     except (ConfigError, OSError) as error:
@@ -75,7 +76,10 @@ def launch(config_path: Path) -> int:
 
 
 def _prepare(config_path: Path, scratch: Path, started: float) -> "_Launch":
-    """All that is done before anything starts. Raises `ConfigError`, and `OSError` where `scratch` takes no files."""
+    """Do everything that comes before the start.
+
+    Raises `ConfigError`, and `OSError` if `scratch` cannot be written.
+    """
     bypass_proxies()
     export(launcher_environment(scratch))
     internal_key = write_internal_key(scratch / INTERNAL_KEY)
@@ -86,12 +90,12 @@ def _prepare(config_path: Path, scratch: Path, started: float) -> "_Launch":
     except ConfigError as error:
         raise ConfigError(f"{config_path}: {error}") from None
     haproxy.write_additions(scratch, target.ours)
-    yield_cpu()  # nor does anything that Ray starts, except for the engines' threads
+    yield_cpu()  # everything that Ray starts inherits this, except for the engines' threads
     return _Launch(config_path, target, started, scratch, internal_key, key_pair)
 
 
 class _Launch:
-    """One run: `serve run` in the main thread, a watcher beside it."""
+    """One run: `serve run` in the main thread, and a watcher thread."""
 
     def __init__(
         self,
@@ -118,7 +122,10 @@ class _Launch:
         self._drained = False
 
     def run(self) -> int:
-        """The exit status: 0 after a signal, 1 for a start that failed, 2 for what this machine cannot do."""
+        """Run the server and return the exit status.
+
+        0 after a signal, 1 for a failed start, 2 if this machine does not meet the requirements.
+        """
         import click
 
         self._say("starting Ray")
@@ -144,15 +151,18 @@ class _Launch:
         return self._status
 
     def _serve(self) -> None:
-        """Returns, or raises `KeyboardInterrupt` or `SystemExit`, when the server has ended."""
+        """Start Ray and the application.
+
+        Returns, or raises `KeyboardInterrupt` or `SystemExit`, at the end.
+        """
         start_node()
         self._node.start()
-        signal.signal(signal.SIGTERM, self._stop)  # ray.init takes it for itself
+        signal.signal(signal.SIGTERM, self._stop)  # ray.init replaces the handler
         check_gpus(self._target)
         if self._target.ours:
             load_application()
         import ray
-        from ray.serve import scripts  # only now, while the node's first processes start
+        from ray.serve import scripts  # imported while the node's first processes start
 
         if not memory_monitor_enabled():
             self._say(_MEMORY)
@@ -166,7 +176,7 @@ class _Launch:
         ray.shutdown()
 
     def _fail(self, failure: str, status: int = 1) -> None:
-        """End with this line, unless there is one already."""
+        """Set the failure message and exit status, unless already set."""
         if self._failure is None:
             self._failure, self._status = failure, status
 
@@ -186,20 +196,23 @@ class _Launch:
             yield
 
     def _end_at_once(self, said: str = "interrupted again: ending at once", status: int = _INTERRUPTED) -> NoReturn:
-        """Without drain and without Ray: every process below this one ends, and then this one."""
+        """End every process below this one, then this one, without a drain."""
         self._say(said)
         self._node.close()
         _exit(self._scratch, status)
 
     def _lose(self, what: str, can_drain: bool) -> None:
-        """Drain without the part of Ray that was lost, and end: Ray cannot end in its own way any more."""
+        """Drain without the lost part of Ray, and exit: Ray can no longer shut down normally."""
         self._say(what)
         if can_drain:
             self._ending.drain_without_ray()
         _exit(self._scratch, 1)
 
     def _stop(self, _number: int, _frame: FrameType | None) -> None:
-        """The first signal drains, or ends a start; a second SIGINT is `_end_at_once`'s."""
+        """Signal handler.
+
+        The first signal drains, or ends a start; `_end_at_once` handles a second SIGINT.
+        """
         if self._drained:
             raise KeyboardInterrupt
         if self._stopping.is_set():
@@ -209,7 +222,10 @@ class _Launch:
             raise KeyboardInterrupt
 
     def _watch(self) -> None:
-        """Beside `serve run`: wait for the first token or a failure, then for signals; drain; end `serve run`."""
+        """Wait for the first token or a failure, then for signals; drain; end `serve run`.
+
+        Runs in a thread beside `serve run`.
+        """
         try:
             model = self._wait_for_first_token()
         except DeploymentError as error:
@@ -227,7 +243,7 @@ class _Launch:
         signal.pthread_kill(main, signal.SIGTERM)
 
     def _wait_for_first_token(self) -> str | None:
-        """The model's name; None after a signal. Raises `DeploymentError`, and whatever Ray raises."""
+        """Return the model's name; None after a signal. Raises `DeploymentError`, Ray's errors."""
         from serve_app.serving.gpus import GpuReports
 
         reports = GpuReports(self._say)
@@ -238,15 +254,19 @@ class _Launch:
                 if (model := self._rays.call(ask, _FIRST_TOKEN_S, self._stopping.is_set)) is not None:
                     return model
             except TimeoutError:
-                pass  # as before: it is not ready
+                pass  # not ready yet
             self._stopping.wait(_POLL_S)
         return None
 
     def _look_after(self, model: str) -> None:
-        """Until a signal, and to the end of the drain. What an operator's file or Ray does wrong ends nothing here."""
+        """Monitor the server until a signal, then drain.
+
+        Errors in the operator's files or in Ray do not end the server here.
+        """
         from serve_app.launch.watch import Watch
 
-        # Before anybody is told that the server is ready, so that no death after that is taken for an old one.
+        # Created before the server is reported ready, so that later deaths are not taken for
+        # earlier ones.
         watch = Watch(self._target.url, self._say, self._stopping.is_set)
         self._rays.attempt("the ingresses", self._ending.ingresses, None, 2 * _ANSWER_S)
         wants_key = any(settings.ingress.keys_file is not None for settings in self._target.ours.values())
@@ -264,7 +284,7 @@ class _Launch:
         self._ending.drain()
 
     def _see(self, what: str, look: Callable[[], T]) -> T | None:
-        """What `look` returns; None where it raises, which is said and hinders no other look."""
+        """Return the result of `look`. On an error, print it and return None."""
         try:
             return look()
         except Exception as error:
@@ -286,7 +306,7 @@ def _exit(scratch: Path, status: int) -> NoReturn:
 
 
 def _key_pair_for_haproxy(scratch: Path, target: ConfigFile) -> WatchedKeyPair | None:
-    """None where nothing is encrypted, and where Ray's own proxy does it. Raises `ConfigError`."""
+    """Return None if TLS is off or Ray's own proxy terminates it. Raises `ConfigError`."""
     return WatchedKeyPair(target.key_pair, scratch) if target.key_pair is not None and haproxy_enabled() else None
 
 

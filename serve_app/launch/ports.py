@@ -1,17 +1,17 @@
-"""Ports for servers that are told theirs before they bind it."""
+"""Finds free ports for servers whose port must be known before they bind it."""
 
 import random
 import socket
 
 from serve_app.errors import ConfigError
 
-# Below those that the kernel gives to outgoing connections (32768 and up on Linux), one of which could take a port
-# between our look at it and the server's bind; and below 30000, where Ray Serve's replicas listen.
+# Below the ports for outgoing connections (32768 and up on Linux), which could take a port between
+# our check and the server's bind. Also below 30000, where Ray Serve's replicas listen.
 _CANDIDATES = range(20_000, 30_000)
 
 
 def free_port() -> int:
-    """A loopback port that nobody listens on. Raises `OSError` where there is none."""
+    """Return a free loopback port. Raises `OSError` if there is none."""
     for port in random.sample(_CANDIDATES, len(_CANDIDATES)):
         with socket.socket() as probe:
             try:
@@ -23,8 +23,8 @@ def free_port() -> int:
 
 
 def check_port(host: str, port: int) -> None:
-    """Raise `ConfigError` if the server cannot listen there."""
-    if not 1 <= port <= 65_535:  # for 0 the kernel would choose one, which nothing could find
+    """Raise `ConfigError` if the server cannot listen on this address."""
+    if not 1 <= port <= 65_535:  # 0 would let the kernel choose a port that clients cannot know
         raise ConfigError(f"http_options.port: {port} is not between 1 and 65535")
     try:
         with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
@@ -32,5 +32,5 @@ def check_port(host: str, port: int) -> None:
             probe.bind((host, port))
     except OSError as error:
         raise ConfigError(f"http_options: cannot listen on {host}:{port}: {error.strerror}") from None
-    except Exception as error:  # a name that is none
+    except Exception as error:  # not a valid name
         raise ConfigError(f"http_options: cannot listen on {host}:{port}: {error}") from None

@@ -1,6 +1,6 @@
-"""Watches the processes of Ray's node that the whole server depends on, and reports the loss of one.
+"""Watches the processes of Ray's node that the server depends on, and reports the loss of one.
 
-In a thread of its own: without its GCS, Ray's calls block for as long as its processes try to reach it again.
+Runs in its own thread: without the GCS, Ray's calls block while its processes try to reconnect.
 """
 
 import threading
@@ -21,22 +21,24 @@ _HELPFUL = {
 
 
 class NodeWatch:
-    """Looks at the processes that this process has started as Ray's node."""
+    """Watches the processes of the Ray node that this process has started."""
 
     def __init__(self, on_loss: Callable[[str, bool], None], say: Callable[[str], None]) -> None:
-        """`on_loss` is called when the server cannot go on, with one line and whether running requests may finish;
-        `say` prints what else there is to report."""
+        """`on_loss(line, can_drain)`: called when the server cannot continue.
+
+        `can_drain`: whether running requests may finish. `say` prints other reports.
+        """
         self._on_loss = on_loss
         self._say = say
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="node watch", daemon=True)
 
     def start(self) -> None:
-        """The node has been started, by this process."""
+        """Start watching. Call this after this process has started the node."""
         self._thread.start()
 
     def close(self) -> None:
-        """From now on they may end. Idempotent."""
+        """Stop watching, because the processes may end from now on. Idempotent."""
         self._closing.set()
 
     def _watch(self) -> None:

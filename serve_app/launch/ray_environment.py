@@ -1,4 +1,4 @@
-"""The environment with which `serve-app serve` starts Ray."""
+"""The environment in which `serve-app serve` starts Ray."""
 
 import os
 from collections.abc import Mapping
@@ -15,17 +15,18 @@ from serve_app.launch.ports import free_port
 from serve_app.launch.tls import HAPROXY_SOCKET
 
 INTERNAL_KEY = "internal-key"
-"""The name of the file with the launcher's own API key."""
+"""Name of the file with the launcher's own API key."""
 
 
 def launcher_environment(scratch: Path) -> Mapping[str, str]:
-    """Everything that Ray must find in its environment. A variable that the user has set wins."""
+    """Return the variables for Ray's environment. Variables set by the user take precedence."""
     return {
         **FAST_PATH_ENVIRONMENT,
         **LAUNCHER_ENVIRONMENT,
-        # Four by default: more wake-ups for the same answers, on cores that the model needs.
+        # The default of four has more wake-ups for the same answers, on cores that the model needs.
         "RAY_SERVE_HAPROXY_NBTHREAD": str(min(4, max(1, (os.cpu_count() or 1) // 4))),
-        # Headers that do not fit are answered by a page of HAProxy's own: twice what the ingress takes, which says why.
+        # Twice the ingress's limit for headers, so that the ingress explains most refusals. Beyond
+        # it, HAProxy answers with a page of its own.
         "RAY_SERVE_HAPROXY_TUNE_BUFSIZE": str(32 * 2**10),
         "RAY_SERVE_HAPROXY_BINARY_PATH": str(haproxy.write_wrapper(scratch)),
         INTERNAL_KEY_FILE: str(scratch / INTERNAL_KEY),

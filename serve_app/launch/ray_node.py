@@ -1,8 +1,8 @@
-"""The Ray node that `serve-app serve` starts for itself, without what nobody there uses.
+"""Starts the Ray node of `serve-app serve`, without components that it does not use.
 
-Uses what Ray does not document, read from Ray 2.60.0 and to be read again when the pin in pyproject.toml moves:
-`ray._private.services.start_api_server` (replaced) and the node's processes (`ray._private.worker._global_node`). The
-rest of that is in `serving/ray_patches.py`.
+Uses undocumented parts of Ray, read from Ray 2.60.0: `ray._private.services.start_api_server`
+(replaced) and the node's processes (`ray._private.worker._global_node`). Read them again when the
+pin in pyproject.toml changes. Other undocumented parts are in `serving/ray_patches.py`.
 """
 
 from contextlib import suppress
@@ -13,12 +13,12 @@ _OBJECT_STORE_BYTES = 100 * 2**20
 
 
 def start_node() -> None:
-    """Start a node, as a child of this process, and connect to it."""
+    """Start a node as a child of this process and connect to it."""
     import ray
     from ray._private import services
 
-    # Without a dashboard its server would start all the same, for usage statistics (which nobody gets from us), and
-    # `ray.init` would wait for it.
+    # Even without a dashboard, Ray would start its server for usage statistics, which we do not
+    # send, and `ray.init` would wait for it.
     services.start_api_server = lambda *_arguments, **_options: (None, None)
     ray.init(
         address="local",
@@ -31,24 +31,24 @@ def start_node() -> None:
 
 @dataclass(frozen=True)
 class NodeProcess:
-    """A process that `start_node` has started. `kind`: Ray's name, as in `gcs_server`, `raylet`, `log_monitor`."""
+    """A process of the node. `kind`: Ray's name, such as `gcs_server` or `raylet`."""
 
     kind: str
     process: Any
 
     @property
     def pid(self) -> int:
-        """The process's id."""
+        """The process id."""
         return int(self.process.pid)
 
     def status(self) -> int | None:
-        """How it has ended, as `subprocess` says it; None while it runs."""
+        """Return the exit status as `subprocess` does; None while the process runs."""
         status: int | None = self.process.poll()
         return status
 
 
 def node_processes() -> list[NodeProcess]:
-    """Those of the node that this process has started."""
+    """Return the processes of the node that this process has started."""
     from ray._private import worker
 
     kinds = worker._global_node.all_processes.items()
@@ -56,10 +56,10 @@ def node_processes() -> list[NodeProcess]:
 
 
 def load_application() -> None:
-    """Have a process of the node's load `serve_app.app` from now on.
+    """Make one of the node's worker processes import `serve_app.app` now.
 
-    Serve's controller has the application built in such a process once the proxies are up. One that has loaded it by
-    then saves the seconds in which everything else would wait.
+    Serve's controller builds the application in such a process once the proxies are up. If it is
+    already imported, the start is some seconds faster.
     """
     import ray
 
@@ -67,5 +67,5 @@ def load_application() -> None:
 
 
 def _import_application() -> None:
-    with suppress(Exception):  # whoever builds it is told
+    with suppress(Exception):  # the build reports the error
         import serve_app.app  # noqa: F401

@@ -1,6 +1,7 @@
-"""How the launcher sees that the server serves: over HTTP like any client, with an API key of its own.
+"""Checks over HTTP, like a client, that the server answers. Uses its own API key.
 
-A certificate is for the server's name elsewhere, so that the launcher, which calls it by its address, looks at none.
+Does not verify the certificate, which is for the server's public name rather than the local
+address.
 """
 
 import json
@@ -18,7 +19,10 @@ _TIMEOUT_S = 60.0
 
 
 def write_internal_key(path: Path) -> str:
-    """Make a key for this run of the server, and write it where only this user, and so the ingress, can read it."""
+    """Create an API key for this run and write it to `path`.
+
+    Only this user, and so the ingress, can read it.
+    """
     key = new_key()
     path.touch(0o600)
     path.write_text(key)
@@ -26,7 +30,7 @@ def write_internal_key(path: Path) -> str:
 
 
 def first_token(url: str, key: str) -> str | None:
-    """Have one token generated over HTTP; the model's name, or None if the server is not that far."""
+    """Generate one token over HTTP. Returns the model's name; None if the server is not ready."""
     try:
         model = str(_call(f"{url}/v1/models", key, None)["data"][0]["id"])
         _call(f"{url}/v1/completions", key, {"model": model, "prompt": "Hello", "max_tokens": 1})
@@ -36,7 +40,7 @@ def first_token(url: str, key: str) -> str | None:
 
 
 def example(url: str, model: str, *, wants_key: bool) -> str:
-    """A command that asks the server something."""
+    """Return an example command for the terminal."""
     question = [{"role": "user", "content": "Name the capital of France."}]
     body = json.dumps({"model": model, "messages": question, "max_tokens": 32, "temperature": 0})
     key = "-H 'Authorization: Bearer YOUR-KEY' " if wants_key else ""
@@ -51,14 +55,17 @@ def _call(url: str, key: str, body: dict[str, Any] | None) -> dict[str, Any]:
 
 
 def served_model(target: ConfigFile, internal_key: str) -> str | None:
-    """The model's name once all applications run and a token has come out of it over HTTP. Raises `DeploymentError`."""
+    """Return the model's name once the server has served a token over HTTP, else None.
+
+    All applications must run first. Raises `DeploymentError`.
+    """
     if not is_running(target.applications) or (haproxy_enabled() and not _is_reached_by_haproxy(target)):
         return None
     return first_token(target.url, internal_key)
 
 
 def _is_reached_by_haproxy(target: ConfigFile) -> bool:
-    """Ray says that an application runs before it tells HAProxy of its ingress."""
+    """Whether HAProxy knows the ingresses. Ray reports applications as running earlier."""
     try:
         return all(haproxy.reaches_ingress(haproxy_metrics_port(), name) for name in target.ours)
     except (OSError, ValueError):

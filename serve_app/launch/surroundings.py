@@ -1,7 +1,7 @@
-"""What the server needs of the machine, looked at before anything starts: each lack is one line and exit status 2.
+"""Checks the machine's limits before anything starts. Each failure is one line and exit status 2.
 
-Ray fails of these too, later and with tracebacks. Free memory and free space for packed weights are not looked at: how
-much is needed shows only when the model is loaded.
+Ray would fail later and with tracebacks. Free memory and the space for packed weights are not
+checked, because the need is known only when the model is loaded.
 """
 
 import os
@@ -21,14 +21,17 @@ _MIN_PROCESSES = 1024
 _PIDS = Path("/sys/fs/cgroup/pids.max")
 _SHARED_MEMORY = Path("/dev/shm")
 _MIN_FREE_BYTES = 256 * 2**20
-"""Ray's object store and its logs."""
+"""Space for Ray's object store and logs."""
 _SOCKET_NAME = "/ray/session_2026-01-01_00-00-00_000000_4194304/sockets/plasma_store"
-"""Where Ray makes the socket with the longest name, below its folder for temporary files."""
+"""The longest path of Ray's sockets, below its folder for temporary files."""
 _MAX_SOCKET_BYTES = 107
 
 
 def check_surroundings(temporary: Path) -> None:
-    """Raise `ConfigError` for a lack. `temporary`: Ray's folder for temporary files. Makes Ray's token."""
+    """Raise `ConfigError` if a requirement is not met.
+
+    `temporary`: Ray's folder for temporary files. Creates Ray's token.
+    """
     _check_open_files()
     _check_processes()
     _check_temporary(temporary)
@@ -36,19 +39,20 @@ def check_surroundings(temporary: Path) -> None:
 
 
 def make_rays_token() -> None:
-    """Whoever has the token may run code through Ray's ports, and Ray would write it for every user to read.
+    """Create Ray's token, readable for this user only.
 
-    Raises `OSError` where there is none and none can be made.
+    With the token, anyone may run code through Ray's ports. Ray itself would write it readable for
+    every user. Raises `OSError` if it cannot be created.
     """
     token = Path.home() / ".ray" / "auth_token"
     if token.exists():
-        with suppress(OSError):  # it may be another user's, on a read-only file system
+        with suppress(OSError):  # may belong to another user, on a read-only file system
             token.chmod(0o600)
         return
     token.parent.mkdir(parents=True, exist_ok=True)
     try:
         file = os.open(token, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    except FileExistsError:  # another start was first
+    except FileExistsError:  # another start has created it
         return
     try:
         with os.fdopen(file, "w") as new:
@@ -59,7 +63,7 @@ def make_rays_token() -> None:
 
 
 def _check_open_files() -> None:
-    """Raises the soft limit as far as the hard one lets it."""
+    """Check the limit on open files. Raises the soft limit as far as the hard limit allows."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = _WANTED_FILES if hard == resource.RLIM_INFINITY else min(hard, _WANTED_FILES)
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -73,7 +77,7 @@ def _check_open_files() -> None:
 def _check_processes() -> None:
     limits = []
     soft, _ = resource.getrlimit(resource.RLIMIT_NPROC)
-    if soft != resource.RLIM_INFINITY and os.geteuid() != 0:  # which does not bind root
+    if soft != resource.RLIM_INFINITY and os.geteuid() != 0:  # does not apply to root
         limits.append((soft, "raise `ulimit -u`"))
     with suppress(OSError, ValueError):  # `max`, or no such control group
         limits.append((int(_PIDS.read_text()), "raise the container's limit of processes"))

@@ -1,7 +1,8 @@
-"""What the terminal shows while the server runs: our own lines in short form, without the rest of what Ray prints.
+"""Filters terminal output while the server runs: our own lines in short form, little of Ray's.
 
-Ray prints what its workers write to the driver's `sys.stdout` and `sys.stderr`, each line behind the worker's name; the
-same lines are in Ray's log folder, so nothing is lost by leaving the controller's and the raylet's out.
+Ray prints its workers' output to the driver's `sys.stdout` and `sys.stderr`, each line after the
+worker's name. Ray's log folder has the same lines, so dropping those of the controller and the
+raylet loses nothing.
 """
 
 import atexit
@@ -20,29 +21,29 @@ _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 # `(ServeReplica:serve_app:EngineReplica pid=7188) INFO serve_app.serving.replica: warming up`
 _WORKER_LINE = re.compile(r"\((?P<worker>[^()]*?)(?: pid=\d+)?(?:, ip=[^()]*)?\) (?P<text>.*)")
 _OUR_RECORD = re.compile(r"(?P<level>[A-Z]+) serve_app[\w.]*: (?P<message>.*)")
-# `serve run` says what it does in the form of log lines; the launcher says it in its own words.
+# `serve run` prints its progress as log lines; the launcher prints its own messages instead.
 _SERVE_RUN_LINE = re.compile(r"(INFO )?\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d+\s.*")
 
 
 _MAX_LINES = 1000
 _MAX_WAIT_S = 1.0
-"""For a line to be written, and at the end for all lines."""
+"""Maximum wait for a line to be written, and at exit for all lines."""
 
 
 def write_line(target: TextIO | None, line: str) -> None:
-    """Write one line in one piece, and return when it is written.
+    """Write a line in one piece and wait until it is written.
 
-    A target that is closed, full or not read stops nothing: after a second without progress, lines wait in memory, and
-    beyond 1000 they are dropped. Characters that `target` cannot encode are escaped.
+    A closed, full or unread target blocks nothing: after a second without progress, lines wait in
+    memory, and beyond 1000 they are dropped. Characters that `target` cannot encode are escaped.
     """
     if target is None:
         return
     encoding = getattr(target, "encoding", None) or "utf-8"
     content = (line + "\n").encode(encoding, "backslashreplace")
-    with suppress(OSError, ValueError):  # of a closed file
+    with suppress(OSError, ValueError):  # the file is closed
         try:
             descriptor = target.fileno()
-        except io.UnsupportedOperation:  # in memory: it never blocks
+        except io.UnsupportedOperation:  # an in-memory file never blocks
             target.write(content.decode(encoding))
             target.flush()
         else:
@@ -50,7 +51,7 @@ def write_line(target: TextIO | None, line: str) -> None:
 
 
 class _Writer:
-    """Writes lines to a file descriptor, in order, in a thread of its own, as a full pipe blocks who writes to it."""
+    """Writes lines to a file descriptor in order, in a thread, as a full pipe blocks writers."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
@@ -62,7 +63,7 @@ class _Writer:
         atexit.register(self._wait)
 
     def write(self, line: bytes) -> None:
-        """Queue `line`, and wait until it is written unless the one before was waited for in vain."""
+        """Queue `line`. Wait until it is written, unless the wait for an earlier line timed out."""
         with self._changed:
             if len(self._lines) >= _MAX_LINES:
                 self._num_dropped += 1
@@ -93,9 +94,9 @@ class _Writer:
                 self._changed.notify_all()
 
     def _write(self, content: bytes) -> None:
-        """Past `sys.stdout`'s buffer: Python aborts at its end if a thread is blocked there."""
+        """Write without `sys.stdout`'s buffer: Python aborts at exit if a thread blocks in it."""
         while content:
-            select.select([], [self._descriptor], [])  # which may be non-blocking
+            select.select([], [self._descriptor], [])  # it may be non-blocking
             content = content[os.write(self._descriptor, content) :]
 
 
@@ -103,26 +104,26 @@ _writer = cache(_Writer)
 
 
 class Terminal(io.TextIOBase):
-    """Stands in for `sys.stdout` or `sys.stderr`: passes on to `target` what is meant for people."""
+    """Replaces `sys.stdout` or `sys.stderr`, and passes the lines meant for users to `target`."""
 
     def __init__(self, target: TextIO, say: Callable[[str], None]) -> None:
-        """`say` prints one of our workers' lines."""
+        """`say` prints a line of our workers."""
         self._target = target
         self._say = say
         self._pending = ""
 
     def write(self, text: str) -> int:
-        """Take `text`; whole lines are judged, the rest waits."""
+        """Filter the complete lines of `text`; keep the rest for the next call."""
         *lines, self._pending = (self._pending + text).split("\n")
         for line in lines:
             self._line(line)
         return len(text)
 
     def flush(self) -> None:
-        """Do nothing: whole lines are written already, and an unfinished one stays."""
+        """Do nothing: complete lines are already written, and an incomplete one is kept."""
 
     def isatty(self) -> bool:
-        """No colours: the lines are taken apart."""
+        """Return False, to get lines without colours, which are parsed here."""
         return False
 
     def _line(self, line: str) -> None:
@@ -132,7 +133,7 @@ class Terminal(io.TextIOBase):
             if not _SERVE_RUN_LINE.fullmatch(plain):
                 write_line(self._target, line)
             return
-        if worker["text"].startswith('{"time":'):  # a request's line, for programs: as it is
+        if worker["text"].startswith('{"time":'):  # a request's JSON line, for programs
             write_line(self._target, worker["text"])
             return
         record = _OUR_RECORD.fullmatch(worker["text"])

@@ -1,7 +1,8 @@
-"""TLS of the fast path, which HAProxy ends: certificate and key, read again when their files change.
+"""TLS on the fast path, terminated by HAProxy. Reloads certificate and key when they change.
 
-HAProxy has a copy of both in one file, which only a pair that fits replaces: Ray may have it read its files again at
-any time. A HAProxy that runs gets the new pair over its socket; streams go on, and who connects from then on sees it.
+HAProxy uses a copy of both in one file. Only a valid pair replaces the copy, because Ray may reload
+HAProxy at any time. A running HAProxy gets the new pair over its socket: existing streams continue,
+and new connections get the new certificate.
 """
 
 import os
@@ -24,17 +25,17 @@ _State = tuple[FileState | None, ...]
 
 @dataclass(frozen=True)
 class KeyPair:
-    """The files of a certificate, its chain included, and of its key."""
+    """The files of a certificate chain and its key."""
 
     certificate: Path
     key: Path
 
 
 class WatchedKeyPair:
-    """Keeps HAProxy's copy as new as the files."""
+    """Keeps HAProxy's copy up to date with the files."""
 
     def __init__(self, files: KeyPair, folder: Path) -> None:
-        """Raises `ConfigError` in one line if they cannot be used."""
+        """Raises `ConfigError` with one line if the files cannot be used."""
         self._files = files
         self._folder = folder
         self._seen = self._done = self._state()
@@ -42,10 +43,11 @@ class WatchedKeyPair:
         self._install()
 
     def look(self) -> str | None:
-        """Take a new pair over; what there is to say about it. To be called every moment.
+        """Install a changed pair. Returns a line to print, or None. Call this frequently.
 
-        Not at the first sight of a change: certificate and key are replaced one after the other. While HAProxy does not
-        take the pair, each call tries again, and reports each reason once.
+        Acts on the second call after a change, because certificate and key are replaced one after
+        the other. If HAProxy does not take the pair, each call tries again, and each reason is
+        returned once.
         """
         state, before = self._state(), self._seen
         self._seen = state
@@ -70,18 +72,18 @@ class WatchedKeyPair:
         return tuple(file_state(path) for path in (self._files.certificate, self._files.key))
 
     def _install(self) -> str:
-        """Copy the pair for the next HAProxy that starts; returns it, as PEM. Raises `ConfigError`."""
+        """Copy the pair for the next HAProxy that starts. Returns the PEM. Raises `ConfigError`."""
         try:
             text = "\n".join(read_text(path) for path in (self._files.certificate, self._files.key))
         except ConfigError as error:
             raise self._unusable(error) from None
-        # HAProxy's socket takes an empty line for the end.
+        # HAProxy's socket treats an empty line as the end of input.
         pem = "".join(f"{line}\n" for line in text.splitlines() if line.strip())
         candidate = self._folder / f"{PEM}.new"
         candidate.touch(0o600)
         candidate.write_text(pem)
         try:
-            # Without a password, OpenSSL would ask the terminal for one.
+            # Without a password argument, OpenSSL would prompt for one on the terminal.
             ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(candidate, password="")
         except (OSError, ValueError) as error:
             raise self._unusable(error) from None
@@ -94,9 +96,9 @@ class WatchedKeyPair:
         return ConfigError(f"http_options: certificate and key ({named}) cannot be used: {reason or error}")
 
     def _tell_haproxy(self, pem: str) -> None:
-        """Raises `OSError`."""
+        """Install the certificate in every running HAProxy. Raises `OSError`."""
         path = self._folder / PEM
-        # Ray puts the socket into a folder of its own below.
+        # Ray creates the socket in a subfolder.
         sockets = list(self._folder.rglob(HAPROXY_SOCKET))
         if not sockets:
             raise OSError("HAProxy does not run")

@@ -1,6 +1,7 @@
-"""A second or later deployment, by a config file that was read again: refused in a line, or followed to its end.
+"""Updates a running server when its config file is read again.
 
-Whatever is wrong with the file, or with Ray's controller, changes nothing of the server that runs.
+An invalid file, or an error of Ray's controller, changes nothing in the running server. Otherwise
+the deployment's progress is reported until it ends.
 """
 
 import threading
@@ -20,12 +21,12 @@ if TYPE_CHECKING:
     from serve_app.serving.gpus import GpuReports
 
 _POLL_S = 0.25
-# How long Ray may take to answer a question, or to take a new deployment.
+# How long Ray may take to answer a query, or to accept a new deployment.
 _ANSWER_S, _DEPLOY_S = 10.0, 60.0
 
 
 class Update:
-    """The deployment that was asked for last."""
+    """The most recently requested deployment."""
 
     def __init__(
         self,
@@ -35,9 +36,9 @@ class Update:
         say: Callable[[str], None],
         ended: Callable[[], object],
     ) -> None:
-        """`target`: what the file says now. `scratch`: the folder of HAProxy's files. `say` prints a line.
+        """`target`: the current config. `scratch`: the folder of HAProxy's files.
 
-        `ended`: called when an update has ended, in whichever way.
+        `say` prints a line. `ended`: called when an update has succeeded or failed.
         """
         self._config_path = config_path
         self._scratch = scratch
@@ -45,30 +46,34 @@ class Update:
         self._ended = ended
         self._is_asked_for = False
         self._reports: GpuReports | None = None
-        """Of the deployment in progress; None where there is none."""
+        """GPU reports of the deployment in progress, None if there is none."""
         self.target = target
 
     def ask(self) -> None:
-        """Have the file read again, soon. May be called in a signal's handler."""
+        """Request an update. Returns at once; may be called in a signal handler."""
         self._is_asked_for = True
 
     def follow(self, stopping: threading.Event) -> None:
-        """Deploy whenever asked to, until `stopping`. In a thread of its own: Ray may let an update wait for long."""
+        """Run updates until `stopping`. Call this in its own thread: Ray may block for long."""
         rays = BoundedCalls(self._say)
         while not stopping.wait(_POLL_S):
             self.look(rays, stopping.is_set)
 
     def look(self, rays: BoundedCalls, given_up: Callable[[], bool]) -> None:
-        """Begin what was asked for, or see how far it is. Errors are said; what was asked for stays so until begun."""
+        """Begin a requested update, or check the progress of the current one. Prints errors.
+
+        A request remains until its update has begun.
+        """
         if self._is_asked_for:
             rays.attempt("the update", self._begin, None, _DEPLOY_S, given_up)
         elif self._reports is not None:
             rays.attempt("the update", partial(self._see, self._reports), None, 3 * _ANSWER_S, given_up)
 
     def _begin(self) -> None:
-        """Read the config file again and let Serve change what it must: knobs at once, replicas one after another.
+        """Read the config file again and make Serve apply the changes.
 
-        Nothing changes if the file is refused or Ray fails.
+        Knobs change at once; replicas are replaced one after another. Nothing changes if the file
+        is invalid or Ray fails.
         """
         from serve_app.serving.gpus import GpuReports
         from serve_app.serving.ray_patches import deploy_again
@@ -92,7 +97,10 @@ class Update:
         self._say(f"deploying {self._config_path} again")
 
     def _see(self, reports: "GpuReports") -> None:
-        """Whether it is over, and how. If it failed, the old replicas serve on. Raises what Ray raises."""
+        """Check whether the deployment has ended, and print the result.
+
+        If it failed, the old replicas continue to serve. Raises Ray's errors.
+        """
         reports.look()
         try:
             if not is_running(self.target.applications):

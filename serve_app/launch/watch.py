@@ -1,6 +1,7 @@
-"""Reports why the server was away: deaths of Ray's actors (replicas, ingress, controller, proxies), and readiness.
+"""Reports why the server was unavailable: deaths of Ray's actors, and changes of readiness.
 
-One line each, with the cause as far as Ray or the kernel report it. Decides when the server is beyond repair.
+Actors are replicas, ingress, controller and proxies. Each report is one line, with the cause if Ray
+or the kernel report it. Decides when the server cannot recover.
 """
 
 import json
@@ -17,19 +18,19 @@ from serve_app.system.http_client import HttpStatusError, fetch
 _PERIOD_S = 1.0
 _TIMEOUT_S = 1.0
 _ANSWER_S = 10.0
-"""Of Ray: without its GCS it may never come."""
+"""Timeout for Ray, which may never answer without its GCS."""
 _MOST_REFUSED_S = 30.0
-"""Serve starts its proxy again within seconds; see `keep_haproxy_running` for HAProxy."""
+"""Serve restarts its proxy within seconds; see `keep_haproxy_running` for HAProxy."""
 _VMSTAT = Path("/proc/vmstat")
 _INTENDED = re.compile(r"exit type: INTENDED|exit_actor")
 _DETAIL = re.compile(r"exit detail: (.*?)(?: Some common causes| There are some potential| Worker exit|$)", re.DOTALL)
 
 
 class Watch:
-    """Looks once a second, at `url` and at Ray's table of actors; `say` prints a line."""
+    """Checks `url` and Ray's table of actors once a second. `say` prints a line."""
 
     def __init__(self, url: str, say: Callable[[str], None], given_up: Callable[[], bool] = lambda: False) -> None:
-        """`given_up`: whether Ray is no longer to be waited for."""
+        """`given_up`: whether to stop waiting for Ray."""
         self._url = url
         self._say = say
         self._given_up = given_up
@@ -43,9 +44,9 @@ class Watch:
         self._note_actors(told=False)
 
     def look(self) -> str | None:
-        """Report what has changed since the last look, unless that was just now.
+        """Report changes since the last check, at most once a second.
 
-        Returns one line once the server cannot be reached any more and does not come back.
+        Returns a line if the server has been unreachable for too long to recover, else None.
         """
         now = time.monotonic()
         if now < self._next_look:
@@ -62,7 +63,7 @@ class Watch:
         self._oom_kills = kills
         try:
             table = self._rays.call(actors, _ANSWER_S, self._given_up)
-        except Exception:  # of Ray's, whatever it is: without its table, readiness is still told
+        except Exception:  # any of Ray's errors: readiness is reported even without the table
             return
         for actor in table:
             died = actor.dead and actor.actor_id not in self._dead
@@ -90,7 +91,7 @@ class Watch:
 
 
 def _name(actor: Actor) -> str:
-    """`ServeReplica:serve_app:EngineReplica` is EngineReplica."""
+    """Return the deployment's name: `ServeReplica:serve_app:EngineReplica` is EngineReplica."""
     return actor.class_name.rpartition(":")[2]
 
 
@@ -111,7 +112,10 @@ def _why(error: Exception) -> str:
 
 
 def _count_oom_kills() -> int:
-    """Processes that the kernel has killed for want of memory since it started; 0 where it does not count them."""
+    """Return how many processes the kernel has killed for lack of memory since boot.
+
+    0 if the kernel does not count them.
+    """
     try:
         found = re.search(r"^oom_kill (\d+)$", _VMSTAT.read_text(), re.MULTILINE)
     except OSError:

@@ -1,1 +1,4 @@
-"""What can be seen of a running engine: leaves that read step records and events, and that nothing else needs."""
+"""Metrics, logs, traces and timelines of a running engine, made from step records and events.
+
+No other package depends on this one.
+"""

@@ -1,6 +1,7 @@
-"""Utilization and memory of a replica's GPUs, asked of NVML at scrape time.
+"""Utilization and memory of a replica's GPUs, read from NVML at scrape time.
 
-What NVML does not tell has no series (utilization under MIG; all, where there is no NVML) and takes nothing else away.
+Values that NVML does not provide have no series (utilization under MIG; everything without NVML).
+Other values are not affected.
 """
 
 from collections.abc import Iterable, Sequence
@@ -29,7 +30,7 @@ class GpuState:
         return self._nvml.nvmlDeviceGetHandleByIndex(int(gpu))
 
     def collect(self) -> Iterable[Metric]:
-        """What NVML says now."""
+        """Return NVML's current values."""
         nvml = self._nvml
         utilization = GaugeMetricFamily(
             "serve_app_gpu_utilization_ratio", "Fraction of time that the GPU was busy", labels=["gpu"]

@@ -1,4 +1,4 @@
-"""Metrics of constrained output: at the engine by step, at the ingress by request."""
+"""Metrics of constrained output: per step in the engine, per request at the ingress."""
 
 from collections.abc import Sequence
 
@@ -10,7 +10,7 @@ _BUILD_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 
 
 
 class StepGrammarMetrics:
-    """What steps did for grammars."""
+    """Metrics of grammars in engine steps."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._rows = Counter("serve_app_constrained_rows", "Rows that sampled under a grammar", registry=registry)
@@ -36,7 +36,7 @@ class StepGrammarMetrics:
 
 
 class RequestGrammarMetrics:
-    """How the grammars of requests were made."""
+    """Metrics of building the grammars of requests."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._build = Histogram(
@@ -50,14 +50,14 @@ class RequestGrammarMetrics:
         )
 
     def expect(self, reasons: Sequence[str]) -> None:
-        """See `IngressMetrics.expect`."""
+        """Create the series at zero; see `IngressMetrics.expect`."""
         for reason in reasons:
             self._refusals.labels(reason)
 
     def built(self, seconds: float) -> None:
-        """A request's grammar is there after so long."""
+        """Record how long building a request's grammar took."""
         self._build.observe(seconds)
 
     def refused(self, reason: str) -> None:
-        """A request's constraint cannot be enforced."""
+        """Count a request whose constraint cannot be enforced."""
         self._refusals.labels(reason).inc()

@@ -1,4 +1,4 @@
-"""What a process holds for others who may be slow, in bytes, beside the bound of each."""
+"""Gauges of the bytes that a process buffers for slow readers and bodies, with their limits."""
 
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
@@ -7,14 +7,14 @@ from prometheus_client import CollectorRegistry, Gauge
 
 
 class HeldBytes(NamedTuple):
-    """How much is held now, asked when somebody looks, from any thread; `limit`: how much may be."""
+    """A buffer's size in bytes and its limit. `held` is called on each scrape, in any thread."""
 
     held: Callable[[], float]
     limit: float
 
 
 def register_held_bytes(registry: CollectorRegistry, kinds: Mapping[str, HeldBytes]) -> None:
-    """A gauge for each kind of buffer and one for its bound."""
+    """Register gauges of size and limit for each kind of buffer."""
     held = Gauge(
         "serve_app_held_bytes", "Bytes held in buffers for slow readers and bodies", ["kind"], registry=registry
     )

@@ -1,10 +1,10 @@
-"""Prometheus counters by API key: as many series as the keys file has names, and none for anybody else."""
+"""Prometheus counters by API key, only for keys that the keys file names."""
 
 from prometheus_client import CollectorRegistry, Counter
 
 
 class KeyMetrics:
-    """Fed by the HTTP layer, in the event loop."""
+    """Updated by the HTTP layer on the event loop."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._requests = Counter(
@@ -18,7 +18,10 @@ class KeyMetrics:
         )
 
     def charged(self, key: str, outcome: str, prompt_tokens: int, cached_tokens: int, output_tokens: int) -> None:
-        """A request of `key` has ended. Strangers and the launcher have no name that a file could give."""
+        """Record an ended request of `key`.
+
+        Unknown clients and the launcher are skipped: their names are not valid in a keys file.
+        """
         if not key[:1].isalnum():
             return
         self._requests.labels(key, outcome).inc()

@@ -1,10 +1,11 @@
-"""Where this project's own log lines go inside Ray's workers: to the process's original standard error.
+"""Writes this project's log lines in Ray's workers to the process's original standard error.
 
-Ray carries that to the terminal of the driver, with the worker's name in front. Serve would keep it: it points
-`sys.stdout`, `sys.stderr` and `print` of a replica at the replica's log file.
+Ray forwards that to the driver's terminal, with the worker's name in front. Serve redirects
+`sys.stdout`, `sys.stderr` and `print` of a replica to its log file, so these cannot be used.
 
-Generation requests are logged as JSON, one object a line, without prompts and answers. Of errors that repeat, the first
-few of each period are logged and the others counted. Uses of admin keys are logged the same way.
+Generation requests are logged as JSON, one object per line, without prompts and answers. Of
+repeated errors, the first few in each period are logged and the others counted. Uses of admin keys
+are logged in the same way.
 """
 
 import logging
@@ -20,7 +21,7 @@ import orjson
 
 _SUM_PERIOD_S = 10.0
 _EACH_ERROR = 20
-"""Lines of requests that end with the same error, in one period."""
+"""Maximum of lines per period for requests that end with the same error."""
 
 _ADMIN_PERIOD_S = 3600.0
 _MAX_ADMIN_USES = 10_000
@@ -29,21 +30,21 @@ _requests = logging.getLogger("serve_app.requests")
 
 
 def log_to_terminal(level: int = logging.INFO) -> None:
-    """Send records of the loggers below `serve_app` to the terminal of whoever started the server."""
+    """Send records of the loggers below `serve_app` to the terminal that started the server."""
     _send(logging.getLogger("serve_app"), "%(levelname)s %(name)s: %(message)s", level)
     _send(_requests, "%(message)s", level)
 
 
 class RequestLines:
-    """One line per request; of requests with the same error, `_EACH_ERROR` lines a period, then a count of the rest."""
+    """Logs one line per request, but at most `_EACH_ERROR` per error and period, then a count."""
 
     def __init__(self, later: Callable[[float, Callable[[], None]], object]) -> None:
-        """`later` calls a function after so many seconds (an event loop's `call_later`)."""
+        """`later(seconds, function)` calls a function later, like an event loop's `call_later`."""
         self._later = later
         self._counts: Counter[str] = Counter()
 
     def __call__(self, summary: Mapping[str, Any]) -> None:
-        """Log the summary of a request that has ended (see `log_request`), now or in a sum."""
+        """Log the summary of an ended request (see `log_request`), or count it."""
         error = summary["error"]
         if error is None:
             log_request(summary)
@@ -64,24 +65,30 @@ class RequestLines:
 
 
 def log_request(summary: Mapping[str, Any]) -> None:
-    """One line of JSON about a request that has ended: the fields of the API's `RequestSummary`, times to 0.1 ms."""
+    """Log an ended request as one line of JSON.
+
+    The fields are those of the API's `RequestSummary`, with times rounded to 0.1 ms.
+    """
     fields = {name: round(value, 4) if isinstance(value, float) else value for name, value in summary.items()}
     ended_at = datetime.fromtimestamp(fields.pop("started_at") + fields["seconds"], UTC)
     line = {"time": ended_at.isoformat(timespec="milliseconds"), **fields}
-    # JSON has no raw line breaks or control characters, so nothing in a field can begin another line.
+    # JSON escapes line breaks and control characters, so no field can start a new line.
     _requests.info("%s", orjson.dumps(line).decode())
 
 
 class AdminLines:
-    """One line of JSON for each admin key and path, at most once an hour: pages ask every second. For one thread."""
+    """Logs one JSON line per admin key and path, at most once an hour. Not thread-safe.
+
+    Limited because console pages send requests every second.
+    """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        """`clock`: seconds."""
+        """`clock`: returns seconds."""
         self._clock = clock
         self._logged_at: dict[tuple[str, str], float] = {}
 
     def __call__(self, key: str, path: str) -> None:
-        """The admin key of this name was used for `path`."""
+        """Log that the admin key named `key` was used for `path`."""
         now = self._clock()
         if now - self._logged_at.get((key, path), -math.inf) < _ADMIN_PERIOD_S:
             return

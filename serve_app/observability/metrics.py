@@ -1,7 +1,8 @@
-"""Prometheus metrics of one process: what is measured, under which names and buckets, and how it leaves the process.
+"""Prometheus metrics of one process: names, buckets and export.
 
-Each process serves its registry on its `metrics_port`; `merge_expositions` joins what they say into one page.
-Does not decide who is asked (serving does) and never touches the engine: it is fed `StepRecord`s and request events.
+Each process serves its registry on its `metrics_port`; `merge_expositions` joins several into one
+page. Serving decides which processes are scraped. Metrics never access the engine: they receive
+`StepRecord`s and request events.
 """
 
 import time
@@ -29,7 +30,7 @@ from serve_app.observability.gpu_state import GpuState
 from serve_app.observability.grammar_metrics import RequestGrammarMetrics, StepGrammarMetrics
 from serve_app.observability.key_metrics import KeyMetrics
 
-# Without this every counter and histogram brings a second series with its time of birth.
+# Otherwise every counter and histogram has a second series with its creation time.
 disable_created_metrics()  # type: ignore[no-untyped-call]
 
 _LATENCY_BUCKETS = (
@@ -41,13 +42,13 @@ _BUSY_WINDOW_S = 10.0
 
 
 class EngineMetrics:
-    """What one engine replica knows. `on_step` runs in the engine's thread, everything else in the event loop's.
+    """Metrics of one engine replica. Gauges are computed at scrape time.
 
-    Gauges are made when somebody scrapes.
+    `on_step` runs in the engine's thread, all other methods on the event loop.
     """
 
     def __init__(self, gpu_ids: Sequence[int | str] = ()) -> None:
-        """`gpu_ids`: NVML indices or UUIDs of the GPUs of this replica; without any there are no GPU series."""
+        """`gpu_ids`: NVML indices or UUIDs of this replica's GPUs. Empty: no GPU series."""
         self.registry = registry = CollectorRegistry()
         self._state = _EngineState()
         registry.register(self._state)
@@ -92,16 +93,16 @@ class EngineMetrics:
         self._first_token = ttft.labels("engine")
 
     def read_stats_from(self, stats: Callable[[], SchedulerStats]) -> None:
-        """Where the gauges ask for the engine's state. Until then there are none."""
+        """Set the source of the engine's gauges. Before this call there are none."""
         self._state.stats = stats
 
     def set_knobs(self, knobs: SchedulerKnobs) -> None:
-        """How much a step may have."""
+        """Set the gauges of the step limits."""
         self._slots.set(knobs.max_num_seqs)
         self._step_tokens.set(knobs.max_num_batched_tokens)
 
     def set_limits(self, limits: DeviceLimits) -> None:
-        """What the device can do."""
+        """Set the gauges of the device's measured limits."""
         for gauge, rate in zip(self._limits, (limits.bytes_per_s, limits.flops_per_s), strict=True):
             gauge.set(rate)
 
@@ -129,12 +130,15 @@ class EngineMetrics:
                 counter.inc(amount)
 
     def first_token(self, seconds: float) -> None:
-        """A request's first token left the engine this long after the request arrived at the replica."""
+        """Record the time from a request's arrival at the replica to its first token."""
         self._first_token.observe(seconds)
 
 
 class IngressMetrics:
-    """What the ingress knows: requests as clients see them. Fed by the HTTP layer, in the event loop."""
+    """Metrics of the ingress: requests as clients see them.
+
+    Updated by the HTTP layer on the event loop.
+    """
 
     def __init__(
         self,
@@ -142,9 +146,10 @@ class IngressMetrics:
         ongoing: Callable[[], int],
         engines: Callable[[], tuple[int, int]] = lambda: (0, 0),
     ) -> None:
-        """What holds right now, in sequences.
+        """Arguments return current numbers of sequences.
 
-        queued: wait at the ingress. ongoing: handed to engines. engines: (waiting, running) in all engines together.
+        queued: waiting at the ingress. ongoing: sent to engines. engines: (waiting, running) in all
+        engines.
         """
         self.registry = registry = CollectorRegistry()
         self.body_bytes = 0
@@ -197,9 +202,10 @@ class IngressMetrics:
         refusals: Sequence[str],
         grammar_refusals: Sequence[str],
     ) -> None:
-        """Let the series of these labels be there, at zero, before anything has happened.
+        """Create the series of these labels at zero, before any event.
 
-        Prometheus cannot tell how much a counter grew before it first saw it: the first failure would not count.
+        Otherwise Prometheus misses the first event: it cannot know how much a counter grew before
+        its first scrape.
         """
         for endpoint in endpoints:
             self._active.labels(endpoint)
@@ -213,55 +219,58 @@ class IngressMetrics:
         self._grammars.expect(grammar_refusals)
 
     def started(self, endpoint: str) -> None:
-        """A request arrived."""
+        """Count a request that arrived."""
         self._active.labels(endpoint).inc()
 
     def queued(self, seconds: float) -> None:
-        """A prompt's turn came after `seconds` in the queue."""
+        """Record that a prompt left the queue after `seconds`."""
         self._queue_wait.observe(seconds)
 
     def refused(self, reason: str) -> None:
-        """A request was turned away for want of room or time."""
+        """Count a request that was refused because of limits or deadlines."""
         self._refusals.labels(reason).inc()
 
     def buffered(self, num_bytes: int) -> None:
-        """The bodies of requests hold this many bytes now."""
+        """Set the number of bytes in buffered request bodies."""
         self.body_bytes = num_bytes
 
     def first_token(self, seconds: float) -> None:
-        """The first token of a request is on its way to the client, `seconds` after its arrival."""
+        """Record that a request's first token is being sent, `seconds` after its arrival."""
         self._first_token.observe(seconds)
 
     def tokens(self, count: int, gap: float | None) -> None:
-        """`count` tokens of one choice arrived, `gap` seconds after its tokens before (None: its first)."""
+        """Record `count` tokens of one choice, `gap` seconds after its previous ones.
+
+        `gap` None: they are its first tokens.
+        """
         self._output_tokens.inc(count)
-        # The first token of a choice has none before it.
+        # The first token of a choice has no gap.
         for _ in range(count if gap is not None else count - 1):
             self._inter_token.observe((gap or 0.0) / count)
 
     def failed_over(self, reason: str, num_tokens: int) -> None:
-        """A replica lost an attempt; `num_tokens` of its request were known."""
+        """Count a lost attempt, whose request had `num_tokens` known tokens."""
         self._failovers.labels(reason).inc()
         self._replayed.inc(num_tokens)
 
     def false_alarm(self) -> None:
-        """A replica that was taken for stalled answered after all."""
+        """Count a replica that was considered stalled and then answered."""
         self._false_alarms.inc()
 
     def grammar_built(self, seconds: float) -> None:
-        """A request's grammar was built."""
+        """Record how long building a request's grammar took."""
         self._grammars.built(seconds)
 
     def grammar_refused(self, reason: str) -> None:
-        """A request's constraint cannot be enforced."""
+        """Count a request whose constraint cannot be enforced."""
         self._grammars.refused(reason)
 
     def charged(self, key: str, outcome: str, prompt_tokens: int, cached_tokens: int, output_tokens: int) -> None:
-        """A request of an API key of this name has ended; see `KeyMetrics`."""
+        """Record an ended request of the API key with this name; see `KeyMetrics`."""
         self._keys.charged(key, outcome, prompt_tokens, cached_tokens, output_tokens)
 
     def finished(self, endpoint: str, outcome: str, prompt_tokens: int, output_tokens: int, seconds: float) -> None:
-        """The request ended after `seconds`."""
+        """Record an ended request and its duration."""
         self._active.labels(endpoint).dec()
         self._requests.labels(endpoint, outcome).inc()
         self._prompt_tokens.inc(prompt_tokens)
@@ -275,7 +284,7 @@ def _register_state(
     ongoing: Callable[[], int],
     engines: Callable[[], tuple[int, int]],
 ) -> None:
-    """The gauges that are asked when somebody looks."""
+    """Register gauges that are computed at scrape time."""
     Gauge("serve_app_ingress_queue_depth", "Sequences waiting at the ingress", registry=registry).set_function(queued)
     Gauge(
         "serve_app_ingress_requests_ongoing", "Sequences sent to engines and not ended", registry=registry
@@ -285,7 +294,7 @@ def _register_state(
         waiting, running = engines()
         return (queued() + waiting) / max(running, 1)
 
-    # The replicas' series of this name have no `scope`.
+    # The replicas' series of the same name have no `scope`.
     Gauge(
         "serve_app_waiting_served_ratio",
         "Waiting sequences per running one, of all replicas and the ingress",
@@ -295,9 +304,10 @@ def _register_state(
 
 
 def merge_expositions(own: CollectorRegistry, others: Mapping[str, str | None]) -> bytes:
-    """One Prometheus text page of `own` and of the pages of `others`, whose samples get the label `replica`.
+    """Merge `own` and the pages of `others` into one Prometheus text page.
 
-    `others` maps a replica's name to its page, or to None when it did not answer; `serve_app_scrape_up` tells which.
+    `others` maps replica names to pages, None for replicas that did not answer. Their samples get
+    the label `replica`. `serve_app_scrape_up` shows which replicas answered.
     """
     registry = CollectorRegistry()
     registry.register(_MergedPages(own, others))
@@ -310,7 +320,7 @@ class _MergedPages:
     pages: Mapping[str, str | None]
 
     def describe(self) -> Iterable[Metric]:
-        """Nothing: keeps the registry from collecting once more to learn the names."""
+        """Return nothing, so that registration does not need to collect the pages."""
         return ()
 
     def collect(self) -> Iterator[Metric]:
@@ -340,7 +350,10 @@ def _time_to_first_token(registry: CollectorRegistry) -> Histogram:
 
 
 class _BusyWindow:
-    """How much of the last ten seconds was spent in steps. Written by the engine's thread, read by scrapes."""
+    """Fraction of the last ten seconds spent in steps.
+
+    Written by the engine's thread, read by scrapes.
+    """
 
     def __init__(self) -> None:
         self._steps: deque[tuple[float, float]] = deque()
@@ -358,7 +371,7 @@ class _BusyWindow:
 
 
 class _EngineState:
-    """Gauges made at scrape time."""
+    """Gauges computed at scrape time."""
 
     def __init__(self) -> None:
         self.stats: Callable[[], SchedulerStats] | None = None

@@ -1,8 +1,9 @@
-"""The metrics port: a process's registry, and other pages beside it, over HTTP in threads of their own.
+"""The metrics port: serves a process's registry and other pages over HTTP in its own threads.
 
-It answers while the process's event loop is busy, and dies with the process, so that no series outlives its source.
-Whoever reaches the port may open connections before any key is asked for, so these cost little: one thread reads all
-requests, few threads answer them, and connections are bounded in time and number.
+It answers while the process's event loop is busy, and ends with the process, so that no series
+outlives its source. Clients can open connections before their key is checked, so connections must
+be cheap: one thread reads all requests, few threads answer them, and connections are limited in
+time and number.
 """
 
 import asyncio
@@ -22,27 +23,28 @@ if TYPE_CHECKING:
     from wsgiref.types import StartResponse, WSGIApplication, WSGIEnvironment
 
 Page = Callable[[Mapping[str, str]], bytes]
-"""Makes JSON from the parameters of a query. Called in a thread of its own."""
+"""Returns JSON from the query's parameters. Called in a worker thread."""
 
 Admits = Callable[[str], bool]
-"""Whether who sends this key may see the pages. Called in any thread."""
+"""Whether a client with this key may see the pages. Called in any thread."""
 
 logger = logging.getLogger(__name__)
 
 _MAX_CONNECTIONS = 64
-"""One more closes the oldest of those that have not sent their request yet."""
+"""One more closes the oldest connection that has not sent its request yet."""
 _MAX_HEAD_BYTES = 16_384
 _TIME_LIMIT_S = 5.0
-"""For a request to arrive, and for its answer to be read."""
+"""Time limit for a request to arrive, and for its answer to be read."""
 _WORKERS = 2
 
 
 def serve_registry(
     registry: CollectorRegistry, host: str, pages: Mapping[str, Page] | None = None, admits: Admits | None = None
 ) -> int:
-    """Serve `registry`, and `pages` by their paths, on a free port of `host`; returns the port.
+    """Serve `registry`, and `pages` by path, on a free port of `host`. Returns the port.
 
-    To clients whose key `admits` accepts; to all without it. Raises `OSError` where it cannot listen.
+    Only for clients whose key `admits` accepts; for all if it is None. Raises `OSError` if it
+    cannot listen.
     """
     app = _with_pages(pages or {}, make_wsgi_app(registry))
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -54,17 +56,17 @@ def serve_registry(
 
 
 class _Server:
-    """HTTP/1.1 for one GET on each connection."""
+    """HTTP/1.1 server for one GET per connection."""
 
     def __init__(self, app: "WSGIApplication") -> None:
         self._app = app
         self._workers = ThreadPoolExecutor(_WORKERS, "metrics")
         self._reading: dict[asyncio.StreamWriter, None] = {}
-        """Connections whose requests have not arrived, the oldest first."""
+        """Connections whose requests have not arrived, oldest first."""
         self._answering = 0
 
     async def run(self, listening: socket.socket) -> None:
-        """For ever."""
+        """Serve forever."""
         server = await asyncio.start_server(self._serve, sock=listening, limit=_MAX_HEAD_BYTES)
         await server.serve_forever()
 
@@ -99,7 +101,7 @@ class _Server:
             self._answering -= 1
 
     def _answer(self, head: bytes) -> bytes:
-        """The response to the request with this head, in a worker."""
+        """Return the response to the request with this head. Runs in a worker thread."""
         status, headers, body = "400 Bad Request", [("Content-Type", "text/plain")], b"this is not a valid request\n"
 
         def start_response(line: str, fields: list[tuple[str, str]], _error: Any = None) -> Callable[[bytes], object]:
@@ -111,7 +113,7 @@ class _Server:
         if environ is not None:
             try:
                 body = b"".join(self._app(environ, start_response))
-            except Exception:  # a page's, whatever it is: the next request gets its answer
+            except Exception:  # any error of a page must not affect later requests
                 logger.exception("the page %s failed", environ["PATH_INFO"])
                 failed = HTTPStatus.INTERNAL_SERVER_ERROR
                 status, headers, body = f"{failed.value} {failed.phrase}", [], b""
@@ -123,7 +125,7 @@ class _Server:
 
 
 def _environ(head: bytes) -> dict[str, Any] | None:
-    """What the pages read of a WSGI environment; None if this is no request."""
+    """Return the WSGI variables that the pages use; None for an invalid request."""
     first, *lines = head.decode("latin-1").split("\r\n")
     with suppress(ValueError):
         method, target, _version = first.split(" ")

@@ -1,7 +1,7 @@
-"""The last steps of one engine, kept for whoever asks later: what the timeline and the console are drawn from.
+"""Keeps the last steps of one engine, the source of the timeline and the console.
 
-Decides how many steps are kept and how they look on the wire. Recording costs the engine one append: the ring holds
-the `StepRecord`s themselves, and all work is the reader's.
+Decides how many steps are kept and how they are serialized. Recording costs the engine one append:
+the ring keeps the `StepRecord`s themselves, and readers do all other work.
 """
 
 import time
@@ -18,11 +18,11 @@ from serve_app.core.step_plan import ScheduledRequest
 from serve_app.core.step_record import SchedulerStats, StepRecord
 
 MAX_STEPS, MAX_ROWS = 4096, 65_536
-"""What a ring keeps: about 15 MB when it is full of rows."""
+"""Limits of a ring: about 15 MB when it is full of rows."""
 
 
 class StepRing:
-    """The newest steps, at most `max_steps` of them and at most `max_rows` rows in all. Any thread may call it."""
+    """The newest steps: at most `max_steps`, with at most `max_rows` rows in total. Thread-safe."""
 
     def __init__(self, max_steps: int = MAX_STEPS, max_rows: int = MAX_ROWS) -> None:
         self._records: deque[StepRecord] = deque()
@@ -30,7 +30,7 @@ class StepRing:
         self._lock = Lock()
 
     def append(self, record: StepRecord) -> None:
-        """Keep one more step; the oldest make room. The newest is always kept."""
+        """Add a step and drop the oldest ones beyond the limits. The newest is always kept."""
         records = self._records
         with self._lock:
             records.append(record)
@@ -39,7 +39,7 @@ class StepRing:
                 self._rows -= len(records.popleft().rows)
 
     def since(self, moment: float) -> list[StepRecord]:
-        """The steps that ended after `moment` (on the engine's clock), oldest first."""
+        """Return the steps that ended after `moment` (on the engine's clock), oldest first."""
         found = []
         with self._lock:
             for record in reversed(self._records):
@@ -51,13 +51,13 @@ class StepRing:
 
 
 def ended_at(record: StepRecord) -> float:
-    """When the step was over, on the clock of its `started_at`."""
+    """Return when the step ended, on the clock of its `started_at`."""
     return record.started_at + record.schedule_s + record.model_s + record.update_s
 
 
 @dataclass(frozen=True, slots=True)
 class Recording:
-    """What one replica tells of itself: steps of its ring, and its state now. Moments are Unix seconds."""
+    """Steps from a replica's ring, and its current state. Moments are Unix seconds."""
 
     replica: str
     now: float
@@ -69,13 +69,18 @@ class Recording:
     records: tuple[StepRecord, ...]
 
     def to_json(self) -> bytes:
-        """Fields as they are, rows as arrays: the first fields of `ScheduledRequest` but for its blocks, then whether a
-        grammar constrains it."""
+        """Serialize the fields, with rows as arrays.
+
+        A row has the first fields of `ScheduledRequest` without its blocks, then `constrained`.
+        """
         return orjson.dumps({**_fields(self), "stats": asdict(self.stats), "records": [*map(_pack, self.records)]})
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Self:
-        """The recording of parsed `to_json`. Raises `KeyError`, `TypeError` or `ValueError` for anything else."""
+        """Build a recording from parsed `to_json` output.
+
+        Raises `KeyError`, `TypeError` or `ValueError` for invalid data.
+        """
         return cls(
             **{
                 **data,
@@ -87,7 +92,7 @@ class Recording:
 
 @dataclass(frozen=True, slots=True)
 class Recorder:
-    """A replica's ring, and what else its recordings hold."""
+    """A replica's ring, and the other sources of its recordings."""
 
     replica: str
     num_slots: int
@@ -97,7 +102,10 @@ class Recorder:
     ring: StepRing
 
     def recording(self, seconds: float) -> Recording:
-        """The steps that ended in the last `seconds` seconds, with Unix times, which other machines can compare."""
+        """Return the steps that ended in the last `seconds` seconds.
+
+        Times are converted to Unix time, so that they can be compared between machines.
+        """
         now, monotonic = time.time(), time.monotonic()
         records = self.ring.since(monotonic - seconds)
         return Recording(

@@ -1,7 +1,7 @@
-"""Slots over steps: who held which slot of the batch in which step, as a terminal picture and as a PNG.
+"""Slots over steps: which request used which slot in which step. Drawn in a terminal or as PNG.
 
-Decides how recorded steps become spans and how spans are drawn. Reads `StepRecord`s and nothing else: it never
-schedules again, so a picture shows what happened and not what should have happened.
+Converts recorded steps to spans and draws them. Uses only `StepRecord`s and never repeats the
+scheduling, so a picture shows what really happened.
 """
 
 import math
@@ -18,15 +18,17 @@ if TYPE_CHECKING:
     from rich.text import Text
 
 PALETTE = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442", "#6F4E7C")
-"""Okabe and Ito's colours, which people with any kind of colour vision tell apart (their black is left for text; the
-eighth is a dark violet)."""
+"""Okabe and Ito's colours, which are distinct in all kinds of colour vision.
+
+Their black is reserved for text; the eighth colour is a dark violet.
+"""
 
 _MORE_INCHES = 1.6
 _IDLE, _WASTED = "#EEEEEE", "#BBBBBB"
 
 
 class Work(StrEnum):
-    """What a slot did in a step. WASTED: it computed tokens that nobody asked for (padding of a static batch)."""
+    """What a slot did in a step. WASTED: computed padding of a static batch."""
 
     PREFILL = "prefill"
     DECODE = "decode"
@@ -35,9 +37,9 @@ class Work(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """One slot doing one kind of work for one choice of one request during steps [start, stop).
+    """One slot doing one kind of work for one choice of a request, in steps [start, stop).
 
-    constrained: the choice follows a grammar.
+    constrained: a grammar constrains the choice.
     """
 
     slot: int
@@ -51,7 +53,7 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """The spans of one run. Steps are counted from 0 in the order in which they were recorded."""
+    """The spans of one run. Steps are numbered from 0 in recorded order."""
 
     title: str
     num_slots: int
@@ -60,15 +62,15 @@ class Timeline:
 
     @property
     def useful_share(self) -> float:
-        """Slot-steps that computed a wanted token, of all slot-steps: 1.0 is a batch that is always full."""
+        """Fraction of slot-steps that computed useful tokens. 1.0: the batch was always full."""
         useful = sum(span.stop - span.start for span in self.spans if span.work is not Work.WASTED)
         return useful / max(1, self.num_slots * self.num_steps)
 
 
 def timeline_of(title: str, records: Iterable[StepRecord], num_slots: int) -> Timeline:
-    """The timeline of recorded steps. `num_slots` is the engine's `max_num_seqs`.
+    """Return the timeline of recorded steps. `num_slots` is the engine's `max_num_seqs`.
 
-    Raises `ValueError` when a record uses a slot that does not exist.
+    Raises `ValueError` if a record uses a slot that does not exist.
     """
     open_spans: dict[int, Span] = {}
     closed: list[Span] = []
@@ -95,14 +97,14 @@ def _same_work(a: Span, b: Span) -> bool:
 
 
 def draw_terminal(timeline: Timeline, groups: Mapping[str, int], steps_per_column: float = 1.0) -> "Text":
-    """One line per slot, one character per `steps_per_column` steps, coloured by the request's group.
+    """Draw one line per slot, one character per `steps_per_column` steps, coloured by group.
 
-    A character stands for whatever filled most of its steps; its height says whether at least half of them were filled.
-    What follows a grammar is underlined.
+    A character shows the work that filled most of its steps; its height shows whether at least half
+    of the steps were filled. Constrained output is underlined.
     """
     from rich.text import Text
 
-    # The small number keeps rounding from adding a column for a millionth of a step.
+    # Subtracting the small number avoids an extra column from rounding errors.
     columns = math.ceil(timeline.num_steps / steps_per_column - 1e-6)
     by_slot: dict[int, list[Span]] = {slot: [] for slot in range(timeline.num_slots)}
     for span in timeline.spans:
@@ -118,7 +120,7 @@ def draw_terminal(timeline: Timeline, groups: Mapping[str, int], steps_per_colum
 
 
 def _character(spans: Sequence[Span], start: float, stop: float, groups: Mapping[str, int]) -> tuple[str, str]:
-    """The glyph and the style for steps [start, stop) of one slot."""
+    """Return the glyph and the style for steps [start, stop) of one slot."""
     shares = [(min(span.stop, stop) - max(span.start, start), span) for span in spans]
     shares = [(share, span) for share, span in shares if share > 1e-9]
     used = sum(share for share, _ in shares)
@@ -132,7 +134,7 @@ def _character(spans: Sequence[Span], start: float, stop: float, groups: Mapping
 
 
 def colour_of(group: int) -> str:
-    """The colour of a group of requests, as `#RRGGBB`; the palette repeats after eight."""
+    """Return the colour of a group of requests as `#RRGGBB`. The palette repeats after eight."""
     return PALETTE[group % len(PALETTE)]
 
 
@@ -143,12 +145,13 @@ def draw_png(
     group_labels: Sequence[str],
     more: Sequence[Callable[["Axes"], None]] = (),
 ) -> None:
-    """One panel per timeline, all on one scale of steps, so that a shorter run is a shorter picture.
+    """Write a PNG with one panel per timeline, all on the same scale of steps.
 
-    `groups` maps request ids to positions in `group_labels`; each of `more` draws a further panel over the same steps.
-    Writes a PNG and overwrites what is there.
+    `groups` maps request ids to positions in `group_labels`. Each of `more` draws a further panel
+    over the same steps. Overwrites `path`.
     """
-    # The object interface with its own canvas: pyplot would keep global state and ask for a display.
+    # Uses matplotlib's object interface with its own canvas, because pyplot has global state and
+    # needs a display.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

@@ -1,7 +1,8 @@
 """Recorded steps in Chrome's trace event format, for https://ui.perfetto.dev and chrome://tracing.
 
-Decides which tracks exist. Each replica is a process; its threads are the steps, the admission gate and the slots; its
-counters are queue, batch tokens and KV blocks. Format: "Trace Event Format", Google, 2016 (times in microseconds).
+Defines the tracks. Each replica is a process; its threads are the steps, the admission gate and the
+slots; its counters are queue, batch tokens and KV blocks. Format: "Trace Event Format", Google,
+2016 (times in microseconds).
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -16,12 +17,12 @@ STEPS, GATE, FIRST_SLOT = 1, 2, 3
 """Thread ids. Slot s is thread FIRST_SLOT + s."""
 
 _IDLE_S = 0.03
-"""A longer pause between two steps is idle time, which belongs to no span."""
+"""A longer pause between two steps is idle time and belongs to no span."""
 _ATTEMPT_SEPARATOR = "."
 
 
 def chrome_trace(recordings: Sequence[Recording]) -> dict[str, Any]:
-    """The trace as plain data. Time 0 is the start of the earliest step."""
+    """Return the trace as plain data. Time 0 is the start of the earliest step."""
     starts = [recording.records[0].started_at for recording in recordings if recording.records]
     origin = min(starts, default=0.0)
     events = [event for pid, recording in enumerate(recordings, 1) for event in _replica(pid, recording, origin)]
@@ -29,7 +30,7 @@ def chrome_trace(recordings: Sequence[Recording]) -> dict[str, Any]:
 
 
 def attempt_of(request_id: str) -> int:
-    """Which attempt at its request a replica was given: 1 is the first, more is a request that came from another."""
+    """Return the attempt's number: 1 is the first; higher ones followed a failover."""
     number = request_id.rpartition(_ATTEMPT_SEPARATOR)[2]
     return int(number) if number.isdecimal() and _ATTEMPT_SEPARATOR in request_id else 1
 
@@ -50,7 +51,7 @@ class _Span:
 
 
 def _follows(record: StepRecord, before: StepRecord) -> bool:
-    """Whether a step came right after another."""
+    """Whether `record` directly followed `before`."""
     return record.step == before.step + 1 and record.started_at - ended_at(before) <= _IDLE_S
 
 
@@ -70,7 +71,7 @@ def _replica(pid: int, recording: Recording, origin: float) -> Iterator[dict[str
 
 @dataclass(frozen=True, slots=True)
 class _Clock:
-    """Makes events of one process; knows when its time began."""
+    """Creates events of one process, with times relative to `origin`."""
 
     pid: int
     origin: float
@@ -118,7 +119,7 @@ def _step(clock: _Clock, record: StepRecord) -> Iterator[dict[str, Any]]:
     )
     yield clock.counter("requests", start, running=stats.running, waiting=stats.waiting)
     yield clock.counter("batch tokens", start, prefill=record.num_prefill_tokens, decode=record.num_decode_tokens)
-    # The batch is over; without this the counter would show it until the next step, idle time included.
+    # Reset the counter, which would otherwise keep its value during idle time.
     yield clock.counter("batch tokens", stop, prefill=0, decode=0)
     yield clock.counter("KV blocks", stop, used=stats.blocks_used, cached=stats.blocks_cached)
     for request_id, choice in record.admitted:
@@ -131,7 +132,7 @@ def _step(clock: _Clock, record: StepRecord) -> Iterator[dict[str, Any]]:
 
 
 def _gate(clock: _Clock, records: Sequence[StepRecord]) -> Iterator[dict[str, Any]]:
-    """Runs of steps with the gate in one position."""
+    """Yield a span for each run of steps with the gate in one state."""
     first: StepRecord | None = None
     last: StepRecord | None = None
     for record in records:

@@ -1,8 +1,8 @@
-"""Spans of generation requests for OpenTelemetry, sent to a collector where an endpoint is configured.
+"""OpenTelemetry spans of generation requests, sent to a collector if an endpoint is configured.
 
-Decides what a span holds. It is made when the request has ended, from the same summary as its log line, so that
-nothing happens on the way of a token. Attribute names are OpenTelemetry's semantic conventions for generative AI where
-those have one.
+Defines a span's attributes. A span is created when the request has ended, from the same summary as
+its log line, so that it does not delay any token. Attribute names follow OpenTelemetry's semantic
+conventions for generative AI where these define one.
 """
 
 import re
@@ -15,16 +15,16 @@ from serve_app.system.version import __version__
 _TRACEPARENT = re.compile(r"00-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})")
 """W3C Trace Context, version 00: trace id, parent's span id, flags."""
 _OPERATIONS = {"completions": "text_completion", "responses": "chat", "messages": "chat"}
-"""OpenTelemetry's names for endpoints whose own name it does not use."""
+"""OpenTelemetry's names for endpoints that it names differently."""
 
 
 class RequestSpans:
-    """Sends a span for every request it is called with, from a thread of its own."""
+    """Sends a span for every request, from its own thread."""
 
     def __init__(self, endpoint: str, model: str) -> None:
         """`endpoint`: a collector's address for OTLP over HTTP, such as `http://127.0.0.1:4318`.
 
-        Raises `ConfigError` when the exporter is not installed.
+        Raises `ConfigError` if the exporter is not installed.
         """
         from opentelemetry.sdk.resources import Resource
         from opentelemetry.sdk.trace import TracerProvider
@@ -42,7 +42,7 @@ class RequestSpans:
         self._model = model
 
     def __call__(self, summary: Mapping[str, Any]) -> None:
-        """A span from the request's arrival to its end, with its time in the queue as a child."""
+        """Send a span from the request's arrival to its end, with its queue time as a child."""
         from opentelemetry.trace import Status, StatusCode, set_span_in_context
 
         started_at: int = round(summary["started_at"] * 1e9)
@@ -82,7 +82,7 @@ def _attributes(summary: Mapping[str, Any], operation: str, model: str) -> dict[
 
 
 def _parent(traceparent: str | None) -> Any:
-    """The client's span as a context; None where it gave none, or something else."""
+    """Return the client's span as a context; None if missing or malformed."""
     from opentelemetry.trace import NonRecordingSpan, SpanContext, TraceFlags, set_span_in_context
 
     found = _TRACEPARENT.fullmatch(traceparent or "")

@@ -1,4 +1,4 @@
-"""What the ingress does beside requests: its tasks, their errors, and whether its keys file and ledger can be used."""
+"""Metrics of the ingress's background work: tasks, errors, keys file and ledger."""
 
 import asyncio
 from collections.abc import Callable, Iterator
@@ -17,7 +17,7 @@ def register_upkeep(
     keys_file_invalid: Callable[[], bool],
     ledger_unusable: Callable[[], bool],
 ) -> None:
-    """Metrics that are read when somebody scrapes, in any thread."""
+    """Register metrics that are read at scrape time, in any thread."""
     running = Gauge("serve_app_ingress_tasks", "Tasks of the ingress's event loop", registry=registry)
     running.set_function(lambda: len(asyncio.all_tasks(loop)))
     invalid = Gauge(
@@ -40,7 +40,7 @@ class _Errors(Collector):
         self._tasks = tasks
 
     def collect(self) -> Iterator[CounterMetricFamily]:
-        """One counter."""
+        """Yield the counter of task errors."""
         total = sum(self._tasks.errors.copy().values())
         yield CounterMetricFamily(
             "serve_app_task_errors", "Errors of the ingress's background tasks, which were restarted", value=total

@@ -1,1 +1,1 @@
-"""Ray Serve's deployments: they join the HTTP layer, the fleet and the engine."""
+"""Ray Serve deployments that connect the HTTP layer, the fleet and the engine."""

@@ -1,4 +1,7 @@
-"""Who may come in and use how much, from the settings; keys kept fresh, no open server on a network by accident."""
+"""Access control and usage accounting of the ingress.
+
+Reloads the keys file, and refuses to listen on a network without keys unless the settings allow it.
+"""
 
 import asyncio
 import hmac
@@ -29,13 +32,14 @@ logger = logging.getLogger(__name__)
 _LOOPBACK_NAMES = ("127.0.0.1", "localhost", "[::1]")
 _REFRESH_S = 1.0
 _SYNC_EVERY = 20
-"""Looks at the ledger between two times that it is put on the disk."""
+"""The ledger is synced to disk once per this many refreshes."""
 
 
 def check_auth(ingress: IngressSettings, host: str) -> None:
-    """Raise `ConfigError` if keys file or ledger cannot be used, or if anybody could come from elsewhere untold.
+    """Raise `ConfigError` if the keys file or ledger is unusable, or the server would be open.
 
-    `host` is the address on which the server listens.
+    Open means: reachable from other machines without a keys file and without `allow_anonymous`.
+    `host` is the address that the server listens on.
     """
     _check_open(ingress, host)
     if ingress.keys_file is not None:
@@ -45,13 +49,14 @@ def check_auth(ingress: IngressSettings, host: str) -> None:
 
 
 class Auth:
-    """The ingress's `access` and `accounts`, which the tasks of `start` keep as new as their files.
+    """The ingress's `access` and `accounts`.
 
-    A file that cannot be used keeps no ingress from starting: the one that it replaces may be dead.
+    The tasks of `start` keep both up to date with their files. An unusable file does not prevent
+    the ingress from starting: the ingress that it replaces may be dead.
     """
 
     def __init__(self, ingress: IngressSettings, host: str) -> None:
-        """Raises `ConfigError` if anybody could come from elsewhere untold."""
+        """Raises `ConfigError` if the server would be open, as `check_auth` does."""
         _check_open(ingress, host)
         folder = None if ingress.ledger_folder is None else Path(ingress.ledger_folder)
         self._ledger = None if folder is None else Ledger(folder, must_open=False)
@@ -73,37 +78,40 @@ class Auth:
             logger.warning("any client that reaches %s may use this server: `ingress.keys_file` is not set", host)
 
     def admits_to_metrics(self) -> Admits | None:
-        """Who may see this process's metrics port: admins, or everybody without a keys file."""
+        """Return the check for this process's metrics port: admin keys only.
+
+        None without a keys file.
+        """
         file = self._file
         return None if file is None else lambda key: file.ring.is_admin(key, datetime.now(UTC))
 
     @property
     def keys_file_invalid(self) -> bool:
-        """Whether the keys file could not be read the last time."""
+        """Whether the last read of the keys file failed."""
         return self._file is not None and self._file.error is not None
 
     @property
     def ledger_unusable(self) -> bool:
-        """Whether today's file could not be used the last time; its sums are in memory."""
+        """Whether the last access to today's ledger file failed. Usage then stays in memory."""
         return self._ledger is not None and self._ledger.error is not None
 
     def check_ready(self) -> None:
-        """Raise `UnavailableError` while no key can be checked, or no use of today can be read or written."""
-        ring = None if self._file is None else self._file.ring  # once: another thread replaces it
+        """Raise `UnavailableError` if no key can be checked or today's ledger is not open."""
+        ring = None if self._file is None else self._file.ring  # read once: threads replace it
         if isinstance(ring, UnknownKeys):
             raise ring.error()
         if self._ledger is not None and not self._ledger.is_open:
             raise UnavailableError("today's file in `ingress.ledger_folder` cannot be opened; the log says why")
 
     def start(self, tasks: LastingTasks) -> None:
-        """Look after the files from now on."""
+        """Start the tasks that refresh the keys file and the ledger."""
         if self._file is not None:
             tasks.start("keys file", self._watch_keys)
         if self._ledger is not None:
             tasks.start("ledger", self._keep_ledger)
 
     async def _watch_keys(self) -> None:
-        """In a thread of its own, as the file may lie on a file system that has gone away."""
+        """Refresh the keys file in its own thread, because the file system may hang."""
         assert self._file is not None
         loop, thread = asyncio.get_running_loop(), ThreadPoolExecutor(1, "keys")
         while True:
@@ -111,7 +119,7 @@ class Auth:
             await loop.run_in_executor(thread, self._file.refresh)
 
     async def _keep_ledger(self) -> None:
-        """In a thread of its own, for the same reason."""
+        """Refresh the ledger in its own thread, because the file system may hang."""
         assert self._ledger is not None
         loop, thread = asyncio.get_running_loop(), ThreadPoolExecutor(1, "ledger")
         for look in itertools.count(1):
@@ -123,9 +131,10 @@ class Auth:
 
 
 def admits_to_replicas_metrics(ingress: IngressSettings, own_key: str) -> Admits | None:
-    """Who may see an engine replica's metrics port: admins, and who has its `own_key`; everybody without a keys file.
+    """Return the check for an engine replica's metrics port.
 
-    A replica without the file serves all the same, but its metrics to the ingress alone.
+    It admits admin keys and the replica's `own_key`. None without a keys file. If the replica
+    cannot read the file, it still serves, but only the ingress can read its metrics.
     """
     if ingress.keys_file is None:
         return None
@@ -141,7 +150,7 @@ def admits_to_replicas_metrics(ingress: IngressSettings, own_key: str) -> Admits
 
 
 def _watch_keys(ingress: IngressSettings) -> WatchedKeyFile:
-    """From its state now on; while that cannot be read, no key is known."""
+    """Watch the keys file from its current state. Until it can be read, all keys are unknown."""
     assert ingress.keys_file is not None
     path, check = Path(ingress.keys_file), _check_keys(ingress)
     try:

@@ -1,11 +1,13 @@
-"""How many engine replicas the load needs: the rule, a pure function, and the policies through which Ray Serve asks it.
+"""Autoscaling: how many engine replicas the load needs. A pure function and Ray Serve's policies.
 
-Decides the number alone. Limits and delays are Serve's (`AutoscalingConfig`); it asks some times a second, and acts on
-an answer that has stayed on the same side of the present number for the whole delay.
+Computes the number only. Limits and delays are set in Serve's `AutoscalingConfig`: Serve calls a
+policy a few times a second, and acts once the result has stayed above (or below) the current number
+for the whole delay.
 
-The long queue stands at the ingress, and Serve shows a policy its own deployment's figures only. So the ingress, of
-which there is one, has a policy too, which scales nothing: it notes the queue's length in the process where both
-policies run. Serve copies this module by value, which is why `ingress_queues` is a module of its own.
+Most requests queue at the ingress, but Serve passes a policy only its own deployment's metrics. So
+the ingress, which has one replica, also has a policy. It scales nothing, but stores the queue
+length in the process where both policies run. Serve copies this module by value, so that state is
+in a separate module, `ingress_queues`.
 """
 
 import math
@@ -17,36 +19,44 @@ from serve_app.serving import ingress_queues
 if TYPE_CHECKING:
     from ray.serve.config import AutoscalingContext
 
-# A replica is worth adding when, for every four sequences that run, one waits; below that, slots become free soon.
+# Add a replica only when more than one sequence waits per four that run; below that, slots become
+# free soon.
 _MAX_WAITING_SERVED_RATIO = 0.25
-# A pool beyond this is about to preempt.
+# A KV pool fuller than this is about to preempt.
 _MAX_KV_USAGE = 0.9
-# Replicas go when the rest would be this full at most, so that the next ripple does not call them back.
+# Remove replicas only if the remaining ones would be at most this full, so that a small increase in
+# load does not add them back.
 _COMFORTABLE_USAGE = 0.6
 
 
 @dataclass(frozen=True, slots=True)
 class FleetLoad:
-    """All replicas together, in sequences; `kv_pools` is the KV blocks in use, in pools of one replica."""
+    """Load of all replicas, in sequences.
+
+    `kv_pools`: KV blocks in use, in units of one replica's pool.
+    """
 
     queued: float
-    """At the ingress."""
+    """Sequences waiting at the ingress."""
     waiting: float
-    """In the engines."""
+    """Sequences waiting in the engines."""
     running: float
     kv_pools: float
 
     @property
     def waiting_served_ratio(self) -> float:
-        """Waiting sequences, wherever they wait, per running one."""
+        """Waiting sequences, at the ingress or in engines, per running sequence."""
         return (self.queued + self.waiting) / max(self.running, 1.0)
 
 
 def desired_replicas(load: FleetLoad, replicas: int, max_num_seqs: float) -> int:
-    """How many replicas of `max_num_seqs` slots (a mean) `load` needs, when there are `replicas`; at least 1.
+    """Return how many replicas `load` needs, at least 1.
 
-    More if too many wait, and then so many that nobody has to; fewer if the rest would be comfortable. Between the two
-    it stays as it is. Waiting sequences are taken to need as many KV blocks as the running ones do.
+    `replicas`: the current number. `max_num_seqs`: mean slots per replica.
+
+    If too many sequences wait, returns enough replicas for all of them. If fewer replicas would not
+    be too full, returns fewer. Otherwise returns the current number. Assumes that waiting sequences
+    need as many KV blocks as running ones.
     """
     demand = load.queued + load.waiting + load.running
     slots = demand / max_num_seqs
@@ -59,10 +69,16 @@ def desired_replicas(load: FleetLoad, replicas: int, max_num_seqs: float) -> int
 
 
 class EnginePolicy:
-    """The engine deployment's policy. Its replicas report `waiting`, `running`, `kv_usage` and their `slots`."""
+    """Autoscaling policy of the engine deployment.
+
+    Replicas report `waiting`, `running`, `kv_usage` and `slots`.
+    """
 
     def __call__(self, context: "AutoscalingContext") -> tuple[int, dict[str, Any]]:
-        """The number of replicas, and no state. While no replica has reported yet, the number stays."""
+        """Return the number of replicas, and no state.
+
+        Keeps the number until a replica has reported.
+        """
         reported = context.aggregated_metrics or {}
         slots = reported.get("slots")
         if not slots:
@@ -77,10 +93,10 @@ class EnginePolicy:
 
 
 class IngressPolicy:
-    """The ingress deployment's policy: pass on the `queued` that the ingress reports; the number of replicas stays."""
+    """Autoscaling policy of the ingress deployment: stores the reported `queued`, never scales."""
 
     def __call__(self, context: "AutoscalingContext") -> tuple[int, dict[str, Any]]:
-        """The number there is, and no state."""
+        """Return the current number of replicas, and no state."""
         reported = context.aggregated_metrics or {}
         ingress_queues.note(context.app_name, sum(reported.get("queued", {}).values()))
         return context.target_num_replicas, {}

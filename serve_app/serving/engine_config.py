@@ -1,4 +1,4 @@
-"""From `Settings` to the engine's own, plain configuration."""
+"""Converts `Settings` to the engine's configuration."""
 
 import os
 
@@ -14,8 +14,11 @@ _STALLED_STEPS = 5
 def engine_config(
     settings: Settings, *, use_gpu: bool, gpu_share: float = 1.0, end_ids: tuple[int, ...] = ()
 ) -> EngineConfig:
-    """The settings as the engine's plain dataclasses. `use_gpu`: Ray has given the replica a GPU, or a share of one.
-    end_ids: the tokenizer's."""
+    """Return the engine's configuration.
+
+    `use_gpu`: whether Ray has assigned the replica a GPU or a share of one. `end_ids`: the
+    tokenizer's end tokens.
+    """
     engine = settings.engine
     threads = engine.num_threads
     if threads is None and not use_gpu:
@@ -37,17 +40,18 @@ def engine_config(
         kv_cache_gib=engine.kv_cache_gib,
         memory_fraction=engine.memory_fraction,
         gpu_share=gpu_share,
-        # The ingress does the counting. The engine's own limit lies beyond, since a request that left the ingress stays
-        # in the engine until the step in flight is over.
+        # The ingress enforces the limit. The engine's own limit is higher, because a request that
+        # has left the ingress stays in the engine until the step in flight ends.
         max_num_waiting=settings.max_num_waiting + settings.max_ongoing_per_replica,
         num_threads=threads,
     )
 
 
 def stall_timeout_s(settings: Settings, largest_step_s: float) -> float:
-    """How many seconds a step may take: as set, or several times what the largest one took at start.
+    """Return the limit for a step in seconds.
 
-    Later ones also read the keys of long contexts, on a machine that may have become busier.
+    As configured, or a multiple of the largest step at start: later steps can take longer, because
+    they read the keys of long contexts and the machine may be busier.
     """
     given = settings.engine.stall_timeout_s
     return max(LEAST_STALL_TIMEOUT_S, _STALLED_STEPS * largest_step_s) if given is None else given

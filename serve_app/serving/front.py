@@ -1,10 +1,15 @@
-"""What comes before Ray's own handling of an HTTP request, in the ingress and in Ray's proxies.
+"""Middleware before Ray's own handling of an HTTP request, in the ingress and in Ray's proxies.
 
-Decides what is too late behind it: the request's id, which Ray writes into the response as the client sent it; that
-health checks are answered however many requests wait in Ray's queue; that a flood of requests is begun one at a time,
-so that whatever else the event loop has to do goes on, and those whose clients have left cost next to nothing; that
-Ray's routes are closed; and that Ray's refusals have the API's shape.
-`RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH` names `middlewares` to Ray.
+Ray's handling would be too late for the following:
+
+- One request id: Ray copies the client's id into the response.
+- Health checks are answered even if many requests wait in Ray's queue.
+- During a flood, requests are started one at a time, so that the event loop's other work continues;
+  requests whose clients have left cost almost nothing.
+- Ray's own routes are closed.
+- Ray's errors get the API's format.
+
+`RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH` passes `middlewares` to Ray.
 """
 
 import asyncio
@@ -27,15 +32,17 @@ _RAYS_REFUSALS: Mapping[int, tuple[bytes, RequestError]] = {
     404: (b"Ping http://.../-/routes", UnavailableError("no ingress is available now")),
     429: (b"dropped due to backpressure", OverloadedError("too many requests at the same time", code="flood")),
 }
-"""What Ray says in plain text, and what it means: its proxy has no routes for a moment when its controller comes back;
-its queue is full."""
+"""Ray's plain-text errors by status, and the API errors that replace them.
+
+404: Ray's proxy has no routes for a moment when its controller restarts. 429: its queue is full.
+"""
 
 
 class Front:
-    """See the module's docstring."""
+    """The middleware that the module's docstring describes."""
 
     application: ASGIApp | None = None
-    """The ingress's own, in its process; it runs on `loop`."""
+    """The ingress's application in the ingress's process, which runs on `loop`."""
     loop: asyncio.AbstractEventLoop | None = None
 
     def __init__(self, app: ASGIApp) -> None:
@@ -43,7 +50,7 @@ class Front:
         self._turn = asyncio.Lock()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Give the request one id, and pass it on, health past Ray where this is the ingress's process."""
+        """Set the request id and pass the request on. In the ingress, health checks bypass Ray."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -63,7 +70,7 @@ class Front:
                 first.cancel()
 
     async def _begin(self, receive: Receive) -> "asyncio.Task[Message] | None":
-        """The request's first message, which may be to come; None if the client has left."""
+        """Start receiving the first message; return the task, or None if the client has left."""
         async with self._turn:
             first = asyncio.ensure_future(receive())
             await asyncio.sleep(0)
@@ -74,7 +81,10 @@ class Front:
     async def _answer_for_ray(
         self, scope: Scope, receive: Receive, send: Send, request_id: str, *, is_ingress: bool
     ) -> None:
-        """Ray's health, for this machine, and in an ingress for HAProxy on any; nothing else of Ray's."""
+        """Pass on Ray's health check from local clients, and in an ingress from any client.
+
+        Refuses Ray's other routes.
+        """
         if scope.get("raw_path") == _RAYS_HEALTH and (is_ingress or _is_local(scope)):
             await self._app(scope, receive, send)
         else:
@@ -90,7 +100,7 @@ def _is_local(scope: Scope) -> bool:
 
 
 def _after(first: "asyncio.Task[Message]", receive: Receive) -> Receive:
-    """`receive`, with the message first that it has been asked for already."""
+    """Return a `receive` that first returns the message already requested by `first`."""
     taken = False
 
     async def receive_in_order() -> Message:
@@ -113,12 +123,12 @@ async def _refuse(error: RequestError, status: int, scope: Scope, send: Send, re
 
 
 def _in_shape(scope: Scope, send: Send, request_id: str) -> Send:
-    """`send` that puts the API's own error in the place of what Ray says in plain text."""
+    """Return a `send` that replaces Ray's plain-text errors with the API's errors."""
     held: list[Message] = []
 
     async def send_in_shape(message: Message) -> None:
         if message["type"] == "http.response.start" and message["status"] in _RAYS_REFUSALS:
-            held.append(message)  # until its body says whose it is
+            held.append(message)  # wait for the body, which shows whether Ray sent it
             return
         if held:
             start = held.pop()
@@ -133,7 +143,7 @@ def _in_shape(scope: Scope, send: Send, request_id: str) -> Send:
 
 
 def _with_id(send: Send, request_id: str) -> Send:
-    """Where Ray does not write the id into the response."""
+    """Return a `send` that adds the request id, for responses that Ray does not add it to."""
 
     async def send_with_id(message: Message) -> None:
         if message["type"] == "http.response.start":
@@ -144,5 +154,5 @@ def _with_id(send: Send, request_id: str) -> Send:
 
 
 def middlewares() -> list[Middleware]:
-    """What Ray is to put around every HTTP server of its own."""
+    """Return the middlewares that Ray puts around each of its HTTP servers."""
     return [Middleware(Front)]

@@ -1,6 +1,8 @@
-"""Whether HAProxy is frozen (SIGSTOP): its socket does not answer, it uses no processor, and the kernel has stopped it.
+"""Detects a HAProxy that is frozen (SIGSTOP).
 
-Of a reload there are two processes, of which either may be the one that should answer: all children are looked at.
+A frozen HAProxy does not answer on its socket, uses no CPU time, and is in state "stopped". During
+a reload there are two processes and either may be the one that should answer, so all children are
+checked.
 """
 
 import os
@@ -16,20 +18,21 @@ _STOPPED = ("T", "t")
 
 
 class FrozenCheck:
-    """Looks at this process's children. Blocks; for one thread at a time."""
+    """Checks this process's children. Blocking; not thread-safe."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        """`clock`: seconds."""
+        """`clock`: returns seconds."""
         self._clock = clock
         self._state: dict[int, int] = {}
         self._since = 0.0
         self.unanswered = 0
-        """Requests without an answer until now, in a row."""
+        """Consecutive requests without an answer."""
 
     def look(self, path: Path) -> list[int]:
-        """The children that are stopped, if nothing has answered on HAProxy's socket `path` for 2 s, or worked.
+        """Return the stopped children if HAProxy has not answered or worked for 2 s.
 
-        A busy process may answer late, but uses the processor meanwhile. Takes up to 0.5 s.
+        Not answered: on socket `path`. Not worked: no child used CPU time, as a busy process may
+        answer late. Takes up to 0.5 s.
         """
         now, children = self._clock(), _children()
         ticks = {pid: used for pid, (_, used) in children.items()}
@@ -45,26 +48,26 @@ class FrozenCheck:
 
 
 def _answers(path: Path) -> bool:
-    """Blocking, so that an answer that is there counts, however late this process gets to see it."""
+    """Blocking, so that an answer counts even if this process was late to read it."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
         connection.settimeout(_ANSWER_S)
         try:
             connection.connect(str(path))
             connection.sendall(b"show info\n")
             return bool(connection.recv(1))
-        except (TimeoutError, BlockingIOError):  # the latter if too many wait already
+        except (TimeoutError, BlockingIOError):  # BlockingIOError: too many connections wait
             return False
-        except OSError:  # its socket is no longer listened to: it has ended
+        except OSError:  # the process has ended: nothing listens on its socket
             return True
 
 
 def _children() -> dict[int, tuple[str, int]]:
-    """State and used ticks of the processor of this process's children, by pid."""
+    """Return state and CPU ticks used of this process's children, by pid."""
     found = {}
     for folder in Path("/proc").glob("[0-9]*"):
         try:
             fields = (folder / "stat").read_text().rpartition(")")[2].split()
-        except OSError:  # it has ended
+        except OSError:  # the process has ended
             continue
         if int(fields[1]) == os.getpid():
             found[int(folder.name)] = fields[0], int(fields[11]) + int(fields[12])

@@ -1,4 +1,7 @@
-"""Whether Ray's GCS answers. Requests need it not; lost replicas, updates and scaling do."""
+"""Checks whether Ray's GCS answers.
+
+Requests do not need it; replacing replicas, updates and scaling do.
+"""
 
 import asyncio
 import logging
@@ -16,10 +19,13 @@ _REMINDER_S = 30.0
 
 
 class GcsWatch:
-    """Asks once a second; after three requests in a row without an answer the server is not ready until one comes."""
+    """Asks the GCS once a second.
+
+    Not ready from three unanswered requests in a row until the next answer.
+    """
 
     def __init__(self, ask: Callable[[float], bool] = gcs_answers, clock: Callable[[], float] = time.monotonic) -> None:
-        """`ask(timeout in seconds)`: whether it has answered, blocking; `clock`: seconds."""
+        """`ask(timeout_s)`: whether the GCS answered, blocking. `clock`: returns seconds."""
         self._ask = ask
         self._clock = clock
         self._unanswered = 0
@@ -27,13 +33,13 @@ class GcsWatch:
         self._next_report = 0.0
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Ask until cancelled."""
         while True:
             await asyncio.sleep(_PERIOD_S)
             self.note(await asyncio.to_thread(self._ask, _ANSWER_S))
 
     def note(self, answered: bool) -> None:
-        """How a request has ended."""
+        """Record whether a request was answered."""
         now = self._clock()
         if answered:
             if self.is_silent:
@@ -48,10 +54,10 @@ class GcsWatch:
 
     @property
     def is_silent(self) -> bool:
-        """Whether none of the last requests was answered."""
+        """Whether the last three or more requests were not answered."""
         return self._unanswered >= _UNANSWERED
 
     def check_ready(self) -> None:
-        """Raise `UnavailableError` while it is silent."""
+        """Raise `UnavailableError` while the GCS is silent."""
         if self.is_silent:
             raise UnavailableError("Ray's GCS does not answer: no replica that is lost now would be replaced")

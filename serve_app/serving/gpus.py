@@ -1,4 +1,7 @@
-"""How many GPUs the replicas ask for, beside what Ray's cluster has: without them Ray waits, and says nothing."""
+"""Compares the GPUs that replicas need with those in Ray's cluster.
+
+Ray waits for missing GPUs silently.
+"""
 
 import asyncio
 import logging
@@ -17,24 +20,27 @@ _LOOK_S, _REPORT_S = 1.0, 30.0
 
 
 def cluster_gpus() -> int:
-    """GPUs of all nodes, free or not. Raises `ray.exceptions.RayError`."""
+    """Return the number of GPUs on all nodes, free or not. Raises `ray.exceptions.RayError`."""
     return int(cluster_resources().get("GPU", 0))
 
 
 def cluster_resources() -> dict[str, float]:
-    """What all nodes have by Ray's names, in use or not. Raises `ray.exceptions.RayError`."""
+    """Return the resources of all nodes by Ray's names, free or not.
+
+    Raises `ray.exceptions.RayError`.
+    """
     return dict(ray.cluster_resources())
 
 
 def use_gpu(settings: Settings) -> bool:
-    """Whether each replica takes a GPU: as told, or if Ray's cluster has any."""
+    """Whether each replica uses a GPU: as configured; for `auto`, if Ray's cluster has any."""
     if settings.device == "auto":
         return bool(ray.is_initialized() and cluster_gpus() >= 1)
     return settings.device == "cuda"
 
 
 class GpuReports:
-    """Says, at once and every 30 s, what is waited for. Ray does not."""
+    """Reports missing GPUs, at once and then every 30 s. Ray does not report them."""
 
     def __init__(self, say: Callable[[str], None]) -> None:
         """`say` prints a line."""
@@ -42,7 +48,10 @@ class GpuReports:
         self._next = 0.0
 
     def look(self) -> None:
-        """To be called while applications start; fast unless the last call was a second ago. Raises what Ray raises."""
+        """Report missing GPUs. Call this repeatedly while applications start.
+
+        Returns at once if the last check was less than a second ago. Raises Ray's errors.
+        """
         if (now := time.monotonic()) < self._next:
             return
         wanted, there = gpus_wanted(), cluster_gpus()
@@ -52,7 +61,10 @@ class GpuReports:
 
 
 async def report_lacking_gpus() -> None:
-    """Log what is waited for, every 30 s until cancelled; nothing where our launcher does so."""
+    """Log missing GPUs every 30 s until cancelled.
+
+    Does nothing if our launcher runs, which reports them.
+    """
     reports = GpuReports(logger.warning)
     while internal_key_file() is None:
         await asyncio.to_thread(reports.look)

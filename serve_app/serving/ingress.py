@@ -1,8 +1,8 @@
-"""The ingress deployment: the HTTP layer on one side, the engine replicas on the other.
+"""The ingress deployment, between the HTTP layer and the engine replicas.
 
-Decides: when the application can serve, and how many requests go on to the replicas; what `/metrics` and
-`/debug/replicas` show of the whole application. Text, validation and queueing are the HTTP layer's, what becomes of a
-request whose replica is lost is `failover`'s.
+Decides when the application is ready, how many requests are admitted to the replicas, and what
+`/metrics` and `/debug/replicas` show. The HTTP layer handles text, validation and queueing;
+`failover` handles requests whose replica is lost.
 """
 
 import asyncio
@@ -62,7 +62,8 @@ from serve_app.text.tokenizer import Tokenizer, load_tokenizer
 logger = logging.getLogger(__name__)
 
 _SCRAPE_TIMEOUT_S = 2.0
-# An engine replica that loads a large model takes minutes; one that has not come by then has failed elsewhere.
+# An engine replica takes minutes to load a large model. After this long, it has failed and the
+# cause is logged elsewhere.
 _ENGINES_TIMEOUT_S = 1800.0
 _ABSENCE_S = 2.0
 _NO_FAST_PATH = (
@@ -79,7 +80,10 @@ _NO_TLS = (
 
 
 class ReplicaService:
-    """`api.Service` over the engine replicas of this application. For the event loop it is made on."""
+    """`api.Service` over this application's engine replicas.
+
+    Not thread-safe: use it on the event loop that created it.
+    """
 
     def __init__(
         self,
@@ -92,7 +96,10 @@ class ReplicaService:
         auth: Auth,
         tasks: LastingTasks,
     ) -> None:
-        """`name`: the model's, for clients. One of the replicas is there. `auth` and `tasks` can be unready."""
+        """`name`: the model's name for clients. Requires at least one replica.
+
+        `auth` and `tasks` need not be ready.
+        """
         self._auth = auth
         self._tasks = tasks
         self._timeout_s = settings.ingress.request_timeout_s
@@ -118,7 +125,10 @@ class ReplicaService:
     def generate(
         self, request: EngineRequest, context: RequestContext | None = None
     ) -> AsyncGenerator[list[TokenDelta], None]:
-        """Outputs of the request until it ends, over as many replicas as it takes; see `Failover.generate`."""
+        """Yield the request's outputs until it ends, over as many replicas as needed.
+
+        See `Failover.generate`.
+        """
         context = context or RequestContext()
         deadline = time.monotonic() + self._timeout_s if context.deadline is None else context.deadline
         return self._failover.generate(
@@ -131,14 +141,18 @@ class ReplicaService:
         )
 
     def _describe_model(self) -> None:
-        """As the replicas that are there say; during an update, what all of them can do."""
+        """Describe the model as the live replicas report it.
+
+        During an update: what all of them support.
+        """
         if alive := self._replicas.alive():
             self.model = describe_model(self.model, [replica.metadata for replica in alive])
 
     def check_ready(self) -> None:
-        """Raise `UnavailableError` while no replica could serve, no key can be checked, or a lasting task fails.
+        """Raise `UnavailableError` if no replica serves, no key can be checked, or a task fails.
 
-        Not at once: a replica whose `user_config` changes is away for a moment, and requests can wait.
+        Missing replicas count only after 2 s: a replica whose `user_config` changes is away for a
+        moment, and requests can wait.
         """
         self._auth.check_ready()
         if (name := self._tasks.failing) is not None:
@@ -147,20 +161,21 @@ class ReplicaService:
             raise UnavailableError("no engine replica is running", retry_after_s=RETRY_AFTER_S)
 
     def unread_outputs(self) -> HeldBytes:
-        """What has come for clients that have not read it yet."""
+        """Return how many bytes of outputs wait for clients to read them."""
         unread = self._failover.unread
         return HeldBytes(lambda: unread.held, unread.max_bytes)
 
     def replicas(self) -> list[dict[str, Any]]:
-        """What this process knows of the replicas, for operators."""
+        """Return what this process knows of the replicas, for operators."""
         replicas = self._replicas.replicas()
         return [_describe(replica) | {"routing": self._transport.account(replica.replica_id)} for replica in replicas]
 
     async def metrics(self) -> MetricsPage:
-        """The ingress's own metrics and every replica's, for `curl`.
+        """Return the metrics of the ingress and every replica on one page, for use with `curl`.
 
-        Prometheus asks each process itself (see `scraping`). Scraping this page as well would count everything twice,
-        and scraping it instead would lose the time at which each process answered, and the other ingress replicas.
+        Prometheus scrapes each process directly (see `scraping`). Scraping this page too would
+        count everything twice. Scraping only this page would lose each process's scrape time, and
+        the metrics of other ingress replicas.
         """
         replicas = dict(sorted(self._replicas.current().items()))
         pages = await asyncio.gather(*(asyncio.to_thread(_read, one, "/metrics") for one in replicas.values()))
@@ -169,7 +184,7 @@ class ReplicaService:
         return MetricsPage(body, CONTENT_TYPE_LATEST)
 
     async def recordings(self, seconds: float) -> list[bytes]:
-        """The healthy replicas' recordings of the last `seconds` seconds, as JSON."""
+        """Return the healthy replicas' recordings of the last `seconds` seconds, as JSON."""
         replicas = [r.metadata for r in self._replicas.replicas() if r.condition is Condition.OK]
         path = f"{STEPS_PATH}?seconds={seconds}"
         pages = await asyncio.gather(*(asyncio.to_thread(_read, one, path) for one in replicas))
@@ -180,11 +195,11 @@ class Ingress:
     """The deployment's class (`app` wraps it with `serve.ingress()`)."""
 
     async def __init__(self, engines: DeploymentHandle[Any], settings: Settings) -> None:  # type: ignore[misc]
-        """Load the tokenizer and wait for the first engine replica that has the same.
+        """Load the tokenizer and wait for the first engine replica with the same tokenizer.
 
-        Raises `ConfigError`; `TimeoutError` if no such replica starts in time.
+        Raises `ConfigError`, or `TimeoutError` if no such replica starts in time.
         """
-        gc.disable()  # as in the engine replica, until everything is loaded
+        gc.disable()  # until everything is loaded, as in the engine replica
         return_freed_blocks()
         log_to_terminal()
         bind_replica_port_to_node()
@@ -194,16 +209,17 @@ class Ingress:
         waiting = tasks.start("waiting for GPUs", report_lacking_gpus, vital=False)
         self._request_lines = RequestLines(loop.call_later)
         if haproxy_enabled() and await asyncio.to_thread(has_certificate):
-            logger.error(_NO_TLS)  # Ray keeps the reason to itself, and tries again
+            logger.error(_NO_TLS)  # Ray does not report the reason, and tries again
             raise ConfigError(_NO_TLS)
         self._auth = Auth(settings.ingress, await asyncio.to_thread(http_host))
-        self._engines = engines  # whose router tells us which replicas there are
+        self._engines = engines  # its router publishes the set of replicas
         tokenizer, _ = await asyncio.gather(
             asyncio.to_thread(load_tokenizer_of, settings), engines.options(method_name="ping").remote()
         )
         self._replicas = ReplicaSet(tokenizer.digest)
         membership.engines.subscribe(lambda known: loop.call_soon_threadsafe(self._replicas.publish, known))
-        # During an update the ping may have been answered by a replica of another model, which we may not use.
+        # During an update, a replica of another model may have answered the ping. We must not use
+        # that replica.
         await wait_for_replica(self._replicas, _ENGINES_TIMEOUT_S)
         waiting.cancel()
         name = settings.served_model_name or tokenizer.name
@@ -233,19 +249,22 @@ class Ingress:
             logger.warning(_NO_FAST_PATH)
         self._replicas.add_listener(self._follow_replicas)
         self._follow_replicas()
-        gc.freeze()  # the first collection would visit them all, for 0.2 s of the first requests' time
+        gc.freeze()  # otherwise the first collection takes 0.2 s during the first requests
         gc.enable()
 
     async def drain(self) -> None:
-        """Take no new requests; return once the running ones have ended or were cut off at the drain timeout."""
+        """Take no new requests.
+
+        Return when the running ones have ended or were cut off at the drain timeout.
+        """
         await self._drain.run(self._settings.ingress.drain_timeout_s)
 
     def record_replica_metadata(self) -> dict[str, Any]:
-        """What Serve's controller learns of this replica once."""
+        """Return this replica's metadata; Serve's controller reads it once."""
         return {METRICS_ADDRESS: self._metrics_address}
 
     def record_autoscaling_stats(self) -> dict[str, float]:
-        """What `IngressPolicy` reads."""
+        """Return the metrics for `IngressPolicy`."""
         return {"queued": float(self._queue.queued)}
 
     def _open_transport(self, engines: DeploymentHandle[Any]) -> Transport:
@@ -255,14 +274,20 @@ class Ingress:
         return await metrics_targets(serve.get_replica_context().app_name)
 
     def _follow_replicas(self) -> None:
-        """Admit what the replicas can hold; without any, what one could: these requests wait, or fail with an error."""
+        """Set the queue's capacity to what the live replicas can hold.
+
+        Without replicas, the capacity of one: admitted requests then wait, or fail with an error.
+        """
         slots = [replica.metadata["max_num_seqs"] for replica in self._replicas.alive()]
         places = [self._settings.with_chosen(max_num_seqs=number).max_ongoing_per_replica for number in slots]
         self._places_of_one = max(places, default=self._places_of_one)
         self._queue.set_capacity(sum(places) or self._places_of_one)
 
     def _engines_load(self) -> tuple[int, int]:
-        """(waiting, running) sequences in all engines, as they last said. In a thread of the metrics port."""
+        """Return (waiting, running) sequences of all engines, as last reported.
+
+        Runs in a metrics port thread.
+        """
         loads = [replica.load for replica in self._replicas.alive() if replica.load is not None]
         return sum(load.waiting for load in loads), sum(load.running for load in loads)
 
@@ -273,7 +298,7 @@ class Ingress:
             self._spans(fields)
 
     def __serve_build_asgi_app__(self) -> Any:
-        """The ASGI application; Ray calls this once, after the constructor."""
+        """Return the ASGI application. Ray calls this once, after the constructor."""
         ingress = self._settings.ingress
         limits = ApiLimits(
             max_body_bytes=int(ingress.max_body_mib * 2**20),
@@ -308,13 +333,13 @@ class Ingress:
 
 
 class OneRequestId:
-    """Drops the response's request id where Ray, the next outer layer, adds the same one."""
+    """Removes the response's request id if Ray, the next outer layer, adds the same id."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass on, watching the response's headers."""
+        """Pass the request on and filter the response's headers."""
         given = [value for name, value in scope.get("headers", ()) if name == b"x-request-id"]
 
         async def send_once(message: Message) -> None:
@@ -327,7 +352,7 @@ class OneRequestId:
 
 
 async def wait_for_replica(replicas: ReplicaSet, timeout_s: float) -> None:
-    """Return once one is there that requests may go to. Raises `TimeoutError` after `timeout_s`."""
+    """Wait until a replica can take requests. Raises `TimeoutError` after `timeout_s`."""
     changed = asyncio.Event()
     remove_listener = replicas.add_listener(changed.set)
     try:
@@ -343,7 +368,10 @@ async def wait_for_replica(replicas: ReplicaSet, timeout_s: float) -> None:
 
 
 def load_tokenizer_of(settings: Settings) -> Tokenizer:
-    """The model's tokenizer, with what the first chat would wait for. Raises `ConfigError`."""
+    """Return the model's tokenizer, with everything loaded that the first chat needs.
+
+    Raises `ConfigError`.
+    """
     tokenizer = load_tokenizer(settings.model, tools=settings.ingress.tools, ignored=settings.ignore_model_keys)
     tokenizer.check_chat_template()
     tokenizer.learn_formats()
@@ -351,7 +379,7 @@ def load_tokenizer_of(settings: Settings) -> Tokenizer:
 
 
 def describe_model(card: ModelCard, replicas: Sequence[Mapping[str, Any]]) -> ModelCard:
-    """The card of a model that these replicas serve (their metadata): what each of them can do."""
+    """Return `card` with what all of these replicas (given by their metadata) support."""
     revisions = sorted({str(metadata[REVISION]) for metadata in replicas})
     return replace(
         card,
@@ -365,7 +393,7 @@ def describe_model(card: ModelCard, replicas: Sequence[Mapping[str, Any]]) -> Mo
 
 
 async def _first_token(service: ReplicaService) -> None:
-    """Generate one token, so that ready means ready and the first client does not pay for warm-up."""
+    """Generate one token, so that the server is warm when it reports ready."""
     params = SamplingParams(max_tokens=1, temperature=0.0)
     async for _ in service.generate(EngineRequest(f"warm-up-{uuid.uuid4().hex}", (0,), params)):
         pass
@@ -389,7 +417,10 @@ def _describe(replica: Replica) -> dict[str, Any]:
 
 
 def _read(replica: Mapping[str, Any], path: str) -> bytes | None:
-    """A page of the metrics port of the replica with this metadata, or None when it does not answer."""
+    """Return a page from a replica's metrics port, or None if it does not answer.
+
+    `replica`: the replica's metadata.
+    """
     url = f"http://{replica[METRICS_ADDRESS]}{path}"
     try:
         return fetch(url, timeout_s=_SCRAPE_TIMEOUT_S, api_key=replica[METRICS_KEY])

@@ -1,16 +1,16 @@
-"""How many sequences wait at the ingress of each application, from the ingress's autoscaling policy for the engine's.
+"""Queue length at the ingress of each application, stored by its policy for the engine's policy.
 
-Lives in Ray Serve's controller, where both policies run, one after the other.
+This state is in Ray Serve's controller, which runs both policies, one after the other.
 """
 
 _lengths: dict[str, float] = {}
 
 
 def note(application: str, length: float) -> None:
-    """The queue of `application` is `length` long now."""
+    """Store the queue length of `application`."""
     _lengths[application] = length
 
 
 def length(application: str) -> float:
-    """What was noted last (0: nothing yet)."""
+    """Return the stored queue length, 0 if there is none."""
     return _lengths.get(application, 0.0)

@@ -1,6 +1,6 @@
-"""The scheduler's knobs: from the settings at start, from Serve's `user_config` while the engine runs.
+"""The scheduler's knobs: from the settings at start, from Serve's `user_config` at run time.
 
-Decides how a `user_config` is read and refused. What may change in a running engine is the scheduler's to say.
+Parses and validates a `user_config`. The scheduler defines which knobs may change at run time.
 """
 
 from collections.abc import Mapping
@@ -11,22 +11,24 @@ from serve_app.errors import ConfigError
 from serve_app.settings import Settings, suggest
 
 CHOSEN = ("max_num_seqs", "max_num_batched_tokens")
-"""`auto` means that the engine chooses them when it starts."""
+"""Knobs that the engine chooses at start if they are `auto`."""
 
 
 def scheduler_knobs(settings: Settings) -> SchedulerKnobs:
-    """What the settings say; for `auto`, the most. Raises `ConfigError` for knobs that contradict each other."""
+    """Return the configured knobs, with the maximum for `auto`.
+
+    Raises `ConfigError` if knobs conflict.
+    """
     knobs = {field.name: getattr(settings.engine, field.name) for field in fields(SchedulerKnobs)}
     chosen = {"max_num_seqs": settings.max_slots, "max_num_batched_tokens": settings.most_step_tokens}
     return SchedulerKnobs(**knobs | chosen)
 
 
 def live_knobs(settings: Settings, user_config: object) -> SchedulerKnobs:
-    """The knobs of an engine built with `settings` once `user_config` has changed some.
+    """Return the knobs of an engine built with `settings`, changed by `user_config`.
 
-    What it leaves out, or leaves to the engine (`auto`), is as built.
-
-    Raises `ConfigError` naming the key.
+    Knobs that are missing or `auto` keep the value the engine was built with. Raises `ConfigError`
+    naming the key.
     """
     if not isinstance(user_config, Mapping):
         raise ConfigError(f"user_config must be a mapping of scheduler knobs, got {user_config!r}")

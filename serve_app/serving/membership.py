@@ -1,7 +1,8 @@
-"""Which engine replicas Ray's controller offers, on the way from Ray's router to the ingress of the same process.
+"""Passes the set of engine replicas from Ray's router to the ingress in the same process.
 
-Ray makes the router, out of reach of the ingress, copies its module by value, and may run it in a thread of its own. So
-the two meet in this module's object, the only state of this process that is not handed in by constructor.
+Ray creates the router, so the ingress cannot reach it. Ray also copies the router's module by
+value, and may run the router in its own thread. So both use this module's object, the only state in
+this process that is not passed by constructor.
 """
 
 import threading
@@ -9,11 +10,11 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 Replicas = Mapping[str, dict[str, Any]]
-"""Replica id -> what its `record_replica_metadata` said."""
+"""Replica id -> the result of its `record_replica_metadata`."""
 
 
 class Membership:
-    """Thread-safe."""
+    """Publishes the current set of replicas to listeners. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -21,18 +22,25 @@ class Membership:
         self._listeners: list[Callable[[Replicas], object]] = []
 
     def publish(self, replicas: Replicas) -> None:
-        """Replace the set."""
+        """Replace the set and call the listeners."""
         with self._lock:
             self._current = dict(replicas)
             for listener in self._listeners:
                 listener(self._current)
 
     def subscribe(self, listener: Callable[[Replicas], object]) -> None:
-        """Tell `listener` the set, and each one that follows, in order. It may be in any thread and must not block."""
+        """Call `listener` with the current set and with every later set, in order.
+
+        It is called in any thread and must not block.
+        """
         with self._lock:
             self._listeners.append(listener)
             listener(self._current)
 
 
 engines = Membership()
-"""This process's one. Reach it through the module: Ray copies the router by value, and what it imported by name too."""
+"""This process's instance.
+
+Access it as `membership.engines`: Ray copies the router by value, with everything that it imports
+by name.
+"""

@@ -1,14 +1,13 @@
-"""What Ray does not document and we use, read from Ray 2.60.0.
+"""Undocumented parts of Ray that we use, read from Ray 2.60.0.
 
-To be read again when the pin in pyproject.toml moves. What must be replaced before Ray starts is in
-`launch/ray_node.py`.
+Read them again when the pin in pyproject.toml changes. Parts that must be replaced before Ray
+starts are in `launch/ray_node.py`.
 
-What is used: `ray.serve._private.replica.add_port_to_grpc_server` (replaced), the controller's client
-(`ray.serve.context._get_global_client`) with its `deploy_apps`, `get_serve_details` and `http_config`
-and the controller's `_all_running_replicas`, and `DeploymentHandle._init`; Ray's table of actors
-(`ray._private.state.actors`) and client of the GCS
-(`ray._private.worker.global_worker.gcs_client`); and the class of Serve's HAProxy manager, whose `ready` is replaced,
-with its `_haproxy` and `_reload_lock`.
+Used: `ray.serve._private.replica.add_port_to_grpc_server` (replaced); the controller's client
+(`ray.serve.context._get_global_client`) with `deploy_apps`, `get_serve_details` and `http_config`;
+the controller's `_all_running_replicas`; `DeploymentHandle._init`; Ray's table of actors
+(`ray._private.state.actors`); the GCS client (`ray._private.worker.global_worker.gcs_client`); the
+class of Serve's HAProxy manager with `_haproxy` and `_reload_lock`, and its `ready` (replaced).
 """
 
 import asyncio
@@ -41,23 +40,24 @@ logger = logging.getLogger(__name__)
 _LOOK_AT_HAPROXY_S = 0.1
 _ASK_HAPROXY_S = 0.5
 _START_HAPROXY_S = 1.0
-"""Between two attempts."""
+"""Pause between two attempts."""
 
 
 def node_address() -> str:
-    """The address of the Ray node that this process runs on.
+    """Return the address of the Ray node that runs this process.
 
-    `serve-app serve` gives its node the address 127.0.0.1, so that nothing can be reached from elsewhere; in a cluster
-    of several nodes it is the address by which the others know the node.
+    `serve-app serve` gives its node the address 127.0.0.1, so that other machines cannot connect.
+    In a cluster it is the address by which the other nodes know this one.
     """
     return str(ray.util.get_node_ip_address())
 
 
 def bind_replica_port_to_node() -> None:
-    """Let this replica's port for calls from other deployments listen on its node's address only.
+    """Make this replica's port for calls from other deployments listen on its node's address only.
 
-    Ray opens it on all interfaces right after the constructor of the deployment's class has run, without an option to
-    change that, and what arrives there is unpickled. Call this in the constructor.
+    Call this in the constructor of the deployment's class: Ray opens the port right after it. By
+    default Ray listens on all interfaces, without an option to change that, and unpickles what
+    arrives.
     """
     add_port = ray_replica.add_port_to_grpc_server
 
@@ -68,29 +68,33 @@ def bind_replica_port_to_node() -> None:
 
 
 async def running_replicas() -> dict[Any, list[Any]]:
-    """The running replicas of every deployment, as Serve's controller knows them. Raises `ray.exceptions.RayError`.
+    """Return the running replicas by deployment, from Serve's controller.
 
-    Keys have `name` and `app_name`, values `replica_id`, `replica_metadata` and `node_ip`. An ingress does not learn of
-    the other ingress replicas in any other way.
+    Keys have `name` and `app_name`; values have `replica_id`, `replica_metadata` and `node_ip`. An
+    ingress has no other way to find other ingress replicas. Raises `ray.exceptions.RayError`.
     """
     running = await _get_global_client()._controller._all_running_replicas.remote()
     return dict(running)
 
 
 def http_host() -> str:
-    """The address on which Serve listens for HTTP. Blocks."""
+    """Return the address that Serve listens on for HTTP. Blocking."""
     return str(_get_global_client().http_config.host)
 
 
 def has_certificate() -> bool:
-    """Whether Serve was told to speak HTTPS: Ray's proxies can, HAProxy as Ray configures it cannot. Blocks."""
+    """Whether Serve is configured for HTTPS. Blocking.
+
+    Ray's proxies support it; HAProxy as Ray configures it does not.
+    """
     return _get_global_client().http_config.ssl_certfile is not None
 
 
 def deploy_again(schema: ServeDeploySchema) -> None:
-    """Have Serve change what `schema` changes, without waiting: `serve.run` takes no config file.
+    """Make Serve apply the changes in `schema`, without waiting. `serve.run` takes no config file.
 
-    Raises `ConfigError` if `schema` has no application that serves now: Serve would delete them all at once.
+    Raises `ConfigError` if no running application is in `schema`: Serve would delete all of them at
+    once.
     """
     serving = {name for name, application in serve.status().applications.items() if application.status == "RUNNING"}
     if serving and serving.isdisjoint(application.name for application in schema.applications):
@@ -99,18 +103,18 @@ def deploy_again(schema: ServeDeploySchema) -> None:
 
 
 def gcs_answers(timeout_s: float) -> bool:
-    """Whether the GCS of the cluster that this process is connected to answers in time; True without one. Blocks."""
+    """Whether the GCS of the connected cluster answers in time; True if not connected. Blocking."""
     if not ray.is_initialized():
         return True
     try:
         ray._private.worker.global_worker.gcs_client.internal_kv_exists(b"serve_app", None, timeout=timeout_s)
-    except Exception:  # of Ray's, whatever it is
+    except Exception:  # any of Ray's errors
         return False
     return True
 
 
 def gpus_wanted() -> float:
-    """GPUs that all the replicas take that Serve keeps at present, or waits for. Blocks; raises what Ray raises."""
+    """Return the GPUs that all of Serve's target replicas need. Blocking; raises Ray's errors."""
     client = _get_global_client(raise_if_no_controller_running=False)
     applications = {} if client is None else client.get_serve_details()["applications"]
     deployments = [item for application in applications.values() for item in application["deployments"].values()]
@@ -118,14 +122,20 @@ def gpus_wanted() -> float:
 
 
 def use_in_any_thread(handle: DeploymentHandle[Any]) -> None:
-    """Let `handle` be called in a thread without an event loop: on Ray's fast path it would want to live on one."""
+    """Allow calls of `handle` in a thread without an event loop.
+
+    On Ray's fast path, handles need an event loop by default.
+    """
     if not handle.is_initialized:
         handle._init(_run_router_in_separate_loop=True)
 
 
 @dataclass(frozen=True, slots=True)
 class Actor:
-    """An actor as Ray's table has it. `crashed`: its process or node ended without being told to, the last time."""
+    """A row of Ray's table of actors.
+
+    `crashed`: its process or node last ended without being told to.
+    """
 
     actor_id: str
     class_name: str
@@ -137,7 +147,7 @@ class Actor:
 
 
 def actors() -> list[Actor]:
-    """Every actor of the cluster that this process is connected to, dead ones too."""
+    """Return every actor of the connected cluster, including dead ones."""
     return [_actor(actor_id, row) for actor_id, row in ray._private.state.actors().items()]
 
 
@@ -156,21 +166,25 @@ def _actor(actor_id: str, row: dict[str, Any]) -> Actor:
 
 
 def keep_haproxy_running() -> None:
-    """Have Serve's HAProxy manager start HAProxy again as soon as it has ended. For the controller's process.
+    """Make Serve's HAProxy manager restart HAProxy as soon as it ends.
 
-    Left to itself, Ray notices after three health checks and replaces the manager, which takes half a minute.
-    `RAY_SERVE_CONTROLLER_CALLBACK_IMPORT_PATH` names this function to Ray.
+    Call this in the controller's process. By default, Ray notices after three failed health checks
+    and replaces the manager, which takes half a minute. `RAY_SERVE_CONTROLLER_CALLBACK_IMPORT_PATH`
+    passes this function to Ray.
     """
     _haproxy_manager().ready = _ready_and_watching
 
 
 def _haproxy_manager() -> Any:
-    """The class of which the controller makes an actor."""
+    """Return the class that the controller's HAProxy actor is created from."""
     return ray_haproxy.HAProxyManager.__ray_metadata__.modified_class
 
 
 async def _ready_and_watching(manager: Any) -> str:
-    """`HAProxyManager.ready`, which the controller calls in the manager's process; there it is Ray's own."""
+    """Replacement of `HAProxyManager.ready`. The controller calls it in the manager's process.
+
+    There, `HAProxyManager.ready` is still Ray's own function.
+    """
     answer = await _haproxy_manager().ready(manager)
     if not hasattr(manager, "watching_haproxy"):
         log_to_terminal()
@@ -181,7 +195,10 @@ async def _ready_and_watching(manager: Any) -> str:
 
 
 async def _watch_haproxy(manager: Any) -> None:
-    """Until cancelled: start HAProxy where it has ended, or where its socket, by which Ray knows it, is gone."""
+    """Restart HAProxy when it ends, or when its socket, which Ray uses to reach it, is gone.
+
+    Until cancelled.
+    """
     while True:
         await asyncio.sleep(_LOOK_AT_HAPROXY_S)
         if _has_haproxy(manager):
@@ -190,13 +207,16 @@ async def _watch_haproxy(manager: Any) -> None:
             if not _has_haproxy(manager):
                 try:
                     await _start_haproxy(manager._haproxy)
-                except Exception as error:  # whatever it is: the launcher ends the server if it lasts
+                except Exception as error:  # any error: the launcher ends the server if it persists
                     logger.error("HAProxy did not start: %s", one_line(error))
                     await asyncio.sleep(_START_HAPROXY_S)
 
 
 async def _end_frozen_haproxy(manager: Any) -> None:
-    """Until cancelled: kill a HAProxy that is frozen. It would go on to take every second connection, or none could."""
+    """Kill a frozen HAProxy, which could keep receiving every second connection, or all of them.
+
+    Until cancelled.
+    """
     check = FrozenCheck()
     while True:
         await asyncio.sleep(_LOOK_AT_HAPROXY_S if check.unanswered else _ASK_HAPROXY_S)
@@ -208,19 +228,19 @@ async def _end_frozen_haproxy(manager: Any) -> None:
 
 def _has_haproxy(manager: Any) -> bool:
     api = manager._haproxy
-    # `_proc` is None once Ray has stopped it.
+    # Ray sets `_proc` to None when it stops HAProxy.
     return api._proc is None or (api._is_running() and Path(api.cfg.socket_path).exists())
 
 
 async def _start_haproxy(api: Any) -> None:
-    """A new process; one that still runs finishes its connections."""
+    """Start a new process. An old process that still runs finishes its connections."""
     old, is_running = api._proc, api._is_running()
     what = "lost its socket" if is_running else f"ended with status {old.returncode}"
     logger.warning("HAProxy (pid %d) has %s: restarting it", old.pid, what)
     api._initialize_directories_and_error_files()
     api._generate_config_file_internal()
     with suppress(FileNotFoundError):
-        os.unlink(api.cfg.server_state_file)  # of the last reload, which may be long ago
+        os.unlink(api.cfg.server_state_file)  # left by the last reload, which may be long ago
     api._proc = await api._start_and_wait_for_haproxy(*(("-sf", str(old.pid)) if is_running else ()))
     if is_running:
         api._old_procs.append(old)

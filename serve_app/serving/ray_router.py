@@ -1,7 +1,8 @@
-"""Ray Serve's request router, as far as we need one: it is how the ingress learns where the replicas are.
+"""Ray Serve's request router, used only to inform the ingress of the replicas.
 
-Each process with a handle of a deployment has a router, which Ray's controller keeps informed. Ray copies this module
-by value, so it holds no state; what it imports from our other modules must be modules or classes.
+Each process with a handle of a deployment has a router, which Ray's controller updates. Ray copies
+this module by value, so it has no state, and it must import only modules or classes from our other
+modules.
 """
 
 from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
@@ -10,19 +11,19 @@ from serve_app.serving import membership
 
 
 class ReportingMixin:
-    """Passes on what Ray's controller tells a router about replicas."""
+    """Publishes the replicas that Ray's controller reports to a router."""
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
-        """Take note of the replicas that Ray's controller says are running."""
+        """Publish the replicas that Ray's controller reports as running."""
         super().update_replicas(replicas)  # type: ignore[misc]
         membership.engines.publish({r.replica_id.unique_id: r.replica_metadata for r in replicas})
 
 
 class EngineRouter(ReportingMixin, RequestRouter):  # type: ignore[misc]
-    """Calls through a handle go to any replica. Requests go by `LinkTransport`."""
+    """Router for calls through a handle, to any replica. Requests use `LinkTransport` instead."""
 
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
-        """All replicas, one rank."""
+        """Return all replicas, with equal rank."""
         return [candidate_replicas]

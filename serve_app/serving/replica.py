@@ -1,6 +1,6 @@
 """One engine replica: an `AsyncEngine` behind a Ray Serve deployment.
 
-Decides what a replica tells the world (metadata, health, metrics) and how its streams look on the wire. The engine
+Defines what a replica reports (metadata, health, metrics) and how its streams are sent. The engine
 decides everything about tokens.
 """
 
@@ -41,29 +41,34 @@ from serve_app.text.tokenizer import load_tokenizer
 logger = logging.getLogger(__name__)
 
 STEPS_PATH = "/steps"
-"""On the metrics port: the recording of the last `seconds` seconds."""
+"""Path on the metrics port: returns the recording of the last `seconds` seconds."""
 
-# How long the event loop may hold the GIL while the engine's thread waits for it, which happens many times a step. With
-# Python's default of 5 ms a step of 16 rows takes 5 % longer.
+# How long the event loop may hold the GIL while the engine's thread waits for it, which happens
+# many times per step. With Python's default of 5 ms, a step of 16 rows takes 5 % longer.
 _SWITCH_INTERVAL_S = 0.0001
 
 
 def gpu_share() -> float:
-    """The part of a GPU that Ray has given this actor (`num_gpus` in its `ray_actor_options`), at most 1."""
+    """Return the share of a GPU that Ray assigned to this actor (`num_gpus`), at most 1."""
     share: float = ray.get_runtime_context().get_assigned_resources().get("GPU", 1.0)
     return min(1.0, share)
 
 
 class EngineReplica:
-    """The deployment's class. All its methods run on the replica's event loop; the engine has its own thread."""
+    """The deployment's class.
+
+    Methods run on the replica's event loop; the engine has its own thread.
+    """
 
     async def __init__(self, settings: Settings, *, use_gpu: bool) -> None:  # type: ignore[misc]
         """Load the model. Raises `ConfigError`, which fails the deployment."""
-        # Until everything is loaded: the collector would visit half a million lasting objects eight times, for 0.9 s.
+        # Disabled until everything is loaded: the collector would visit half a million lasting
+        # objects eight times, for 0.9 s.
         gc.disable()
         export(ENGINE_ENVIRONMENT)
         sys.setswitchinterval(_SWITCH_INTERVAL_S)
-        # Imported here because it brings torch, which the processes that only pass this class on do without.
+        # Imported here because it imports torch, which processes that only pass this class on do
+        # not need.
         from serve_app.engine.async_engine import AsyncEngine
         from serve_app.engine.core import EngineCore
         from serve_app.serving.engine_config import engine_config, stall_timeout_s
@@ -75,11 +80,12 @@ class EngineReplica:
         self._last_step = 0
         self._metrics = EngineMetrics(ray.get_gpu_ids())
         self._steps = StepRing()
-        # Beside the loading of the weights: both take their time, mostly with reading.
+        # In parallel with loading the weights: both mostly wait for reads.
         digesting = asyncio.create_task(asyncio.to_thread(digest_content, locate_model(settings.model)))
-        # Before them, as imports take three times as long while the system gives the KV pool its memory.
+        # Before the weights: imports take three times as long while the system allocates the KV
+        # pool's memory.
         tokenizer = await asyncio.to_thread(load_tokenizer, settings.model, ignored=settings.ignore_model_keys)
-        # Before the template is rendered, in this process, to see what ends an answer.
+        # Before the engine renders the template in this process to find the end tokens.
         await asyncio.to_thread(tokenizer.check_chat_template)
         build = partial(
             EngineCore.load,
@@ -106,7 +112,7 @@ class EngineReplica:
         logger.info("revision %s of %s", self._revision, settings.model)
         self._open_metrics(settings)
         self._link_address = await self._links.listen(node_address())
-        gc.freeze()  # the first collection would visit them all, for 0.2 s of the first requests' time
+        gc.freeze()  # otherwise the first collection takes 0.2 s during the first requests
         gc.enable()
 
     def _open_metrics(self, settings: Settings) -> None:
@@ -122,9 +128,10 @@ class EngineReplica:
         self._metrics_address = open_metrics_port(self._metrics.registry, settings.metrics_host, pages, admits)
 
     async def __del__(self) -> None:
-        """Ray stops this replica and waits for it: streams that cannot continue elsewhere finish first.
+        """Finish the streams that cannot continue on another replica.
 
-        So do those that an ingress still sends here because it cannot use the replicas that came in its place.
+        Ray waits for this when it stops the replica. This includes streams that an ingress still
+        sends here because it cannot use the new replicas.
         """
         try:
             await self.check_health()
@@ -135,10 +142,10 @@ class EngineReplica:
         self._links.close()
 
     async def ping(self) -> None:
-        """Return once the replica can take requests."""
+        """Return when the replica can take requests."""
 
     def record_replica_metadata(self) -> dict[str, Any]:
-        """What every router learns of this replica once: what it serves, how much, and where it is."""
+        """Return the metadata that every router reads once: model, capacity, addresses."""
         return {
             "info": asdict(self._engine.info),
             "model": self._settings.model,
@@ -156,7 +163,7 @@ class EngineReplica:
         }
 
     def record_autoscaling_stats(self) -> dict[str, float]:
-        """What `EnginePolicy` reads."""
+        """Return the metrics for `EnginePolicy`."""
         stats = self._engine.stats()
         return {
             "waiting": float(stats.waiting),
@@ -166,9 +173,10 @@ class EngineReplica:
         }
 
     async def reconfigure(self, user_config: object) -> None:
-        """Change the scheduler's knobs. Ray calls this whenever the deployment's `user_config` changes, and at start.
+        """Change the scheduler's knobs. Ray calls this at start and when the `user_config` changes.
 
-        A wrong one is refused in the log and changes nothing: Ray would stop a replica that raises.
+        An invalid `user_config` is logged and changes nothing: Ray would stop a replica that
+        raises.
         """
         try:
             knobs = live_knobs(self._settings, user_config)
@@ -178,7 +186,7 @@ class EngineReplica:
             logger.error("user_config is refused, the knobs stay as they were: %s", error)
 
     async def check_health(self) -> None:
-        """Raise when the engine's thread is gone or its current step takes too long."""
+        """Raise `RuntimeError` if the engine's thread has ended or its step takes too long."""
         health = self._engine.health()
         if not health.alive:
             raise RuntimeError(f"the engine is dead: {health.error}")
@@ -192,13 +200,16 @@ class EngineReplica:
         return pack_load(self._engine.stats(), self._last_step, self._engine.health().last_step_age_s)
 
     def _on_step(self, record: StepRecord) -> None:
-        """In the engine's thread."""
+        """Runs in the engine's thread."""
         self._last_step = record.step
         self._metrics.on_step(record)
         self._steps.append(record)
 
     def _recorded_steps(self, query: Mapping[str, str]) -> bytes:
-        """In a thread of the metrics port, so that it answers while requests take all other places."""
+        """Return the recording of the last `seconds` seconds as JSON.
+
+        Runs in a metrics port thread, so that it answers when requests take all other slots.
+        """
         engine = self._engine
         recorder = Recorder(
             replica=self._replica_id,

@@ -1,7 +1,7 @@
-"""What a replica is, as far as the tokens of its answers depend on it: told once it has loaded.
+"""A replica's identity: everything that decides the tokens of its answers.
 
-Decides which replicas may continue each other's streams. Settings do not tell that: the files behind a name change, and
-"auto" is another thing on each machine.
+Known once the replica has loaded. Decides which replicas may continue each other's streams. Equal
+settings are not enough: the files behind a name can change, and "auto" differs between machines.
 """
 
 import hashlib
@@ -20,7 +20,10 @@ _OF_THE_ENGINE = (
 
 
 def identify(info: Mapping[str, Any], *, weights: str, tokenizer: str, deterministic: bool) -> dict[str, Any]:
-    """Everything that decides which tokens a request gets. `info`: the fields of a loaded engine's `ModelInfo`."""
+    """Return everything that decides which tokens a request gets.
+
+    `info`: the fields of a loaded engine's `ModelInfo`.
+    """
     return {
         "weights": weights,
         "tokenizer": tokenizer,
@@ -32,7 +35,7 @@ def identify(info: Mapping[str, Any], *, weights: str, tokenizer: str, determini
 
 
 def revision_of(identity: Mapping[str, Any]) -> str:
-    """Equal for replicas that give the same tokens for the same request, so that one may continue the other's."""
+    """Hash `identity`. Replicas with equal revisions can continue each other's streams."""
     return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:12]
 
 

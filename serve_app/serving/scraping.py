@@ -1,7 +1,8 @@
-"""Where Prometheus finds the metrics: every process of the application serves its own, and any ingress lists them all.
+"""Prometheus service discovery: lists the metrics port of every process.
 
-Decides who is listed (the running replicas of both deployments, as Serve's controller knows them) and the labels that
-tell their series apart. What is measured is decided in `observability.metrics`.
+Every process serves its own metrics, and any ingress lists them all. Decides which processes are
+listed (the running replicas of both deployments, from Serve's controller) and their labels.
+`observability.metrics` defines the metrics.
 """
 
 import asyncio
@@ -16,9 +17,10 @@ from serve_app.observability.metrics_port import Admits, Page, serve_registry
 from serve_app.serving.ray_patches import node_address, running_replicas
 
 METRICS_ADDRESS = "metrics"
-"""In a replica's metadata: `host:port` of its metrics port."""
+"""Key in a replica's metadata: `host:port` of its metrics port."""
 METRICS_KEY = "metrics_key"
-"""In an engine replica's metadata: with what the ingress is admitted to its metrics port."""
+"""Key in an engine replica's metadata: the API key with which the ingress reads its metrics port.
+"""
 
 _TIMEOUT_S = 2.0
 
@@ -29,10 +31,10 @@ def open_metrics_port(
     pages: Mapping[str, Page] | None = None,
     admits: Admits | None = None,
 ) -> str:
-    """Serve `registry`, and `pages` by their paths, on a free port of this process; returns its address.
+    """Serve `registry`, and `pages` by path, on a free port. Returns the address as `host:port`.
 
-    `metrics_host` "node" is the address of the Ray node. The process's own memory and processor time come with it.
-    `admits` as `auth` has it.
+    `metrics_host` "node" means the address of the Ray node. Adds the process's memory and CPU
+    metrics to `registry`. `admits`: the check for API keys, see `auth`.
     """
     ProcessCollector(registry=registry)
     host = node_address() if metrics_host == "node" else metrics_host
@@ -40,13 +42,14 @@ def open_metrics_port(
 
 
 async def metrics_targets(application: str) -> list[dict[str, Any]]:
-    """Every metrics port of the application, in the form of Prometheus' HTTP service discovery.
+    """Return every metrics port of the application, as Prometheus' HTTP service discovery.
 
-    Raises `UnavailableError` while the controller does not answer; Prometheus then keeps the targets that it has.
+    Raises `UnavailableError` while the controller does not answer; Prometheus then keeps its
+    targets.
     """
     try:
         async with asyncio.timeout(_TIMEOUT_S):
-            # Not from this ingress's own picture: it knows the engines, but not the other ingress replicas.
+            # Asks the controller, because this ingress does not know the other ingress replicas.
             running = await running_replicas()
     except (RayError, TimeoutError):
         raise UnavailableError("Serve's controller does not answer", retry_after_s=_TIMEOUT_S) from None

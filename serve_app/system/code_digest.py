@@ -1,4 +1,4 @@
-"""Which code this is: what was made by other code may not fit."""
+"""Identifies the code version, because cached results of other code may not fit."""
 
 import hashlib
 from functools import cache
@@ -10,12 +10,15 @@ _CODE = (".py", ".c", ".h")
 
 @cache
 def digest_code(*names: str) -> str:
-    """Of this package's sources, as they lie on disk; names: of these files and folders alone."""
+    """Return the digest of this package's sources on disk, or of only those in `names`."""
     return digest_sources(*(_PACKAGE / name for name in names or ("",)))
 
 
 def digest_sources(*paths: Path) -> str:
-    """Of the source files at `paths` and below them, whichever folder these are in."""
+    """Return the digest of the source files at and below `paths`.
+
+    It does not depend on the folders above `paths`.
+    """
     digest = hashlib.sha256()
     for path in paths:
         for file in sorted(path.rglob("*")) if path.is_dir() else [path]:

@@ -1,7 +1,8 @@
-"""Which threads may interrupt others on cores that they share. Only on Linux; elsewhere nothing happens.
+"""CPU scheduling policies of threads. Only on Linux; a no-op elsewhere.
 
-All threads of a step on a CPU wait for one that was interrupted. Ray's processes and ours wake up more than a thousand
-times a second even when idle, each time for some microseconds that can wait.
+When a thread of a step is interrupted, all other threads of the step wait for it. Ray's processes
+and ours wake up more than a thousand times a second even when idle, each time for some microseconds
+that can wait.
 """
 
 import os
@@ -10,19 +11,19 @@ from contextlib import suppress
 
 
 def yield_cpu() -> None:
-    """This thread, and all threads and processes that it starts, wait for a core until its thread pauses.
+    """Prevent this thread, and everything that it starts, from interrupting running threads.
 
-    They get as much of the cores as before, only later by some milliseconds at most.
+    They get the same share of CPU time, but start later, by some milliseconds at most.
     """
     _set_policy("SCHED_BATCH")
 
 
 def share_cpu_normally() -> None:
-    """Restore the default policy for this thread and what it starts."""
+    """Restore the default policy for this thread and everything that it starts."""
     _set_policy("SCHED_OTHER")
 
 
 def _set_policy(name: str) -> None:
     if sys.platform == "linux":
-        with suppress(OSError):  # where a sandbox forbids it, it is only a bit slower
+        with suppress(OSError):  # if a sandbox forbids it, the server is only slightly slower
             os.sched_setscheduler(0, getattr(os, name), os.sched_param(0))

@@ -1,4 +1,4 @@
-"""Tells whether a watched file has changed. Standard library only, so that every room may import it."""
+"""Detects changes of a watched file. Standard library only, so that every package may import it."""
 
 from pathlib import Path
 
@@ -6,12 +6,12 @@ FileState = tuple[int, int, int, int]
 
 
 def file_state(path: Path) -> FileState | None:
-    """Differs whenever the file has been written or replaced, also through a symbolic link, or its mode has changed.
+    """Return a state that changes when the file is written or replaced, or its mode changes.
 
-    None while it cannot be found.
+    Also detects changes through a symbolic link. None if the file cannot be found.
     """
     try:
         found = path.stat()
-    except (OSError, ValueError):  # of a path with a NUL byte
+    except (OSError, ValueError):  # the path has a NUL byte
         return None
     return found.st_mtime_ns, found.st_ctime_ns, found.st_size, found.st_ino

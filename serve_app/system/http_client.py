@@ -1,7 +1,7 @@
-"""Blocking HTTP requests to servers of ours, never through a proxy.
+"""Blocking HTTP requests to our own servers, never through a proxy.
 
-A proxy that the environment names must not see requests to this machine or cluster, and could not serve them. Standard
-library only, so that every room may import it.
+A proxy from the environment must not see requests to this machine or cluster, and could not reach
+it. Standard library only, so that every package may import it.
 """
 
 import http.client
@@ -33,11 +33,12 @@ class HttpStatusError(OSError):
 def fetch(
     url: str, *, timeout_s: float, json_body: bytes | None = None, api_key: str | None = None, verify: bool = True
 ) -> bytes:
-    """The body of the answer to a GET, or to a POST of `json_body` if given. Redirects are followed.
+    """Return the body of the answer to a GET, or to a POST of `json_body` if given.
 
-    `timeout_s` limits each read from the socket, not the whole request. `verify`: whether the certificate of an `https`
-    server must be good for its name. Raises `HttpStatusError` for a status other
-    than 2xx, another `OSError` when no complete answer comes, and `ValueError` when `url` is not one.
+    Follows redirects. `timeout_s` limits each read from the socket, not the whole request.
+    `verify`: whether to verify the certificate of an `https` server. Raises `HttpStatusError` for a
+    status other than 2xx, another `OSError` without a complete answer, and `ValueError` for an
+    invalid `url`.
     """
     headers = {} if json_body is None else {"Content-Type": "application/json"}
     if api_key is not None:

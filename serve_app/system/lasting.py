@@ -1,7 +1,7 @@
-"""Tasks that run as long as their process: an error is logged, and the task runs again after a delay.
+"""Tasks that run as long as their process: errors are logged and the task restarts after a delay.
 
-Decides when a task counts as failing, which turns readiness off. Standard library only, so that every room may import
-it.
+Decides when a task counts as failing, which makes the server not ready. Standard library only, so
+that every package may import it.
 """
 
 import asyncio
@@ -17,9 +17,9 @@ _FIRST_DELAY_S = 0.5
 _LONGEST_DELAY_S = 10.0
 _MOST_DOUBLINGS = 10
 _WELL_S = 10.0
-"""After so long without an error a task counts as well again, and its next delay is the shortest."""
+"""After this long without an error, a task is healthy again and its delay is reset."""
 _FAILING = 3
-"""So many errors, with no such time between them, are a task that keeps failing."""
+"""A task is failing after this many errors, without `_WELL_S` of health in between."""
 _LOG_PERIOD_S = 60.0
 
 
@@ -35,28 +35,28 @@ class LastingTasks:
     def __init__(
         self, clock: Callable[[], float] = time.monotonic, sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
     ) -> None:
-        """`clock`: seconds; `sleep` waits that long."""
+        """`clock` returns seconds. `sleep` waits for that many seconds."""
         self._clock = clock
         self._sleep = sleep
         self._states: dict[str, _State] = {}
         self._tasks: set[asyncio.Task[None]] = set()
-        """Kept here: the event loop itself holds its tasks weakly."""
+        """Strong references, because the event loop has only weak ones."""
         self._logged: dict[tuple[str, str], float] = {}
         self._unlogged: Counter[tuple[str, str]] = Counter()
         self.errors: Counter[str] = Counter()
-        """Errors by the task's name, since the start."""
+        """Errors since the start, by task name."""
 
     def start(self, name: str, work: Callable[[], Awaitable[None]], *, vital: bool = True) -> "asyncio.Task[None]":
-        """A task that does what `run` does."""
+        """Create a task that executes `run`."""
         task = asyncio.create_task(self.run(name, work, vital=vital), name=name)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
 
     async def run(self, name: str, work: Callable[[], Awaitable[None]], *, vital: bool = True) -> None:
-        """Run `work` until it returns, or until this task is cancelled; after an error, run it again.
+        """Run `work` until it returns or this task is cancelled; restart it after an error.
 
-        `vital`: whether the process is `failing` while this keeps failing; others may share a name.
+        `vital`: whether `failing` reports this task. Names of other tasks need not be unique.
         """
         state = _State()
         if vital:
@@ -69,7 +69,7 @@ class LastingTasks:
                     return
                 except (KeyboardInterrupt, SystemExit, GeneratorExit):
                     raise
-                except BaseException as error:  # a panic of a Rust library is no Exception
+                except BaseException as error:  # a panic in a Rust library is not an Exception
                     if _is_cancelled(error):
                         raise
                     if self._clock() - began >= _WELL_S:
@@ -85,7 +85,7 @@ class LastingTasks:
 
     @property
     def failing(self) -> str | None:
-        """The name of a vital task that keeps failing; None while all are well."""
+        """Name of a vital task that keeps failing; None if there is none."""
         now = self._clock()
         for name, state in self._states.items():
             if state.errors >= _FAILING and now < state.runs_again_at + _WELL_S:
@@ -93,7 +93,7 @@ class LastingTasks:
         return None
 
     def _log(self, name: str, error: BaseException, delay_s: float) -> None:
-        """With a traceback, once a minute for each task and kind of error."""
+        """Log with a traceback, once a minute for each task and type of error."""
         self.errors[name] += 1
         kind, now = (name, type(error).__name__), self._clock()
         if now - self._logged.get(kind, -_LOG_PERIOD_S) < _LOG_PERIOD_S:
@@ -106,6 +106,6 @@ class LastingTasks:
 
 
 def _is_cancelled(error: BaseException) -> bool:
-    """Whether this task was cancelled, and not something that it awaited."""
+    """Whether this task itself was cancelled, rather than something that it awaited."""
     task = asyncio.current_task()
     return isinstance(error, asyncio.CancelledError) and (task is None or task.cancelling() > 0)

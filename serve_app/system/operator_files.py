@@ -1,7 +1,8 @@
-"""Files that operators edit: text and YAML, bounded in size. Whatever is wrong with one is a `ConfigError` of one line.
+"""Reads files that operators edit: text and YAML of limited size.
 
-Parsers raise whatever their author did not think of: `ValueError` for a date that does not exist, `RecursionError` for
-deep nesting. A running server reads these files again, so nothing but a `ConfigError` may come out of it.
+Any error in a file is a one-line `ConfigError`. Parsers raise unexpected errors: `ValueError` for
+an invalid date, `RecursionError` for deep nesting. A running server reads these files again, so
+they may raise nothing but `ConfigError`.
 """
 
 import errno
@@ -19,14 +20,14 @@ from serve_app.errors import ConfigError, ServeAppError, one_line
 MAX_BYTES = 4 * 2**20
 _NOT_REGULAR = "is not a regular file"
 _MAX_NODES = 500_000
-"""Of a YAML file, with every alias in full. A keys file of 4 MiB has fewer."""
+"""Maximum number of nodes in a YAML file, aliases expanded. A 4 MiB keys file has fewer."""
 
 
 @contextmanager
 def typed_errors(prefix: str = "", *, show_text: bool = True) -> Iterator[None]:
-    """Every exception inside becomes a `ConfigError` that begins with `prefix`, unless it is a `ServeAppError`.
+    """Convert every exception inside to a `ConfigError` with `prefix`, except `ServeAppError`s.
 
-    `show_text`: whether the message may hold the exception's text, which may quote the file.
+    `show_text`: whether to include the exception's text, which may quote the file.
     """
     try:
         yield
@@ -38,7 +39,10 @@ def typed_errors(prefix: str = "", *, show_text: bool = True) -> Iterator[None]:
 
 
 def read_text(path: Path) -> str:
-    """The file's text. Raises `ConfigError` for a file that cannot be read, is too large or is not UTF-8."""
+    """Return the file's text.
+
+    Raises `ConfigError` if it cannot be read, is too large or is not UTF-8.
+    """
     try:
         with open(open_regular(path, os.O_RDONLY), "rb") as file:
             content = file.read(MAX_BYTES + 1)
@@ -55,9 +59,9 @@ def read_text(path: Path) -> str:
 
 
 def open_regular(path: Path, flags: int) -> int:
-    """A descriptor of the regular file `path`; a new file is only for its owner.
+    """Open the regular file `path` and return a descriptor. A new file is private to its owner.
 
-    Raises `ConfigError` for anything else that has this name (a pipe, a device, a folder), and `OSError`.
+    Raises `ConfigError` if `path` is anything else (a pipe, a device, a folder), and `OSError`.
     """
     try:
         # Without O_NONBLOCK, opening a named pipe would wait for its other end.
@@ -75,10 +79,10 @@ def open_regular(path: Path, flags: int) -> int:
 
 
 class BoundedLoader(yaml.SafeLoader):
-    """Names the line of every value that cannot be read."""
+    """A YAML loader whose errors name the line of the value."""
 
     def construct_object(self, node: Any, deep: bool = False) -> Any:
-        """See `yaml.constructor.BaseConstructor`."""
+        """Construct a value; see `yaml.constructor.BaseConstructor`."""
         try:
             return super().construct_object(node, deep)
         except (yaml.YAMLError, RecursionError, ServeAppError):
@@ -89,7 +93,10 @@ class BoundedLoader(yaml.SafeLoader):
 
 
 def load_yaml(text: str, loader: type[BoundedLoader] = BoundedLoader) -> Any:
-    """The one document in `text`, None if it is empty. Raises `ConfigError`, whose message quotes no value."""
+    """Parse the one YAML document in `text`; None if it is empty.
+
+    Raises `ConfigError`, whose message quotes no value.
+    """
     try:
         reader = loader(text)
         try:
@@ -115,7 +122,10 @@ def load_yaml(text: str, loader: type[BoundedLoader] = BoundedLoader) -> Any:
 
 
 def _num_nodes(node: Any, known: dict[int, int]) -> int:
-    """Nodes below and including `node`, each alias counted in full. Raises `ConfigError` for a circle."""
+    """Count the nodes below and including `node`, with aliases expanded.
+
+    Raises `ConfigError` for a cycle.
+    """
     if isinstance(node, yaml.ScalarNode):
         return 1
     if (count := known.get(id(node))) is not None:

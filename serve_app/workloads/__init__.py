@@ -1,1 +1,1 @@
-"""Load for any server with OpenAI's API: arrival laws, request mixes, the driver that sends them, and its figures."""
+"""Load generator for any server with OpenAI's API: arrivals, request mixes, driver and figures."""

@@ -1,7 +1,6 @@
-"""When open-loop requests arrive and how long they are: random processes, and traces of real services.
+"""Arrival times and lengths of open-loop requests: random processes, and traces of real services.
 
-Decides times and lengths only; `mixes` gives each arrival a text. A trace is a CSV file in one of two layouts, which
-its header tells apart:
+`mixes` adds the texts. A trace is a CSV file in one of two layouts, recognized by its header:
 
     BurstGPT                  Timestamp (seconds), Request tokens, Response tokens; other columns are ignored
     Azure LLM inference       TIMESTAMP (date and time), ContextTokens, GeneratedTokens
@@ -21,42 +20,52 @@ _AZURE = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """One request that is due `at_s` seconds after the start, with its lengths in tokens."""
+    """A request due `at_s` seconds after the start, with its lengths in tokens."""
 
     at_s: float
     prompt_tokens: int
     output_tokens: int
 
     def clipped(self, max_prompt_tokens: int, max_output_tokens: int) -> "Arrival":
-        """The same arrival with its lengths cut to these maxima, for servers with a short context."""
+        """Return the arrival with its lengths cut to these limits, for short contexts."""
         prompt_tokens = min(self.prompt_tokens, max_prompt_tokens)
         return replace(self, prompt_tokens=prompt_tokens, output_tokens=min(self.output_tokens, max_output_tokens))
 
 
 def mixed_lengths(rng: Random) -> tuple[int, int]:
-    """Prompt tokens, log-uniform in 16..512, and output tokens, exponential with mean 64 in 4..256."""
+    """Return prompt and output tokens.
+
+    Prompt: log-uniform in 16..512. Output: exponential with mean 64, in 4..256.
+    """
     prompt = round(math.exp(rng.uniform(math.log(16), math.log(512))))
     output = round(rng.expovariate(1 / 64.0))
     return min(512, max(16, prompt)), min(256, max(4, output))
 
 
 def crowd_lengths(rng: Random) -> tuple[int, int]:
-    """Prompt tokens, uniform in 20..120, and output tokens, uniform in 16..96: short questions of many users."""
+    """Return prompt tokens, uniform in 20..120, and output tokens, uniform in 16..96.
+
+    Models short questions of many users.
+    """
     return rng.randint(20, 120), rng.randint(16, 96)
 
 
 def lognormal_lengths(rng: Random) -> tuple[int, int]:
-    """Prompt tokens, log-normal (median 128, sigma 1.0) in 16..1536; output tokens (median 64, sigma 0.7) in 4..256."""
+    """Return log-normal prompt and output tokens.
+
+    Prompt: median 128, sigma 1.0, in 16..1536. Output: median 64, sigma 0.7, in 4..256.
+    """
     prompt = round(rng.lognormvariate(math.log(128), 1.0))
     output = round(rng.lognormvariate(math.log(64), 0.7))
     return min(1536, max(16, prompt)), min(256, max(4, output))
 
 
 def random_arrivals(rng: Random, rate: float, duration_s: float, variation: float = 1.0) -> Iterator[Arrival]:
-    """Arrivals at `rate` per second with mixed lengths; the gaps between them are Gamma-distributed.
+    """Yield arrivals at `rate` per second with mixed lengths and Gamma-distributed gaps.
 
-    `variation` is the gaps' coefficient of variation (standard deviation over mean): 1 is a Poisson process, more
-    is burstier. Values well above 1 have been observed for language model services (BurstGPT, arXiv:2401.17644).
+    `variation` is the gaps' coefficient of variation (standard deviation over mean): 1 is a Poisson
+    process, higher is burstier. Values well above 1 have been observed for language model services
+    (BurstGPT, arXiv:2401.17644).
     """
     shape = variation**-2
     at_s = rng.gammavariate(shape, 1 / (shape * rate))
@@ -66,10 +75,10 @@ def random_arrivals(rng: Random, rate: float, duration_s: float, variation: floa
 
 
 def read_trace(path: Path, *, speed: float = 1.0, limit: int | None = None) -> list[Arrival]:
-    """The first `limit` arrivals of a trace file, from time 0 on, sped up by the factor `speed`.
+    """Return the first `limit` arrivals of a trace file, starting at time 0, sped up by `speed`.
 
-    Rows without prompt or output tokens (failed requests) are left out. Raises `ValueError` for an unknown header and,
-    with the line number, for a row that cannot be parsed.
+    Skips rows without prompt or output tokens (failed requests). Raises `ValueError` for an unknown
+    header and, with the line number, for a malformed row.
     """
     with path.open(newline="", encoding="utf-8-sig") as file:
         rows = csv.DictReader(file)
@@ -92,9 +101,13 @@ def read_trace(path: Path, *, speed: float = 1.0, limit: int | None = None) -> l
 
 
 def _seconds(moment: str) -> float:
-    """Seconds from a number, or from a date and time (Azure's seven decimals are cut to microseconds)."""
+    """Parse seconds from a number, or from a date and time.
+
+    Azure's seven decimals are cut to microseconds.
+    """
     if "-" not in moment:
         return float(moment)
     date = datetime.fromisoformat(moment)
-    # A time without a zone is taken as UTC: in local time, an hour might occur twice when the clocks change.
+    # A time without a zone is taken as UTC. In local time, an hour may occur twice when the clocks
+    # change.
     return (date if date.tzinfo is not None else date.replace(tzinfo=UTC)).timestamp()

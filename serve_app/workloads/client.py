@@ -1,15 +1,19 @@
-"""An asynchronous load generator for any server with OpenAI's `/v1/completions`, and what it measures.
+"""An asynchronous load generator for any server with OpenAI's `/v1/completions`.
 
-Decides when requests are sent and how time and tokens are counted; knows nothing of any server's internals.
+Decides when requests are sent and how time and tokens are counted; independent of any server's
+internals.
 
-Time to first token (TTFT): from sending a request to its first event that carries a token. Inter-token latency (ITL):
-gap between consecutive such events, pooled over all requests. Time per output token (TPOT): (end - first token) /
-(tokens - 1) of one request. Tokens: the server's `usage`, else its text tokenized again; chunks are never counted.
-Closed loop: at most `concurrency` requests are in flight (one per user, if users take turns), and a request's clock
-starts when it is sent.
-Open loop: requests are sent at their own times however slow the answers are, and a request's clock starts when it is
-due, not when this process gets round to sending it or retries a refused one, so queueing is not hidden. `late_s` says
-how late this process itself was.
+Time to first token (TTFT): from sending a request to its first event with a token. Inter-token
+latency (ITL): gap between consecutive such events, pooled over all requests. Time per output token
+(TPOT): (end - first token) / (tokens - 1) of one request. Tokens: the server's `usage`, otherwise
+its text tokenized again; chunks are never counted.
+
+Closed loop: at most `concurrency` requests are in flight (one per user if users take turns), and a
+request's clock starts when it is sent.
+
+Open loop: requests are sent at their own times, however slow the answers are. A request's clock
+starts when it is due, even if this process sends it late or retries it after a refusal, so that
+queueing is not hidden. `late_s` is how late this process sent it.
 """
 
 import asyncio
@@ -29,7 +33,7 @@ from serve_app.workloads.prompts import PromptWriter
 MAX_TOKENS_PLACEHOLDER = "$MAX_TOKENS"
 SAMPLING_PLACEHOLDER = "$SAMPLING"
 _NO_TRUNCATION = {"top_k": 0, "min_p": 0}
-"""Of these, servers have defaults of their own."""
+"""Disable these, because servers have their own defaults for them."""
 REFUSALS = (429, 503)
 
 
@@ -37,10 +41,10 @@ REFUSALS = (429, 503)
 class Server:
     """Where to send requests, and what a server requires or does not accept.
 
-    `extra_body` is merged into every body; the string "$MAX_TOKENS" anywhere inside it becomes the item's number, and
-    "$SAMPLING" inside a string its sampling, in the words of transformers' generation config without the braces.
-    `extensions` False leaves out what OpenAI's API does not have, and `stream_options`, for servers that reject unknown
-    fields.
+    `extra_body` is merged into every body. In it, the string "$MAX_TOKENS" is replaced by the
+    item's number of tokens; "$SAMPLING" inside a string by its sampling, as in transformers'
+    generation config without the braces. `extensions` False omits fields outside OpenAI's API, and
+    `stream_options`, for servers that reject unknown fields.
     """
 
     base_url: str
@@ -51,7 +55,7 @@ class Server:
     api_key: str | None = field(default=None, repr=False)
 
     def body(self, item: WorkItem) -> dict[str, Any]:
-        """The JSON body of a streaming completion of exactly `item.output_tokens` tokens, sampled as the item says."""
+        """Return the JSON body of a streaming completion with `item`'s length and sampling."""
         sampling = item.sampling
         body: dict[str, Any] = {
             "model": self.model,
@@ -83,7 +87,10 @@ def _fill_in(value: Any, item: WorkItem) -> Any:
 
 @dataclass(slots=True)
 class RequestResult:
-    """What happened to one request. Times are seconds; `error` is None on success and when the client disconnected."""
+    """The result of one request. Times are in seconds.
+
+    `error` is None on success and if the client disconnected.
+    """
 
     item: WorkItem
     error: str | None = None
@@ -92,7 +99,7 @@ class RequestResult:
     gaps_s: list[float] = field(default_factory=list)
     output_tokens: int = 0
     prompt_tokens: int | None = None
-    """As the server reported them; None if it did not."""
+    """As reported by the server; None if not reported."""
     due_s: float = 0.0
     """When its clock started, in seconds from the start of the run."""
     late_s: float = 0.0
@@ -103,7 +110,7 @@ class RequestResult:
     """The `Retry-After` of the last refusal."""
     attempts: int = 1
     cancelled: bool = False
-    """The client disconnected on purpose: latencies up to then count, the length does not."""
+    """The client disconnected on purpose: latencies until then count, the length does not."""
 
     @property
     def tpot_s(self) -> float | None:
@@ -114,7 +121,7 @@ class RequestResult:
 
 
 class _Stream:
-    """Reads one answer's events and records when tokens arrived. `start`: when the request's clock started."""
+    """Reads one answer's events and records when tokens arrived. `start`: its clock's start."""
 
     def __init__(self, result: RequestResult, start: float) -> None:
         self.result = result
@@ -133,8 +140,8 @@ class _Stream:
             text, closing = choice.get("text") or "", choice.get("finish_reason") is not None
             self.text.append(text)
             self._ended |= closing
-            # A final event without text brings no token, unless it is the only one: then its token had no printable
-            # text.
+            # A final event without text has no token, unless it is the only event: then its token
+            # has no printable text.
             if text or not closing or self._last is None:
                 if self._last is None:
                     self.result.ttft_s = now - self._start
@@ -143,11 +150,11 @@ class _Stream:
                 self._last = now
 
     def done(self) -> None:
-        """The server sent `[DONE]`."""
+        """Record that the server sent `[DONE]`."""
         self._ended = True
 
     def close(self, count: Callable[[str], int]) -> None:
-        """The connection has ended: count what arrived."""
+        """Record the end of the connection, and count the tokens received."""
         result = self.result
         result.e2e_s = time.perf_counter() - self._start
         result.prompt_tokens = self.usage.get("prompt_tokens")
@@ -166,9 +173,10 @@ async def send(
     count: Callable[[str], int],
     clock_start: float | None = None,
 ) -> RequestResult:
-    """Send one request and read its stream to the end. Failures are reported in the result, never raised.
+    """Send one request and read its stream to the end.
 
-    `clock_start`: when latencies start to count, in `time.perf_counter` seconds; by default now.
+    Reports failures in the result, never raises. `clock_start`: when latencies start to count, in
+    `time.perf_counter` seconds; default: now.
     """
     now = time.perf_counter()
     start = now if clock_start is None else clock_start
@@ -199,7 +207,10 @@ async def _read(response: aiohttp.ClientResponse, stream: _Stream) -> None:
 
 
 def _seconds(header: str | None) -> float | None:
-    """A Retry-After in seconds; None if there is none or it is a date (no server measured here sends one)."""
+    """Return a Retry-After in seconds; None if missing or a date.
+
+    No server measured here sends a date.
+    """
     return float(header) if header is not None and header.isdecimal() else None
 
 
@@ -211,9 +222,10 @@ async def send_again(
     clock_start: float,
     retries: int,
 ) -> RequestResult:
-    """`send`; while the server refuses with a Retry-After, wait that long and retry, at most `retries` times.
+    """Like `send`, but retry refusals after their Retry-After, at most `retries` times.
 
-    Latencies and `late_s` count from `clock_start` and the first attempt: the user has been waiting since then.
+    Latencies and `late_s` count from `clock_start` and the first attempt, because the user waits
+    from then on.
     """
     result = await send(session, server, item, count, clock_start)
     late_s, attempts = result.late_s, 1
@@ -226,7 +238,10 @@ async def send_again(
 
 
 def open_session(server: Server) -> aiohttp.ClientSession:
-    """A session without a limit on connections; each request opens its own, as separate users would."""
+    """Return a session without a connection limit.
+
+    Each request opens its own connection, as separate users would.
+    """
     return aiohttp.ClientSession(
         headers={} if server.api_key is None else {"Authorization": f"Bearer {server.api_key}"},
         connector=aiohttp.TCPConnector(limit=0, force_close=True),
@@ -237,7 +252,7 @@ def open_session(server: Server) -> aiohttp.ClientSession:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """The results of one workload sent once, in the workload's order, and how long it took in seconds."""
+    """Results of one workload sent once, in the workload's order, and the duration in seconds."""
 
     workload: Workload
     results: tuple[RequestResult, ...]
@@ -252,7 +267,7 @@ async def run_workload(
     on_done: Callable[[RequestResult], None] = lambda _: None,
     retries: int = 0,
 ) -> Run:
-    """Send all requests of the workload, closed or open loop as it says, and wait for all answers.
+    """Send all requests of the workload, closed or open loop, and wait for all answers.
 
     `retries`: how often a refused open-loop request is retried after its Retry-After.
     """

@@ -1,4 +1,7 @@
-"""The figures of a run: latencies, rates, and the share of requests that met an objective. Sends nothing."""
+"""Figures of a run: latencies, rates, and the share of requests that met an objective.
+
+Sends nothing.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,15 +12,17 @@ from serve_app.workloads.client import REFUSALS, RequestResult, Run
 
 @dataclass(frozen=True, slots=True)
 class Objective:
-    """Upper bounds on the seconds to the first token and the mean seconds per token after it, and the share of requests
-    ("goodput") that must meet both."""
+    """Limits in seconds for TTFT and TPOT, and the share of requests that must meet both.
+
+    The share is called "goodput".
+    """
 
     ttft_s: float = 1.0
     tpot_s: float = 0.1
     goodput: float = 0.9
 
     def met_by(self, result: RequestResult) -> bool:
-        """Whether one request succeeded within both bounds."""
+        """Whether the request succeeded within both limits."""
         return (
             result.error is None
             and result.ttft_s is not None
@@ -27,7 +32,7 @@ class Objective:
 
 
 def percentile(values: Sequence[float], percent: float) -> float | None:
-    """Percentile with linear interpolation; None for no values."""
+    """Return a percentile with linear interpolation; None for no values."""
     if not values:
         return None
     ordered = sorted(values)
@@ -38,10 +43,10 @@ def percentile(values: Sequence[float], percent: float) -> float | None:
 
 
 def summarize(run: Run, extra_prompt_tokens: int = 0, objective: Objective = Objective()) -> dict[str, Any]:
-    """Figures of one run as plain data: rates per second, latencies in milliseconds.
+    """Return figures of one run as plain data: rates per second, latencies in milliseconds.
 
-    `extra_prompt_tokens`: how many special tokens a server may count on top of a prompt's own.
-    `goodput`: the share of all requests, refused and failed ones included, that met the objective.
+    `extra_prompt_tokens`: how many special tokens a server may count in addition to a prompt's own.
+    `goodput`: the share of all requests, including refused and failed ones, that met the objective.
     """
     good = [result for result in run.results if result.error is None]
     whole = [result for result in good if not result.cancelled]
@@ -83,7 +88,10 @@ def _milliseconds(seconds: Sequence[float]) -> dict[str, float | None]:
 
 
 def median_of(summaries: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The median of each number over several summaries of one workload; other values are the first summary's."""
+    """Return the median of each number over several summaries of one workload.
+
+    Other values are from the first summary.
+    """
 
     def median(values: list[Any]) -> Any:
         first = values[0]

@@ -1,4 +1,4 @@
-"""What a measurement ran on: the machine, the CPU time and memory of a server's processes, and all other load."""
+"""The conditions of a measurement: machine, the server's CPU time and memory, and other load."""
 
 import os
 import platform
@@ -13,7 +13,7 @@ import psutil  # type: ignore[import-untyped]
 
 
 def machine() -> dict[str, Any]:
-    """The machine, its load and the versions that the figures were measured with."""
+    """Return the machine, its load and the software versions."""
     model = next((line for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line), "")
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -27,7 +27,10 @@ def machine() -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class TreeUsage:
-    """A process and all its descendants: CPU seconds so far, proportional set size in MiB, number of processes."""
+    """Usage of a process and all its descendants.
+
+    CPU seconds so far, proportional set size in MiB, number of processes.
+    """
 
     cpu_s: float
     pss_mib: float
@@ -35,9 +38,9 @@ class TreeUsage:
 
 
 def tree_usage(pid: int) -> TreeUsage:
-    """Usage of the process tree under `pid`; processes that end meanwhile are skipped.
+    """Return the usage of the process tree under `pid`; skips processes that end meanwhile.
 
-    Raises `psutil.NoSuchProcess` when `pid` itself is gone.
+    Raises `psutil.NoSuchProcess` if `pid` itself has ended.
     """
     root = psutil.Process(pid)
     cpu_s = pss = 0.0
@@ -54,7 +57,7 @@ def tree_usage(pid: int) -> TreeUsage:
 
 
 def busy_cpu_s() -> float:
-    """Seconds of CPU time used by the whole machine since boot, all cores together."""
+    """Return the CPU seconds used by the whole machine since boot, over all cores."""
     times = psutil.cpu_times()
     return float(
         sum(times) - times.idle - times.iowait - getattr(times, "guest", 0.0) - getattr(times, "guest_nice", 0.0)
@@ -62,7 +65,10 @@ def busy_cpu_s() -> float:
 
 
 def wait_until_quiet(limit_s: float, server_pid: int | None = None, cores: float = 0.2) -> float:
-    """Wait until all but the server uses less than `cores`; returns the seconds waited, about `limit_s` at most."""
+    """Wait until processes other than the server use less than `cores`, at most about `limit_s`.
+
+    Returns the seconds waited.
+    """
 
     def foreign() -> float:
         return busy_cpu_s() - (tree_usage(server_pid).cpu_s if server_pid is not None else 0.0)
@@ -77,9 +83,10 @@ def wait_until_quiet(limit_s: float, server_pid: int | None = None, cores: float
 
 
 class Meter:
-    """Measures one interval: what the server used, and what neither it nor this process used (`foreign_cores`).
+    """Measures one interval: the server's usage, and other processes' (`foreign_cores`).
 
-    Without a server's pid, this process does all the work itself; the pid may also be this process's own.
+    `foreign_cores` excludes the server and this process. Without a server's pid, this process does
+    all the work itself; the pid may also be this process's own.
     """
 
     def __init__(self, server_pid: int | None) -> None:
@@ -89,7 +96,10 @@ class Meter:
         self._server = tree_usage(server_pid).cpu_s if server_pid is not None else 0.0
 
     def read(self) -> dict[str, float]:
-        """Figures since construction; the server's only if its pid was given."""
+        """Return the figures since construction.
+
+        The server's are included only if its pid was given.
+        """
         wall = time.perf_counter() - self._start
         usage = tree_usage(self._pid) if self._pid is not None else None
         server = usage.cpu_s - self._server if usage is not None else 0.0

@@ -1,24 +1,25 @@
-"""The named workloads: which requests, of what lengths, when. Everything follows from a seed.
+"""The named workloads: requests, their lengths and their times, all derived from a seed.
 
-Decides lengths, texts and arrival times; sends nothing. Lengths depend on the seed alone. Text depends on
-(seed, repeat, salt), so that a server's prefix cache never meets the prompt of an earlier repeat.
+Sends nothing. Lengths depend on the seed alone. Text depends on (seed, repeat, salt), so that a
+server's prefix cache never contains the prompt of an earlier repeat.
 
     mixed          64 requests, 16 at once; prompts log-uniform 16..512, outputs exponential (mean 64) in 4..256
     decode         16 requests at once; 32 in, 128 out
     prefill        32 requests, 8 at once; 1024 in, 1 out
-    single         4 requests, one after another; 32 in, 128 out
-    first_token    24 requests, one after another; 32 in, 1 out: the first tokens of `single`, six times as many
+    single         4 requests, sequential; 32 in, 128 out
+    first_token    24 requests, sequential; 32 in, 1 out: like the first tokens of `single`
     shared_prefix  32 requests, 8 at once; 768 tokens shared by all, 32 of their own, 16 out
-    repetitive     as single, but the prompt is 32 tokens four times over, which the answer continues to repeat
+    repetitive     as single, but the prompt repeats 32 tokens four times, and the answer continues this
     long           8 requests, 4 at once; 3000 in, 64 out
     crowd          128 requests, 64 at once; 20..120 in, 16..96 out, both uniform
     lognormal      48 requests, 12 at once; in: median 128, sigma 1.0, 16..1536; out: median 64, sigma 0.7, 4..256
-    agents         8 agents at once, 6 turns each, a turn after the previous answer; all share 384 tokens and
-                   add 64 of their own; each further turn repeats the history and adds 128; 48 out. All text is
-                   fixed in advance, answers in the history too, so that all servers get the same prompts
-    sampled        as mixed, at temperature 0.9 with top_p 0.95, in texts of its own; all others are greedy
+    agents         8 agents at once, 6 turns each, a turn after the previous answer; prompts have 384 shared
+                   tokens and 64 of the agent; each further turn repeats the history and adds 128; 48 out.
+                   All text is fixed in advance, including answers in the history, so that all servers get
+                   the same prompts
+    sampled        as mixed, with other texts, temperature 0.9 and top_p 0.95; all others are greedy
     poisson        open loop: arrivals at `rate` per second for `duration` seconds, lengths as in mixed
-    bursty         the same in bursts: the gaps vary four times as much
+    bursty         as poisson, in bursts: the coefficient of variation of the gaps is 4
 """
 
 from collections.abc import Callable, Iterable
@@ -38,7 +39,7 @@ Lengths = Callable[[Random], tuple[int, int]]
 """Prompt tokens and output tokens of one request."""
 
 _FIXED: dict[str, tuple[int, int, int, int]] = {
-    # name: requests, at once, prompt tokens, output tokens
+    # name: requests, concurrent requests, prompt tokens, output tokens
     "decode": (16, 16, 32, 128),
     "prefill": (32, 8, 1024, 1),
     "single": (4, 1, 32, 128),
@@ -46,7 +47,7 @@ _FIXED: dict[str, tuple[int, int, int, int]] = {
     "long": (8, 4, 3000, 64),
 }
 _DRAWN: dict[str, tuple[int, int, Lengths]] = {
-    # name: requests, at once, how the lengths of one are drawn
+    # name: requests, concurrent requests, function that draws lengths
     "mixed": (64, 16, mixed_lengths),
     "crowd": (128, 64, crowd_lengths),
     "lognormal": (48, 12, lognormal_lengths),
@@ -58,14 +59,14 @@ _AGENTS, _TURNS, _INSTRUCTION_TOKENS, _TASK_TOKENS, _TURN_TOKENS, _TURN_OUTPUT =
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How tokens are chosen. temperature 0: the likeliest, whatever top_p is."""
+    """How tokens are chosen. temperature 0: the most likely token, whatever top_p is."""
 
     temperature: float = 0.0
     top_p: float = 1.0
 
     @property
     def for_transformers(self) -> dict[str, Any]:
-        """As transformers' generation config says it, without its default of the 50 likeliest."""
+        """Return it as in transformers' generation config, but without its default top_k of 50."""
         if not self.temperature:
             return {"do_sample": False}
         return {"do_sample": True, "temperature": self.temperature, "top_p": self.top_p, "top_k": 0}
@@ -76,7 +77,10 @@ GREEDY, SAMPLED = Sampling(), Sampling(temperature=0.9, top_p=0.95)
 
 @dataclass(frozen=True, slots=True)
 class WorkItem:
-    """One request to send: its text and exact length in tokens, the output tokens, and when (seconds, open loop)."""
+    """One request: prompt with its exact length in tokens, output tokens, due time.
+
+    `at_s`: in seconds, for open loops.
+    """
 
     prompt: str
     prompt_tokens: int
@@ -87,10 +91,10 @@ class WorkItem:
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """Requests in the order in which they are sent. `concurrency` None means open loop: each at its own time.
+    """Requests in sending order. `concurrency` None means open loop: each at its own time.
 
-    in_turns: request k belongs to user k modulo `concurrency`, who has at most one in flight; otherwise a request takes
-    the place of any that was answered.
+    in_turns: request k belongs to user k modulo `concurrency`, who has at most one request in
+    flight. Otherwise a request starts when any earlier one was answered.
     """
 
     name: str
@@ -100,7 +104,7 @@ class Workload:
 
     @property
     def lanes(self) -> tuple[int, ...]:
-        """How many requests may be in flight in each lane of a closed loop; request k uses lane k modulo lanes."""
+        """Concurrent requests of each lane of a closed loop. Request k uses lane k modulo lanes."""
         places = self.concurrency or len(self.items)
         return (1,) * places if self.in_turns else (places,)
 
@@ -116,10 +120,10 @@ def build_workload(
     duration_s: float = 60.0,
     num_requests: int | None = None,
 ) -> Workload:
-    """The workload called `name` (see the module's docstring).
+    """Return the workload called `name` (see the module's docstring).
 
-    `num_requests` overrides the number of requests (closed loop only); `rate` and `duration_s` are for open loops.
-    Raises `ValueError` for an unknown name.
+    `num_requests` overrides the number of requests (closed loop only); `rate` and `duration_s` are
+    for open loops. Raises `ValueError` for an unknown name.
     """
     if name == "sampled":
         mixed = build_workload(
@@ -153,7 +157,7 @@ def build_workload(
 
 
 def read_names(text: str) -> dict[str, int | None]:
-    """Parse names separated by commas; `name:count` asks for another number of requests.
+    """Parse names separated by commas; `name:count` sets the number of requests.
 
     Raises `ValueError` for an unknown name or an invalid count.
     """
@@ -169,7 +173,7 @@ def read_names(text: str) -> dict[str, int | None]:
 
 
 def open_workload(name: str, writer: PromptWriter, arrivals: Iterable[Arrival], texts: Random) -> Workload:
-    """An open-loop workload: each arrival with a text of its own."""
+    """Return an open-loop workload in which each arrival has its own text."""
     items = (WorkItem(writer.write(texts, a.prompt_tokens), a.prompt_tokens, a.output_tokens, a.at_s) for a in arrivals)
     return Workload(name, tuple(items), None)
 

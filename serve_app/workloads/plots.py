@@ -1,4 +1,4 @@
-"""Pictures of measurements as SVG images inside a page. Decides how figures look, not what counts."""
+"""Plots of measurements as inline SVG images. Decides their look only."""
 
 import io
 from base64 import b64encode
@@ -17,7 +17,7 @@ COLOURS = (BLUE, ORANGE, GREEN, "#CC79A7", "#56B4E9", RED, "#F0E442", "#000000")
 
 
 def new_figure(height: float = 3.0, columns: int = 1) -> tuple[Figure, list[Axes]]:
-    """An empty figure as wide as the page, with its axes from left to right."""
+    """Return an empty figure as wide as the page, with its axes from left to right."""
     figure = Figure(figsize=(10, height), layout="constrained", facecolor="white")
     axes = list(figure.subplots(1, columns, squeeze=False)[0])
     for one in axes:
@@ -27,14 +27,17 @@ def new_figure(height: float = 3.0, columns: int = 1) -> tuple[Figure, list[Axes
 
 
 def image(figure: Figure, description: str) -> str:
-    """An HTML image element that holds the picture itself; `description` is read out where the image cannot be seen."""
+    """Return an HTML image element that contains the image.
+
+    `description`: the text alternative for readers who cannot see it.
+    """
     buffer = io.BytesIO()
     FigureCanvasSVG(figure).print_svg(buffer, metadata={"Date": None})
     return f'<img alt="{escape(description)}" src="data:image/svg+xml;base64,{b64encode(buffer.getvalue()).decode()}">'
 
 
 def draw_rates(results: Mapping[str, Mapping[str, Any]]) -> Figure:
-    """Output tokens per second of each workload: a bar for the median, a dot for each run."""
+    """Plot output tokens per second of each workload: a bar for the median, a dot for each run."""
     figure, (axes,) = new_figure()
     medians = [report["median"]["output_tok_s"] for report in results.values()]
     axes.bar_label(axes.bar(range(len(results)), medians, 0.6, color=BLUE), fmt="%.0f", fontsize=9, padding=4)
@@ -47,7 +50,10 @@ def draw_rates(results: Mapping[str, Mapping[str, Any]]) -> Figure:
 
 
 def draw_ratios(ratios: Sequence[Ratio]) -> Figure:
-    """B over A: a dot for the medians, a bar from the lowest to the highest quotient; green and red are verdicts."""
+    """Plot B over A: a dot for the medians, a bar for the range of quotients.
+
+    Colours show the verdict: green if B is better, red if A is better.
+    """
     figure, (axes,) = new_figure(height=1 + 0.28 * len(ratios))
     colours = {"B better": GREEN, "A better": RED}
     for place, one in enumerate(reversed(ratios)):

@@ -13,23 +13,23 @@ class TokenizerLike(Protocol):
     vocab_size: int
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a text."""
+        """Return the token ids of a text."""
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """The text of token ids."""
+        """Return the text of token ids."""
 
 
 class PromptWriter:
-    """Writes texts of an exact number of tokens out of words that are one token each."""
+    """Writes texts of an exact number of tokens, from words that are one token each."""
 
     def __init__(self, tokenizer: TokenizerLike) -> None:
         self.tokenizer = tokenizer
 
     @cached_property
     def words(self) -> list[str]:
-        """Lower-case words of the vocabulary that are one token at the start of a text and after a space.
+        """Lower-case words that are one token, both at the start of a text and after a space.
 
-        Raises `ValueError` when the vocabulary has too few for varied prompts.
+        Raises `ValueError` if the vocabulary has too few for varied prompts.
         """
         decoded = {self.tokenizer.decode([token_id]).strip() for token_id in range(self.tokenizer.vocab_size)}
         candidates = sorted(w for w in decoded if len(w) > 2 and w.isascii() and w.isalpha() and w.islower())
@@ -39,11 +39,11 @@ class PromptWriter:
         return words
 
     def count(self, text: str) -> int:
-        """Number of tokens of a text, without special ones."""
+        """Return the number of tokens of a text, without special ones."""
         return len(self.ids(text))
 
     def ids(self, text: str) -> list[int]:
-        """Token ids of a text, without special ones."""
+        """Return the token ids of a text, without special ones."""
         return self.tokenizer.encode(text, add_special_tokens=False)
 
     @property
@@ -52,7 +52,10 @@ class PromptWriter:
         return len(self.tokenizer.encode("the")) - self.count("the")
 
     def write(self, rng: Random, num_tokens: int, after: str = "") -> str:
-        """`after` continued by `num_tokens` random words. Raises `ValueError` if it does not encode to that length."""
+        """Return `after` continued by `num_tokens` random words.
+
+        Raises `ValueError` if the text does not encode to that length.
+        """
         text = " ".join(rng.choice(self.words) for _ in range(num_tokens))
         text = f"{after} {text}" if after else text
         wanted = num_tokens + (self.count(after) if after else 0)
@@ -62,8 +65,12 @@ class PromptWriter:
 
 
 def open_writer(tokenizer: str) -> PromptWriter:
-    """A writer for a `tokenizer.json`, a folder that holds one, or any model that serve_app can find ("default")."""
-    # Imported here because transformers is slow to import, and `serve-app --help` reaches this module.
+    """Return a writer for a `tokenizer.json`, its folder, or any model that serve_app can find.
+
+    "default" is such a model.
+    """
+    # Imported here because transformers is slow to import, and `serve-app --help` imports this
+    # module.
     from transformers import PreTrainedTokenizerFast
 
     from serve_app.text.tokenizer import Tokenizer, load_tokenizer

@@ -1,7 +1,8 @@
-"""Two reports side by side: B over A for each figure, with the spread of the single runs.
+"""Compares two reports: B over A for each figure, with the spread of the single runs.
 
-Decides when a difference counts: only if every run of B lies on the same side of every run of A. With three runs each,
-chance alone produces that for a given figure one time in ten (2 / C(6, 3)), so look at more runs before concluding.
+A difference counts only if every run of B is on the same side of every run of A. With three runs
+each, this happens by chance for a given figure one time in ten (2 / C(6, 3)), so look at more runs
+before concluding.
 """
 
 import json
@@ -11,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 _FIGURES: tuple[tuple[str, tuple[str, ...], bool], ...] = (
-    # name, where in a summary, whether more is better
+    # name, path in a summary, whether more is better
     ("output tok/s", ("output_tok_s",), True),
     ("requests/s", ("requests_per_s",), True),
     ("goodput", ("goodput",), True),
@@ -24,7 +25,7 @@ _FIGURES: tuple[tuple[str, tuple[str, ...], bool], ...] = (
 
 @dataclass(frozen=True, slots=True)
 class Ratio:
-    """One figure of one workload: medians of both, B over A, and the lowest and highest quotient of single runs."""
+    """One figure of one workload: both medians, B over A, and the range of run quotients."""
 
     workload: str
     figure: str
@@ -47,10 +48,10 @@ class Ratio:
 
 
 def read_results(path: Path) -> dict[str, dict[str, Any]]:
-    """The workloads of a report that `serve-app bench run` or the open-loop driver wrote with `--json`, or locust with
-    `--report-json`.
+    """Return the workloads of a JSON report.
 
-    Raises `ValueError` when the file is not such a report.
+    Written by `serve-app bench run` or the open-loop driver with `--json`, or by locust with
+    `--report-json`. Raises `ValueError` if the file is not such a report.
     """
     try:
         results: dict[str, dict[str, Any]] = json.loads(path.read_text())["results"]
@@ -62,7 +63,10 @@ def read_results(path: Path) -> dict[str, dict[str, Any]]:
 
 
 def compare_results(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[Ratio]:
-    """The figures of the workloads that both have, in A's order, without those that are missing or 0 in either."""
+    """Return the figures of the workloads that both have, in A's order.
+
+    Skips figures that are missing or 0 in either.
+    """
     rows = []
     for workload in a:
         for figure, path, more_is_better in _FIGURES if workload in b else ():
@@ -87,7 +91,7 @@ def compare_results(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[Ratio]:
 
 
 def _values(runs: Sequence[Mapping[str, Any]], path: tuple[str, ...]) -> list[float]:
-    """The figure in every run; empty if it is missing or 0 in one, since then there are no quotients."""
+    """Return the figure of every run; empty if one is missing or 0, because quotients need all."""
     values = [_dig(run, path) for run in runs]
     return [value for value in values if value] if all(values) else []
 

@@ -1,6 +1,6 @@
-"""Self-contained HTML reports: one file with figures, pictures and what they were measured on; it loads nothing else.
+"""Self-contained HTML reports: figures, plots and conditions in one file.
 
-Decides the pages' order and wording; the figures come from `figures`, the pictures from `plots`.
+Decides the pages' order and wording. The figures are from `figures`, the plots from `plots`.
 """
 
 import shlex
@@ -26,13 +26,13 @@ div.wide { overflow-x: auto; }
 
 
 def page(title: str, body: str) -> str:
-    """A whole HTML page around `body`."""
+    """Return a whole HTML page around `body`."""
     head = f'<meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>{escape(title)}</title>'
     return f'<!doctype html><html lang="en"><head>{head}<style>{_STYLE}</style></head><body>{body}</body></html>\n'
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
-    """An HTML table; cells are escaped, floats rounded."""
+    """Return an HTML table. Cells are escaped, floats rounded."""
     head = "".join(f'<th scope="col">{escape(name)}</th>' for name in header)
     lines = ("".join(f"<td>{escape(_show(cell))}</td>" for cell in row) for row in rows)
     body = "".join(f"<tr>{line}</tr>" for line in lines)
@@ -46,12 +46,12 @@ def _show(cell: Any) -> str:
 
 
 def circumstances(**more: Any) -> dict[str, Any]:
-    """What a report must state beside its figures: machine, versions, command, and what the caller adds."""
+    """Return the conditions that a report must state: machine, versions, command, and `more`."""
     return {"command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]), **machine(), **more}
 
 
 def bench_page(title: str, facts: Mapping[str, Any], results: Mapping[str, Mapping[str, Any]]) -> str:
-    """The page about several workloads: medians, every run, circumstances."""
+    """Return the page about several workloads: medians, every run, conditions."""
     header = [
         "workload",
         "output tok/s",

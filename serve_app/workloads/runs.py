@@ -1,7 +1,7 @@
-"""The named workloads against one running server, run after run.
+"""Runs the named workloads repeatedly against one running server.
 
-Decides how runs are repeated: warm-up first, then every repeat with its own prompts; the median of each figure stands
-beside the single runs. It starts and stops no server. `serve-app bench run` is the command.
+Warms up first. Every repeat has its own prompts. The report has the single runs and the median of
+each figure. Starts and stops no server. `serve-app bench run` is the command.
 """
 
 import asyncio
@@ -31,7 +31,10 @@ console = Console(stderr=True)
 
 
 async def warm_up(server: Server, writer: PromptWriter, at_once: int = 16) -> None:
-    """One request alone, then several at once. Raises `RuntimeError` with the server's answer if one fails."""
+    """Send one request alone, then several concurrently.
+
+    Raises `RuntimeError` with the server's answer if one fails.
+    """
     rng = Random("warm-up")
 
     def item(prompt_tokens: int) -> WorkItem:
@@ -49,7 +52,7 @@ async def warm_up(server: Server, writer: PromptWriter, at_once: int = 16) -> No
 
 
 async def find_model(server: Server) -> str:
-    """The name of the first model the server lists."""
+    """Return the name of the first model that the server lists."""
     url = f"{server.base_url.rstrip('/')}/v1/models"
     async with open_session(replace(server, timeout_s=30)) as session, session.get(url) as response:
         response.raise_for_status()
@@ -57,7 +60,7 @@ async def find_model(server: Server) -> str:
 
 
 def reach(server: Server, writer: PromptWriter) -> Server:
-    """The server, warmed up, with its model's name if none was given. Raises `RuntimeError` when that fails."""
+    """Return the server, warmed up, with its model's name. Raises `RuntimeError` on failure."""
     try:
         server = replace(server, model=server.model or uvloop.run(find_model(server)))
         uvloop.run(warm_up(server, writer))
@@ -75,7 +78,10 @@ def run_repeats(
     server_pid: int | None = None,
     quiet_limit_s: float = 0.0,
 ) -> dict[str, Any]:
-    """Median and single runs of one workload; `build(repeat)` gives the workload of a repeat. Shows progress."""
+    """Return the median and the single runs of one workload. Shows progress.
+
+    `build(repeat)` returns the workload of a repeat.
+    """
     run = through_http(server, writer)
     workloads = (build(repeat) for repeat in range(repeats))
     runs = [
@@ -86,7 +92,7 @@ def run_repeats(
 
 
 def through_http(server: Server, writer: PromptWriter) -> Runner:
-    """A runner that sends workloads to a server."""
+    """Return a runner that sends workloads to a server."""
     return lambda workload, on_done: uvloop.run(run_workload(server, workload, writer, on_done))
 
 
@@ -98,9 +104,10 @@ def measure(
     server_pid: int | None = None,
     quiet_limit_s: float = 0.0,
 ) -> dict[str, Any]:
-    """The figures of one run (see `summarize`), with the usage of the server's process tree if its pid is given.
+    """Return the figures of one run (see `summarize`). Shows progress.
 
-    Waits for a quiet machine first, at most `quiet_limit_s` seconds. Shows progress.
+    Includes the usage of the server's process tree if its pid is given. Waits for a quiet machine
+    first, at most `quiet_limit_s` seconds.
     """
     if quiet_limit_s:
         wait_until_quiet(quiet_limit_s, server_pid)
@@ -113,7 +120,7 @@ def measure(
 
 @contextmanager
 def show_progress(workload: Workload, title: str) -> Iterator[OnDone]:
-    """A progress bar on standard error; yields the function to call with every result."""
+    """Show a progress bar on standard error; yields the function to call with every result."""
     columns = TextColumn("{task.description:<20}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
     with Progress(*columns, TextColumn("{task.fields[tokens]} tokens"), console=console) as progress:
         task = progress.add_task(title, total=len(workload.items), tokens=0)
