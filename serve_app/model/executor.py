@@ -24,8 +24,10 @@ OnCapture = Callable[[int, int], None]
 
 
 class Demand(Enum):
-    """Whether the options call for an executor: never, if it can run the model, or no other
-    executor.
+    """Whether the options call for an executor.
+
+    NONE: do not use it. OPTIONAL: use it if it can run the model. REQUIRED: no other executor may
+    run the model.
     """
 
     NONE = 0

@@ -48,7 +48,8 @@ class Prefault:
     """Populates all memory of some tensors in its own thread. Their contents do not change.
 
     Use it as a context manager around each use of the tensors. Almost nothing is populated between
-    two uses in quick succession: it would delay the second by more than the memory it needs.
+    two uses in quick succession: that would delay the second use by more than allocating the memory
+    it needs.
     """
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:

@@ -38,7 +38,9 @@ _NOTHING_LEFT = -2
 
 @dataclass(frozen=True, slots=True)
 class Drawn:
-    """Tokens that the device chooses, or has chosen. token_ids: int64 [R], negative where a row failed."""
+    """Tokens that the device has chosen or will choose. token_ids: int64 [R], negative for rows
+    that failed.
+    """
 
     token_ids: Tensor
     _num_top: dict[int, int]
@@ -208,8 +210,8 @@ def agrees(vocab: int, device: torch.device) -> bool:
     rows.masks[2] = TokenSet(b"\xaa" * (vocab // 8) + bytes(-(-vocab // 8) - vocab // 8), vocab)
     history = torch.tensor([start.token_ids for start in starts], dtype=torch.int32, device=device)
     logits = 3 * torch.randn(len(starts), vocab, generator=torch.Generator().manual_seed(0))
-    # Here penalties decide between prompt token 0 and output token 1: 1 has the largest logit. In
-    # the first row its penalty makes 0 win; in the second both are penalized.
+    # Here penalties decide between prompt token 0 and output token 1, which has the larger logit.
+    # In the first row the penalty of 1 makes 0 win; in the second both are penalized and 2 wins.
     logits[-2:, :3] = torch.tensor([[20.0, 21.5, 0.0], [21.0, 21.5, 15.0]])
     expected = sampler.sample(logits.clone(), rows.slots, rows.parameters, (), rows.masks)
     return sample(logits.to(device), rows, history, ()).resolve().token_ids == expected.token_ids

@@ -17,7 +17,7 @@ from serve_app.model.runner import ModelRunner
 
 _REPEATS = 2
 _ENOUGH_S = 0.2
-"""Seconds after which a step is not repeated at once."""
+"""Seconds of running after which a step is not repeated in the same measurement."""
 _LONG_S = 0.5
 """A step that takes this long runs only once, to keep the start short."""
 
@@ -58,9 +58,8 @@ class StepTimes:
         step_s = self._measure(
             ("decodes", num_rows, num_drafts), lambda: self._runner.profile_decodes(num_rows, num_drafts)
         )
-        return (
-            step_s + num_rows * self._keys_s
-        )  # measured without keys: the cache cannot hold the keys of that many rows
+        # Measured without keys: the cache cannot hold the keys of that many rows.
+        return step_s + num_rows * self._keys_s
 
     def _measure(self, shape: tuple[str, int, int], step: Callable[[], None]) -> float:
         least, spent = self._least.get(shape, math.inf), 0.0

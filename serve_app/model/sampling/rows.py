@@ -48,17 +48,17 @@ class Slot:
 
 @dataclass(frozen=True, slots=True)
 class SamplingRows:
-    """The R positions of a step at which a token is sampled, in the order of its rows: after a row's last known token,
-    and after each of its drafts, as if the drafts before it were right.
+    """The R positions of a step where a token is sampled, in the order of its rows: after a row's
+    last known token, and after each of its drafts, assuming the previous drafts are correct.
 
-    tokens: int64 [R], indices of the packed tokens that come just before.
+    tokens: int64 [R], index of the packed token before each position.
     seq_slots: int64 [R], slot indices.
-    generations: int64 [R], how many sequences had started in those slots by then.
-    num_tokens: int64 [R], how many tokens of the sequence come before the new one.
+    generations: int64 [R], number of sequences started in the slot when the step was packed.
+    num_tokens: int64 [R], number of the sequence's tokens before the new one.
     slots: the R slots; see `states`.
     parameters: float64 [R, len(Column)].
-    plain: bool [R], where nothing changes the logits before a token is chosen, and no log-probabilities are asked for.
-    masks: the ids that a grammar allows, by row; written after the forward pass.
+    plain: bool [R], whether logits are used unchanged and no log-probabilities are requested.
+    masks: token sets that grammars allow, by row; set after the forward pass.
     """
 
     tokens: Int64Array

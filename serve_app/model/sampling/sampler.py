@@ -62,7 +62,7 @@ class PendingSample(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """Results by row of the logits. `token_ids[i]` is meaningless where `failed` names i."""
+    """Results by row of the logits. `token_ids[i]` is meaningless if `failed` contains i."""
 
     token_ids: list[int]
     logprobs: dict[int, TokenLogprob] = field(default_factory=dict)

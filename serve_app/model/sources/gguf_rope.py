@@ -55,7 +55,7 @@ def _scaling(keys: Metadata, tensors: Mapping[str, TensorInfo], rotated: int) ->
         return {"rope_type": "default"} if factor == 1.0 else {"rope_type": "linear", "factor": factor}
     ones = divided or [1.0] * (rotated // 2)
     return {
-        "rope_type": "longrope",  # transformers' form with a number for each pair
+        "rope_type": "longrope",  # transformers' type with a number per pair
         "short_factor": [factor * number for number in short or ones],
         "long_factor": [factor * number for number in long or ones],
         "factor": 1.0,

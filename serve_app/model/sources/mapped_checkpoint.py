@@ -24,8 +24,9 @@ _VECTORS = {Blocks.F32: torch.float32, Blocks.F16: torch.float16, Blocks.BF16: t
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """Where a parameter is. blocks: as in `Blocks`; heads: 0, or of how many heads the rows are, each with its two
-    halves by turns; file: which of the checkpoint's."""
+    """Location of a parameter. blocks: a value of `Blocks`. heads: 0, or the number of heads if
+    each head's two halves are interleaved row by row. file: index into the checkpoint's files.
+    """
 
     offset: int
     num_bytes: int

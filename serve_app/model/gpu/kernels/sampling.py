@@ -27,10 +27,10 @@ ABOVE_ONE = tl.constexpr(0x3F800001)
 
 @triton.jit
 def mask_out(logits, masks, vocab, mask_bytes, PART: tl.constexpr):
-    """Grid (masks, parts): -inf for the logits of the tokens that a mask leaves out, in place.
+    """Set the logits of masked-out tokens to -inf, in place. Grid (masks, parts).
 
-    logits: float32 [rows, vocab]; masks: uint8 [masks, mask_bytes]: the row's number in three bytes, then a bit for
-    each token, the lowest of both first.
+    logits: float32 [rows, vocab]. masks: uint8 [masks, mask_bytes]: the row number in three bytes,
+    then one bit per token. Lowest byte and lowest bit first.
     """
     mask = masks + tl.program_id(0).to(tl.int64) * mask_bytes
     row = tl.load(mask).to(tl.int64) + tl.load(mask + 1).to(tl.int64) * 256 + tl.load(mask + 2).to(tl.int64) * 65536

@@ -14,9 +14,11 @@ def prepare(
     tokens, history, tables, kv_lens, table_lines, rows, history_stride, table_stride,
     PAGE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Grid (blocks of rows): negative ids become those of the history, in place; tables get the rows' newest blocks.
+    """Replace negative ids with ids from the history, in place, and add the rows' newest blocks to
+    the tables. Grid (blocks of rows).
 
-    kv_lens: int32 [rows], 0 for padding; table_lines: int32 [rows], the rows' lines of the tables.
+    Writes kv_lens: int32 [rows], 0 for padding; table_lines: int32 [rows], the rows' lines of the
+    tables.
     """
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = row < rows
