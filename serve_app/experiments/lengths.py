@@ -1,9 +1,8 @@
-"""Measures how much each idea of continuous batching contributes when output lengths vary, on the
-real model.
+"""Measures the contribution of each idea of continuous batching when output lengths vary.
 
-The same requests go through six lanes. Each lane differs from a neighbor by one idea. All have the
-KV memory for `slots` requests of the maximum length. With a higher cap the lengths vary more, and a
-static batch waits longer for its longest request.
+The same requests go through six lanes on the real model. Each lane differs from a neighbor by one
+idea. All have the KV memory for `slots` requests of the maximum length. With a higher cap the
+lengths vary more, and a static batch waits longer for its longest request.
 
     padded static      transformers' generate, batch by batch
     packed static      without padding                        (another order of the same ideas)

@@ -1,11 +1,9 @@
-"""KV memory reserved and used by static batches, contiguous reservations and pages, over the steps
-of real runs.
+"""KV memory reserved and used by static batches, contiguous reservations and pages, in real runs.
 
 All three have the same memory and the same requests. The server knows only the maximum output
 length. Reserved is the memory that each way must set aside for the rows that a step recorded:
 
-    static       the longest request's memory for every row, until the last row of the batch has
-    ended
+    static       the longest request's memory for every row, until the whole batch has ended
     contiguous   the longest request's memory for every running request
     paged        the allocated blocks of the pool; more requests fit, so more run
 """
@@ -121,8 +119,8 @@ def usages(way: Way, records: Sequence[StepRecord], context: int, block_size: in
 def run(
     job: CompareJob, most_running: int, begin: Callable[[Way], OnTokens] = lambda _: lambda _: None
 ) -> dict[Way, MemoryRun]:
-    """Run the job in all ways, one after another. most_running: slots of the paged run; its memory
-    should be the limit.
+    """Run the job in all ways, one after another. most_running: slots of the paged run, so many
+    that memory is the limit.
 
     `begin` is called with each way; the function it returns is called after each step with the
     number of new tokens. Raises `ConfigError` if the model cannot be loaded.

@@ -1,5 +1,4 @@
-"""Embeddings of prompts: selects the hidden states, pools them, and normalizes the vector to length
-1.
+"""Embeddings of prompts: selects hidden states, pools them, and normalizes the result.
 
 Sums are float64, so that the chunks of a prompt do not change the float32 result.
 """

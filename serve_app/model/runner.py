@@ -81,8 +81,8 @@ class Pending:
 class ModelRunner:
     """One rank's model with its slots.
 
-    A step runs by `launch` and `finish`. An exception in a step ends only the requests that cause
-    it. `finish` raises only if the model cannot even run a harmless token.
+    `launch` and `finish` run a step. An exception in a step ends only the requests that cause it.
+    `finish` raises only if the model cannot even run a harmless token.
     """
 
     def __init__(self, model: PagedModel, max_num_seqs: int, grammars: Grammars | None = None) -> None:

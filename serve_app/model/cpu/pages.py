@@ -1,8 +1,7 @@
-"""Zeroed memory for a KV pool. The system allocates it on the first write, or earlier while the
-model is idle.
+"""Zeroed memory for a KV pool. The system allocates it on the first write, or earlier while idle.
 
-Writing a gigabyte takes 1 s of a start, and nothing else needs that memory yet. It takes more than
-2 s on virtual machines whose host allocates their memory lazily too.
+Writing a gigabyte at start would take 1 s, when nothing else needs the pool's memory yet. It would
+take more than 2 s on virtual machines whose host allocates their memory lazily too.
 """
 
 import contextlib

@@ -1,4 +1,4 @@
-"""Stored weights as the kernels take them for packing: in a module's memory or mapped from a file."""
+"""Stored weights in the form that packing takes: in a module's memory or mapped from a file."""
 
 from dataclasses import dataclass
 from enum import IntEnum

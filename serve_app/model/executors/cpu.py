@@ -39,7 +39,7 @@ def demand(facts: ModelFacts, options: ModelOptions) -> Demand:
 
 
 def demand_on(device: torch.device, dtype: torch.dtype, options: ModelOptions) -> Demand:
-    """Return `demand` before the model's facts are known."""
+    """Return the demand before the model's other facts are known."""
     if options.attention_backend == "kernels" or options.quantization == "int8":
         return Demand.REQUIRED
     if options.attention_backend != "auto" or options.uses_fp8 or not _computes_on(device, dtype):

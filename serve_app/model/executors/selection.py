@@ -32,7 +32,7 @@ class _Kind(Protocol):
 
 
 _KINDS: tuple[_Kind, ...] = (cpu, gpu, transformers)
-"""In the order in which they are tried."""
+"""The kinds in the order in which they are tried."""
 
 
 def pick_executor(source: SourceModel, options: ModelOptions, report: Progress) -> ModelExecutor:

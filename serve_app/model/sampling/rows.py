@@ -1,6 +1,4 @@
-"""Sampling's view of the running sequences: their slots, and the rows of a step where a token is
-sampled.
-"""
+"""The running sequences as used by sampling: their slots, and the rows of a step that sample."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace

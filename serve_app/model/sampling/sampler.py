@@ -369,8 +369,8 @@ def _first_above(cdf: Float64Array, noise: float) -> int:
 
 
 def _survivor_floor(maxima: Tensor, parameters: Float64Array, vocab: int) -> Tensor:
-    """Return per row a probability below which no token survives truncation, so that few tokens
-    need a closer look. [R].
+    """Return per row [R] a probability below which no token survives truncation. So few tokens need
+    a closer look.
     """
     top_k, top_p, min_p = parameters[:, Column.TOP_K], parameters[:, Column.TOP_P], parameters[:, Column.MIN_P]
     unlimited = top_k == 0
@@ -406,8 +406,8 @@ def _truncate(weights: Float64Array, line: Float64Array) -> npt.NDArray[np.bool_
 
 
 def _kth_floor(maxima: Tensor, ks: Sequence[int]) -> Tensor:
-    """Return a lower bound of each row's k-th largest value: the k-th largest maximum of its parts,
-    or -inf if k exceeds their number. [R].
+    """Return a lower bound of each row's k-th largest value, [R]: the k-th largest maximum of its
+    parts, or -inf if k exceeds their number.
 
     maxima: [R, parts].
     """

@@ -146,8 +146,8 @@ SPECIALIZED void dot_piece(const int rows, const int format, const int bytes, co
 SPECIALIZED int dots_are_signed(const int format) { return (void)format, 0; }
 #endif
 
-/* Bytes of prefetch distance in a panel. Products of bytes leave little time, so they prefetch a
- * whole panel ahead. With one row memory is the bottleneck anyway. */
+/* Prefetch distance in bytes, except for Q8. Q8 has little work per byte, so it prefetches a whole
+ * panel ahead, and nothing with one row: then memory is the bottleneck anyway. */
 enum { AHEAD = 8192 };
 
 /* Prefetch into the L2 cache. */
