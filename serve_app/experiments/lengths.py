@@ -1,6 +1,6 @@
 """Measures the contribution of each idea of continuous batching when output lengths vary.
 
-The same requests go through six lanes on the real model. Each lane differs from a neighbor by one
+The same requests go through six lanes on the real model. Each lane differs from a neighbour by one
 idea. All have the KV memory for `slots` requests of the maximum length. With a higher cap the
 lengths vary more, and a static batch waits longer for its longest request.
 

@@ -259,5 +259,5 @@ def _plain(text: str) -> str:
 
 
 def _darker(colour: str) -> str:
-    """Return the color at two thirds of its brightness, readable as text on white."""
+    """Return the colour at two thirds of its brightness, readable as text on white."""
     return "#" + "".join(f"{int(colour[i : i + 2], 16) * 2 // 3:02X}" for i in (1, 3, 5))

@@ -1,4 +1,4 @@
-"""Shared by the experiments' pictures: a size that is readable in a page, colors, and writing a
+"""Shared by the experiments' pictures: a size that is readable in a page, colours, and writing a
 PNG.
 """
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 BLUE, ORANGE, GREEN, PINK, SKY, RED = PALETTE[:6]
 MARKERS = "osD^vP"
-"""Used with the colors, so that lines are distinguishable without color vision."""
+"""Used with the colours, so that lines are distinguishable without colour vision."""
 
 _WIDTH, _DPI = 9.0, 110
 

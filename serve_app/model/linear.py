@@ -57,7 +57,7 @@ class InvariantLinear(nn.Module):
         logger.warning("a linear layer of %d inputs is not bitwise independent of its batch here", self.in_features)
 
     def forward(self, x: Tensor) -> Tensor:
-        """See the class."""
+        """Return x W^T + b."""
         product: Callable[..., Tensor] = torch.ops.mkldnn._linear_pointwise
         if len(self._packed) == 1:
             return product(x, self._packed[0], self.bias, "none", [], "")

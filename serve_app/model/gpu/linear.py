@@ -60,7 +60,7 @@ class GpuLinear:
         return sum(part.nbytes for part in (self.weight, self.bias, self.scales) if part is not None)
 
     def __call__(self, x: Tensor) -> Tensor:
-        """See the class."""
+        """Return x W^T + b."""
         x = x.contiguous()
         if self.scales is not None:
             return self._of_8_bits(x, self.scales)

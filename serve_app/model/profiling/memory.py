@@ -79,7 +79,8 @@ def _cgroup_available(root: Path) -> int:
         (root / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
     ):
         group = base / own
-        # A container often mounts its own group as the root, so the path from /proc may not exist below it.
+        # A container often mounts its own group as the root, so the path from /proc may not exist
+        # below it.
         for folder in [group, *group.parents] if group.is_dir() else [base]:
             if not folder.is_relative_to(base):
                 break
