@@ -192,7 +192,7 @@ def show_events(console: Console, results: dict[Mode, Measurement]) -> None:
 
 
 def events(run: Measurement) -> list[str]:
-    """Return admissions and ends by step. Within a step, ends come last: those requests ran in it."""
+    """Return admissions and ends by step. Ends come last in a step: those requests ran in it."""
     moments: list[tuple[int, int, int, str]] = []
     stays: dict[str, tuple[int, int, int]] = {}
     for span in run.timeline.spans:

@@ -51,6 +51,6 @@ class AlignedActivation(nn.Module):
 
 
 def is_activation(module: nn.Module) -> bool:
-    """Whether the module is an element-wise function of torch or transformers without parameters."""
+    """Whether the module is a parameterless element-wise function of torch or transformers."""
     home = type(module).__module__
     return home in ("torch.nn.modules.activation", "transformers.activations") and not list(module.parameters())

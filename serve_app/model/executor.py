@@ -40,7 +40,7 @@ class UnsupportedModelError(Exception):
 
 
 def torch_build(device: torch.device) -> str:
-    """Return the build (see `ModelExecutor.build`) of executors that compute with torch or Triton."""
+    """Return the `ModelExecutor.build` of executors that compute with torch or Triton."""
     if device.type == "cpu":
         return f"torch {torch.__version__} {torch.backends.cpu.get_cpu_capability()}"
     return f"torch {torch.__version__} {torch.cuda.get_device_name(device)} {torch.cuda.get_device_capability(device)}"

@@ -92,7 +92,7 @@ class InputBatch:
                 slot.token_ids[slot.num_tokens : slot.num_tokens + len(row.draft_token_ids)] = row.draft_token_ids
 
     def pack(self, rows: Sequence[ScheduledRequest]) -> PackedBatch:
-        """Return the packed batch of `rows`: all rows of a step, or some of them after a failure."""
+        """Return the packed batch of `rows`: all rows of a step, or some rows after a failure."""
         columns: Any = ScheduledRequest._make(zip(*rows, strict=True))  # each field holds the values of all rows
         slots = tuple(map(self.slot, columns.slot))
         seq_slots, counts, starts = (

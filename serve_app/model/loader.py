@@ -58,7 +58,7 @@ def from_module(module: Any, **options: Any) -> PagedModel:
 def prepare(
     module: Any, name: str, options: ModelOptions, report: Progress = _no_report, pooling: Pooling = "last"
 ) -> PagedModel:
-    """Take over a transformers causal LM in eval mode. Raises ConfigError if it cannot be served."""
+    """Take over a transformers causal LM in eval mode. Raises ConfigError if it is unsupported."""
     # These import transformers' modules. Most models on a CPU do not need them once they have a
     # blueprint.
     from serve_app.model.executors.selection import pick_executor

@@ -107,7 +107,7 @@ def _read(files: ModelFiles, name: str) -> Any:
 
 
 def _of_hub(files: ModelFiles, name: str) -> Path | None:
-    """Return the path of a hub model's file. None if it does not exist or the hub is unreachable."""
+    """Return the path of a hub model's file. None if it is missing or the hub is unreachable."""
     # This import takes 0.5 s; local files do not need it.
     from transformers.utils import cached_file
 

@@ -104,7 +104,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def launch(self, output: SchedulerOutput) -> Launched:
-        """Launch a step's forward pass. The previous step may be unresolved unless it has drafts."""
+        """Launch a step's forward pass. A previous step with drafts must be resolved first."""
         self._batch.apply(output)
         for start in output.slot_starts:
             self._batch.slot(start.slot).follower = self._masks.follower(start.params)
@@ -256,7 +256,7 @@ class ModelRunner:
         return ModelRunnerOutput(tuple(token_ids), results, prompt_results, failed, sat_out, forced, mask_s)
 
     def _prompt_logprobs(self, forwarded: Forwarded, index: int) -> tuple[TokenLogprob, ...]:
-        """Return the log-probabilities of the prompt tokens that row `index`'s positions predict."""
+        """Return log-probabilities of the prompt tokens that row `index`'s positions predict."""
         packed = forwarded.packed
         row, slot = packed.rows[index], packed.slots[index]
         end = min(row.start + row.num_tokens, slot.num_prompt_tokens - 1)

@@ -1,4 +1,4 @@
-"""Samples the tokens of a step: on the host, or with kernels on the device without waiting for it."""
+"""Samples the tokens of a step: on the host, or with kernels on the device without waiting."""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -47,7 +47,7 @@ class HostSampler:
 
 
 class DeviceSampler:
-    """Samples with kernels on the device. choose: see `ModelExecutor.choose`; used for plain rows."""
+    """Samples with kernels on the device. choose: `ModelExecutor.choose`, used for plain rows."""
 
     def __init__(
         self, executor: ModelExecutor, eos_token_ids: Sequence[int], choose: Callable[[Tensor, Tensor], Tensor]

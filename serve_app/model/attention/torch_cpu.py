@@ -143,7 +143,9 @@ class _ChunkTiles:
 
     sequence: _Sequence
     tiles: list[tuple[int, int, int, int, int, Tensor]]
-    """(first token, last token + 1, first key, last key + 1, first masked key, mask [queries, masked keys])."""
+    """First token, last token + 1, first key, last key + 1, first masked key, and the mask
+    [queries, masked keys].
+    """
 
     def attend(self, layer: AttentionLayer, query: Tensor, cache: LayerCache, out: Tensor) -> None:
         heads, group, _, dim = query.shape

@@ -33,7 +33,7 @@ class StepContext:
 
 @dataclass(slots=True)
 class _Binding:
-    """Attribute of an attention module: the layer's shape, and the pool with its keys and values."""
+    """Attribute of an attention module: the layer's shape, and the pool of its keys and values."""
 
     layer: AttentionLayer
     context: StepContext
@@ -52,7 +52,7 @@ class _Recorder:
 def _paged_attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
 ) -> tuple[Tensor, None]:
-    """Attend. query [1, heads, N, dim], key and value [1, kv_heads, N, dim] -> [1, N, heads, dim]."""
+    """Attend. query [1, heads, N, dim], key, value [1, kv_heads, N, dim] -> [1, N, heads, dim]."""
     binding = getattr(module, _ATTRIBUTE)
     if isinstance(binding, _Recorder):
         binding.calls.append((module, _layer(module, query, key, value, kwargs)))

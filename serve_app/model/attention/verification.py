@@ -1,4 +1,4 @@
-"""Compares an attention backend with the reference before use, on this device and for these layers."""
+"""Compares an attention backend with the reference before use, on this device for these layers."""
 
 from collections.abc import Sequence
 

@@ -83,7 +83,7 @@ class Prefault:
                     return
 
     def _await_idleness(self) -> None:
-        """Wait until the tensors have not been used for a while, for at most `_MOST_WAITS` waits."""
+        """Wait until the tensors have been unused for a while, for at most `_MOST_WAITS` waits."""
         for _ in range(_MOST_WAITS):
             if self._switches == self._idle_at:
                 return

@@ -13,7 +13,7 @@ MIN_TEMPERATURE = 1e-6
 
 
 class Column(IntEnum):
-    """Column indices. NOISE is last: it is the only one that changes between tokens of a request."""
+    """Column indices. NOISE is last: only NOISE changes between the tokens of a request."""
 
     TEMPERATURE = 0
     """0 means greedy; otherwise at least MIN_TEMPERATURE."""

@@ -178,7 +178,7 @@ def _refused(written: Mapping[str, Any], config: Any, prefix: str = "") -> Itera
 
 
 def _taken_over(key: str, config: Any) -> bool:
-    """Whether the class converts the key to another attribute. It keeps unknown keys as attributes."""
+    """Whether the class converts the key to another attribute. Unknown keys stay attributes."""
     if key in (*_ROPE, "rope_theta", "partial_rotary_factor"):
         return "rope_parameters" in {field.name for field in fields(type(config))}
     return key not in vars(config)

@@ -1,4 +1,4 @@
-"""A causal LM of transformers, taken apart: facts for all executors, and the modules to build from."""
+"""A causal LM of transformers, taken apart: facts for all executors, and modules to build from."""
 
 from dataclasses import dataclass
 from typing import Any

@@ -1,4 +1,4 @@
-/* The round of attention_round.h in AMX's tiles: both products in bfloat16, for tiles of 16 rows. */
+/* The round of attention_round.h in AMX's tiles: both products in bfloat16, 16 rows per tile. */
 #ifndef SERVE_APP_AMX_ATTENTION_H
 #define SERVE_APP_AMX_ATTENTION_H
 

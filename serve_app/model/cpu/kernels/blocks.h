@@ -1,7 +1,8 @@
 /* Blocks of weights as GGUF and safetensors files have them, and their packing into panels.
  *
- * A row of a matrix is a sequence of blocks. What a format of ours can hold goes over number by number; everything else
- * goes through floats. Layouts of the blocks: the GGUF specification and ggml's `block_*` structs; all little-endian.
+ * A row of a matrix is a sequence of blocks. Numbers that our format can hold are copied unchanged;
+ * all others are converted through floats. Layouts of the blocks: the GGUF specification and ggml's
+ * `block_*` structs; all little-endian.
  *
  *   type           a block of                                                        represents
  *   Q4_0, Q5_0     32: half d, (uint32 fifth bits,) 16 bytes of two low halves        d (q - 8), d (q - 16)

@@ -43,7 +43,8 @@ SPECIALIZED int end_byte(const int format, const int bytes, const int piece) {
 }
 
 /* Weights around zero lose their offset in integers; in floats this would be the difference of two
- * large sums. This turns a piece's sum of q a into a sum of (q - 8) a, (q - 32) a or (q - 128) a. */
+ * large sums. This turns a piece's sum of q a into a sum of (q - 8) a, (q - 32) a or
+ * (q - 128) a. */
 SPECIALIZED int is_centred(const int format, const int bytes) {
     return format == Q4S || num_pieces(format, bytes) == 2;
 }

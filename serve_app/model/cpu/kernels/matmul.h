@@ -88,7 +88,7 @@ static void fixed_panel(const struct matmul *job, int row, int end, const struct
                         float *out) {
     const struct weight *weight = job->weight;
     const int64_t row_bytes = rounded_bytes(weight->inputs, job->form);
-    /* All tiles have about the same height: 8 rows are two tiles of 4, not one of 6 and one of 2. */
+    /* All tiles have about the same height: 8 rows are two tiles of 4, not of 6 and 2. */
     const int tiles = end - row <= FIXED_ROWS ? 1 : (end - row + MANY_ROWS - 1) / MANY_ROWS;
     for (int tile = 0, r = row, next; tile < tiles; tile++, r = next) {
         next = row + (end - row) * (tile + 1) / tiles;

@@ -187,8 +187,8 @@ static inline ivec dot4(ivec sum, ivec w, ivec a) {
 }
 
 #else
-/* Per half of a lane: sum + w[0] a[0] + w[1] a[1]. Exact for 8 sums with w of 4 bits (16 * 15 *
- * 128 fits 16 bits), or for 2 with w of 6 bits (4 * 63 * 128). */
+/* Per half of a lane: sum + w[0] a[0] + w[1] a[1]. Exact for 8 sums with w of 4
+ * bits, or for 2 with w of 6 bits: 16 * 15 * 128 and 4 * 63 * 128 fit 16 bits. */
 static inline ivec narrow_dot(ivec sum, ivec w, ivec a) {
     return summed((ivec)_mm256_add_epi16((__m256i)sum, _mm256_maddubs_epi16((__m256i)w, (__m256i)a)));
 }

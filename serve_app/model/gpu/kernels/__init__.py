@@ -1,1 +1,1 @@
-"""All code in Triton's language. Imports Triton; only `serve_app.model.gpu` imports this package."""
+"""All Triton kernels. Importing requires Triton; only `serve_app.model.gpu` imports this package."""
