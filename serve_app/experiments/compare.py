@@ -101,7 +101,8 @@ def report(results: dict[Mode, Measurement]) -> dict[str, Any]:
     """Return the figures as plain data.
 
     agreement_with_padded, agreement_with_padded_continuous: the share of continuous batching's
-    output tokens before the first difference from that run's output of the same request.
+    output tokens before the first difference from the padded (or padded continuous) run's output of
+    the same request.
     """
     figures: dict[str, Any] = {
         mode.value: {

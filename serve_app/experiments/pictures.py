@@ -38,7 +38,7 @@ def grid(rows: int, columns: int, height: float) -> "tuple[Figure, list[list[Axe
 
 
 def mosaic(layout: str, height: float) -> "tuple[Figure, dict[str, Axes]]":
-    """Return panels by the letters of a `subplot_mosaic` layout of matplotlib. `height` in inches."""
+    """Return panels by the letters of matplotlib's `subplot_mosaic`. `height` in inches."""
     figure = _empty(height)
     return figure, {name: _styled(panel) for name, panel in figure.subplot_mosaic(layout).items()}
 

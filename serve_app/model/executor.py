@@ -88,8 +88,8 @@ class ModelExecutor(Protocol):
 
     @property
     def mapped_bytes(self) -> int:
-        """Bytes of all weights that are mapped from files. They are needed, although the system
-        counts them as available memory.
+        """Bytes of weights mapped from files. They are in use, although the system counts them as
+        available memory.
         """
         ...
 

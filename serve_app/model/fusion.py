@@ -50,7 +50,7 @@ def watch_inputs(base: nn.Module) -> Iterator[list[tuple[nn.Module, Tensor]]]:
 def optimize(
     head: nn.Module, base: nn.Module, seen: list[tuple[nn.Module, Tensor]], on_progress: Callable[[float], None]
 ) -> None:
-    """Rewrite head and base in place. `seen`: the list of `watch_inputs` from one run of the base."""
+    """Rewrite head and base in place. `seen`: the list of `watch_inputs` from one base run."""
     parents = [module for root in (base, head) for module in root.modules()]
     inputs = {id(module): id(tensor) for module, tensor in seen}
     refused: set[str] = set()

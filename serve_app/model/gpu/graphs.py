@@ -65,7 +65,7 @@ class _Captured:
 
 
 class Recorder:
-    """Captures calls as graphs with a common memory pool. Results are valid until the next replay."""
+    """Captures calls as graphs with one memory pool. Results are valid until the next replay."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

@@ -1,1 +1,1 @@
-"""All Triton kernels. Importing requires Triton; only `serve_app.model.gpu` imports this package."""
+"""All Triton kernels. Requires Triton; only `serve_app.model.gpu` imports this package."""
