@@ -1,5 +1,5 @@
-"""What continuous batching buys, on a real model: `compare`, `explain`, and an experiment for each of its ideas.
+"""Experiments on a real model: `compare`, `explain`, and one per idea of continuous batching.
 
-The server needs none of it. A module whose name is a command of `serve-app experiment` offers `run`, `report` (plain
-data), `show` (a table) and `draw` (a picture).
+The server does not need them. A module named after a command of `serve-app experiment` has `run`,
+`report` (plain data), `show` (a table) and `draw` (a picture).
 """

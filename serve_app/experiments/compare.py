@@ -1,6 +1,6 @@
-"""What continuous batching buys, on the same requests with the same slots.
+"""Compares continuous batching with other ways to batch: the same requests, the same slots.
 
-Decides which requests are compared and how the result is shown. The measuring is in `compare_runs`.
+Decides which requests are compared and how results are shown. `compare_runs` measures.
 """
 
 import json
@@ -31,7 +31,8 @@ PROMPTS = (
     "Dear Sir or Madam, I am writing to you because",
 )
 CAPS = (6, 50, 300, 30, 180, 45)
-"""Output tokens of each prompt: short and long side by side, which is what makes static batches wait."""
+"""Output tokens of each prompt. Short and long requests alternate, so static batches have to wait.
+"""
 
 Runner = Callable[[Mode, CompareJob, OnTokens], Measurement]
 
@@ -39,15 +40,18 @@ Runner = Callable[[Mode, CompareJob, OnTokens], Measurement]
 def make_job(
     tokenizer: "Tokenizer", prompts: Sequence[str], caps: Sequence[int], repeat: int, **fields: Any
 ) -> CompareJob:
-    """The prompts in order, `repeat` times over, as token ids with their caps; `fields` are those of `CompareJob`."""
+    """Encode the prompts and repeat them with their caps `repeat` times. `fields`: fields of
+    `CompareJob`.
+    """
     ids = tuple(tuple(tokenizer.encode(prompt)) for prompt in prompts)
     return CompareJob(ids * repeat, tuple(caps) * repeat, **fields)
 
 
 def read_requests(path: Path) -> tuple[tuple[str, ...], tuple[int, ...]]:
-    """Prompts and output tokens of a JSONL file: an object with `prompt` and `max_tokens` in each line.
+    """Read prompts and output tokens from a JSONL file. Each line is an object with `prompt` and
+    `max_tokens`.
 
-    Raises `InvalidRequestError` with the number of the first wrong line.
+    Raises `InvalidRequestError` with the number of the first invalid line.
     """
     prompts, caps = [], []
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
@@ -71,7 +75,9 @@ def read_requests(path: Path) -> tuple[tuple[str, ...], tuple[int, ...]]:
 
 @contextmanager
 def token_progress(console: Console) -> Iterator[Callable[[str, int], OnTokens]]:
-    """Progress bars; yields a function that begins one for a total of tokens and returns what adds to it."""
+    """Show progress bars. Yields a function that starts a bar for a total number of tokens and
+    returns a function to advance it.
+    """
     columns = TextColumn("{task.description:<17}"), BarColumn(), TextColumn("{task.completed}/{task.total} tokens")
     with Progress(*columns, TimeElapsedColumn(), console=console) as progress:
 
@@ -83,7 +89,7 @@ def token_progress(console: Console) -> Iterator[Callable[[str, int], OnTokens]]
 
 
 def run_all(job: CompareJob, console: Console, runner: Runner = measure_in_process) -> dict[Mode, Measurement]:
-    """All measurements, one after another, with a progress bar for each."""
+    """Run all measurements one after another, with a progress bar for each."""
     results = {}
     with token_progress(console) as begin:
         for mode in Mode:
@@ -92,10 +98,11 @@ def run_all(job: CompareJob, console: Console, runner: Runner = measure_in_proce
 
 
 def report(results: dict[Mode, Measurement]) -> dict[str, Any]:
-    """The figures as plain data.
+    """Return the figures as plain data.
 
-    agreement_with_padded, and with padded continuous batches: the share of continuous batching's output tokens that
-    come before the first difference from that run's output of the same request.
+    agreement_with_padded, agreement_with_padded_continuous: the share of continuous batching's
+    output tokens before the first difference from the padded (or padded continuous) run's output of
+    the same request.
     """
     figures: dict[str, Any] = {
         mode.value: {
@@ -120,7 +127,9 @@ def report(results: dict[Mode, Measurement]) -> dict[str, Any]:
 
 
 def agreement(ours: Sequence[Sequence[int]], theirs: Sequence[Sequence[int]]) -> float:
-    """The share of our output tokens that come before the first difference from their output of the same request."""
+    """Return the share of our output tokens before the first difference from their output of the
+    same request.
+    """
     same = 0
     for mine, other in zip(ours, theirs, strict=True):
         differs = (i for i, (a, b) in enumerate(zip(mine, other, strict=True)) if a != b)
@@ -129,7 +138,7 @@ def agreement(ours: Sequence[Sequence[int]], theirs: Sequence[Sequence[int]]) ->
 
 
 def show(console: Console, job: CompareJob, results: dict[Mode, Measurement], groups: dict[str, int]) -> None:
-    """Pictures, table and verdict in the terminal."""
+    """Print timelines, table and conclusions."""
     figures = report(results)
     columns = max(20, min(console.width, 140) - 10)
     scale = max(run.steps for run in results.values()) / columns
@@ -175,14 +184,16 @@ def show(console: Console, job: CompareJob, results: dict[Mode, Measurement], gr
 
 
 def show_events(console: Console, results: dict[Mode, Measurement]) -> None:
-    """Continuous batching line by line: which request took which slot in which step, and when it left it."""
+    """Print continuous batching line by line: the steps in which requests take and leave their
+    slots.
+    """
     console.print("\n[bold]Continuous: ++ takes a slot, -- leaves it[/bold]; steps are counted from 0")
     for line in events(results[Mode.CONTINUOUS]):
         console.print(line, markup=False, highlight=False)
 
 
 def events(run: Measurement) -> list[str]:
-    """Admissions and ends in the order of steps; within one, who ends there has run in it."""
+    """Return admissions and ends by step. Ends come last in a step: those requests ran in it."""
     moments: list[tuple[int, int, int, str]] = []
     stays: dict[str, tuple[int, int, int]] = {}
     for span in run.timeline.spans:
@@ -201,7 +212,7 @@ def _num_equal(a: Measurement, b: Measurement) -> int:
 
 
 def draw(path: Path, results: dict[Mode, Measurement], groups: dict[str, int], group_labels: Sequence[str]) -> None:
-    """All timelines, and below them what padding cost; a PNG that overwrites what is there."""
+    """Write a PNG with all timelines and the cost of padding. Overwrites an existing file."""
     steps = results[Mode.PADDED_CONTINUOUS].padding
     more = [partial(draw_held, steps=steps), partial(draw_copies, steps=steps)]
     draw_png(path, [run.timeline for run in results.values()], groups, group_labels, more)

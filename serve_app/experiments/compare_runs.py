@@ -1,7 +1,8 @@
-"""The measurements behind `serve-app compare`, each in a fresh process of its own.
+"""The measurements of `serve-app compare`, each in a fresh process.
 
-Decides what is measured and keeps it fair: every way to batch loads the model anew, warms up with the same requests,
-has all requests at hand when its clock starts, and stops its clock at the last token. Draws nothing.
+Decides what is measured and keeps it fair. Every way to batch loads the model anew and warms up
+with the same requests. All requests are available when its clock starts, and the clock stops at the
+last token. Draws nothing.
 """
 
 import multiprocessing
@@ -36,7 +37,7 @@ OnTokens = Callable[[int], None]
 
 
 class StepEngine(Protocol):
-    """Takes requests and computes them step by step: our engine, and its padded predecessor."""
+    """Takes requests and computes them step by step: our engine or its padded predecessor."""
 
     @property
     def has_unfinished(self) -> bool:
@@ -48,12 +49,14 @@ class StepEngine(Protocol):
         ...
 
     def step(self) -> list[TokenDelta] | None:
-        """One forward pass; what it gave. None while requests only wait for a static batch to fill up."""
+        """Run one forward pass and return its tokens. None if requests only wait for a static batch
+        to fill.
+        """
         ...
 
 
 class Mode(StrEnum):
-    """The ways to batch; the values are the keys of the JSON report."""
+    """The ways to batch. The values are keys of the JSON report."""
 
     PADDED = "static_padded"
     STATIC = "static_packed"
@@ -71,11 +74,13 @@ TITLES = {
 
 @dataclass(frozen=True, slots=True)
 class CompareJob:
-    """The work of all runs. prompts: token ids; caps: output tokens of each; slots: requests at once.
+    """The work of all runs. prompts: token ids; caps: output tokens of each; slots: concurrent
+    requests.
 
-    context: the longest request that the engine must be ready for, in tokens (None: the model's own). kv_positions: the
-    packed runs' KV pool in tokens, in whole blocks, instead of `kv_cache_gib`. attention_backend: what computes the
-    packed runs, by the backend's name; "cpu" is torch over transformers' modules, as in the padded runs on a CPU.
+    context: tokens of the longest request that the engine must support (None: the model's context).
+    kv_positions: size of the packed runs' KV pool in tokens, rounded up to whole blocks; replaces
+    `kv_cache_gib`. attention_backend: backend of the packed runs; "cpu" is torch with transformers'
+    modules, as in the padded runs on a CPU.
     """
 
     prompts: tuple[tuple[int, ...], ...]
@@ -97,7 +102,9 @@ class CompareJob:
         return sum(self.caps)
 
     def requests(self, prefix: str, max_tokens: int | None = None) -> list[EngineRequest]:
-        """The job as engine requests, in order. `max_tokens` caps every output further (for warming up)."""
+        """Return the job's engine requests, in order. `max_tokens` lowers every output cap (for
+        warming up).
+        """
         return [
             EngineRequest(
                 f"{prefix}-{index}",
@@ -110,10 +117,11 @@ class CompareJob:
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """One run. `steps`: forward passes; `seconds`: of generating, without loading and warm-up.
+    """One run. steps: number of forward passes; seconds: time to generate, without loading and
+    warm-up.
 
-    positions: those that the forward passes computed, padding included. padding: by step, where padded batches are
-    merged and filtered, else empty.
+    positions: positions computed by the forward passes, including padding. padding: one entry per
+    step if padded batches are merged and filtered, else empty.
     """
 
     mode: Mode
@@ -131,16 +139,20 @@ class Measurement:
 
 
 Run = Callable[[CompareJob, OnTokens], Measurement]
-"""Measures a job. What it is given is called after each step with the number of new wanted tokens."""
+"""Measures a job. Calls its `OnTokens` argument after each step with the number of new wanted
+tokens.
+"""
 
 
 def measure(mode: Mode, job: CompareJob, on_tokens: OnTokens = lambda _: None) -> Measurement:
-    """Run the job one way, in this process."""
+    """Run the job in one mode, in this process."""
     return open_run(mode, job)(job, on_tokens)
 
 
 def open_run(mode: Mode, job: CompareJob) -> Run:
-    """Load the job's model for one way to batch. What is returned measures this job, and others for the same model."""
+    """Load the job's model for one mode. The returned function measures this job and others with
+    the same model.
+    """
     from serve_app.model.runner import set_num_threads
 
     if job.num_threads is not None:
@@ -186,7 +198,7 @@ def _measure_steps(
     records: list[StepRecord],
     padding: list[PaddedStep],
 ) -> Measurement:
-    """The engine fills `records` and, if it pads, `padding`."""
+    """Measure an engine that appends to `records` and, if it pads, to `padding`."""
     _generate(engine, job.requests("warm-up", _WARM_UP_TOKENS)[: job.slots], lambda _: None)
     records.clear()
     padding.clear()
@@ -200,7 +212,7 @@ def _measure_steps(
 
 
 def load_packed_model(job: CompareJob) -> "PagedModel":
-    """The job's model, ready for `packed_engine`. Raises `ConfigError`."""
+    """Load the job's model for `packed_engine`. Raises `ConfigError`."""
     from serve_app.model.loader import load_model
     from serve_app.model.options import ModelOptions
     from serve_app.model.runner import set_num_threads
@@ -219,12 +231,14 @@ def load_packed_model(job: CompareJob) -> "PagedModel":
 
 
 def packed_engine(model: "PagedModel", job: CompareJob, records: list[StepRecord]) -> "EngineCore":
-    """Our engine with the job's slots and KV pool; it appends what its steps did to `records`. One at a time."""
+    """Return our engine with the job's slots and KV pool. It appends its step records to `records`.
+    Only one such engine may exist at a time.
+    """
     from serve_app.engine.core import EngineConfig, EngineCore
 
     kv_cache_gib = job.kv_cache_gib
     if job.kv_positions is not None:
-        # Beside the scheduler's blocks the pool has the null block and one that the runner keeps for itself.
+        # Besides the scheduler's blocks, the pool has the null block and one for the runner.
         num_blocks = -(-job.kv_positions // model.block_size) + 2
         kv_cache_gib = num_blocks * model.kv_bytes_per_block() / 2**30
     config = EngineConfig(
@@ -240,7 +254,9 @@ def packed_engine(model: "PagedModel", job: CompareJob, records: list[StepRecord
 def generate_all(
     engine: StepEngine, job: CompareJob, on_tokens: OnTokens, batch_size: int | None = None
 ) -> tuple[tuple[int, ...], ...]:
-    """The outputs of all requests, submitted at once; or in closed batches, the next when the last of one has ended."""
+    """Return the outputs of all requests. They are submitted at once, or in closed batches: the
+    next batch starts when all requests of the previous one have ended.
+    """
     requests = job.requests("request")
     size = batch_size or len(requests)
     outputs: list[tuple[int, ...]] = []
@@ -250,7 +266,9 @@ def generate_all(
 
 
 def _generate(engine: StepEngine, requests: Sequence[EngineRequest], on_tokens: OnTokens) -> list[tuple[int, ...]]:
-    """Submit the requests together and step until all have finished; their output tokens, in order."""
+    """Submit the requests together and step until all have finished. Return their output tokens, in
+    order.
+    """
     outputs: dict[str, list[int]] = {request.request_id: [] for request in requests}
     for request in requests:
         engine.add(request)
@@ -265,15 +283,16 @@ def _generate(engine: StepEngine, requests: Sequence[EngineRequest], on_tokens: 
 
 
 def measure_in_process(mode: Mode, job: CompareJob, on_tokens: OnTokens) -> Measurement:
-    """`measure` in a fresh process; see `measure_jobs`."""
+    """Run `measure` in a fresh process; see `measure_jobs`."""
     return measure_jobs(mode, [job], on_tokens)[0]
 
 
 def measure_jobs(mode: Mode, jobs: Sequence[CompareJob], on_tokens: OnTokens) -> list[Measurement]:
-    """Run the jobs one way, one after another in a fresh process, which inherits no memory, threads or warm caches.
+    """Run the jobs in one mode, one after another, in a fresh process that inherits no memory,
+    threads or warm caches.
 
-    All have the same model, which the first must describe. Raises `ServeAppError` with the child's message when it
-    fails.
+    All jobs must use the same model, as described by the first. Raises `ServeAppError` with the
+    child's message if it fails.
     """
     context = multiprocessing.get_context("spawn")
     receiver, sender = context.Pipe(duplex=False)
@@ -303,7 +322,7 @@ def measure_jobs(mode: Mode, jobs: Sequence[CompareJob], on_tokens: OnTokens) ->
 
 
 def _child(mode: Mode, jobs: Sequence[CompareJob], sender: Connection) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches both; the parent ends this process
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches both processes; the parent ends this one
     threading.Thread(target=_end_with_parent, daemon=True).start()
     with suppress(BrokenPipeError):
         try:
@@ -317,7 +336,7 @@ def _child(mode: Mode, jobs: Sequence[CompareJob], sender: Connection) -> None:
 
 
 def _end_with_parent() -> None:
-    """A parent that is killed cannot end its children, so the child ends itself."""
+    """End this process when the parent ends: a killed parent cannot end its children."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     parent.join()

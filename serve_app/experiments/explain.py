@@ -1,7 +1,8 @@
-"""One packed step of a real run, for people who see continuous batching for the first time.
+"""Explains one packed step of a real run to readers new to continuous batching.
 
-Decides the scene: two requests are already decoding when two more arrive, and the step's token budget is too small for
-the whole last prompt. That step is explained, or any other one of the run. The drawing is in `packed_step`.
+Decides the scene: two requests are decoding when two more arrive, and the step's token budget is
+too small for all of the last prompt. Explains that step or any other step of the run. `packed_step`
+draws.
 """
 
 from collections.abc import Sequence
@@ -23,9 +24,11 @@ if TYPE_CHECKING:
 EARLY = ("The capital of France is", "My favourite animal is the")
 LATE = ("Water boils at a temperature of", "Once upon a time there was a little robot who wanted to learn how to paint")
 BUDGET = 18
-"""Tokens per step: two decodes, the whole first late prompt, and a part of the second."""
+"""Tokens per step: two decodes, all of the first late prompt, and part of the second."""
 FIRST, MIXED = "first", "mixed"
-"""The first step of the run, and the first in which C and D have tokens; other steps go by their number, from 0."""
+"""Names of the first step of the run and of the first with tokens of C and D. Other steps are
+numbered from 0.
+"""
 _INTRODUCTION = """
 A language model reads tokens and predicts the next one. Requests A and B arrive first and are already generating their
 answers when C and D arrive. No request waits for another: the engine packs all tokens that are due into a single row,
@@ -46,14 +49,16 @@ class Scene:
     tokens: dict[str, list[int]] = field(default_factory=dict)
 
     def add(self, prompt: Sequence[int]) -> None:
-        """Queue one more request; they are called A, B, C, ..."""
+        """Queue another request. Requests are named A, B, C, ..."""
         request_id = chr(ord("A") + len(self.tokens))
         params = SamplingParams(temperature=0.0, max_tokens=_MAX_TOKENS, ignore_eos=True)
         self.engine.add(EngineRequest(request_id, tuple(prompt), params))
         self.tokens[request_id] = list(prompt)
 
     def step(self) -> dict[str, list[int]]:
-        """Run one step; returns each request's tokens as they were before it, which are those the step computed."""
+        """Run one step. Return each request's tokens before the step, which include those the step
+        computed.
+        """
         before = {request_id: list(ids) for request_id, ids in self.tokens.items()}
         for delta in self.engine.step() or []:
             self.tokens[delta.request_id].extend(delta.token_ids)
@@ -68,9 +73,10 @@ def run_scene(
     late: Sequence[str],
     wanted: str = MIXED,
 ) -> PackedStep:
-    """Run `early` prompts until they decode, let the `late` ones join, and describe the wanted step of the run.
+    """Run the `early` prompts until they decode, add the `late` ones, and return the wanted step.
 
-    `records` is the list that the engine's `on_step` fills. Raises `InvalidRequestError` when the run has no such step.
+    `records`: the list that the engine's `on_step` fills. Raises `InvalidRequestError` if the run
+    has no such step.
     """
     scene = Scene(engine, records)
     for prompt in early:
@@ -92,7 +98,9 @@ def run_scene(
 
 
 def run(model: str, budget: int, kv_cache_gib: float, wanted: str = MIXED) -> PackedStep:
-    """Load the model and run the scene; see `run_scene`. Raises `ServeAppError` if the model cannot be loaded."""
+    """Load the model and run the scene; see `run_scene`. Raises `ServeAppError` if the model cannot
+    be loaded.
+    """
     from serve_app.engine.core import EngineConfig, EngineCore
     from serve_app.model.options import ModelOptions
     from serve_app.text.tokenizer import load_tokenizer
@@ -111,7 +119,7 @@ def run(model: str, budget: int, kv_cache_gib: float, wanted: str = MIXED) -> Pa
 
 
 def show(console: Console, step: PackedStep) -> None:
-    """The explanation in the terminal."""
+    """Print the explanation."""
     figures = step.to_json()
     title = f"Step {step.step}: {step.num_tokens} tokens of {len(step.segments)} requests in one forward pass"
     console.print(f"\n[bold]{title}[/bold]\n\n{' '.join(_INTRODUCTION.split())}\n")

@@ -1,7 +1,9 @@
-"""Latency under load: first token and whole answer at Poisson arrivals, for the ways to batch.
+"""Latency under load: time to first token and to the last token at Poisson arrivals, for each way
+to batch.
 
-The rates are shares of what packed continuous batching completes when nobody has to be waited for, and the same for
-all. A way that completes less than what arrives has a queue that grows to the end of the run: its curve says only that.
+Rates are relative to the throughput of packed continuous batching with requests always waiting, and
+equal for all ways. If a way completes fewer requests than arrive, its queue grows until the end of
+the run, and its curve shows only that.
 """
 
 from collections.abc import Callable, Sequence
@@ -33,7 +35,9 @@ _MEASURES: dict[str, Callable[[Served], float]] = {
 
 @dataclass(frozen=True, slots=True)
 class Latencies:
-    """By way and load, what became of each request. capacity: requests per second of packed continuous batching."""
+    """Results of each request, by way and load. capacity: requests per second of packed continuous
+    batching.
+    """
 
     cost: StepCost
     capacity: float
@@ -41,7 +45,7 @@ class Latencies:
 
 
 def run(cost: StepCost, requests: int, slots: int, loads: Sequence[float] = LOADS) -> Latencies:
-    """All ways at all loads."""
+    """Replay all ways at all loads."""
     full = capacity(poisson_arrivals(requests, 1.0, _CAP, _PROMPTS), cost, slots)
     arrivals = {load: poisson_arrivals(requests, load * full, _CAP, _PROMPTS) for load in loads}
     served = {way: {load: replay(way, arrivals[load], cost, slots).requests for load in loads} for way in Way}
@@ -49,7 +53,7 @@ def run(cost: StepCost, requests: int, slots: int, loads: Sequence[float] = LOAD
 
 
 def report(result: Latencies) -> dict[str, Any]:
-    """The figures as plain data; percentiles in seconds."""
+    """Return the figures as plain data; percentiles in seconds."""
     return {
         "step_cost": result.cost.report(),
         "capacity_requests_per_s": round(result.capacity, 4),
@@ -69,7 +73,7 @@ def _percentiles(values: Any) -> dict[str, float]:
 
 
 def show(console: Console, result: Latencies) -> None:
-    """Medians and 99th percentiles as a table."""
+    """Print a table of medians and 99th percentiles."""
     figures = report(result)
     table = Table("load", "", "first token p50", "p99", "latency p50", "p99")
     for column in table.columns[2:]:
@@ -85,7 +89,9 @@ def show(console: Console, result: Latencies) -> None:
 
 
 def draw(path: Path, result: Latencies) -> None:
-    """Cumulative distributions: a column for each load, first tokens above whole answers; a PNG."""
+    """Write a PNG of cumulative distributions: one column per load, first tokens above whole
+    answers.
+    """
     from serve_app.experiments.pictures import grid, save
     from serve_app.observability.timeline import PALETTE
 

@@ -1,18 +1,18 @@
-"""What each idea of continuous batching contributes when output lengths vary, measured on the real model.
+"""Measures the contribution of each idea of continuous batching when output lengths vary.
 
-The same requests go through six lanes, each of which differs from a neighbour by one idea. All have the KV memory that
-`slots` requests of the greatest length need. With a higher cap the lengths vary more, and a static batch waits longer
-for its longest request.
+The same requests go through six lanes on the real model. Each lane differs from a neighbour by one
+idea. All have the KV memory for `slots` requests of the maximum length. With a higher cap the
+lengths vary more, and a static batch waits longer for its longest request.
 
     padded static      transformers' generate, batch by batch
     packed static      without padding                        (another order of the same ideas)
     padded continuous  iteration-level: batches are merged and filtered
     packed continuous  without padding
-    paged              more slots in the same memory, because a request holds only the blocks that it fills
-    kernels            the same, by the kernels in C instead of torch where they run the model
+    paged              more slots in the same memory: a request holds only the blocks that it fills
+    kernels            as paged, with the C kernels instead of torch if they run the model
 
-The contribution of an idea is the throughput of its lane over that of the lane before it, so that they multiply up to
-the last lane over the first.
+An idea's contribution is the throughput of its lane divided by that of the previous lane. The
+product of all contributions is the last lane over the first.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -36,13 +36,13 @@ if TYPE_CHECKING:
     from serve_app.text.tokenizer import Tokenizer
 
 PAGED_SLOTS = 4
-"""Slots with paging, as a multiple of those that have room for the greatest length."""
+"""Slots with paging, as a multiple of the slots that fit at the maximum length."""
 REPEATS = 2
-"""Runs with the greatest cap, whose spread the picture shows; one with each other cap."""
+"""Runs with the largest cap; the picture shows their spread. Other caps run once."""
 
 
 class Lane(StrEnum):
-    """The ways to serve the requests; the values are the keys of the JSON report."""
+    """The ways to serve the requests. The values are keys of the JSON report."""
 
     PADDED_STATIC = "padded_static"
     PACKED_STATIC = "packed_static"
@@ -77,7 +77,7 @@ _IDEAS = {
 }
 
 Results = dict[Lane, dict[int, list[Measurement]]]
-"""By lane and cap, the runs."""
+"""Runs by lane and cap."""
 Runner = Callable[[Mode, Sequence[CompareJob], OnTokens], list[Measurement]]
 
 
@@ -90,12 +90,13 @@ def run(
     runner: Runner = measure_jobs,
     **fields: Any,
 ) -> Results:
-    """All lanes with all caps, lane by lane. `fields` are those of `CompareJob`.
+    """Run all lanes with all caps, lane by lane. `fields`: fields of `CompareJob`.
 
-    `begin` is told which lane comes next and its number of output tokens; what it returns is called with each step's.
-    Raises `ServeAppError` if the model cannot be loaded.
+    `begin` is called with each lane's name and number of output tokens; the function it returns is
+    called after each step with the number of new tokens. Raises `ServeAppError` if the model cannot
+    be loaded.
     """
-    # The greatest first: a process loads the model for its first job.
+    # Largest cap first: a process loads the model for its first job.
     order = sorted([*caps, *[max(caps)] * (REPEATS - 1)], reverse=True)
     jobs = [make_job(tokenizer, requests, cap, slots, **fields) for cap in order]
     results: Results = {}
@@ -113,17 +114,20 @@ def run(
 
 
 def _factors(results: Results, cap: int) -> Iterator[tuple[Lane, float, float, float]]:
-    """For each idea in order: its lane, its contribution (of the means), and the least and greatest of single runs."""
+    """Yield for each idea, in order: its lane, its contribution (of the means), and the minimum and
+    maximum of single runs.
+    """
     for before, after in pairwise(_CHAIN):
         low, high = ([run.tokens_per_s for run in results[lane][cap]] for lane in (before, after))
         yield after, mean(high) / mean(low), min(high) / max(low), max(high) / min(low)
 
 
 def report(results: Results) -> dict[str, Any]:
-    """The figures as plain data.
+    """Return the figures as plain data.
 
-    agreement: the share of a lane's output tokens that come before the first difference from the last lane's output of
-    the same request. packing_first: the contributions where packing comes before iteration-level scheduling.
+    agreement: the share of the last lane's output tokens before the first difference from this
+    lane's output of the same request. packing_first: the contributions if packing comes before
+    iteration-level scheduling.
     """
     last = max(results[Lane.KERNELS])
     reference = results[Lane.KERNELS][last][0].outputs
@@ -160,7 +164,7 @@ def report(results: Results) -> dict[str, Any]:
 
 
 def show(console: Console, results: Results) -> None:
-    """Throughput by lane and cap, and what each idea contributes with the greatest cap."""
+    """Print throughput by lane and cap, and the contribution of each idea with the largest cap."""
     figures = report(results)
     caps = list(results[Lane.KERNELS])
     table = Table("tokens/s", *(f"cap {cap}" for cap in caps), "steps", "positions", "same tokens")
@@ -181,7 +185,9 @@ def show(console: Console, results: Results) -> None:
 
 
 def draw(path: Path, results: Results) -> None:
-    """Throughput over the cap, a line for each lane, and the contributions with the greatest cap; a PNG."""
+    """Write a PNG: throughput over the cap, one line per lane, and the contributions with the
+    largest cap.
+    """
     from serve_app.experiments.pictures import save, side_by_side
 
     figure, (lines, bars) = side_by_side(2, height=4.2)

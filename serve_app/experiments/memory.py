@@ -1,11 +1,11 @@
-"""KV memory reserved against used: static batches, contiguous reservations and pages, over the steps of real runs.
+"""KV memory reserved and used by static batches, contiguous reservations and pages, in real runs.
 
-All three have the same memory and the same requests, of which the server knows only the longest possible output.
-Reservations are what each way has to set aside for the rows that a step recorded:
+All three have the same memory and the same requests. The server knows only the maximum output
+length. Reserved is the memory that each way must set aside for the rows that a step recorded:
 
-    static       the longest request's room for every row, until the last row of the batch has ended
-    contiguous   the longest request's room for every running request
-    paged        the blocks that the pool had handed out; more requests fit, so more run
+    static       the longest request's memory for every row, until the whole batch has ended
+    contiguous   the longest request's memory for every running request
+    paged        the allocated blocks of the pool; more requests fit, so more run
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -24,7 +24,7 @@ MIB = 2**20
 
 
 class Way(StrEnum):
-    """How KV memory is reserved; the values are the keys of the JSON report."""
+    """The ways to reserve KV memory. The values are keys of the JSON report."""
 
     STATIC = "static"
     CONTIGUOUS = "contiguous"
@@ -40,7 +40,9 @@ TITLES = {
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Positions of the KV memory that are reserved, and that hold keys and values of a running request, in one step."""
+    """KV positions reserved, and KV positions that hold a running request's keys and values, in one
+    step.
+    """
 
     reserved: int
     used: int
@@ -49,14 +51,16 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class MemoryRun:
-    """One run, step by step. total: positions of the memory; position_bytes: keys and values of one over all layers."""
+    """One run, step by step. total: positions of the KV memory; position_bytes: bytes per position
+    over all layers.
+    """
 
     usages: tuple[Usage, ...]
     total: int
     position_bytes: int
 
     def report(self) -> dict[str, Any]:
-        """Means over the steps, and the steps themselves, as plain data."""
+        """Return means over the steps, and the steps themselves, as plain data."""
         reserved, used = sum(one.reserved for one in self.usages), sum(one.used for one in self.usages)
         everything = len(self.usages) * self.total
         return {
@@ -75,7 +79,9 @@ class MemoryRun:
 
 
 def held_positions(records: Iterable[StepRecord]) -> Iterator[dict[str, int]]:
-    """For each step, how many positions of the cache each running request fills at its end, before any leaves."""
+    """Yield, for each step, the cache positions of each running request at its end, before requests
+    leave.
+    """
     held: dict[str, int] = {}
     for record in records:
         for request_id, _ in record.preempted:
@@ -88,7 +94,9 @@ def held_positions(records: Iterable[StepRecord]) -> Iterator[dict[str, int]]:
 
 
 def usages(way: Way, records: Sequence[StepRecord], context: int, block_size: int) -> tuple[Usage, ...]:
-    """Reserved and used positions in each step. context: the longest request's positions; one choice a request."""
+    """Return reserved and used positions of each step. context: the longest request's positions.
+    Requests have one choice.
+    """
     batch: set[str] = set()
     result = []
     for record, held in zip(records, held_positions(records), strict=True):
@@ -100,7 +108,8 @@ def usages(way: Way, records: Sequence[StepRecord], context: int, block_size: in
         elif way is Way.CONTIGUOUS:
             reserved = len(held) * context
         else:
-            # The record has the pool's state after the step, when those who finished have given their blocks back.
+            # The record has the pool's state after the step, when finished requests have freed
+            # their blocks.
             given_back = sum(-(-held[request_id] // block_size) for request_id, _, _ in record.finished)
             reserved = (record.stats.blocks_used + given_back) * block_size
         result.append(Usage(reserved, sum(held.values()), len(held)))
@@ -110,10 +119,11 @@ def usages(way: Way, records: Sequence[StepRecord], context: int, block_size: in
 def run(
     job: CompareJob, most_running: int, begin: Callable[[Way], OnTokens] = lambda _: lambda _: None
 ) -> dict[Way, MemoryRun]:
-    """The job in all ways, one after another. most_running: slots of the paged run, whose memory decides first.
+    """Run the job in all ways, one after another. most_running: slots of the paged run, so many
+    that memory is the limit.
 
-    `begin` is told which way comes next; what it returns is called after each step with the number of new tokens.
-    Raises `ConfigError` if the model cannot be loaded.
+    `begin` is called with each way; the function it returns is called after each step with the
+    number of new tokens. Raises `ConfigError` if the model cannot be loaded.
     """
     from serve_app.experiments.compare_runs import generate_all, load_packed_model, packed_engine
 
@@ -135,12 +145,12 @@ def run(
 
 
 def report(results: dict[Way, MemoryRun]) -> dict[str, Any]:
-    """The figures as plain data."""
+    """Return the figures as plain data."""
     return {way.value: result.report() for way, result in results.items()}
 
 
 def show(console: Console, results: dict[Way, MemoryRun]) -> None:
-    """The figures as a table."""
+    """Print the figures as a table."""
     table = Table("", "steps", "running", "reserved MiB", "used MiB", "used of reserved", "used of all")
     for column in table.columns[1:]:
         column.justify = "right"
@@ -160,7 +170,9 @@ def show(console: Console, results: dict[Way, MemoryRun]) -> None:
 
 
 def draw(path: Path, results: dict[Way, MemoryRun]) -> None:
-    """Reserved and used memory over steps, a panel for each way on the same scales; a PNG, overwritten."""
+    """Write a PNG of reserved and used memory over steps, one panel per way on the same scales.
+    Overwrites an existing file.
+    """
     from serve_app.experiments.pictures import BLUE, ORANGE, save, stacked_panels
 
     figure, panels = stacked_panels(len(results))

@@ -1,8 +1,8 @@
-"""One packed step as plain data and as pictures: which request owns which part of the row, and what each
-token may attend to.
+"""One packed step as plain data and as pictures: the request of each part of the row, and the
+tokens that each token may attend to.
 
-Decides how a `StepRecord` is explained; runs nothing. The mask is drawn from the record's rows: a token at position p
-of a request attends to positions 0..p of that request and to no other request.
+Decides how a `StepRecord` is explained; runs nothing. The mask is drawn from the record's rows: a
+token at position p of a request attends to positions 0..p of that request and to no other request.
 """
 
 from collections.abc import Mapping, Sequence
@@ -24,8 +24,8 @@ _OWN_FUTURE = "#E4E4E4"
 class Segment:
     """The part of the packed batch that belongs to one request.
 
-    `row_start` is the segment's first index in the row; `start` is the position of its first token within the request,
-    so `start` tokens are already in the KV cache. `texts`: one per token.
+    `row_start`: the segment's first index in the row. `start`: the position of its first token
+    within the request, so `start` tokens are already in the KV cache. `texts`: one per token.
     """
 
     request_id: str
@@ -39,12 +39,12 @@ class Segment:
 
     @property
     def num_keys(self) -> int:
-        """Tokens of this request in the KV cache once the step has run."""
+        """Tokens of this request in the KV cache after the step."""
         return self.start + len(self.token_ids)
 
     @property
     def sentence(self) -> str:
-        """What this request does in the step, in words."""
+        """Description of the request's work in this step."""
         count = len(self.token_ids)
         if not self.is_prefill:
             return f"decodes: feeds its newest token, which attends to all {self.num_keys} of its tokens"
@@ -56,7 +56,7 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class PackedStep:
-    """One step of a run. Segments stand in row order."""
+    """One step of a run. Segments are in row order."""
 
     step: int
     segments: tuple[Segment, ...]
@@ -67,7 +67,9 @@ class PackedStep:
         return sum(len(segment.token_ids) for segment in self.segments)
 
     def to_json(self) -> dict[str, Any]:
-        """Plain data; `attends_to` holds for every token the half-open range of its request's positions it may see."""
+        """Return plain data. `attends_to`: per token, the half-open range of its request's
+        positions that it may attend to.
+        """
         return {
             "step": self.step,
             "num_tokens": self.num_tokens,
@@ -91,9 +93,10 @@ class PackedStep:
 
 
 def packed_step(record: StepRecord, token_ids: Mapping[str, Sequence[int]], texts: Mapping[int, str]) -> PackedStep:
-    """The step of a record. token_ids: all tokens of each request up to that step; texts: of each token id.
+    """Convert a record. token_ids: all tokens of each request up to that step; texts: text of each
+    token id.
 
-    Raises `ValueError` when the record computes tokens that `token_ids` lacks.
+    Raises `ValueError` if the record computes tokens that `token_ids` lacks.
     """
     segments = []
     row_start = 0
@@ -114,7 +117,7 @@ def _colour(step: PackedStep, segment: Segment) -> str:
 
 
 def draw_row(step: PackedStep) -> "RenderableType":
-    """The packed batch, token by token, as a table with one line per request."""
+    """Return a table of the packed batch, token by token, with one line per request."""
     from rich.table import Table
     from rich.text import Text
 
@@ -140,15 +143,16 @@ def _range(first: int, last: int) -> str:
 
 
 def _visible(text: str) -> str:
-    """A token's text on one line, with its spaces shown."""
+    """Return a token's text on one line, with visible spaces."""
     return text.replace(" ", "␣").replace("\n", "⏎").replace("\t", "⇥") or "∅"
 
 
 def draw_mask(step: PackedStep) -> "Text":
-    """The attention mask: a line per token of the row, a column per key, keys grouped by request.
+    """Return the attention mask: one line per token of the row, one column per key, keys grouped by
+    request.
 
-    May attend: ▓ to a key from the KV cache, █ to a key of this step. May not: ░ to a later token of the same request,
-    · to another request's key (which is never computed at all).
+    Allowed: ▓ a key from the KV cache, █ a key of this step. Not allowed: ░ a later token of the
+    same request, · another request's key (never computed).
     """
     from rich.text import Text
 
@@ -174,7 +178,7 @@ def draw_mask(step: PackedStep) -> "Text":
 
 
 def draw_mask_png(path: Path, step: PackedStep) -> None:
-    """The same picture as `draw_mask`, as a PNG; overwrites what is there."""
+    """Draw the mask of `draw_mask` as a PNG. Overwrites an existing file."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -218,7 +222,7 @@ def draw_mask_png(path: Path, step: PackedStep) -> None:
 
 
 def _draw_segment(axes: Any, step: PackedStep, segment: Segment, first_key: int) -> None:
-    """One diagonal block of the mask with its labels."""
+    """Draw one diagonal block of the mask with its labels."""
     colour = _colour(step, segment)
     count = len(segment.token_ids)
     for index in range(count):
@@ -249,11 +253,11 @@ def _draw_segment(axes: Any, step: PackedStep, segment: Segment, first_key: int)
 
 
 def _plain(text: str) -> str:
-    """Token text that any font can show; `$` would start a formula."""
+    """Return token text that any font can show; `$` would start a formula."""
     shown = text.strip().replace("\n", "\\n").replace("$", r"\$")
     return (shown if shown.isascii() and shown else ascii(text))[:16]
 
 
 def _darker(colour: str) -> str:
-    """The colour at two thirds of its brightness, so that text in it is readable on white."""
+    """Return the colour at two thirds of its brightness, readable as text on white."""
     return "#" + "".join(f"{int(colour[i : i + 2], 16) * 2 // 3:02X}" for i in (1, 3, 5))

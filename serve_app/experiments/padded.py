@@ -1,7 +1,8 @@
-"""The classic way to batch: padded static batches through transformers' own `generate`.
+"""Padded static batches with transformers' own `generate`: the classic way to batch, and the
+baseline of `compare`.
 
-The baseline of `compare`. Each batch is left-padded to its longest prompt and runs to its longest output; the model's
-forward passes are counted by a hook, not computed from the lengths.
+Each batch is left-padded to its longest prompt and runs to its longest output. A hook counts the
+model's forward passes; they are not computed from the lengths.
 """
 
 import contextlib
@@ -21,9 +22,10 @@ from serve_app.observability.timeline import Span, Work
 
 @dataclass(frozen=True, slots=True)
 class PaddedRun:
-    """Outputs (cut to each request's cap), seconds of generating, forward passes, and what every slot did in them.
+    """Outputs (cut to each request's cap), seconds of generating, forward passes, and each slot's
+    work in them.
 
-    positions: those that all forward passes computed, padding included.
+    positions: positions computed by all forward passes, including padding.
     """
 
     outputs: tuple[tuple[int, ...], ...]
@@ -34,12 +36,14 @@ class PaddedRun:
 
 
 def load_causal_lm(model: str, dtype: str, device: str) -> Any:
-    """A causal language model of transformers (any form that the setting `model` takes) with torch's own attention.
+    """Load a causal LM of transformers with torch's own attention. model: any value of the setting
+    `model`.
 
-    dtype names a torch dtype; device is "auto", "cpu" or "cuda". Raises `ConfigError` for an unknown model.
+    dtype: name of a torch dtype; device: "auto", "cpu" or "cuda". Raises `ConfigError` for an
+    unknown model.
     """
     files = locate_model(model)
-    # The GGUF reader draws a progress bar that cannot be switched off.
+    # The GGUF reader's progress bar cannot be switched off.
     with contextlib.redirect_stderr(io.StringIO()):
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             files.source,
@@ -55,10 +59,12 @@ def load_causal_lm(model: str, dtype: str, device: str) -> Any:
 
 
 def left_padded(prompts: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
-    """Token ids and mask, int64 [prompts, longest]: padding on the left, where the mask is 0."""
+    """Return token ids and mask, int64 [prompts, longest]. Padding is on the left, where the mask
+    is 0.
+    """
     width = max(len(prompt) for prompt in prompts)
     padding = [width - len(prompt) for prompt in prompts]
-    # Any id will do for padding: the mask hides it.
+    # The padding id does not matter: the mask hides it.
     ids = torch.tensor([[0] * pad + list(prompt) for pad, prompt in zip(padding, prompts, strict=True)])
     return ids, torch.tensor([[0] * pad + [1] * (width - pad) for pad in padding])
 
@@ -67,11 +73,12 @@ _GREEDY: Mapping[str, Any] = {"do_sample": False}
 
 
 class PaddedGenerator:
-    """A causal language model of transformers, called batch by batch; see `load_causal_lm`."""
+    """Runs a causal LM of transformers batch by batch; see `load_causal_lm`."""
 
     def __init__(self, model: str, dtype: str, device: str) -> None:
         self._model = load_causal_lm(model, dtype, device)
-        # Without an end-of-sequence id every row runs to the batch's longest output, as `ignore_eos` has it.
+        # Without an end-of-sequence id every row runs to the batch's longest output, as with
+        # `ignore_eos`.
         self._model.generation_config.eos_token_id = None
 
     def run(
@@ -82,10 +89,10 @@ class PaddedGenerator:
         on_step: Callable[[int], None] = lambda _: None,
         sampling: Mapping[str, Any] = _GREEDY,
     ) -> PaddedRun:
-        """Generate, `batch_size` requests at a time in the given order.
+        """Generate for `batch_size` requests at a time, in the given order.
 
-        prompts: token ids; caps: output tokens wanted of each; sampling: what `generate` is told of it. `on_step` is
-        called after each forward pass with the number of wanted tokens it produced.
+        prompts: token ids; caps: wanted output tokens of each; sampling: arguments of `generate`.
+        `on_step` is called after each forward pass with the number of wanted tokens it produced.
         """
         outputs: list[tuple[int, ...]] = []
         spans: list[Span] = []
@@ -110,7 +117,9 @@ class PaddedGenerator:
         on_step: Callable[[int], None],
         sampling: Mapping[str, Any],
     ) -> tuple[list[tuple[int, ...]], int, int]:
-        """Outputs of one batch, the number of forward passes it took, and the positions that they computed."""
+        """Run one batch. Return its outputs, the number of forward passes, and the positions they
+        computed.
+        """
         ids, mask = left_padded(prompts)
         width = ids.shape[1]
         passes = positions = 0
@@ -137,7 +146,9 @@ class PaddedGenerator:
 
 
 def _spans(slot: int, request_id: str, start: int, cap: int, passes: int) -> list[Span]:
-    """What one row of a padded batch did: its prompt, its own tokens, then padding to the end of the batch."""
+    """Return the work of one row of a padded batch: its prompt, its own tokens, then padding to the
+    end of the batch.
+    """
     borders = [(start, start + 1, Work.PREFILL), (start + 1, start + cap, Work.DECODE)]
     borders.append((start + cap, start + passes, Work.WASTED))
     return [Span(slot, begin, end, request_id, 0, work) for begin, end, work in borders if end > begin]

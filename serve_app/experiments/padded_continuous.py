@@ -1,11 +1,13 @@
-"""Continuous batching as it was done before packing: padded batches that are merged and filtered.
+"""Continuous batching without packing: padded batches that are merged and filtered.
 
-The bridge between padded static batches and packed ones: slots are filled as soon as they are free, but every row of
-the batch is as wide as the longest. Newcomers are computed as a batch of their own, while the running requests pause;
-then the two batches are merged: both caches are padded to the wider one and joined into a new one. Rows that have
-finished are filtered out, and columns trimmed in which only padding is left. Modules and cache are transformers' own.
+An intermediate step between padded static and packed batches. Free slots are filled at once, but
+every row of the batch is as wide as the longest. New requests are computed in a separate batch
+while the running requests pause. Then the batches are merged: both caches are padded to the wider
+one and copied into a new one. Rows of finished requests are removed, and columns that contain only
+padding are trimmed. Modules and cache are transformers' own.
 
-Decides nothing about the figures that are shown: it counts what each step computed, held and copied.
+Counts the positions that each step computed, held and copied. Does not decide which figures are
+shown.
 """
 
 import time
@@ -44,7 +46,8 @@ class _Sequence:
 
 @dataclass(slots=True)
 class _Batch:
-    """Rows in order. mask: int64 [rows, columns], 1 where a token is; newest: the last token of each, int64 [rows, 1].
+    """Rows in order. mask: int64 [rows, columns], 1 for tokens; newest: the last token of each row,
+    int64 [rows, 1].
 
     The cache's tensors have shape [rows, heads, columns, head_dim].
     """
@@ -60,9 +63,9 @@ class _Batch:
 
 
 class PaddedContinuousEngine:
-    """Takes requests and steps like the engine proper; greedy, each to its `max_tokens`.
+    """Has the interface of the real engine. Greedy; each request runs to its `max_tokens`.
 
-    model: a causal language model of transformers. on_step and on_padding are called after every step.
+    model: a causal LM of transformers. on_step and on_padding are called after every step.
     """
 
     def __init__(
@@ -86,16 +89,17 @@ class PaddedContinuousEngine:
         return bool(self._waiting or self._batch)
 
     def add(self, request: EngineRequest) -> None:
-        """Queue a request. Raises `ValueError` for one without `max_tokens`."""
+        """Queue a request. Raises `ValueError` if it has no `max_tokens`."""
         if request.params.max_tokens is None:
             raise ValueError(f"{request.request_id} has no max_tokens")
         self._waiting.append((request, request.params.max_tokens))
 
     @torch.inference_mode()
     def step(self) -> list[TokenDelta]:
-        """One forward pass: over the prompts that slots are free for, or else over each running request's last token.
+        """Run one forward pass: over the waiting prompts if slots are free, else over each running
+        request's last token.
 
-        Something must be unfinished.
+        At least one request must be unfinished.
         """
         started_at = time.perf_counter()
         is_prefill = bool(self._waiting and self._free_slots)
@@ -122,7 +126,9 @@ class PaddedContinuousEngine:
         return deltas
 
     def _admit(self) -> tuple[_Batch, int]:
-        """A batch of those who wait, as far as slots are free, and its columns: the prompts, padded on the left."""
+        """Return a batch of waiting requests, one per free slot, and its columns: the prompts,
+        padded on the left.
+        """
         sequences = []
         while self._waiting and self._free_slots:
             sequences.append(_Sequence(*self._waiting.popleft(), self._free_slots.pop(0)))
@@ -145,7 +151,7 @@ class PaddedContinuousEngine:
         return tokens
 
     def _merge(self, first: _Batch, second: _Batch) -> _Batch:
-        """Both batches as one, as wide as the wider of them."""
+        """Merge two batches into one, as wide as the wider one."""
         columns = max(first.mask.shape[1], second.mask.shape[1])
 
         def join(a: Tensor, b: Tensor, dim: int) -> Tensor:
@@ -164,7 +170,7 @@ class PaddedContinuousEngine:
         return merged
 
     def _filter(self, batch: _Batch) -> _Batch | None:
-        """The batch without rows that have finished, and without columns that are all padding then."""
+        """Remove finished rows, then columns that contain only padding."""
         kept = [row for row, sequence in enumerate(batch.sequences) if not sequence.is_finished]
         if len(kept) == len(batch.sequences):
             return batch

@@ -1,4 +1,6 @@
-"""What padding and copying cost a padded batch, step by step: the counts, their sums, and their pictures."""
+"""Cost of padding and copying in a padded batch, step by step: the counts, their sums, and their
+pictures.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,12 +14,12 @@ MIB = 2**20
 
 @dataclass(frozen=True, slots=True)
 class PaddedStep:
-    """What padding cost in one step.
+    """Cost of padding in one step.
 
-    computed: positions of the forward pass, padding included; wanted: those that hold a token. held: positions in the
-    cache after the forward pass, padding included; used: those that hold a token. Bytes of keys and values that were
-    written again: appended_bytes, because the cache grows by one column by being copied; moved_bytes, by merging and
-    filtering.
+    computed: positions of the forward pass, including padding; wanted: those with a token. held:
+    positions in the cache after the forward pass, including padding; used: those with a token.
+    appended_bytes: keys and values copied to append a column to the cache; moved_bytes: keys and
+    values copied to merge and filter.
     """
 
     computed: int
@@ -29,7 +31,7 @@ class PaddedStep:
 
 
 def padding_figures(steps: Sequence[PaddedStep]) -> dict[str, Any]:
-    """Sums over a run, as plain data."""
+    """Return sums over a run, as plain data."""
     held, used = sum(step.held for step in steps), sum(step.used for step in steps)
     return {
         "padding_share_of_cache": round(1 - used / held, 4),
@@ -39,7 +41,7 @@ def padding_figures(steps: Sequence[PaddedStep]) -> dict[str, Any]:
 
 
 def draw_held(axes: "Axes", steps: Sequence[PaddedStep]) -> None:
-    """The batch's cache over steps: what holds tokens, and the padding on top."""
+    """Draw the batch's cache over steps: positions with tokens, and the padding on top."""
     used, held = [step.used for step in steps], [step.held for step in steps]
     axes.stackplot(
         range(len(steps)),
@@ -54,7 +56,7 @@ def draw_held(axes: "Axes", steps: Sequence[PaddedStep]) -> None:
 
 
 def draw_copies(axes: "Axes", steps: Sequence[PaddedStep]) -> None:
-    """Bytes of keys and values that each step writes again."""
+    """Draw the bytes of keys and values that each step copies."""
     axes.stackplot(
         range(len(steps)),
         [step.appended_bytes / MIB for step in steps],

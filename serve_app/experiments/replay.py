@@ -1,8 +1,9 @@
-"""The live scheduler under arrivals, in a time that passes as steps of the real model cost.
+"""Runs the real scheduler on arrivals in simulated time, which advances by the cost of the real
+model's steps.
 
-Nothing is computed: which tokens a model says does not matter to who waits for whom. The scheduler is the engine's own;
-the ways to batch are its settings, and what padding adds to a step is priced like anything else that is computed. So
-all ways have the same kernels, and what differs is batching alone. KV memory is never short here.
+No model runs: scheduling does not depend on which tokens are generated. The ways to batch are
+settings of the engine's own scheduler, and padding costs the same as other computed positions. So
+all ways use the same kernels, and only batching differs. KV memory is never short here.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -25,7 +26,7 @@ _TOKEN, _VOCAB_SIZE = 5, 8
 
 
 class Way(StrEnum):
-    """How requests are batched; the values are the keys of the JSON reports."""
+    """The ways to batch. The values are keys of the JSON reports."""
 
     PADDED_STATIC = "padded_static"
     PACKED_STATIC = "packed_static"
@@ -34,10 +35,10 @@ class Way(StrEnum):
 
 
 _KNOBS: dict[Way, dict[str, Any]] = {
-    # A batch is whoever waits when the one before has ended.
+    # A batch takes all requests waiting when the previous batch has ended.
     Way.PADDED_STATIC: {"policy": "static", "max_wait_s": 0.0},
     Way.PACKED_STATIC: {"policy": "static", "max_wait_s": 0.0},
-    # Newcomers are a batch of their own before they are merged, and the others pause.
+    # New requests form a separate batch before they are merged, while the others pause.
     Way.PADDED_CONTINUOUS: {"prefill": "separate"},
     Way.PACKED_CONTINUOUS: {},
 }
@@ -45,7 +46,7 @@ _KNOBS: dict[Way, dict[str, Any]] = {
 
 @dataclass(slots=True)
 class Served:
-    """One request: when the step began that it entered in, and when each of its tokens came; seconds."""
+    """One request, with the start time of its first step and the time of each token; in seconds."""
 
     arrival: Arrival
     slot: int = -1
@@ -54,28 +55,30 @@ class Served:
 
     @property
     def waited_s(self) -> float:
-        """From its arrival to the beginning of its first step."""
+        """Time from arrival to the start of the first step."""
         return self.started_s - self.arrival.at_s
 
     @property
     def first_token_s(self) -> float:
-        """From its arrival to its first token."""
+        """Time from arrival to the first token."""
         return self.token_s[0] - self.arrival.at_s
 
     @property
     def latency_s(self) -> float:
-        """From its arrival to its last token."""
+        """Time from arrival to the last token."""
         return self.token_s[-1] - self.arrival.at_s
 
     @property
     def gaps_s(self) -> list[float]:
-        """Between consecutive tokens."""
+        """Times between consecutive tokens."""
         return [after - before for before, after in pairwise(self.token_s)]
 
 
 @dataclass(frozen=True, slots=True)
 class ReplayedStep:
-    """One step: its time, how many requests entered, and whether it read prompts only, so that the others paused."""
+    """One step: its times, the number of admitted requests, and whether it had only prompts, so
+    that other requests paused.
+    """
 
     begin_s: float
     end_s: float
@@ -85,7 +88,7 @@ class ReplayedStep:
 
 @dataclass(frozen=True, slots=True)
 class Replay:
-    """What came of the arrivals, in their order."""
+    """Results of the arrivals, in the same order."""
 
     requests: list[Served]
     steps: list[ReplayedStep]
@@ -97,13 +100,13 @@ class Replay:
 
     @property
     def output_tokens(self) -> int:
-        """Of all requests."""
+        """Output tokens of all requests."""
         return sum(len(request.token_s) for request in self.requests)
 
 
 def replay(way: Way, arrivals: Sequence[Arrival], cost: StepCost, slots: int, **knobs: Any) -> Replay:
-    """Serve the arrivals, which are in order of time. `knobs` are those of `SchedulerKnobs`. Unless they say
-    how many tokens a step may have, it takes any prompts whole.
+    """Serve the arrivals, which must be sorted by time. `knobs`: settings of `SchedulerKnobs`. By
+    default a step has room for the whole prompts of all slots.
     """
     scheduler = Scheduler(_config(arrivals, {"max_num_seqs": slots, **_KNOBS[way], **knobs}))
     price = _price_of(way)
@@ -117,7 +120,8 @@ def replay(way: Way, arrivals: Sequence[Arrival], cost: StepCost, slots: int, **
             arrived += 1
         output = scheduler.schedule(now)
         if not output.rows:
-            # Nothing happens before somebody arrives, or the oldest who waits has waited long enough.
+            # Nothing happens until the next arrival, or until the oldest waiting request reaches
+            # max_wait_s.
             moments = [arrival.at_s for arrival in arrivals[arrived : arrived + 1]]
             moments += [
                 arrival.at_s + scheduler.config.max_wait_s for arrival in arrivals[started : min(arrived, started + 1)]
@@ -136,7 +140,9 @@ def replay(way: Way, arrivals: Sequence[Arrival], cost: StepCost, slots: int, **
 
 
 def capacity(arrivals: Iterable[Arrival], cost: StepCost, slots: int, **knobs: Any) -> float:
-    """Requests per second that packed continuous batching completes when all of them wait from the beginning on."""
+    """Return the requests per second of packed continuous batching when all requests wait from the
+    start.
+    """
     waiting = [Arrival(0.0, one.prompt_tokens, one.output_tokens) for one in arrivals]
     return len(waiting) / replay(Way.PACKED_CONTINUOUS, waiting, cost, slots, **knobs).busy_s
 
@@ -163,7 +169,7 @@ def _tokens(output: SchedulerOutput) -> ModelRunnerOutput:
 
 
 _Price = Callable[[Sequence[ScheduledRequest]], tuple[int, int]]
-"""Positions that a step of these rows computes, and pairs of query and key."""
+"""Returns the positions that a step of these rows computes, and its pairs of query and key."""
 
 
 def _price_of(way: Way) -> _Price:
@@ -177,7 +183,9 @@ def _packed(rows: Sequence[ScheduledRequest]) -> tuple[int, int]:
 
 
 def _padded(rows: Sequence[ScheduledRequest]) -> tuple[int, int]:
-    """Every row is as wide as the widest; without a kernel that skips it, padding is multiplied like the rest."""
+    """Price a padded step. Every row is as wide as the widest; without a kernel that skips padding,
+    it costs the same as tokens.
+    """
     columns = max(row.num_tokens for row in rows)
     positions = len(rows) * columns
     return positions, positions * max(row.start + row.num_tokens for row in rows)
@@ -185,7 +193,9 @@ def _padded(rows: Sequence[ScheduledRequest]) -> tuple[int, int]:
 
 @dataclass(slots=True)
 class _StaticBatch:
-    """Rows that have ended are computed on, and keep their columns, until the last one ends."""
+    """Prices static batches. Finished rows keep their columns and are still computed until the last
+    one ends.
+    """
 
     rows: int = 0
     width: int = 0

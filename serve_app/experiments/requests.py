@@ -1,7 +1,8 @@
-"""The requests of the experiments: real prompts, and output lengths drawn from an exponential distribution.
+"""The experiments' requests: real prompts, and output lengths from an exponential distribution.
 
-The published experiment draws a mean of 128 output tokens and cuts at up to 1,536. Here everything is a quarter of
-that, which a laptop finishes in minutes; what matters is the spread of the lengths, which stays the same.
+The published experiment uses a mean of 128 output tokens and a cap of up to 1,536. Here both are
+divided by four, so that a laptop finishes in minutes. The relative spread of the lengths is the
+same.
 """
 
 import math
@@ -16,22 +17,24 @@ if TYPE_CHECKING:
     from serve_app.text.tokenizer import Tokenizer
 
 MEAN = 32
-"""Mean of the exponential distribution, in tokens, before it is cut."""
+"""Mean of the exponential distribution before capping, in tokens."""
 
 
 def exponential_lengths(count: int, cap: int, seed: int = 0) -> tuple[int, ...]:
-    """Output tokens of `count` requests: exponential with mean `MEAN`, at least 1, at most `cap`.
+    """Return the output tokens of `count` requests: exponential with mean `MEAN`, at least 1, at
+    most `cap`.
 
-    The same draws whatever the cap, so that a higher one only lengthens what a lower one had cut.
+    The draws do not depend on the cap: a higher cap only lengthens outputs that a lower cap had
+    cut.
     """
     rng = Random(seed)
     return tuple(min(cap, max(1, round(rng.expovariate(1 / MEAN)))) for _ in range(count))
 
 
 def make_job(tokenizer: "Tokenizer", count: int, cap: int, slots: int, **fields: Any) -> CompareJob:
-    """`count` requests whose server only knows that none is longer than `cap`.
+    """Return a job of `count` requests. The server knows only that no output is longer than `cap`.
 
-    The KV memory is what `slots` requests of the greatest length need; `fields` are those of `CompareJob`.
+    The KV memory fits `slots` requests of the maximum length. `fields`: fields of `CompareJob`.
     """
     ids = [tuple(tokenizer.encode(prompt)) for prompt in PROMPTS]
     prompts = tuple(ids[index % len(ids)] for index in range(count))
@@ -42,9 +45,10 @@ def make_job(tokenizer: "Tokenizer", count: int, cap: int, slots: int, **fields:
 
 
 def poisson_arrivals(count: int, rate: float, cap: int, prompts: tuple[int, int], seed: int = 0) -> list[Arrival]:
-    """`count` requests at `rate` a second: prompts log-uniform between two lengths, outputs as above.
+    """Return `count` requests at `rate` per second. Prompt lengths are log-uniform between two
+    lengths; outputs come from `exponential_lengths`.
 
-    The same requests in the same order at any rate; only the gaps between them are stretched.
+    The rate changes only the gaps between requests, not the requests or their order.
     """
     rng = Random(f"arrivals-{seed}")
     shortest, longest = map(math.log, prompts)

@@ -1,8 +1,9 @@
-"""What a step of the real model costs, fitted to measured steps, so that waiting can be studied without waiting.
+"""Cost of the real model's steps, fitted to measured steps, so that experiments can simulate time.
 
     seconds = base_s + token_s * positions + pair_s * pairs of a query and a key that it attends to
 
-Each kind of step is measured several times and counts with its shortest time: what disturbs a machine only adds.
+Each kind of step is measured several times, and its shortest time counts: disturbances only add
+time.
 """
 
 from dataclasses import asdict, dataclass
@@ -15,12 +16,12 @@ from serve_app.experiments.compare_runs import CompareJob, OnTokens, load_packed
 _ROWS, _PROMPTS, _OUTPUT = (1, 4, 16), (16, 96), 12
 _REPEATS = 3
 NUM_TOKENS = _REPEATS * _OUTPUT * sum(_ROWS) * len(_PROMPTS)
-"""Output tokens that measuring takes."""
+"""Output tokens that the measurement generates."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepCost:
-    """Seconds of a step by what it computes. error: mean relative error of the fit at the measured steps."""
+    """Parameters of a step's time. error: mean relative error of the fit at the measured steps."""
 
     base_s: float
     token_s: float
@@ -28,16 +29,18 @@ class StepCost:
     error: float = 0.0
 
     def seconds(self, positions: int, pairs: int) -> float:
-        """Of a step that computes so many positions, with so many pairs of query and key."""
+        """Return the seconds of a step with this many positions and pairs of query and key."""
         return self.base_s + self.token_s * positions + self.pair_s * pairs
 
     def report(self) -> dict[str, float]:
-        """The figures as plain data."""
+        """Return the figures as plain data."""
         return {name: float(f"{value:.4g}") for name, value in asdict(self).items()}
 
 
 def pairs_of(start: int, num_tokens: int) -> int:
-    """Pairs of query and key of a row: each of its tokens attends to all before it and itself."""
+    """Return the pairs of query and key of a row: each token attends to itself and all tokens
+    before it.
+    """
     return num_tokens * (2 * start + num_tokens + 1) // 2
 
 
@@ -71,7 +74,9 @@ def _measured(record: StepRecord) -> tuple[int, int, float]:
 
 
 def fit(steps: list[tuple[int, int, float]]) -> StepCost:
-    """The cost with the least squares of relative errors, no part of it negative. steps: positions, pairs, seconds."""
+    """Fit the cost by least squares of relative errors, with no negative parameter. steps:
+    positions, pairs, seconds.
+    """
     import numpy as np
 
     features = np.array([(1, positions, pairs) for positions, pairs, _ in steps], dtype=float)

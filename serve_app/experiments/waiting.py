@@ -1,7 +1,9 @@
-"""The waiting-served ratio, swept, where prompts ride along in the packed step and where they have steps of their own.
+"""Sweeps the waiting-served ratio with fused prefill (in the packed step) and separate prefill (in
+its own steps).
 
-With a ratio, newcomers wait until they are many enough beside those who run. Separate prefill pauses the running
-streams, so that fewer and larger groups pause them less often; fused prefill has no pauses to save.
+With a ratio, new requests wait until there are enough of them relative to the running ones.
+Separate prefill pauses running streams, so fewer and larger groups pause them less often. Fused
+prefill has no pauses to avoid.
 """
 
 from bisect import bisect_right
@@ -25,17 +27,19 @@ if TYPE_CHECKING:
 RATIOS = (0.0, 0.25, 0.5, 1.0, 2.0)
 PREFILLS = ("fused", "separate")
 LOAD = 0.8
-"""Arrivals, as a share of what fused prefill without a gate completes when nobody has to be waited for."""
+"""Arrival rate, as a share of the throughput of fused prefill without a gate and with requests
+always waiting.
+"""
 _CAP, _PROMPTS = 384, (16, 256)
 _STEP_TOKENS = 256
 _SHOWN_STEPS = 120
-# The ratio alone decides: nobody is let in for having waited long.
+# Only the ratio decides: no request is admitted for having waited long.
 _GATE = {"max_wait_s": 1e9, "max_waiting_steps": 10**9, "max_num_batched_tokens": _STEP_TOKENS}
 
 
 @dataclass(frozen=True, slots=True)
 class Sweep:
-    """By prefill and ratio, what came of the same arrivals. rate: requests per second."""
+    """Replays of the same arrivals, by prefill and ratio. rate: requests per second."""
 
     cost: StepCost
     slots: int
@@ -44,7 +48,7 @@ class Sweep:
 
 
 def run(cost: StepCost, requests: int, slots: int, ratios: Sequence[float] = RATIOS) -> Sweep:
-    """All ratios with both kinds of prefill."""
+    """Replay all ratios with both kinds of prefill."""
     full = capacity(poisson_arrivals(requests, 1.0, _CAP, _PROMPTS), cost, slots, max_num_batched_tokens=_STEP_TOKENS)
     arrivals = poisson_arrivals(requests, LOAD * full, _CAP, _PROMPTS)
     replays = {
@@ -60,7 +64,9 @@ def run(cost: StepCost, requests: int, slots: int, ratios: Sequence[float] = RAT
 
 
 def figures_of(result: Replay) -> dict[str, float]:
-    """First token and gaps in seconds, throughput while anything is computed, and how newcomers were grouped."""
+    """Return time to first token and gaps in seconds, throughput while computing, and the size of
+    admitted groups.
+    """
     gaps = list(chain.from_iterable(request.gaps_s for request in result.requests))
     groups = [step.admitted for step in result.steps if step.admitted]
     return {
@@ -75,7 +81,9 @@ def figures_of(result: Replay) -> dict[str, float]:
 
 
 def _pauses(result: Replay) -> int:
-    """How often a stream waited for its next token while a step, or several in a row, read prompts only."""
+    """Return how often a stream waited for its next token during one or several consecutive steps
+    with only prompts.
+    """
     ends = [step.end_s for step in result.steps if step.only_prompts]
     return sum(
         bisect_right(ends, after) - bisect_right(ends, before) > 0
@@ -85,7 +93,7 @@ def _pauses(result: Replay) -> int:
 
 
 def report(sweep: Sweep) -> dict[str, Any]:
-    """The figures as plain data."""
+    """Return the figures as plain data."""
     return {
         "step_cost": sweep.cost.report(),
         "requests_per_s": round(sweep.rate, 4),
@@ -100,7 +108,7 @@ def report(sweep: Sweep) -> dict[str, Any]:
 
 
 def show(console: Console, sweep: Sweep) -> None:
-    """The figures as a table."""
+    """Print the figures as a table."""
     table = Table("prefill", "ratio", "first token p50", "gap p99", "tokens per busy s", "newcomers at once")
     for column in table.columns[1:]:
         column.justify = "right"
@@ -120,7 +128,9 @@ def show(console: Console, sweep: Sweep) -> None:
 
 
 def draw(path: Path, sweep: Sweep) -> None:
-    """First token, pauses, gaps and throughput over the ratio, and below them streams and their pauses; a PNG."""
+    """Write a PNG: first token, pauses, gaps and throughput over the ratio; below them, streams and
+    their pauses.
+    """
     from serve_app.experiments.pictures import mosaic, save
 
     figure, panels = mosaic("ABCD\nEEEE\nFFFF\nGGGG", height=7.6)
@@ -166,7 +176,7 @@ def _draw_curve(panel: "Axes", sweep: Sweep, key: str, scale: float) -> None:
 
 
 def _draw_streams(panel: "Axes", result: Replay, window: tuple[float, float]) -> None:
-    """A dot for each token, in the row of its slot; where prompts alone are read, a band."""
+    """Draw a dot per token, in the row of its slot, and a band per step that has only prompts."""
     from serve_app.experiments.pictures import BLUE, RED, SKY
 
     begin_s, end_s = window

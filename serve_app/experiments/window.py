@@ -1,7 +1,8 @@
-"""By size or by time: a batch that starts when it is full, or when its first request has waited long enough.
+"""Static batches that start when full, or when their first request has waited long enough.
 
-Requests arrive with gaps of 0.2 to 0.9 s. A large batch takes long to fill, a short wait sends it off nearly empty;
-continuous batching has neither knob, because a request enters the next step.
+Requests arrive with gaps of 0.2 to 0.9 s. A large batch takes long to fill; with a short wait it
+starts nearly empty. Continuous batching has neither setting, because a request enters the next
+step.
 """
 
 from collections.abc import Sequence
@@ -30,7 +31,7 @@ _CAP, _PROMPT = 128, 16
 
 @dataclass(frozen=True, slots=True)
 class Windows:
-    """By size and wait, what came of the same arrivals; and of continuous batching."""
+    """Replays of the same arrivals: static batches by size and wait, and continuous batching."""
 
     cost: StepCost
     static: dict[int, dict[float, Replay]]
@@ -38,7 +39,7 @@ class Windows:
 
 
 def arrivals_of(count: int, seed: int = 0) -> list[Arrival]:
-    """Requests with gaps uniform in `GAPS_S`."""
+    """Return requests with gaps uniform in `GAPS_S`."""
     rng = Random(f"gaps-{seed}")
     at_s = 0.0
     arrivals = []
@@ -49,7 +50,9 @@ def arrivals_of(count: int, seed: int = 0) -> list[Arrival]:
 
 
 def run(cost: StepCost, requests: int, sizes: Sequence[int] = SIZES, waits_s: Sequence[float] = WAITS_S) -> Windows:
-    """All sizes and waits, padded as such batches are, and continuous batching with as many slots as the largest."""
+    """Replay all sizes and waits with padded static batches, and continuous batching with as many
+    slots as the largest.
+    """
     arrivals = arrivals_of(requests)
     static = {
         size: {wait_s: replay(Way.PADDED_STATIC, arrivals, cost, size, max_wait_s=wait_s) for wait_s in waits_s}
@@ -59,12 +62,12 @@ def run(cost: StepCost, requests: int, sizes: Sequence[int] = SIZES, waits_s: Se
 
 
 def fill(result: Replay, size: int) -> float:
-    """Mean share of a batch's places that are taken when it starts."""
+    """Return the mean share of a batch's slots that are filled when it starts."""
     return fmean(step.admitted for step in result.steps if step.admitted) / size
 
 
 def waited_s(result: Replay) -> float:
-    """Mean time from a request's arrival to the step that it enters in."""
+    """Return the mean time from a request's arrival to its first step."""
     return fmean(request.waited_s for request in result.requests)
 
 
@@ -73,7 +76,7 @@ def _latency_s(result: Replay) -> float:
 
 
 def report(result: Windows) -> dict[str, Any]:
-    """The figures as plain data."""
+    """Return the figures as plain data."""
     return {
         "step_cost": result.cost.report(),
         "static": {
@@ -95,7 +98,7 @@ def report(result: Windows) -> dict[str, Any]:
 
 
 def show(console: Console, result: Windows) -> None:
-    """The figures as a table."""
+    """Print the figures as a table."""
     table = Table("max_batch_size", "max_wait_time", "fill of batches", "mean wait", "mean latency")
     for column in table.columns:
         column.justify = "right"
@@ -111,7 +114,9 @@ def show(console: Console, result: Windows) -> None:
 
 
 def draw(path: Path, result: Windows) -> None:
-    """Fill of batches and waiting time over `max_wait_time`, a line for each `max_batch_size`; a PNG."""
+    """Write a PNG: fill of batches and waiting time over `max_wait_time`, one line per
+    `max_batch_size`.
+    """
     from serve_app.experiments.pictures import save, side_by_side
 
     figure, (fills, waits) = side_by_side(2)

@@ -1,1 +1,3 @@
-"""Models over packed rows and a paged KV pool: loading, attention backends, running, sampling."""
+"""Model execution over packed rows and a paged KV pool: loading, attention backends, running,
+sampling.
+"""

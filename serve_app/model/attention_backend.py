@@ -1,7 +1,8 @@
-"""The interface of attention over a paged KV pool: a step's batch, and what a backend offers. Decides no layout.
+"""The interface of attention over a paged KV pool: the batch of a step, and the backend protocol.
 
-The pool of one layer is a pair of tensors whose shape belongs to the backend; only `block_dim`, the dimension that
-counts blocks, is known outside. A *KV slot* is one token's place in the pool: `block_id * block_size + offset`.
+The pool of one layer is a pair of tensors. The backend defines their shape; callers know only
+`block_dim`, the dimension that counts blocks. A *KV slot* is the position of one token in the pool:
+`block_id * block_size + offset`.
 """
 
 from collections.abc import Sequence
@@ -14,12 +15,12 @@ import torch
 from torch import Tensor
 
 BlockTable = npt.NDArray[np.int32]
-"""Ids of one row's blocks, in order; what follows them has no meaning."""
+"""Ids of one row's blocks, in order. Entries after the row's last block are undefined."""
 
 
 @dataclass(frozen=True, slots=True)
 class ResidentTables:
-    """Block tables that stay on the device: int32 [any, B], of which row r of a step has line lines[r]."""
+    """Block tables kept on the device: int32 [any, B]. Row r of a step uses line lines[r]."""
 
     tables: Tensor
     lines: npt.NDArray[np.int64]
@@ -27,14 +28,15 @@ class ResidentTables:
 
 @dataclass(slots=True)
 class AttentionBatch:
-    """The ragged batch of one step: R rows (sequences) of T packed query tokens in all.
+    """The ragged batch of one step: R rows (sequences) with T packed query tokens in total.
 
     query_starts: R + 1 offsets; row r owns packed tokens [query_starts[r], query_starts[r + 1]).
-    kv_lens: R lengths; tokens of the row in the pool once this step's are written.
-    block_tables: int32 [R, B]; the first ceil(kv_len / block_size) ids of a line are the row's blocks. Empty where
-    `resident` has them, for a backend that keeps tables.
-    kv_slots: int64 [T] on the model's device; where each packed token's key and value go.
-    wanted: bool [T]; whose hidden states are read. What an executor returns as the others' is undefined. None: all are.
+    kv_lens: R lengths; each row's tokens in the pool after this step's tokens are written.
+    block_tables: int32 [R, B]; the first ceil(kv_len / block_size) ids of a line are the row's
+    blocks. Empty if `resident` is set, for a backend that keeps tables.
+    kv_slots: int64 [T] on the model's device; the KV slot of each packed token.
+    wanted: bool [T]; the tokens whose hidden states are needed; an executor may return anything for
+    the others. None: all tokens.
     """
 
     query_starts: list[int]
@@ -46,7 +48,7 @@ class AttentionBatch:
 
 
 def block_matrix(tables: Sequence[Sequence[int]]) -> npt.NDArray[np.int32]:
-    """Tables of different lengths as one matrix, padded with zeros."""
+    """Stack tables of different lengths into one matrix, padded with zeros."""
     matrix = np.zeros((len(tables), max(map(len, tables))), dtype=np.int32)
     for line, table in zip(matrix, tables, strict=True):
         line[: len(table)] = table
@@ -55,7 +57,9 @@ def block_matrix(tables: Sequence[Sequence[int]]) -> npt.NDArray[np.int32]:
 
 @dataclass(frozen=True, slots=True)
 class AttentionLayer:
-    """How one layer attends. `sliding_window` counts the keys a query sees, its own included."""
+    """Shape and parameters of one layer's attention. `sliding_window` counts the keys that a query
+    sees, including its own.
+    """
 
     num_heads: int
     num_kv_heads: int
@@ -67,35 +71,39 @@ class AttentionLayer:
 
 
 SCALE_BYTES = 4
-"""Of the scale that one head's key or value in int8 has."""
+"""Size of the scale of one head's int8 key or value."""
 
 
 class LayerCache(NamedTuple):
-    """Keys and values of one layer, every block of the pool."""
+    """Keys and values of one layer, for all blocks of the pool."""
 
     key: Tensor
     value: Tensor
 
 
 class AttentionBackend(Protocol):
-    """One way to attend over the pool. Stateless: all state lives in the caches and in the step's metadata."""
+    """One implementation of attention over the pool. Stateless: all state is in the caches and the
+    step's metadata.
+    """
 
     name: ClassVar[str]
     block_size: ClassVar[int]
     block_dim: ClassVar[int]
     keeps_tables: ClassVar[bool]
-    """Whether it reads block tables that stay on the device."""
+    """Whether the backend reads block tables that stay on the device."""
 
     def allocate(self, layer: AttentionLayer, num_blocks: int, dtype: torch.dtype, device: torch.device) -> LayerCache:
-        """Zeroed pool of `num_blocks` blocks for one layer."""
+        """Return a zeroed pool of `num_blocks` blocks for one layer."""
         ...
 
     def warm_up(self, layer: AttentionLayer, dtype: torch.dtype, cache: LayerCache) -> None:
-        """Compile whatever steps with queries of this dtype may use, so that no request waits for that."""
+        """Compile all kernels that steps with queries of this dtype may use, so that no request
+        waits for it.
+        """
         ...
 
     def build(self, batch: AttentionBatch) -> Any:
-        """Everything about the step that all layers share; called once per step."""
+        """Compute the metadata that all layers share. Called once per step."""
         ...
 
     def forward(
@@ -103,8 +111,8 @@ class AttentionBackend(Protocol):
     ) -> Tensor:
         """Write this step's keys and values into the pool, then attend causally.
 
-        query [num_heads, N, head_dim], key [num_kv_heads, N, head_dim], value [num_kv_heads, N, value_dim], with
-        N >= T: tokens from T on are padding, never written, and their output is undefined but finite.
-        Returns [N, num_heads, value_dim].
+        query is [num_heads, N, head_dim], key [num_kv_heads, N, head_dim], value [num_kv_heads, N,
+        value_dim], with N >= T. Tokens from T on are padding: they are never written, and their
+        output is undefined but finite. Returns [N, num_heads, value_dim].
         """
         ...

@@ -1,6 +1,8 @@
-"""Draws the blueprint of a checkpoint's model: asks transformers' modules how it computes, and verifies the kernels.
+"""Builds the blueprint of a checkpoint's model from transformers' modules, and verifies the
+kernels.
 
-Apart from `blueprint`, because importing transformers' modules takes long, and most starts find one that was drawn.
+Separate from `blueprint` because importing transformers' modules is slow, and most starts find a
+cached blueprint.
 """
 
 from collections.abc import Collection
@@ -30,7 +32,9 @@ from serve_app.model.sources.source_model import SourceModel
 def draw_blueprint(
     files: ModelFiles, checkpoint: MappedCheckpoint, kernels: Kernels, dtype: torch.dtype, options: ModelOptions
 ) -> Blueprint:
-    """Raises UnsupportedModelError for a model that the kernels cannot run, and ConfigError."""
+    """Build the blueprint. Raises ConfigError, and UnsupportedModelError if the kernels cannot run
+    the model.
+    """
     with quiet():
         return _draw(files, checkpoint, kernels, dtype, options)
 
@@ -54,13 +58,13 @@ def _draw(
 
 def _configs(files: ModelFiles, checkpoint: MappedCheckpoint, ignored: Collection[str]) -> tuple[Any, Any]:
     folder = checkpoint.config_folder
-    # What a GGUF file says has been looked at when its configuration was written.
+    # A GGUF file's metadata was checked when its configuration was written.
     of_folder = read_config(str(folder), ignored) if files.kind == "folder" else None
     try:
         config = of_folder or AutoConfig.from_pretrained(folder, trust_remote_code=False)
         own = (folder / GENERATION_CONFIG).is_file()
         generation_config = GenerationConfig.from_pretrained(folder) if own else None
-    except Exception as error:  # transformers' validators raise whatever does not fit together
+    except Exception as error:  # transformers' validators may raise anything
         raise UnsupportedModelError(f"{folder} cannot be used unchanged: {one_line(error)}") from error
     if getattr(config, "quantization_config", None) is not None:
         raise UnsupportedModelError("its weights are quantized")

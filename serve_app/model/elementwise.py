@@ -1,7 +1,8 @@
-"""Element-wise functions whose results do not depend on where in the batch an element stands.
+"""Element-wise functions whose results do not depend on an element's position in the batch.
 
-torch gives each thread one stretch of the flattened tensor and computes the remainder after whole vectors with scalar
-code, whose exp and tanh differ in the last bit. So every stretch must be a whole number of vectors.
+torch gives each thread one stretch of the flattened tensor. It computes the remainder after whole
+vectors with scalar code, whose exp and tanh differ in the last bit. So every stretch must be a
+whole number of vectors.
 """
 
 from collections.abc import Iterator
@@ -11,15 +12,18 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 _VECTOR = 32
-"""Floats per loop turn with AVX-512 (two registers); AVX2 and NEON divide it."""
+"""Floats per loop iteration with AVX-512 (two registers). A multiple of the widths of AVX2 and
+NEON.
+"""
 _GRAIN = 32768
-"""torch takes one more thread per this many elements (at::internal::GRAIN_SIZE)."""
+"""torch uses one more thread per this many elements (at::internal::GRAIN_SIZE)."""
 
 
 def aligned_parts(x: Tensor) -> Iterator[Tensor]:
-    """Cut x [rows, width] into views of consecutive rows that torch's threads share in whole vectors.
+    """Cut x [rows, width] into views of consecutive rows that torch's threads split into whole
+    vectors.
 
-    One part, the whole, in nearly all cases. `width` or `rows * width` must be a multiple of 32 for that to hold.
+    Nearly always yields x as one part. Requires `width` or `rows * width` to be a multiple of 32.
     """
     threads, width, start = torch.get_num_threads(), x.shape[1], 0
     while start < x.shape[0]:
@@ -38,7 +42,7 @@ class AlignedActivation(nn.Module):
         self.activation = activation
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [..., width], same shape out."""
+        """Return the activation of x [..., width], in the same shape."""
         width = x.shape[-1]
         rows = F.pad(x.flatten(0, -2), (0, -width % _VECTOR))
         parts = [self.activation(part) for part in aligned_parts(rows)]
@@ -47,6 +51,6 @@ class AlignedActivation(nn.Module):
 
 
 def is_activation(module: nn.Module) -> bool:
-    """Whether the module is an element-wise function from torch or transformers, without parameters."""
+    """Whether the module is a parameterless element-wise function of torch or transformers."""
     home = type(module).__module__
     return home in ("torch.nn.modules.activation", "transformers.activations") and not list(module.parameters())

@@ -1,8 +1,9 @@
-"""What runs a model's layers: the protocol between `PagedModel` and the three ways to do it.
+"""The executor protocol: an executor runs a model's layers for `PagedModel`.
 
-`TransformersExecutor` runs transformers' own modules, any model and any device; `CpuDecoder` and `GpuDecoder` run
-Llama-like models with the C and the Triton kernels. A module of this package for each of the three says when it is
-wanted (`demand`), and builds it or says why not (`load`).
+There are three. `TransformersExecutor` runs transformers' own modules: any model, any device.
+`CpuDecoder` and `GpuDecoder` run Llama-like models with the C and the Triton kernels. Each has a
+module in `executors`: `demand` decides whether the options call for it, and `load` builds it or
+raises the reason why it cannot.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,11 +20,15 @@ from serve_app.model.sampling.sampler import PendingSample
 from serve_app.model.slot_memory import SlotMemory
 
 OnCapture = Callable[[int, int], None]
-"""Called now and then with how many graphs have been captured, and how many there will be."""
+"""Called occasionally with the number of captured graphs and their total."""
 
 
 class Demand(Enum):
-    """Whether the options want an executor for a model: not at all, if it can run the model, or no other."""
+    """Whether the options call for an executor.
+
+    NONE: do not use it. OPTIONAL: use it if it can run the model. REQUIRED: no other executor may
+    run the model.
+    """
 
     NONE = 0
     OPTIONAL = 1
@@ -31,11 +36,11 @@ class Demand(Enum):
 
 
 class UnsupportedModelError(Exception):
-    """Says in one line why an executor cannot run a model here."""
+    """An executor cannot run a model here. The message is the reason, in one line."""
 
 
 def torch_build(device: torch.device) -> str:
-    """What computes where torch, or Triton, does."""
+    """Return the `ModelExecutor.build` of executors that compute with torch or Triton."""
     if device.type == "cpu":
         return f"torch {torch.__version__} {torch.backends.cpu.get_cpu_capability()}"
     return f"torch {torch.__version__} {torch.cuda.get_device_name(device)} {torch.cuda.get_device_capability(device)}"
@@ -43,9 +48,10 @@ def torch_build(device: torch.device) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Decoded:
-    """Hidden states [R, hidden] of a launched decode step, which the next one overwrites.
+    """Hidden states [R, hidden] of a launched decode step. The next step overwrites them.
 
-    choose: launches the rest for rows whose logits nothing changes: their tokens, which become part of the history.
+    choose: launches sampling, for rows whose logits are neither changed nor returned. It adds the
+    tokens to the history.
     """
 
     hidden: Tensor
@@ -53,16 +59,16 @@ class Decoded:
 
 
 class ModelExecutor(Protocol):
-    """The layers of one model and its head."""
+    """The layers and the head of one model."""
 
     @property
     def backend(self) -> AttentionBackend:
-        """Owns the block size and the layout of the pool."""
+        """The attention backend, which defines the block size and the layout of the pool."""
         ...
 
     @property
     def cache_dtype(self) -> torch.dtype:
-        """Number format of keys and values in the pool."""
+        """Dtype of keys and values in the pool."""
         ...
 
     @property
@@ -72,49 +78,60 @@ class ModelExecutor(Protocol):
 
     @property
     def build(self) -> str:
-        """What computes: equal for builds that give the same numbers."""
+        """Identifies the code and hardware that compute. Equal builds produce equal numbers."""
         ...
 
     @property
     def weight_bytes(self) -> int:
-        """Memory of the weights that a step reads."""
+        """Size of the weights that a step reads."""
         ...
 
     @property
     def mapped_bytes(self) -> int:
-        """Of all weights, what is mapped from files: needed, though the system calls such memory available."""
+        """Bytes of weights mapped from files. They are in use, although the system counts them as
+        available memory.
+        """
         ...
 
     @property
     def choose(self) -> Callable[[Tensor, Tensor], Tensor] | None:
-        """Samples on the device: token ids int64 [R], negative where there is none, of hidden states [R, hidden] and
-        parameters [R, len(Column)]. None where sampling is the host's."""
+        """Sample on the device: hidden states [R, hidden] and parameters [R, len(Column)] -> token
+        ids int64 [R], negative for rows that failed. None if the host samples.
+        """
         ...
 
     @property
     def likeliest(self) -> Callable[[Tensor], Tensor] | None:
-        """The first of the largest logits of hidden states [R, hidden], int64 [R]; -1 where one is not finite. None
-        where that is no faster than to look for it among the logits."""
+        """Return the index of each row's largest logit: hidden states [R, hidden] -> int64 [R]. The
+        first of equal ones; -1 if any logit is not finite. None if it is no faster than searching
+        the logits.
+        """
         ...
 
     def attach(self, caches: Sequence[LayerCache] | None, memory: SlotMemory | None = None) -> None:
-        """Use this pool, one cache per layer, and in `decode` this memory; None takes them away."""
+        """Use this pool, one cache per layer, and `memory` in `decode`. None detaches both."""
         ...
 
     def capture(self, max_num_seqs: int, on_capture: OnCapture) -> None:
-        """Capture all CUDA graphs that steps of up to `max_num_seqs` rows use, so that no request waits for that."""
+        """Capture all CUDA graphs for steps of up to `max_num_seqs` rows, so that no request waits
+        for it.
+        """
         ...
 
     def forward(self, input_ids: Tensor, positions: Tensor, batch: AttentionBatch) -> Tensor:
-        """Hidden states [T, hidden] of T packed tokens; their keys and values are written into the pool. Those that are
-        not `batch.wanted` may be anything."""
+        """Run the layers: return the hidden states [T, hidden] of T packed tokens, and write their
+        keys and values into the pool. Hidden states of tokens not in `batch.wanted` are undefined.
+        """
         ...
 
     def decode(self, packed: PackedBatch) -> Decoded | None:
-        """The same for a step of the engine that is whole in a CUDA graph, if it is: one of single-token rows that all
-        sample."""
+        """Run `forward` for a whole engine step as one CUDA graph. Return None if the step does not
+        qualify: it must have single-token rows only, which all sample.
+        """
         ...
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
-        """Logits [R, vocab_size] of hidden states [R, hidden], in the dtype in which they were computed."""
+        """Return the logits [R, vocab_size] of hidden states [R, hidden], in the dtype they were
+        computed in.
+        """
         ...

@@ -1,4 +1,4 @@
-"""What is known of a model, whatever runs it."""
+"""Facts about a model that do not depend on the executor."""
 
 import json
 from collections.abc import Sequence
@@ -14,11 +14,11 @@ from serve_app.model.attention_backend import AttentionLayer
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
-    """What stays known of a model once it runs. Plain data; holds no weights.
+    """Facts kept about a running model. Plain data without weights.
 
-    vocab_size: width of the logits; hidden_size: of the hidden states that they are made from. eos_token_ids: end a
-    text. layer_weights, head_weights: how many numbers they have; of an embedding that is not the head too, few rows
-    are read.
+    vocab_size: width of the logits. hidden_size: width of the final hidden states. eos_token_ids:
+    tokens that end a text. layer_weights, head_weights: number of weights. An embedding that is not
+    also the head is not counted: a step reads few of its rows.
     """
 
     name: str
@@ -33,7 +33,7 @@ class ModelFacts:
     hidden_size: int
 
     def of_whole(self, module: Any) -> "ModelFacts":
-        """Those of a module of which these are the facts of a small copy."""
+        """Return the facts of the whole module, from these of its small copy."""
         layer_weights, head_weights = count_weights(module)
         vocab_size, hidden_size = module.get_output_embeddings().weight.shape
         return replace(
@@ -46,26 +46,26 @@ class ModelFacts:
         )
 
     def ending_with(self, end_ids: Sequence[int]) -> "ModelFacts":
-        """With the tokenizer's tokens that end a text too, which come first. Any of them ends a text, as authors state
-        only some of them in each place: end of text in one file, end of turn in another.
+        """Add the tokenizer's end tokens, in front of the model's. Any of them ends a text.
 
-        Those beyond the logits are left out: no model generates them.
+        Model authors often list only some of them in each file: end of text in one, end of turn in
+        another. Ids beyond the logits are left out: no model generates them.
         """
         known = [token_id for token_id in end_ids if token_id < self.vocab_size]
         return replace(self, eos_token_ids=tuple(dict.fromkeys((*known, *self.eos_token_ids))))
 
 
 def count_weights(module: Any) -> tuple[int, int]:
-    """Numbers in the layers, and in the head."""
+    """Return the number of weights in the layers and in the head."""
     total = sum(parameter.numel() for parameter in module.parameters())
     embedding, head = module.get_input_embeddings().weight, module.get_output_embeddings().weight
     return total - embedding.numel() - (0 if head is embedding else head.numel()), head.numel()
 
 
 def eos_token_ids(module: Any) -> tuple[int, ...]:
-    """The tokens that end a text, of generation config and config; () if neither states any.
+    """Return the end tokens of the generation config and the config; () if neither has any.
 
-    Raises ConfigError for what is no token id.
+    Raises ConfigError for values that are not token ids.
     """
     found: list[int] = []
     source = module.config.name_or_path
@@ -85,8 +85,11 @@ def _token_ids(value: Any, file: str) -> list[int]:
 
 
 def _states_end(folder: Path, file: str) -> bool:
-    """Whether a model's folder has an end of its own there: transformers' classes have defaults, which are another
-    model's. True for a model that is in memory or came from a hub."""
+    """Whether the file in a model's folder sets an end token itself.
+
+    The defaults of transformers' classes belong to other models. Returns True for a model in memory
+    or from a hub.
+    """
     if not (folder / "config.json").is_file():
         return True
     try:

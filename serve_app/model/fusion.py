@@ -1,11 +1,14 @@
-"""Makes a transformers model faster without knowing its name: fewer and packed products, one-kernel norms.
+"""Makes a transformers model faster without knowing its name: fewer and packed products, one-kernel
+norms.
 
-Rewrites, each found by structure and each kept only if it reproduces the module it replaces on random input:
-- linear layers of one parent that were seen to get the same tensor (q, k, v; gate, up) become one product;
-- every linear layer (also transformers' `Conv1D`) becomes an `InvariantLinear` where the weight can be packed;
-- a module that computes an RMS norm becomes torch's own (on GPUs);
-- an activation on the CPU is called so that no element's bits depend on its place in the batch.
-What does not reproduce its module stays as it was, and the log says so.
+Candidates are found by structure. Each replacement is kept only if it reproduces the original
+module on random input:
+- Linear layers of one parent that get the same input tensor (q, k, v; gate, up) become one product.
+- Every linear layer (also transformers' `Conv1D`) becomes an `InvariantLinear` if its weight can be
+  packed.
+- A module that computes an RMS norm becomes torch's own (on GPUs).
+- An activation on the CPU is called so that no element's bits depend on its position in the batch.
+Other modules stay unchanged; layers that gave different results are logged.
 """
 
 import logging
@@ -23,13 +26,14 @@ from serve_app.model.linear import MIN_ROWS, can_pack, linear
 logger = logging.getLogger(__name__)
 
 _TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 5e-2}
-"""Largest accepted difference from the replaced module, as a part of its output's standard deviation.
-(Norms of float64 models compute in float32.)"""
+"""Largest accepted difference from the replaced module, relative to the standard deviation of its
+output. (Norms of float64 models compute in float32.)
+"""
 
 
 @contextmanager
 def watch_inputs(base: nn.Module) -> Iterator[list[tuple[nn.Module, Tensor]]]:
-    """Collects (linear layer, its input) in call order while the context is open."""
+    """Collect (linear layer, its input) in call order while the context is open."""
     seen: list[tuple[nn.Module, Tensor]] = []
 
     def note(module: nn.Module, args: tuple[Tensor, ...]) -> None:
@@ -46,7 +50,7 @@ def watch_inputs(base: nn.Module) -> Iterator[list[tuple[nn.Module, Tensor]]]:
 def optimize(
     head: nn.Module, base: nn.Module, seen: list[tuple[nn.Module, Tensor]], on_progress: Callable[[float], None]
 ) -> None:
-    """Rewrite head and base in place. `seen` is what `watch_inputs` collected during one run of the base."""
+    """Rewrite head and base in place. `seen`: the list of `watch_inputs` from one base run."""
     parents = [module for root in (base, head) for module in root.modules()]
     inputs = {id(module): id(tensor) for module, tensor in seen}
     refused: set[str] = set()
@@ -69,7 +73,9 @@ def optimize(
 
 
 class _SharedProduct:
-    """One linear layer that stands for several with the same input; its parts hand out slices of the output."""
+    """One linear layer that replaces several with the same input. Each `_Part` returns a slice of
+    its output.
+    """
 
     def __init__(self, layer: nn.Module, parts: int) -> None:
         self._layer = layer
@@ -85,13 +91,14 @@ class _SharedProduct:
         assert out is not None
         self._left -= 1
         if self._left == 0:
-            # Keep nothing beyond the step: not the memory, and not the tensor, whose identity is compared above.
+            # Keep nothing beyond the step: it would hold memory, and a new tensor could match the
+            # old one's identity.
             self._input = self._output = None
         return out
 
 
 class _Part(nn.Module):
-    """Takes the place of one of the fused layers."""
+    """Replaces one of the fused layers."""
 
     def __init__(self, shared: _SharedProduct, start: int, end: int) -> None:
         super().__init__()
@@ -99,7 +106,7 @@ class _Part(nn.Module):
         self._start, self._end = start, end
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [..., in_features] -> [..., end - start], a view."""
+        """Return this layer's slice: x [..., in_features] -> [..., end - start], a view."""
         return self._shared.output(x)[..., self._start : self._end]
 
 
@@ -112,7 +119,7 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [..., dim], same shape out."""
+        """Normalize x [..., dim]. Returns the same shape."""
         return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
 
 
@@ -122,7 +129,7 @@ def _is_linear(module: nn.Module) -> bool:
 
 
 def _weight_and_bias(module: nn.Module) -> tuple[Tensor, Tensor | None]:
-    """[out, in] and [out]."""
+    """Return the weight [out, in] and the bias [out]."""
     weight = module.weight.T if type(module) is Conv1D else module.weight
     return weight, module.bias  # type: ignore[return-value]
 
@@ -142,7 +149,7 @@ def _fuse_siblings(parent: nn.Module, inputs: dict[int, int], refused: set[str])
         ends = torch.tensor([weight.shape[0] for weight in weights]).cumsum(0).tolist()
         parts = [_Part(shared, end - weight.shape[0], end) for end, weight in zip(ends, weights, strict=True)]
         x = _random_input(group[0][1])
-        # One tensor for all, as in the model: the parts must share it and take turns.
+        # One tensor for all parts, as in the model: they must share its product.
         if all(_close(child(x), part(x)) for (_, child), part in zip(group, parts, strict=True)):
             for (name, _), part in zip(group, parts, strict=True):
                 setattr(parent, name, part)
@@ -158,7 +165,9 @@ def _replacement(module: nn.Module) -> nn.Module | None:
 
 
 def _rms_norm(module: nn.Module) -> nn.Module | None:
-    """A candidate for any leaf with one vector of weights and one small constant; `_agrees` decides."""
+    """Return a verified RMS norm for a module with one weight vector and one small constant, or
+    None.
+    """
     parameters = dict(module.named_parameters())
     if set(parameters) != {"weight"} or parameters["weight"].dim() != 1 or isinstance(module, RMSNorm):
         return None
@@ -168,7 +177,7 @@ def _rms_norm(module: nn.Module) -> nn.Module | None:
     if len(constants) != 1:
         return None
     weight = parameters["weight"]
-    # Some families store the weight's distance from one.
+    # Some model families store weight - 1.
     for candidate in (weight, 1 + weight):
         norm = RMSNorm(candidate, constants[0])
         if _agrees(module, norm):
@@ -177,7 +186,9 @@ def _rms_norm(module: nn.Module) -> nn.Module | None:
 
 
 def _faster_norm(weight: Tensor) -> bool:
-    """On the CPU torch's norm is a composition in double precision: slower than the modules' own."""
+    """Whether torch's norm is faster. On the CPU it is composed in double precision and slower than
+    the modules' own.
+    """
     return weight.device.type != "cpu"
 
 

@@ -1,8 +1,8 @@
-"""What the runner remembers between steps, per sequence slot, and the packed batch that it builds from a step's plan.
+"""Per-slot state that the runner keeps between steps, and the packed batch of a step.
 
-Decides: how token ids, block tables and parameters are kept (numpy arrays on the host, indexed by slot, written when a
-sequence starts in it) and how a `SchedulerOutput` becomes arrays. Does not decide who runs (the scheduler) or what is
-done with the arrays (the runner).
+Decides how token ids, block tables and parameters are kept (numpy arrays on the host, indexed by
+slot, written when a sequence starts) and how a `SchedulerOutput` becomes arrays. Does not decide
+which requests run (the scheduler) or how the arrays are used (the runner).
 """
 
 from collections.abc import Sequence
@@ -23,11 +23,12 @@ _NEVER = 2**62
 
 @dataclass(frozen=True, slots=True)
 class PackedBatch:
-    """One step's tokens, one request after another: T tokens of R rows, no padding.
+    """One step's tokens, request by request: T tokens of R rows, without padding.
 
-    `host`: int64 [4, T]: input ids, positions, KV slots and sequence slots (one array, so that it reaches the device in
-    one copy). Row i owns tokens [query_starts[i], query_starts[i + 1]). An id that a step in
-    flight samples is -1; `has_unknown_ids` says whether there are any. seq_slots: int64 [R].
+    host: int64 [4, T]: input ids, positions, KV slots and sequence slots, in one array, so that one
+    copy sends it to the device. Row i owns tokens [query_starts[i], query_starts[i + 1]). Ids that
+    a step in flight samples are -1; `has_unknown_ids` is true if there are any. seq_slots: int64
+    [R].
     """
 
     rows: tuple[ScheduledRequest, ...]
@@ -41,7 +42,9 @@ class PackedBatch:
     sampling: SamplingRows
 
     def wanted(self) -> npt.NDArray[np.bool_] | None:
-        """See `AttentionBatch.wanted`: the sampling positions, and of prompts with results of their own all tokens."""
+        """Return `AttentionBatch.wanted`: the sampling positions, and all tokens of prompts that
+        return per-token results or mean embeddings.
+        """
         num_tokens = self.query_starts[-1]
         if len(self.sampling.tokens) == num_tokens:
             return None
@@ -54,24 +57,28 @@ class PackedBatch:
 
 
 class InputBatch:
-    """Per-slot state of everything that runs."""
+    """Per-slot state of all running sequences."""
 
     def __init__(self, max_num_seqs: int, max_model_len: int, block_size: int, *, knows_samples: bool = False) -> None:
-        """knows_samples: whether a step's samples are always remembered before the next step is packed."""
+        """knows_samples: whether a step's samples are always recorded before the next step is
+        packed.
+        """
         self.block_size, self._knows_samples = block_size, knows_samples
-        # One more than the context: the last token that a request may be given is never an input. numpy asks the
-        # system for zeroed pages, so the table costs memory only as far as it is written.
+        # One more than the context: a request's last possible token is never an input. numpy asks
+        # the system for zeroed pages, so the table uses memory only where it is written.
         self._token_ids = np.zeros((max_num_seqs, max_model_len + 1), dtype=np.int64)
         self._block_tables = np.zeros((max_num_seqs, -(-max_model_len // block_size)), dtype=np.int32)
         self._slots: list[Slot | None] = [None] * max_num_seqs
         self._generations = np.zeros(max_num_seqs, dtype=np.int64)
         self._parameters = np.zeros((max_num_seqs, Column.NOISE))
         self._noise_keys = np.zeros(max_num_seqs, dtype=np.uint64)
-        # From how many tokens on a slot's logits are chosen from as they are, unseen.
+        # Number of tokens from which on a slot's logits are neither changed nor returned.
         self._plain_from = np.zeros(max_num_seqs, dtype=np.int64)
 
     def apply(self, output: SchedulerOutput) -> None:
-        """Start the sequences that get a slot in this step, then record its rows' new blocks and drafts."""
+        """Start the sequences that get a slot in this step, then record its rows' new blocks and
+        drafts.
+        """
         for start in output.slot_starts:
             self._start(start)
         for row in output.rows:
@@ -85,8 +92,8 @@ class InputBatch:
                 slot.token_ids[slot.num_tokens : slot.num_tokens + len(row.draft_token_ids)] = row.draft_token_ids
 
     def pack(self, rows: Sequence[ScheduledRequest]) -> PackedBatch:
-        """The packed batch of `rows` (all of a step's, or a part of them after a failure)."""
-        columns: Any = ScheduledRequest._make(zip(*rows, strict=True))  # of each field, the values of all rows
+        """Return the packed batch of `rows`: all rows of a step, or some rows after a failure."""
+        columns: Any = ScheduledRequest._make(zip(*rows, strict=True))  # each field holds the values of all rows
         slots = tuple(map(self.slot, columns.slot))
         seq_slots, counts, starts = (
             np.array(column, dtype=np.int64) for column in (columns.slot, columns.num_tokens, columns.start)
@@ -121,7 +128,9 @@ class InputBatch:
         )
 
     def block_tables(self, packed: PackedBatch) -> npt.NDArray[np.int32]:
-        """Of the batch's rows, as far as the longest needs: int32 [R, most blocks of a row]."""
+        """Return the block tables of the batch's rows, cut to the longest: int32 [R, most blocks of
+        a row].
+        """
         return self._block_tables[packed.seq_slots, : -(-max(packed.kv_lens) // self.block_size)]
 
     def _sampling_rows(
@@ -140,7 +149,9 @@ class InputBatch:
         return SamplingRows(tokens, seq_slots, self._generations[seq_slots], num_tokens, owners, parameters, plain)
 
     def remember(self, rows: SamplingRows, token_ids: Sequence[int]) -> None:
-        """Record what was sampled, an id for each row, except in slots where another sequence has started meanwhile."""
+        """Record the sampled ids, one per row, except in slots where another sequence has since
+        started.
+        """
         same = rows.generations == self._generations[rows.seq_slots]
         self._token_ids[rows.seq_slots[same], rows.num_tokens[same]] = np.array(token_ids, dtype=np.int64)[same]
 
@@ -164,7 +175,7 @@ class InputBatch:
         )
 
     def slot(self, index: int) -> Slot:
-        """The choice that has this slot."""
+        """Return the state of a slot. Raises RuntimeError if no sequence was started in it."""
         slot = self._slots[index]
         if slot is None:
             raise RuntimeError(f"slot {index} was scheduled before it was started")
@@ -172,7 +183,9 @@ class InputBatch:
 
 
 def sampling_rows(starts: Sequence[SlotStart]) -> SamplingRows:
-    """The rows of a step that samples one token after each of `starts`, which have slots 0, 1, ... and no blocks."""
+    """Return the rows of a step that samples one token after each of `starts`. The starts use slots
+    0, 1, ... and no blocks.
+    """
     batch = InputBatch(len(starts), max(len(start.token_ids) for start in starts), 1)
     batch.apply(SchedulerOutput(0, (), tuple(starts), (), 0))
     rows = [

@@ -1,6 +1,7 @@
 """The paged KV pool of the whole model: its allocation, its size in bytes, and copies of blocks.
 
-Which request owns a block is the scheduler's business; the layout inside a block is the attention backend's.
+The scheduler decides which request owns a block. The attention backend decides the layout inside a
+block.
 """
 
 from collections.abc import Sequence
@@ -17,7 +18,7 @@ from serve_app.model.transfer import to_device
 
 
 class KVCache:
-    """One `LayerCache` per attention layer; block 0 is the null block, which is never written."""
+    """One `LayerCache` per attention layer. Block 0 is the null block, which is never written."""
 
     def __init__(
         self,
@@ -35,11 +36,11 @@ class KVCache:
             raise ConfigError(f"cannot allocate a KV pool of {num_blocks} blocks on {device}: {error}") from error
         pools = [pool for layer in self.layers for pool in layer]
         self.in_use: AbstractContextManager[None] = Prefault(pools) if device.type == "cpu" else nullcontext()
-        """Around each step."""
+        """Context manager to hold during each step."""
         self._block_dim = backend.block_dim
 
     def copy_blocks(self, copies: Sequence[BlockCopy]) -> None:
-        """Copy whole blocks in every layer; all sources are read before any target is written."""
+        """Copy whole blocks in every layer. All sources are read before any target is written."""
         if not copies:
             return
         device = self.layers[0].key.device
@@ -53,7 +54,7 @@ class KVCache:
 
 
 def bytes_per_block(layers: Sequence[AttentionLayer], block_size: int, dtype: torch.dtype) -> int:
-    """Memory of one block over all layers, in bytes."""
+    """Return the size of one block over all layers, in bytes."""
     values = sum(layer.num_kv_heads * (layer.head_dim + layer.value_dim) for layer in layers)
     scales = sum(layer.num_kv_heads for layer in layers) * 2 * SCALE_BYTES if dtype == torch.int8 else 0
     return (values * dtype.itemsize + scales) * block_size

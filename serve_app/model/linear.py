@@ -1,9 +1,11 @@
-"""Linear layers whose rows are independent: row i of the output has the same bits whatever the other rows are.
+"""Linear layers with independent rows: row i of the output has the same bits whatever the other
+rows are.
 
-CPU matrix libraries choose their blocking along K by the number of rows M, which moves the last bits. oneDNN's packed
-float32 product keeps one order per K for most shapes, and is also faster at small M; where it does not, K is cut into
-equal segments summed in a fixed order. Whether that is needed depends on the machine and is tested at load. M is never
-below `MIN_ROWS`: smaller products take other kernels (matrix times vector). The model pads.
+CPU matrix libraries choose their blocking along K by the number of rows M, which changes the last
+bits. oneDNN's packed float32 product keeps one order per K for most shapes, and is also faster at
+small M. For other shapes, K is cut into equal segments that are summed in a fixed order. Whether
+that is needed depends on the machine, and is tested at load. M must be at least `MIN_ROWS`: smaller
+products use other kernels (matrix times vector). The model pads.
 """
 
 import logging
@@ -14,25 +16,26 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 MIN_ROWS = 4
-"""The caller pads every product to at least this many rows."""
+"""The caller must pad every product to at least this many rows."""
 
 _PROBED_ROWS = (4, 5, 7, 8, 16, 17, 33, 64, 129, 300)
 _PROBED_SIZE = 1 << 22
-"""Larger outputs are not tried: it would take seconds for a wide vocabulary."""
+"""Larger outputs are not tested: it would take seconds for a large vocabulary."""
 _SEGMENTS = (1, 2, 3, 4, 6, 8, 12, 16)
 
 logger = logging.getLogger(__name__)
 
 
 def can_pack(weight: Tensor) -> bool:
-    """Whether `InvariantLinear` has a packed product for this weight."""
+    """Whether `InvariantLinear` supports this weight."""
     return weight.device.type == "cpu" and weight.dtype == torch.float32 and torch._C._has_mkldnn
 
 
 class InvariantLinear(nn.Module):
-    """y = x W^T + b over packed float32 weights on the CPU. x [..., in_features], y [..., out_features].
+    """y = x W^T + b with packed float32 weights on the CPU. x [..., in_features], y [...,
+    out_features].
 
-    The given weight is not kept: the packed copy replaces it.
+    Keeps only a packed copy of the weight.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
@@ -54,7 +57,7 @@ class InvariantLinear(nn.Module):
         logger.warning("a linear layer of %d inputs is not bitwise independent of its batch here", self.in_features)
 
     def forward(self, x: Tensor) -> Tensor:
-        """See the class."""
+        """Return x W^T + b."""
         product: Callable[..., Tensor] = torch.ops.mkldnn._linear_pointwise
         if len(self._packed) == 1:
             return product(x, self._packed[0], self.bias, "none", [], "")
@@ -76,7 +79,9 @@ class InvariantLinear(nn.Module):
 
 
 _known_segments: dict[tuple[int, int, int], int] = {}
-"""Segments found for (in_features, out_features, threads): a model repeats few shapes many times."""
+"""Number of segments by (in_features, out_features, threads). A model repeats a few shapes many
+times.
+"""
 
 
 def _segments_to_try(key: tuple[int, int, int]) -> list[int]:
@@ -86,7 +91,9 @@ def _segments_to_try(key: tuple[int, int, int]) -> list[int]:
 
 
 def linear(weight: Tensor, bias: Tensor | None) -> nn.Module:
-    """The best linear layer for this weight: `InvariantLinear` where it can be packed, else torch's own."""
+    """Return the best linear layer for this weight: `InvariantLinear` if it can be packed, else
+    torch's own.
+    """
     if can_pack(weight):
         return InvariantLinear(weight, bias)
     layer = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")
@@ -97,6 +104,6 @@ def linear(weight: Tensor, bias: Tensor | None) -> nn.Module:
 
 
 def pad_rows(x: Tensor, rows: int = MIN_ROWS) -> Tensor:
-    """`x` with zero rows appended until it has at least `rows`."""
+    """Append zero rows to `x` until it has at least `rows`."""
     missing = rows - x.shape[0]
     return x if missing <= 0 else F.pad(x, (0, 0) * (x.dim() - 1) + (0, missing))

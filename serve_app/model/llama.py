@@ -1,9 +1,10 @@
-"""Recognises Llama-like models by their structure, whatever their name.
+"""Recognizes Llama-like models by their structure, whatever their name.
 
-What counts: layers of two RMS norms, attention with separate q, k, v (and perhaps norms of q and k) and rotary
-positions, and a gated MLP. Names are transformers' usual ones; shapes and parameters must fit exactly, so a model with
-anything more is not taken for one. Which of these models its kernels can run is for each executor to say, and the
-finished executor's logits are compared with those of the modules.
+A Llama-like model has layers with two RMS norms, attention with separate q, k, v (optionally with
+norms of q and k) and rotary positions, and a gated MLP. Module names must be transformers' usual
+ones. Shapes and parameters must match exactly, so models with additional parts are rejected. Each
+executor decides which of these models it can run. The finished executor's logits are compared with
+those of the modules.
 """
 
 from collections.abc import Sequence
@@ -19,11 +20,12 @@ from serve_app.model.attention_backend import AttentionLayer
 from serve_app.model.executor import UnsupportedModelError
 
 _ROPE_TYPES = ("default", "linear", "llama3", "yarn")
-"""Kinds of rotary embedding whose angles depend on the position alone, not on the sequence's length."""
+"""Kinds of rotary embedding whose angles depend only on the position, not on the sequence length.
+"""
 
 
 class Activation(IntEnum):
-    """The activations that are recognised; `cpu/kernels/elementwise.h` uses the same numbers."""
+    """The supported activations. `cpu/kernels/elementwise.h` uses the same numbers."""
 
     SILU = 0
     GELU_TANH = 1
@@ -31,7 +33,9 @@ class Activation(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Linear:
-    """y = W x + b. weights, biases: of the modules that it joins, each [outputs, inputs] and [outputs]."""
+    """y = W x + b, of one or more joined modules. weights: [outputs, inputs] of each module;
+    biases: [outputs] of each.
+    """
 
     weights: tuple[Tensor, ...]
     biases: tuple[Tensor, ...]
@@ -43,18 +47,18 @@ class Linear:
 
     @property
     def weight(self) -> Tensor:
-        """[outputs, inputs] of all together."""
+        """The joined weight [outputs, inputs]."""
         return torch.cat(self.weights) if len(self.weights) > 1 else self.weights[0]
 
     @property
     def bias(self) -> Tensor | None:
-        """[outputs] of all together, if there is one."""
+        """The joined bias [outputs], or None."""
         return torch.cat(self.biases) if self.biases else None
 
 
 @dataclass(frozen=True, slots=True)
 class LlamaLayer:
-    """One layer's weights; query_norm and key_norm are [head_dim]."""
+    """One layer's weights. query_norm and key_norm are [head_dim]."""
 
     qkv: Linear
     out: Linear
@@ -68,7 +72,7 @@ class LlamaLayer:
 
 @dataclass(frozen=True, slots=True)
 class Llama:
-    """A whole model. cos, sin: [positions, pairs of a head that are rotated]."""
+    """A whole model. cos, sin: [positions, rotated pairs per head]."""
 
     layers: list[LlamaLayer]
     attention: Sequence[AttentionLayer]
@@ -82,7 +86,9 @@ class Llama:
 
 
 def recognise(head: Any, base: Any, attention: Sequence[AttentionLayer], max_model_len: int) -> Llama:
-    """The parts of a Llama-like model: its module's own parameters. Raises UnsupportedModelError."""
+    """Return the parts of a Llama-like model, sharing the module's parameters. Raises
+    UnsupportedModelError.
+    """
     _expect(
         attention[0].num_kv_heads > 0 and len({_shape(layer) for layer in attention}) == 1, "layers of different shapes"
     )

@@ -1,4 +1,4 @@
-"""From options to a model that can serve: find the files, read them, pick what runs the layers, verify it."""
+"""Loads a model from its options: locates and reads the files, selects an executor, verifies it."""
 
 import copy
 import logging
@@ -24,20 +24,21 @@ logger = logging.getLogger(__name__)
 
 
 def _no_report(stage: str, fraction: float) -> None:
-    """For callers that do not ask for progress."""
+    """Ignore progress."""
 
 
 def load_model(options: ModelOptions, on_progress: Progress | None = None) -> PagedModel:
-    """Load and prepare a model. `on_progress(stage, fraction)` is told what goes on. A GPU that the options name
-    becomes the calling thread's current one, as it has to be in the thread that runs the model.
+    """Load and prepare a model, calling `on_progress(stage, fraction)`.
 
-    Raises ConfigError, with one line that names the cause, for everything that is wrong with the options, the files
-    or the model.
+    A GPU named in the options becomes the calling thread's current device. The thread that runs the
+    model requires that. Raises ConfigError with a one-line cause for all problems with the options,
+    the files or the model.
     """
     report = on_progress or _no_report
     device = _device(options.device)
     if device.type == "cuda" and device.index is not None:
-        # Triton launches on the thread's current device, whichever tensors it is given; events are recorded there too.
+        # Triton launches on the thread's current device, whatever device its tensors are on. Events
+        # are recorded there too.
         torch.cuda.set_device(device)
     files = locate_model(options.model)
     check_model(files, max_model_len=None)
@@ -47,8 +48,9 @@ def load_model(options: ModelOptions, on_progress: Progress | None = None) -> Pa
 
 
 def from_module(module: Any, **options: Any) -> PagedModel:
-    """A `PagedModel` of a transformers causal LM in memory, which is copied and stays as it is. options: the fields of
-    `ModelOptions` that say how a model runs."""
+    """Build a `PagedModel` from a copy of a transformers causal LM in memory. options: fields of
+    `ModelOptions`.
+    """
     return prepare(copy.deepcopy(module).eval(), type(module).__name__, ModelOptions(**options))
 
 
@@ -56,8 +58,9 @@ def from_module(module: Any, **options: Any) -> PagedModel:
 def prepare(
     module: Any, name: str, options: ModelOptions, report: Progress = _no_report, pooling: Pooling = "last"
 ) -> PagedModel:
-    """Take over a transformers causal LM in eval mode. Raises ConfigError for one that cannot be served this way."""
-    # These import transformers' modules, which most models on a CPU do without once they have a blueprint.
+    """Take over a transformers causal LM in eval mode. Raises ConfigError if it is unsupported."""
+    # These import transformers' modules. Most models on a CPU do not need them once they have a
+    # blueprint.
     from serve_app.model.executors.selection import pick_executor
     from serve_app.model.sources.source_model import SourceModel
 
@@ -70,7 +73,7 @@ def prepare(
 def _load_floats(
     files: ModelFiles, device: torch.device, options: ModelOptions, report: Progress, pooling: Pooling | None
 ) -> PagedModel:
-    """By way of transformers, which can read any model."""
+    """Load the model through transformers, which can read any model."""
     from serve_app.model.quiet import quiet
     from serve_app.model.sources.checkpoint import read_checkpoint
 
@@ -82,9 +85,11 @@ def _load_floats(
 def _load_mapped(
     files: ModelFiles, device: torch.device, options: ModelOptions, report: Progress, pooling: Pooling | None
 ) -> PagedModel | None:
-    """The weights straight from their files into the layout of the CPU kernels, one tensor after the other.
+    """Load the weights directly from their files into the layout of the CPU kernels, tensor by
+    tensor.
 
-    None where the kernels are not wanted or cannot run the model: transformers reads it then, as floats.
+    Returns None if the kernels are not wanted or cannot run the model; then transformers loads it
+    as floats.
     """
     dtype = resolve_dtype(options.dtype, None, device)
     if cpu.demand_on(device, dtype, options) is Demand.NONE or files.path is None:
@@ -101,7 +106,7 @@ def _load_mapped(
 def _map(
     files: ModelFiles, dtype: torch.dtype, options: ModelOptions, report: Progress, pooling: Pooling | None
 ) -> PagedModel:
-    """Raises UnsupportedModelError, and ConfigError."""
+    """Map the files and build the model. Raises UnsupportedModelError and ConfigError."""
     assert files.path is not None
     cache_dir = Path(options.cache_dir).expanduser()
     reading = "reading gguf" if files.kind == "gguf" else "reading safetensors"

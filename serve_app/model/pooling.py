@@ -1,6 +1,6 @@
-"""Embeddings of prompts: which hidden states make one, and how they become a vector of length 1.
+"""Embeddings of prompts: selects hidden states, pools them, and normalizes the result.
 
-Sums are in float64, so that the chunks in which a prompt is computed do not show in the float32 result.
+Sums are float64, so that the chunks of a prompt do not change the float32 result.
 """
 
 import json
@@ -29,19 +29,23 @@ _FLAGS = {
     "pooling_mode_mean_sqrt_len_tokens": "mean_sqrt_len_tokens",
     "pooling_mode_weightedmean_tokens": "weightedmean",
 }
-"""The names that older versions wrote, of one truth value for each mode."""
+"""Older key names: one boolean per pooling mode."""
 
 
 @dataclass(frozen=True, slots=True)
 class Pooled:
-    """By row of a step: the sums of prompts that go on, float64 [hidden], and the embeddings of those that end."""
+    """Results by row of a step: float64 sums [hidden] of unfinished prompts, and embeddings of
+    finished ones.
+    """
 
     so_far: dict[int, Tensor]
     embeddings: dict[int, Results]
 
 
 def pool(packed: PackedBatch, hidden: Tensor) -> Pooled:
-    """What the step's hidden states [T, hidden] mean for the rows whose embeddings are asked for. Changes no slot."""
+    """Pool the step's hidden states [T, hidden] for rows that request embeddings. Does not modify
+    slots.
+    """
     so_far: dict[int, Tensor] = {}
     ended: dict[int, Tensor] = {}
     for i, slot in enumerate(packed.slots):
@@ -64,14 +68,15 @@ def pool(packed: PackedBatch, hidden: Tensor) -> Pooled:
 
 
 def _unit(vector: npt.NDArray[np.float64]) -> bytes:
-    """The vector at length 1, where a sum and a mean are the same; zeros stay."""
+    """Return the vector scaled to length 1, so a sum gives the same as a mean. Zeros stay zeros."""
     return (vector / (np.linalg.norm(vector) or 1.0)).astype("<f4").tobytes()
 
 
 def read_pooling(files: ModelFiles) -> Pooling | None:
-    """How the checkpoint's authors pool, if they have written it down for sentence-transformers.
+    """Return the pooling that the checkpoint's sentence-transformers files declare, or None if
+    there are none.
 
-    Raises ConfigError for what is not computed here.
+    Raises ConfigError for unsupported pooling.
     """
     modules = _read(files, "modules.json")
     if modules is None:
@@ -91,7 +96,7 @@ def read_pooling(files: ModelFiles) -> Pooling | None:
 
 
 def _read(files: ModelFiles, name: str) -> Any:
-    """A JSON file of the checkpoint's; None if there is none."""
+    """Read a JSON file of the checkpoint. Return None if it does not exist."""
     if files.kind == "gguf":
         return None
     try:
@@ -102,8 +107,8 @@ def _read(files: ModelFiles, name: str) -> Any:
 
 
 def _of_hub(files: ModelFiles, name: str) -> Path | None:
-    """Of a hub id that cannot be asked, no file is there."""
-    # Half a second, which local files do without.
+    """Return the path of a hub model's file. None if it is missing or the hub is unreachable."""
+    # This import takes 0.5 s; local files do not need it.
     from transformers.utils import cached_file
 
     from serve_app.model.quiet import quiet

@@ -1,4 +1,4 @@
-"""transformers without its bars and warnings."""
+"""Silences transformers' progress bars and warnings."""
 
 import warnings
 from collections.abc import Iterator
@@ -9,7 +9,9 @@ import transformers
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Silence the progress bars and warnings of transformers: what matters is reported or refused here."""
+    """Silence transformers' progress bars and warnings. This package reports or refuses important
+    problems itself.
+    """
     log = transformers.utils.logging
     verbosity, bars = log.get_verbosity(), log.is_progress_bar_enabled()
     log.set_verbosity_error()

@@ -1,7 +1,7 @@
-"""Rotary positions: angles that do not depend on what else is in the step.
+"""Rotary positions whose angles do not depend on other requests in the step.
 
-transformers derives the frequencies of some kinds of RoPE (`dynamic`, `longrope`) from the largest position that a call
-sees. In a packed step that is another request's.
+transformers derives the frequencies of some kinds of RoPE (`dynamic`, `longrope`) from the largest
+position of a call. In a packed step that position may belong to another request.
 """
 
 import logging
@@ -14,7 +14,9 @@ logger = logging.getLogger(__name__)
 
 
 def fix_frequencies(module: nn.Module, max_model_len: int) -> None:
-    """Fix the frequencies of every rotary embedding in `module` at those of a sequence of `max_model_len` tokens."""
+    """Fix the frequencies of every rotary embedding in `module` to those of a sequence of
+    `max_model_len` tokens.
+    """
     for rotary in module.modules():
         kinds: Any = getattr(rotary, "rope_type", None)
         if isinstance(kinds, str) and _varies(kinds):
@@ -27,7 +29,9 @@ def fix_frequencies(module: nn.Module, max_model_len: int) -> None:
 
 
 def _varies(kind: str) -> bool:
-    """As transformers' `dynamic_rope_update` decides."""
+    """Whether the frequencies depend on the position, as decided by transformers'
+    `dynamic_rope_update`.
+    """
     return "dynamic" in kind or kind == "longrope"
 
 

@@ -1,12 +1,15 @@
-"""Runs one step's plan on the model: apply it, one packed forward pass, logits for sampled rows only, sample.
+"""Runs one step's plan on the model: apply it, run one packed forward pass, compute logits of
+sampled rows, sample.
 
-Decides: how host arrays reach the device, in which slices prompt log-probabilities are computed, and which request
-made a step fail. Does not decide what runs (the scheduler) or how attention works (the backend).
-Order of side effects in a step: slots and block tables, block copies, keys and values of the batch, sampled tokens.
+Decides how host arrays reach the device, the slices in which prompt log-probabilities are computed,
+and which request made a step fail. Does not decide what runs (the scheduler) or how attention works
+(the backend). Order of side effects in a step: slots and block tables, block copies, keys and
+values of the batch, sampled tokens.
 
-A step may be launched before the one before it is resolved: the ids that this one samples are on the device, where the
-next one's rows and penalties find them by slot and position. Where the host must know them before a row may sample, the
-step's sampling is launched once the one before it is resolved, while its forward pass runs.
+A step may be launched before the previous one is resolved. The ids sampled by the previous step are
+then on the device, where the new step's rows and penalties find them by slot and position. If the
+host must know them before a row may sample, sampling is launched after the previous step is
+resolved, while the forward pass runs.
 """
 
 import itertools
@@ -38,14 +41,15 @@ from serve_app.model.transfer import to_device
 logger = logging.getLogger(__name__)
 
 _NO_TABLES = block_matrix([[]])
-# Prompt log-probabilities materialise at most about this many logits at once.
+# Maximum number of logits that prompt log-probabilities materialize at once (approximately).
 _LOGITS_PER_SLICE = 2**23
 
 
 @dataclass(frozen=True, slots=True)
 class Forwarded:
-    """A launched forward pass: the packed batch and its hidden states [T, hidden]. awaited: rows whose tokens a grammar
-    decides; choose: see `Decoded`."""
+    """A launched forward pass: the packed batch and its hidden states [T, hidden]. awaited: rows
+    that sample with a grammar; choose: see `Decoded`.
+    """
 
     packed: PackedBatch
     hidden: Tensor
@@ -55,8 +59,9 @@ class Forwarded:
 
 @dataclass(frozen=True, slots=True)
 class Launched:
-    """A step whose forward pass is launched, or the error of trying. waits: it may be sampled only once the step before
-    it is resolved."""
+    """A step with its forward pass launched, or the error of the launch. waits: sampling must wait
+    until the previous step is resolved.
+    """
 
     rows: Sequence[ScheduledRequest]
     forwarded: Forwarded | Exception
@@ -65,10 +70,10 @@ class Launched:
 
 @dataclass(frozen=True, slots=True)
 class Pending:
-    """A step that is launched as a whole."""
+    """A completely launched step."""
 
     resolve: Callable[[], ModelRunnerOutput]
-    """Waits for the step. Steps are resolved in the order in which they were launched, each once."""
+    """Wait for the step. Steps must be resolved in launch order, each once."""
     sat_out: frozenset[int] = frozenset()
     """See `ModelRunnerOutput`."""
 
@@ -76,8 +81,8 @@ class Pending:
 class ModelRunner:
     """One rank's model with its slots.
 
-    `execute` runs a step; an exception in it ends only the requests that cause it. It raises only when the model
-    can no longer run even a harmless token.
+    `launch` and `finish` run a step. An exception in a step ends only the requests that cause it.
+    `finish` raises only if the model cannot even run a harmless token.
     """
 
     def __init__(self, model: PagedModel, max_num_seqs: int, grammars: Grammars | None = None) -> None:
@@ -91,13 +96,15 @@ class ModelRunner:
             self._memory = SlotMemory(*sizes, model.device, keeps_tables=model.keeps_tables)
 
     def allocate_kv_cache(self, num_blocks: int) -> None:
-        """A pool for a scheduler of `num_blocks` blocks, and one block more that only `profile_step` writes."""
+        """Allocate a pool of `num_blocks` blocks for the scheduler, and one more that only
+        `profile_step` writes.
+        """
         self.model.allocate_kv_cache(num_blocks + 1, self._memory)
         self._scratch_block = num_blocks
 
     @torch.inference_mode()
     def launch(self, output: SchedulerOutput) -> Launched:
-        """Launch a step's forward pass. The step before it may still be unresolved, unless that has drafts."""
+        """Launch a step's forward pass. A previous step with drafts must be resolved first."""
         self._batch.apply(output)
         for start in output.slot_starts:
             self._batch.slot(start.slot).follower = self._masks.follower(start.params)
@@ -112,7 +119,9 @@ class ModelRunner:
             return Launched(output.rows, error, waits)
 
     def tokens_known(self, launched: Launched) -> None:
-        """The step before it is resolved: begin the grammar masks that waited for that."""
+        """Start the grammar masks that waited for the previous step. Call it once that step is
+        resolved.
+        """
         if isinstance(launched.forwarded, Forwarded):
             self._masks.go_on(launched.forwarded.awaited)
 
@@ -128,7 +137,9 @@ class ModelRunner:
             return Pending(lambda: result, result.sat_out)
 
     def forward(self, rows: Sequence[ScheduledRequest]) -> Forwarded:
-        """Launch the forward pass of `rows`, whose slots and blocks are in place. Writes their keys and values."""
+        """Launch the forward pass of `rows`, whose slots and blocks must be set. Writes their keys
+        and values.
+        """
         packed = self._batch.pack(rows)
         awaited = self._masks.begin(packed.rows, packed.slots)
         decoded = self.model.decode(packed)
@@ -147,7 +158,9 @@ class ModelRunner:
         return Forwarded(packed, self.model.forward(input_ids, positions, batch), awaited)
 
     def sample(self, forwarded: Forwarded) -> Pending:
-        """Launch the rest of a step: tokens for each row that samples, and the log-probabilities asked for."""
+        """Launch the rest of a step: tokens for each row that samples, and the requested
+        log-probabilities.
+        """
         packed = forwarded.packed
         self._masks.go_on(forwarded.awaited)
         held = self._masks.finish(forwarded.awaited, packed.sampling.masks)
@@ -159,21 +172,22 @@ class ModelRunner:
             for i, slot in enumerate(packed.slots)
             if slot.params.prompt_logprobs is not None and (entries := self._prompt_logprobs(forwarded, i))
         }
-        # Last, so that a row that has to be run again after an exception finds its history unchanged.
+        # Last, so that a row that is run again after an exception finds its history unchanged.
         for i, (row, slot) in enumerate(zip(packed.rows, packed.slots, strict=True)):
             slot.num_tokens += row.samples and i not in held
         for i, so_far in pooled.so_far.items():
             packed.slots[i].pooled = so_far
         resolve = partial(self._resolve, packed, sampled, held, pooled.embeddings, prompt_results)
         if isinstance(sampled, Sampled):
-            # The next step's penalties, if they are the host's to compute, count these.
+            # The next step's penalties, if the host computes them, count these tokens.
             result = resolve()
             return Pending(lambda: result, sat_out)
         return Pending(resolve, sat_out)
 
     def _sample_rows(self, forwarded: Forwarded) -> PendingSample | Mended:
-        """A token for each of the step's sampling rows. Up to the first that differs from its draft, a row's tokens are
-        what steps without drafts would have sampled."""
+        """Sample a token for each of the step's sampling rows. Up to the first token that differs
+        from its draft, a row's tokens are those that steps without drafts would have sampled.
+        """
         rows, hidden = forwarded.packed.sampling, forwarded.hidden
         if not len(rows.tokens):
             return Sampled([])
@@ -186,7 +200,7 @@ class ModelRunner:
         return self._launch_sampling(hidden, rows)
 
     def _launch_sampling(self, hidden: Tensor, rows: SamplingRows) -> PendingSample:
-        """A token for each of `rows`. hidden: of all the step's tokens."""
+        """Sample a token for each of `rows`. hidden: hidden states of all the step's tokens."""
         if len(rows.tokens) < len(hidden):
             with one_thread():
                 hidden = hidden[to_device(rows.tokens, hidden.device)]
@@ -204,9 +218,9 @@ class ModelRunner:
         embeddings: Mapping[int, Results],
         prompt_results: dict[int, Results],
     ) -> ModelRunnerOutput:
-        """Wait for the tokens, write them down, and give each row its own.
+        """Wait for the tokens, record them, and return each row's tokens.
 
-        `held`: the rows that cannot sample in this step; see `GrammarMasks.finish`.
+        held: rows that cannot sample in this step; see `GrammarMasks.finish`.
         """
         sampled = pending.resolve()
         self._batch.remember(packed.sampling, sampled.token_ids)
@@ -242,7 +256,7 @@ class ModelRunner:
         return ModelRunnerOutput(tuple(token_ids), results, prompt_results, failed, sat_out, forced, mask_s)
 
     def _prompt_logprobs(self, forwarded: Forwarded, index: int) -> tuple[TokenLogprob, ...]:
-        """Log-probabilities of the prompt tokens that row `index`'s positions predict."""
+        """Return log-probabilities of the prompt tokens that row `index`'s positions predict."""
         packed = forwarded.packed
         row, slot = packed.rows[index], packed.slots[index]
         end = min(row.start + row.num_tokens, slot.num_prompt_tokens - 1)
@@ -259,13 +273,16 @@ class ModelRunner:
         return tuple(entries)
 
     def _run_one_by_one(self, rows: Sequence[ScheduledRequest], error: Exception) -> ModelRunnerOutput:
-        """Find whose row broke the step. Running a row twice is harmless: it writes the same keys and values."""
+        """Find the request that made the step fail. Running a row twice is harmless: it writes the
+        same keys and values.
+        """
         outputs: list[ModelRunnerOutput] = []
         for row in rows:
             try:
                 outputs.append(self.sample(self.forward([row])).resolve())
             except Exception:
-                # The client reads `failed`, the operator the log: an exception's text may hold paths.
+                # The client receives `failed`; only the log gets the exception's text, because it
+                # may contain paths.
                 logger.exception("the model failed on request %r", row.request_id)
                 outputs.append(ModelRunnerOutput(((),), failed={0: EngineError("the model failed on this request")}))
         if all(output.failed for output in outputs):
@@ -273,20 +290,21 @@ class ModelRunner:
         return _joined(outputs)
 
     def _check_alive(self, error: Exception) -> None:
-        """Raise the step's `error` when the model cannot run a single harmless token either."""
+        """Raise the step's `error` if the model cannot even run a single harmless token."""
         try:
             self.profile_step(1, 1)
         except Exception:
             raise error from None
 
     def warm_up(self) -> None:
-        """Read all weights, perhaps from a disk, in a step of one token."""
+        """Run a step of one token, which reads all weights, possibly from a disk."""
         self.allocate_kv_cache(1)
         self.profile_step(1, 1)
 
     @torch.inference_mode()
     def profile_step(self, num_tokens: int, num_rows: int) -> None:
-        """Run `num_tokens` zeros, split over `num_rows` rows, without a trace: their keys go to the scratch block.
+        """Run `num_tokens` zeros, split over `num_rows` rows. Their keys go to the scratch block,
+        so no request changes.
 
         Takes the time and the working memory of such a step.
         """
@@ -298,14 +316,16 @@ class ModelRunner:
 
     @torch.inference_mode()
     def profile_decodes(self, num_rows: int, num_drafts: int) -> None:
-        """As `profile_step`, a step of `num_rows` greedy decodes without keys, each with so many drafts."""
+        """Run a step of `num_rows` greedy decodes without keys, each with `num_drafts` drafts; as
+        in `profile_step`.
+        """
         hidden = self._profile_forward([1 + num_drafts] * num_rows)
         likeliest = self.model.executor.likeliest
         token_ids = self.model.compute_logits(hidden).argmax(-1) if likeliest is None else likeliest(hidden)
         token_ids.tolist()
 
     def _profile_forward(self, counts: list[int], wanted: npt.NDArray[np.bool_] | None = None) -> Tensor:
-        """Hidden states of zeros, so many in each row."""
+        """Return hidden states of zeros, with `counts[i]` tokens in row i."""
         block_size, device = self.model.block_size, self.model.device
         positions = torch.cat([torch.arange(count) for count in counts])
         batch = AttentionBatch(
@@ -319,7 +339,7 @@ class ModelRunner:
 
 
 def _joined(outputs: Sequence[ModelRunnerOutput]) -> ModelRunnerOutput:
-    """Steps of one row each as one step."""
+    """Join the outputs of single-row steps into one."""
     return ModelRunnerOutput(
         tuple(output.token_ids[0] for output in outputs),
         {i: output.results[0] for i, output in enumerate(outputs) if output.results},
@@ -332,5 +352,7 @@ def _joined(outputs: Sequence[ModelRunnerOutput]) -> ModelRunnerOutput:
 
 
 def set_num_threads(num_threads: int) -> None:
-    """CPU threads that the model's operations use when called from the current thread."""
+    """Set the number of CPU threads that the model's operations use when called from the current
+    thread.
+    """
     torch.set_num_threads(num_threads)

@@ -1,7 +1,8 @@
-"""What the device remembers of every slot between steps, so that a step need not bring it again.
+"""Per-slot state kept on the device between steps, so that a step need not send it again.
 
-Decides how a step's packed tokens reach the device: in one copy, those that the host does not know yet from the
-history, and on the way the blocks that they fill are noted. Decode graphs do the same by a kernel.
+Decides how a step's packed tokens reach the device. One copy sends them; ids that the host does not
+know yet come from the history, and the blocks that they fill are recorded. In decode graphs a
+kernel does the same.
 """
 
 from collections.abc import Sequence
@@ -17,12 +18,14 @@ from serve_app.model.transfer import to_device
 
 
 class SlotMemory:
-    """history: int32 [slots, positions]: the ids that steps sample, which the host does not know yet, and of slots with
-    penalties all others too.
+    """The state of all slots.
 
-    tables: int32 [slots, blocks], block tables for a backend that keeps them; else None. A slot's line is right up to
-    the last token that has been placed: what a sequence brings along comes when it starts, then every token tells its
-    own block.
+    history: int32 [slots, positions]: the sampled ids, which the host may not know yet. For slots
+    with penalties, all other ids too.
+
+    tables: int32 [slots, blocks], block tables for a backend that keeps them, else None. A slot's
+    line is valid up to its last placed token: a sequence's existing blocks are written when it
+    starts, and every token then writes its own block.
     """
 
     def __init__(
@@ -34,7 +37,7 @@ class SlotMemory:
         self.tables = torch.zeros(num_slots, blocks, dtype=torch.int32, device=device) if keeps_tables else None
 
     def start(self, start: SlotStart) -> None:
-        """A sequence takes a slot."""
+        """Write the state of a sequence that takes a slot."""
         if start.params.has_penalties:
             self._write(self.history, start.slot, start.token_ids)
         if self.tables is not None:
@@ -44,18 +47,22 @@ class SlotMemory:
         lines[slot, : len(ids)] = to_device(np.array(ids, dtype=np.int32), self._device)
 
     def note(self, rows: SamplingRows, token_ids: Sequence[int] | Tensor) -> None:
-        """What a step has sampled at `rows`: ids, negative where one failed; the host may not know them yet."""
+        """Record the ids that a step sampled at `rows`; negative for rows that failed. The host may
+        not know them yet.
+        """
         seq_slots, num_tokens = to_device(np.stack([rows.seq_slots, rows.num_tokens]), self._device)
         ids = torch.as_tensor(token_ids, device=self._device)
         self.history[seq_slots, num_tokens] = ids.clamp_min(0).int()
 
     def place(self, packed: PackedBatch) -> tuple[Tensor, Tensor, Tensor]:
-        """Input ids, positions and KV slots of the packed tokens, int64 [T] on the device."""
+        """Return the input ids, positions and KV slots of the packed tokens, int64 [T] on the
+        device.
+        """
         input_ids, positions, kv_slots, seq_slots = to_device(packed.host, self._device)
         if packed.has_unknown_ids:
             input_ids = torch.where(input_ids < 0, self.history[seq_slots, positions].long(), input_ids)
         if packed.has_drafts:
-            # What follows a draft is sampled as if it had been.
+            # Tokens after a draft are sampled as if the draft were part of the output.
             self.history[seq_slots, positions] = input_ids.int()
         if self.tables is not None:
             self.tables[seq_slots, positions // self._block_size] = (kv_slots // self._block_size).int()

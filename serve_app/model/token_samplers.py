@@ -1,4 +1,4 @@
-"""How the rows of a step get their tokens: on the host, or by kernels on the device without waiting for it."""
+"""Samples the tokens of a step: on the host, or with kernels on the device without waiting."""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -18,16 +18,19 @@ logger = logging.getLogger(__name__)
 
 
 class TokenSampler(Protocol):
-    """Chooses one token for each row."""
+    """Chooses one token per row."""
 
     def __call__(self, hidden: Tensor, rows: SamplingRows, history: Tensor | None) -> PendingSample:
-        """hidden: [R, hidden]; history: int32 [slots, positions] on the device, where slots with penalties have their
-        tokens; None where the host samples."""
+        """Sample. hidden: [R, hidden]. history: int32 [slots, positions] on the device, with the
+        tokens of slots that have penalties; None if the host samples.
+        """
         ...
 
 
 class HostSampler:
-    """Reads the logits on the host; where only the largest counts, lets the executor look for it."""
+    """Samples from logits on the host. If all rows are plain and greedy, the executor finds the
+    largest logits.
+    """
 
     def __init__(self, executor: ModelExecutor, eos_token_ids: Sequence[int]) -> None:
         self._executor, self._eos_token_ids = executor, eos_token_ids
@@ -44,7 +47,7 @@ class HostSampler:
 
 
 class DeviceSampler:
-    """Launches kernels. choose: see `ModelExecutor.choose`; it serves rows whose logits nothing changes or shows."""
+    """Samples with kernels on the device. choose: `ModelExecutor.choose`, used for plain rows."""
 
     def __init__(
         self, executor: ModelExecutor, eos_token_ids: Sequence[int], choose: Callable[[Tensor, Tensor], Tensor]
@@ -61,13 +64,17 @@ class DeviceSampler:
         return sampling.sample(wide_logits(self._executor, hidden), rows, history, self._eos_token_ids)
 
     def warm_up(self, hidden: Tensor) -> None:
-        """Compile what plain rows need, whose logits stay in the head's dtype. hidden: [1, hidden]."""
+        """Compile the kernels for plain rows, whose logits stay in the head's dtype. hidden: [1,
+        hidden].
+        """
         self._choose(hidden, torch.zeros(1, len(Column), dtype=torch.float64, device=hidden.device))
 
 
 @dataclass(frozen=True, slots=True)
 class Mended:
-    """What was sampled of all rows as if they were plain, and of the `others` among them as they are."""
+    """Samples of a step with some plain rows. plain: results for all rows, as if they were plain.
+    sampled: results for the rows in `others`, which replace theirs.
+    """
 
     plain: PendingSample
     others: Sequence[int]
@@ -85,13 +92,17 @@ class Mended:
 
 
 def wide_logits(executor: ModelExecutor, hidden: Tensor) -> Tensor:
-    """Logits [R, vocab_size] of hidden states [R, hidden]; float32, or float64 for a float64 model."""
+    """Return the logits [R, vocab_size] of hidden states [R, hidden]; float32, or float64 for a
+    float64 model.
+    """
     logits = executor.compute_logits(hidden)
     return logits if logits.dtype == torch.float64 else logits.float()
 
 
 def pick_sampler(executor: ModelExecutor, facts: ModelFacts) -> TokenSampler:
-    """The device's sampler where the executor has one and its kernels choose the right tokens, else the host's."""
+    """Return the device sampler if the executor supports it and its kernels choose correct tokens,
+    else the host sampler.
+    """
     on_host = HostSampler(executor, facts.eos_token_ids)
     if executor.choose is None:
         return on_host
@@ -99,7 +110,7 @@ def pick_sampler(executor: ModelExecutor, facts: ModelFacts) -> TokenSampler:
         from serve_app.model.gpu import sampling
 
         problem = "" if sampling.agrees(facts.vocab_size, facts.device) else "they choose different tokens"
-    except Exception as error:  # a kernel may raise anything on hardware that it was not tried on
+    except Exception as error:  # a kernel may raise anything on untested hardware
         problem = str(error)
     if problem:
         logger.warning("model %s: runs without the sampling kernels: %s", facts.name, problem)

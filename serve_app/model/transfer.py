@@ -1,7 +1,8 @@
-"""Copies between host and device that the host does not wait for.
+"""Copies between host and device without blocking the host.
 
-torch's plain `.to(device)` from ordinary host memory waits until the GPU has finished everything launched before, so a
-single such copy in a step makes host and GPU work in turns. Page-locked memory is copied asynchronously.
+torch's plain `.to(device)` from ordinary host memory waits until the GPU has finished all earlier
+work, so a single such copy per step keeps host and GPU from working in parallel. Page-locked memory
+is copied asynchronously.
 """
 
 from typing import Any
@@ -12,7 +13,9 @@ from torch import Tensor
 
 
 def to_device(array: npt.NDArray[Any], device: torch.device) -> Tensor:
-    """The array on the device, in order with what is launched next. On a CPU it shares the array's memory."""
+    """Copy the array to the device. Kernels launched later see the copy. On a CPU the tensor shares
+    the array's memory.
+    """
     host = torch.from_numpy(array)
     # torch does not reuse page-locked memory before the copy has finished.
     return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
@@ -33,7 +36,7 @@ class ToHost:
             self._arrived.record()
 
     def wait(self) -> list[Tensor]:
-        """Wait for the tensors on the host."""
+        """Wait for the copies and return the tensors on the host."""
         if self._arrived is not None:
             self._arrived.synchronize()
         return self._tensors

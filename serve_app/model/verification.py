@@ -1,7 +1,7 @@
-"""Compares an executor with the model as transformers runs it, before any request is served.
+"""Compares an executor with the model run by transformers, before serving.
 
-Random sequences run through the untouched module, each alone; later an executor runs them packed, paged, and cut in
-two.
+The unchanged module runs random sequences one by one. Then an executor runs them packed, paged, and
+split in two.
 """
 
 from collections.abc import Sequence
@@ -17,28 +17,35 @@ from serve_app.model.executor import ModelExecutor, UnsupportedModelError
 from serve_app.model.kv_cache import KVCache
 
 TOLERANCE = {torch.float64: 2e-5, torch.float32: 2e-3, torch.float16: 0.05, torch.bfloat16: 0.25}
-"""Largest accepted difference of an executor's logits from the module's, as `ReferenceLogits.difference` has it.
-(transformers computes softmax and norms in float32 whatever the dtype. Its own two kinds of attention differ by 0.11 in
-bfloat16 on random weights of the shape of Llama 3.1 8B. On a small random model missing positions make 0.9, and a scale
-of attention that is 0.7 of the right one 0.4.)"""
+"""Largest accepted `ReferenceLogits.difference` between an executor and the module.
+
+(transformers computes softmax and norms in float32 for every dtype. Its own two attention
+implementations differ by 0.11 in bfloat16 on random weights of the shape of Llama 3.1 8B. On a
+small random model, missing positions give 0.9, and an attention scale of 0.7 times the correct one
+gives 0.4.)
+"""
 
 _LENGTHS = {"cpu": (13, 21), "cuda": (13, 21, 600)}
-"""Tokens of the sequences by device. Kernels that cut keys into tiles and split them show it in a long one, which on a
-CPU would cost more of the start than it finds."""
+"""Tokens of the sequences, by device. A long sequence tests kernels that tile and split keys. On a
+CPU it would slow the start more than it is worth.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class ReferenceLogits:
-    """ids: int64 [n] for each sequence; logits: [n, vocab_size] of the untouched module, float32 or float64."""
+    """Logits of the unchanged module. ids: int64 [n] per sequence; logits: [n, vocab_size], float32
+    or float64.
+    """
 
     ids: list[Tensor]
     logits: list[Tensor]
 
     @classmethod
     def compute(cls, module: Any, name: str, max_model_len: int) -> "ReferenceLogits":
-        """Run the module, with transformers' own attention, on sequences of up to `max_model_len` tokens.
+        """Run the module, with transformers' own attention, on sequences of up to `max_model_len`
+        tokens.
 
-        Raises ConfigError when its logits are not finite.
+        Raises ConfigError if its logits are not finite.
         """
         device = next(module.parameters()).device
         module.config._attn_implementation = "eager"
@@ -52,20 +59,26 @@ class ReferenceLogits:
         return cls(ids, [row if row.dtype == torch.float64 else row.float() for row in logits])
 
     def difference(self, executor: ModelExecutor, layers: Sequence[AttentionLayer]) -> float:
-        """Standard deviation of the executor's logits minus these, of the token where it is largest, as a part of their
-        own. (What all logits of a token differ by changes no probability: with 8 bits it can be most of the difference.
-        The largest difference of all would grow with the vocabulary, whatever causes it.)"""
+        """Return the difference of the executor's logits from these: the standard deviation of a
+        token's logit differences, for the worst token, relative to the standard deviation of these
+        logits.
+
+        (An offset common to all logits of a token changes no probability, and with 8 bits it can be
+        most of the difference. The maximum difference would grow with the vocabulary, whatever its
+        cause.)
+        """
         differences = [
             float((got - reference).std(-1, correction=0).max() / reference.std())
             for got, reference in zip(_run(executor, self.ids, layers), self.logits, strict=True)
         ]
-        # A difference that is no number must not lose against one that is.
+        # `max` of a tensor returns NaN if any difference is NaN; Python's may not.
         return float(torch.tensor(differences).max())
 
 
 def _run(executor: ModelExecutor, ids: Sequence[Tensor], layers: Sequence[AttentionLayer]) -> list[Tensor]:
-    """Logits [n, vocab_size] of sequences of token ids int64 [n], packed together: prompts first, then one more token
-    of each."""
+    """Return the logits [n, vocab_size] of sequences of token ids int64 [n]. The sequences run
+    packed: prompts first, then one more token of each.
+    """
     size, device = executor.backend.block_size, ids[0].device
     blocks = [-(-row.shape[0] // size) for row in ids]
     tables = [range(1 + sum(blocks[:index]), 1 + sum(blocks[: index + 1])) for index in range(len(blocks))]
@@ -91,21 +104,23 @@ def _run(executor: ModelExecutor, ids: Sequence[Tensor], layers: Sequence[Attent
 
 
 def check_finite(executor: ModelExecutor, name: str, vocab_size: int, layers: Sequence[AttentionLayer]) -> None:
-    """Raise ConfigError when the logits of two tokens are not finite."""
+    """Raise ConfigError if the logits of two tokens are not finite."""
     ids = torch.tensor([0, vocab_size - 1])
     if not bool(torch.isfinite(_run(executor, [ids], layers)[0]).all()):
         raise not_finite(name)
 
 
 def not_finite(name: str) -> ConfigError:
-    """What to raise of a model whose logits are not finite."""
+    """Return the error for a model whose logits are not finite."""
     return ConfigError(f"model {name}: its weights give logits that are not finite; the files are damaged")
 
 
 def verify_model(
     executor: ModelExecutor, reference: ReferenceLogits, layers: Sequence[AttentionLayer], tolerance: float
 ) -> None:
-    """Raise UnsupportedModelError when the executor's logits differ from the reference by more than `tolerance`."""
+    """Raise UnsupportedModelError if the executor's logits differ from the reference by more than
+    `tolerance`.
+    """
     difference = reference.difference(executor, layers)
     if not difference <= tolerance:
         raise UnsupportedModelError(f"its logits would differ by {difference:.2g} standard deviations")

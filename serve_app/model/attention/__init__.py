@@ -1,1 +1,3 @@
-"""Attention over the paged KV pool: the protocol, its backends, and their binding to transformers."""
+"""Attention over the paged KV pool: the reference, a CPU backend, verification, and the
+transformers hook.
+"""

@@ -1,4 +1,6 @@
-"""The oracle: attention written as its definition, one row at a time with an explicit mask. Any device, any dtype."""
+"""The reference for all attention backends: one row at a time, with an explicit mask. Runs on any
+device and in any dtype.
+"""
 
 from typing import ClassVar
 
@@ -9,7 +11,9 @@ from serve_app.model.attention_backend import AttentionBatch, AttentionLayer, La
 
 
 class ReferenceAttention:
-    """Slow and plain. Caches are [num_blocks, block_size, num_kv_heads, dim]; sums run in float32 or wider."""
+    """The definition of attention, not optimized. Caches are [num_blocks, block_size, num_kv_heads,
+    dim]; sums are float32 or wider.
+    """
 
     name: ClassVar[str] = "reference"
     block_size: ClassVar[int] = 16
@@ -17,7 +21,7 @@ class ReferenceAttention:
     keeps_tables: ClassVar[bool] = False
 
     def allocate(self, layer: AttentionLayer, num_blocks: int, dtype: torch.dtype, device: torch.device) -> LayerCache:
-        """Zeroed pool for one layer."""
+        """Return a zeroed pool for one layer."""
         shape = (num_blocks, self.block_size, layer.num_kv_heads)
         return LayerCache(
             torch.zeros(*shape, layer.head_dim, dtype=dtype, device=device),
@@ -25,10 +29,10 @@ class ReferenceAttention:
         )
 
     def warm_up(self, layer: AttentionLayer, dtype: torch.dtype, cache: LayerCache) -> None:
-        """Nothing is compiled."""
+        """Do nothing: there is nothing to compile."""
 
     def build(self, batch: AttentionBatch) -> AttentionBatch:
-        """The batch itself: nothing is prepared."""
+        """Return the batch itself."""
         return batch
 
     def forward(
@@ -57,7 +61,9 @@ class ReferenceAttention:
 
 
 def _attend(layer: AttentionLayer, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-    """query [heads, n, dim] are the last n of the L positions of keys and values [L, kv_heads, dim]."""
+    """Attend with the last n of the L positions. query is [heads, n, dim]; keys and values are [L,
+    kv_heads, dim].
+    """
     wide = torch.promote_types(query.dtype, torch.float32)
     group = layer.num_heads // layer.num_kv_heads
     keys = keys.to(wide).repeat_interleave(group, dim=1)

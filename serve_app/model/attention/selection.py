@@ -1,4 +1,6 @@
-"""Which attention backend serves: the one that was asked for, or the fastest that gives the right numbers here."""
+"""Selects the attention backend: the configured one, or the fastest that matches the reference on
+this device.
+"""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -15,7 +17,7 @@ logger = logging.getLogger(__name__)
 
 
 def _triton() -> AttentionBackend:
-    """Imported only when it is asked for: Triton is not installed everywhere."""
+    """Import the backend on first use: Triton is not installed everywhere."""
     from serve_app.model.gpu.attention import TritonAttention
 
     return TritonAttention()
@@ -27,15 +29,17 @@ _BACKENDS: dict[str, Callable[[], AttentionBackend]] = {
     "triton": _triton,
 }
 _ORDER = {"cpu": ("cpu",), "cuda": ("triton",)}
-"""What "auto" tries on a device, fastest first."""
+"""Backends that "auto" tries on each device type, fastest first."""
 
 
 def pick_backend(
     name: str, layers: Sequence[AttentionLayer], dtype: torch.dtype, device: torch.device
 ) -> AttentionBackend:
-    """The backend called `name`, or for "auto" the fastest that agrees with the reference on this device.
+    """Return the backend called `name`. "auto" selects the fastest that matches the reference on
+    this device.
 
-    Raises ConfigError for an unknown name, or when the backend that was asked for does not agree with it.
+    Raises ConfigError for an unknown name, or if a backend requested by name does not match the
+    reference.
     """
     if name != "auto" and name not in _BACKENDS:
         raise ConfigError(f"attention_backend: unknown name {name!r}; known: auto, {', '.join(sorted(_BACKENDS))}")

@@ -1,11 +1,13 @@
-"""Attention on a CPU in plain torch: per step a plan of dense tiles, per layer and tile two batched products.
+"""Attention on a CPU in plain torch: a plan of dense tiles per step, two batched products per layer
+and tile.
 
-Bitwise the same for a request whatever else is in the step and however it is cut into chunks, because
-- a score is one dot product over head_dim, whose order does not depend on the numbers of rows and keys (for a
-  multiple of `_ROWS` rows: fewer take other kernels);
-- the softmax of a row does not change when masked keys are appended (they add exact zeros);
-- weights times values is summed over fixed segments of `_SEGMENT` keys counted from position 0, in order; longer
-  segments would be cut by the library depending on their length.
+A request's result is bitwise the same whatever else is in the step and however its prompt is cut
+into chunks:
+- A score is one dot product over head_dim. Its summation order does not depend on the number of
+  rows and keys, if the number of rows is a multiple of `_ROWS`; fewer rows use other kernels.
+- Appending masked keys does not change a row's softmax: they add exact zeros.
+- Weights times values are summed in order over fixed segments of `_SEGMENT` keys, counted from
+  position 0. The library would split longer segments depending on their length.
 """
 
 from dataclasses import dataclass, field
@@ -21,17 +23,24 @@ from serve_app.model.elementwise import aligned_parts
 _ROWS = 8
 _SEGMENT = 128
 _KEY_STEP = 16
-"""Key ranges end at multiples of this; it divides the block size, so they stay inside the row's blocks."""
+"""Key ranges end at multiples of this. It divides the block size, so they stay inside the row's
+blocks.
+"""
 _TILE_QUERIES = 64
 _GATHER_LIMIT = 384
-"""Up to this many keys, a decode row joins the gather even if its blocks are consecutive: one product for many rows
-costs less than a few for each row. Measured on two cores: equal at 400 keys."""
+"""Decode rows of up to this many keys are gathered even if their blocks are consecutive: one
+product for many rows costs less than a few for each row. Measured on two cores: equal at 400 keys.
+"""
 _DECODE_WASTE = 1.25
-"""Decode rows share a tile while the longest is at most this many times the shortest (or one segment)."""
+"""Decode rows share a tile while the longest is at most this many times the shortest, or at most
+one segment.
+"""
 
 
 class TorchCpuAttention:
-    """Caches are [num_kv_heads, num_blocks, block_size, dim], so consecutive blocks of a head are one matrix."""
+    """Caches are [num_kv_heads, num_blocks, block_size, dim], so a head's consecutive blocks form
+    one matrix.
+    """
 
     name: ClassVar[str] = "cpu"
     block_size: ClassVar[int] = 16
@@ -39,7 +48,7 @@ class TorchCpuAttention:
     keeps_tables: ClassVar[bool] = False
 
     def allocate(self, layer: AttentionLayer, num_blocks: int, dtype: torch.dtype, device: torch.device) -> LayerCache:
-        """Zeroed pool for one layer."""
+        """Return a zeroed pool for one layer."""
         shape = (layer.num_kv_heads, num_blocks, self.block_size)
         return LayerCache(
             torch.zeros(*shape, layer.head_dim, dtype=dtype, device=device),
@@ -47,10 +56,12 @@ class TorchCpuAttention:
         )
 
     def warm_up(self, layer: AttentionLayer, dtype: torch.dtype, cache: LayerCache) -> None:
-        """Nothing is compiled."""
+        """Do nothing: there is nothing to compile."""
 
     def build(self, batch: AttentionBatch) -> "TorchCpuMetadata":
-        """The step's plan; tiles are made when the first layer of each sliding window asks for them."""
+        """Return the step's plan. The first layer with each sliding window builds the tiles for
+        that window.
+        """
         return TorchCpuMetadata(batch, self.block_size)
 
     def forward(
@@ -66,7 +77,7 @@ class TorchCpuAttention:
         metadata.write(cache, key, value)
         tokens, heads = query.shape[1], layer.num_kv_heads
         group = layer.num_heads // heads
-        # The scale goes to the queries once, so that every tile multiplies the same numbers.
+        # Scale the queries once, so that every tile multiplies the same numbers.
         query = (query * layer.scale).view(heads, group, tokens, layer.head_dim)
         out = query.new_zeros(tokens, layer.num_heads, layer.value_dim)
         for tile in metadata.tiles(layer.sliding_window):
@@ -76,14 +87,14 @@ class TorchCpuAttention:
 
 @dataclass(slots=True)
 class _DecodeTile:
-    """Rows of one query each: S sequences gathered into [kv_heads * S, length, dim]."""
+    """S rows of one query each, gathered into [kv_heads * S, length, dim]."""
 
     tokens: Tensor
-    """int64 [S]: packed positions of the queries."""
+    """int64 [S]: packed token index of each query."""
     blocks: Tensor
-    """int64 [S * length / block_size], the null block where a sequence is shorter."""
+    """int64 [S * length / block_size]; shorter sequences are padded with the null block."""
     mask: Tensor
-    """float [S, 1, length]: 0 or -inf, to be added to the scores."""
+    """float [S, 1, length]: 0 or -inf, added to the scores."""
     _buffers: dict[tuple[int, ...], Tensor] = field(default_factory=dict)
 
     def attend(self, layer: AttentionLayer, query: Tensor, cache: LayerCache, out: Tensor) -> None:
@@ -111,14 +122,14 @@ class _DecodeTile:
 
 @dataclass(slots=True)
 class _Sequence:
-    """Where the keys and values of one sequence are: a view when its blocks are consecutive, else one gather."""
+    """Keys and values of one sequence: a view if its blocks are consecutive, else one gather."""
 
     first: int
     count: int
     blocks: Tensor | None
 
     def rows(self, pool: Tensor) -> Tensor:
-        """[kv_heads, count * block_size, dim]."""
+        """Return the sequence's rows of the pool, [kv_heads, count * block_size, dim]."""
         if self.blocks is None:
             return pool[:, self.first : self.first + self.count].flatten(1, 2)
         return pool.index_select(1, self.blocks).flatten(1, 2)
@@ -126,12 +137,15 @@ class _Sequence:
 
 @dataclass(slots=True)
 class _ChunkTiles:
-    """Several consecutive queries of one sequence, cut into tiles so that scores stay small and most of the keys
-    after a query are never multiplied."""
+    """Consecutive queries of one sequence, cut into tiles. Tiles keep the score matrices small and
+    skip most keys after a query.
+    """
 
     sequence: _Sequence
     tiles: list[tuple[int, int, int, int, int, Tensor]]
-    """(first token, last token + 1, first key, last key + 1, first masked key, mask [queries, masked keys])."""
+    """First token, last token + 1, first key, last key + 1, first masked key, and the mask
+    [queries, masked keys].
+    """
 
     def attend(self, layer: AttentionLayer, query: Tensor, cache: LayerCache, out: Tensor) -> None:
         heads, group, _, dim = query.shape
@@ -160,7 +174,7 @@ class TorchCpuMetadata:
         self._stale = self._stale_slots()
 
     def write(self, cache: LayerCache, key: Tensor, value: Tensor) -> None:
-        """Put this step's keys and values into the pool."""
+        """Write this step's keys and values into the pool."""
         slots = self._batch.kv_slots
         tokens = slots.shape[0]
         for pool, new in ((cache.key, key), (cache.value, value)):
@@ -170,15 +184,18 @@ class TorchCpuMetadata:
             flat.index_copy_(1, slots, new[:, :tokens])
 
     def tiles(self, window: int | None) -> "list[_DecodeTile | _ChunkTiles]":
-        """The tiles of layers with this sliding window."""
+        """Return the tiles for layers with this sliding window."""
         found = self._tiles.get(window)
         if found is None:
             found = self._tiles[window] = [*self._decode_tiles(window), *self._chunk_tiles(window)]
         return found
 
     def _stale_slots(self) -> Tensor | None:
-        """Slots after the last key of every block begun in this step. Products read whole blocks, and what a former
-        owner left there may be NaN, which no mask removes."""
+        """Return the KV slots after the last key of every block begun in this step.
+
+        Products read whole blocks. The block's previous owner may have left NaN there, which no
+        mask removes.
+        """
         stale: list[int] = []
         batch, size = self._batch, self._block_size
         for row, kv_len in enumerate(batch.kv_lens):
@@ -190,7 +207,7 @@ class TorchCpuMetadata:
         return torch.tensor(stale) if stale else None
 
     def _gathers(self, row: int, window: int | None) -> bool:
-        """Whether the row shares a decode tile; else it is a chunk of its own."""
+        """Whether the row shares a decode tile. Otherwise it is handled as a chunk."""
         batch = self._batch
         if batch.query_starts[row + 1] - batch.query_starts[row] > 1:
             return False
@@ -261,7 +278,9 @@ def _consecutive(table: BlockTable) -> bool:
 
 
 def _first_key(position: int, window: int | None) -> int:
-    """The segment border at or before the first key that the query at `position` sees."""
+    """Round the position of the first key that the query at `position` sees down to a segment
+    border.
+    """
     if window is None:
         return 0
     return max(0, position - window + 1) // _SEGMENT * _SEGMENT
@@ -272,7 +291,7 @@ def _round_up(value: int, step: int) -> int:
 
 
 def _mask(q_low: int, q_high: int, k_low: int, k_high: int, window: int | None) -> Tensor:
-    """float [queries, keys]: 0 where the query at that position sees the key, else -inf."""
+    """Return the mask, float [queries, keys]: 0 where the query sees the key, else -inf."""
     queries, keys = torch.arange(q_low, q_high)[:, None], torch.arange(k_low, k_high)
     hidden = keys > queries
     if window is not None:
@@ -287,7 +306,9 @@ def _cap(scores: Tensor, softcap: float | None) -> None:
 
 
 def _weighted_sum(scores: Tensor, values: Tensor) -> Tensor:
-    """softmax(scores) @ values by segments. scores [N, rows, L], values [N, L, dim] -> [N, rows, dim]."""
+    """Compute softmax(scores) @ values by segments. scores [N, rows, L], values [N, L, dim] -> [N,
+    rows, dim].
+    """
     length = scores.shape[2]
     weights = torch.softmax(scores, dim=-1)
     out = torch.bmm(weights[:, :, :_SEGMENT], values[:, :_SEGMENT])

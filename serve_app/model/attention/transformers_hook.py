@@ -1,7 +1,7 @@
 """Binds transformers' attention to the paged pool.
 
-transformers calls one function for every attention layer (`AttentionInterface`). Ours reads everything it needs from
-the module that calls it: some models do not pass extra keywords down, so nothing of a step travels through them.
+transformers calls one function for every attention layer (`AttentionInterface`). Our function reads
+what it needs from the calling module, because some models do not pass extra keywords down.
 """
 
 from collections.abc import Sequence
@@ -16,14 +16,16 @@ from serve_app.errors import ConfigError
 from serve_app.model.attention_backend import AttentionBackend, AttentionLayer, LayerCache
 
 IMPLEMENTATION = "serve_app_paged"
-"""The name under which transformers knows our function. It has no mask function, so no mask is ever built."""
+"""Name of our function in transformers. No mask function is registered, so transformers builds no
+mask.
+"""
 
 _ATTRIBUTE = "serve_app_binding"
 
 
 @dataclass(slots=True)
 class StepContext:
-    """What all layers of one model share while a step runs."""
+    """State that all layers of one model share during a step."""
 
     backend: AttentionBackend
     metadata: Any = None
@@ -31,7 +33,7 @@ class StepContext:
 
 @dataclass(slots=True)
 class _Binding:
-    """An attribute of an attention module: how it attends, and where its keys and values are."""
+    """Attribute of an attention module: the layer's shape, and the pool of its keys and values."""
 
     layer: AttentionLayer
     context: StepContext
@@ -40,7 +42,9 @@ class _Binding:
 
 @dataclass(slots=True)
 class _Recorder:
-    """An attribute of every module while `discover` runs: records which modules call, and with what."""
+    """Attribute of every module during `discover`: records the modules that call attention, and
+    their layer shapes.
+    """
 
     calls: list[tuple[nn.Module, AttentionLayer]] = field(default_factory=list)
 
@@ -48,7 +52,7 @@ class _Recorder:
 def _paged_attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
 ) -> tuple[Tensor, None]:
-    """query [1, heads, N, dim], key and value [1, kv_heads, N, dim]; returns [1, N, heads, dim]."""
+    """Attend. query [1, heads, N, dim], key, value [1, kv_heads, N, dim] -> [1, N, heads, dim]."""
     binding = getattr(module, _ATTRIBUTE)
     if isinstance(binding, _Recorder):
         binding.calls.append((module, _layer(module, query, key, value, kwargs)))
@@ -63,12 +67,14 @@ AttentionInterface.register(IMPLEMENTATION, _paged_attention)
 
 
 _UNDERSTOOD = frozenset({"scaling", "sliding_window", "softcap", "position_ids", "cache_position"})
-"""Arguments that are read, and those that say nothing which the step's metadata does not."""
+"""Arguments that are read, or that repeat what the step's metadata contains."""
 _MASKS = frozenset({"full_attention", "sliding_attention"})
 
 
 def _refuse_unknown(module: nn.Module, attention_mask: Tensor | None, kwargs: dict[str, Any]) -> None:
-    """Raise ConfigError for an argument that has to change the result, as attention sinks do."""
+    """Raise ConfigError for an unknown argument that would change the result, for example attention
+    sinks.
+    """
     unknown = [name for name, value in kwargs.items() if name not in _UNDERSTOOD and _has_effect(name, value)]
     if attention_mask is not None:
         unknown.append("attention_mask")
@@ -83,7 +89,9 @@ def _has_effect(name: str, value: Any) -> bool:
 
 
 def _refuse_other_masks(config: Any, calls: list[tuple[nn.Module, AttentionLayer]]) -> None:
-    """Raise ConfigError for layers whose mask the calls do not tell: it stands in the configuration alone."""
+    """Raise ConfigError for unsupported masks that only the configuration names: the attention
+    calls do not pass them.
+    """
     kinds = getattr(config, "layer_types", None) or ()
     if unknown := sorted(set(kinds) - _MASKS):
         raise ConfigError(f"model: layers of kind {', '.join(unknown)} are not supported")
@@ -107,9 +115,11 @@ def _layer(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, kwargs:
 
 
 def discover(base: nn.Module, input_ids: Tensor) -> list[tuple[nn.Module, AttentionLayer]]:
-    """The attention modules of a base model in the order it calls them, found by running `input_ids` [n] through it.
+    """Return a base model's attention modules in call order, found by running `input_ids` [n]
+    through the model.
 
-    Raises ConfigError for attention that is more than `AttentionLayer` describes, and for a model that fails with it.
+    Raises ConfigError for attention that `AttentionLayer` cannot describe, or if the model fails
+    with packed attention.
     """
     recorder = _Recorder()
     for module in base.modules():
@@ -127,12 +137,12 @@ def discover(base: nn.Module, input_ids: Tensor) -> list[tuple[nn.Module, Attent
 
 
 def bind(calls: list[tuple[nn.Module, AttentionLayer]], context: StepContext) -> None:
-    """Attach each module's binding; `attach_caches` gives it its pool."""
+    """Attach a binding to each module. `attach_caches` adds the pool."""
     for module, layer in calls:
         setattr(module, _ATTRIBUTE, _Binding(layer, context))
 
 
 def attach_caches(calls: list[tuple[nn.Module, AttentionLayer]], caches: Sequence[LayerCache | None]) -> None:
-    """Give every bound module its layer's pool, in the same order; None takes it away."""
+    """Set the pool of each bound module, in the order of `calls`. None removes it."""
     for (module, _), cache in zip(calls, caches, strict=True):
         getattr(module, _ATTRIBUTE).cache = cache

@@ -1,4 +1,4 @@
-"""Compares an attention backend with the reference, on this device and for these layers, before it may serve."""
+"""Compares an attention backend with the reference before use, on this device for these layers."""
 
 from collections.abc import Sequence
 
@@ -14,23 +14,26 @@ from serve_app.model.attention_backend import (
 )
 
 _TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 0.15}
-"""Largest accepted difference, as a part of the reference's standard deviation."""
+"""Largest accepted difference, relative to the reference's standard deviation."""
 
 _TABLES = ((5, 2), (3, 4), (1,), (22, *range(6, 14), *range(21, 14, -1)))
-"""Blocks of the sequences. The last is long enough for several tiles of queries and of keys."""
+"""Block tables of the test sequences. The last is long enough for several tiles of queries and of
+keys.
+"""
 
 
 def verify_backend(
     backend: AttentionBackend, layers: Sequence[AttentionLayer], dtype: torch.dtype, device: torch.device
 ) -> str | None:
-    """What is wrong with the backend, compared with the reference on a prefill and a mixed step; None if nothing is.
+    """Compare the backend with the reference on a prefill and a mixed step. Return the problem, or
+    None.
 
-    The pool holds NaN wherever these sequences have no key, so reading beyond a sequence's end shows in the output.
+    Unused positions of the pool hold NaN, so reading beyond a sequence's end shows in the output.
     """
     for layer in dict.fromkeys(layers):
         try:
             difference = _difference(backend, layer, dtype, device)
-        except Exception as error:  # a backend may raise anything on hardware it was not tried on
+        except Exception as error:  # a backend may raise anything on untested hardware
             return f"{type(error).__name__}: {error}".splitlines()[0]
         if difference > _TOLERANCE[dtype]:
             return f"differs from the reference by {difference:.2g} of its spread"
@@ -38,12 +41,15 @@ def verify_backend(
 
 
 def _difference(backend: AttentionBackend, layer: AttentionLayer, dtype: torch.dtype, device: torch.device) -> float:
-    """Largest difference from the reference, in standard deviations of its output; infinite when not finite."""
+    """Return the largest difference from the reference, in standard deviations of its output;
+    infinite if the backend's output is not finite.
+    """
     generator = torch.Generator(device=device).manual_seed(0)
     candidates = (backend, ReferenceAttention())
     size = backend.block_size
     caches = [_poisoned(candidate, layer, size, dtype, device) for candidate in candidates]
-    # Three prompts; then one more token of each together with a fourth, one token long. (row, first position, tokens)
+    # Three prompts; then one more token of each, with a fourth sequence of one token. (row, first
+    # position, tokens)
     longest = max(3 * size, 240) - 3
     steps = [
         [(0, 0, size + 2), (3, 0, longest), (1, 0, 2 * size - 1)],
@@ -75,7 +81,7 @@ def _difference(backend: AttentionBackend, layer: AttentionLayer, dtype: torch.d
 def _poisoned(
     backend: AttentionBackend, layer: AttentionLayer, size: int, dtype: torch.dtype, device: torch.device
 ) -> LayerCache:
-    """A small pool of NaN; only the null block is zero, as it is in service."""
+    """Return a small pool filled with NaN. Only the null block is zero, as in service."""
     num_blocks = (1 + max(map(max, _TABLES))) * size // backend.block_size
     cache = backend.allocate(layer, num_blocks, dtype, device)
     for pool in cache:
@@ -85,8 +91,10 @@ def _poisoned(
 
 
 def _batch(rows: list[tuple[int, int, int]], block_size: int, size: int, device: torch.device) -> AttentionBatch:
-    """rows as (sequence, first position, tokens), for blocks of `block_size`: each block of the tables, which count in
-    blocks of `size`, is cut into `size // block_size` of them."""
+    """Build the batch for blocks of `block_size`. rows: (sequence, first position, tokens).
+
+    `_TABLES` counts in blocks of `size`; each is cut into `size // block_size` blocks.
+    """
     parts = size // block_size
     tables = {row: [block * parts + i for block in _TABLES[row] for i in range(parts)] for row, _, _ in rows}
     starts, slots = [0], []

@@ -1,1 +1,1 @@
-"""CPU kernels of our own, in C: weights packed for vector registers, paged attention, one call per step."""
+"""CPU kernels in C: weights packed for vector registers, paged attention, one call per step."""

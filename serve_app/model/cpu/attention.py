@@ -1,4 +1,4 @@
-"""Attention by the C kernels: the layout of their pool, and attention of single layers."""
+"""Attention with the C kernels: the layout of their pool, and attention of a single layer."""
 
 from typing import ClassVar
 
@@ -10,16 +10,19 @@ from serve_app.model.cpu.ops import PAGE, Batch, Kernels
 from serve_app.model.cpu.pages import lazy_zeros
 
 _MOST_HEAD_DIM = 2048
-"""Of a cache in 8 bits: sums of 16-bit products over so many fit 32 bits."""
+"""Limit for an 8-bit cache: sums of this many 16-bit products fit 32 bits."""
 
 
 class CKernelAttention:
-    """Caches are [num_blocks, num_kv_heads, head_dim, block_size] for keys (a vector holds one dimension of many
-    keys) and [num_blocks, num_kv_heads, block_size, head_dim] for values, in float32 or narrow: float16 or, where the
-    processor multiplies it, bfloat16 (whose pairs `kernels/attention.h` arranges otherwise). In int8 both are
-    [num_blocks, num_kv_heads, page_bytes], numbers and scales (`kernels/byte_attention.h`).
+    """The C kernels as an `AttentionBackend`.
 
-    No softcap; head_dim a multiple of 16 up to 2,048, values as wide as keys.
+    Key caches are [num_blocks, num_kv_heads, head_dim, block_size]: a vector holds one dimension of
+    many keys. Value caches are [num_blocks, num_kv_heads, block_size, head_dim]. Both are float32
+    or narrow: bfloat16 where the processor multiplies it (with pairs arranged as in
+    `kernels/attention.h`), else float16. In int8 both are [num_blocks, num_kv_heads, page_bytes],
+    numbers and scales (`kernels/byte_attention.h`).
+
+    No softcap. head_dim must be a multiple of 16 up to 2,048, and value_dim equal to it.
     """
 
     name: ClassVar[str] = "kernels"
@@ -31,7 +34,9 @@ class CKernelAttention:
         self._kernels = kernels
 
     def allocate(self, layer: AttentionLayer, num_blocks: int, dtype: torch.dtype, device: torch.device) -> LayerCache:
-        """Zeroed pool for one layer. Raises ValueError for what the kernel cannot do."""
+        """Return a zeroed pool for one layer. Raises ValueError for unsupported layers, dtypes and
+        devices.
+        """
         if unsupported := unsupported_by_kernels(layer):
             raise ValueError(unsupported)
         kernels = self._kernels
@@ -47,7 +52,7 @@ class CKernelAttention:
         )
 
     def warm_up(self, layer: AttentionLayer, dtype: torch.dtype, cache: LayerCache) -> None:
-        """Nothing is compiled."""
+        """Do nothing: there is nothing to compile."""
 
     def build(self, batch: AttentionBatch) -> Batch:
         """See `AttentionBackend.build`."""
@@ -65,7 +70,7 @@ class CKernelAttention:
 
 
 def unsupported_by_kernels(layer: AttentionLayer) -> str | None:
-    """What the kernel cannot do for this layer; None if it can do everything."""
+    """Return the layer's property that the kernels do not support, or None."""
     if layer.softcap is not None:
         return "attention with a softcap"
     if layer.head_dim % 16 or layer.head_dim > _MOST_HEAD_DIM or layer.value_dim != layer.head_dim:

@@ -1,7 +1,8 @@
 """Compiles the C kernels at first use and keeps the library.
 
-Decides which builds this machine can run, and where the result is kept: one file per source, compiler, and build, so a
-folder may be shared by machines and outlives upgrades. Does not decide what runs without kernels.
+Decides which builds this machine can run, and where libraries are kept. There is one file per
+source, compiler and build, so machines may share the folder, and it survives upgrades. Does not
+decide what runs without kernels.
 """
 
 import ctypes
@@ -33,7 +34,7 @@ BUILDS: dict[str, tuple[str, ...]] = {
     "avx2": _AVX2,
     "portable": (),
 }
-"""The instruction sets that each build uses, fastest build first, by the compiler's names for them."""
+"""The instruction sets that each build uses, in the compiler's names. Fastest build first."""
 
 _FLAGS = (
     *("-std=gnu11", "-O3", "-ffp-contract=off", "-fwrapv", "-fno-math-errno", "-Wno-psabi"),
@@ -41,27 +42,29 @@ _FLAGS = (
 )
 _COMPILE_TIMEOUT_S = 120.0
 _KEPT = 8
-"""Libraries of one build: machines with other compilers may share the folder."""
+"""Libraries kept per build: machines with different compilers may share the folder."""
 
 
 class KernelsUnavailableError(Exception):
-    """Says in one line why the kernels cannot be used here."""
+    """The kernels cannot be used here. The message is the reason, in one line."""
 
 
 def usable_builds(cpuinfo: Path = Path("/proc/cpuinfo")) -> list[str]:
-    """The builds that this machine can run, fastest first."""
+    """Return the builds that this machine can run, fastest first."""
     known = _instruction_sets(cpuinfo)
     return [build for build, needed in BUILDS.items() if known.issuperset(needed)]
 
 
 def missing_for_faster(build: str, cpuinfo: Path = Path("/proc/cpuinfo")) -> dict[str, list[str]]:
-    """For each build faster than this one the instruction sets that this machine lacks."""
+    """Return, for each build faster than `build`, the instruction sets that this machine lacks."""
     faster, known = list(BUILDS)[: list(BUILDS).index(build)], _instruction_sets(cpuinfo)
     return {name: [needed for needed in BUILDS[name] if needed not in known] for name in faster}
 
 
 def _instruction_sets(cpuinfo: Path) -> set[str]:
-    """By the compiler's names: Linux writes avx512_vnni and amx_tile for its avx512vnni and amx-tile."""
+    """Return this machine's instruction sets in the compiler's names. Linux writes avx512_vnni and
+    amx_tile where the compiler writes avx512vnni and amx-tile.
+    """
     try:
         lines = [line for line in cpuinfo.read_text().splitlines() if line.startswith("flags")]
     except OSError:
@@ -71,12 +74,12 @@ def _instruction_sets(cpuinfo: Path) -> set[str]:
 
 
 def find_compiler() -> str | None:
-    """Path of this machine's C compiler, if it has one."""
+    """Return the path of this machine's C compiler, or None."""
     return shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
 
 
 def load_library(build: str, cache_dir: Path) -> ctypes.CDLL:
-    """The compiled kernels, see `compiled`. Raises KernelsUnavailableError."""
+    """Load the kernels, compiled if necessary. Raises KernelsUnavailableError."""
     try:
         return ctypes.CDLL(str(compiled(build, cache_dir)))
     except OSError as error:
@@ -84,16 +87,16 @@ def load_library(build: str, cache_dir: Path) -> ctypes.CDLL:
 
 
 def compiled(build: str, cache_dir: Path) -> Path:
-    """The library in `cache_dir`, compiled into it by the first process that asks; the others wait.
+    """Return the library in `cache_dir`. The first process compiles it; concurrent processes wait.
 
-    Raises KernelsUnavailableError when there is no compiler, it fails, or the folder cannot be written.
+    Raises KernelsUnavailableError if there is no compiler, it fails, or the folder is not writable.
     """
     compiler = find_compiler()
     if compiler is None:
         raise KernelsUnavailableError("there is no C compiler (cc, gcc or clang)")
     flags = [*_FLAGS, *(f"-m{name}" for name in BUILDS[build])]
     try:
-        # Path, size and date stand for the compiler's version: asking for it would start a process.
+        # Path, size and date identify the compiler's version: asking for it would start a process.
         status = os.stat(compiler)
         compiled_by = f"{os.path.realpath(compiler)} {status.st_size} {status.st_mtime_ns} {flags}"
         key = Key(SOURCES, build, f"{compiled_by} {digest_sources(SOURCES)}")

@@ -1,11 +1,15 @@
-"""Runs a Llama-like model with the C kernels: packs its weights, one call per step, one for the logits.
+"""Runs a Llama-like model with the C kernels: packs its weights, then one call per step and one for
+the logits.
 
-Three modes. Exact: the file's weights (stored as small as they can be without loss) in float32 arithmetic or, where
-bytes are faster, in sums of 23-bit activations, which are as accurate; keys and values in float32. Int8: weights of 8
-bits or, where the file has them, 6 or 4; products with activations rounded to 8 bits in groups of 32 or, in AMX's
-tiles, both sides rounded to bfloat16; keys and values in 8 bits or, with AMX, and where keys have a bias, in bfloat16
-if the processor multiplies it, else in float16. Bfloat16, on such processors: weights, the activations that products
-take, keys and values in bfloat16; sums and all else in float32.
+There are three modes:
+- Exact: the file's weights, stored as small as possible without loss. Products are in float32 or,
+  where bytes are faster, in sums of 23-bit activations, which are as accurate. Keys and values are
+  float32.
+- Int8: weights of 8 bits, or 6 or 4 if the file has them. Products take activations rounded to 8
+  bits in groups of 32; AMX tiles round both sides to bfloat16 instead. Keys and values are 8 bits.
+  With AMX, or if keys have a bias, they are bfloat16 if the processor multiplies it, else float16.
+- Bfloat16, on processors that multiply it: weights, the inputs of products, keys and values are
+  bfloat16; sums and everything else are float32.
 """
 
 import ctypes
@@ -55,15 +59,19 @@ _EXACT_FORMATS = {
     Blocks.F16: _WIDENED,
     Blocks.F32: _WIDENED,
 }
-"""Which formats beside F32 may hold a file's weights exactly: floats may have been widened from 8 or 4 bits."""
+"""Formats besides F32 that may hold a file's weights exactly. Floats may have been widened from 8
+or 4 bits.
+"""
 
 _ANY = {Arithmetic.EXACT: Format.F32, Arithmetic.INT8: Format.Q8, Arithmetic.BFLOAT16: Format.BF16}
-"""The format for weights of any values, rounded but for F32."""
+"""The fallback format of each mode, for weights of any values. All but F32 round them."""
 
 
 class CpuDecoder:
-    """A `ModelExecutor`. arithmetic: the mode. parameters: reads the weights of `model`; where it can tell them from
-    others, they are kept packed in `cache_dir`.
+    """A `ModelExecutor`.
+
+    arithmetic: the mode. parameters: reads the weights of `model`. If it can identify them, the
+    packed weights are kept in `cache_dir`.
 
     Raises UnsupportedModelError for shapes that the kernels cannot run.
     """
@@ -130,17 +138,17 @@ class CpuDecoder:
             struct.values = None if cache is None else cache.value.data_ptr()
 
     def capture(self, max_num_seqs: int, on_capture: OnCapture) -> None:
-        """There are no graphs on a CPU."""
+        """Do nothing: a CPU has no graphs."""
 
     def forward(self, input_ids: Tensor, positions: Tensor, batch: AttentionBatch) -> Tensor:
-        """See `ModelExecutor`. Raises IndexError for a token id or a position that does not exist."""
-        ids = input_ids.numpy().view(np.uint64)  # in which negative ones are large
+        """See `ModelExecutor`. Raises IndexError for a token id or position out of range."""
+        ids = input_ids.numpy().view(np.uint64)  # as unsigned numbers, negative ids are large
         if ids.max() >= self._vocabulary or positions.numpy().max() >= self._num_positions:
             raise IndexError("token ids or positions out of range")
         return self._kernels.step(self._struct, input_ids, Batch(batch, positions))
 
     def decode(self, packed: PackedBatch) -> None:
-        """There are no graphs."""
+        """Return None: a CPU has no graphs."""
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """See `ModelExecutor`."""
@@ -151,7 +159,7 @@ class CpuDecoder:
         return self._kernels.likeliest(self._head, hidden, self._arithmetic)
 
     def _describe(self, model: Llama, parameters: Parameters) -> DecoderStruct:
-        """The structs for C. What they point to is kept by this object."""
+        """Return the structs for C. This object keeps the tensors that they point to."""
 
         def address(parameter: Tensor) -> int:
             self._vectors.append(parameters.vector(parameter))
@@ -191,14 +199,15 @@ class CpuDecoder:
 def _cache_dtype(kernels: Kernels, model: Llama, arithmetic: Arithmetic) -> torch.dtype:
     if arithmetic is Arithmetic.EXACT:
         return torch.float32
-    # A bias can make all keys so large in some dimensions that one scale leaves little of the others (Qwen 2).
+    # A bias can make all keys so large in some dimensions that one scale loses the others'
+    # precision (Qwen 2).
     if arithmetic is Arithmetic.INT8 and not any(layer.qkv.biases for layer in model.layers):
         return kernels.smallest_cache
     return kernels.narrow_cache
 
 
 class _Packing:
-    """Reads weights and packs them, each in the smallest format that the mode allows."""
+    """Reads weights and packs each into the smallest format that the mode allows."""
 
     def __init__(self, kernels: Kernels, parameters: Parameters, arithmetic: Arithmetic) -> None:
         self.parameters = parameters
@@ -206,7 +215,9 @@ class _Packing:
         self._arithmetic = arithmetic
 
     def pack_all(self, model: Llama, cache_dir: Path | None, report: Progress) -> list[list[PackedWeight]]:
-        """The head, with the embedding where that is another matrix, and each layer's products."""
+        """Return the head (followed by the embedding if that is another matrix), then each layer's
+        products.
+        """
         linears = [model.head, *(getattr(layer, name) for layer in model.layers for name in _PRODUCTS)]
         jobs = [partial(self._pack_head, model), *(partial(self._pack, linear) for linear in linears[1:])]
         identity = self.parameters.identity
@@ -224,7 +235,10 @@ class _Packing:
         return torch.cat(biases) if biases else None
 
     def _pack_head(self, model: Llama) -> list[Matrix]:
-        """An embedding is packed exactly in int8 mode too: its rows are no products."""
+        """Pack the head, and the embedding if it needs another matrix.
+
+        In int8 mode the embedding is packed exactly too: its rows are read, not multiplied.
+        """
         (head,) = self._pack(model.head)
         serves_both = self._arithmetic is Arithmetic.BFLOAT16 or all(part.exact for part in head)
         if model.head.weights[0] is model.embedding and serves_both:
@@ -233,7 +247,7 @@ class _Packing:
         return [head, [self._pack_alike([self.parameters.matrix(model.embedding)], arithmetic)]]
 
     def _pack(self, linear: Linear) -> list[Matrix]:
-        """The modules that it joins may differ in format, if their outputs are whole panels."""
+        """Pack the joined modules. They may differ in format if their outputs are whole panels."""
         matrices = [self.parameters.matrix(weight) for weight in linear.weights]
         whole = all(matrix.outputs % self._kernels.panel == 0 for matrix in matrices[:-1])
         alike = len({matrix.blocks for matrix in matrices}) == 1
@@ -246,13 +260,13 @@ class _Packing:
     def _pack_alike(self, matrices: Sequence[StoredMatrix], arithmetic: Arithmetic) -> PackedPart:
         exactly = arithmetic is Arithmetic.EXACT
         formats = frozenset(Format).intersection(*(_EXACT_FORMATS[matrix.blocks] for matrix in matrices))
-        for format in sorted(formats, reverse=True):  # of those that may both hold a file's weights, the smaller first
+        for format in sorted(formats, reverse=True):  # the smaller of two exact formats first
             if exactly or (format >= Format.Q8 and arithmetic is Arithmetic.INT8):
                 packed = self._kernels.pack(matrices, format, exactly=True)
                 if packed is not None:
                     return packed
         packed = self._kernels.pack(matrices, _ANY[arithmetic], exactly=exactly)
-        assert packed is not None  # these formats hold everything, and `_check` has looked at the widths
+        assert packed is not None  # these formats hold all values, and `_check` verified the widths
         return packed
 
 

@@ -1,6 +1,7 @@
-"""The C kernels as typed functions on tensors. Mirrors the structs of `kernels/*.h`; decides nothing.
+"""The C kernels as typed functions on tensors. Mirrors the structs of `kernels/*.h`; decides
+nothing.
 
-Tensors must be contiguous; the wrappers check shapes that could make C read beyond a tensor's end.
+Tensors must be contiguous. The wrappers check shapes that could make C read beyond a tensor's end.
 """
 
 import ctypes
@@ -22,15 +23,15 @@ from serve_app.model.cpu.build import KernelsUnavailableError, load_library
 from serve_app.model.cpu.stored import StoredMatrix
 
 GROUP = 32
-"""Inputs of a group in the formats of bytes; activations share a scale in it."""
+"""Inputs per group in the byte formats. The activations of a group share a scale."""
 PAGE = 16
 """Tokens per KV block."""
 CACHE_FORMATS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2, torch.int8: 3}
-"""`enum cache_format` by the dtype of keys and values."""
+"""Values of `enum cache_format`, by the dtype of keys and values."""
 
 
 class Format(IntEnum):
-    """How a weight is stored; see `kernels/weights.h`."""
+    """Storage format of a weight; see `kernels/weights.h`."""
 
     F32 = 0
     BF16 = 1
@@ -42,11 +43,11 @@ class Format(IntEnum):
 
 
 BITS = {Format.Q8: 8, Format.Q4: 4, Format.Q4S: 4, Format.Q4K: 4, Format.Q6K: 6}
-"""Of a weight in the formats that fixed-point activations can meet."""
+"""Bits per weight in the formats that can be multiplied by fixed-point activations."""
 
 
 class Arithmetic(IntEnum):
-    """How products are computed; `enum arithmetic` in `kernels/activations.h`."""
+    """How products are computed: `enum arithmetic` in `kernels/activations.h`."""
 
     EXACT = 0
     INT8 = 1
@@ -113,8 +114,11 @@ class _BatchStruct(ctypes.Structure):
 
 @dataclass(frozen=True, slots=True)
 class PackedPart:
-    """Some outputs of a matrix in panels of one format. data: uint8, contiguous; not writable where it is mapped from a
-    file. exact: whether it has the values that were packed."""
+    """Some outputs of a matrix, in panels of one format.
+
+    data: uint8, contiguous; not writable if mapped from a file. exact: whether the packed values
+    equal the originals.
+    """
 
     data: NDArray[np.uint8]
     format: Format
@@ -124,9 +128,9 @@ class PackedPart:
 
 
 class PackedWeight:
-    """A matrix [outputs, inputs] in panels, with its bias [outputs] padded like them.
+    """A matrix [outputs, inputs] in panels, with its bias [outputs] padded to whole panels.
 
-    All parts but the last one have whole panels of outputs.
+    All parts but the last have whole panels of outputs.
     """
 
     def __init__(self, parts: Sequence[PackedPart], bias: Tensor | None, panel: int) -> None:
@@ -148,16 +152,16 @@ class PackedWeight:
 
     @property
     def nbytes(self) -> int:
-        """Memory of the panels."""
+        """Size of the panels in bytes."""
         return sum(part.data.nbytes for part in self.parts)
 
     @property
     def mapped_bytes(self) -> int:
-        """Of `nbytes`, what is mapped from a file."""
+        """The part of `nbytes` that is mapped from a file."""
         return sum(part.data.nbytes for part in self.parts if not part.data.flags.writeable)
 
     def struct(self) -> WeightStruct:
-        """For C; valid while this object lives."""
+        """Return the struct for C. It is valid while this object lives."""
         bias = None if self._bias is None else self._bias.data_ptr()
         bits = [BITS.get(part.format, 0) for part in self.parts]
         fixed = max(bits) if all(bits) else 0
@@ -186,9 +190,9 @@ class Batch:
 
 
 class Kernels:
-    """The compiled library of one build, and one pool of threads.
+    """The compiled library of one build, with one thread pool.
 
-    Not thread-safe: a call uses the pool and the working memory until it returns.
+    Not thread-safe: each call uses the pool and the workspace until it returns.
     """
 
     def __init__(self, build: str, cache_dir: Path) -> None:
@@ -197,14 +201,16 @@ class Kernels:
         if not library.build_allowed():
             raise KernelsUnavailableError("the system does not allow this process to use it")
         self.library = Path(library._name).stem
-        """Names the sources, the compiler and the flags."""
+        """File name of the library. Identifies the sources, the compiler and the flags."""
         self._library = library
         self.panel: int = self._library.weight_panel()
         dtypes = {format: dtype for dtype, format in CACHE_FORMATS.items()}
         self.narrow_cache = dtypes[self._library.narrow_cache()]
-        """In which a KV cache is half as large."""
+        """The dtype of a KV cache of half the size."""
         self.smallest_cache = dtypes[self._library.smallest_cache()]
-        """Where keys and values may be rounded to 8 bits; the same in builds without attention in bytes."""
+        """The dtype of a KV cache that may be rounded to 8 bits. Equals `narrow_cache` in builds
+        without byte attention.
+        """
         self.multiplies_bfloat16 = self.narrow_cache == torch.bfloat16
         self.has_tiles = build == "amx"
         self._pool: int | None = None
@@ -213,13 +219,14 @@ class Kernels:
         self._memory = torch.empty(0, dtype=torch.uint8)
 
     def page_bytes(self, head_dim: int, dtype: torch.dtype) -> int:
-        """Memory of one head's keys, or values, in a block of a cache in `dtype`."""
+        """Return the size of one head's keys, or values, in one block of a cache in `dtype`."""
         return int(self._library.cache_page_bytes(head_dim, CACHE_FORMATS[dtype]))
 
     def pack(self, matrices: Sequence[StoredMatrix], format: Format, *, exactly: bool) -> PackedPart | None:
-        """Pack matrices of equal inputs, one below the other, in one format. May run in several threads at once.
+        """Pack matrices with the same inputs, one below the other, in one format. Thread-safe.
 
-        None when `exactly` is asked for and a value does not fit, or the inputs are no whole groups of the format.
+        Returns None if `exactly` is set and a value does not fit, or if the inputs are not whole
+        groups of the format.
         """
         outputs, inputs = sum(matrix.outputs for matrix in matrices), matrices[0].inputs
         if inputs % self._library.weight_block(format):
@@ -244,15 +251,20 @@ class Kernels:
         return PackedPart(data, format, outputs, inputs, exactly)
 
     def linear(self, weight: PackedWeight, x: Tensor, arithmetic: Arithmetic) -> Tensor:
-        """x [rows, inputs] float32 -> [rows, outputs] float32. In 8 bits or bfloat16 x is rounded first.
+        """Multiply: x [rows, inputs] float32 -> [rows, outputs] float32. int8 and bfloat16 round x
+        first.
 
-        Raises ValueError for bfloat16 where weight or machine have none."""
+        Raises ValueError for bfloat16 if the weight is not bfloat16 or the CPU does not multiply
+        it.
+        """
         out = torch.empty(x.shape[0], weight.padded_outputs)
         self._product(self._library.linear, weight, x, arithmetic, out)
         return out[:, : weight.outputs]
 
     def likeliest(self, weight: PackedWeight, x: Tensor, arithmetic: Arithmetic) -> Tensor:
-        """As `linear`, but of each row the first of its largest outputs, int64 [rows]; -1 where any is not finite."""
+        """Return the index of each row's largest output of `linear`, int64 [rows]. The first of
+        equal ones; -1 if any is not finite.
+        """
         ids = torch.empty(x.shape[0], dtype=torch.int64)
         self._product(self._library.likeliest, weight, x, arithmetic, ids, weight.outputs)
         return ids
@@ -278,7 +290,9 @@ class Kernels:
         caches: tuple[Tensor, Tensor],
         batch: Batch,
     ) -> Tensor:
-        """query [T, heads, dim], key and value [T, kv_heads, dim], float32 -> [T, heads, dim]. Writes the caches."""
+        """Write the caches and attend. query [T, heads, dim], key and value [T, kv_heads, dim],
+        float32 -> [T, heads, dim].
+        """
         query, key, value = query.contiguous(), key.contiguous(), value.contiguous()
         struct = _AttentionStruct(
             layer.num_heads,
@@ -307,7 +321,9 @@ class Kernels:
         return out
 
     def step(self, decoder: DecoderStruct, ids: Tensor, batch: Batch) -> Tensor:
-        """Final hidden states [T, hidden] of token ids int64 [T]; of those that are not `wanted`, anything."""
+        """Return the final hidden states [T, hidden] of token ids int64 [T]. Those that are not
+        `wanted` are undefined.
+        """
         ids = ids.contiguous()
         pool, hidden = self._threads(), torch.empty(batch.num_tokens, decoder.hidden)
         size = self._library.decoder_workspace(ctypes.byref(decoder), pool, ctypes.byref(batch.struct))
@@ -327,7 +343,7 @@ class Kernels:
         return self._memory.data_ptr()
 
     def _threads(self) -> int:
-        """The pool, of as many threads as torch's operations have here."""
+        """Return a pool of as many threads as torch uses here."""
         wanted = torch.get_num_threads()
         if self._pool is None or self._pool_threads != wanted:
             if self._free_pool is not None:
@@ -349,11 +365,13 @@ _STRUCTS: dict[str, type[ctypes.Structure]] = {
     "attention": _AttentionStruct,
     "batch": _BatchStruct,
 }
-"""What the library calls them."""
+"""The structs by their names in C."""
 
 
 def _check_sizes(library: ctypes.CDLL) -> None:
-    """Raise RuntimeError when a struct here and its twin in C differ in size: the kernels would read other memory."""
+    """Raise RuntimeError if a struct's size differs from its size in C: the kernels would read
+    other memory.
+    """
     for name, struct in _STRUCTS.items():
         size_of = getattr(library, f"sizeof_{name}")
         size_of.restype, size_of.argtypes = c_int64, []

@@ -1,8 +1,9 @@
-"""Packed weights on disk: packed once, then mapped by every process that runs them, all of which share the memory.
+"""Packed weights on disk: packed once, then mapped by all processes that run them, which share the
+memory.
 
-Decides for which weights, mode and build they hold. Where the disk takes none, each process packs them into memory of
-its own. Linux maps files in huge pages by itself where the file
-system has large folios (ext4 since 6.16, XFS for longer).
+Decides which weights, mode and build a file is valid for. If the disk cannot hold the file, each
+process packs the weights into its own memory. Linux maps files in huge pages automatically if the
+file system has large folios (ext4 since 6.16, XFS earlier).
 """
 
 import fcntl
@@ -30,23 +31,25 @@ logger = logging.getLogger(__name__)
 
 Matrix = Sequence[PackedPart]
 Job = Callable[[], Sequence[Matrix]]
-"""Packs some matrices; run in any thread."""
+"""Packs some matrices. May run in any thread."""
 
 _PACKING, _MAPPING = "loading weights", "mapping weights"
 _ALIGNMENT = 4096
 _AT_ONCE = 8 * 2**20
-"""Bytes that a thread hands to the disk."""
+"""Bytes that a thread writes to the disk at once."""
 _STRIDE = 256 * 2**20
-"""How much is read in before progress is told."""
+"""Bytes that are read between two progress reports."""
 _MADV_POPULATE_READ = 22
-"""Not among mmap's names in Python 3.11."""
+"""Not defined in Python 3.11's mmap module."""
 
 
 def pack_all(
     jobs: Sequence[Job], cache_dir: Path | None, identity: tuple[str, str], mode: str, library: str, report: Progress
 ) -> list[Sequence[Matrix]]:
-    """What `jobs` pack, in as many threads as torch's operations have: mapped from a file in `cache_dir`, which is
-    written if need be; in memory without one, or where the disk does not take it.
+    """Return the matrices that `jobs` pack, using as many threads as torch.
+
+    They are mapped from a file in `cache_dir`, which is written if missing. Without `cache_dir`, or
+    if the file cannot be written, they are packed into memory.
 
     identity: see `Parameters`; library: see `Kernels`.
     """
@@ -76,7 +79,8 @@ def _in_threads(run: Callable[[Job], Any], jobs: Sequence[Job], report: Progress
 
 def _write(target: Path, jobs: Sequence[Job], report: Progress) -> None:
     with _Writer(target) as writer:
-        # Each thread writes what it has packed and forgets it: all together may be more than fits into memory.
+        # Each thread writes its packed part and frees it: all parts together may not fit into
+        # memory.
         index = _in_threads(lambda job: [[writer.add(part) for part in matrix] for matrix in job()], jobs, report)
     text = json.dumps(index).encode()
     with target.open("ab") as file:
@@ -84,7 +88,7 @@ def _write(target: Path, jobs: Sequence[Job], report: Progress) -> None:
 
 
 def _index(path: Path) -> list[Any]:
-    """What stands behind the weights. Raises OSError or ValueError for what is no such file."""
+    """Read the index behind the weights. Raises OSError or ValueError for any other file."""
     with path.open("rb") as file:
         file.seek(-8, os.SEEK_END)
         length = int.from_bytes(file.read(), "little")
@@ -95,9 +99,12 @@ def _index(path: Path) -> list[Any]:
 
 
 class _Writer:
-    """Puts parts into a new file, one behind the other, from several threads; past the system's cache, where the file
-    system can. Copying into the cache took longer than packing, and what threads put there in the order in which they
-    finish is not in huge pages."""
+    """Appends parts to a new file from several threads, bypassing the page cache if the file system
+    supports it.
+
+    Copying into the page cache took longer than packing. Pages that threads put there in the order
+    in which they finish are not huge pages.
+    """
 
     def __init__(self, path: Path) -> None:
         self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
@@ -105,7 +112,7 @@ class _Writer:
         try:
             fcntl.fcntl(self._descriptor, fcntl.F_SETFL, flags | os.O_DIRECT)
             os.pwrite(self._descriptor, mmap.mmap(-1, _ALIGNMENT), 0)
-        except OSError:  # it cannot, or not in blocks of this size
+        except OSError:  # not supported, or not in blocks of this size
             fcntl.fcntl(self._descriptor, fcntl.F_SETFL, flags)
         self._end = 0
         self._lock = threading.Lock()
@@ -118,7 +125,7 @@ class _Writer:
         os.close(self._descriptor)
 
     def add(self, part: PackedPart) -> tuple[Any, ...]:
-        """The part's entry in the index."""
+        """Write the part and return its index entry."""
         size = part.data.nbytes
         with self._lock:
             offset = self._end
@@ -128,7 +135,7 @@ class _Writer:
         return offset, size, part.format, part.outputs, part.inputs, part.exact
 
     def _write(self, data: npt.NDArray[np.uint8], offset: int) -> None:
-        """Data of at most `_AT_ONCE` bytes, in whole pages."""
+        """Write data of at most `_AT_ONCE` bytes, in whole pages."""
         buffer = self._buffer.content
         buffer[: data.size] = data
         left = buffer[: _aligned(data.size)].data
@@ -138,7 +145,7 @@ class _Writer:
 
 
 class _PageBuffer(threading.local):
-    """Each thread's own memory that begins at a page, as writes past the system's cache must."""
+    """A page-aligned buffer per thread, as writes that bypass the page cache require."""
 
     def __init__(self) -> None:
         self.content = np.frombuffer(mmap.mmap(-1, _AT_ONCE), np.uint8)
@@ -149,7 +156,7 @@ def _aligned(size: int) -> int:
 
 
 def _map(path: Path, report: Progress) -> list[Sequence[Matrix]]:
-    """Raises whatever a damaged file provokes."""
+    """Map the file. Raises any exception for a damaged file."""
     index = _index(path)
     with path.open("rb") as file:
         memory = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
@@ -164,8 +171,10 @@ def _map(path: Path, report: Progress) -> list[Sequence[Matrix]]:
 
 
 def _read_in(memory: mmap.mmap, report: Progress) -> None:
-    """From the disk, if need be, so that it is seen; the first step would wait for it otherwise."""
-    with suppress(OSError):  # a system that does not know these does without
+    """Read the file from the disk if necessary, and report the progress. Otherwise the first step
+    would wait for it.
+    """
+    with suppress(OSError):  # these are optional: older systems do not support them
         memory.madvise(mmap.MADV_HUGEPAGE)
         for first in range(0, len(memory), _STRIDE):
             memory.madvise(_MADV_POPULATE_READ, first, min(_STRIDE, len(memory) - first))

@@ -1,7 +1,7 @@
-"""Zeroed memory for a KV pool, which the system gives when it is written to, or beforehand while the model is idle.
+"""Zeroed memory for a KV pool. The system allocates it on the first write, or earlier while idle.
 
-To write a gigabyte takes a second of a start, in which nothing else of the pool is needed; on virtual machines whose
-memory comes from their host as late, more than two.
+Writing a gigabyte at start would take 1 s, when nothing else needs the pool's memory yet. It would
+take more than 2 s on virtual machines whose host allocates their memory lazily too.
 """
 
 import contextlib
@@ -21,38 +21,42 @@ from torch import Tensor
 _MADV_POPULATE_WRITE = 23
 _LEAST_PRIORITY = 19
 _CACHE_LINE = 64
-"""Bytes; the vectors of a page that lies across two lines take two loads each."""
+"""Bytes. Vectors that straddle two cache lines take two loads each."""
 _AT_ONCE = 2**21
-"""Bytes; a huge page. Meanwhile nobody else in the process can map memory."""
+"""Bytes, one huge page. No other thread of the process can map memory while it is populated."""
 _IDLE_S = 0.05
-"""So long after a step the next one is not expected."""
+"""Seconds after a step until the model counts as idle."""
 _MOST_WAITS = 20
-"""Waits of `_IDLE_S` for an idle moment before a part comes anyway: whoever measures what memory is left, to share it
-out, should find a busy engine's taken in the end."""
+"""Waits of `_IDLE_S` for an idle moment before the next part is populated anyway. A busy engine's
+memory is thus allocated in the end, so that measurements of free memory count it.
+"""
 
 
 def lazy_zeros(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """A tensor on the CPU in memory that nobody has written to; in huge pages where the system has them."""
+    """Return a zeroed CPU tensor whose memory is not written yet; in huge pages where the system
+    has them.
+    """
     size = math.prod(shape) * dtype.itemsize
-    # numpy's, unlike torch's, leaves the zeroing to the system, and begins anywhere in a cache line.
+    # numpy, unlike torch, leaves the zeroing to the system, but aligns to no cache line.
     memory = np.zeros(size + _CACHE_LINE, np.uint8)
     first = -memory.ctypes.data % _CACHE_LINE
     return torch.from_numpy(memory[first : first + size]).view(dtype).view(*shape)
 
 
 class Prefault:
-    """Has the system give all memory of some tensors, in a thread of its own; what is in them stays as it is.
+    """Populates all memory of some tensors in its own thread. Their contents do not change.
 
-    A context manager around each use of the tensors: between two that follow each other closely next to nothing is
-    given, as it would cost the second one more than the memory it needs.
+    Use it as a context manager around each use of the tensors. Almost nothing is populated between
+    two uses in quick succession: that would delay the second use by more than allocating the memory
+    it needs.
     """
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self._switches = 0
-        """Ends and beginnings of uses: odd during one."""
+        """Number of starts and ends of uses: odd during a use."""
         self._idle_at: int | None = 0
-        """Their number when no use was seen last."""
-        # Weak: a pool is dropped to make room for the next one.
+        """Value of `_switches` when the tensors were last seen unused."""
+        # Weak references: a pool is dropped to make room for the next.
         sizes = [(weakref.ref(tensor), tensor.nbytes) for tensor in tensors]
         self.thread = threading.Thread(target=self._run, args=(sizes,), name="prefault", daemon=True)
         self.thread.start()
@@ -64,12 +68,12 @@ class Prefault:
         self._switches += 1
 
     def _run(self, tensors: Sequence[tuple["weakref.ref[Tensor]", int]]) -> None:
-        # Linux's threads each have their own: whoever else works comes first.
+        # On Linux each thread has its own priority: all other work comes first.
         with contextlib.suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LEAST_PRIORITY)
         libc = ctypes.CDLL(None)
         libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-        # Those parts first that are used first: the beginnings of all tensors.
+        # The beginnings of all tensors are used first.
         for offset in range(0, max(size for _, size in tensors), _AT_ONCE):
             for tensor, size in tensors:
                 if offset >= size:
@@ -79,7 +83,7 @@ class Prefault:
                     return
 
     def _await_idleness(self) -> None:
-        """Until there has been no use for some time, but not for long."""
+        """Wait until the tensors have been unused for a while, for at most `_MOST_WAITS` waits."""
         for _ in range(_MOST_WAITS):
             if self._switches == self._idle_at:
                 return
@@ -88,9 +92,10 @@ class Prefault:
 
 
 def _populate(libc: ctypes.CDLL, tensor: Tensor | None, offset: int) -> bool:
-    """The part of `tensor` that begins at byte `offset`. False where it is gone, or the system can't.
+    """Populate the part of `tensor` at byte `offset`. Return False if the tensor is gone or the
+    system cannot.
 
-    Linux before 5.14 can't, and gives the memory when it is written to.
+    Linux before 5.14 cannot; it allocates the memory on the first write.
     """
     if tensor is None:
         return False

@@ -1,4 +1,4 @@
-"""Weights where they are: in a module's memory or mapped from a file, as the kernels take them for packing."""
+"""Stored weights in the form that packing takes: in a module's memory or mapped from a file."""
 
 from dataclasses import dataclass
 from enum import IntEnum
@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 class Blocks(IntEnum):
-    """In which blocks a file has weights: GGUF's numbers of those that are read; see `kernels/blocks.h`."""
+    """Block format of a file's weights, by GGUF's numbers; see `kernels/blocks.h`."""
 
     F32 = 0
     F16 = 1
@@ -31,8 +31,11 @@ _TENSOR_BLOCKS = {torch.float32: Blocks.F32, torch.float16: Blocks.F16, torch.bf
 
 @dataclass(frozen=True, slots=True)
 class StoredMatrix:
-    """A matrix [outputs, inputs], row by row. data: its bytes, contiguous; order: int64 [outputs], which row of `data`
-    is which output's, None for the same."""
+    """A matrix [outputs, inputs], row by row.
+
+    data: its bytes, contiguous. order: int64 [outputs], the row of `data` for each output; None if
+    they are in order.
+    """
 
     data: NDArray[np.uint8]
     blocks: Blocks
@@ -42,34 +45,36 @@ class StoredMatrix:
 
     @classmethod
     def of(cls, tensor: Tensor) -> "StoredMatrix":
-        """Of a tensor of floats [outputs, inputs], whose memory is not copied if it is contiguous."""
+        """Wrap a float tensor [outputs, inputs]. A contiguous tensor is not copied."""
         rows = tensor.detach().contiguous()
         return cls(rows.view(torch.uint8).numpy().reshape(-1), _TENSOR_BLOCKS[tensor.dtype], *tensor.shape)
 
 
 class Parameters(Protocol):
-    """Reads the weights of a module's parameters, which may have none themselves (on torch's device "meta")."""
+    """Reads the weights of a module's parameters. The parameters may be empty (torch's device
+    "meta").
+    """
 
     @property
     def identity(self) -> tuple[str, str] | None:
-        """Where they are, and what changes with them; None where nothing tells them from others."""
+        """Location and version of the weights. None if they cannot be identified."""
         ...
 
     def matrix(self, parameter: Tensor) -> StoredMatrix:
-        """One of two dimensions."""
+        """Return a two-dimensional parameter."""
         ...
 
     def vector(self, parameter: Tensor) -> Tensor:
-        """One of one dimension, as contiguous float32."""
+        """Return a one-dimensional parameter as contiguous float32."""
         ...
 
     def release(self, parameter: Tensor) -> None:
-        """This one will not be read again soon."""
+        """Mark a parameter as not needed again soon."""
         ...
 
 
 class ModuleParameters:
-    """`Parameters` of a module that has its weights."""
+    """`Parameters` of a module whose weights are in memory."""
 
     identity = None
 

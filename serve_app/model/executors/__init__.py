@@ -1,1 +1,3 @@
-"""What runs a model's layers: transformers' modules, the C kernels or the Triton kernels. Each says what it takes."""
+"""The executors: transformers' modules, the C kernels, the Triton kernels. Each decides which
+models it accepts.
+"""

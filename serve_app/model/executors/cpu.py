@@ -26,17 +26,20 @@ logger = logging.getLogger(__name__)
 NAME = "the CPU kernels"
 
 _TOLERANCE = {Arithmetic.EXACT: 2e-4, Arithmetic.INT8: 0.2, Arithmetic.BFLOAT16: 0.2}
-"""Of `verify_model`. Exact mode computes the same sums in another order. For the others, enough to see that something
-is broken; how good they are, is measured elsewhere."""
+"""Tolerance of `verify_model`. Exact mode computes the same sums in another order. In the other
+modes this only detects broken results; their quality is measured elsewhere.
+"""
 
 
 def demand(facts: ModelFacts, options: ModelOptions) -> Demand:
-    """Required when asked for by name, or for what only they can do; else wanted wherever they are faster."""
+    """Required if requested by name or for int8. Otherwise optional wherever the kernels are
+    faster.
+    """
     return demand_on(facts.device, facts.dtype, options)
 
 
 def demand_on(device: torch.device, dtype: torch.dtype, options: ModelOptions) -> Demand:
-    """The same before anything is known of a model."""
+    """Return the demand before the model's other facts are known."""
     if options.attention_backend == "kernels" or options.quantization == "int8":
         return Demand.REQUIRED
     if options.attention_backend != "auto" or options.uses_fp8 or not _computes_on(device, dtype):
@@ -45,7 +48,7 @@ def demand_on(device: torch.device, dtype: torch.dtype, options: ModelOptions) -
 
 
 def load(source: "SourceModel", options: ModelOptions, report: Progress) -> ModelExecutor:
-    """The model on the C kernels. Raises UnsupportedModelError."""
+    """Build the model on the C kernels. Raises UnsupportedModelError."""
     decoder = verify(source, pick_kernels(source.facts.device, source.facts.dtype, options), options)
     report("optimizing", 1.0)
     report("verifying", 1.0)
@@ -55,9 +58,10 @@ def load(source: "SourceModel", options: ModelOptions, report: Progress) -> Mode
 def load_mapped(
     blueprint: Blueprint, checkpoint: MappedCheckpoint, kernels: Kernels, options: ModelOptions, report: Progress
 ) -> ModelExecutor:
-    """The model of a blueprint, its weights straight from their files.
+    """Build a blueprint's model, reading the weights directly from their files.
 
-    Raises UnsupportedModelError, and ConfigError for weights that are missing or not finite."""
+    Raises UnsupportedModelError, and ConfigError for weights that are missing or not finite.
+    """
     facts = blueprint.facts
     decoder = CpuDecoder(
         kernels,
@@ -72,7 +76,7 @@ def load_mapped(
 
 
 def pick_kernels(device: torch.device, dtype: torch.dtype, options: ModelOptions) -> Kernels:
-    """Compiled, and allowed by the options. Raises UnsupportedModelError."""
+    """Return compiled kernels that the options allow. Raises UnsupportedModelError."""
     if options.attention_backend not in ("auto", "kernels"):
         raise UnsupportedModelError(f"attention_backend is {options.attention_backend}")
     if options.uses_fp8:
@@ -92,7 +96,9 @@ def pick_kernels(device: torch.device, dtype: torch.dtype, options: ModelOptions
 
 
 def _fastest(builds: Sequence[str], cache_dir: Path) -> Kernels:
-    """Of the first build that the compiler can make, which may be older than the CPU. Raises UnsupportedModelError."""
+    """Return the first build that the compiler supports: it may be older than the CPU. Raises
+    UnsupportedModelError.
+    """
     failures: dict[str, str] = {}
     for build in builds:
         try:
@@ -108,8 +114,11 @@ def _fastest(builds: Sequence[str], cache_dir: Path) -> Kernels:
 
 
 def verify(source: "SourceModel", kernels: Kernels, options: ModelOptions) -> CpuDecoder:
-    """The source's weights in the mode of the options; before int8, exact mode is tried. Raises UnsupportedModelError
-    where the kernels cannot run it or give other logits."""
+    """Build and verify a decoder of the source's weights in the configured mode. Before int8, exact
+    mode is verified too.
+
+    Raises UnsupportedModelError if the kernels cannot run the model or its logits differ.
+    """
     layers = source.facts.layers
     llama = recognise(source.head, source.base, layers, source.facts.max_model_len)
     wanted = _arithmetic(source.facts.dtype, options)

@@ -1,4 +1,6 @@
-"""The Triton kernels: Llama-like models on a GPU. Imports Triton, which is not installed everywhere, only to load."""
+"""The Triton kernels: Llama-like models on a GPU. Triton is not installed everywhere, so it is
+imported only in `load`.
+"""
 
 import torch
 
@@ -14,12 +16,15 @@ NAME = "the GPU kernels"
 
 _FP8_CAPABILITY = (8, 9)
 _FP8_TOLERANCE = 1.0
-"""Of `verify_model`, for products or a KV cache in fp8, whose numbers have 4 significant bits: up to 0.34 with the
-default model's weights, emulated on a CPU."""
+"""Tolerance of `verify_model` for products or a KV cache in fp8, whose numbers have 4 significant
+bits. The difference is up to 0.34 with the default model's weights, emulated on a CPU.
+"""
 
 
 def demand(facts: ModelFacts, options: ModelOptions) -> Demand:
-    """Required for what only they can do: fp8, and deterministic products on a GPU. Else wanted on every GPU."""
+    """Required for fp8 and for deterministic products on a GPU, which only these kernels support.
+    Otherwise optional on every GPU.
+    """
     if options.uses_fp8:
         return Demand.REQUIRED
     if options.attention_backend != "triton" and (options.attention_backend != "auto" or facts.device.type != "cuda"):
@@ -28,13 +33,13 @@ def demand(facts: ModelFacts, options: ModelOptions) -> Demand:
 
 
 def load(source: SourceModel, options: ModelOptions, report: Progress) -> ModelExecutor:
-    """The model on the Triton kernels. Raises UnsupportedModelError."""
+    """Build the model on the Triton kernels. Raises UnsupportedModelError."""
     _check_options(source.facts, options)
     try:
         decoder = _build(source, options)
     except UnsupportedModelError:
         raise
-    except Exception as error:  # a kernel may raise anything on hardware that it was not tried on
+    except Exception as error:  # a kernel may raise anything on untested hardware
         raise UnsupportedModelError(str(error)) from error
     report("optimizing", 1.0)
     report("verifying", 1.0)
@@ -52,7 +57,7 @@ def _build(source: SourceModel, options: ModelOptions) -> ModelExecutor:
     llama = recognise(source.head, source.base, facts.layers, facts.max_model_len)
     fp8 = options.quantization == "fp8"
     tolerance = TOLERANCE[facts.dtype]
-    if options.uses_fp8:  # whose noise would hide most of what can be wrong: first without
+    if options.uses_fp8:  # without fp8 first: its noise would hide most errors
         verify_model(GpuDecoder(llama, backend, facts.max_model_len), source.reference, facts.layers, tolerance)
         tolerance = _FP8_TOLERANCE
     decoder = GpuDecoder(llama, backend, facts.max_model_len, fp8=fp8, fp8_cache=kernels.fp8_cache)
@@ -61,7 +66,9 @@ def _build(source: SourceModel, options: ModelOptions) -> ModelExecutor:
 
 
 def _check_options(facts: ModelFacts, options: ModelOptions) -> None:
-    """Raise UnsupportedModelError where nothing computes with numbers of 8 bits, or another backend was asked for."""
+    """Raise UnsupportedModelError if the device does not support fp8, or if another backend is
+    configured.
+    """
     if options.attention_backend not in ("auto", "triton"):
         raise UnsupportedModelError(f"attention_backend is {options.attention_backend}")
     if not options.uses_fp8:

@@ -1,4 +1,6 @@
-"""Which executor runs a model: the first that is wanted and can. Each of them says so itself."""
+"""Selects the executor of a model: the first that is wanted and can run it. Each executor decides
+both.
+"""
 
 import logging
 from typing import Protocol
@@ -14,27 +16,30 @@ logger = logging.getLogger(__name__)
 
 
 class _Kind(Protocol):
-    """A module of this package that stands for one kind of executor. NAME: in messages."""
+    """The module of one kind of executor. NAME: its name in messages."""
 
     NAME: str
 
     def demand(self, facts: ModelFacts, options: ModelOptions) -> Demand:
-        """Whether the options want this kind."""
+        """Whether the options call for this kind."""
         ...
 
     def load(self, source: SourceModel, options: ModelOptions, report: Progress) -> ModelExecutor:
-        """Built, and verified against the source's logits. Raises UnsupportedModelError."""
+        """Build the executor and verify it against the source's logits. Raises
+        UnsupportedModelError.
+        """
         ...
 
 
 _KINDS: tuple[_Kind, ...] = (cpu, gpu, transformers)
-"""In the order in which they are tried."""
+"""The kinds in the order in which they are tried."""
 
 
 def pick_executor(source: SourceModel, options: ModelOptions, report: Progress) -> ModelExecutor:
-    """Build the executor that is to run the model, and verify it.
+    """Build and verify the model's executor.
 
-    Where a faster one cannot, the log says why. Raises ConfigError when one is required that cannot, or none can.
+    Logs why a faster executor cannot run the model. Raises ConfigError if a required executor
+    cannot, or if none can.
     """
     name = source.facts.name
     report("optimizing", 0.0)

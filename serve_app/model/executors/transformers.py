@@ -1,7 +1,9 @@
-"""Runs transformers' own modules over packed rows and the paged pool, on any device and in any dtype.
+"""Runs transformers' own modules over packed rows and the paged pool, on any device and in any
+dtype.
 
-The base model computes hidden states of all packed tokens; the head (whatever the model's own `forward` does after
-its base, so logit scaling and capping are included) computes logits of chosen rows only.
+The base model computes hidden states of all packed tokens. The head computes logits of selected
+rows only. It is whatever the model's own `forward` does after its base, so logit scaling and
+capping are included.
 """
 
 from collections.abc import Callable, Sequence
@@ -27,12 +29,14 @@ NAME = "transformers' modules"
 
 
 def demand(facts: ModelFacts, options: ModelOptions) -> Demand:
-    """Tried last; without it the model cannot be served."""
+    """Required: this executor is tried last, and without it the model cannot be served."""
     return Demand.REQUIRED
 
 
 def load(source: SourceModel, options: ModelOptions, report: Progress) -> ModelExecutor:
-    """The model on its own modules, rewired and made faster. Raises ConfigError when its packed logits are wrong."""
+    """Build the model on its own modules, rewired and optimized. Raises ConfigError if its packed
+    logits are wrong.
+    """
     facts = source.facts
     backend = pick_backend(options.attention_backend, facts.layers, facts.dtype, facts.device)
     executor = TransformersExecutor(source, backend, lambda fraction: report("optimizing", fraction))
@@ -48,7 +52,7 @@ def load(source: SourceModel, options: ModelOptions, report: Progress) -> ModelE
 
 
 class TransformersExecutor:
-    """A `ModelExecutor`. Takes the source's modules over, rewires them and makes them faster."""
+    """A `ModelExecutor`. Takes over the source's modules, rewires them and optimizes them."""
 
     quantization = "none"
     likeliest = None
@@ -60,7 +64,7 @@ class TransformersExecutor:
         self.cache_dtype = facts.dtype
         self.build = torch_build(facts.device)
         self.weight_bytes = (facts.layer_weights + facts.head_weights) * facts.dtype.itemsize
-        # The kernels that sample compute in float32.
+        # The sampling kernels compute in float32.
         on_device = facts.device.type == "cuda" and facts.dtype != torch.float64
         self.choose = self._choose if on_device else None
         self._head, self._base, self._hidden = source.head, source.base, source.hidden
@@ -76,7 +80,7 @@ class TransformersExecutor:
         transformers_hook.attach_caches(self._calls, [None] * len(self._calls) if caches is None else caches)
 
     def capture(self, max_num_seqs: int, on_capture: OnCapture) -> None:
-        """There are no graphs, but attention may have kernels to compile."""
+        """Compile the attention kernels, if any. There are no graphs."""
         shapes = dict(zip((layer for _, layer in self._calls), self._caches, strict=True))
         for layer, cache in shapes.items():
             self.backend.warm_up(layer, self.cache_dtype, cache)
@@ -93,7 +97,7 @@ class TransformersExecutor:
         return hidden[0, :tokens]
 
     def decode(self, packed: PackedBatch) -> None:
-        """There are no graphs."""
+        """Return None: there are no graphs."""
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """See `ModelExecutor`."""

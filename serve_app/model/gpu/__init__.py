@@ -1,1 +1,3 @@
-"""The GPU path: Triton kernels, attention over the paged pool, and the decoder that runs Llama-like models on them."""
+"""The GPU path: Triton kernels, attention over the paged pool, and the decoder for Llama-like
+models.
+"""

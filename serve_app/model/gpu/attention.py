@@ -1,9 +1,11 @@
-"""The Triton backend: how a step's rows are cut into tiles, how many ways keys are split, and the launches.
+"""The Triton backend: cuts the rows of a step into tiles, splits keys over programs, and launches
+the kernels.
 
-Rows of few queries (decode) get small tiles and have their keys split over as many as their length asks for: few rows
-would leave most of the GPU idle, and a long one would be waited for. The device shares them out, so that a captured
-step can have rows of any length. Longer rows (prefill chunks) get large tiles. One kernel does both, in one launch for
-each kind. Without Triton this module cannot be imported.
+Rows of few queries (decode) get small tiles, and their keys are split over several programs
+according to their number. Otherwise few rows would leave most of the GPU idle, and a step would
+wait for its longest row. The device assigns the splits, so a captured step can have rows of any
+length. Longer rows (prefill chunks) get large tiles. One kernel handles both kinds, in one launch
+per kind. This module requires Triton.
 """
 
 from collections.abc import Callable
@@ -22,21 +24,23 @@ from serve_app.model.transfer import to_device
 
 _LOG2_E = 1.4426950408889634
 _BLOCK_N = 64
-"""Keys of a tile."""
+"""Keys per tile."""
 _SHORT_LINES = 16
-"""Lines of a small tile: the least that tensor cores multiply."""
+"""Lines of a small tile: the minimum for tensor cores."""
 _PROGRAMS = 512
-"""How many a long row's splits make at most, of all heads: four for each processor of the largest GPUs."""
+"""Maximum number of programs for the splits of one row, over all heads: four per processor of the
+largest GPUs.
+"""
 _PROGRAMS_PER_PROCESSOR = 4
-"""As many as run on it at once."""
+"""Programs that run on a processor at once."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """Tiles of one launch of `programs` programs for each key-value head.
+    """Tiles of one launch, with `programs` programs per key-value head.
 
-    rows, firsts: int32 on the device; see `kernels.attend`. kept: of split tiles, lines of which some tile has queries;
-    0: tiles are not split.
+    rows, firsts: int32 on the device; see `kernels.attend`. kept: for split tiles, the number of
+    lines that any tile uses; 0 if tiles are not split.
     """
 
     rows: Tensor
@@ -50,8 +54,9 @@ class Tiles:
 class TritonMetadata:
     """One step of R rows and T tokens on the device.
 
-    query_starts: int32 [R + 1]; kv_lens: int32 [R]; tables: int32 [any, blocks], of which row r has line
-    table_lines[r]; table_lines: int32 [R]; slots: int64 [T]; plan: makes the tiles for layers of one shape.
+    query_starts: int32 [R + 1]; kv_lens: int32 [R]; tables: int32 [any, blocks]; table_lines: int32
+    [R], the line of each row in `tables`; slots: int64 [T]; plan: makes the tiles for layers of one
+    shape.
     """
 
     query_starts: Tensor
@@ -63,7 +68,7 @@ class TritonMetadata:
     _tiles: dict[tuple[object, ...], list[Tiles]] = field(default_factory=dict)
 
     def tiles(self, layer: AttentionLayer, dtype: torch.dtype) -> list[Tiles]:
-        """The launches for layers of this shape; made when the first of them asks."""
+        """Return the launches for layers of this shape. They are made on first use."""
         key = (layer.num_heads, layer.num_kv_heads, layer.head_dim, layer.value_dim, layer.sliding_window)
         found = self._tiles.get(key)
         if found is None:
@@ -72,10 +77,11 @@ class TritonMetadata:
 
 
 class TritonAttention:
-    """Caches are [num_blocks, num_kv_heads, block_size, dim]: a block's keys of one head lie together.
+    """Caches are [num_blocks, num_kv_heads, block_size, dim]: a block's keys of one head are
+    contiguous.
 
-    deterministic: one kind of tile for all rows, whose keys are not split, so that a row's bits do not depend on the
-    other rows.
+    deterministic: use one kind of tile for all rows and do not split keys, so that a row's bits do
+    not depend on other rows.
     """
 
     name: ClassVar[str] = "triton"
@@ -87,7 +93,9 @@ class TritonAttention:
         self.deterministic = deterministic
 
     def allocate(self, layer: AttentionLayer, num_blocks: int, dtype: torch.dtype, device: torch.device) -> LayerCache:
-        """Zeroed pool for one layer. Raises ValueError for a number format that the kernel cannot multiply."""
+        """Return a zeroed pool for one layer. Raises ValueError for a dtype that the kernel cannot
+        multiply.
+        """
         if dtype not in (torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn):
             raise ValueError(f"no {dtype}")
         shape = (num_blocks, layer.num_kv_heads, self.block_size)
@@ -97,7 +105,7 @@ class TritonAttention:
         )
 
     def build(self, batch: AttentionBatch) -> TritonMetadata:
-        """The step's metadata in one copy to the device."""
+        """Build the step's metadata and copy it to the device at once."""
         rows, device, resident = len(batch.kv_lens), batch.kv_slots.device, batch.resident
         table_lines = range(rows) if resident is None else resident.lines
         host = np.array([*batch.query_starts, *batch.kv_lens, *table_lines], dtype=np.int32)
@@ -143,9 +151,10 @@ class TritonAttention:
     def attend(
         self, layer: AttentionLayer, query: Tensor, cache: LayerCache, metadata: TritonMetadata, out: Tensor
     ) -> None:
-        """Attention of keys and values that are in the pool already.
+        """Attend to keys and values that are already in the pool.
 
-        query [N, num_heads, head_dim] contiguous; out [N, num_heads, value_dim], of which T tokens are written.
+        query: [N, num_heads, head_dim], contiguous. out: [N, num_heads, value_dim]; only the T
+        tokens are written.
         """
         for tiles in metadata.tiles(layer, query.dtype):
             _launch(layer, query, cache, metadata, tiles, out)
@@ -154,8 +163,9 @@ class TritonAttention:
 def cut(
     batch: AttentionBatch, deterministic: bool, metadata: TritonMetadata, layer: AttentionLayer, dtype: torch.dtype
 ) -> list[Tiles]:
-    """The tiles of a step: one launch for short rows, one for long ones, as far as there are any. Deterministic: the
-    same tiles for all."""
+    """Return the tiles of a step: one launch for short rows and one for long rows, if there are
+    any. Deterministic: one launch for all rows.
+    """
     group = layer.num_heads // layer.num_kv_heads
     counts, kv_lens = np.diff(batch.query_starts), np.asarray(batch.kv_lens)
     short = (counts * group <= _short_lines(group)) & (not deterministic)
@@ -167,7 +177,7 @@ def cut(
         queries = lines // group
         rows = np.repeat(np.arange(len(counts)), np.where(short, 0, -(-counts // queries)))
         firsts = (np.arange(len(rows)) - np.searchsorted(rows, rows)) * queries
-        # The tiles with most keys first: those that start last should be the short ones.
+        # Tiles with most keys first, so that the last tiles to start are short.
         order = np.argsort(-(kv_lens[rows] - counts[rows] + firsts), kind="stable")
         both = to_device(np.stack([rows[order], firsts[order]]).astype(np.int32), metadata.kv_lens.device)
         tiles.append(Tiles(both[0], both[1], lines, len(rows)))
@@ -177,8 +187,9 @@ def cut(
 def decode_tiles(
     max_kv_len: int, deterministic: bool, metadata: TritonMetadata, layer: AttentionLayer, dtype: torch.dtype
 ) -> list[Tiles]:
-    """The tiles of single-token rows, whatever their lengths up to `max_kv_len`, without a look at them: launches only,
-    so that a CUDA graph can hold it."""
+    """Return the tiles of single-token rows of any lengths up to `max_kv_len`. Does not read the
+    lengths on the host: kernel launches only, so that a CUDA graph can capture it.
+    """
     if not deterministic:
         return [_split_tiles(metadata, layer, 1, max_kv_len)]
     each = torch.arange(metadata.kv_lens.shape[0], dtype=torch.int32, device=metadata.kv_lens.device)
@@ -186,7 +197,7 @@ def decode_tiles(
 
 
 def _split_tiles(metadata: TritonMetadata, layer: AttentionLayer, queries: int, max_kv_len: int) -> Tiles:
-    """The tiles of all rows that are short, none of which has more queries or keys than that."""
+    """Return the tiles of all short rows. `queries` and `max_kv_len` are upper limits per row."""
     device, num_rows = metadata.kv_lens.device, metadata.kv_lens.shape[0]
     group = layer.num_heads // layer.num_kv_heads
     keys, split_keys = min(max_kv_len, layer.sliding_window or max_kv_len), _split_keys(num_rows, layer)
@@ -203,9 +214,12 @@ def _split_tiles(metadata: TritonMetadata, layer: AttentionLayer, queries: int, 
 
 
 def _split_keys(num_rows: int, layer: AttentionLayer) -> int:
-    """Keys of a split, as long as there are not too many. Rows alone keep the processors busy where there are many, and
-    each split has to start anew and be added up. (Measured on an H200, 1 to 128 rows of 1,024 and 4,096 keys. For 129
-    to 256 programs 512 are 1 to 3 % faster than 1,024 with rows of 1,024 keys, 1 to 2 % slower with longer ones.)"""
+    """Return the number of keys per split, before `_most_splits` applies.
+
+    Many rows keep the processors busy without splits, and each split adds start and merge costs.
+    (Measured on an H200, 1 to 128 rows of 1,024 and 4,096 keys. For 129 to 256 programs, 512 is 1
+    to 3 % faster than 1,024 with rows of 1,024 keys, and 1 to 2 % slower with longer ones.)
+    """
     programs = num_rows * layer.num_kv_heads
     return 128 if programs <= 64 else 256 if programs <= 128 else 512 if programs <= 256 else 1024
 
@@ -219,13 +233,17 @@ def _short_lines(group: int) -> int:
 
 
 def _long_lines(layer: AttentionLayer, dtype: torch.dtype) -> int:
-    """As many as a program's registers hold sums for; float32 has no tensor cores to feed."""
+    """Return the lines of a large tile: as many as a program's registers have room for sums.
+    float32 does not use tensor cores, so it gets fewer.
+    """
     lines = 128 if max(layer.head_dim, layer.value_dim) <= 128 else 64
     return _at_least_a_group(layer, 32 if dtype == torch.float32 else lines)
 
 
 def _fixed_lines(layer: AttentionLayer, dtype: torch.dtype) -> int:
-    """The fewest for the instruction that long rows are multiplied with: another one rounds in another order."""
+    """Return the lines of a deterministic tile: the fewest that use the same instruction as long
+    rows. Another instruction rounds in another order.
+    """
     return _at_least_a_group(layer, 32 if dtype == torch.float32 else 64)
 
 
@@ -249,7 +267,7 @@ def _launch(
         stats = torch.empty(*parts, 2, kept, dtype=torch.float32, device=out.device)
     dims = max(layer.head_dim, layer.value_dim)
     wide = query.dtype == torch.float32 or dims > 128
-    # More than what the registers of four warps hold.
+    # More than the registers of four warps can hold.
     large = tiles.lines > 64 or tiles.lines * dims > 64 * 128
     kernels.attend[(kv_heads, tiles.programs)](
         query, cache.key, cache.value, out, sums, stats, tiles.rows, tiles.firsts, metadata.query_starts,
@@ -261,9 +279,9 @@ def _launch(
         SPLIT=kept > 0, WINDOW=layer.sliding_window or 0, CAPPED=layer.softcap is not None,
         # Tensor cores would round float32 factors to 10 bits.
         PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
-        # A third stage pays where registers leave room for one program only.
+        # A third stage helps where the registers allow only one program.
         num_warps=8 if large else 4, num_stages=3 if tiles.lines > 64 and not wide else 2,
-        # So that `_PROGRAMS_PER_PROCESSOR` run at once.
+        # So that `_PROGRAMS_PER_PROCESSOR` programs run at once.
         maxnreg=128 if kept and not wide else None,
     )  # fmt: skip
     if kept:

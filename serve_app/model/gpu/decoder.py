@@ -1,7 +1,7 @@
-"""Runs a Llama-like model: products of many rows by torch, everything else in Triton.
+"""Runs a Llama-like model: torch computes products of many rows, Triton everything else.
 
-Takes what `recognise` found in transformers' modules, whatever their name. That its numbers are the modules' own is not
-decided here: the finished decoder is compared with them before it serves.
+Takes the parts that `recognise` finds in transformers' modules of any name. Does not verify the
+numbers: the caller compares the finished decoder with the modules before use.
 """
 
 import logging
@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class _Layer:
-    """head_norms: weights [head_dim] of the query and key norm."""
+    """One layer. head_norms: weights [head_dim] of the query and key norm."""
 
     attention: AttentionLayer
     qkv: GpuLinear
@@ -46,10 +46,12 @@ class _Layer:
 
 
 class GpuDecoder:
-    """A `ModelExecutor`. The residual stream is rounded to the model's dtype after every sum, as in transformers.
+    """A `ModelExecutor`. The residual stream is rounded to the model's dtype after every sum, as in
+    transformers.
 
-    fp8, fp8_cache: weights, keys and values in 8 bits. With a deterministic backend no row's bits depend on the others.
-    Raises UnsupportedModelError for what the kernels cannot do.
+    fp8: weights in 8 bits. fp8_cache: keys and values in 8 bits. With a deterministic backend no
+    row's bits depend on other rows. Raises UnsupportedModelError for models that the kernels cannot
+    run.
     """
 
     mapped_bytes = 0
@@ -72,7 +74,7 @@ class GpuDecoder:
         def product(linear: Linear) -> GpuLinear:
             return GpuLinear.of(linear, fp8=fp8, invariant=backend.deterministic)
 
-        # Nothing else of the model is kept: its weights would stay beside those in 8 bits.
+        # Keep nothing else of the model: its weights would use memory next to the 8-bit ones.
         self._layers = [
             _Layer(
                 attention=attention,
@@ -108,7 +110,7 @@ class GpuDecoder:
 
     def attach(self, caches: Sequence[LayerCache] | None, memory: SlotMemory | None = None) -> None:
         """See `ModelExecutor`."""
-        # Graphs hold the addresses of the pool for which they were captured.
+        # Graphs contain the addresses of the pool they were captured with.
         self._decode = self._mixed = None
         self._caches = ()
         if caches is None:
@@ -123,7 +125,7 @@ class GpuDecoder:
             )
 
     def capture(self, max_num_seqs: int, on_capture: OnCapture) -> None:
-        """See `ModelExecutor`. Largest first: smaller graphs use its memory again."""
+        """See `ModelExecutor`. Largest graphs first: smaller ones reuse their memory."""
         shapes: dict[AttentionLayer, LayerCache] = {}
         for layer, cache in zip(self._layers, self._caches, strict=True):
             shapes[layer.attention] = cache
@@ -140,12 +142,14 @@ class GpuDecoder:
                         on_capture(done, of)
                     graphs.captured(size)
                     done += 1
-            except Exception as error:  # without them it is slower, and right
+            except Exception as error:  # without graphs the model is slower but correct
                 logger.warning("runs without CUDA graphs of %s steps: %s", name[1:], error)
                 setattr(self, name, None)
 
     def forward(self, input_ids: Tensor, positions: Tensor, batch: AttentionBatch) -> Tensor:
-        """See `ModelExecutor`. The next step overwrites the result, unless it is a large one."""
+        """See `ModelExecutor`. The next step overwrites the result, unless the step exceeds the
+        largest graph.
+        """
         metadata = self.backend.build(batch)
         if self._mixed is not None and self._mixed.takes(metadata):
             return self._mixed(input_ids, positions, metadata)
@@ -160,11 +164,13 @@ class GpuDecoder:
         return self._decode(packed) if self._decode is not None and self._decode.takes(packed) else None
 
     def choose(self, hidden: Tensor, params: Tensor) -> Tensor:
-        """Token ids, as `sampling.choose`, of hidden states [R, hidden] whose logits nothing changes."""
+        """Return the token ids of hidden states [R, hidden] whose logits are not modified; see
+        `sampling.choose`.
+        """
         return choose(self._head(hidden), params)
 
     def _run(self, input_ids: Tensor, positions: Tensor, metadata: TritonMetadata) -> Tensor:
-        """Kernel launches only, so that a CUDA graph can hold it."""
+        """Run the layers with kernel launches only, so that a CUDA graph can capture them."""
 
         def attend(index: int, query: Tensor, out: Tensor) -> None:
             self._attend(index, query, out, metadata)
@@ -176,10 +182,12 @@ class GpuDecoder:
     def _run_layers(
         self, input_ids: Tensor, positions: Tensor, slots: Tensor, attend: Attend, query: Tensor, out: Tensor
     ) -> Tensor:
-        """query, out [N, heads, head_dim]: room for what goes into attention and comes out of it."""
+        """Run the layers. query, out [N, heads, head_dim]: buffers for the input and output of
+        attention.
+        """
         eps = self._eps
         residual = F.embedding(input_ids, self._embedding)
-        # How many tokens a program takes decides in which order it sums up squares.
+        # The number of tokens per program determines the order in which squares are summed.
         few = input_ids.shape[0] <= 32 and not self.backend.deterministic
         x = None
         for index, (layer, cache) in enumerate(zip(self._layers, self._caches, strict=True)):

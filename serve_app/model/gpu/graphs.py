@@ -1,14 +1,17 @@
-"""Steps as CUDA graphs: captured per *bucket*, a number of rows or tokens, over buffers whose addresses never change.
+"""Steps as CUDA graphs, captured per *bucket*, a number of rows or tokens. Buffer addresses never
+change.
 
-A step is copied into the buffers of the smallest bucket that holds it. What is left over of a bucket is padding: rows
-without keys and tokens with a slot of -1, which read nothing and write nothing. Two kinds of work are captured:
-- decode steps (single-token rows only that all sample), whole. All that the host says of one is a single copy; what
-  only the device knows is put in by the graph itself. Sampling is a graph of its own, for rows whose logits nothing
-  changes;
-- mixed steps up to a size, in pieces: attention, whose launches depend on the rows, is called between them.
+A step is copied into the buffers of the smallest bucket that holds it. The rest of the bucket is
+padding: rows without keys and tokens with a slot of -1, which read and write nothing. Two kinds of
+steps are captured:
+- Decode steps (single-token rows only, which all sample) are captured whole. The host sends all its
+  data of a step in a single copy; the graph adds data that only the device has. Sampling is a
+  separate graph, for rows whose logits are not modified.
+- Mixed steps up to a size are captured in pieces. Attention is called between the pieces, because
+  its launches depend on the rows.
 
-Decides the buckets, the buffers and when a graph is captured: when its bucket is first used, which `capture` does for
-all. Without a GPU the same buffers are computed without a graph.
+Decides the buckets, the buffers and when a graph is captured: when its bucket is first used.
+`capture` does this for all buckets in advance. Without a GPU the same code runs without graphs.
 """
 
 from bisect import bisect_left
@@ -30,23 +33,26 @@ from serve_app.model.sampling.columns import Column
 from serve_app.model.slot_memory import SlotMemory
 
 BUCKETS: tuple[int, ...] = (1, 2, 4, 8, *range(16, 64, 8), *range(64, 128, 16), *range(128, 257, 32))
-"""Rows. Up to half the rows of a bucket are padding for few rows, a fifth for many."""
+"""Buckets of decode steps, in rows. Up to half the rows of a small bucket are padding, a fifth of a
+large one.
+"""
 TOKEN_BUCKETS = (16, 32, 48, *range(64, 256, 32), *range(256, 1025, 64))
-"""Tokens of mixed steps. Beyond, launching takes less time than computing."""
+"""Buckets of mixed steps, in tokens. In larger steps, launching takes less time than computing."""
 
 
 Run = Callable[[Tensor, Tensor, TritonMetadata], Tensor]
 
 
 def bucket_of(rows: int) -> int:
-    """The smallest bucket that holds a decode step of that many rows."""
+    """Return the smallest bucket for a decode step of `rows` rows."""
     return BUCKETS[bisect_left(BUCKETS, rows)]
 
 
 @dataclass(frozen=True, slots=True)
 class _Captured:
-    """Graphs and what is called between them, in order. call: what was captured, which owns the tensors that the graphs
-    read; they themselves know only addresses."""
+    """Graphs, and the calls between them, in order. call: the captured function. It owns the
+    tensors that the graphs read; graphs only keep addresses.
+    """
 
     pieces: list[Callable[[], None]]
     out: Tensor
@@ -59,7 +65,7 @@ class _Captured:
 
 
 class Recorder:
-    """Captures calls as graphs that share one pool of memory, so their results last until the next replay."""
+    """Captures calls as graphs with one memory pool. Results are valid until the next replay."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -72,7 +78,9 @@ class Recorder:
         self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
 
     def whole(self, call: Callable[[], Tensor]) -> Callable[[], Tensor]:
-        """`call` as one graph; without a GPU `call` itself. Both give the same tensor every time."""
+        """Capture `call` as one graph. Without a GPU return `call` itself. Both return the same
+        tensor every time.
+        """
         if self._device.type != "cuda":
             return call
         pieces: list[Callable[[], None]] = []
@@ -83,7 +91,9 @@ class Recorder:
         return _Captured(pieces, out, call)
 
     def pieces(self, call: Callable[[Callable[[Callable[[], None]], None]], Tensor]) -> Callable[[], Tensor]:
-        """`call` as graphs between the breaks that it makes: it hands what is not to be captured to its argument."""
+        """Capture `call` as several graphs. `call` passes work that must not be captured to its
+        argument.
+        """
 
         def at_once(live: Callable[[], None]) -> None:
             live()
@@ -106,7 +116,9 @@ class Recorder:
 
     @contextmanager
     def _capturing(self, call: Callable[[], Tensor]) -> Iterator[None]:
-        """On a stream of its own, after one run that compiles kernels and lets libraries allocate what they need."""
+        """Capture on a separate stream, after one run that compiles kernels and lets libraries
+        allocate memory.
+        """
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
             try:
@@ -119,8 +131,9 @@ class Recorder:
         torch.cuda.current_stream(self._device).wait_stream(self._stream)
 
     def _give_up(self) -> None:
-        """End the capture, if there is one, on the stream where it began: what else the thread does would be refused.
-        Pool and stream may not be fit for another one."""
+        """End a capture in progress on the stream where it began: otherwise the thread's other GPU
+        calls fail. Renew the pool and the stream, which may be unusable.
+        """
         graph, self._graph = self._graph, None
         if graph is not None:
             with suppress(RuntimeError):
@@ -129,7 +142,7 @@ class Recorder:
 
     def _begin(self) -> None:
         graph = torch.cuda.CUDAGraph()
-        # Other threads may use the GPU meanwhile.
+        # Other threads may use the GPU during the capture.
         graph.capture_begin(pool=self._memory, capture_error_mode="thread_local")
         self._graph = graph
 
@@ -141,14 +154,15 @@ class Recorder:
 
 
 class DecodeBuffer:
-    """The host's part of a decode step on the device, at addresses that never change."""
+    """The host's data of a decode step on the device, at addresses that never change."""
 
     def __init__(self, device: torch.device) -> None:
         self._numbers = torch.zeros(BUCKETS[-1] * (4 + len(Column)), dtype=torch.int64, device=device)
 
     def rows(self, bucket: int) -> tuple[Tensor, Tensor]:
-        """Of the bucket's rows: tokens int64 [4, bucket], as in `PackedBatch.host`, and parameters float64 [bucket,
-        len(Column)]."""
+        """Return the bucket's tokens, int64 [4, bucket] as in `PackedBatch.host`, and parameters,
+        float64 [bucket, len(Column)].
+        """
         return self._split(self._numbers, bucket)
 
     @staticmethod
@@ -157,10 +171,12 @@ class DecodeBuffer:
         return tokens.view(4, bucket), parameters.view(torch.float64).view(bucket, len(Column))
 
     def send(self, packed: PackedBatch | None, bucket: int) -> None:
-        """Launch the one copy of a step of single-token rows that all sample; without a step all rows are padding."""
+        """Launch the single copy of a step of single-token rows that all sample. None: all rows are
+        padding.
+        """
         pinned = self._numbers.is_cuda  # torch does not reuse page-locked memory before the copy has finished
         numbers = torch.zeros(bucket * (4 + len(Column)), dtype=torch.int64, pin_memory=pinned)
-        # Padding is greedy: no parameters are left to be searched by.
+        # Padding rows are greedy: they need no search for thresholds.
         tokens, parameters = (part.numpy() for part in self._split(numbers, bucket))
         tokens[2] = -1
         if packed is not None:
@@ -170,14 +186,17 @@ class DecodeBuffer:
 
 
 class DecodeGraphs:
-    """Decode steps, captured: `run(input_ids, positions, metadata)` -> hidden states, `choose(hidden, parameters)` ->
-    token ids. The pool that they use must stay as it is."""
+    """Captured decode steps. `run(input_ids, positions, metadata)` returns hidden states,
+    `choose(hidden, parameters)` token ids. The pool must not change.
+    """
 
     def __init__(
         self, run: Run, choose: Callable[[Tensor, Tensor], Tensor], recorder: Recorder, backend: TritonAttention,
         max_model_len: int, memory: SlotMemory, hidden: Tensor,
     ) -> None:  # fmt: skip
-        """memory: with tables. hidden: any tensor of the width, dtype and device of hidden states."""
+        """memory: must have tables. hidden: any tensor with the width, dtype and device of hidden
+        states.
+        """
         rows, device = BUCKETS[-1], hidden.device
         assert memory.tables is not None
         self._run, self._choose, self._recorder = run, choose, recorder
@@ -192,12 +211,12 @@ class DecodeGraphs:
 
     @staticmethod
     def takes(packed: PackedBatch) -> bool:
-        """Whether the step has single-token rows only, which all sample, and no more than the largest bucket."""
+        """Whether all rows have a single token and sample, and fit the largest bucket."""
         rows = len(packed.rows)
         return bool(rows == packed.host.shape[1] == len(packed.sampling.tokens) and rows <= BUCKETS[-1])
 
     def __call__(self, packed: PackedBatch) -> Decoded:
-        """Launch the step. Its results are views that the next step overwrites."""
+        """Launch the step. The next step overwrites its results."""
         rows = len(packed.rows)
         bucket = bucket_of(rows)
         forward, choose = self.captured(bucket)
@@ -205,7 +224,9 @@ class DecodeGraphs:
         return Decoded(forward()[:rows], lambda: chosen(choose()[:rows]))
 
     def captured(self, bucket: int) -> tuple[Callable[[], Tensor], Callable[[], Tensor]]:
-        """The calls that compute the buffers' first `bucket` rows: hidden states, and from these token ids."""
+        """Return the calls that compute the first `bucket` rows: one for hidden states, one for
+        their token ids.
+        """
         calls = self._calls.get(bucket)
         if calls is None:
             self._buffer.send(None, bucket)
@@ -219,7 +240,7 @@ class DecodeGraphs:
         ops.prepare(tokens, self._history, self._tables, kv_lens, table_lines, page=TritonAttention.block_size)
         input_ids, positions, slots, _ = tokens
         query_starts = self._query_starts[: bucket + 1]
-        # Anew in every run, so that the tiles that it makes are made in the graph too.
+        # Created in every run, so that the graph also captures the tiles.
         metadata = TritonMetadata(query_starts, kv_lens, self._tables, table_lines, slots, self._tiles)
         return self._hidden[:bucket].copy_(self._run(input_ids, positions, metadata))
 
@@ -231,13 +252,15 @@ class DecodeGraphs:
 
 
 Attend = Callable[[int, Tensor, Tensor], None]
-"""Layer, query [N, heads, head_dim], out [N, heads, head_dim], which it writes."""
+"""Arguments: layer, query [N, heads, head_dim], out [N, heads, head_dim]. Writes `out`."""
 RunInPieces = Callable[[Tensor, Tensor, Tensor, Attend, Tensor, Tensor], Tensor]
-"""Input ids, positions and slots [N], attention, and room for its query and out -> hidden states [N, width]."""
+"""Arguments: input ids, positions and slots [N], attention, buffers for its query and output.
+Returns hidden states [N, width].
+"""
 
 
 class MixedGraphs:
-    """Calls `run` in captured pieces, between which `attend` is called anew."""
+    """Calls `run` in captured pieces, and `attend` between them without capture."""
 
     def __init__(
         self, run: RunInPieces, attend: Callable[[int, Tensor, Tensor, TritonMetadata], None], recorder: Recorder,
@@ -248,7 +271,8 @@ class MixedGraphs:
         self._run, self._attend, self._recorder = run, attend, recorder
         self._tokens = torch.zeros(2, tokens, dtype=torch.int64, device=device)
         self._slots = torch.full((tokens,), -1, dtype=torch.int64, device=device)
-        # All layers and buckets share these two, the only tensors that pieces hand to what is not captured.
+        # All layers and buckets share these two tensors. Only they pass from pieces to calls that
+        # are not captured.
         shape = (tokens, layer.num_heads, layer.head_dim)
         self._query = torch.zeros(shape, dtype=dtype, device=device)
         self._out = torch.zeros(shape, dtype=dtype, device=device)
@@ -260,7 +284,7 @@ class MixedGraphs:
         return bool(metadata.slots.shape[0] <= TOKEN_BUCKETS[-1])
 
     def __call__(self, input_ids: Tensor, positions: Tensor, metadata: TritonMetadata) -> Tensor:
-        """The step's result [T, ...]: a view that the next step overwrites."""
+        """Run the step. Returns a view [T, ...] that the next step overwrites."""
         tokens = input_ids.shape[0]
         bucket = TOKEN_BUCKETS[bisect_left(TOKEN_BUCKETS, tokens)]
         ids, places = self._tokens
@@ -275,7 +299,7 @@ class MixedGraphs:
             self._metadata = None
 
     def captured(self, bucket: int) -> Callable[[], Tensor]:
-        """The call that computes the buffers' first `bucket` tokens."""
+        """Return the call that computes the first `bucket` tokens of the buffers."""
         call = self._calls.get(bucket)
         if call is None:
             call = self._calls[bucket] = self._recorder.pieces(partial(self._pieces, bucket))
@@ -289,6 +313,6 @@ class MixedGraphs:
         return self._run(ids, places, self._slots[:bucket], attend, self._query[:bucket], self._out[:bucket])
 
     def _live(self, layer: int, query: Tensor, out: Tensor) -> None:
-        # While graphs are captured before the first step, there is nothing to attend to.
+        # During capture before the first step, there is no attention to compute.
         if self._metadata is not None:
             self._attend(layer, query, out, self._metadata)

@@ -1,4 +1,6 @@
-"""A layer's product on the GPU: by the Triton kernel or by torch's libraries, whichever is faster for so many rows."""
+"""A layer's product on the GPU: by the Triton kernel or by torch's libraries, whichever is faster
+for the number of rows.
+"""
 
 from dataclasses import dataclass
 
@@ -13,26 +15,29 @@ from serve_app.model.llama import Linear
 FP8 = torch.float8_e4m3fn
 _FP8_MAX = 448.0
 _FEW_ROWS = 32
-"""Up to so many the Triton kernel is as fast as cuBLAS or faster (by a fifth at one row, measured on an H200)."""
+"""Up to this many rows the Triton kernel is as fast as cuBLAS or faster (20 % at one row, measured
+on an H200).
+"""
 _FEW_ROWS_FP8 = 64
-"""The same for 8 bits."""
+"""`_FEW_ROWS` for 8-bit products."""
 _BLOCK_O = 64
-"""Outputs of a tile of few rows."""
+"""Outputs per tile of few rows."""
 _PROGRAMS = 128
-"""Fewer tiles than that are shared out over parts of the inputs: about as many as a large GPU has processors."""
+"""With fewer tiles, the inputs are split into parts. About the number of processors of a large GPU.
+"""
 _SPLIT_INPUTS, _PART_INPUTS = 2048, 512
-"""The fewest inputs that are shared out, and of a part."""
+"""The fewest inputs that are split, and the fewest inputs of a part."""
 _ROWS_OF_PARTS = 4096
-"""Parts are kept in float32 until they are added up: of so many rows at once."""
+"""Rows per launch of split products: their parts stay in float32 until they are added."""
 
 
 @dataclass(frozen=True, slots=True)
 class GpuLinear:
     """y = x W^T + b. x [rows, inputs], y [rows, outputs] in x's dtype.
 
-    weight: [outputs, inputs], in x's dtype or, with scales (float32 [outputs]), in float8_e4m3fn; x is then rounded to
-    that, too, each row with a scale of its own. invariant: a row's result has the same bits whatever the other rows
-    are.
+    weight: [outputs, inputs], in x's dtype, or in float8_e4m3fn with scales (float32 [outputs]). In
+    that case x is rounded to float8_e4m3fn too, with one scale per row. invariant: a row's bits do
+    not depend on other rows.
     """
 
     weight: Tensor
@@ -42,7 +47,7 @@ class GpuLinear:
 
     @classmethod
     def of(cls, linear: Linear, *, fp8: bool, invariant: bool) -> "GpuLinear":
-        """The linear layer in this form; fp8 rounds its weights, with one scale for each output."""
+        """Convert a linear layer. fp8 rounds its weights, with one scale per output."""
         weight, scales = linear.weight.contiguous(), None
         if fp8:
             scales = weight.abs().amax(1).float().clamp_min(1e-12) / _FP8_MAX
@@ -51,11 +56,11 @@ class GpuLinear:
 
     @property
     def nbytes(self) -> int:
-        """Memory of weights, bias and scales."""
+        """Size of weights, bias and scales."""
         return sum(part.nbytes for part in (self.weight, self.bias, self.scales) if part is not None)
 
     def __call__(self, x: Tensor) -> Tensor:
-        """See the class."""
+        """Return x W^T + b."""
         x = x.contiguous()
         if self.scales is not None:
             return self._of_8_bits(x, self.scales)
@@ -68,7 +73,7 @@ class GpuLinear:
 
     def _of_8_bits(self, x: Tensor, scales: Tensor) -> Tensor:
         rounded, row_scales = round_rows(x)
-        # The library's product with a scale for each row gives bfloat16 alone, and takes whole vectors.
+        # The library's row-scaled product returns bfloat16 only, and requires whole vectors.
         whole = self.weight.shape[0] % 16 == 0 and self.weight.shape[1] % 16 == 0
         if not self.invariant and x.shape[0] > _FEW_ROWS_FP8 and x.dtype == torch.bfloat16 and whole:
             each = F.ScalingType.RowWise
@@ -82,7 +87,7 @@ class GpuLinear:
 
 
 def round_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    """x [rows, inputs] in float8_e4m3fn, and each row's scale, float32 [rows]."""
+    """Return x [rows, inputs] in float8_e4m3fn, and each row's scale, float32 [rows]."""
     rows, inputs = x.shape
     rounded, row_scales = torch.empty_like(x, dtype=FP8), torch.empty(rows, dtype=torch.float32, device=x.device)
     block = min(4096, triton.next_power_of_2(inputs))
@@ -91,7 +96,9 @@ def round_rows(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _part(outputs: int, inputs: int, block_k: int) -> int:
-    """Inputs of a part: by the product's shape alone, so that all rows are summed up in one way."""
+    """Return the inputs per part. They depend only on the weight's shape, so that all rows are
+    summed in one order.
+    """
     if inputs < _SPLIT_INPUTS:
         return inputs
     parts = max(1, min(_PROGRAMS // triton.cdiv(outputs, _BLOCK_O), inputs // _PART_INPUTS))
@@ -101,9 +108,11 @@ def _part(outputs: int, inputs: int, block_k: int) -> int:
 def _product(
     x: Tensor, weight: Tensor, bias: Tensor | None, scales: Tensor | None, row_scales: Tensor | None, out: Tensor
 ) -> None:
-    """Into out [rows, outputs], by the Triton kernel. With scales both factors are in 8 bits."""
+    """Multiply into out [rows, outputs] with the Triton kernel. With scales both factors are in 8
+    bits.
+    """
     (rows, inputs), outputs = x.shape, weight.shape[0]
-    # The same for all rows: of 8 bits, each step is added up by itself.
+    # Independent of the rows. With 8 bits, each step is added separately.
     block_k = 64 if scales is None else 128
     part = _part(outputs, inputs, block_k)
     parts = triton.cdiv(inputs, part)
@@ -133,11 +142,13 @@ def _product(
 
 
 def _tile(rows: int, outputs: int, dtype: torch.dtype) -> dict[str, int]:
-    """A tile's lines, warps and stages (measured on an H200). None of them changes a row's bits."""
+    """Return a tile's size, warps and stages (measured on an H200). None of them changes a row's
+    bits.
+    """
     if rows > 64 and dtype != torch.float32:
         wide = dtype != FP8 and triton.cdiv(outputs, 128) * triton.cdiv(rows, 256) >= _PROGRAMS
         return {"BLOCK_O": 128, "BLOCK_R": 256 if wide else 128, "num_warps": 8, "num_stages": 3 if wide else 4}
     lines = min(max(16, triton.next_power_of_2(rows)), 64)
-    # As many as leave room for two programs on a processor.
+    # As many as leave room for two programs per processor.
     stages = 2 if dtype == torch.float32 else 6 if lines == 64 else 8
     return {"BLOCK_O": _BLOCK_O, "BLOCK_R": lines, "num_warps": 4, "num_stages": stages}

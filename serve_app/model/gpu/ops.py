@@ -1,4 +1,4 @@
-"""Launches of the small kernels as functions on tensors. Decides block sizes and warps, nothing else."""
+"""The small kernels as functions on tensors. Decides only block sizes and warps."""
 
 import torch
 import triton
@@ -10,7 +10,9 @@ from serve_app.model.gpu.kernels import steps
 
 
 def add_rms_norm(residual: Tensor, x: Tensor | None, weight: Tensor, eps: float) -> Tensor:
-    """residual [T, width] += x (in place, unless x is None); returns residual / rms(residual) * weight, [T, width]."""
+    """Add x to residual [T, width] in place, unless x is None. Return residual / rms(residual) *
+    weight, [T, width].
+    """
     out = torch.empty_like(residual)
     rows, width = residual.shape
     block = triton.next_power_of_2(width)
@@ -22,7 +24,9 @@ def add_rms_norm(residual: Tensor, x: Tensor | None, weight: Tensor, eps: float)
 
 
 def gate_times_up(gate_up: Tensor, *, gelu: bool) -> Tensor:
-    """gate_up [T, 2 * width] -> activation(gate) * up, [T, width]; SiLU, or the tanh form of GELU."""
+    """Return activation(gate) * up, [T, width], from gate_up [T, 2 * width]. The activation is
+    SiLU, or the tanh form of GELU.
+    """
     rows, width = gate_up.shape[0], gate_up.shape[1] // 2
     out = gate_up.new_empty(rows, width)
     block = 1024
@@ -42,12 +46,13 @@ def rotate_and_store(
     *,
     few: bool,
 ) -> None:
-    """Queries with their positions turned in go to `query` [T, heads, head_dim]; keys, likewise, and values to their
-    slots.
+    """Apply rotary positions to queries and keys. Write queries to `query` [T, heads, head_dim],
+    and keys and values to their KV slots.
 
-    qkv: [T, (heads + 2 kv_heads) * head_dim]; norms: weights [head_dim] of the query and key norm; angles: cosines and
-    sines, float32 [P, head_dim / 2]; positions, slots: int64 [T], a negative slot is written nowhere; cache: of shape
-    [blocks, kv_heads, block_size, head_dim]; few: one token to a program, so that few tokens keep all processors busy.
+    qkv: [T, (heads + 2 kv_heads) * head_dim]; norms: weights [head_dim] of the query and key norm;
+    angles: cosines and sines, float32 [P, head_dim / 2]; positions, slots: int64 [T]; cache:
+    [blocks, kv_heads, block_size, head_dim]. Tokens with a negative slot are not stored. few: one
+    token per program, so that few tokens keep all processors busy.
     """
     _, kv_heads, page, head_dim = cache.key.shape
     tokens, heads = qkv.shape[0], qkv.shape[1] // head_dim - 2 * kv_heads
@@ -63,10 +68,10 @@ def rotate_and_store(
 def prepare(
     tokens: Tensor, history: Tensor, tables: Tensor, kv_lens: Tensor, table_lines: Tensor, *, page: int
 ) -> None:
-    """What the host leaves open of a decode step's R rows; see `kernels.steps`.
+    """Fill in the data of a decode step's R rows that the host does not have; see `kernels.steps`.
 
-    tokens: int64 [4, R]; history: int32 [slots, positions]; tables: int32 [slots, blocks] of `page` tokens; kv_lens,
-    table_lines: int32 [R].
+    tokens: int64 [4, R]; history: int32 [slots, positions]; tables: int32 [slots, blocks] of `page`
+    tokens; kv_lens, table_lines: int32 [R].
     """
     rows = tokens.shape[1]
     steps.prepare[(triton.cdiv(rows, 32),)](
@@ -76,6 +81,8 @@ def prepare(
 
 
 def remember(tokens: Tensor, token_ids: Tensor, history: Tensor) -> None:
-    """The ids that a decode step's R rows sampled, int64 [R], follow its tokens, int64 [4, R], in the history."""
+    """Append the ids that a decode step's R rows sampled, int64 [R], to the history. tokens: int64
+    [4, R].
+    """
     rows = tokens.shape[1]
     steps.remember[(triton.cdiv(rows, 32),)](tokens, token_ids, history, rows, history.stride(0), BLOCK=32, num_warps=1)

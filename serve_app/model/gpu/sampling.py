@@ -1,9 +1,9 @@
-"""Sampling on the device, for rows of any mixture of parameters, with nothing that waits for the device.
+"""Sampling on the device, for rows with any mixture of parameters. Nothing waits for the device.
 
-The host says what only it knows: parameters, each row's random number, and which logits bias and `min_tokens` change.
-Penalties count the tokens on the device, of which the last may be unknown to the host. What the device finds stays
-there, and comes to the host when somebody asks. Semantics are those of `sampling.sampler`, whose results
-`agrees` compares with the kernels'.
+The host sends the data that only it has: parameters, each row's random number, and the logits
+changed by bias and `min_tokens`. Penalties count tokens on the device, where the host may not know
+the last one. Results stay on the device until they are requested. The semantics are those of
+`sampling.sampler`; `agrees` compares the kernels with it.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -28,34 +28,36 @@ from serve_app.model.sampling.sampler import Sampled
 from serve_app.model.transfer import ToHost, to_device
 
 PART = 1024
-"""Tokens of a part."""
+"""Tokens per part."""
 _WAYS = 16
 _SPARE = 12
-"""More of the most likely tokens are fetched than may be asked for, so that equal ones can be ranked by their ids."""
+"""Extra top tokens that are fetched, so that equal log-probabilities can be ranked by token id."""
 _NOTHING_LEFT = -2
-"""What `draw` leaves in the place of a token where the largest logit is -inf."""
+"""Token id from `draw` for a row whose largest logit is -inf."""
 
 
 @dataclass(frozen=True, slots=True)
 class Drawn:
-    """Tokens that the device chooses, or has chosen. token_ids: int64 [R], negative where a row failed."""
+    """Tokens that the device has chosen or will choose. token_ids: int64 [R], negative for rows
+    that failed.
+    """
 
     token_ids: Tensor
     _num_top: dict[int, int]
-    """Of the rows that want log-probabilities, how many alternatives."""
+    """Number of alternatives, by row that requests log-probabilities."""
     _masked: set[int]
-    """Rows some of whose ids may not come."""
+    """Rows with masked tokens."""
     _arriving: ToHost
 
     def resolve(self) -> Sampled:
-        """The results on the host, once they are there."""
+        """Wait for the results and return them."""
         ids, *rest = self._arriving.wait()
         token_ids: list[int] = ids.tolist()
         failed = {i: self._why(i, token_id) for i, token_id in enumerate(token_ids) if token_id < 0}
         logprobs: dict[int, TokenLogprob] = {}
         if self._num_top:
             chosen, values, tops = (tensor.numpy() for tensor in rest)
-            # Equal ones by id.
+            # Rank equal log-probabilities by id.
             order = np.lexsort((tops, -values))[:, :MAX_TOP_LOGPROBS]
             values, tops = (np.take_along_axis(array, order, 1) for array in (values, tops))
             for j, (i, count) in enumerate(self._num_top.items()):
@@ -68,17 +70,21 @@ class Drawn:
 
 
 def sample_plain(hidden: Tensor, parameters: Float64Array, choose_from: Callable[[Tensor, Tensor], Tensor]) -> Drawn:
-    """Choose one token for each of R plain rows. choose_from: hidden states [R, width] and parameters to ids."""
+    """Choose one token for each of R plain rows. choose_from: maps hidden states [R, width] and
+    parameters to ids.
+    """
     return chosen(choose_from(hidden, to_device(parameters, hidden.device)))
 
 
 def chosen(token_ids: Tensor) -> Drawn:
-    """The tokens of plain rows, on their way to the host."""
+    """Start copying the tokens of plain rows to the host."""
     return Drawn(token_ids, {}, set(), ToHost(token_ids))
 
 
 def sample(logits: Tensor, rows: SamplingRows, history: Tensor, eos_token_ids: Sequence[int]) -> Drawn:
-    """Choose one token for each row. logits: float32 [R, vocab], changed in place; history: as in `penalize`."""
+    """Choose one token per row. logits: float32 [R, vocab], changed in place. history: as in
+    `penalize`.
+    """
     slots = rows.states()
     num_top = {i: slot.params.logprobs for i, slot in enumerate(slots) if slot.params.logprobs is not None}
     masked = {i for i, slot in enumerate(slots) if slot.num_output_tokens < slot.params.min_tokens}
@@ -103,8 +109,9 @@ def sample(logits: Tensor, rows: SamplingRows, history: Tensor, eos_token_ids: S
 
 
 def choose(logits: Tensor, params: Tensor) -> Tensor:
-    """Token ids, int64 [R], of logits [R, vocab] by parameters [R, len(Column)]; negative where there is none.
-    Kernel launches only, so that a CUDA graph can hold it."""
+    """Return token ids, int64 [R], for logits [R, vocab] and parameters [R, len(Column)]; negative
+    for rows that failed. Kernel launches only, so that a CUDA graph can capture it.
+    """
     rows, vocab = logits.shape
     parts = -(-vocab // PART)
     maxima = logits.new_empty(rows, parts, dtype=torch.float32)
@@ -120,10 +127,10 @@ def choose(logits: Tensor, params: Tensor) -> Tensor:
 
 
 def penalize(logits: Tensor, rows: SamplingRows, history: Tensor) -> None:
-    """Repetition, presence and frequency penalties on logits [R, vocab], in place.
+    """Apply repetition, presence and frequency penalties to logits [R, vocab], in place.
 
-    history: int32 [slots, positions]; the first `num_tokens` ids of a row that has penalties are there. Works on such
-    rows times the longest history among them.
+    history: int32 [slots, positions], with the first `num_tokens` ids of every row that has
+    penalties. The work is the number of those rows times the longest history among them.
     """
     found = [i for i, slot in enumerate(rows.slots) if slot.params.has_penalties]
     if not found:
@@ -138,7 +145,7 @@ def penalize(logits: Tensor, rows: SamplingRows, history: Tensor) -> None:
     repetition, presence, frequency = to_device(penalties.T.copy(), logits.device)[..., None]
     place = torch.arange(int(num_tokens.max()), device=logits.device)
     ids = history[seq_slot[:, 0], : len(place)].long()
-    # Ids that occur more than once are written more than once, with the same value; so is the first, in place of none.
+    # Repeated ids are written repeatedly, with the same value. Padding repeats the first id.
     ids = torch.where(place < end, ids, ids[:, :1])
     old = logits[row, ids]
     repeated = repetition.to(logits.dtype)
@@ -151,7 +158,9 @@ def penalize(logits: Tensor, rows: SamplingRows, history: Tensor) -> None:
 
 
 def mask_out(logits: Tensor, masks: Mapping[int, TokenSet]) -> None:
-    """Leave only what grammars allow, in place on logits float32 [R, vocab]. masks: by row; all travel in one copy."""
+    """Apply grammar masks, by row, in place to logits float32 [R, vocab]. All masks are sent in one
+    copy.
+    """
     if not masks:
         return
     vocab = logits.shape[1]
@@ -162,8 +171,9 @@ def mask_out(logits: Tensor, masks: Mapping[int, TokenSet]) -> None:
 
 
 def add(logits: Tensor, rows: SamplingRows, entries: Sequence[tuple[int, tuple[Int64Array, Float64Array]]]) -> None:
-    """Add numbers to logits [R, vocab] in place. entries: a row, its ids and their numbers, of which only -inf may come
-    twice for an id. Raises IndexError for ids outside."""
+    """Add numbers to logits [R, vocab] in place. entries: a row, its ids and their numbers. Only
+    -inf may occur twice for an id. Raises IndexError for ids out of range.
+    """
     if not entries:
         return
     vocab = logits.shape[1]
@@ -177,7 +187,9 @@ def add(logits: Tensor, rows: SamplingRows, entries: Sequence[tuple[int, tuple[I
 
 
 def agrees(vocab: int, device: torch.device) -> bool:
-    """Whether the kernels choose what `serve_app.model.sampling.sampler` chooses, on random logits of this width."""
+    """Whether the kernels choose the same tokens as `serve_app.model.sampling.sampler`, on random
+    logits of this width.
+    """
     variants = [
         {"temperature": 0.0},
         {},
@@ -198,7 +210,8 @@ def agrees(vocab: int, device: torch.device) -> bool:
     rows.masks[2] = TokenSet(b"\xaa" * (vocab // 8) + bytes(-(-vocab // 8) - vocab // 8), vocab)
     history = torch.tensor([start.token_ids for start in starts], dtype=torch.int32, device=device)
     logits = 3 * torch.randn(len(starts), vocab, generator=torch.Generator().manual_seed(0))
-    # Here penalties decide: of prompt 0 and output 1, 1 the likeliest is too dear, and then both are.
+    # Here penalties decide between prompt token 0 and output token 1, which has the larger logit.
+    # In the first row the penalty of 1 makes 0 win; in the second both are penalized and 2 wins.
     logits[-2:, :3] = torch.tensor([[20.0, 21.5, 0.0], [21.0, 21.5, 15.0]])
     expected = sampler.sample(logits.clone(), rows.slots, rows.parameters, (), rows.masks)
     return sample(logits.to(device), rows, history, ()).resolve().token_ids == expected.token_ids

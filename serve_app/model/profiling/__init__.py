@@ -1,1 +1,1 @@
-"""What a loaded model takes: memory, and the times of its steps."""
+"""Measures a loaded model: its memory and its step times."""

@@ -1,6 +1,6 @@
-"""What the device can do, measured: the rates of a large copy and of a large product.
+"""Measures the device's limits: the rates of a large copy and of a large product.
 
-The best of a few runs: other work on the machine can only make one slower.
+The best of a few runs counts: other work on the machine only makes runs slower.
 """
 
 import time
@@ -15,7 +15,9 @@ _REPEATS = 5
 
 @torch.inference_mode()
 def measure_limits(device: torch.device, dtype: torch.dtype) -> DeviceLimits | None:
-    """Takes a tenth of a second and, on a GPU, half a GiB that is freed again; None where that much is not free."""
+    """Measure the limits. Takes 0.1 s, and temporarily 0.5 GiB on a GPU. Returns None if that much
+    is not free.
+    """
     try:
         return DeviceLimits(bytes_per_s=_copy_rate(device), flops_per_s=_product_rate(device, dtype))
     except torch.OutOfMemoryError:
@@ -40,7 +42,9 @@ def _product_rate(device: torch.device, dtype: torch.dtype) -> float:
 
 
 def _generator(device: torch.device) -> torch.Generator:
-    """For data like a model's: constant bits toggle less, so a GPU on them uses less power and keeps a higher clock."""
+    """Return a generator for random data like a model's. Constant bits toggle less, so a GPU would
+    use less power and keep a higher clock.
+    """
     return torch.Generator(device).manual_seed(0)
 
 
@@ -49,7 +53,9 @@ def _best(run: Callable[[], object], device: torch.device) -> float:
 
 
 def call_times(run: Callable[[], object], device: torch.device, repeats: int, uncounted: int) -> list[float]:
-    """Seconds of each of `repeats` calls including all that they launch, after `uncounted` warm-up calls."""
+    """Return the seconds of each of `repeats` calls, including all kernels they launch, after
+    `uncounted` warm-up calls.
+    """
     times = []
     for _ in range(uncounted + repeats):
         _synchronize(device)

@@ -1,6 +1,6 @@
-"""How much memory is left on a device, and how many KV blocks the pool gets of it.
+"""Free memory of a device, and the number of KV blocks that fit into it.
 
-On Linux CPUs a control group's limit counts as well as the machine's memory.
+On Linux CPUs the limits of control groups apply in addition to the machine's memory.
 """
 
 from pathlib import Path
@@ -12,25 +12,26 @@ from serve_app.model.paged_model import PagedModel
 
 GIB = 2**30
 _CUDA_CONTEXT_BYTES = GIB // 2
-"""What a process takes of a GPU beside torch's memory: CUDA's context and its libraries' kernels. An estimate."""
-# Host memory is shared with everything else on the machine, so the pool takes it all only when told to.
+"""Estimated GPU memory of a process outside torch: CUDA's context and its libraries' kernels."""
+# Host memory is shared with all other programs, so the pool uses all of it only if configured to.
 _DEFAULT_CPU_KV_CACHE_GIB = 4.0
 
 
 def size_kv_pool(model: PagedModel, kv_cache_gib: float | None, memory_fraction: float, gpu_share: float = 1.0) -> int:
-    """How many blocks the memory that is left holds for the scheduler. The largest step has been run before.
+    """Return the number of KV blocks for the scheduler that fit into the free memory. Call it after
+    running the largest step.
 
-    kv_cache_gib: a cap; None is no cap on a GPU, 4 GiB on a CPU. memory_fraction: the part of the free memory that the
-    pool may take; gpu_share: see `available_memory`. Raises ConfigError when the pool could not hold one request of
-    max_model_len tokens.
+    kv_cache_gib: a cap; None means no cap on a GPU, 4 GiB on a CPU. memory_fraction: the fraction
+    of the free memory that the pool may use; gpu_share: see `available_memory`. Raises ConfigError
+    if the pool cannot hold one request of max_model_len tokens.
     """
-    needed = -(-model.max_model_len // model.block_size) + 1  # and the null block
+    needed = -(-model.max_model_len // model.block_size) + 1  # plus the null block
     budget = (available_memory(model.device, gpu_share) - model.mapped_bytes) * memory_fraction
     if kv_cache_gib is None and model.device.type == "cpu":
         kv_cache_gib = _DEFAULT_CPU_KV_CACHE_GIB
     if kv_cache_gib is not None:
         budget = min(budget, kv_cache_gib * GIB)
-    num_blocks = int(budget) // model.kv_bytes_per_block() - 1  # the runner keeps one for itself
+    num_blocks = int(budget) // model.kv_bytes_per_block() - 1  # the runner keeps one block for itself
     if num_blocks < needed:
         need_gib = needed * model.kv_bytes_per_block() / GIB
         raise ConfigError(
@@ -42,14 +43,14 @@ def size_kv_pool(model: PagedModel, kv_cache_gib: float | None, memory_fraction:
 
 
 def available_memory(device: torch.device, gpu_share: float = 1.0) -> int:
-    """Bytes that this process can still allocate on `device`.
+    """Return the bytes that this process can still allocate on `device`.
 
-    gpu_share: of a GPU that several processes share, the part of its memory that is this one's. That does not depend on
-    what the others have taken so far, so they may start at the same time. On Linux CPUs: what the kernel calls
-    available, and no more than the control group's limit leaves.
+    gpu_share: this process's fraction of a GPU shared by several processes. The result does not
+    depend on how much the other processes have allocated so far, so they may start at the same
+    time. On Linux CPUs: the kernel's MemAvailable, limited by the control groups.
     """
     if device.type == "cuda":
-        # What torch keeps for itself is not counted: the largest step that was run needs it again.
+        # Memory cached by torch does not count as free: the largest step needs it again.
         free, total = torch.cuda.mem_get_info(device)
         if gpu_share >= 1:
             return int(free)
@@ -68,7 +69,9 @@ _UNLIMITED = 1 << 62
 
 
 def _cgroup_available(root: Path) -> int:
-    """What the memory limits of this process's control groups (version 2, then 1) leave; huge when unlimited."""
+    """Return the bytes left under the memory limits of this process's control groups (version 2,
+    then 1). A huge number if unlimited.
+    """
     own = _own_cgroup()
     left = _UNLIMITED
     for base, limit_name, usage_name, reclaimable in (
@@ -76,13 +79,14 @@ def _cgroup_available(root: Path) -> int:
         (root / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
     ):
         group = base / own
-        # A container often mounts its own group as the root, so the path from /proc may not exist below it.
+        # A container often mounts its own group as the root, so the path from /proc may not exist
+        # below it.
         for folder in [group, *group.parents] if group.is_dir() else [base]:
             if not folder.is_relative_to(base):
                 break
             limit, usage = _read_number(folder / limit_name), _read_number(folder / usage_name)
             if limit is not None and usage is not None and limit < _UNLIMITED:
-                # Page cache counts as usage though the kernel gives it back under pressure.
+                # Page cache counts as usage, but the kernel frees it under pressure.
                 left = min(left, max(0, limit - usage + _stat(folder / "memory.stat", reclaimable)))
     return left
 

@@ -1,6 +1,7 @@
-"""How long steps of some shapes take on this machine, measured at start.
+"""Measures the duration of steps of some shapes on this machine at start.
 
-Decides how often a step is run for that and which of its times counts; what follows from them, others decide.
+Decides how often to run each step and which of its times counts. Does not decide what follows from
+them.
 """
 
 import math
@@ -16,27 +17,29 @@ from serve_app.model.runner import ModelRunner
 
 _REPEATS = 2
 _ENOUGH_S = 0.2
-"""Having run so long, a step isn't repeated at once."""
+"""Seconds of running after which a step is not repeated in the same measurement."""
 _LONG_S = 0.5
-"""A step that takes longer is run for one time only: a start has no time to repeat it."""
+"""A step that takes this long runs only once, to keep the start short."""
 
 
 class StepTimes:
-    """Seconds of steps of one runner, the least of all measurements: whatever else a machine does only adds to them.
+    """Step times of one runner in seconds: the minimum of all measurements, because other work only
+    makes steps slower.
 
-    Asked again for a step, it is measured again, so that a time that counts can be confirmed.
+    Each call measures its step again, so that a time that matters can be confirmed.
     """
 
     def __init__(self, runner: ModelRunner, limits: DeviceLimits | None) -> None:
-        """limits: what reading keys takes follows from these; None: it counts as nothing."""
+        """limits: give the time to read keys. None: that time counts as 0."""
         self._runner = runner
         self._keys_s = 0.0 if limits is None else runner.model.cost.kv_bytes * SEQUENCE_TOKENS / limits.bytes_per_s
         self._least: dict[tuple[str, int, int], float] = {}
 
     def largest(self, num_tokens: int, num_rows: int) -> float:
-        """Of a step as large as any that can occur with so many tokens and rows, without keys of earlier ones.
+        """Return the time of the largest possible step with this many tokens and rows, without keys
+        of earlier steps.
 
-        Raises ConfigError when the memory is too small for it.
+        Raises ConfigError if there is not enough memory for it.
         """
         runner = self._runner
         num_tokens = min(num_tokens, num_rows * runner.model.max_model_len)
@@ -49,15 +52,18 @@ class StepTimes:
             ) from error
 
     def decodes(self, num_rows: int, num_drafts: int = 0) -> float:
-        """Of a step of so many decodes of ordinary length, each with so many drafts."""
+        """Return the time of a step of `num_rows` decodes of typical length, each with `num_drafts`
+        drafts.
+        """
         step_s = self._measure(
             ("decodes", num_rows, num_drafts), lambda: self._runner.profile_decodes(num_rows, num_drafts)
         )
-        return step_s + num_rows * self._keys_s  # it runs without keys; no cache holds those of so many
+        # Measured without keys: the cache cannot hold the keys of that many rows.
+        return step_s + num_rows * self._keys_s
 
     def _measure(self, shape: tuple[str, int, int], step: Callable[[], None]) -> float:
         least, spent = self._least.get(shape, math.inf), 0.0
-        # A GPU's first run may have compiled kernels.
+        # A GPU's first run may include kernel compilation.
         on_cpu = self._runner.model.device.type == "cpu"
         for _ in range(_REPEATS):
             if on_cpu and (spent >= _ENOUGH_S or _LONG_S <= least < math.inf):

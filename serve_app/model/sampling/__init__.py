@@ -1,1 +1,1 @@
-"""From logits to tokens: penalties, filters, noise, and the masks of grammars."""
+"""From logits to tokens: penalties, filters, noise, and grammar masks."""

@@ -1,8 +1,9 @@
-"""Which tokens the grammars of a step's rows allow, worked out in a thread of its own while the model computes.
+"""Computes the grammar masks of a step's rows in a separate thread while the model runs.
 
-A row whose masks are not there in time sits the step out: its last token is computed again in the next one, and nobody
-waits for it. A matcher's state is a function of the output, so a row that starts anew (after a preemption, a fork, on
-another replica) gets a fresh one, which is fed the output so far.
+If a row's masks are not ready in time, the row sits out the step: its last token is computed again
+in the next step, and other rows do not wait. A matcher's state is a function of the output. So a
+row that starts again (after a preemption, a fork, or on another replica) gets a fresh matcher,
+which consumes the output so far.
 """
 
 import logging
@@ -25,18 +26,20 @@ from serve_app.grammars.token_set import TokenSet
 
 logger = logging.getLogger(__name__)
 
-# What eight logits may be at most, by the byte of a token set that tells which of them are allowed. [256, 8].
+# Upper limits of eight logits, by the byte of a token set that has their bits. [256, 8].
 _CEILINGS = np.where(
     np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little"), np.inf, -np.inf
 ).astype(np.float32)
 _PATIENCE_S = 0.005
-"""How long a step waits for its masks once its forward pass is launched and all tokens before it are known."""
+"""Seconds that a step waits for its masks after its forward pass is launched and all previous
+tokens are known.
+"""
 _MAX_WORK_S = 2.0
-"""Processor time that the grammar of one choice may take in one slot."""
+"""Maximum CPU seconds that the grammar of one choice may use in one slot."""
 
 
 def mask_out(row: Tensor, allowed: TokenSet | None) -> None:
-    """Leave only what a grammar allows, in place on one row of logits."""
+    """Apply a grammar mask, in place on one row of logits."""
     if allowed is None:
         return
     if row.device.type == "cpu":
@@ -49,26 +52,26 @@ def mask_out(row: Tensor, allowed: TokenSet | None) -> None:
 
 @dataclass(slots=True, eq=False)
 class Follower:
-    """Where the output of one running choice stands in its grammar. Used by one thread at a time."""
+    """Grammar state of one running choice. Only one thread may use it at a time."""
 
     matcher: Matcher | None
     error: RequestError | None = None
-    """Why the choice cannot go on."""
+    """Set if the choice cannot continue."""
     num_consumed: int = 0
     work_s: float = 0.0
     masks: list[TokenSet] | RequestError | None = None
-    """Of the places where the step samples: a mask for each, or why there is none. None: not worked out yet."""
+    """One mask per sampling position of the row, or the error. None: not computed yet."""
     is_begun: bool = False
-    """The thread has been told to work out masks that no step has taken yet."""
+    """The thread has been asked for masks that no step has taken yet."""
 
     def consume(self, token_ids: Sequence[int]) -> None:
-        """Take in the output's next tokens."""
+        """Consume the output's next tokens."""
         self.num_consumed += len(token_ids)
         if self.matcher is not None and self.error is None and not self.matcher.consume(token_ids):
             self.error = self.matcher.failure()
 
     def allowed(self, drafts: Sequence[int]) -> list[TokenSet] | RequestError:
-        """The masks after the output, and after each of `drafts` behind it; or why there are none."""
+        """Return the masks after the output and after each of `drafts`, or the error."""
         if self.matcher is None or self.error is not None:
             return self.error or EngineError("this engine supports no grammars")
         masks: list[TokenSet] = []
@@ -78,7 +81,7 @@ class Follower:
                 self.error = self.matcher.failure()
                 return self.error
             masks.append(mask)
-            # Behind a draft that is not allowed, or that ends the output, nothing is kept.
+            # Tokens after a disallowed or final draft are not used.
             if draft is None or draft not in mask or draft in self.matcher.eos_token_ids:
                 break
             if not self.matcher.consume([draft]):
@@ -88,21 +91,25 @@ class Follower:
         return masks + [masks[-1]] * (len(drafts) + 1 - len(masks))
 
     def take(self) -> list[TokenSet] | RequestError | None:
-        """`masks`, of which the next step will have others."""
+        """Return `masks` and reset them for the next step."""
         masks = self.masks
         if masks is not None:
             self.masks, self.is_begun = None, False
         return masks
 
     def forced(self) -> tuple[int, ...]:
-        """Tokens that come next because the grammar leaves no choice about their text."""
+        """Return the next tokens if the grammar fixes their text."""
         return () if self.matcher is None or self.error is not None else tuple(self.matcher.forced())
 
 
 @dataclass(frozen=True, slots=True)
 class Awaited:
-    """A row that samples by a grammar: its number in the step, and its places among those where the step samples, after
-    the output and after each of `drafts`. waits: the output's last token is in flight."""
+    """A row that samples with a grammar.
+
+    index: its index in the step. place: index of its first sampling position in the step; one
+    position follows the output and one follows each of `drafts`. waits: the output's last token is
+    in flight.
+    """
 
     index: int
     place: int
@@ -113,33 +120,33 @@ class Awaited:
 
     @property
     def num_places(self) -> int:
-        """Where the row samples."""
+        """Number of positions where the row samples."""
         return 1 + len(self.drafts)
 
 
 class Constrained(Protocol):
-    """What is known here of a slot."""
+    """The part of a slot that this module uses."""
 
     follower: Follower | None
 
     def output_from(self, start: int) -> list[int]:
-        """Its output tokens from number `start` on."""
+        """Return the output tokens from index `start`."""
 
 
 class GrammarMasks:
-    """Makes followers for slots, and works out the masks of a step's rows."""
+    """Creates followers for slots, and computes the masks of a step's rows."""
 
     def __init__(self, grammars: Grammars | None) -> None:
         self._grammars = grammars
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="grammar")
         self._newest: Future[None] | None = None
-        """Done when all that the thread was given is done."""
+        """Completes when all work submitted to the thread is done."""
         self._work_s = 0.0
-        """Processor time so far; the thread's to write."""
+        """CPU seconds so far. Only the thread writes it."""
         self._told_s = 0.0
 
     def follower(self, params: SamplingParams) -> Follower | None:
-        """For a choice that takes a slot; None where it has no grammar."""
+        """Return the follower of a choice that gets a slot. None if it has no grammar."""
         if params.grammar is None:
             return None
         if self._grammars is None:
@@ -150,7 +157,9 @@ class GrammarMasks:
             return Follower(None, error)
 
     def begin(self, rows: Sequence[ScheduledRequest], slots: Sequence[Constrained]) -> list[Awaited]:
-        """Before the forward pass: the step's constrained rows. Work on those that wait for a token begins later."""
+        """Start the step's masks before the forward pass, and return the constrained rows. Rows
+        that wait for a token start in `go_on`.
+        """
         awaited: list[Awaited] = []
         place = 0
         for i, (row, slot) in enumerate(zip(rows, slots, strict=True)):
@@ -163,11 +172,13 @@ class GrammarMasks:
         return awaited
 
     def go_on(self, awaited: Sequence[Awaited]) -> None:
-        """Begin what waited for tokens of the step before, which are known now."""
+        """Start rows that waited for the previous step's tokens, which must be known now."""
         self._start(row for row in awaited if row.waits)
 
     def _start(self, awaited: Iterable[Awaited]) -> None:
-        """What a row that sat out began then is still right: its output has not grown, and it has no drafts."""
+        """Start computing masks. Work started for a row that sat out stays valid: its output has
+        not grown, and it has no drafts.
+        """
         work = []
         for row in awaited:
             follower = row.follower
@@ -178,9 +189,10 @@ class GrammarMasks:
             self._newest = self._thread.submit(self._work_out_all, work)
 
     def finish(self, awaited: Sequence[Awaited], masks: dict[int, TokenSet]) -> dict[int, RequestError | None]:
-        """After the forward pass: writes down a mask for each place where a constrained row samples.
+        """Store a mask for each sampling position of the constrained rows. Called after the forward
+        pass.
 
-        Returns the rows that cannot sample, and why; None: their masks are not ready.
+        Returns the rows that cannot sample, with the error, or None if their masks are not ready.
         """
         if not awaited:
             return {}
@@ -197,22 +209,24 @@ class GrammarMasks:
         return held
 
     def take_work_s(self) -> float:
-        """Processor time of masks since the last call, in seconds."""
+        """Return the CPU seconds spent on masks since the last call."""
         worked = self._work_s
         since, self._told_s = worked - self._told_s, worked
         return since
 
     def _work_out_all(self, work: Sequence[tuple[Follower, Sequence[int], Sequence[int]]]) -> None:
-        """In the thread: the masks of a step. One task, because handing over each row's would cost as much as it."""
+        """Compute the masks of a step, in the thread. A single task, because submitting a task per
+        row would cost as much as the row's work.
+        """
         for follower, new, drafts in work:
             try:
                 follower.masks = self._work_out(follower, new, drafts)
-            except BaseException:  # a panic of a Rust library is no Exception
+            except BaseException:  # a panic of a Rust library is not an Exception
                 logger.exception("a grammar failed")
                 follower.masks = EngineError("the grammar failed on this request")
 
     def _work_out(self, follower: Follower, new: Sequence[int], drafts: Sequence[int]) -> list[TokenSet] | RequestError:
-        """The masks that a row needs."""
+        """Compute the masks of one row."""
         began = time.thread_time()
         if new:
             follower.consume(new)

@@ -1,6 +1,6 @@
-"""The random numbers of sampling: a hash of (seed, choice, position), so there is neither a generator nor a state.
+"""Random numbers for sampling: a hash of (seed, choice, position), without a generator or state.
 
-Chained SplitMix64 finalizers (Steele et al., 2014). How they are used, the sampler decides.
+Chained SplitMix64 finalizers (Steele et al., 2014). The sampler decides how the numbers are used.
 """
 
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
 def keys(seeds: Sequence[int], choices: Sequence[int]) -> UInt64Array:
-    """The hash of each (seed, choice), which `at` continues."""
+    """Return a hash of each (seed, choice), the input of `at`."""
     state = np.zeros(len(seeds), dtype=np.uint64)
     for part in (seeds, choices):
         state = _chain(state, np.array(part, dtype=np.int64))
@@ -24,7 +24,7 @@ def keys(seeds: Sequence[int], choices: Sequence[int]) -> UInt64Array:
 
 
 def at(keys: UInt64Array, positions: Int64Array) -> Float64Array:
-    """One number in [0, 1) for each key and position."""
+    """Return one number in [0, 1) per key and position."""
     state = _chain(keys, positions)
     return (state >> np.uint64(11)).astype(np.float64) * 2.0**-53
 

@@ -1,4 +1,4 @@
-"""The running sequences as sampling sees them: a slot for each, and the rows of a step at which a token is sampled."""
+"""The running sequences as used by sampling: their slots, and the rows of a step that sample."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -17,8 +17,8 @@ from serve_app.model.sampling.noise import Float64Array, Int64Array
 class Slot:
     """One running sequence (a choice of a request) in its slot.
 
-    token_ids: the slot's part of the batch's table. Its first `num_tokens` are known, except those that a step in
-    flight samples; while a step with draft tokens runs, the drafts follow them.
+    token_ids: the slot's row of the batch's table. The first `num_tokens` ids are known, except
+    those that a step in flight samples. During a step with draft tokens, the drafts follow them.
     """
 
     request_id: str
@@ -29,34 +29,34 @@ class Slot:
     token_ids: Int64Array
     num_blocks: int
     follower: Follower | None = None
-    """Where its output stands in its grammar, if it has one."""
+    """Grammar state of the output, if there is a grammar."""
     pooled: Tensor | None = None
-    """Of a prompt whose mean is taken, the sum so far; see `pooling`."""
+    """Sum so far of a prompt with mean pooling; see `pooling`."""
 
     def output_from(self, start: int) -> list[int]:
-        """Its output tokens from number `start` on."""
+        """Return the output tokens from index `start`."""
         token_ids: list[int] = self.token_ids[self.num_prompt_tokens + start : self.num_tokens].tolist()
         return token_ids
 
     @property
     def num_output_tokens(self) -> int:
-        """Output tokens known so far, those of a failed-over run included."""
+        """Number of known output tokens, including those of a failed-over run."""
         return self.num_tokens - self.num_prompt_tokens
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingRows:
-    """The R positions of a step at which a token is sampled, in the order of its rows: after a row's last known token,
-    and after each of its drafts, as if the drafts before it were right.
+    """The R positions of a step where a token is sampled, in the order of its rows: after a row's
+    last known token, and after each of its drafts, assuming the previous drafts are correct.
 
-    tokens: int64 [R], indices of the packed tokens that come just before.
+    tokens: int64 [R], index of the packed token before each position.
     seq_slots: int64 [R], slot indices.
-    generations: int64 [R], how many sequences had started in those slots by then.
-    num_tokens: int64 [R], how many tokens of the sequence come before the new one.
+    generations: int64 [R], number of sequences started in the slot when the step was packed.
+    num_tokens: int64 [R], number of the sequence's tokens before the new one.
     slots: the R slots; see `states`.
     parameters: float64 [R, len(Column)].
-    plain: bool [R], where nothing changes the logits before a token is chosen, and no log-probabilities are asked for.
-    masks: the ids that a grammar allows, by row; written after the forward pass.
+    plain: bool [R], whether logits are used unchanged and no log-probabilities are requested.
+    masks: token sets that grammars allow, by row; set after the forward pass.
     """
 
     tokens: Int64Array
@@ -70,11 +70,11 @@ class SamplingRows:
 
     @property
     def is_plain(self) -> bool:
-        """Whether all are."""
+        """Whether all rows are plain."""
         return bool(self.plain.all())
 
     def part(self, indices: Int64Array) -> "SamplingRows":
-        """Some of the rows, ascending."""
+        """Return some of the rows. `indices` must be ascending."""
         chosen: list[int] = indices.tolist()
         return SamplingRows(
             self.tokens[indices],
@@ -88,7 +88,7 @@ class SamplingRows:
         )
 
     def states(self) -> list[Slot]:
-        """The R slots, each as it is at that position."""
+        """Return the R slots, each with the number of tokens at its position."""
         counts: list[int] = self.num_tokens.tolist()
         return [
             slot if slot.num_tokens == count else replace(slot, num_tokens=count)

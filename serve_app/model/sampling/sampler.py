@@ -1,21 +1,25 @@
-"""From logits to one token per row, each row by its own parameters.
+"""From logits to one token per row, each row with its own parameters.
 
-Semantics, in this order: repetition, presence and frequency penalties; logit bias; the masks of the grammar,
-`allowed_token_ids`, `bad_words` and `min_tokens`; temperature; top-k; top-p; min-p. Then one uniform number u in [0, 1)
-decides: the token is the first, in token-id order, at which the cumulative weight of the remaining tokens exceeds u
-times their sum.
+Semantics, in this order: repetition, presence and frequency penalties; logit bias; the masks of the
+grammar, `allowed_token_ids`, `bad_words` and `min_tokens`; temperature; top-k; top-p; min-p. Then
+one uniform number u in [0, 1) selects the token: the first, in token-id order, where the cumulative
+weight of the remaining tokens exceeds u times their sum.
 
-- Repetition penalty counts prompt and output tokens and divides positive, multiplies negative logits (Keskar et al.,
-  CTRL, 2019); presence and frequency penalties count output tokens and are subtracted (OpenAI's definition).
-- top-k keeps every token at least as likely as the k-th; top-p then keeps the most likely ones up to and including the
-  one at which their sum, relative to what top-k kept, reaches p (Holtzman et al., 2020); min-p keeps what is at least
-  min_p times as likely as the best. Each is a threshold on the probability, so all tokens tied at it stay.
-- Greedy rows take the largest logit; of equal ones the lowest token id.
-- Log-probabilities are the model's own: taken before any of the above. Equal ones are ranked by token id.
+- Repetition penalty counts prompt and output tokens. It divides positive logits and multiplies
+  negative ones (Keskar et al., CTRL, 2019). Presence and frequency penalties count output tokens
+  and are subtracted (OpenAI's definition).
+- top-k keeps every token at least as likely as the k-th. top-p then keeps the most likely tokens up
+  to and including the one where their sum, relative to the sum after top-k, reaches p (Holtzman et
+  al., 2020). min-p keeps tokens at least min_p times as likely as the best. Each is a threshold on
+  the probability, so all tokens tied at it are kept.
+- Greedy rows take the largest logit, and the lowest token id of equal ones.
+- Log-probabilities are the model's own, computed before all of the above. Equal ones are ranked by
+  token id.
 
-A row's result is a function of its own logits, parameters and history: every tensor operation here is either rounded
-per element or reduces along one row in a fixed order, and nothing batch-wide (such as a common k) changes a result.
-Noise is a function of (seed, choice, position); see `noise`. Not decided here: when a request ends, what tokens mean.
+A row's result is a function of its own logits, parameters and history. Every tensor operation here
+is either rounded per element or reduces along one row in a fixed order, and nothing batch-wide
+(such as a common k) changes a result. Noise is a function of (seed, choice, position); see `noise`.
+Does not decide when a request ends or what tokens mean.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -37,16 +41,18 @@ from serve_app.model.sampling.noise import Float64Array, Int64Array
 from serve_app.model.sampling.rows import Slot
 
 NO_MASKS: Mapping[int, TokenSet] = {}
-# A row is cut into this many parts when a floor for its k-th value is looked for.
+# Number of parts per row when searching a lower bound of the k-th value.
 _NUM_PARTS = 512
 
 
 class PendingSample(Protocol):
-    """Sampled tokens, perhaps still being computed on the device."""
+    """Sampled tokens that the device may still be computing."""
 
     @property
     def token_ids(self) -> Sequence[int] | Tensor:
-        """One for each row; int64 [R] on the device while they are computed there. Negative where a row failed."""
+        """One token id per row; int64 [R] on the device while it computes them. Negative for rows
+        that failed.
+        """
         ...
 
     def resolve(self) -> "Sampled":
@@ -56,20 +62,22 @@ class PendingSample(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """Results by row of the logits. `token_ids[i]` is meaningless where `failed` names i."""
+    """Results by row of the logits. `token_ids[i]` is meaningless if `failed` contains i."""
 
     token_ids: list[int]
     logprobs: dict[int, TokenLogprob] = field(default_factory=dict)
     failed: dict[int, RequestError] = field(default_factory=dict)
 
     def resolve(self) -> "Sampled":
-        """Itself: the results are known."""
+        """Return itself: the results are known."""
         return self
 
     def accept(self, first: int, drafts: Sequence[int]) -> range:
-        """Which sampled tokens of a row with `drafts` count, its first being `first`: those that follow correct drafts.
+        """Return the indices of the accepted tokens of a row with `drafts`, starting at `first`:
+        those that follow correct drafts.
 
-        Empty where the first one failed. A later failure does not count yet: the next step starts there.
+        Empty if the first token failed. A later failure is not reported yet: the next step starts
+        there.
         """
         for index, draft in enumerate(drafts, first):
             if index in self.failed:
@@ -82,8 +90,11 @@ class Sampled:
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Torch without helper threads: its parallel loops wait for all of them, and on a busy machine waiting for one that
-    is not scheduled costs more than all of sampling. Idle ones that spin take a core from the kernels."""
+    """Run torch without helper threads.
+
+    torch's parallel loops wait for all threads. On a busy machine, waiting for a thread that is not
+    scheduled costs more than all of sampling. Idle threads that spin take a core from the kernels.
+    """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -93,7 +104,9 @@ def one_thread() -> Iterator[None]:
 
 
 def why_failed(emptied: bool) -> RequestError:
-    """Why a row has no token: it was `emptied` by what its own request says, or had no logits to choose by."""
+    """Return the error of a row without a token. emptied: the request's own parameters excluded all
+    tokens. Otherwise its logits were not finite.
+    """
     if emptied:
         return InvalidRequestError("the sampling parameters allow no token", code="no_token_left")
     return EngineError("the model's logits for the next token are not finite")
@@ -107,11 +120,11 @@ def sample(
     eos_token_ids: Sequence[int],
     masks: Mapping[int, TokenSet] = NO_MASKS,
 ) -> Sampled:
-    """Choose one token for each row.
+    """Choose one token per row.
 
-    logits: [R, vocab] float32 or float64, changed in place; slots: R, of which row i continues slots[i];
-    parameters: float64 [R, len(Column)], of the same rows; masks: the ids that a grammar allows, by row.
-    A row whose logits are not finite, or that has no token left to choose, is reported in `failed`.
+    logits: [R, vocab] float32 or float64, changed in place; slots: R, where row i continues
+    slots[i]; parameters: float64 [R, len(Column)]; masks: token sets that grammars allow, by row.
+    Rows with logits that are not finite, or without an allowed token, are reported in `failed`.
     """
     failed: dict[int, RequestError] = {}
     masked: dict[int, Tensor | None] = {}
@@ -124,7 +137,7 @@ def sample(
             failed[i] = EngineError(f"sampling failed: {error}")
     best, token_ids = _most_likely(logits)
     for i in (~best.isfinite()).nonzero()[:, 0].tolist():
-        # The mask emptied the row if it took away a token that the model had allowed.
+        # The mask emptied the row if it removed a token that the model allowed.
         taken = masked.get(i)
         has_mask = i in masks or is_masked(slots[i])
         emptied = bool(best[i] == -torch.inf) and (has_mask or (taken is not None and bool(taken.isfinite().any())))
@@ -145,7 +158,8 @@ def sample(
 
 
 def rank(logprobs: Tensor, token_ids: Sequence[int], num_top: Sequence[int]) -> list[TokenLogprob]:
-    """Each row's token with its log-probability and the `num_top[i]` most likely alternatives, best first.
+    """Return each row's token with its log-probability and the `num_top[i]` most likely
+    alternatives, best first.
 
     logprobs: [R, vocab], log-softmaxed.
     """
@@ -181,7 +195,9 @@ def _is_edited(slot: Slot) -> bool:
 
 
 def costs(slot: Slot) -> tuple[Int64Array, Float64Array]:
-    """Distinct ids, and what presence and frequency penalties add to their logits."""
+    """Return distinct ids and the numbers that presence and frequency penalties add to their
+    logits.
+    """
     params = slot.params
     if not params.presence_penalty and not params.frequency_penalty:
         return np.empty(0, dtype=np.int64), np.empty(0)
@@ -190,7 +206,7 @@ def costs(slot: Slot) -> tuple[Int64Array, Float64Array]:
 
 
 def biases(slot: Slot) -> tuple[Int64Array, Float64Array]:
-    """Distinct ids, and what the bias adds to their logits."""
+    """Return distinct ids and the numbers that the bias adds to their logits."""
     bias: dict[int, float] = {}
     for token_id, value in slot.params.logit_bias:
         bias[token_id] = bias.get(token_id, 0.0) + value
@@ -198,7 +214,7 @@ def biases(slot: Slot) -> tuple[Int64Array, Float64Array]:
 
 
 def barred(slot: Slot, eos_token_ids: Sequence[int]) -> tuple[Int64Array, Float64Array]:
-    """Ids that may not come before `min_tokens`, and -inf for each."""
+    """Return the ids that are not allowed before `min_tokens`, and -inf for each."""
     params = slot.params
     if slot.num_output_tokens >= params.min_tokens:
         return np.empty(0, dtype=np.int64), np.empty(0)
@@ -207,12 +223,12 @@ def barred(slot: Slot, eos_token_ids: Sequence[int]) -> tuple[Int64Array, Float6
 
 
 def is_masked(slot: Slot) -> bool:
-    """Whether the request itself says which ids may come, at any place of the output."""
+    """Whether the request itself restricts token ids, at any position of the output."""
     return bool(slot.params.allowed_token_ids or slot.params.bad_words)
 
 
 def ends_of_bad_words(slot: Slot) -> tuple[Int64Array, Float64Array]:
-    """Ids that would complete a bad word in the output, and -inf for each."""
+    """Return the ids that would complete a bad word in the output, and -inf for each."""
     output = slot.token_ids[slot.num_prompt_tokens : slot.num_tokens]
     ids = []
     for word in slot.params.bad_words:
@@ -223,7 +239,7 @@ def ends_of_bad_words(slot: Slot) -> tuple[Int64Array, Float64Array]:
 
 
 def keep_allowed(row: Tensor, slot: Slot) -> None:
-    """Leave only `allowed_token_ids`, in place on one row of logits."""
+    """Keep only `allowed_token_ids`, in place on one row of logits."""
     if slot.params.allowed_token_ids:
         ids = torch.tensor(slot.params.allowed_token_ids, device=row.device)
         allowed = row[ids]
@@ -232,13 +248,15 @@ def keep_allowed(row: Tensor, slot: Slot) -> None:
 
 
 def _edit(row: Tensor, slot: Slot, eos_token_ids: Sequence[int], allowed: TokenSet | None) -> Tensor | None:
-    """Penalties, bias and masks, in place on one row of logits; returns what the `min_tokens` mask took away."""
+    """Apply penalties, bias and masks, in place on one row of logits. Return the logits that the
+    `min_tokens` mask removed.
+    """
     if not _is_edited(slot):
         mask_out(row, allowed)
         return None
     penalty = slot.params.repetition_penalty
     if penalty != 1.0:
-        # Ids that occur twice are written twice, with the same value.
+        # Repeated ids are written repeatedly, with the same value.
         seen = torch.from_numpy(slot.token_ids[: slot.num_tokens]).to(row.device)
         old = row[seen]
         row[seen] = torch.where(old > 0, old / penalty, old * penalty)
@@ -258,9 +276,9 @@ def _edit(row: Tensor, slot: Slot, eos_token_ids: Sequence[int], allowed: TokenS
 
 
 def _most_likely(logits: Tensor) -> tuple[Tensor, list[int]]:
-    """Each row's largest logit [R] and the first id that has it; nan counts as the largest."""
+    """Return each row's largest logit [R] and the first id with it. NaN counts as the largest."""
     if logits.device.type == "cpu":
-        values = logits.numpy()  # whose argmax is several times as fast as torch's, and takes the first by contract
+        values = logits.numpy()  # numpy's argmax is several times as fast as torch's, and guarantees the first
         first = values.argmax(1)
         return torch.from_numpy(values[np.arange(len(values)), first]), first.tolist()
     parts = _in_parts(logits)
@@ -271,7 +289,7 @@ def _most_likely(logits: Tensor) -> tuple[Tensor, list[int]]:
 
 
 def _draw(logits: Tensor, parameters: Float64Array) -> list[int]:
-    """A token for each row by its own noise. logits: [R, vocab]; parameters: [R, len(Column)]."""
+    """Draw a token per row with its own noise. logits: [R, vocab]; parameters: [R, len(Column)]."""
     temperature = parameters[:, Column.TEMPERATURE]
     if (temperature != 1.0).any():
         logits = logits / torch.from_numpy(temperature).to(logits.device, logits.dtype)[:, None]
@@ -296,21 +314,23 @@ def _draw(logits: Tensor, parameters: Float64Array) -> list[int]:
 
 
 def _truncates(parameters: Float64Array) -> npt.NDArray[np.bool_]:
-    """Which rows keep a part of the tokens only."""
+    """Return which rows exclude some tokens (top-k, top-p or min-p)."""
     top_k, top_p, min_p = parameters[:, Column.TOP_K], parameters[:, Column.TOP_P], parameters[:, Column.MIN_P]
     found: npt.NDArray[np.bool_] = (top_k > 0) | (top_p < 1.0) | (min_p > 0.0)
     return found
 
 
 def _take(values: Tensor, rows: list[int]) -> Tensor:
-    """`values[rows]` for ascending rows, without a copy when that is all of them."""
+    """Return `values[rows]` for ascending rows, without a copy if that is all of them."""
     return values if len(rows) == len(values) else values[rows]
 
 
 def _in_parts(values: Tensor) -> Tensor:
-    """[R, vocab] as [R, parts, width], filled up with -inf where the width does not divide the vocabulary.
+    """Reshape [R, vocab] to [R, parts, width], padded with -inf if the width does not divide the
+    vocabulary.
 
-    Whole rows are expensive to search, to sort or to sum up; by sums and maxima of parts, few need a closer look.
+    Searching, sorting or summing whole rows is expensive. Sums and maxima of parts show the few
+    parts to examine.
     """
     rows, vocab = values.shape
     parts = min(_NUM_PARTS, vocab)
@@ -321,7 +341,9 @@ def _in_parts(values: Tensor) -> Tensor:
 
 
 def _invert(probs: Tensor, noise: Float64Array) -> list[int]:
-    """Inverse CDF over whole rows: first the part, then the token in it. probs: [R, parts, width]; noise: R."""
+    """Invert the CDF over whole rows: first the part, then the token in it. probs: [R, parts,
+    width]; noise: R.
+    """
     width = probs.shape[2]
     cdf = probs.sum(-1).cumsum(-1, dtype=torch.float64)
     target = torch.from_numpy(noise).to(probs.device)[:, None] * cdf[:, -1:]
@@ -333,25 +355,29 @@ def _invert(probs: Tensor, noise: Float64Array) -> list[int]:
 
 
 def _first_above_each(cdf: Tensor, target: Tensor) -> Tensor:
-    """Per row the first index at which `cdf` exceeds `target`; both [R, ...]. Rounding may lift the target to the sum
-    itself: the last index with any weight is then the answer."""
+    """Return per row the first index where `cdf` exceeds `target`; both [R, ...]. If rounding lifts
+    the target to the total, return the last index with a positive weight.
+    """
     last = torch.searchsorted(cdf, cdf[:, -1:].contiguous())
     return torch.minimum(torch.searchsorted(cdf, target, right=True), last)
 
 
 def _first_above(cdf: Float64Array, noise: float) -> int:
-    """The same on the host, for one row; `noise` is relative to the sum."""
+    """`_first_above_each` on the host for one row; `noise` is relative to the sum."""
     index = int(np.searchsorted(cdf, noise * cdf[-1], side="right"))
     return min(index, int(np.searchsorted(cdf, cdf[-1])))
 
 
 def _survivor_floor(maxima: Tensor, parameters: Float64Array, vocab: int) -> Tensor:
-    """Per row a probability below which nothing survives truncation, so that few tokens need a closer look. [R]."""
+    """Return per row [R] a probability below which no token survives truncation. So few tokens need
+    a closer look.
+    """
     top_k, top_p, min_p = parameters[:, Column.TOP_K], parameters[:, Column.TOP_P], parameters[:, Column.MIN_P]
     unlimited = top_k == 0
     floor = _kth_floor(maxima, np.where(unlimited, vocab + 1, top_k).astype(int).tolist())
-    # Tokens below (1 - top_p) / vocab together weigh less than what top-p cuts off. After top-k, neither this nor min-p
-    # may thin out what top-p looks at: it needs the sum of all that top-k left. Halves leave room for rounding.
+    # Tokens below (1 - top_p) / vocab together weigh less than the tokens that top-p removes. After
+    # top-k, neither this limit nor min-p may remove tokens: top-p needs the sum of all tokens that
+    # top-k kept. The factors of 1/2 leave room for rounding.
     by_top_p = np.where(unlimited, (1.0 - top_p) / (2.0 * vocab), 0.0)
     by_min_p = np.where(unlimited | (top_p == 1.0), min_p / 2.0, 0.0)
     host = torch.from_numpy(np.stack([by_top_p, by_min_p])).to(floor.device, floor.dtype)
@@ -359,8 +385,9 @@ def _survivor_floor(maxima: Tensor, parameters: Float64Array, vocab: int) -> Ten
 
 
 def _truncate(weights: Float64Array, line: Float64Array) -> npt.NDArray[np.bool_]:
-    """Which of a row's surviving tokens are left after top-k, top-p and min-p. weights: probabilities, token order;
-    line: the row's parameters, [len(Column)]."""
+    """Return which of a row's surviving tokens remain after top-k, top-p and min-p. weights:
+    probabilities in token order; line: the row's parameters, [len(Column)].
+    """
     top_k, top_p = int(line[Column.TOP_K]), line[Column.TOP_P]
     threshold = line[Column.MIN_P] * weights.max()
     mass = 1.0
@@ -379,7 +406,8 @@ def _truncate(weights: Float64Array, line: Float64Array) -> npt.NDArray[np.bool_
 
 
 def _kth_floor(maxima: Tensor, ks: Sequence[int]) -> Tensor:
-    """A lower bound of each row's k-th largest value: the k-th largest maximum of its parts; -inf beyond those. [R].
+    """Return a lower bound of each row's k-th largest value, [R]: the k-th largest maximum of its
+    parts, or -inf if k exceeds their number.
 
     maxima: [R, parts].
     """
@@ -390,7 +418,9 @@ def _kth_floor(maxima: Tensor, ks: Sequence[int]) -> Tensor:
 
 
 def _at_least(parts: Tensor, maxima: Tensor, floor: Tensor) -> list[tuple[Int64Array, Float64Array]]:
-    """For each row, ids (ascending) and values of the tokens at or above the row's floor, on the host."""
+    """Return for each row the ids (ascending) and values of the tokens at or above the row's floor,
+    on the host.
+    """
     row, part = (maxima >= floor[:, None]).nonzero(as_tuple=True)
     look = parts[row, part]
     hit, offset = (look >= floor[row, None]).nonzero(as_tuple=True)

@@ -1,1 +1,1 @@
-"""Where a model comes from: configuration and weights of GGUF and safetensors files, what was recognised in them."""
+"""Model sources: configuration and weights of GGUF and safetensors files, and cached blueprints."""

@@ -1,8 +1,8 @@
-"""What an executor is built from beside the weights, kept on disk from one start to the next.
+"""Everything besides weights that an executor is built from, cached on disk between starts.
 
-How a model computes is found out from transformers' modules (`blueprint_builder`), whose imports take a second and
-100 MiB in each process. The answer is the same as long as model, options, libraries and code are, so later starts do
-without them.
+`blueprint_builder` derives it from transformers' modules, whose imports take 1 s and 100 MiB per
+process. It is valid as long as model, options, libraries and code are unchanged, so later starts
+skip those imports.
 """
 
 import pickle
@@ -25,10 +25,10 @@ _LIBRARIES = "torch", "transformers"
 
 @dataclass(frozen=True, slots=True)
 class Blueprint:
-    """A model that the CPU kernels run, and that was verified.
+    """A verified model that the CPU kernels can run.
 
-    parameters: the tensors of `llama` that are weights, by their names in transformers' module. They have shapes, but
-    no numbers.
+    parameters: the tensors of `llama` that are weights, by their names in transformers' module.
+    They have shapes but no values.
     """
 
     facts: ModelFacts
@@ -37,14 +37,14 @@ class Blueprint:
 
     @classmethod
     def read(cls, path: Path) -> "Blueprint":
-        """Raises whatever a damaged file provokes."""
+        """Read a blueprint. Raises any exception for a damaged file."""
         with path.open("rb") as file:
             reader = _Unpickler(file)
             facts, llama = reader.load()
         return cls(facts, llama, reader.parameters)
 
     def write(self, path: Path) -> None:
-        """Raises OSError."""
+        """Write the blueprint. Raises OSError."""
         with path.open("wb") as file:
             _Pickler(file, self.parameters).dump((self.facts, self.llama))
 
@@ -52,9 +52,11 @@ class Blueprint:
 def find_blueprint(
     cache_dir: Path, identity: tuple[str, str], library: str, choices: Sequence[object], draw: Callable[[], Blueprint]
 ) -> Blueprint:
-    """The one that is kept, or what `draw` makes; a disk that takes none is no error.
+    """Return the cached blueprint, or the result of `draw`. Failure to write to the disk is not an
+    error.
 
-    identity: see `Parameters`; library: see `Kernels`; choices: of who starts the model.
+    identity: see `Parameters`; library: see `Kernels`; choices: the options that affect the
+    blueprint.
     """
     libraries = [library, *map(version, _LIBRARIES)]
     key = Key(Path(identity[0]), str(choices), f"{identity[1]} {libraries} {digest_code()}")
@@ -65,7 +67,7 @@ def find_blueprint(
 
 
 class _Pickler(pickle.Pickler):
-    """Writes names and shapes in place of parameters."""
+    """Writes names and shapes instead of parameters."""
 
     def __init__(self, file: IO[bytes], parameters: Mapping[str, Tensor]) -> None:
         super().__init__(file)
@@ -81,7 +83,9 @@ class _Unpickler(pickle.Unpickler):
         self.parameters: dict[str, Tensor] = {}
 
     def persistent_load(self, pid: tuple[str, tuple[int, ...]]) -> Tensor:
-        """The same tensor for the same name: whether two are one decides how a model is packed."""
+        """Return the same tensor for the same name: packing depends on whether two parameters are
+        identical.
+        """
         name, shape = pid
         if name not in self.parameters:
             self.parameters[name] = torch.empty(shape, device="meta")

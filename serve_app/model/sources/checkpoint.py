@@ -1,7 +1,8 @@
-"""Reads a model's weights into transformers' module, and refuses everything that is not exactly a causal LM.
+"""Reads a model's weights into transformers' module, and refuses everything that is not exactly a
+causal LM.
 
-Decides in which dtype weights are read, and where those converted from GGUF are kept. Whether the model can be served
-is decided later.
+Decides the dtype of the weights, and where weights converted from GGUF are kept. Does not decide
+whether the model can be served.
 """
 
 import contextlib
@@ -34,10 +35,11 @@ logger = logging.getLogger(__name__)
 def read_checkpoint(
     files: ModelFiles, options: ModelOptions, device: torch.device, report: Progress, *, embeds: bool = False
 ) -> Any:
-    """The module with its weights, on the CPU and in eval mode. device: on which the model will run; it decides what
-    the dtype "auto" is. embeds: the checkpoint is for embeddings, and may lack a head.
+    """Return the module with its weights, on the CPU and in eval mode.
 
-    Raises ConfigError."""
+    device: the device that will run the model; it decides the dtype for "auto". embeds: the
+    checkpoint is for embeddings and may lack a head. Raises ConfigError.
+    """
     if files.gguf_file is not None:
         return _load_gguf(Path(files.source, files.gguf_file), options, device, report)
     commit = files.commit or "main"
@@ -66,9 +68,9 @@ def _load_pretrained(
             trust_remote_code=False,
             attn_implementation="eager",
             output_loading_info=True,
-            ignore_mismatched_sizes=True,  # reported, and refused below by name
+            ignore_mismatched_sizes=True,  # reported, then refused below by name
         )
-    except Exception as error:  # transformers raises whatever its validators and readers raise; here it all means this
+    except Exception as error:  # transformers' validators and readers may raise anything
         raise ConfigError(f"model: cannot load {source}: {one_line(error)}") from error
     if embeds and {*info["missing_keys"]} == {"lm_head.weight"}:
         logger.warning("model %s has no head: its embeddings are valid, its generated text is meaningless", source)
@@ -80,10 +82,10 @@ def _load_pretrained(
 
 
 def _load_gguf(path: Path, options: ModelOptions, device: torch.device, report: Progress) -> Any:
-    """Weights of a GGUF file, dequantized once and then read from the cache.
+    """Load a GGUF file's weights, which are dequantized once and then read from the cache.
 
-    The conversion takes seconds, so its result is kept: float32 safetensors, bit for bit what it gave, under the hash
-    of the file's content and of the configuration that was read from it.
+    The conversion takes seconds, so its result is cached as float32 safetensors, bit for bit. The
+    key is a hash of the file's content and of the configuration read from it.
     """
     report("reading gguf", 0.0)
     header, described = describe(path, options.ignore_model_keys)
@@ -107,15 +109,15 @@ def _load_gguf(path: Path, options: ModelOptions, device: torch.device, report: 
 
 
 def _whole(folder: Path) -> Path:
-    """The folder. Raises whatever damaged files in it provoke."""
+    """Return the folder. Raises any exception for damaged files in it."""
     json.loads((folder / "config.json").read_text())
-    with safe_open(folder / "model.safetensors", "pt"):  # which compares what its header says with its size
+    with safe_open(folder / "model.safetensors", "pt"):  # checks the size against the header
         return folder
 
 
 def _convert_gguf(path: Path, config: Any, target: Path) -> None:
     try:
-        # The converter draws its bar past every switch of transformers.
+        # The converter's progress bar ignores all switches of transformers.
         with contextlib.redirect_stderr(io.StringIO()):
             module, info = AutoModelForCausalLM.from_pretrained(
                 str(path.parent),
@@ -126,7 +128,7 @@ def _convert_gguf(path: Path, config: Any, target: Path) -> None:
                 trust_remote_code=False,
                 output_loading_info=True,
             )
-    except Exception as error:  # the reader raises whatever a damaged file provokes
+    except Exception as error:  # the reader may raise anything for a damaged file
         raise ConfigError(f"model: cannot read {path}: {one_line(error)}") from error
     _check_weights(str(path), info)
     _save(module, target)
@@ -147,7 +149,9 @@ def _save(module: Any, folder: Path) -> None:
 
 
 def _check_weights(source: str, info: Any) -> None:
-    """transformers only warns about these, and leaves random weights in the model."""
+    """Raise ConfigError for bad weights. transformers only warns about them, and leaves random
+    weights in the model.
+    """
     for kind, text in (
         ("missing_keys", "weights are missing"),
         ("mismatched_keys", "weights have the wrong shape"),

@@ -1,7 +1,7 @@
 """A folder's config.json: each key is used by transformers' configuration, harmless, or refused.
 
-transformers keeps keys that it does not know as attributes, and nothing reads them. A key counts as used if the
-configuration's class declares it or takes it over into another attribute.
+transformers keeps unknown keys as attributes that nothing reads. A key counts as used if the
+configuration's class declares it or converts it to another attribute.
 """
 
 import json
@@ -84,13 +84,13 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "use_qk_norm": (False,),
     "use_sliding_window": (False,),
 }
-"""Keys that are refused in a class that does not use them, but for these values."""
+"""Keys that are refused in a class that does not use them, unless they have one of these values."""
 _ALIASES = {
     "activation_function": "hidden_act",
     "hidden_act": "hidden_activation",
     "layer_norm_epsilon": "norm_epsilon",
 }
-"""Older names, beside the newer one that the class uses."""
+"""Older names of keys, with the newer name. The older one is ignored if both are given."""
 
 _ROPE_KEYS: Mapping[str, Collection[str]] = {
     "default": (),
@@ -104,7 +104,7 @@ _ROPE_KEYS: Mapping[str, Collection[str]] = {
     "longrope": ("attention_factor", "factor", "long_factor", "original_max_position_embeddings", "short_factor"),
     "llama3": ("factor", "high_freq_factor", "low_freq_factor", "original_max_position_embeddings"),
 }  # fmt: skip
-"""By the type of rotary positions, what transformers computes with."""
+"""The keys that transformers uses for each type of rotary positions."""
 GENERATION: Mapping[str, tuple[Any, ...]] = {
     **dict.fromkeys(
         (
@@ -125,23 +125,25 @@ GENERATION: Mapping[str, tuple[Any, ...]] = {
     "token_healing": (False,),
     "num_beams": (1,),
 }  # fmt: skip
-"""What generation_config.json may ask for that changes answers, with the values that ask for nothing. What requests can
-ask for themselves (temperature, `top_p`, `repetition_penalty`, ...) is theirs to say."""
+"""Keys of generation_config.json that change answers, with their neutral values. Parameters of
+requests (temperature, `top_p`, `repetition_penalty`, ...) are not listed: each request sets them.
+"""
 _EVERY_ROPE = {"rope_theta", "rope_type", "type", "finetuned"}
 _ROPE = ("rope_scaling", "rope_parameters")
 _NEUTRAL_ROPE: Mapping[str, tuple[Any, ...]] = {"partial_rotary_factor": (1.0,)}
 
 
 def read_config(source: str, ignored: Collection[str], commit: str = "main") -> Any:
-    """transformers' configuration of a folder or a hub id. ignored: the setting `ignore_model_keys`.
+    """Return transformers' configuration of a folder or a hub id. ignored: the setting
+    `ignore_model_keys`.
 
-    Raises ConfigError for what cannot be read, is no causal LM's, or has keys that are not used.
+    Raises ConfigError if it cannot be read, is not a causal LM's, or has unused keys.
     """
     try:
         written, _ = PretrainedConfig.get_config_dict(source, revision=commit)
         config = AutoConfig.from_pretrained(source, revision=commit, trust_remote_code=False)
         refused = {**dict(_refused(written, config)), **dict(_refused_generation(Path(source)))}
-    except Exception as error:  # transformers raises whatever its validators and readers raise; here it all means this
+    except Exception as error:  # transformers' validators and readers may raise anything
         raise ConfigError(f"model: cannot load {source}: {one_line(error)}") from error
     if getattr(config, "is_encoder_decoder", False):
         raise ConfigError(f"model: {source} is an encoder-decoder model ({config.model_type}), not a causal LM")
@@ -150,7 +152,7 @@ def read_config(source: str, ignored: Collection[str], commit: str = "main") -> 
 
 
 def _refused_generation(folder: Path) -> Iterator[tuple[str, str]]:
-    """Key and reason of what a folder's generation_config.json asks for beyond what requests can."""
+    """Yield key and reason of unsupported settings in a folder's generation_config.json."""
     path = folder / "generation_config.json"
     if not path.is_file():
         return
@@ -162,7 +164,7 @@ def _refused_generation(folder: Path) -> Iterator[tuple[str, str]]:
 
 
 def _refused(written: Mapping[str, Any], config: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Key and reason."""
+    """Yield the key and reason of each refused key."""
     kind = type(config)
     declared = {field.name for field in fields(kind)} | {*kind.attribute_map, *kind.attribute_map.values()}
     text = config.get_text_config()
@@ -176,7 +178,7 @@ def _refused(written: Mapping[str, Any], config: Any, prefix: str = "") -> Itera
 
 
 def _taken_over(key: str, config: Any) -> bool:
-    """Whether the class has made another attribute of it. What it does not know, it keeps."""
+    """Whether the class converts the key to another attribute. Unknown keys stay attributes."""
     if key in (*_ROPE, "rope_theta", "partial_rotary_factor"):
         return "rope_parameters" in {field.name for field in fields(type(config))}
     return key not in vars(config)
@@ -187,7 +189,7 @@ def _says_nothing(key: str, written: Mapping[str, Any]) -> bool:
 
 
 def _rope_parameters(config: Any) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Name and parameters: one set, or one for each kind of layer."""
+    """Yield name and parameters: one set, or one per kind of layer."""
     parameters = getattr(config, "rope_parameters", None) or {}
     nested = {key: value for key, value in parameters.items() if isinstance(value, Mapping)}
     for key, value in nested.items():
@@ -208,6 +210,8 @@ def _refused_rope(name: str, parameters: Mapping[str, Any], kind: type) -> Itera
 
 
 def _own_rope_keys(kind: Any) -> Collection[str]:
-    """What the class computes with besides: it has defaults for these, or exempts them from transformers' check."""
+    """Return the additional keys that the class uses: it has defaults for them, or exempts them
+    from transformers' check.
+    """
     usual = getattr(kind(), "rope_parameters", None) or {}
     return {*usual, *(kind.ignore_keys_at_rope_validation or ())}

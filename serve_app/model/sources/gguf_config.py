@@ -1,7 +1,7 @@
-"""The configuration that a GGUF file describes, for transformers' modules; and what in the file cannot be honoured.
+"""Converts a GGUF file's metadata to a transformers configuration, and collects unsupported keys.
 
-transformers' own reader drops keys and tensors that it does not know. Here each is used, listed as harmless, or
-refused by name.
+transformers' own reader drops keys and tensors that it does not know. Here each is used, listed as
+harmless, or refused by name.
 """
 
 import math
@@ -31,10 +31,12 @@ _SPECIAL_TOKENS = {
 }
 _FLAGS = ("expert_weights_norm",)
 _NUMBERS = ("epsilon", "softcapping")
-"""Endings of keys whose values are no whole numbers."""
+"""Endings of keys whose values are not integers."""
 _OFF_AT_ZERO = ("attention.sliding_window", "attn_logit_softcapping", "final_logit_softcapping")
 _GEMMA_27B_LAYERS = {"gemma2": 46, "gemma3": 62}
-"""By its number of layers llama.cpp knows the one size whose attention is scaled by the width of all heads."""
+"""Layers of the one size whose attention is scaled by the width of all heads. llama.cpp detects it
+this way.
+"""
 _GEMMA3_PATTERN = 6
 _LOCAL_BASE = 10_000.0
 _EPSILONS = {"attention.layer_norm_epsilon", "attention.layer_norm_rms_epsilon"}
@@ -44,8 +46,9 @@ _MOST_HEAD_DIM = 2**14
 
 @dataclass(frozen=True, slots=True)
 class GgufConfig:
-    """What the metadata say. values: of transformers' configuration, `model_type` among them; refused: by key, why it
-    is not honoured; tensors: those that `values` contain."""
+    """The converted metadata. values: transformers' configuration, including `model_type`. refused:
+    the reason for each unsupported key. tensors: tensors that are already included in `values`.
+    """
 
     values: Mapping[str, Any]
     refused: Mapping[str, str]
@@ -53,8 +56,10 @@ class GgufConfig:
 
 
 def read_config(header: GgufHeader, source: object) -> GgufConfig:
-    """Raises ConfigError for an architecture that is not served, a part of a split file, and values that make no
-    sense. source: where the file is, for messages."""
+    """Convert the metadata. source: location of the file, for messages.
+
+    Raises ConfigError for an unsupported architecture, a part of a split file, and invalid values.
+    """
     name = _architecture(header, source)
     row = ARCHITECTURES[name]
     keys = Metadata(header, source, name)
@@ -78,11 +83,11 @@ def read_config(header: GgufHeader, source: object) -> GgufConfig:
 
 
 def check_tensors(tensors: Iterable[str], known: Collection[str], source: object) -> None:
-    """Raise ConfigError naming tensors that are neither `known` nor harmless."""
+    """Raise ConfigError with the names of tensors that are neither `known` nor harmless."""
     known, unknown = set(known), []
     for name in tensors:
         short = name.removeprefix("blk.").partition(".")[2] if name.startswith("blk.") else name
-        # transformers' names of merged experts have no ending.
+        # transformers' names of merged experts have no suffix.
         if not {name, name.removesuffix(".weight")} & known and short not in HARMLESS_TENSORS:
             unknown.append(name)
     if unknown:
@@ -93,7 +98,9 @@ def check_tensors(tensors: Iterable[str], known: Collection[str], source: object
 
 
 def _architecture(header: GgufHeader, source: object) -> str:
-    """Raises ConfigError for what is not one whole file of a language model that is served."""
+    """Return the architecture. Raises ConfigError unless this is a whole file of a supported
+    language model.
+    """
     if "general.architecture" not in header.fields:
         raise ConfigError(f"model: {source}: its metadata has no general.architecture")
     parts = header.fields.get("split.count")
@@ -166,9 +173,9 @@ def _refuse_left_over(keys: Metadata) -> None:
 
 
 def _scale(keys: Metadata, values: dict[str, Any], tensors: Collection[str]) -> None:
-    """Attention whose scale is the head's width ** -0.5, and nothing else."""
+    """Accept only a scale of head_dim ** -0.5."""
     usual = values.get("head_dim") or keys.count("embedding_length") // keys.count("attention.head_count")
-    if keys.number("attention.scale", 0.0):  # 0 is llama.cpp's "not set"
+    if keys.number("attention.scale", 0.0):  # 0 means "not set" in llama.cpp
         keys.expect("attention.scale", usual**-0.5)
 
 
@@ -180,7 +187,7 @@ def _gemma(keys: Metadata, values: dict[str, Any], tensors: Collection[str]) -> 
         if not math.isclose(scalar**-0.5, scale, rel_tol=1e-5):
             keys.refuse("attention.scale", f"{scale} is not the inverse root of a whole number")
     values["query_pre_attn_scalar"] = scalar
-    if values["sliding_window"] is None:  # its modules ask for a number, also where no layer has a window
+    if values["sliding_window"] is None:  # its modules require a number even if no layer has a window
         values["sliding_window"] = values["max_position_embeddings"]
         values["layer_types"] = ["full_attention"] * keys.count("block_count")
 
@@ -191,7 +198,7 @@ def _gemma2(keys: Metadata, values: dict[str, Any], tensors: Collection[str]) ->
 
 
 def _gemma3(keys: Metadata, values: dict[str, Any], tensors: Collection[str]) -> None:
-    """Layers with a window have frequencies of their own, which are not scaled."""
+    """Give layers with a window their own rotary frequencies, which are not scaled."""
     _gemma(keys, values, tensors)
     pattern = keys.whole("attention.sliding_window_pattern")
     if "layer_types" not in values:
@@ -207,7 +214,7 @@ def _gemma3(keys: Metadata, values: dict[str, Any], tensors: Collection[str]) ->
 
 
 def _phi3(keys: Metadata, values: dict[str, Any], tensors: Collection[str]) -> None:
-    """Its class has an attribute that goes before what `rope_parameters` contain."""
+    """Set the original context, which has precedence over `rope_parameters` in this class."""
     _scale(keys, values, tensors)
     values["original_max_position_embeddings"] = keys.count(
         "rope.scaling.original_context_length", keys.count("context_length")
@@ -221,4 +228,4 @@ def _stablelm(keys: Metadata, values: dict[str, Any], tensors: Collection[str]) 
 
 
 _SPECIALITIES = {"gemma2": _gemma2, "gemma3": _gemma3, "phi3": _phi3, "stablelm": _stablelm}
-"""What a table does not say of some architectures."""
+"""Conversions for architectures that the tables do not fully describe."""

@@ -1,7 +1,8 @@
-"""A GGUF file as a `MappedCheckpoint`: its configuration, and where its tensors are.
+"""A GGUF file as a `MappedCheckpoint`: its configuration and the positions of its tensors.
 
-Names, and the order of rows where llama.cpp has another one, are found with transformers' own tables, whose imports
-take a second. What they tell is kept: configuration and positions of the tensors, under a hash of the file's beginning.
+Tensor names, and the row order where llama.cpp's differs, come from transformers' own tables, whose
+imports take 1 s. So configuration and tensor positions are cached under a hash of the file's
+beginning.
 """
 
 import hashlib
@@ -28,14 +29,15 @@ from serve_app.system.code_digest import digest_code
 _HEADER_BYTES = 64 * 2**20
 """More than any file has before its tensors."""
 _KEPT = 4
-"""Indices of one file: several versions of this package may run on one machine."""
+"""Indexes kept per file: several versions of this package may run on one machine."""
 
 
 def open_gguf(path: Path, cache_dir: Path, ignored: Collection[str] = ()) -> MappedCheckpoint:
-    """ignored: the setting `ignore_model_keys`.
+    """Open the file. ignored: the setting `ignore_model_keys`.
 
-    Raises ConfigError for a damaged file, for what in it cannot be honoured, and where not even a temporary folder can
-    be written; UnsupportedModelError for a file whose tensors are more than rows in some order.
+    Raises ConfigError for a damaged file, for unsupported contents, and if not even a temporary
+    folder can be written. Raises UnsupportedModelError if the tensors need more than a known
+    reordering of rows.
     """
     with path.open("rb") as file:
         header = file.read(_HEADER_BYTES)
@@ -50,20 +52,22 @@ def open_gguf(path: Path, cache_dir: Path, ignored: Collection[str] = ()) -> Map
 
 
 def describe(path: Path, ignored: Collection[str]) -> tuple[GgufHeader, GgufConfig]:
-    """Raises ConfigError for a damaged file, and for what in it cannot be honoured."""
+    """Read the header and convert it. Raises ConfigError for a damaged file and for unsupported
+    contents.
+    """
     try:
         header = GgufHeader(path)
         described = read_config(header, path)
     except ConfigError:
         raise
-    except Exception as error:  # a damaged file raises whatever its bytes provoke
+    except Exception as error:  # a damaged file may cause any exception
         raise _unreadable(path, error) from error
     check_refused(path, described.refused, ignored)
     return header, described
 
 
 def make_config(path: Path, described: GgufConfig) -> Any:
-    """transformers' configuration. Raises ConfigError for values that do not fit together."""
+    """Return transformers' configuration. Raises ConfigError for inconsistent values."""
     from transformers import AutoConfig
 
     from serve_app.model.quiet import quiet
@@ -71,15 +75,16 @@ def make_config(path: Path, described: GgufConfig) -> Any:
     try:
         with quiet():
             return AutoConfig.for_model(**described.values)
-    except Exception as error:  # transformers' validators raise whatever does not fit together
+    except Exception as error:  # transformers' validators may raise anything
         raise _unreadable(path, error) from error
 
 
 def known_tensors(path: Path, header: GgufHeader, described: GgufConfig, module: Any) -> dict[str, str]:
-    """The module's names of the file's tensors.
+    """Map the file's tensor names to the module's.
 
-    Raises ConfigError for tensors that belong to no part of the model, UnsupportedModelError for a module whose
-    tensors transformers cannot name."""
+    Raises ConfigError for tensors that belong to no part of the model, and UnsupportedModelError
+    for a module whose tensors transformers cannot name.
+    """
     try:
         names = _names(module, _processor(header, module.config))
     except (AttributeError, KeyError, NotImplementedError, ValueError) as error:
@@ -93,8 +98,10 @@ def _unreadable(path: Path, error: Exception) -> ConfigError:
 
 
 def _read_index(folder: Path) -> tuple[Path, dict[str, StoredTensor], dict[str, str]]:
-    """The folder, tensors by the module's names, and refused keys. Raises whatever a damaged file provokes."""
-    dict(json.loads((folder / "config.json").read_text()))  # for whoever makes the module
+    """Return the folder, the tensors by the module's names, and the refused keys. Raises any
+    exception for a damaged file.
+    """
+    dict(json.loads((folder / "config.json").read_text()))  # only checked; the module is built from it later
     index = json.loads((folder / "tensors.json").read_text())
     stored = {
         name: StoredTensor(**{**entry, "shape": tuple(entry["shape"])}) for name, entry in index["tensors"].items()
@@ -103,7 +110,7 @@ def _read_index(folder: Path) -> tuple[Path, dict[str, StoredTensor], dict[str, 
 
 
 def _write_index(path: Path, folder: Path, ignored: Collection[str]) -> None:
-    # A start from the index does without what this imports.
+    # Starts with an index do not need these imports.
     from serve_app.model.sources.skeleton import empty_module
 
     header, described = describe(path, ignored)
@@ -126,7 +133,7 @@ def _write_index(path: Path, folder: Path, ignored: Collection[str]) -> None:
 
 
 def _processor(header: GgufHeader, config: Any) -> Any:
-    """transformers' one, which turns tensors of the architecture round."""
+    """Return transformers' processor, which reorders the architecture's tensors."""
     from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor
 
     architecture = header.fields["general.architecture"].value
@@ -134,10 +141,11 @@ def _processor(header: GgufHeader, config: Any) -> Any:
 
 
 def _names(module: Any, processor: Any) -> dict[str, str]:
-    """The module's names of a file's tensors."""
+    """Map the file's tensor names to the module's."""
     from transformers.modeling_gguf_pytorch_utils import get_gguf_hf_weights_map
 
-    # It asks every submodule for its names too, which takes seconds, and which Llama-like models have no need of.
+    # The function also asks every submodule for its names. That takes seconds, and Llama-like
+    # models do not need it.
     alone = SimpleNamespace(config=module.config, state_dict=module.state_dict, named_children=tuple)
     names: dict[str, str] = get_gguf_hf_weights_map(alone, processor)
     if not {name for name, _ in module.named_parameters()}.issubset(names.values()):
@@ -146,9 +154,9 @@ def _names(module: Any, processor: Any) -> dict[str, str]:
 
 
 def _stored(tensor: TensorInfo, processor: Any, config: Any) -> StoredTensor:
-    """processor: transformers', which turns its rows round.
+    """Describe a tensor. processor: transformers' processor, which reorders its rows.
 
-    Raises UnsupportedModelError for one whose numbers are not just read, or stand in an order that is not known.
+    Raises UnsupportedModelError for unsupported types and for an unknown order of rows.
     """
     shape = tuple(int(size) for size in reversed(tensor.shape))
     blocks = int(tensor.tensor_type)

@@ -1,7 +1,8 @@
-"""Which metadata keys of a GGUF file are honoured, and which are harmless and why: tables, by architecture.
+"""Tables of supported and harmless GGUF metadata keys, by architecture, with reasons.
 
-`gguf_config` reads them. A key that is in no table is refused, because it may change the answer. The facts are those of
-llama.cpp's converters and loaders; keys under the architecture's prefix are given without it.
+`gguf_config` reads them. A key that is in no table is refused, because it may change the answer.
+The facts come from llama.cpp's converters and loaders. Keys under the architecture's prefix are
+listed without it.
 """
 
 from collections.abc import Mapping
@@ -34,11 +35,12 @@ _GEMMA = {
 
 @dataclass(frozen=True, slots=True)
 class Architecture:
-    """How the metadata of one architecture become transformers' configuration.
+    """Maps the metadata of one architecture to transformers' configuration.
 
-    attributes: by key, the attribute of the configuration that gets its value; optional: of these keys, which a file
-    may lack, and what the attribute is then; partial: the module can rotate a part of each head; rotates: it has rotary
-    positions; constants: what llama.cpp's code states, and no file.
+    attributes: the configuration's attribute for each key. optional: keys that a file may lack,
+    with the attribute's value in that case. partial: the module can rotate a part of each head.
+    rotates: it has rotary positions. constants: attributes that are fixed in llama.cpp's code and
+    not in the file.
     """
 
     model_type: str
@@ -50,7 +52,7 @@ class Architecture:
 
 
 _ABSENT: Mapping[str, Any] = {"attention.head_count_kv": None, "attention.key_length": None, "vocab_size": None}
-"""These follow from the other keys and from the tensors' shapes."""
+"""Values that follow from other keys and from the tensors' shapes."""
 
 ARCHITECTURES: Mapping[str, Architecture] = {
     "llama": Architecture("llama", _LLAMA, _ABSENT),
@@ -141,7 +143,8 @@ REFUSED_ARCHITECTURES: Mapping[str, str] = {
     "t5encoder": _ENCODER,
     "umt5": _ENCODER,
 }
-"""What else transformers' reader takes, and why it is not served."""
+"""Other architectures that transformers' reader accepts, with the reason why they are not served.
+"""
 
 HARMLESS: dict[str, str] = {
     "rope.scaling.finetuned": "says how the model was trained; llama.cpp prints it",
@@ -174,7 +177,9 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "rope.scaling.alpha": (0.0,),
     "rope.scaling.yarn_log_multiplier": (0.0,),
 }
-"""Keys that are refused where no attribute takes them, but for these values, which ask for what is done anyway."""
+"""Keys that are refused if no attribute takes them, unless they have one of these values, which
+match the computation.
+"""
 
 OTHER_PREFIXES: Mapping[str, str] = {
     "general": "describes the file; architecture, type and alignment are read",
@@ -183,9 +188,9 @@ OTHER_PREFIXES: Mapping[str, str] = {
     "imatrix": "says how the file was quantized",
     "mradermacher": "says how the file was quantized",
 }
-"""First parts of keys beside the architecture's and `split`."""
+"""First parts of keys other than the architecture's and `split`."""
 
 HARMLESS_TENSORS: Mapping[str, str] = {
     "attn_rot_embd.weight": "rotary frequencies, which the metadata state too",
 }
-"""By the name without its layer."""
+"""By the tensor's name without its layer."""

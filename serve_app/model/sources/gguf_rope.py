@@ -1,8 +1,9 @@
-"""Rotary positions of a GGUF file: its metadata and tensors as transformers' `rope_parameters`.
+"""Converts the rotary positions of a GGUF file, from metadata and tensors, to transformers'
+`rope_parameters`.
 
-llama.cpp multiplies a position by the pair's frequency and 1 / factor, and divides it by the pair's number in
-`rope_freqs.weight` (Llama 3.1) or in `rope_factors_long` or `_short` (Phi 3.5). Cosine and sine are multiplied by the
-attention factor.
+llama.cpp multiplies a position by the pair's frequency and 1 / factor. It divides by the pair's
+number in `rope_freqs.weight` (Llama 3.1), or in `rope_factors_long` or `_short` (Phi 3.5). It
+multiplies cosine and sine by the attention factor.
 """
 
 import math
@@ -21,9 +22,10 @@ _BASE = 10_000.0
 def rope_parameters(
     keys: Metadata, tensors: Mapping[str, TensorInfo], head_dim: int, *, partial: bool
 ) -> dict[str, Any]:
-    """transformers' parameters of layers with full attention. partial: the module can rotate a part of a head.
+    """Return transformers' parameters of layers with full attention. partial: the module can rotate
+    a part of a head.
 
-    Raises ConfigError for tensors of another length than half the rotated width.
+    Raises ConfigError for tensors whose length is not half the rotated width.
     """
     rotated = keys.count("rope.dimension_count", head_dim)
     if rotated != head_dim and not (partial and rotated < head_dim):
@@ -53,7 +55,7 @@ def _scaling(keys: Metadata, tensors: Mapping[str, TensorInfo], rotated: int) ->
         return {"rope_type": "default"} if factor == 1.0 else {"rope_type": "linear", "factor": factor}
     ones = divided or [1.0] * (rotated // 2)
     return {
-        "rope_type": "longrope",  # transformers' form with a number for each pair
+        "rope_type": "longrope",  # transformers' type with a number per pair
         "short_factor": [factor * number for number in short or ones],
         "long_factor": [factor * number for number in long or ones],
         "factor": 1.0,
@@ -63,7 +65,9 @@ def _scaling(keys: Metadata, tensors: Mapping[str, TensorInfo], rotated: int) ->
 
 
 def _kind_and_factor(keys: Metadata) -> tuple[str, float]:
-    """As llama.cpp has them: a factor without a type is linear, and a factor of 0 is none."""
+    """Return type and factor as in llama.cpp: a factor without a type is linear, and a factor of 0
+    means none.
+    """
     kind = keys.text("rope.scaling.type", "linear")
     factor = keys.number("rope.scaling.factor", keys.number("rope.scale_linear", 1.0)) or 1.0
     if kind not in _TYPES:
@@ -75,7 +79,7 @@ def _kind_and_factor(keys: Metadata) -> tuple[str, float]:
 
 
 def _yarn(keys: Metadata, factor: float, attention_factor: float) -> dict[str, Any]:
-    """Read whatever the type is: other types do not use these keys."""
+    """Read the YaRN keys for any type: other types ignore them."""
     extrapolation = keys.number("rope.scaling.yarn_ext_factor", 1.0)
     if extrapolation >= 0 and extrapolation != 1.0:  # llama.cpp reads a negative number as "not set"
         keys.refuse("rope.scaling.yarn_ext_factor", f"{extrapolation}: only 1 is computed")
@@ -98,6 +102,6 @@ def _factors(keys: Metadata, tensors: Mapping[str, TensorInfo], name: str, rotat
 
 
 def _part(rotated: int, head_dim: int) -> float:
-    """The part of a head of which transformers' rounding makes `rotated` numbers again."""
+    """Return the fraction of a head that transformers rounds to exactly `rotated` dimensions."""
     part = rotated / head_dim
     return part if int(head_dim * part) == rotated else math.nextafter(part, 1.0)

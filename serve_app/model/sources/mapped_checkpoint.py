@@ -1,7 +1,7 @@
-"""A checkpoint's weights where they lie in their files, mapped: by their names in transformers' module.
+"""A checkpoint's weights mapped from their files, by their names in transformers' module.
 
-Decides nothing of a file's format: `gguf_file` and `safetensors_files` say what is where. Weights are never copied,
-but for vectors.
+Does not know file formats: `gguf_file` and `safetensors_files` provide the positions. Only vectors
+are copied.
 """
 
 import mmap
@@ -24,8 +24,9 @@ _VECTORS = {Blocks.F32: torch.float32, Blocks.F16: torch.float16, Blocks.BF16: t
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """Where a parameter is. blocks: as in `Blocks`; heads: 0, or of how many heads the rows are, each with its two
-    halves by turns; file: which of the checkpoint's."""
+    """Location of a parameter. blocks: a value of `Blocks`. heads: 0, or the number of heads if
+    each head's two halves are interleaved row by row. file: index into the checkpoint's files.
+    """
 
     offset: int
     num_bytes: int
@@ -36,7 +37,9 @@ class StoredTensor:
 
 
 class MappedCheckpoint:
-    """The parameters of a causal LM. source: where it is, in messages; config_folder: where its configuration is."""
+    """The parameters of a causal LM. source: its location, for messages; config_folder: folder of
+    its configuration.
+    """
 
     def __init__(
         self, source: Path, files: list[Path], config_folder: Path, tensors: Mapping[str, StoredTensor]
@@ -51,25 +54,27 @@ class MappedCheckpoint:
         self._maps = [_map(path) for path in files]
 
     def bytes(self, name: str) -> NDArray[np.uint8]:
-        """A tensor's, uint8, mapped."""
+        """Return a tensor's mapped bytes, uint8."""
         tensor = self.tensors[name]
         return np.frombuffer(self._maps[tensor.file], np.uint8, tensor.num_bytes, tensor.offset)
 
     def forget(self, name: str) -> None:
-        """Let the system have back the memory of a tensor that was read. Reading it again reads the file again."""
+        """Release the memory of a tensor that was read. Reading it again reads the file again."""
         tensor = self.tensors[name]
         first = tensor.offset // mmap.PAGESIZE * mmap.PAGESIZE
         self._maps[tensor.file].madvise(mmap.MADV_DONTNEED, first, tensor.offset + tensor.num_bytes - first)
 
 
 class MappedParameters:
-    """`Parameters` of a module without weights, from a checkpoint."""
+    """`Parameters` from a checkpoint, for a module without weights."""
 
     def __init__(self, checkpoint: MappedCheckpoint, parameters: Mapping[str, Tensor]) -> None:
-        """parameters: the module's, by name. Raises ConfigError when tensors are missing or have other shapes."""
+        """parameters: the module's, by name. Raises ConfigError if tensors are missing or have
+        other shapes.
+        """
         self.identity = checkpoint.identity
         self._checkpoint = checkpoint
-        self._parameters = parameters  # or others could get their ids
+        self._parameters = parameters  # keeps them alive, so that their ids stay unique
         self._names = {id(parameter): name for name, parameter in parameters.items()}
         for name, parameter in parameters.items():
             if name not in checkpoint.tensors:
@@ -97,7 +102,7 @@ class MappedParameters:
 
 
 def interleaved(outputs: int, heads: int) -> NDArray[np.int64]:
-    """Which row of the file is which output's, where a head's two halves are by turns."""
+    """Return the file's row for each output, if each head's two halves are interleaved."""
     return np.arange(outputs).reshape(heads, -1, 2).swapaxes(1, 2).reshape(-1)
 
 

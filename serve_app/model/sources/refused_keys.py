@@ -1,4 +1,6 @@
-"""Keys of a model's files that cannot be honoured: reported by name, unless the operator names them."""
+"""Unsupported keys of a model's files: an error lists them, unless the operator ignores them by
+name.
+"""
 
 from collections.abc import Collection, Mapping
 
@@ -6,13 +8,15 @@ from serve_app.errors import ConfigError
 
 _SHOWN = 3
 _TOKENIZERS = "tokenizer."
-"""Begins keys that are the tokenizer's to honour or to refuse."""
+"""Prefix of keys that the tokenizer handles or refuses."""
 
 
 def check_refused(source: object, refused: Mapping[str, str], ignored: Collection[str]) -> None:
-    """refused: by key, why it is not honoured; ignored: the setting `ignore_model_keys`.
+    """Check the unsupported keys. refused: the reason for each key; ignored: the setting
+    `ignore_model_keys`.
 
-    Raises ConfigError for a refused key that is not ignored, and for a name in `ignored` that is no refused key.
+    Raises ConfigError for a refused key that is not ignored, and for an ignored name that is not
+    refused.
     """
     left = {key: reason for key, reason in refused.items() if key not in ignored}
     if left:

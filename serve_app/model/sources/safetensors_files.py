@@ -1,6 +1,7 @@
-"""A folder of safetensors files as a `MappedCheckpoint`, for the models whose files name what their modules have.
+"""A folder of safetensors files as a `MappedCheckpoint`, for models whose tensor names match their
+modules'.
 
-Others, quantized ones among them, are transformers' to read.
+transformers reads all others, including quantized ones.
 """
 
 import json
@@ -17,22 +18,25 @@ from serve_app.model.sources.mapped_checkpoint import MappedCheckpoint, StoredTe
 _BLOCKS = {"F32": Blocks.F32, "F16": Blocks.F16, "BF16": Blocks.BF16}
 _WHOLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _MAX_HEADER_BYTES = 100_000_000
-"""The format's own limit."""
+"""Limit of the format itself."""
 
 
 def open_safetensors(folder: Path) -> MappedCheckpoint:
-    """Raises UnsupportedModelError for what only transformers can read, or refuse in its own words."""
+    """Open the folder. Raises UnsupportedModelError for files that only transformers can read or
+    reject.
+    """
     try:
         files = _files(folder)
         tensors = {name: tensor for number, path in enumerate(files) for name, tensor in _tensors(path, number)}
         return MappedCheckpoint(folder, files, folder, tensors)
-    except Exception as error:  # a header that makes no sense raises whatever it provokes
+    except Exception as error:  # an invalid header may cause any exception
         raise UnsupportedModelError(f"{folder} cannot be used unchanged: {one_line(error)}") from error
 
 
 def check_complete(checkpoint: MappedCheckpoint, module: Any) -> None:
-    """Raise UnsupportedModelError unless the files have the module's parameters, and nothing else but a second copy of
-    what the module ties: transformers unties what differs."""
+    """Raise UnsupportedModelError unless the files contain exactly the module's parameters.
+    Identical copies of tied parameters are allowed; transformers unties parameters that differ.
+    """
     known = dict(module.named_parameters())
     named = module.state_dict(keep_vars=True)
     found = checkpoint.tensors.keys() - named.keys()
@@ -56,7 +60,7 @@ def _files(folder: Path) -> list[Path]:
 
 
 def _tensors(path: Path, number: int) -> list[tuple[str, StoredTensor]]:
-    """What the file's header names. Raises whatever one that makes no sense provokes."""
+    """Return the tensors in the file's header. Raises any exception for an invalid header."""
     size = path.stat().st_size
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")

@@ -1,8 +1,10 @@
-"""A causal LM of transformers without its weights: its structure, and a small copy of it that can be run.
+"""A causal LM of transformers without its weights: the empty module, and a small copy that can be
+run.
 
-A model whose weights stay in their file is never run by transformers, which would need them as floats. What its
-executor computes is compared on the small copy: the same layers, heads, norms and positions, but narrow. Its weights
-are random, biases and norms too, so that nothing the architecture has goes without notice.
+transformers would need the weights as floats, so it never runs a model whose weights stay in their
+file. The executor is compared with the small copy instead: the same layers, heads, norms and
+positions, but narrow. All its weights are random, including biases and norms, so that every part of
+the architecture affects the result.
 """
 
 import copy
@@ -14,13 +16,15 @@ from transformers import AutoModelForCausalLM
 from serve_app.model.executor import UnsupportedModelError
 
 _NARROW = 64
-"""Hidden states, the MLP and the vocabulary of the small copy."""
+"""Width of the small copy's hidden states and MLP, and its vocabulary size."""
 
 
 def empty_module(config: Any) -> Any:
-    """The module, in eval mode, with parameters on torch's device "meta"; rotary angles can be asked for.
+    """Return the module in eval mode, with parameters on torch's device "meta". It can compute
+    rotary angles.
 
-    Raises UnsupportedModelError, as `small_copy` does."""
+    Raises UnsupportedModelError if transformers cannot build the module.
+    """
     with torch.device("meta"):
         module = _from_config(config)
     rotary = getattr(module.base_model, "rotary_emb", None)
@@ -30,7 +34,9 @@ def empty_module(config: Any) -> Any:
 
 
 def small_copy(config: Any) -> Any:
-    """A narrow module of the same architecture with random weights, float32 on the CPU, in eval mode."""
+    """Return a narrow module of the same architecture with random weights, float32 on the CPU, in
+    eval mode.
+    """
     narrow = copy.deepcopy(config)
     narrow.head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     narrow.hidden_size = narrow.intermediate_size = narrow.vocab_size = _NARROW
@@ -49,5 +55,5 @@ def small_copy(config: Any) -> Any:
 def _from_config(config: Any) -> Any:
     try:
         return AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32).eval()
-    except Exception as error:  # transformers' validators and modules raise whatever does not fit together
+    except Exception as error:  # transformers' validators and modules may raise anything
         raise UnsupportedModelError(f"transformers cannot build a module from its configuration: {error}") from error

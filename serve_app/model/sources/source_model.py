@@ -1,4 +1,4 @@
-"""A causal LM of transformers, taken apart: what every executor needs to know of it, and the modules to build from."""
+"""A causal LM of transformers, taken apart: facts for all executors, and modules to build from."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -17,10 +17,11 @@ from serve_app.model.verification import ReferenceLogits
 
 @dataclass(frozen=True, slots=True)
 class SourceModel:
-    """The parts of a model, and the logits that it had as a whole.
+    """The parts of a model, and the logits of the original model.
 
-    head: the causal LM, whose base is replaced by `hidden`; base: the layers; attention_calls: the base's attention
-    modules in the order in which they run; linear_inputs: its linear layers and their inputs in one run.
+    head: the causal LM, with its base replaced by `hidden`; base: the layers; attention_calls: the
+    base's attention modules in call order; linear_inputs: its linear layers and their inputs in one
+    run.
     """
 
     facts: ModelFacts
@@ -33,8 +34,9 @@ class SourceModel:
 
     @classmethod
     def take(cls, module: Any, name: str, max_model_len: int | None) -> "SourceModel":
-        """Take `module` over. Raises ConfigError for a model that does not use transformers' attention interface, or
-        whose logits are not finite."""
+        """Take over `module`. Raises ConfigError if it does not use transformers' attention
+        interface or its logits are not finite.
+        """
         module.requires_grad_(False)
         parameter = next(module.parameters())
         max_model_len = _max_model_len(module.config, max_model_len)
@@ -62,7 +64,7 @@ class SourceModel:
 
 
 class GivenHidden(nn.Module):
-    """Stands in for the base model inside the head: returns the hidden states it was given."""
+    """Replaces the base model inside the head: returns the hidden states it was given."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -70,19 +72,19 @@ class GivenHidden(nn.Module):
 
     @property
     def decoder(self) -> "GivenHidden":
-        """Some heads call their base's decoder directly."""
+        """Return itself: some heads call their base's decoder directly."""
         return self
 
     def forward(self, *args: Any, **kwargs: Any) -> BaseModelOutputWithPastAndCrossAttentions:
-        """The given hidden states, once."""
+        """Return the given hidden states and forget them."""
         value, self.value = self.value, None
         output = BaseModelOutputWithPastAndCrossAttentions(last_hidden_state=value)
-        output.router_logits = None  # heads of mixtures of experts read it, for a loss that nobody asks for here
+        output.router_logits = None  # read by heads of mixtures of experts, for a loss that is not used here
         return output
 
 
 def _split(module: Any) -> tuple[Any, GivenHidden]:
-    """Take the base model out of a causal LM; what remains in `module` is the head."""
+    """Separate the base model from a causal LM. The rest of `module` is the head."""
     base = module.base_model
     hidden = GivenHidden()
     setattr(module, module.base_model_prefix, hidden)

@@ -1,4 +1,4 @@
-/* Activations as products take them. */
+/* Activations in the forms that products take. */
 #ifndef SERVE_APP_ACTIVATIONS_H
 #define SERVE_APP_ACTIVATIONS_H
 
@@ -8,7 +8,8 @@
 /* How the products of a model compute; see matmul.h. */
 enum arithmetic { EXACT, INT8, BFLOAT16 };
 
-/* Bytes of an activation in exact mode, for weights of 8, 6 and 4 bits; 0: floats are faster on such a machine. */
+/* Bytes of an activation in exact mode, for weights of 8, 6 and 4 bits. 0: floats are faster on
+ * this build. */
 #if defined(BUILD_AVX512)
 #define EXACT_BYTES 3
 #else
@@ -19,38 +20,40 @@ enum arithmetic { EXACT, INT8, BFLOAT16 };
 /* The forms of activations. */
 enum form {
     AS_FLOATS = 0,
-    AS_BYTES = 1,       /* fixed-point numbers of so many bytes: [inputs / GROUP] of int8 [1][GROUP] and group_terms,
+    AS_BYTES = 1,       /* fixed-point, 1 byte: [inputs / GROUP] of int8 [1][GROUP] and group_terms,
                            then the row's outlier */
     AS_BF16 = 2,        /* uint16 [inputs] */
-    AS_THREE_BYTES = 3, /* the same of three, the highest byte of all numbers first, without an outlier */
+    AS_THREE_BYTES = 3, /* fixed-point, 3 bytes: the highest byte of all numbers first; no outlier */
     AS_DIGITS = 4,      /* the numbers of AS_THREE_BYTES for tiles: digit_tile [rows / 16][inputs / GROUP] */
 };
 
-/* Fixed-point numbers of 16 rows and one group: (16 a + b) 2^12 + 16 c + d, of which b and d are 0 to 15. */
+/* Fixed-point numbers of 16 rows and one group: (16 a + b) 2^12 + 16 c + d, with b and d from 0 to
+ * 15. */
 struct digit_tile {
     int8_t digits[2][TILE_ROWS][2 * GROUP]; /* b, a; d, c */
     float scale[TILE_ROWS], sum[TILE_ROWS]; /* see group_terms */
     int32_t less_8[TILE_ROWS];
 };
 
-/* What belongs to a group of fixed-point activations; it stands behind their bytes. */
+/* Terms of a group of fixed-point activations, stored after its bytes. */
 struct group_terms {
     float scale;       /* s */
     float sum;         /* s times the sum of the group's numbers */
-    /* What centres weights around zero: */
+    /* These terms center weights around zero: */
     int32_t less_32[2];  /* -32 times the sums of the first half and of the second */
-    int32_t less_8;      /* -8 times the sum of all */
-    int32_t less_128[2]; /* only with three bytes: -128 times the sums of the first two and of the third */
+    int32_t less_8;      /* -8 times the sum of all numbers */
+    int32_t less_128[2]; /* only with three bytes: -128 times the sums of the first two bytes and of the third */
 };
 
-/* The largest activation of a row in bytes, whose number in its group is 0. It is multiplied as a float: else the others
- * of its group, which are often a tenth as large, would be rounded in its steps. */
+/* The largest activation of a row in bytes. Its number in its group is 0, and it is multiplied as
+ * a float. Otherwise it would set the step of its group, whose other numbers are often a tenth as
+ * large. */
 struct outlier {
     int32_t input;
     float value;
 };
 
-/* Activations of some rows. For `float` products only `x`, for the others only `rounded`. */
+/* Activations of some rows. `float` products use only `x`, the others only `rounded`. */
 struct input {
     const float *x;         /* [rows][inputs] */
     const uint8_t *rounded; /* [rows] in their form */
@@ -61,12 +64,13 @@ static inline int activation_group_bytes(int bytes) {
     return bytes * GROUP + (int)(bytes == 3 ? sizeof(struct group_terms) : offsetof(struct group_terms, less_128));
 }
 
-/* Group 0 of the tile that has this row. */
+/* Return group 0 of the tile that has this row. */
 static inline struct digit_tile *tile_of(const uint8_t *rounded, int64_t row, int inputs) {
     return (struct digit_tile *)rounded + row / TILE_ROWS * (inputs / GROUP);
 }
 
-/* Bytes of a row of rounded activations; of AS_DIGITS, of which only whole tiles of rows exist, a share. */
+/* Bytes of a row of rounded activations. AS_DIGITS has only whole tiles of rows: a row's share of
+ * a tile. */
 static inline int64_t rounded_bytes(int64_t inputs, enum form form) {
     switch (form) {
         case AS_FLOATS: return 0;
@@ -77,17 +81,17 @@ static inline int64_t rounded_bytes(int64_t inputs, enum form form) {
     }
 }
 
-/* The most bytes that a row of so many inputs takes in any form. */
+/* The maximum bytes of a row of `inputs` activations, over all forms. */
 static inline int64_t most_rounded_bytes(int64_t inputs) {
     const enum form widest = TILES ? AS_DIGITS : EXACT_BYTES ? AS_THREE_BYTES : AS_BYTES;
     const int64_t bytes = rounded_bytes(inputs + GROUP - 1, widest);
     return bytes > 2 * inputs ? bytes : 2 * inputs;
 }
 
-/* From so many rows on tiles pay in exact mode. */
+/* Minimum number of rows for which tiles are faster in exact mode. */
 enum { LEAST_DIGIT_ROWS = 12 };
 
-/* How activations of so many rows are multiplied with this weight. */
+/* The form of activations for a product of `rows` rows with this weight. */
 static enum form form_for(const struct weight *weight, int arithmetic, int rows) {
     if (arithmetic == BFLOAT16) return AS_BF16;
     if (!weight->fixed) return AS_FLOATS;
@@ -95,8 +99,8 @@ static enum form form_for(const struct weight *weight, int arithmetic, int rows)
     return TILES && weight->fixed == 4 && rows >= LEAST_DIGIT_ROWS ? AS_DIGITS : EXACT_BYTES;
 }
 
-/* A group as fixed-point numbers: x ~ scale a, the largest |a| being `limit`. The scale of a group with an infinity or
- * a NaN is NaN, so that no output hides it. */
+/* A group as fixed-point numbers: x ~ scale a, with `limit` as the largest |a|. If the group has
+ * an infinity or a NaN, its scale is NaN, so that it shows in every output. */
 struct fixed_group {
     ivec a[GROUP / LANES];
     struct lane_sums halves;
@@ -112,7 +116,7 @@ SPECIALIZED struct fixed_group round_group(const float *x, const float limit) {
         largest = maximum(absolute(load(x + k)), largest);
         odd = odd + (load(x + k) - load(x + k)); /* zero, or NaN for an infinity or a NaN */
     }
-    /* What is so small that the quotient would be infinite counts as zero. */
+    /* Groups so small that the quotient would be infinite count as zero. */
     const float size = reduce_max(largest), inverse = size > limit * 0x1p-126f ? limit / size : 0.0f;
     UNROLL
     for (int k = 0; k < GROUP; k += LANES) {
@@ -125,11 +129,11 @@ SPECIALIZED struct fixed_group round_group(const float *x, const float limit) {
     return group;
 }
 
-/* The number that the last `bits` bits of each lane are, with a sign. */
+/* The last `bits` bits of each lane as a signed number. */
 static inline ivec low_bits(ivec value, int bits) { return (value << (32 - bits)) >> (32 - bits); }
 
-/* One row as fixed-point numbers of 1 or 3 bytes: the largest |a| is 127 or 2^22 - 1. `count` is a multiple of
- * GROUP. */
+/* Round one row to fixed-point numbers of 1 or 3 bytes, with 127 or 2^22 - 1 as the largest |a|.
+ * `count` must be a multiple of GROUP. */
 SPECIALIZED void quantize_groups(const int bytes, const float *x, int count, uint8_t *to) {
     for (int g = 0; g < count / GROUP; g++, x += GROUP, to += activation_group_bytes(bytes)) {
         const struct fixed_group group = round_group(x, bytes == 1 ? 127.0f : MOST_OF_THREE_BYTES);
@@ -143,7 +147,7 @@ SPECIALIZED void quantize_groups(const int bytes, const float *x, int count, uin
             UNROLL
             for (int byte = bytes - 1; byte >= 0; byte--) {
                 store_bytes((int8_t *)to + byte * GROUP + k, rounded);
-                rounded = (rounded - low_bits(rounded, 8)) >> 8; /* the next byte, given that this one has a sign */
+                rounded = (rounded - low_bits(rounded, 8)) >> 8; /* the next byte, given that this one is signed */
             }
         }
         terms->scale = group.scale;
@@ -160,7 +164,7 @@ SPECIALIZED void quantize_groups(const int bytes, const float *x, int count, uin
 }
 
 #if defined(BUILD_AVX512)
-/* The largest of each block of four lanes, or their sum, in all lanes of the block. */
+/* The maximum (or the sum) of each block of four lanes, in all lanes of the block. */
 static inline __m512i largest_in_blocks(__m512i value) {
     value = _mm512_max_epi32(value, _mm512_shuffle_epi32(value, 0x4e));
     return _mm512_max_epi32(value, _mm512_shuffle_epi32(value, 0xb1));
@@ -171,8 +175,8 @@ static inline __m512i sum_in_blocks(__m512i value) {
     return _mm512_add_epi32(value, _mm512_shuffle_epi32(value, 0xb1));
 }
 
-/* Of each of four groups the largest absolute value in one block, as an integer: so infinity and what is no number are
- * the largest. */
+/* The largest absolute values of four groups, one block per group, as integers: infinity and NaN
+ * are the largest. */
 static inline __m512i sizes_of_four(const float *x) {
     __m512i size[4], halves[2];
     UNROLL
@@ -188,7 +192,8 @@ static inline __m512i sizes_of_four(const float *x) {
                                               _mm512_shuffle_i32x4(halves[0], halves[1], 0xdd)));
 }
 
-/* Two groups in bytes, `times[k]` being what half k is multiplied with. Returns the sums of the halves, in blocks. */
+/* Store two groups in bytes. Half k is multiplied by `times[k]`. Returns the sums of the halves,
+ * in blocks. */
 static inline __m512i store_two_groups(const float *x, const __m512 times[4], uint8_t *first, uint8_t *second) {
     const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
     __m512i a[4];
@@ -201,7 +206,8 @@ static inline __m512i store_two_groups(const float *x, const __m512 times[4], ui
     return sum_in_blocks((__m512i)dot4((ivec){0}, splat_bytes("\1\1\1\1"), (ivec)bytes));
 }
 
-/* Of four groups in bytes: a block of `first` has a group's first four terms, one of `fifth` the last one. */
+/* Store the terms of four groups in bytes: a block of `first` has a group's first four terms, a
+ * block of `fifth` the last. */
 static inline void store_terms(__m512i first, __m512i fifth, uint8_t *const group[4]) {
     __m128i blocks[4], last[4];
     memcpy(blocks, &first, sizeof blocks);
@@ -213,8 +219,8 @@ static inline void store_terms(__m512i first, __m512i fifth, uint8_t *const grou
     }
 }
 
-/* Four groups as quantize_groups has them in bytes, but for the numbers of a group whose scale is NaN. Their reductions
- * and divisions are made at once: one by one, each would be waited for. */
+/* quantize_groups for four groups in bytes, except for the numbers of groups whose scale is NaN.
+ * All reductions and divisions run at once, so that they do not wait for each other. */
 static void quantize_four_groups(const float *x, uint8_t *to) {
     const __m512 limit = (__m512)splat(127.0f);
     const __m512i sizes = sizes_of_four(x);
@@ -243,7 +249,7 @@ static void quantize_four_groups(const float *x, uint8_t *to) {
 }
 
 #elif defined(BUILD_AVX2)
-/* Of each of four groups the largest absolute value, as an integer: infinity and what is no number are the largest. */
+/* The largest absolute values of four groups, as integers: infinity and NaN are the largest. */
 static inline __m128i sizes_of_four(const float *x) {
     __m256i size[4], pairs[2];
     UNROLL
@@ -262,7 +268,7 @@ static inline __m128i sizes_of_four(const float *x) {
     return _mm_max_epi32(_mm256_castsi256_si128(four), _mm256_extracti128_si256(four, 1));
 }
 
-/* A group in bytes, multiplied with `times`. Returns the sums of each four. */
+/* Store a group in bytes, multiplied by `times`. Returns the sum of each four numbers. */
 static inline __m256i store_group(const float *x, __m256 times, uint8_t *to) {
     __m256i a[4];
     UNROLL
@@ -274,7 +280,7 @@ static inline __m256i store_group(const float *x, __m256 times, uint8_t *to) {
     return _mm256_madd_epi16(halves, _mm256_set1_epi16(1));
 }
 
-/* Four groups as quantize_groups has them in bytes, but for the numbers of a group whose scale is NaN. */
+/* quantize_groups for four groups in bytes, except for the numbers of groups whose scale is NaN. */
 static void quantize_four_groups(const float *x, uint8_t *to) {
     const __m128 limit = _mm_set1_ps(127.0f);
     const __m128i sizes = sizes_of_four(x);
@@ -310,7 +316,8 @@ static void quantize_four_groups(const float *x, uint8_t *to) {
 #endif
 
 #if defined(BUILD_AVX512) || defined(BUILD_AVX2)
-/* As quantize_groups in bytes. The last groups are rounded twice where they are no four. */
+/* quantize_groups in bytes. If the number of groups is not a multiple of four, some are rounded
+ * twice. */
 static void quantize_byte_groups(const float *x, int count, uint8_t *to) {
     const int groups = count / GROUP;
     if (groups < 4) {
@@ -326,14 +333,15 @@ static void quantize_byte_groups(const float *x, int count, uint8_t *to) {
 static void quantize_byte_groups(const float *x, int count, uint8_t *to) { quantize_groups(1, x, count, to); }
 #endif
 
-/* The first of the largest numbers of a group. */
+/* The index of the largest number of a group, the first of equal ones. */
 static int largest_of_group(const float *x) {
     int largest = 0;
     for (int k = 1; k < GROUP; k++) largest = fabsf(x[k]) > fabsf(x[largest]) ? k : largest;
     return largest;
 }
 
-/* One row in bytes. The group that has the outlier is rounded again; of one with an infinity or a NaN it is none. */
+/* Round one row to bytes. The group with the outlier is rounded again without it. Groups with an
+ * infinity or a NaN have no outlier. */
 static void quantize_bytes(const float *x, int count, uint8_t *to) {
     const int groups = count / GROUP, size = activation_group_bytes(1);
     int group = 0;
@@ -354,8 +362,9 @@ static void quantize_bytes(const float *x, int count, uint8_t *to) {
     memcpy(to + groups * size, &outlier, sizeof outlier);
 }
 
-/* The same numbers as of three bytes. Rows behind the last one, up to a whole tile, get scales of zero: whatever floats
- * the memory held would be multiplied, slowly where they are denormal. */
+/* Round a row to the numbers of AS_THREE_BYTES, as digits. Rows after the last one, up to a whole
+ * tile, get scales of zero. Otherwise whatever floats are in memory would be multiplied, which is
+ * slow if they are denormal. */
 static void digit_groups(const float *x, int count, int row, int rows, uint8_t *memory) {
     struct digit_tile *to = tile_of(memory, row, count);
     const int end = row == rows - 1 ? TILE_ROWS : row % TILE_ROWS + 1;
@@ -381,11 +390,11 @@ static void round_row(const float *x, int count, uint16_t *out) {
 #if defined(BUILD_BF16)
     for (int k = 0; k < count; k += LANES) store_bf16(out + k, load(x + k));
 #else
-    (void)x, (void)count, (void)out; /* nobody asks for it */
+    (void)x, (void)count, (void)out; /* never called in this build */
 #endif
 }
 
-/* Row `row` of `rows`, into the memory of all of them. */
+/* Round row `row` of `rows` into the memory of all of them. */
 static void round_activations(const float *x, int count, enum form form, int row, int rows, uint8_t *memory) {
     uint8_t *to = memory + row * rounded_bytes(count, form);
     switch (form) {

@@ -1,17 +1,17 @@
-/* attention_round.h's round in AMX's tiles: both products in bfloat16, for tiles of 16 rows. */
+/* The round of attention_round.h in AMX's tiles: both products in bfloat16, 16 rows per tile. */
 #ifndef SERVE_APP_AMX_ATTENTION_H
 #define SERVE_APP_AMX_ATTENTION_H
 
 #include "attention_round.h"
 
 #if defined(BUILD_AMX)
-/* From memory into the second cache; straight into the first takes longer. */
+/* Prefetch into the L2 cache: prefetching into L1 takes longer. */
 SPECIALIZED void fetch_tile(const char *from) {
     UNROLL
     for (int line = 0; line < TILE_ROWS; line++) __builtin_prefetch(from + line * TILE_BYTES, 0, 2);
 }
 
-/* A tile's scores of the round's keys, page by page, as the pages lie in memory. */
+/* Compute a tile's scores of the round's keys, page by page, as the pages lie in memory. */
 static void score_tile(const uint16_t *query, int head_dim, const struct round *now, float *score) {
     const int64_t page_bytes = head_dim / 32 * 1024;
 #define PAGE_SCORES(page) \
@@ -27,8 +27,8 @@ static void score_tile(const uint16_t *query, int head_dim, const struct round *
 #undef PAGE_SCORES
 }
 
-/* out += weights times values for `width` (2 or 4) tiles of dimensions from `dim` on and the round's first keys, 32 a
- * step. */
+/* out += weights times values, for `width` (2 or 4) tiles of dimensions from `dim` and the round's
+ * first keys, 32 keys per step. */
 SPECIALIZED void value_tile(const int width, const float *weight, const float *values, int head_dim, int dim, int steps,
                             float *out) {
     const int64_t line = 4 * head_dim;
@@ -61,12 +61,13 @@ SPECIALIZED void value_tile(const int width, const float *weight, const float *v
     }
 }
 
-/* Where the scores of the tile that begins with `row` are: of two tiles, one after the other. */
+/* The scores of the tile that begins with `row`. There is room for two tiles, used alternately. */
 static float *tile_scores(const struct rows *all, int row) {
     return all->score + row / TILE_ROWS % 2 * TILE_ROWS * ROUND;
 }
 
-/* online_softmax for a tile's row: two vectors of weights at once become pairs, and a product with ones sums them. */
+/* online_softmax for a tile's row: two vectors of weights at a time become pairs, and a product
+ * with ones sums them. */
 static void online_softmax_pairs(const struct attention *layer, const struct rows *all, int row, float *score,
                                  int count, int base) {
     mask_keys(layer, all, row, score, count, base);
@@ -84,7 +85,7 @@ static void online_softmax_pairs(const struct attention *layer, const struct row
     store(all->sum + row * LANES, total);
 }
 
-/* The weights of a tile whose scores are there, and the values. */
+/* Turn a tile's scores into weights, then add the values. */
 static void finish_tile(const struct attention *layer, const struct rows *all, int row, int num_rows, int base) {
     const int end = row + TILE_ROWS < num_rows ? row + TILE_ROWS : num_rows;
     const int dim = layer->head_dim, seen = all->position[end - 1] + 1 - base;
@@ -96,8 +97,8 @@ static void finish_tile(const struct attention *layer, const struct rows *all, i
     for (; d < dim; d += 32) value_tile(2, score, all->values, dim, d, steps, out);
 }
 
-/* A round's values side by side, as many as are `there`, and zeros: what lies behind the sequence's last key is no
- * number that may meet even a weight of 0. The next round's are fetched meanwhile. */
+/* Gather the first `there` values of a round, followed by zeros: memory after the sequence's last
+ * key may hold NaN, which a weight of 0 does not hide. Prefetches the next round's values. */
 static void gather_values(const struct round *now, int there, int head_dim, float *to) {
     for (int key = 0; key < ROUND; key += 2, to += head_dim) {
         const int64_t at = key % PAGE / 2 * head_dim;
@@ -111,8 +112,8 @@ static void gather_values(const struct round *now, int there, int head_dim, floa
     }
 }
 
-/* All rows of a task with the keys of one round, in tiles. While the vector units make weights of one tile's scores,
- * the next one's are computed. */
+/* Compute all rows of a task with the keys of one round, in tiles. While the vector units turn one
+ * tile's scores into weights, the tile unit computes the next tile's scores. */
 static void tiles_round(const struct attention *layer, const struct rows *rows, int num_rows, int base,
                         struct round *now) {
     const int dim = layer->head_dim;

@@ -1,14 +1,15 @@
-/* Products of fixed-point activations with weights of 4 bits in tiles: the integers of fixed_tile.h, and its sums of
- * floats in its order, so that a row has the same bits in either. */
+/* Products of fixed-point activations with weights of 4 bits in tiles. They use the integers of
+ * fixed_tile.h and the same order of float sums, so that a row has the same bits in both. */
 #ifndef SERVE_APP_AMX_FIXED_TILE_H
 #define SERVE_APP_AMX_FIXED_TILE_H
 
 #include "fixed_tile.h"
 
 #if defined(BUILD_AMX)
-enum { TILE_DEPTH = 6 }; /* groups of a panel that are multiplied with all rows before the next ones */
+enum { TILE_DEPTH = 6 }; /* groups of a panel that are multiplied with all rows before the next groups */
 
-/* Some groups of a panel. A tile has a group's q and then 16 q, for the two digits of a half: four inputs a row. */
+/* Some groups of a panel. A tile has a group's q and then 16 q, for the two digits of a half: four
+ * inputs per row. */
 struct four_bit_tiles {
     uint8_t q[TILE_DEPTH][2][2 * STEPS][TILE_BYTES] __attribute__((aligned(64)));
     vec step[TILE_DEPTH][2], minimum[TILE_DEPTH][2];
@@ -33,18 +34,18 @@ SPECIALIZED void unpack_four_bits(const int format, const uint8_t *panel, int64_
     }
 }
 
-/* What the sums over a group, sum q a, are made from: 16 rows, and 16 outputs. */
+/* Factors of a group's sums, sum q a: 16 rows and 16 outputs. */
 struct factors {
     const struct digit_tile *x;
     const uint8_t (*q)[TILE_BYTES];
 };
 
-/* Its sums for the two halves of each a. */
+/* A group's sums for the two halves of each a. */
 struct half_sums {
     int32_t of[2][TILE_ROWS][LANES] __attribute__((aligned(64)));
 };
 
-/* Of one group, and of the next one, which are made while those are used. */
+/* Sums of one group, and of the next one, which are computed while the first are used. */
 struct dots {
     struct half_sums *now, *next;
 };
@@ -61,8 +62,8 @@ static inline void dot_halves(struct factors factors, struct half_sums *to) {
     TILE_STORE(1, to->of[1], TILE_BYTES);
 }
 
-/* to = from + W x: 16 rows, some groups of half a panel's outputs. `dots` begins with the first group's
- * sums, and ends with those of `next`. */
+/* to = from + W x: 16 rows, some groups of half a panel's outputs. `dots` has the first group's
+ * sums at the start, and those of `next` at the end. */
 SPECIALIZED void fixed_tile_rows(const int format, const struct digit_tile *x, const struct four_bit_tiles *weights,
                                  int half, int groups, struct factors next, struct dots *dots, struct sums from,
                                  struct sums to) {

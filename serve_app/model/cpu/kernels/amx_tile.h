@@ -1,11 +1,11 @@
 /* AMX's tiles: registers of 16 rows of 64 bytes, and an instruction that multiplies two of them.
  *
- * Activations are the tiles A, 16 rows of 32 inputs in bfloat16; weights the tiles B, 16 pairs of inputs of 16
- * outputs, as panels of bfloat16 have them. An instruction adds the products of 32 inputs to each of the 16 x 16 sums
- * of C, in float, in one order that depends on no other row. It takes as long with fewer rows: the tiles always have
- * all 16, and what lies behind the last row of a batch is multiplied too, and forgotten. Of bytes a tile has twice as
- * many in a row, and its products are integers.
- */
+ * Activations are the tiles A: 16 rows of 32 inputs in bfloat16. Weights are the tiles B: 16 pairs
+ * of inputs of 16 outputs, as in panels of bfloat16. One instruction adds the products of 32
+ * inputs to each of the 16 x 16 sums of C, in float, in an order that does not depend on other
+ * rows. It takes as long with fewer rows, so tiles always have 16 rows; rows after the end of a
+ * batch are multiplied too, and their results ignored. Tiles of bytes have twice as many inputs
+ * per row, and their products are integers. */
 #ifndef SERVE_APP_AMX_TILE_H
 #define SERVE_APP_AMX_TILE_H
 
@@ -17,10 +17,10 @@ enum { TILE_ROWS = 16, TILE_BYTES = 64 };
 #include <sys/syscall.h>
 #include <unistd.h>
 
-enum { TILES = 1, ROWS_BEYOND = TILE_ROWS - 1 }; /* rows of memory behind the last one, which are read */
+enum { TILES = 1, ROWS_BEYOND = TILE_ROWS - 1 }; /* rows of memory after the last one, which are read too */
 
-/* In assembly, because GCC's intrinsics do not say that they read and write memory. `stride`: the distance of two rows
- * in bytes. */
+/* In assembly, because GCC's intrinsics do not declare that they read and write memory. `stride`:
+ * distance between rows in bytes. */
 #define TILE_LOAD(tile, from, stride) \
     __asm__ volatile("tileloadd (%0,%1,1), %%tmm" #tile : : "r"(from), "r"((int64_t)(stride)) : "memory")
 #define TILE_STORE(tile, to, stride) \
@@ -40,8 +40,8 @@ static inline float *row_of(struct sums sums, int row) { return (float *)((char 
 /* Whether the system lets this process use tiles (ARCH_REQ_XCOMP_PERM for XFEATURE_XTILEDATA). */
 static inline int tiles_allowed(void) { return syscall(SYS_arch_prctl, 0x1023, 18) == 0; }
 
-/* A chunk that uses tiles begins with this: whoever else computes in the thread may want them in other sizes. C are 0
- * to 3, A 4 and 5, B 6 and 7. */
+/* Call at the start of a chunk that uses tiles: other code in the thread may have configured other
+ * sizes. C are tiles 0 to 3, A 4 and 5, B 6 and 7. */
 static inline void begin_tiles(void) {
     struct {
         uint8_t palette, start_row, reserved[14];
@@ -55,7 +55,7 @@ static inline void begin_tiles(void) {
     __asm__ volatile("ldtilecfg %0" : : "m"(sizes));
 }
 
-/* And ends with this: a thread that is put aside has the tiles saved that it uses. */
+/* Call at the end of such a chunk: the system saves tiles in use when it preempts a thread. */
 static inline void end_tiles(void) { __asm__ volatile("tilerelease" : :); }
 
 #else

@@ -1,23 +1,25 @@
 /* Causal attention over the paged KV cache.
  *
- * One layer's cache, for blocks of PAGE tokens, is in bytes (see byte_attention.h), in floats or narrow: in half
- * precision or, where the machine multiplies pairs of them, in bfloat16. In floats and half precision:
+ * One layer's cache, for blocks of PAGE tokens, is in bytes (see byte_attention.h), in floats or
+ * narrow: in bfloat16 if the machine multiplies pairs of it, else in half precision. In floats and
+ * half precision:
  *   keys    [blocks][kv_heads][head_dim][PAGE]   transposed, so that a vector holds one dimension of many keys
  *   values  [blocks][kv_heads][PAGE][head_dim]
- * In bfloat16 two dimensions of a key and two values of a dimension stand side by side; queries and weights are rounded
- * to bfloat16 too:
+ * In bfloat16, two dimensions of a key and two values of a dimension are adjacent. Queries and
+ * weights are rounded to bfloat16 too:
  *   keys    [blocks][kv_heads][head_dim / 2][PAGE][2]
  *   values  [blocks][kv_heads][PAGE / 2][head_dim][2]
  *
- * A task is one kv head of one sequence and some consecutive queries of it; its rows are those queries times the query
- * heads that share the kv head, in this order, so every key and value loaded serves all of them. Rows are worked on
- * ROWS at a time. Keys come in rounds, counted from position 0; per round: scores, then the softmax's
- * running maximum and sum (as in FlashAttention), then the values.
+ * A task is one kv head of one sequence and some consecutive queries. Its rows are those queries
+ * times the query heads that share the kv head, in this order, so every key and value loaded
+ * serves all of them. ROWS rows are processed at a time. Keys are processed in rounds, counted
+ * from position 0. Each round computes scores, then the softmax's running maximum and sum (as in
+ * FlashAttention), then the values.
  *
- * A row's sums run over dimensions and positions in one fixed order, whatever else is in its task: a key that a row
- * does not see has weight 0 exactly. So a row has the same bits in every batch and however a prompt is cut.
- * Positions that no token of the sequence has reached are never used, whatever lies there or is being written there.
- */
+ * A row's sums run over dimensions and positions in one fixed order, independent of other rows of
+ * its task: a key that a row does not see has weight 0 exactly. So a row has the same bits in
+ * every batch and however a prompt is cut. Positions that no token of the sequence has reached are
+ * never used, whatever they contain or another thread writes there. */
 #ifndef SERVE_APP_ATTENTION_H
 #define SERVE_APP_ATTENTION_H
 
@@ -25,7 +27,7 @@
 #include "byte_attention.h"
 #include "threads.h"
 
-/* The ragged batch; see AttentionBatch in attention/base.py. */
+/* The ragged batch; see AttentionBatch in attention_backend.py. */
 struct batch {
     int32_t num_tokens, num_sequences;
     int64_t table_width;
@@ -33,8 +35,8 @@ struct batch {
     const int64_t *slots;        /* [tokens] */
     const int32_t *query_starts; /* [sequences + 1] */
     const int32_t *kv_lens;      /* [sequences] */
-    const int32_t *blocks;       /* [sequences][table_width]: of each the first that hold its keys, then anything */
-    const uint8_t *wanted;       /* [tokens]: whether its hidden states are asked for; NULL: all are */
+    const int32_t *blocks;       /* [sequences][table_width]: the blocks with the sequence's keys, then undefined */
+    const uint8_t *wanted;       /* [tokens]: whether its hidden state is needed; NULL: all are */
 };
 
 struct task {
@@ -64,8 +66,8 @@ static int first_base(const struct attend *job, const struct task *task) {
     return window && first >= window ? (first - window + 1) / round * round : 0;
 }
 
-/* Where a task's keys and values of the round that begins at key `base` are. Past the task's last key that key's page
- * again: no row sees what is there. */
+/* Find the pages of a task's keys and values for the round that begins at key `base`. Positions
+ * after the task's last key use that key's page again: no row sees them. */
 static void find_pages(const struct attend *job, const struct task *task, int base, const void **keys,
                        const void **values) {
     const struct attention *layer = job->layer;
@@ -80,7 +82,7 @@ static void find_pages(const struct attend *job, const struct task *task, int ba
     }
 }
 
-/* The pages that this thread is likely to need after the round. */
+/* Find the pages that this thread probably needs after the round. */
 static void find_next_pages(const struct attend *job, const struct task *task, int base, const void **keys,
                             const void **values) {
     const struct task *next = task + job->num_threads;
@@ -93,7 +95,8 @@ static void find_next_pages(const struct attend *job, const struct task *task, i
         find_pages(job, task, base, keys, values);
 }
 
-/* A round for so many rows of one format. Each is a function of its own: in one with the others GCC has it spill. */
+/* A round for `rows` rows of one format. Each is a separate function: in a common one GCC spills
+ * registers. */
 #define ATTEND_ROWS(name, work)                                                                                  \
     static __attribute__((noinline)) void name(int rows, const struct attention *layer, const struct rows *all, \
                                                int row, int base, int count, const struct round *now) {         \
@@ -128,7 +131,7 @@ static void attend_rows(int rows, const struct attention *layer, const struct ro
     (layer->cache == CACHE_FLOAT ? attend_float_rows : attend_narrow_rows)(rows, layer, all, row, base, count, now);
 }
 
-/* All rows of a task with the keys of one round. */
+/* Compute all rows of a task with the keys of one round. */
 static void task_round(const struct attend *job, const struct task *task, const struct rows *rows, int num_rows,
                        int base) {
     const struct attention *layer = job->layer;
@@ -152,7 +155,7 @@ static void task_round(const struct attend *job, const struct task *task, const 
     }
 }
 
-/* One query as the products with keys take it, at its place in `queries`. */
+/* Store one query in its place in `queries`, in the form for products with keys. */
 static void put_query(const struct attention *layer, const float *query, int row, float *queries) {
 #if defined(BUILD_BYTE_CACHE)
     if (layer->cache == CACHE_BYTES) {
@@ -202,8 +205,9 @@ static void attend_task(const void *argument, int index, int thread) {
     }
 }
 
-/* Cut the batch into tasks; returns how many. A head's tasks of a sequence follow each other, since they have keys and
- * values in common, the longest first, so that threads end together. */
+/* Cut the batch into tasks; returns their number. Tasks of one sequence and head are consecutive,
+ * because they share keys and values. The longest come first, so that all threads end at about the
+ * same time. */
 static int make_tasks(const struct attention *layer, const struct batch *batch, struct task *tasks) {
     const int size = task_queries(layer);
     int count = 0;
@@ -217,7 +221,7 @@ static int make_tasks(const struct attention *layer, const struct batch *batch, 
     return count;
 }
 
-/* Put one token's key and value [head_dim] of one head into its page. */
+/* Write one token's key and value [head_dim] of one head into its page. */
 static void write_narrow(const struct attention *layer, const float *key, const float *value, int64_t offset,
                          uint16_t *keys, uint16_t *values) {
     const int dim = layer->head_dim;
@@ -242,7 +246,7 @@ static void write_float(const struct attention *layer, const float *key, const f
     memcpy(values + offset * dim, value, sizeof(float) * (size_t)dim);
 }
 
-/* Put one token's key and value [kv_heads][head_dim] into its slot. */
+/* Write one token's key and value [kv_heads][head_dim] into its slot. */
 static void write_cache(const struct attention *layer, const float *key, const float *value, int64_t slot, void *keys,
                         void *values) {
     const int dim = layer->head_dim;
@@ -284,8 +288,8 @@ int64_t attention_workspace(const struct attention *layer, int64_t tokens, int64
     return tasks_bytes(layer, tokens, sequences) + 4 * threads * attention_scratch(layer);
 }
 
-/* Attention of one layer by itself: write the keys and values, then out [tokens][num_heads][head_dim] of queries of
- * the same shape. `memory`: attention_workspace bytes. */
+/* Attention of a single layer: write the keys and values, then out [tokens][num_heads][head_dim]
+ * of queries of the same shape. `memory`: attention_workspace bytes. */
 void attention(const struct attention *layer, struct pool *pool, const struct batch *batch, const float *queries,
                const float *new_keys, const float *new_values, void *keys, void *values, char *memory, float *out) {
     struct task *tasks = (struct task *)memory;

@@ -1,15 +1,17 @@
-/* One round of attention: some keys and values of one kv head, for some rows (queries times query heads), in vectors.
+/* One round of attention: some keys and values of one kv head, for some rows (queries times query
+ * heads), in vectors.
  *
- * Scores, then the softmax's running maximum and sum (as in FlashAttention), then the values. See attention.h for the
- * layout of the cache, and for what makes a row's bits the same in every batch.
- */
+ * A round computes scores, then the softmax's running maximum and sum (as in FlashAttention), then
+ * the values. attention.h describes the layout of the cache, and why a row has the same bits in
+ * every batch. */
 #ifndef SERVE_APP_ATTENTION_ROUND_H
 #define SERVE_APP_ATTENTION_ROUND_H
 
 #include "amx_tile.h"
 #include "vec.h"
 
-/* Tiles of both products: so many rows times so many vectors. AVX-512 has 32 registers, the others 16. */
+/* Size of a tile in both products: ROWS rows times WIDTH vectors. AVX-512 has 32 registers, the
+ * others 16. */
 #define ROWS 6
 #if defined(BUILD_AVX512)
 #define WIDTH 4
@@ -20,10 +22,10 @@
 enum {
     PAGE = 16,
     ROUND = 64,       /* keys */
-    BYTE_ROUND = 128, /* in bytes, where a round costs more beside its products */
+    BYTE_ROUND = 128, /* keys in a byte cache, where a round has more work besides its products */
     PAGES = ROUND / PAGE,
     MOST_PAGES = BYTE_ROUND / PAGE,
-    SLACK = 8,      /* weights may grow to e^SLACK before a row's sums are brought to a new maximum */
+    SLACK = 8,      /* weights may grow to e^SLACK before a row's sums are rescaled to a new maximum */
     TASK_ROWS = TILES ? 192 : 96, /* rows of a task, unless a single query has more */
 };
 
@@ -38,42 +40,42 @@ enum cache_format { CACHE_FLOAT, CACHE_HALF, CACHE_BF16, CACHE_BYTES };
 #if defined(BUILD_BYTE_CACHE) && !defined(BUILD_AMX)
 #define CACHE_SMALLEST CACHE_BYTES
 #else
-#define CACHE_SMALLEST CACHE_NARROW /* faster in tiles; the portable build has no such products */
+#define CACHE_SMALLEST CACHE_NARROW /* faster in tiles; the portable build has no products of bytes */
 #endif
 
-/* This build computes with floats, this format, */
+/* The KV cache format of this build besides floats. */
 int64_t narrow_cache(void) { return CACHE_NARROW; }
-/* and this one, where queries, keys and values may be rounded to bytes. */
+/* The KV cache format of this build if queries, keys and values may be rounded to bytes. */
 int64_t smallest_cache(void) { return CACHE_SMALLEST; }
 
 struct attention {
     int num_heads, num_kv_heads, head_dim;
-    int window; /* keys that a query sees, its own included; 0 = all */
+    int window; /* keys that a query sees, including its own; 0 = all */
     int cache;  /* its format */
     float scale; /* of the scores */
 };
 
-/* Rows of one task on the way, in a thread's scratch memory. */
+/* Rows of one task in progress, in a thread's scratch memory. */
 struct rows {
     float *query;   /* [tiles][head_dim][ROWS], scaled; in bfloat16 [tiles][head_dim / 2][ROWS] of pairs; in AMX's tiles
                        uint16 [tiles][head_dim / 32][TILE_ROWS][32]; in bytes see query_terms */
     float *out;     /* [rows][head_dim]: sum of weights times values so far */
     float *score;   /* [ROWS][keys of a round]: scores, then weights; in bfloat16 the first half of a row, in bytes
                        see online_softmax_bytes. Of AMX's tiles two. */
-    float *sum;     /* [rows][LANES]: weights so far, by lane */
+    float *sum;     /* [rows][LANES]: sum of weights so far, by lane */
     float *values; /* [ROUND / 2][head_dim] of pairs; only for tiles */
-    float *running_max; /* [rows]: what is taken off scores, at most SLACK below the largest one so far */
-    int32_t *position; /* [rows]: the query's; it sees no later key */
+    float *running_max; /* [rows]: subtracted from scores; at most SLACK below the largest score so far */
+    int32_t *position; /* [rows]: position of the query, which sees no later key */
 };
 
-/* The pages of one round, and those to be fetched into the cache meanwhile. */
+/* The pages of one round, and the pages to prefetch during it. */
 struct round {
     const void *keys[MOST_PAGES], *values[MOST_PAGES];
     const void *next_keys[MOST_PAGES], *next_values[MOST_PAGES];
-    int fetch; /* whether this is still to be done */
+    int fetch; /* whether the prefetch is still to be done */
 };
 
-/* Keys of a round. */
+/* Number of keys per round. */
 static int round_of(const struct attention *layer) { return layer->cache == CACHE_BYTES ? BYTE_ROUND : ROUND; }
 
 static int task_queries(const struct attention *layer) {
@@ -86,7 +88,7 @@ static int in_tiles(const struct attention *layer) {
     return TILES && layer->cache == CACHE_BF16 && layer->head_dim % 32 == 0;
 }
 
-/* Rows of whole tiles of any kind. */
+/* Round up to rows of whole tiles of any kind. */
 static int64_t tiled(int64_t rows) {
     enum { WHOLE = TILES ? ROWS * TILE_ROWS / 2 : ROWS };
     return (rows + WHOLE - 1) / WHOLE * WHOLE;
@@ -94,7 +96,7 @@ static int64_t tiled(int64_t rows) {
 
 enum { SCORES = TILES ? 2 * TILE_ROWS * ROUND : ROWS * BYTE_ROUND, VALUE_ROWS = TILES ? ROUND / 2 : 0 };
 
-/* Floats of scratch memory that a thread needs; whole lines of the cache. */
+/* Floats of scratch memory per thread, rounded up to whole cache lines. */
 static int64_t attention_scratch(const struct attention *layer) {
     const int64_t rows = tiled(task_queries(layer) * (layer->num_heads / layer->num_kv_heads));
     return (rows * (2 * layer->head_dim + LANES + 2) + SCORES + VALUE_ROWS * layer->head_dim + 15) / 16 * 16;
@@ -117,27 +119,28 @@ SPECIALIZED int number_bytes(const int format) {
     return format == CACHE_FLOAT ? 4 : format == CACHE_BYTES ? 1 : 2;
 }
 
-/* Of the keys or values of one head in a block; bytes have scales. */
+/* Bytes of one head's keys, or values, in a block. Byte caches include scales. */
 int64_t cache_page_bytes(int64_t head_dim, int64_t format) {
     return PAGE * (head_dim * number_bytes((int)format) + (format == CACHE_BYTES ? 4 : 0));
 }
 
-/* Numbers of one row or column of the products that stand side by side in the cache, to be multiplied at once. */
+/* Numbers of a row or column that are adjacent in the cache, so that one instruction multiplies
+ * them. */
 SPECIALIZED int interleaved(const int format) { return format == CACHE_BF16 ? 2 : 1; }
 
-/* A vector's worth of numbers, or of pairs of them. */
+/* Load a vector of numbers, or of pairs. */
 SPECIALIZED vec load_cache(const char *cache, const int format) {
     return format == CACHE_HALF ? load_half((const uint16_t *)cache) : load((const float *)cache);
 }
 
-/* So many bytes from memory into the first cache. Returns where they end. */
+/* Prefetch `count` bytes into the L1 cache. Returns the end of these bytes. */
 SPECIALIZED const char *fetch_lines(const char *from, const int count) {
     UNROLL
     for (int at = 0; at < count; at += 64) __builtin_prefetch(from + at, 0, 3);
     return from + count;
 }
 
-/* sum + factor times what was loaded from the cache. */
+/* sum + factor times the cached numbers. */
 SPECIALIZED vec add_product(vec sum, const float *factor, vec cached, const int format) {
     const vec splatted = (vec)splat_bytes(factor);
 #if defined(BUILD_BF16)
@@ -147,7 +150,8 @@ SPECIALIZED vec add_product(vec sum, const float *factor, vec cached, const int 
     return fma_(splatted, cached, sum);
 }
 
-/* Scores of `rows` queries with the keys in `width` vectors, of which the first begins at key `first` of the round. */
+/* Compute the scores of `rows` queries with `width` vectors of keys, from key `first` of the
+ * round. */
 SPECIALIZED void score_keys(const int rows, const int width, const int format, const float *query, int head_dim,
                             const struct round *now, int first, float *score) {
     const int step_bytes = PAGE * interleaved(format) * number_bytes(format);
@@ -179,7 +183,7 @@ SPECIALIZED void score_keys(const int rows, const int width, const int format, c
         for (int v = 0; v < width; v++) store(score + r * ROUND + first + v * LANES, total[r][v]);
 }
 
-/* One step of add_values. `there`: the bits of the loaded words that may be used. */
+/* One step of add_values. `there`: mask of the bits of loaded words that may be used. */
 SPECIALIZED void add_value(const int rows, const int width, const int format, const float *weight, const char *values,
                            const int32_t there, vec total[ROWS][WIDTH]) {
     vec value[WIDTH];
@@ -194,7 +198,8 @@ SPECIALIZED void add_value(const int rows, const int width, const int format, co
         for (int v = 0; v < width; v++) total[r][v] = add_product(total[r][v], weight + r * ROUND, value[v], format);
 }
 
-/* out += weights times values, for `width` vectors of dimensions from `dim` on and the round's first `count` keys. */
+/* out += weights times values, for `width` vectors of dimensions from `dim` and the round's first
+ * `count` keys. */
 SPECIALIZED void add_values(const int rows, const int width, const int format, const float *weight, int head_dim,
                             int dim, const struct round *now, int count, float *out) {
     const int64_t line = (int64_t)head_dim * interleaved(format) * number_bytes(format);
@@ -215,7 +220,7 @@ SPECIALIZED void add_values(const int rows, const int width, const int format, c
             if (now->fetch) fetch_lines(values + next, width * LANES * interleaved(format) * number_bytes(format));
         }
     }
-    if (count % interleaved(format)) { /* nothing may be there yet of the last pair's second value */
+    if (count % interleaved(format)) { /* the last pair's second value may not be written yet */
         const char *values = (const char *)now->values[steps / page_steps] + first + steps % page_steps * line;
         add_value(rows, width, format, weight, values, 0xffff, total);
     }
@@ -225,7 +230,8 @@ SPECIALIZED void add_values(const int rows, const int width, const int format, c
         for (int v = 0; v < width; v++) store(out + r * head_dim + dim + v * LANES, total[r][v]);
 }
 
-/* A vector of queries or weights as the products take them; `at` is in numbers. Returns what is stored, as floats. */
+/* Store a vector of queries or weights in the form for products. `at` counts numbers. Returns the
+ * stored values as floats. */
 SPECIALIZED vec store_operand(float *row, int at, vec value, const int format) {
 #if defined(BUILD_BF16)
     if (format == CACHE_BF16) return store_bf16((uint16_t *)row + at, value);
@@ -235,8 +241,8 @@ SPECIALIZED vec store_operand(float *row, int at, vec value, const int format) {
     return value;
 }
 
-/* What scores are times, beside the layer's scale, and the function that makes weights of them. What is rounded
- * afterwards, to 16 bits at most, needs no more than a rough one. */
+/* The factor of scores besides the layer's scale, and the function that turns them into weights.
+ * Weights that are later rounded to 16 bits or fewer use a rough function. */
 SPECIALIZED float exponent_unit(const int format) { return format >= CACHE_BF16 ? 1.44269504f : 1.0f; }
 
 SPECIALIZED vec weight_of(vec score, const int format) {
@@ -247,7 +253,7 @@ SPECIALIZED vec weight_of(vec score, const int format) {
     return exponential(score);
 }
 
-/* -inf for those of a row's scores whose keys (the round's first is `base`) it does not see. */
+/* Set a row's scores to -inf for keys that it does not see. `base`: the round's first key. */
 static void mask_keys(const struct attention *layer, const struct rows *all, int row, float *score, int count,
                       int base) {
     const int position = all->position[row], window = layer->window;
@@ -261,7 +267,7 @@ static void mask_keys(const struct attention *layer, const struct rows *all, int
     }
 }
 
-/* A row's sums brought to a new maximum. */
+/* Rescale a row's sums to a new maximum. */
 SPECIALIZED void rescale_row(const int format, const struct attention *layer, const struct rows *all, int row,
                                float largest) {
     float *sum = all->sum + row * LANES, *out = all->out + row * layer->head_dim;
@@ -271,8 +277,8 @@ SPECIALIZED void rescale_row(const int format, const struct attention *layer, co
     all->running_max[row] = largest;
 }
 
-/* Turn one row's first `count` scores of the round that begins at key `base` into weights; bring its sums to the new
- * maximum. */
+/* Turn one row's first `count` scores of the round that begins at key `base` into weights, and
+ * rescale its sums if the maximum grew. */
 SPECIALIZED void online_softmax(const int format, const struct attention *layer, const struct rows *all, int row,
                                 float *score, int count, int base) {
     mask_keys(layer, all, row, score, count, base);
@@ -289,7 +295,7 @@ SPECIALIZED void online_softmax(const int format, const struct attention *layer,
     store(sum, total);
 }
 
-/* One round for up to ROWS rows. `count`: keys of the round that the last of them sees. */
+/* Compute one round for up to ROWS rows. `count`: keys of the round that the last row sees. */
 SPECIALIZED void attend_round(const int rows, const int format, const struct attention *layer, const struct rows *all,
                               int row, int base, int count, const struct round *now) {
     const int dim = layer->head_dim;

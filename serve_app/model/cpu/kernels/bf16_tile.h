@@ -1,11 +1,12 @@
-/* Products in bfloat16, summed in float: per lane and instruction two activations times two weights, or in tiles. */
+/* Products in bfloat16, summed in float: two activations times two weights per lane and
+ * instruction, or in tiles. */
 #ifndef SERVE_APP_BF16_TILE_H
 #define SERVE_APP_BF16_TILE_H
 
 #include "amx_tile.h"
 #include "weights.h"
 
-/* Rows that are multiplied at once, without AMX: as many as the registers hold, two vectors each. */
+/* Rows multiplied at once without AMX: as many as the registers hold, two vectors each. */
 #define BF16_ROWS 12
 
 #if defined(BUILD_AMX)
@@ -15,11 +16,12 @@ enum {
     FETCH_EVERY = 1024, /* bytes of bfloat16: one line makes the processor fetch on, all would stop the products */
 };
 
-/* A float whose lower half is cut off gets smaller by up to a unit of bfloat16, on the mean by half of one. This factor
- * makes up for it: numbers that are cut afterwards are rounded, to at most 0.7 units. */
+/* Cutting off the lower half of a float makes it smaller by up to one unit of bfloat16, half a
+ * unit on average. This factor compensates: numbers that are cut afterwards are rounded, with an
+ * error of at most 0.7 units. */
 #define BEFORE_CUTTING (1.0f + 0.69f * 0x1p-8f)
 
-/* Group `g` of a panel of bytes as uint16 [GROUP / 2][PANEL][2] of bfloat16. */
+/* Unpack group `g` of a panel of bytes to uint16 [GROUP / 2][PANEL][2] of bfloat16. */
 SPECIALIZED void unpack_group(const int format, const uint8_t *panel, int64_t g, uint8_t *to) {
     const uint8_t *values = panel + group_at(format, g) + scale_bytes(format);
     const int four = format == Q4 || format == Q4S || format == Q4K, parts = group_parts(format);
@@ -40,7 +42,8 @@ SPECIALIZED void unpack_group(const int format, const uint8_t *panel, int64_t g,
                 for (int i = 0; i < 2; i++) {
                     const int byte = k % 4 + i;
                     const vec number = four ? four_bits(bytes >> 8 * byte) : byte_number(bytes, byte);
-                    /* Of 6 bits a weight of 0 stays 0: its m is 32 d, which with BYTE_ZERO's 256 d would be rounded. */
+                    /* With 6 bits a weight of 0 must stay 0. An m of 32 d plus the 256 d of
+                     * BYTE_ZERO would be rounded. */
                     value[i] = format == Q6K ? d * (number - splat(BYTE_ZERO + 32.0f)) : fma_(d, number, m);
                 }
                 const ivec pairs = upper_halves(value[0], value[1]);
@@ -50,7 +53,8 @@ SPECIALIZED void unpack_group(const int format, const uint8_t *panel, int64_t g,
     }
 }
 
-/* Up to UNPACKED_AT_ONCE groups, and the same of the next panel, `panel_bytes` on, into the second cache. */
+/* Unpack up to UNPACKED_AT_ONCE groups, and prefetch those of the next panel, `panel_bytes` ahead,
+ * into the L2 cache. */
 SPECIALIZED void unpack_groups(const int format, const uint8_t *panel, int64_t panel_bytes, int first, int end,
                                uint8_t *to) {
     for (int g = first; g < end; g++, to += 2 * GROUP * PANEL) {
@@ -62,7 +66,8 @@ SPECIALIZED void unpack_groups(const int format, const uint8_t *panel, int64_t p
     }
 }
 
-/* One or two tiles of rows times some groups of one panel: C += W x. w: uint16 [inputs / 2][PANEL][2]. */
+/* Multiply one or two tiles of rows by some groups of one panel: C += W x. w: uint16 [inputs /
+ * 2][PANEL][2]. */
 SPECIALIZED void multiply_tiles(const int tiles, const uint8_t *x, int64_t x_bytes, const uint8_t *w, int groups) {
     const uint8_t *below = x + TILE_ROWS * x_bytes;
     for (const uint8_t *end = w + groups * 2 * GROUP * PANEL; w < end; w += 2 * GROUP * PANEL) {
@@ -81,8 +86,9 @@ SPECIALIZED void multiply_tiles(const int tiles, const uint8_t *x, int64_t x_byt
     }
 }
 
-/* One or two tiles of rows times the groups from `first` to end - 1 of one panel: to[rows][PANEL] = from + W x.
- * `unpacked`: those groups of a panel of bytes; they are put there if `fresh`. */
+/* Multiply one or two tiles of rows by groups `first` to `end` - 1 of one panel: to[rows][PANEL] =
+ * from + W x. `unpacked`: those groups of a panel of bytes, which this function unpacks if
+ * `fresh`. */
 SPECIALIZED void tile_rows(const int tiles, const int format, const int fresh, const uint16_t *x, int inputs,
                            const uint8_t *panel, int first, int end, uint8_t *unpacked, struct sums from,
                            struct sums to) {
@@ -152,8 +158,8 @@ static void bf16_product(int format, int rows, const uint16_t *x, int inputs, co
 #elif defined(BUILD_BF16)
 enum { BF16_DEPTH = 24 * GROUP }; /* inputs of a panel that are multiplied with all rows before the next ones */
 
-/* Some inputs of one panel: sums[rows][PANEL] += W x. The next panel, `panel_bytes` on, is fetched meanwhile, as long
- * as there is work to do: with one row, all is waiting for memory anyway. */
+/* Multiply some inputs of one panel: sums[rows][PANEL] += W x. Prefetches the next panel,
+ * `panel_bytes` ahead, unless there is only one row: then memory is the bottleneck anyway. */
 SPECIALIZED void bf16_tile(const int rows, const uint16_t *x, int64_t x_stride, const uint8_t *w, int64_t panel_bytes,
                            int depth, float *sums) {
     vec total[BF16_ROWS][2];
@@ -191,8 +197,8 @@ static void bf16_rows(int rows, const uint16_t *x, int64_t x_stride, const uint8
     }
 }
 
-/* out[rows][out_stride] = bias + W x, for one panel. The tiles are about equally high, see fixed_panel. sums:
- * [rows][PANEL]. */
+/* out[rows][out_stride] = bias + W x, for one panel. All tiles have about the same number of rows,
+ * see fixed_panel. sums: [rows][PANEL]. */
 static void bf16_product(int format, int rows, const uint16_t *x, int inputs, const uint8_t *panel, const float *bias,
                          float *sums, float *out, int64_t out_stride) {
     (void)format;

@@ -1,9 +1,10 @@
 /* Blocks of weights as GGUF and safetensors files have them, and their packing into panels.
  *
- * A row of a matrix is a sequence of blocks. What a format of ours can hold goes over number by number; everything else
- * goes through floats. Layouts of the blocks: the GGUF specification and ggml's `block_*` structs; all little-endian.
+ * A row of a matrix is a sequence of blocks. Numbers that our format can hold are copied unchanged;
+ * all others are converted through floats. Layouts of the blocks: the GGUF specification and ggml's
+ * `block_*` structs; all little-endian.
  *
- *   type           a block of                                                        stands for
+ *   type           a block of                                                        represents
  *   Q4_0, Q5_0     32: half d, (uint32 fifth bits,) 16 bytes of two low halves        d (q - 8), d (q - 16)
  *   Q4_1, Q5_1     32: half d, half m, the same                                       d q + m
  *   Q8_0           32: half d, 32 signed bytes                                        d q
@@ -17,7 +18,7 @@
 
 #include "weights.h"
 
-/* As in GGUF files. */
+/* The numbers of GGUF files. */
 enum file_type {
     FILE_F32 = 0, FILE_F16 = 1, FILE_Q4_0 = 2, FILE_Q4_1 = 3, FILE_Q5_0 = 6, FILE_Q5_1 = 7, FILE_Q8_0 = 8,
     FILE_Q4_K = 12, FILE_Q5_K = 13, FILE_Q6_K = 14, FILE_BF16 = 30,
@@ -25,7 +26,7 @@ enum file_type {
 
 enum { BLOCK = SUPER * GROUP };
 
-/* Weights of a block, and its bytes. A float is a block by itself. */
+/* Weights per block, and bytes per block. A float is a block of its own. */
 static int block_weights(int type) {
     if (type == FILE_F32 || type == FILE_F16 || type == FILE_BF16) return 1;
     return type >= FILE_Q4_K ? BLOCK : GROUP;
@@ -47,7 +48,8 @@ static int block_bytes(int type) {
     }
 }
 
-/* Bytes of a row of `inputs` weights; 0 for an unknown type, or when they are no whole number of blocks. */
+/* Bytes of a row of `inputs` weights. 0 for an unknown type, or if the weights are not whole
+ * blocks. */
 int64_t file_row_bytes(int64_t type, int64_t inputs) {
     const int bytes = block_bytes((int)type);
     return bytes && inputs % block_weights((int)type) == 0 ? inputs / block_weights((int)type) * bytes : 0;
@@ -59,8 +61,8 @@ static uint16_t read_half(const uint8_t *from) {
     return bits;
 }
 
-/* The values of a block of 32, and d and m with which they are d q + m. Returns whether m is a number that half
- * precision has. */
+/* Read a block of 32: its values q, and d and m such that the weights are d q + m. Returns whether
+ * half precision can represent m. */
 static int read_group(int type, const uint8_t *block, struct group *group) {
     const int has_minimum = type == FILE_Q4_1 || type == FILE_Q5_1, five = type == FILE_Q5_0 || type == FILE_Q5_1;
     group->scale = read_half(block);
@@ -85,7 +87,7 @@ static int read_group(int type, const uint8_t *block, struct group *group) {
     return half_to_float(group->minimum) == minimum;
 }
 
-/* The 6 bits of s and t for each of a block's groups. */
+/* Read the 6-bit s and t of each of a block's groups. */
 static void read_scales(const uint8_t *packed, uint8_t *s, uint8_t *t) {
     for (int g = 0; g < 4; g++) {
         s[g] = packed[g] & 63;
@@ -95,7 +97,7 @@ static void read_scales(const uint8_t *packed, uint8_t *s, uint8_t *t) {
     }
 }
 
-/* The values of group `g` of a block of Q4_K or Q5_K. */
+/* Read the values of group `g` of a block of Q4_K or Q5_K. */
 static void read_super_group(int type, const uint8_t *block, int g, uint8_t *q) {
     const uint8_t *fifth = block + 16, *from = fifth + (type == FILE_Q5_K ? BLOCK / 8 : 0) + g / 2 * GROUP;
     for (int k = 0; k < GROUP; k++) {
@@ -141,7 +143,7 @@ static void six_bit_floats(const uint8_t *block, float *out) {
     for (int k = 0; k < BLOCK; k++) out[k] = d * six.s[k / 16] * (float)(six.q[k] - 32);
 }
 
-/* `count` weights as floats; whole blocks. */
+/* Read `count` weights as floats. `count` must be whole blocks. */
 static void read_floats(int type, const uint8_t *from, int count, float *out) {
     const int weights = block_weights(type), bytes = block_bytes(type);
     for (int done = 0; done < count; done += weights, from += bytes, out += weights) {
@@ -163,7 +165,7 @@ static void read_floats(int type, const uint8_t *from, int count, float *out) {
     }
 }
 
-/* Whether a format holds this type's numbers as they are. */
+/* Whether a format holds this type's numbers unchanged. */
 static int holds(int format, int type) {
     if (format == Q4) return type == FILE_Q4_0 || type == FILE_Q4_1;
     if (format == Q4S) return type == FILE_Q4_0;
@@ -171,7 +173,7 @@ static int holds(int format, int type) {
     return (format == Q4K && type == FILE_Q4_K) || (format == Q6K && type == FILE_Q6_K);
 }
 
-/* The block of Q4_K at `from`, as the block at `to` has it. */
+/* Pack the block of Q4_K at `from` into lane `lane` of the block at `to`. */
 static void pack_four_bits(const uint8_t *from, int lane, uint8_t *to) {
     uint8_t s[SUPER], t[SUPER], q[GROUP];
     memcpy(to + 2 * lane, from, 2);
@@ -186,7 +188,7 @@ static void pack_four_bits(const uint8_t *from, int lane, uint8_t *to) {
     }
 }
 
-/* The block of Q6_K at `from`. */
+/* Pack the block of Q6_K at `from` into lane `lane` of the block at `to`. */
 static void pack_six_bits(const uint8_t *from, int lane, uint8_t *to) {
     struct six_bits six;
     read_six_bits(from, &six);
@@ -226,10 +228,11 @@ static int pack_row(int type, const uint8_t *row, int64_t inputs, int format, in
     return 1;
 }
 
-/* Pack the rows of a matrix in a file into `to` (zeroed, weight_panel_bytes for each panel), row n as output
- * offset + n. `order`: which row of the file is row n; NULL: the n-th. With `exactly`, returns 0 as soon as a weight
- * does not fit the format; without, BF16 and Q8 take the nearest values. `inputs` is a multiple of weight_block(format) and of
- * the type's blocks. */
+/* Pack the rows of a matrix in a file into `to` (zeroed, weight_panel_bytes per panel), with row n
+ * as output offset + n. `order`: the file's row for each row n; NULL: the file's order. With
+ * `exactly`, returns 0 as soon as a weight does not fit the format. Without it, BF16 and Q8 use
+ * the nearest values. `inputs` must be a multiple of weight_block(format) and of the type's
+ * blocks. */
 int64_t weight_pack(const uint8_t *rows, int64_t type, const int64_t *order, int64_t num_rows, int64_t inputs,
                     int64_t format, int64_t exactly, int64_t offset, uint8_t *to) {
     const int64_t row_bytes = file_row_bytes(type, inputs);

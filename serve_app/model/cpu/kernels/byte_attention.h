@@ -1,16 +1,18 @@
-/* attention_round.h's round in bytes: both products in integers.
+/* The round of attention_round.h in bytes: both products in integers.
  *
- * A key or value of one head is int8 numbers times a scale. A lane multiplies DOT_SIZE of them at once and sums them:
- * four with AVX-512, which multiplies bytes; two with AVX2, where they are widened to 16 bits on the way. A page is
+ * A key or value of one head is int8 numbers times a scale. A lane multiplies DOT_SIZE of them at
+ * once and sums the products: four with AVX-512, which multiplies bytes; two with AVX2, which
+ * widens them to 16 bits first. A page is
  *   keys    bytes [head_dim / DOT_SIZE][PAGE][DOT_SIZE], the numbers plus KEY_ZERO_POINT, then float scale[PAGE]
  *   values  int8 [PAGE / DOT_SIZE][head_dim][DOT_SIZE], then float scale[PAGE]
- * Queries are rounded in the same way, to numbers up to QUERY_LIMIT. A round's weights take the values' scales first,
- * and are then integers times a WEIGHT_LIMITth of the largest of them: many small ones do not vanish beside a large one
- * of another round. The softmax's sum has them unrounded.
+ * Queries are rounded in the same way, to numbers up to QUERY_LIMIT. A round's weights are
+ * multiplied by the values' scales first. Then they become integers, in units of 1/WEIGHT_LIMIT of
+ * the largest weight of the round: many small weights do not vanish because another round has a
+ * large one. The softmax's sum uses unrounded weights.
  *
- * A value's scale is finite whatever its page held before, so that a weight of 0 hides it. If a token's key or value
- * has a NaN or an infinity, its key's scale is NaN, and so is every row that sees it.
- */
+ * A value's scale is always finite, whatever its page held before, so that a weight of 0 hides it.
+ * If a token's key or value has a NaN or an infinity, its key's scale is NaN, and so is every row
+ * that sees it. */
 #ifndef SERVE_APP_BYTE_ATTENTION_H
 #define SERVE_APP_BYTE_ATTENTION_H
 
@@ -18,14 +20,14 @@
 
 #if defined(BUILD_BYTE_CACHE)
 #if defined(BUILD_AVX512)
-enum { DOT_SIZE = 4, KEY_ZERO_POINT = 128 }; /* bytes must be unsigned on one side of a product */
+enum { DOT_SIZE = 4, KEY_ZERO_POINT = 128 }; /* one side of a product must be unsigned bytes */
 #define QUERY_LIMIT 127.0f
 #define WEIGHT_LIMIT 255.0f
 typedef int8_t query_number;
 typedef uint8_t weight_number;
 #else
 enum { DOT_SIZE = 2, KEY_ZERO_POINT = 0 };
-/* Sums over 2,048 dimensions or a round's keys fit 32 bits. */
+/* With these limits, sums over 2,048 dimensions or a round's keys fit 32 bits. */
 #define QUERY_LIMIT 8191.0f
 #define WEIGHT_LIMIT 32767.0f
 typedef int16_t query_number;
@@ -33,12 +35,12 @@ typedef int16_t weight_number;
 #endif
 
 enum {
-    PAGE_VECTORS = PAGE / LANES,          /* that DOT_SIZE numbers of each of a page's keys fill */
+    PAGE_VECTORS = PAGE / LANES,          /* vectors with DOT_SIZE numbers of each of a page's keys */
     PAGES_AT_ONCE = WIDTH / PAGE_VECTORS, /* pages whose keys are scored at once */
-    LEAST_PAGES = MOST_PAGES / 4,         /* a round has one, two, three or four times as many */
+    LEAST_PAGES = MOST_PAGES / 4,         /* a round has one to four times as many */
 };
 
-/* A vector of keys or values. */
+/* Load a vector of keys or values. */
 SPECIALIZED ivec load_numbers(const char *from) {
 #if defined(BUILD_AVX512)
     return (ivec)pinned((vec)load_int(from));
@@ -47,7 +49,8 @@ SPECIALIZED ivec load_numbers(const char *from) {
 #endif
 }
 
-/* Per lane: sum and the products of DOT_SIZE numbers; with AVX-512 those of `first` are unsigned. */
+/* Per lane: sum plus the products of DOT_SIZE numbers. With AVX-512, those of `first` are
+ * unsigned. */
 SPECIALIZED ivec dot_numbers(ivec sum, ivec first, ivec second) {
 #if defined(BUILD_AVX512)
     return dot4(sum, first, second);
@@ -64,19 +67,20 @@ SPECIALIZED void store_query(query_number *to, ivec numbers) {
 #endif
 }
 
-/* A tile's queries are words of DOT_SIZE numbers [head_dim / DOT_SIZE][ROWS], and behind them: */
+/* A tile's queries are words of DOT_SIZE numbers [head_dim / DOT_SIZE][ROWS], followed by: */
 struct query_terms {
     float scale[ROWS];
-    int32_t start[ROWS]; /* where sums begin: it takes off what KEY_ZERO_POINT adds */
+    int32_t start[ROWS]; /* start value of sums, which compensates for KEY_ZERO_POINT */
 };
 
 static struct query_terms *terms_of(float *tile, int head_dim) {
     return (struct query_terms *)(tile + head_dim / DOT_SIZE * ROWS);
 }
 
-/* The scale that makes the largest of `count` numbers `limit`; NaN where one is no number, or infinite. */
+/* The scale that makes `limit` the largest of `count` numbers. NaN if any number is NaN or
+ * infinite. */
 static float number_scale(const float *x, int count, float limit) {
-    ivec largest = {0}; /* as integers: what is infinite or no number is above all numbers */
+    ivec largest = {0}; /* as integers: infinity and NaN are larger than all numbers */
     for (int i = 0; i < count; i += LANES) largest = maximum_int((ivec)absolute(load(x + i)), largest);
     const int32_t bits = reduce_max_int(largest);
     float size;
@@ -84,10 +88,10 @@ static float number_scale(const float *x, int count, float limit) {
     return bits >= 0x7f800000 ? NAN : size / limit;
 }
 
-/* A scale that is no normal number counts as zero. */
+/* A scale that is not a normal number counts as zero. */
 static vec inverse_of(float scale) { return splat(scale > 0x1p-126f ? 1.0f / scale : 0.0f); }
 
-/* One query, in row `row` of its tile. */
+/* Round one query into row `row` of its tile. */
 static void put_byte_query(const struct attention *layer, const float *query, int row, float *tile) {
     struct query_terms *terms = terms_of(tile, layer->head_dim);
     const float scale = number_scale(query, layer->head_dim, QUERY_LIMIT);
@@ -104,7 +108,8 @@ static void put_byte_query(const struct attention *layer, const float *query, in
     terms->start[row] = -KEY_ZERO_POINT * (int32_t)reduce_add(to_float(sum));
 }
 
-/* Into number `offset` of every DOT_SIZE. The others are not touched: another thread may be writing them. */
+/* Store into number `offset` of every DOT_SIZE. The other numbers are not touched: another thread
+ * may be writing them. */
 SPECIALIZED void store_apart(uint8_t *to, int offset, ivec numbers) {
 #if defined(BUILD_AVX512)
     store_every_fourth(to, offset, numbers);
@@ -115,7 +120,8 @@ SPECIALIZED void store_apart(uint8_t *to, int offset, ivec numbers) {
 #endif
 }
 
-/* One token's key and value of one head into its place in their pages. Other threads may write other tokens' there. */
+/* Write one token's key and value of one head into their pages. Other threads may write other
+ * tokens to the same pages. */
 static void write_bytes(int head_dim, const float *key, const float *value, int offset, uint8_t *keys,
                         uint8_t *values) {
     float key_scale = number_scale(key, head_dim, 127.0f), value_scale = number_scale(value, head_dim, 127.0f);
@@ -136,7 +142,7 @@ static void write_bytes(int head_dim, const float *key, const float *value, int 
     memcpy(values + PAGE * head_dim + 4 * offset, &value_scale, 4);
 }
 
-/* As score_keys: with the keys of `pages` pages from page `first` on. */
+/* score_keys in bytes, with the keys of `pages` pages from page `first`. */
 SPECIALIZED void score_byte_keys(const int rows, const int pages, int first, float *tile, int head_dim,
                                  const struct round *now, float *score) {
     const int vectors = pages * PAGE_VECTORS;
@@ -179,8 +185,8 @@ SPECIALIZED void score_byte_keys(const int rows, const int pages, int first, flo
     }
 }
 
-/* As add_values: weights, words of DOT_SIZE numbers in rows of BYTE_ROUND words, times `unit`, for `width` vectors of
- * dimensions from `dim` on. */
+/* add_values in bytes: weights (words of DOT_SIZE numbers in rows of BYTE_ROUND words) times
+ * `unit`, for `width` vectors of dimensions from `dim`. */
 SPECIALIZED void add_byte_values(const int rows, const int width, const float *weight, const float *unit, int head_dim,
                                  int dim, const struct round *now, int count, float *out) {
     ivec total[ROWS][WIDTH] = {0};
@@ -213,7 +219,8 @@ SPECIALIZED void add_byte_values(const int rows, const int width, const float *w
         }
 }
 
-/* As online_softmax, for `pages` pages; a row's weights fill the front of its scores. Returns their unit. */
+/* online_softmax for `pages` pages. A row's weights overwrite the beginning of its scores. Returns
+ * the weights' unit. */
 SPECIALIZED float online_softmax_bytes(const int pages, const struct attention *layer, const struct rows *all, int row,
                                        const struct round *now, int base, float *score) {
     const int vectors = pages * PAGE_VECTORS;
@@ -233,7 +240,7 @@ SPECIALIZED float online_softmax_bytes(const int pages, const struct attention *
         most = maximum(weight[v], most);
     }
     store(all->sum + row * LANES, total);
-    /* One division, for which nothing else waits. */
+    /* A single division, which no other operation waits for. */
     const float largest = reduce_max(most), unit = largest * (1.0f / WEIGHT_LIMIT);
     const vec inverse = splat(unit > 0x1p-126f ? WEIGHT_LIMIT / largest : 0.0f);
     UNROLL
@@ -251,7 +258,7 @@ static float online_softmax_pages(int pages, const struct attention *layer, cons
     }
 }
 
-/* As attend_round. */
+/* attend_round in bytes. */
 SPECIALIZED void attend_byte_round(const int rows, const struct attention *layer, const struct rows *all, int row,
                                    int base, int count, const struct round *now) {
     const int dim = layer->head_dim;

@@ -1,21 +1,22 @@
-/* One step of a Llama-like decoder over the packed tokens of all sequences: from token ids to final hidden states.
+/* One step of a Llama-like decoder over the packed tokens of all sequences: from token ids to
+ * final hidden states.
  *
- * Two ways to use many threads; a row's bits are the same in both.
- * In blocks: a thread takes a block of tokens from one attention to the next, for which it needs the keys of the blocks
- * before it that have tokens of the same sequence, and of no others: whoever is held up holds up few. What a block has
- * between its products stays in the thread's cache. Every thread reads all weights, so it takes some tokens each to
- * pay.
- * Together, for few tokens: the threads share out each loop within a layer and meet ten times a layer.
- */
+ * There are two ways to use many threads. A row's bits are the same in both.
+ * In blocks: a thread computes a block of tokens from one attention to the next. For this it needs
+ * the keys of earlier blocks with tokens of the same sequence, and of no others, so a delayed
+ * thread delays few others. A block's data between products stays in the thread's cache. Every
+ * thread reads all weights, so a thread needs several tokens to be efficient.
+ * Together, for few tokens: the threads share each loop within a layer and synchronize ten times
+ * per layer. */
 #ifndef SERVE_APP_DECODER_H
 #define SERVE_APP_DECODER_H
 
 #include "layer.h"
 
-/* Memory for the starts of so many sequences. */
+/* Bytes for the query starts of `sequences` sequences. */
 static int64_t starts_bytes(int sequences) { return (4 * ((int64_t)sequences + 1) + 63) / 64 * 64; }
 
-/* All sequences of `batch`, with all threads of `pool`. `memory`: together_bytes. */
+/* Compute all sequences of `batch` with all threads of `pool`. `memory`: together_bytes. */
 static void run_together(const struct decoder *decoder, struct pool *pool, const struct batch *batch,
                          const int64_t *ids, char *memory, float *hidden) {
     struct workspace space;
@@ -37,18 +38,18 @@ static int64_t together_bytes(const struct decoder *decoder, const struct pool *
            lay_out(decoder, batch->num_tokens, batch->num_sequences, pool->num_threads, NULL, &space);
 }
 
-/* A step whose tokens are shared out in blocks, which lie in the cache of the thread that works on them. */
+/* A step whose tokens are divided into blocks. A block's data stays in its thread's cache. */
 enum { MOST_BLOCKS = 256, TILE_TOKENS = TILES ? TILE_ROWS : MANY_ROWS };
 
-/* About how many tokens are in a block. Every block unpacks all weights: into AMX's tiles, and to floats, that takes
- * longest. */
+/* The approximate number of tokens per block. Every block unpacks all weights; unpacking to AMX's
+ * tiles and to floats takes longest. */
 static int block_tokens(const struct decoder *decoder) {
     const enum form form = form_for(&decoder->layers[0].qkv, decoder->arithmetic, ROW_BLOCK);
     return TILES || form == AS_FLOATS ? 64 : 32;
 }
 
-/* The fewest tokens of a thread that reads all weights. In tiles a few tokens cost as much as many; and the more threads
- * read them, the less of the memory's bandwidth is each one's, and the more tokens it takes to make up for that. */
+/* Minimum number of tokens for a thread that reads all weights. In tiles a few tokens cost as much
+ * as many. More threads leave less memory bandwidth to each, so each needs more tokens. */
 static int least_tokens_each(const struct pool *pool) {
     const int least = TILES ? 2 * TILE_ROWS : 2;
     return pool->num_threads > least ? pool->num_threads : least;
@@ -56,8 +57,9 @@ static int least_tokens_each(const struct pool *pool) {
 
 struct block {
     int first, end; /* its tokens */
-    int needs;      /* the first block with tokens of the sequence that this one begins in */
-    /* Twice the parts that are done (see block_part), and one more while a thread is at the next. */
+    int needs;      /* the first block with tokens of the sequence that this block begins in */
+    /* Twice the number of finished parts (see block_part), plus one while a thread computes the
+     * next. */
     _Alignas(64) _Atomic int progress;
 };
 
@@ -73,7 +75,7 @@ struct in_blocks {
     struct block *blocks;
 };
 
-/* The sequences that have tokens from `first` to end - 1, as a batch of these alone. */
+/* The sequences with tokens from `first` to `end` - 1, as a batch of these tokens only. */
 static struct batch part_of_batch(const struct batch *batch, int first, int end, int32_t *starts) {
     int s = 0, count = 0;
     while (batch->query_starts[s + 1] <= first) s++;
@@ -88,7 +90,7 @@ static struct batch part_of_batch(const struct batch *batch, int first, int end,
     };
 }
 
-/* What outlives a part of a layer, of the tokens from `first` on. */
+/* The data that parts of a layer pass on, for the tokens from `first`. */
 static struct workspace stream_from(const struct decoder *decoder, const struct workspace *stream, int first) {
     return (struct workspace){
         .x = stream->x + (int64_t)first * decoder->hidden,
@@ -97,14 +99,14 @@ static struct workspace stream_from(const struct decoder *decoder, const struct 
     };
 }
 
-/* Where block `i` begins: where a tile ends, if there are several blocks a thread. */
+/* The first token of block `i`. With several blocks per thread, blocks begin at tile borders. */
 static int first_of_block(const struct in_blocks *job, const struct pool *pool, int i) {
     const int tile = job->num_blocks <= pool->num_threads ? 1 : TILE_TOKENS;
     const int first = (int)((int64_t)job->batch->num_tokens * i / job->num_blocks);
     return i == job->num_blocks ? first : (first + tile / 2) / tile * tile;
 }
 
-/* Cuts the step's tokens into blocks. */
+/* Cut the step's tokens into blocks. */
 static void cut(const struct in_blocks *job, const struct pool *pool) {
     const struct batch *batch = job->batch;
     for (int i = 0, s = 0, needs = 0; i < job->num_blocks; i++) {
@@ -118,7 +120,8 @@ static void cut(const struct in_blocks *job, const struct pool *pool) {
     }
 }
 
-/* A block's part number `layer`, from one attention up to the next: the end of the layer before, the start of this. */
+/* Compute part `layer` of a block, from one attention to the next: the end of the previous layer
+ * and the start of this one. */
 static void block_part(const struct in_blocks *job, const struct block *block, int layer, int thread) {
     const struct decoder *decoder = job->decoder;
     struct pool alone = {.num_threads = 1};
@@ -137,12 +140,12 @@ static void block_part(const struct in_blocks *job, const struct block *block, i
     if (layer < decoder->num_layers) begin_layer(&alone, &step, layer);
 }
 
-/* Takes the block that is the furthest behind of those at which nobody is and which have all keys that their tokens
- * see. NULL if there is none, or another thread was faster. */
+/* Take the block with the least progress that no thread is computing and whose tokens have all the
+ * keys they see. Returns NULL if there is none, or another thread was faster. */
 static struct block *take_block(const struct in_blocks *job) {
     const int done = 2 * (job->decoder->num_layers + 1);
     struct block *best = NULL;
-    int least = done, before = done, behind = done; /* the progress of `best`, of the block before, of all it needs */
+    int least = done, before = done, behind = done; /* progress of `best`, of the previous block, of all it needs */
     for (int i = 0; i < job->num_blocks; i++) {
         struct block *block = job->blocks + i;
         const int progress = atomic_load(&block->progress);
@@ -157,7 +160,8 @@ static struct block *take_block(const struct in_blocks *job) {
     return best && atomic_compare_exchange_strong(&best->progress, &least, least + 1) ? best : NULL;
 }
 
-/* One part of some block. Each thread that waits here for one will get it: there are as many chunks as parts. */
+/* Compute one part of a block. Every thread that waits here will get one: there are as many chunks
+ * as parts. */
 static void next_part(const void *argument, int chunk, int thread) {
     (void)chunk;
     const struct in_blocks *job = argument;
@@ -167,7 +171,7 @@ static void next_part(const void *argument, int chunk, int thread) {
     atomic_fetch_add(&block->progress, 1);
 }
 
-/* How many blocks of about `size` tokens a step is to be cut into; 0 if it has too few tokens for that. */
+/* The number of blocks of about `size` tokens for a step. 0 if it has too few tokens for blocks. */
 static int blocks_of(int size, const struct pool *pool, const struct batch *batch) {
     const int tokens = batch->num_tokens, threads = pool->num_threads;
     if (threads == 1 ? tokens <= size : tokens < threads * least_tokens_each(pool)) return 0;
@@ -205,8 +209,8 @@ int64_t decoder_workspace(const struct decoder *decoder, const struct pool *pool
     return num_blocks ? blocks_bytes(decoder, pool, batch, num_blocks) : together_bytes(decoder, pool, batch);
 }
 
-/* Hidden states [tokens][hidden] of `ids` after the final norm; keys and values go to the layers' caches. `memory`:
- * decoder_workspace bytes, aligned to 64. */
+/* Compute the hidden states [tokens][hidden] of `ids` after the final norm, and write keys and
+ * values to the layers' caches. `memory`: decoder_workspace bytes, aligned to 64. */
 void decoder_step(const struct decoder *decoder, struct pool *pool, const struct batch *batch, const int64_t *ids,
                   char *memory, float *hidden) {
     const int num_blocks = blocks_of(block_tokens(decoder), pool, batch);

@@ -1,7 +1,7 @@
-/* What happens to single rows (tokens) between the products: norms, rotary positions, the gated activation.
+/* Operations on single rows (tokens) between products: norms, rotary positions, the gated
+ * activation.
  *
- * Each function takes one row and reads nothing of the others. Counts are multiples of LANES.
- */
+ * Each function processes one row and reads no other. Counts are multiples of LANES. */
 #ifndef SERVE_APP_ELEMENTWISE_H
 #define SERVE_APP_ELEMENTWISE_H
 
@@ -9,7 +9,7 @@
 
 enum activation { SILU, GELU_TANH };
 
-/* out = x / sqrt(mean(x^2) + eps) * weight. In place is allowed. */
+/* out = x / sqrt(mean(x^2) + eps) * weight. May run in place. */
 static void rms_norm(const float *x, const float *weight, float eps, int count, float *out) {
     vec squares = splat(0.0f);
     for (int i = 0; i < count; i += LANES) squares = fma_(load(x + i), load(x + i), squares);
@@ -21,8 +21,8 @@ static void add(float *x, const float *more, int count) {
     for (int i = 0; i < count; i += LANES) store(x + i, load(x + i) + load(more + i));
 }
 
-/* Rotary position embedding of one head: the pairs (i, i + half) of its first 2 half numbers are turned by the
- * position's angles, given as cos and sin [half]. */
+/* Rotary position embedding of one head: rotate the pairs (i, i + half) of its first 2 half
+ * numbers by the position's angles, given as cos and sin [half]. */
 static void rotate(float *head, const float *cos, const float *sin, int half) {
     int i = 0;
     for (; i + LANES <= half; i += LANES) {
@@ -38,9 +38,9 @@ static void rotate(float *head, const float *cos, const float *sin, int half) {
 }
 
 #if defined(BUILD_BYTE_CACHE)
-/* One head turned by Hadamard matrices of up to 64 numbers, divided by the root of their size: products of two heads
- * stay what they are, but no number is much larger than the others, and bytes with one scale lose less (Ashkboos et
- * al., QuaRot, 2024). */
+/* Multiply one head by Hadamard matrices of up to 64 numbers, divided by the root of their size.
+ * Products of two heads do not change, but no number is much larger than the others, so bytes with
+ * one scale lose less precision (Ashkboos et al., QuaRot, 2024). */
 static void spread(float *head, int head_dim) {
     const int size = head_dim % 64 == 0 ? 64 : head_dim % 32 == 0 ? 32 : 16, width = size / LANES;
     const vec root = splat(size == 64 ? 0.125f : size == 32 ? 0.17677669f : 0.25f);
@@ -68,8 +68,8 @@ static void spread(float *head, int head_dim) {
 }
 #endif
 
-/* out = act(gate) * up. SiLU is x / (1 + e^-x); GELU in its tanh form is x / (1 + e^-2u) with
- * u = sqrt(2 / pi) (x + 0.044715 x^3). */
+/* out = act(gate) * up. SiLU is x / (1 + e^-x). GELU in its tanh form is x / (1 + e^-2u) with u =
+ * sqrt(2 / pi) (x + 0.044715 x^3). */
 static void gated(const float *gate, const float *up, int activation, int count, float *out) {
     for (int i = 0; i < count; i += LANES) {
         const vec x = load(gate + i);

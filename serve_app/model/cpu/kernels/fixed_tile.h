@@ -1,17 +1,18 @@
-/* Products of fixed-point activations with weights of 8, 6 and 4 bits, in integers within a group.
+/* Products of fixed-point activations with weights of 8, 6 and 4 bits. Sums within a group are
+ * integers.
  *
- * A tile is some rows of activations times one panel. Its sums of integers fill the registers while it goes through a
- * group; its sums of floats lie in memory meanwhile, in the first cache. The code is written for what the compiler
- * makes of it: one pointer per row and constant distances from it, or else GCC keeps a counter for each load and has
- * to put most of them into memory.
- */
+ * A tile is some rows of activations times one panel. Its integer sums use all registers during a
+ * group; its float sums are in memory meanwhile, in the L1 cache. The code is arranged for the
+ * compiler: one pointer per row and constant offsets from it. Otherwise GCC keeps a counter for
+ * each load and spills most of them. */
 #ifndef SERVE_APP_FIXED_TILE_H
 #define SERVE_APP_FIXED_TILE_H
 
 #include "activations.h"
 
-/* Rows of a tile: at most as many as the registers hold, two vectors each. MANY_ROWS: of one tile among several. With
- * fewer sums, more of the next group's products start before this one's last sums are there. */
+/* Maximum number of rows of a tile: as many as the registers hold, two vectors each. MANY_ROWS:
+ * rows of a tile if there are several. With fewer sums, more products of the next group start
+ * before this group's last sums are ready. */
 #if defined(BUILD_AVX512)
 #define FIXED_ROWS 8
 #define MANY_ROWS 6
@@ -28,20 +29,22 @@
 
 #define SIGN_BITS ((int32_t)0x80808080)
 
-/* A group's sum comes in one piece or in two: six bits have a scale for each half, and the sums of three bytes times 8
- * bits need more than 32, so that the last byte of the activations goes apart. */
+/* The number of pieces of a group's sum, one or two. Six bits have a scale for each half. The sums
+ * of three bytes times 8 bits need more than 32 bits, so the last byte of the activations is
+ * summed separately. */
 SPECIALIZED int num_pieces(const int format, const int bytes) {
     return format == Q6K || (format == Q8 && bytes == 3) ? 2 : 1;
 }
 
-/* The first byte of the activations that a piece has, and the one behind its last. */
+/* The first byte of the activations in a piece, and the byte after its last. */
 SPECIALIZED int first_byte(const int format, const int piece) { return format == Q8 ? 2 * piece : 0; }
 SPECIALIZED int end_byte(const int format, const int bytes, const int piece) {
     return format == Q8 && bytes == 3 && piece == 0 ? 2 : bytes;
 }
 
-/* Weights around zero lose their offset in integers: floats would take the difference of two large sums. This turns a
- * piece's sum of q a into one of (q - 8) a, (q - 32) a or (q - 128) a. */
+/* Weights around zero lose their offset in integers; in floats this would be the difference of two
+ * large sums. This turns a piece's sum of q a into a sum of (q - 8) a, (q - 32) a or
+ * (q - 128) a. */
 SPECIALIZED int is_centred(const int format, const int bytes) {
     return format == Q4S || num_pieces(format, bytes) == 2;
 }
@@ -53,7 +56,7 @@ SPECIALIZED ivec centre(const int format, const int bytes, const int piece, cons
 }
 
 #if defined(BUILD_NARROW_DOTS)
-/* Of weights of 4 or 6 bits, whose sums over 8 or 2 steps fit 16 bits. */
+/* Sums for weights of 4 or 6 bits: their sums over 8 or 2 steps fit 16 bits. */
 SPECIALIZED void narrow_dots(const int rows, const int format, const int part, const uint8_t *values,
                              const uint8_t *const *row, ivec dot[][2]) {
     const int steps = STEPS / group_parts(format), narrow = format == Q6K ? 2 : STEPS;
@@ -83,7 +86,7 @@ SPECIALIZED void narrow_dots(const int rows, const int format, const int part, c
     }
 }
 
-/* Of weights of 8 bits, less 128. */
+/* Sums for weights of 8 bits, minus 128. */
 SPECIALIZED void signed_dots(const int rows, const uint8_t *values, const uint8_t *const *row, ivec dot[][2]) {
     UNROLL
     for (int r = 0; r < rows; r++) dot[r][0] = dot[r][1] = (ivec){0};
@@ -100,8 +103,8 @@ SPECIALIZED void signed_dots(const int rows, const uint8_t *values, const uint8_
     }
 }
 
-/* dot[row] = (sum of q a over a piece of a group) and what centres it, or of (q - 128) a where `dots_are_signed`.
- * Activations have one byte. */
+/* dot[row] = (sum of q a over a piece of a group) plus its centering term, or the sum of (q - 128)
+ * a if `dots_are_signed`. Activations have one byte. */
 SPECIALIZED void dot_piece(const int rows, const int format, const int bytes, const int piece, const uint8_t *values,
                            const uint8_t *const *row, ivec dot[][2]) {
     (void)bytes;
@@ -113,7 +116,7 @@ SPECIALIZED void dot_piece(const int rows, const int format, const int bytes, co
 
 SPECIALIZED int dots_are_signed(const int format) { return format == Q8; }
 #else
-/* dot[row] = (sum of q a over a piece of a group) and what centres it. */
+/* dot[row] = (sum of q a over a piece of a group) plus its centering term. */
 SPECIALIZED void dot_piece(const int rows, const int format, const int bytes, const int piece, const uint8_t *values,
                            const uint8_t *const *row, ivec dot[][2]) {
     const int steps = STEPS / group_parts(format), part = format == Q6K ? piece : 0;
@@ -144,21 +147,21 @@ SPECIALIZED void dot_piece(const int rows, const int format, const int bytes, co
 SPECIALIZED int dots_are_signed(const int format) { return (void)format, 0; }
 #endif
 
-/* What a tile fetches while it computes. Bytes leave little to do meanwhile: they are fetched a panel ahead, and with
- * one row all is waiting for memory anyway. */
+/* Prefetch distance in bytes, except for Q8. Q8 has little work per byte, so it prefetches a whole
+ * panel ahead, and nothing with one row: then memory is the bottleneck anyway. */
 enum { AHEAD = 8192 };
 
-/* Into the second cache. */
+/* Prefetch into the L2 cache. */
 SPECIALIZED void fetch_group(const uint8_t *group, const int format) {
     UNROLL
     for (int line = 0; line < group_at(format, 1) - group_at(format, 0); line += 64)
         __builtin_prefetch(group + line, 0, 2);
 }
 
-/* Hides from the compiler where a pointer comes from. */
+/* Hides the origin of a pointer from the compiler. */
 #define OPAQUE(pointer) __asm__("" : "+r"(pointer))
 
-/* All inputs of one panel. What comes next is fetched meanwhile, group by group. */
+/* Multiply all inputs of one panel. Prefetches the next data group by group. */
 SPECIALIZED void fixed_tile(const int rows, const int format, const int bytes, const uint8_t *x, int inputs,
                             const uint8_t *panel, int64_t panel_bytes, const float *bias, float *out,
                             int64_t out_stride) {
@@ -209,7 +212,7 @@ SPECIALIZED void fixed_tile(const int rows, const int format, const int bytes, c
     for (int r = 0; r < rows; r++) memcpy(out + r * out_stride, sums + r * PANEL, sizeof(float) * PANEL);
 }
 
-/* A function for each format: in one for all, GCC keeps the pointers of some tiles in memory. */
+/* One function per format: in a common one GCC keeps the pointers of some tiles in memory. */
 #define FIXED_ROWS_OF(format) \
     static __attribute__((noinline)) void fixed_rows_##format(int rows, int bytes, const uint8_t *x, int inputs, \
                                                               const uint8_t *panel, const float *bias, float *out, \
@@ -242,7 +245,7 @@ FIXED_ROWS_OF(Q6K)
 #undef TILE
 #undef FIXED_ROWS_OF
 
-/* The weights of one input, for all outputs of a panel. */
+/* Read the weights of one input, for all outputs of a panel. */
 SPECIALIZED void weights_of(const int format, const uint8_t *panel, unsigned input, vec weight[2]) {
     const unsigned g = input / GROUP, k = input % GROUP, part = k * (unsigned)group_parts(format) / GROUP;
     const uint8_t *values = panel + group_at(format, g) + scale_bytes(format);
@@ -264,12 +267,13 @@ static inline void weights_of_input(int format, const uint8_t *panel, unsigned i
     }
 }
 
-/* Adds the products of the rows' outliers. Not in fixed_rows, where it would cost the tiles registers. */
+/* Add the products of the rows' outliers. Not in fixed_rows, where it would cost the tiles
+ * registers. */
 static __attribute__((noinline)) void add_outliers(int rows, int format, const uint8_t *x, int inputs,
                                                    const uint8_t *panel, float *out, int64_t stride) {
     const int64_t row_bytes = rounded_bytes(inputs, AS_BYTES);
     struct outlier outlier;
-    int known = -1; /* often that of the next row too */
+    int known = -1; /* often the next row has the same input */
     vec weight[2] = {{0}};
     for (x += row_bytes - (int64_t)sizeof outlier; rows > 0; rows--, x += row_bytes, out += stride) {
         memcpy(&outlier, x, sizeof outlier);

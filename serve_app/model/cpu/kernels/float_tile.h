@@ -1,4 +1,5 @@
-/* Products in float arithmetic: the weights as floats, unpacked for some inputs of a panel at a time. */
+/* Products in float arithmetic. Weights are unpacked to floats for some inputs of a panel at a
+ * time. */
 #ifndef SERVE_APP_FLOAT_TILE_H
 #define SERVE_APP_FLOAT_TILE_H
 
@@ -13,9 +14,9 @@
 #define FLOAT_ROWS 4
 #endif
 
-enum { DEPTH = 2048 / PANEL }; /* inputs whose weights are unpacked to floats at a time: 8 KiB of the first cache */
+enum { DEPTH = 2048 / PANEL }; /* inputs whose weights are unpacked to floats at a time: 8 KiB of the L1 cache */
 
-/* Group `g` of a panel of bytes as floats [GROUP][PANEL]. */
+/* Widen group `g` of a panel of bytes to floats [GROUP][PANEL]. */
 SPECIALIZED void widen_group(const int format, const uint8_t *panel, int64_t g, float *to) {
     const uint8_t *values = panel + group_at(format, g) + scale_bytes(format);
     const int steps = STEPS / group_parts(format);
@@ -33,8 +34,9 @@ SPECIALIZED void widen_group(const int format, const uint8_t *panel, int64_t g, 
     }
 }
 
-/* DEPTH or fewer inputs of a panel as floats [depth][PANEL], from input `first` on. Not inlined: GCC would keep the
- * pointers of the tiles behind it in memory, which take half as long again. */
+/* Unpack up to DEPTH inputs of a panel, from input `first`, to floats [depth][PANEL]. Not inlined:
+ * GCC would keep the pointers of the following tiles in memory, and these would take 1.5 times as
+ * long. */
 static __attribute__((noinline)) const float *unpack(const struct panel *panel, int first, int depth, float *to) {
     const int format = (int)panel->format;
     if (format == F32) return (const float *)panel->data + (int64_t)first * PANEL;
@@ -61,7 +63,7 @@ static __attribute__((noinline)) const float *unpack(const struct panel *panel, 
     return to;
 }
 
-/* Some inputs of one panel: sums[rows][PANEL] += W x. */
+/* Multiply some inputs of one panel: sums[rows][PANEL] += W x. */
 SPECIALIZED void float_tile(const int rows, const float *x, int64_t x_stride, const float *w, int depth, float *sums) {
     vec total[FLOAT_ROWS][2];
     UNROLL

@@ -4,7 +4,8 @@
 #include "blocks.h"
 #include "decoder.h"
 
-/* Whether the system lets this process use all that the build needs; to be asked before anything is computed. */
+/* Whether the system lets this process use all features of the build. Call it before computing
+ * anything. */
 int64_t build_allowed(void) {
 #if defined(BUILD_AMX)
     return tiles_allowed();
@@ -13,7 +14,7 @@ int64_t build_allowed(void) {
 #endif
 }
 
-/* For ops.py, which fills these structs in and compares their sizes with its own when it loads the library. */
+/* ops.py fills in these structs and compares their sizes with its own when it loads the library. */
 #define SIZE_OF(name) int64_t sizeof_##name(void) { return sizeof(struct name); }
 SIZE_OF(panel)
 SIZE_OF(weight)

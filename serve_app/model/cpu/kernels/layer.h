@@ -1,7 +1,6 @@
-/* One layer of a Llama-like decoder over packed tokens: norm, q k v, rotary positions and cache write, attention,
- * output product, norm, gated MLP. Every loop is shared out over the threads of a pool: by tokens, by panels of
- * weights, or by attention tasks.
- */
+/* One layer of a Llama-like decoder over packed tokens: norm, q k v, rotary positions and cache
+ * write, attention, output product, norm, gated MLP. The threads of a pool share every loop: by
+ * tokens, by panels of weights, or by attention tasks. */
 #ifndef SERVE_APP_LAYER_H
 #define SERVE_APP_LAYER_H
 
@@ -19,7 +18,7 @@ struct layer {
 
 struct decoder {
     int32_t num_layers, hidden, intermediate, num_heads, num_kv_heads, head_dim;
-    int32_t rotary_half; /* pairs of each head that are turned */
+    int32_t rotary_half; /* pairs of each head that are rotated */
     int32_t activation;
     int32_t arithmetic;  /* of products */
     int32_t cache;       /* its format */
@@ -30,23 +29,24 @@ struct decoder {
     struct layer *layers;
 };
 
-/* Memory of some tokens' way through the layers. Sizes are in floats per token. The first two are all that one layer
- * leaves to the next, the first three all that begin_layer leaves to end_layer. */
+/* Memory of some tokens while they pass through the layers. Sizes are in floats per token. A layer
+ * passes only the first two on to the next layer; begin_layer passes only the first three on to
+ * end_layer. */
 struct workspace {
     float *x;       /* [hidden] the residual stream */
-    float *delta;   /* [hidden] what is added to it next */
+    float *delta;   /* [hidden] what is added to `x` next */
     float *qkv;     /* [padded outputs of qkv] */
     float *normed;  /* [widest input of a product] */
     float *gate_up; /* [padded outputs of gate_up] */
-    struct input input; /* `normed`, also in fixed point where the next product wants it */
+    struct input input; /* `normed`, and its rounded form if the next product needs it */
     struct task *tasks;
     float *scratch;
-    /* Of the tokens whose hidden states are asked for; see keep_wanted. */
+    /* For the tokens whose hidden states are needed; see keep_wanted. */
     int32_t *kept, *starts;
     int64_t *positions;
 };
 
-/* What the loops over tokens need. */
+/* Arguments of the loops over tokens. */
 struct step {
     const struct decoder *decoder;
     const struct layer *layer;
@@ -70,7 +70,8 @@ static struct attention attention_of(const struct decoder *decoder, const struct
 
 #define TAKE(pointer, bytes) (pointer = (void *)(memory + used), used += ((bytes) + 63) / 64 * 64)
 
-/* Lays out from `memory` on what outlives a part of a layer; returns its size in bytes (so NULL asks for the size). */
+/* Lay out, from `memory`, the data that parts of a layer pass on. Returns its size in bytes; call
+ * it with NULL to get the size. */
 static int64_t lay_out_stream(const struct decoder *decoder, int64_t tokens, char *memory, struct workspace *space) {
     int64_t used = 0;
     TAKE(space->x, 4 * tokens * decoder->hidden);
@@ -79,7 +80,7 @@ static int64_t lay_out_stream(const struct decoder *decoder, int64_t tokens, cha
     return used;
 }
 
-/* The same for the rest of the workspace. */
+/* Lay out the rest of the workspace, like lay_out_stream. */
 static int64_t lay_out(const struct decoder *decoder, int64_t tokens, int64_t sequences, int64_t threads, char *memory,
                        struct workspace *space) {
     const int64_t wide = widest_input(decoder);
@@ -98,7 +99,7 @@ static int64_t lay_out(const struct decoder *decoder, int64_t tokens, int64_t se
 }
 #undef TAKE
 
-/* Token `t`'s input to the product with `next`, as that product takes it. */
+/* Prepare token `t`'s input to the product with `next`, in the form that this product takes. */
 static void prepare_input(const struct step *step, int t, const struct weight *next) {
     const struct input *input = &step->space->input;
     const int tokens = step->batch->num_tokens;
@@ -178,11 +179,11 @@ static void activate_token(const void *argument, int t, int thread) {
     prepare_input(step, t, &step->layer->down);
 }
 
-/* The MLP's first product with its activation, panel by panel of gate and up: in tiles, where a product takes no
- * longer than writing its floats down and reading them again. */
+/* The MLP's first product with its activation, panel by panel of gate and up. Used in tiles, where
+ * the product takes no longer than writing its floats and reading them again. */
 struct gated_product {
     struct matmul product;
-    int activation, panels; /* of the gate, and as many of up behind them */
+    int activation, panels; /* of the gate, followed by as many of up */
     uint16_t *out;          /* [rows][panels][PANEL] */
 };
 
@@ -208,7 +209,7 @@ static int gates_in_tiles(const struct decoder *decoder, const struct layer *lay
            form_for(&layer->down, decoder->arithmetic, tokens) == AS_BF16 && decoder->intermediate % PANEL == 0;
 }
 
-/* The input of the MLP's second product. */
+/* Compute the input of the MLP's second product. */
 static struct input gate(struct pool *pool, struct step *step, const struct layer *layer) {
     const struct decoder *decoder = step->decoder;
     const struct workspace *space = step->space;
@@ -227,10 +228,10 @@ static struct input gate(struct pool *pool, struct step *step, const struct laye
     };
     job.product.out_stride = PANEL;
     parallel(pool, num_chunks, gated_chunk, &job);
-    return (struct input){NULL, (const uint8_t *)job.out}; /* rows beyond the last one lie in space->input.rounded */
+    return (struct input){NULL, (const uint8_t *)job.out}; /* rows after the last one lie in space->input.rounded */
 }
 
-/* Layer `index` up to its keys and values, for all tokens of the step's batch. */
+/* Compute layer `index` up to its keys and values, for all tokens of the step's batch. */
 static void begin_layer(struct pool *pool, struct step *step, int index) {
     const struct layer *layer = step->layer = step->decoder->layers + index;
     const struct workspace *space = step->space;
@@ -241,8 +242,8 @@ static void begin_layer(struct pool *pool, struct step *step, int index) {
     parallel_rows(pool, tokens, position_token, step);
 }
 
-/* The rest of it, once the keys and values are there of all tokens that these see. `num_tasks` attention tasks were
- * made of the batch. */
+/* Compute the rest of the layer. Keys and values of all tokens that these tokens see must be
+ * written. `num_tasks`: number of attention tasks of the batch. */
 static void end_layer(struct pool *pool, struct step *step, int index, int num_tasks) {
     const struct decoder *decoder = step->decoder;
     const struct layer *layer = step->layer = decoder->layers + index;
@@ -261,7 +262,8 @@ static void end_layer(struct pool *pool, struct step *step, int index, int num_t
     matmul(pool, &layer->down, decoder->arithmetic, &gated, tokens, space->delta);
 }
 
-/* The batch of those tokens alone whose hidden states are asked for: their residual streams and queries close up. */
+/* Return a batch of only the tokens whose hidden states are needed. Their residual streams and
+ * queries are moved together. */
 static struct batch keep_wanted(const struct step *step) {
     const struct decoder *decoder = step->decoder;
     const struct workspace *space = step->space;
@@ -287,8 +289,8 @@ static struct batch keep_wanted(const struct step *step) {
     };
 }
 
-/* What comes behind the last layer's keys and values, and the final norm. No other token needs it, so it is done only
- * for those whose hidden states are asked for. */
+/* Compute the rest of the last layer after its keys and values, and the final norm, only for the
+ * tokens whose hidden states are needed. */
 static void end_last_layer(struct pool *pool, struct step *step) {
     const int last = step->decoder->num_layers - 1;
     step->layer = step->decoder->layers + last;

@@ -1,20 +1,21 @@
 /* Products of activations with packed weights: out[row] = W x[row] + b, for many rows at once.
  *
- * Three kinds. `float`: the weights as floats, float arithmetic. `bfloat16`: both sides in bfloat16, sums in float.
- * `fixed`: activations as fixed-point numbers with one scale for each group of 32 (see quantize_groups); per group,
- * with x ~ s a and w = d q + m,
+ * There are three kinds. `float`: the weights as floats, float arithmetic. `bfloat16`: both sides
+ * in bfloat16, sums in float. `fixed`: activations as fixed-point numbers with one scale for each
+ * group of 32 (see quantize_groups); per group, with x ~ s a and w = d q + m,
  *     sum w x  ~  s d (sum q a)  +  m (s sum a),
- * where sum q a is exact in integers: 4 products of bytes per lane and instruction. (An m that is -8 d, of Q4S, or
- * -32 d, of the two d that a group of Q6K has, is taken off in integers.) In int8 mode a has one byte. In exact mode it
- * has three, of which 23 bits are used: as many as a float has beside its exponent, so that a sum is as near to the
- * truth as in float arithmetic; and three byte products cost less than unpacking and multiplying floats.
- * In one byte the row's largest x stays a float and is 0 among the a: its products are added last (see add_outliers).
- * With AMX, many rows and weights of 4 bits the same numbers have four digits instead (see digit_tile): the same sums.
+ * where sum q a is exact in integers: 4 products of bytes per lane and instruction. (If m is -8 d,
+ * in Q4S, or -32 d, for the two d of a group of Q6K, it is subtracted in integers.) In int8 mode a
+ * has one byte. In exact mode it has three, of which 23 bits are used: as many as a float has
+ * besides its exponent, so that a sum is as accurate as in float arithmetic. Three byte products
+ * cost less than unpacking and multiplying floats.
+ * With one byte, the row's largest x stays a float and is 0 among the a; its products are added
+ * last (see add_outliers). With AMX, many rows and weights of 4 bits, the same numbers have four
+ * digits instead (see digit_tile), and the same sums.
  *
- * Work is shared out as chunks of (rows, panels). Whatever the tile that an output falls into, its sum runs over the
- * inputs (or groups) in order, in one accumulator, and the outlier comes last: a row's result has the same bits alone
- * and in any batch.
- */
+ * Work is divided into chunks of (rows, panels). In every tile, an output's sum runs over the
+ * inputs (or groups) in order, in one accumulator, and the outlier comes last. So a row's result
+ * has the same bits alone and in any batch. */
 #ifndef SERVE_APP_MATMUL_H
 #define SERVE_APP_MATMUL_H
 
@@ -23,7 +24,7 @@
 #include "float_tile.h"
 #include "threads.h"
 
-/* Rows of a chunk; their activations stay in the second cache. A multiple of all tiles. */
+/* Rows of a chunk; their activations stay in the L2 cache. A multiple of all tiles. */
 #if defined(BUILD_AMX)
 enum { ROW_BLOCK = 256 };
 #else
@@ -40,8 +41,8 @@ struct matmul {
     int panels_per_chunk, panel_chunks;
 };
 
-/* The sums are collected in one place and copied at the end: `out` has a stride that may map all of its rows onto few
- * lines of the cache. */
+/* Sums are collected in `sums` and copied at the end: the stride of `out` may map all of its rows
+ * to few cache lines. */
 static void float_panel(const struct matmul *job, int row, int end, const struct panel *panel, const float *bias,
                         float *out) {
     const struct weight *weight = job->weight;
@@ -58,7 +59,7 @@ static void float_panel(const struct matmul *job, int row, int end, const struct
         memcpy(out + (r - row) * job->out_stride, sums + (r - row) * PANEL, sizeof(float) * PANEL);
 }
 
-/* As float_panel, with activations in bfloat16. */
+/* float_panel with activations in bfloat16. */
 static void bf16_panel(const struct matmul *job, int row, int end, const struct panel *panel, const float *bias,
                        float *out) {
 #if defined(BUILD_BF16)
@@ -67,7 +68,7 @@ static void bf16_panel(const struct matmul *job, int row, int end, const struct 
     bf16_product((int)panel->format, end - row, (const uint16_t *)job->input.rounded + (int64_t)row * inputs, inputs,
                  panel->data, bias, sums, out, job->out_stride);
 #else
-    (void)job, (void)row, (void)end, (void)panel, (void)bias, (void)out; /* nobody asks for it */
+    (void)job, (void)row, (void)end, (void)panel, (void)bias, (void)out; /* never called in this build */
 #endif
 }
 
@@ -79,7 +80,7 @@ static void digits_panel(const struct matmul *job, int row, int end, const struc
     fixed_tile_product((int)panel->format, end - row, tile_of(job->input.rounded, row, inputs), inputs, panel->data,
                        bias, sums, out, job->out_stride);
 #else
-    (void)job, (void)row, (void)end, (void)panel, (void)bias, (void)out; /* nobody asks for it */
+    (void)job, (void)row, (void)end, (void)panel, (void)bias, (void)out; /* never called in this build */
 #endif
 }
 
@@ -87,7 +88,7 @@ static void fixed_panel(const struct matmul *job, int row, int end, const struct
                         float *out) {
     const struct weight *weight = job->weight;
     const int64_t row_bytes = rounded_bytes(weight->inputs, job->form);
-    /* All tiles are about as high: 8 rows are two tiles of 4, not one of 6 and one of 2. */
+    /* All tiles have about the same height: 8 rows are two tiles of 4, not of 6 and 2. */
     const int tiles = end - row <= FIXED_ROWS ? 1 : (end - row + MANY_ROWS - 1) / MANY_ROWS;
     for (int tile = 0, r = row, next; tile < tiles; tile++, r = next) {
         next = row + (end - row) * (tile + 1) / tiles;
@@ -100,7 +101,7 @@ static void fixed_panel(const struct matmul *job, int row, int end, const struct
     }
 }
 
-/* out[rows from `row` to `end` - 1][out_stride]: the outputs of panel `n`. */
+/* Compute out[rows from `row` to `end` - 1][out_stride]: the outputs of panel `n`. */
 static void one_panel(const struct matmul *job, int row, int end, int n, float *out) {
     static const float no_bias[PANEL];
     const struct panel *panel = job->weight->panels + n;
@@ -113,7 +114,7 @@ static void one_panel(const struct matmul *job, int row, int end, int n, float *
     }
 }
 
-/* What a chunk is: some rows, and some panels. */
+/* A chunk: some rows and some panels. */
 struct part {
     int row, end, first, last;
 };
@@ -135,10 +136,11 @@ static void matmul_chunk(const void *argument, int chunk, int thread) {
     end_tiles();
 }
 
-/* A product that is yet to be run, in how many chunks. */
+/* Prepare a product, and return its number of chunks in `num_chunks`. */
 static struct matmul plan_product(const struct pool *pool, const struct weight *weight, int arithmetic,
                                   const struct input *input, int num_rows, int *num_chunks) {
-    /* Few chunks, so that each is one long stream of weights, but enough to even out, and none that takes long. */
+    /* Few chunks, so that each is one long stream of weights, but enough to balance the threads,
+     * and none too long. */
     enum { CHUNKS_PER_THREAD = 4, MOST_PANELS = 32 };
     const int panels = weight->outputs / PANEL;
     struct matmul job = {weight, *input, form_for(weight, arithmetic, num_rows), num_rows, NULL, 0, 1, 0};
@@ -185,8 +187,8 @@ int64_t linear_workspace(const struct weight *weight, int64_t rows) {
     return (rows + ROWS_BEYOND) * most_rounded_bytes(weight->inputs);
 }
 
-/* out[rows][padded outputs] = W x + b, from float activations [rows][inputs] in every mode. `memory`:
- * linear_workspace bytes. */
+/* out[rows][padded outputs] = W x + b, from float activations [rows][inputs] in every mode.
+ * `memory`: linear_workspace bytes. */
 void linear(struct pool *pool, const struct weight *weight, int64_t arithmetic, const float *x, int64_t rows,
             char *memory, float *out) {
     const struct input input = round_rows(pool, weight, arithmetic, x, rows, memory);
@@ -195,29 +197,29 @@ void linear(struct pool *pool, const struct weight *weight, int64_t arithmetic, 
 
 struct largest {
     struct matmul product;
-    int64_t count;          /* of outputs; those behind fill the last panel */
+    int64_t count;          /* number of outputs; outputs after it pad the last panel */
     _Atomic uint64_t *keys; /* [rows]; see key_of */
 };
 
-/* Of two outputs the larger one has the larger key, of equal ones the first. */
+/* The larger of two outputs has the larger key. Of equal outputs, the first has the larger key. */
 static uint64_t key_of(float value, int64_t index) {
     uint32_t bits;
-    value += 0.0f; /* minus zero is zero */
+    value += 0.0f; /* turns -0 into 0 */
     memcpy(&bits, &value, sizeof bits);
     bits = bits >> 31 ? ~bits : bits | 0x80000000u;
     return (uint64_t)bits << 32 | (0xffffffffu - (uint32_t)index);
 }
 
-/* Of a row with an infinity or a NaN. */
+/* Key of a row with an infinity or a NaN. */
 static const uint64_t NOT_FINITE = UINT64_MAX;
 
-/* A row's largest output so far among those of a chunk. */
+/* A row's largest output so far in a chunk. */
 struct best {
     float value;
     uint64_t key;
 };
 
-/* Of one panel's first `left` outputs, from output `first` on. */
+/* Update `best` from one panel's first `left` outputs, which begin at output `first`. */
 static void take_larger(const float *row, int64_t first, int64_t left, struct best *best) {
     for (int i = 0; i < PANEL && i < left; i++) {
         if (!(row[i] > best->value)) continue;
@@ -226,7 +228,7 @@ static void take_larger(const float *row, int64_t first, int64_t left, struct be
     }
 }
 
-/* Zero where all lanes are finite, else NaN. */
+/* Zero if all lanes are finite, else NaN. */
 static inline vec oddness(const float *row) {
     const vec a = load(row), b = load(row + LANES);
     return (a - a) + (b - b);
@@ -248,7 +250,7 @@ static void largest_chunk(const void *argument, int chunk, int thread) {
         for (int r = 0; r < rows; r++) {
             const float *row = out + r * PANEL;
             odd = odd + oddness(row);
-            /* Few panels have a new largest. */
+            /* Few panels contain a new largest output. */
             if (any_above(maximum(load(row), load(row + LANES)), best[r].value))
                 take_larger(row, first, job->count - first, best + r);
         }
@@ -265,8 +267,8 @@ static void largest_chunk(const void *argument, int chunk, int thread) {
     }
 }
 
-/* The first of the largest of each row's `count` outputs; -1 where any is not finite. As `linear`, without writing the
- * outputs down. */
+/* Find the largest of each row's `count` outputs: the first of equal ones, -1 if any is not
+ * finite. Like `linear`, without storing the outputs. */
 void likeliest(struct pool *pool, const struct weight *weight, int64_t arithmetic, const float *x, int64_t rows,
                int64_t count, char *memory, int64_t *ids) {
     const struct input input = round_rows(pool, weight, arithmetic, x, rows, memory);

@@ -1,11 +1,10 @@
-/* A pool of threads that shares out numbered chunks of work.
+/* A pool of threads that share numbered chunks of work.
  *
- * `parallel` returns when every chunk is done. It does not wait for every thread: whoever is awake takes the next
- * chunk, so a thread that the system has put aside (other processes use these cores too) costs nothing. Which thread
- * computes a chunk must not matter to its result.
+ * `parallel` returns when every chunk is done. It does not wait for every thread: any awake thread
+ * takes the next chunk, so a thread that the system has preempted (other processes use these cores
+ * too) costs nothing. The result of a chunk must not depend on the thread that computes it.
  *
- * Idle threads spin for some microseconds, because a step is hundreds of short parallel loops; then they sleep.
- */
+ * Idle threads spin briefly, because a step is hundreds of short parallel loops; then they sleep. */
 #ifndef SERVE_APP_THREADS_H
 #define SERVE_APP_THREADS_H
 
@@ -15,17 +14,18 @@
 #include <stdint.h>
 #include <stdlib.h>
 
-enum { SPINS = 10000 }; /* 0.1 to 0.5 ms; to be woken takes 50 us and more on a virtual machine */
+enum { SPINS = 10000 }; /* 0.1 to 0.5 ms; waking a thread takes 50 us and more on a virtual machine */
 
 typedef void chunk_function(const void *job, int chunk, int thread);
 
 struct pool {
     int num_threads; /* the caller is one of them: thread 0 */
     pthread_t *workers;
-    /* generation << 32 | chunks nobody has taken yet. A thread that takes one (by compare and exchange) holds up the
-     * caller until it is done, so the job's description below cannot change under it. */
+    /* generation << 32 | chunks not taken yet. A thread that takes a chunk (by compare and
+     * exchange) blocks the caller until it is done, so the job's description below cannot change
+     * during the chunk. */
     _Atomic uint64_t ticket;
-    _Atomic uint32_t generation; /* changes with every job: what idle threads watch */
+    _Atomic uint32_t generation; /* changes with every job; idle threads watch it */
     _Atomic int32_t done;        /* chunks finished */
     _Atomic int32_t sleepers;    /* idle threads that need to be woken */
     _Atomic int32_t caller_sleeps;
@@ -48,8 +48,7 @@ static inline void relax(void) {
 #endif
 }
 
-/* For a chunk that needs what another thread is still computing: it spins at first, then lets others have the core.
- * `spins`: how long it has waited. */
+/* Wait for another thread's result: spin at first, then yield the core. `spins`: waits so far. */
 static inline void wait_a_moment(int spins) {
     if (spins < SPINS)
         relax();
@@ -70,8 +69,8 @@ static void take_chunks(struct pool *pool, int thread) {
             pthread_cond_signal(&pool->work_done);
             pthread_mutex_unlock(&pool->mutex);
         }
-        /* Whoever waits for this core may have it now, not in the middle of a chunk, for which all would wait. The caller
-         * keeps its own: nobody else starts the next job. */
+        /* Yield the core to waiting threads now, not in the middle of a chunk, for which all
+         * threads would wait. The caller does not yield: only it starts the next job. */
         if (thread > 0) sched_yield();
         ticket = atomic_load(&pool->ticket);
     }
@@ -98,8 +97,8 @@ static void *worker_main(void *argument) {
     }
 }
 
-/* A change of generation, and a call for those who sleep. (Whoever is about to sleep counts itself first and looks
- * at the generation then; here it is the other way round: one of the two sees the other.) */
+/* Change the generation and wake sleeping threads. (A thread about to sleep counts itself first,
+ * then reads the generation. Here the order is reversed, so one of the two sees the other.) */
 static void announce(struct pool *pool) {
     atomic_fetch_add(&pool->generation, 1);
     if (!atomic_load(&pool->sleepers)) return;
@@ -135,7 +134,7 @@ static void parallel(struct pool *pool, int num_chunks, chunk_function *function
     wait_until_done(pool, num_chunks);
 }
 
-/* A loop over rows, each of which is little work: chunks of consecutive ones. */
+/* A loop over rows with little work each: chunks of consecutive rows. */
 struct row_loop {
     chunk_function *function;
     const void *job;
@@ -167,7 +166,7 @@ void pool_free(struct pool *pool) {
     free(pool);
 }
 
-/* NULL when the system gives no memory. When it gives no more threads, the pool is smaller. */
+/* Returns NULL if there is no memory. If the system limits threads, the pool is smaller. */
 struct pool *pool_new(int num_threads) {
     struct pool *pool = calloc(1, sizeof *pool);
     if (!pool) return NULL;

@@ -1,17 +1,16 @@
-/* Vectors of floats, as wide as the instruction set the file is compiled for has them.
+/* Vectors of floats, as wide as the build's instruction set allows.
  *
  *   build       LANES   needs
- *   amx         16      the next line's, and AMX with BF16 and INT8: products in tiles
- *   avx512bf16  16      the next line's, and AVX-512 BF16
+ *   amx         16      everything of avx512bf16, and AMX with BF16 and INT8: products in tiles
+ *   avx512bf16  16      everything of avx512, and AVX-512 BF16
  *   avx512      16      AVX-512 F, BW, DQ, VL and VNNI
- *   avxvnni      8      the next line's, and AVX-VNNI
+ *   avxvnni      8      everything of avx2, and AVX-VNNI
  *   avx2         8      AVX2, FMA, F16C
  *   portable     4      nothing: the compiler's own vectors
  *
- * Almost everything that differs between the builds is in this file. Expressions on vectors are GCC's vector
- * extensions; products and sums are fused only where `fma` says so (the file is compiled with -ffp-contract=off), so
- * a result's bits never depend on how the compiler arranged a loop.
- */
+ * Almost all differences between the builds are in this file. Vector expressions use GCC's vector
+ * extensions. Products and sums are fused only in `fma_` (the file is compiled with
+ * -ffp-contract=off), so a result's bits never depend on the compiler's arrangement of a loop. */
 #ifndef SERVE_APP_VEC_H
 #define SERVE_APP_VEC_H
 
@@ -33,7 +32,7 @@
 #define BUILD_AVX2 1
 #define LANES 8
 #if !defined(__AVXVNNI__)
-#define BUILD_NARROW_DOTS 1 /* products of bytes are summed fastest in 16 bits, if they fit */
+#define BUILD_NARROW_DOTS 1 /* sums of byte products are fastest in 16 bits, if they fit */
 #endif
 #else
 #define LANES 4
@@ -52,7 +51,7 @@ typedef int32_t ivec __attribute__((vector_size(4 * LANES)));
 typedef int8_t bytes __attribute__((vector_size(LANES)));
 typedef uint8_t ubytes __attribute__((vector_size(LANES)));
 
-/* For functions that get their loop counts as constants: each caller has its own copy with the loops unrolled. */
+/* For functions with constant loop counts: each caller gets its own copy with unrolled loops. */
 #define SPECIALIZED static inline __attribute__((always_inline))
 #define UNROLL _Pragma("GCC unroll 16")
 
@@ -70,7 +69,7 @@ static inline ivec load_int(const void *from) {
     return value;
 }
 
-/* The lowest byte of each lane. GCC 12 takes AVX2's builtin apart into scalars. */
+/* Store the lowest byte of each lane. GCC 12 splits AVX2's builtin into scalars. */
 static inline void store_bytes(int8_t *to, ivec value) {
 #if defined(BUILD_AVX2)
     const __m256i every_fourth = _mm256_set1_epi32(0x0c080400);
@@ -85,14 +84,14 @@ static inline void store_bytes(int8_t *to, ivec value) {
 
 static inline vec splat(float value) { return value - (vec){0}; }
 
-/* The same four bytes in every lane. */
+/* Load the same four bytes into every lane. */
 static inline ivec splat_bytes(const void *from) {
     int32_t word;
     memcpy(&word, from, 4);
     return word - (ivec){0};
 }
 
-/* The same value, in a register: else the compiler may load it again for each use. */
+/* Keep a value in a register: otherwise the compiler may load it again for each use. */
 static inline vec pinned(vec value) {
 #if defined(BUILD_AVX512)
     __asm__("" : "+v"(value));
@@ -104,7 +103,7 @@ static inline vec pinned(vec value) {
 
 static inline vec choose(ivec mask, vec yes, vec no) { return (vec)((mask & (ivec)yes) | (~mask & (ivec)no)); }
 
-/* The larger one; b where either is NaN. */
+/* The larger one; b if either is NaN. */
 static inline vec maximum(vec a, vec b) {
 #if defined(BUILD_AVX512)
     return (vec)_mm512_max_ps((__m512)a, (__m512)b);
@@ -144,13 +143,13 @@ static inline vec absolute(vec a) { return (vec)((ivec)a & 0x7fffffff); }
 
 static inline vec to_float(ivec value) { return __builtin_convertvector(value, vec); }
 
-/* To the nearest integers, ties to even; of numbers below 2^22. */
+/* Round to the nearest integers, ties to even. Numbers must be below 2^22. */
 static inline ivec nearest(vec value) {
     const vec magic = splat(0x1.8p23f);
     return (ivec)(value + magic) - (ivec)magic;
 }
 
-/* a * b + c, rounded once where the machine can. */
+/* a * b + c, rounded once if the machine can. */
 static inline vec fma_(vec a, vec b, vec c) {
 #if defined(BUILD_AVX512)
     return (vec)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
@@ -161,7 +160,8 @@ static inline vec fma_(vec a, vec b, vec c) {
 #endif
 }
 
-/* The same sum, which is not computed later: GCC would add many products at once in the end, from memory. */
+/* Returns `sum`, and forces GCC to compute it here: otherwise it adds many products at the end,
+ * from memory. */
 static inline ivec summed(ivec sum) {
 #if defined(BUILD_AVX2)
     __asm__("" : "+x"(sum));
@@ -187,8 +187,8 @@ static inline ivec dot4(ivec sum, ivec w, ivec a) {
 }
 
 #else
-/* Per half of a lane: sum + w[0] a[0] + w[1] a[1], with w of 4 bits, exact for 8 such (16 * 15 * 128
- * fits 16 bits), or of 6 bits, for 2 (4 * 63 * 128). */
+/* Per half of a lane: sum + w[0] a[0] + w[1] a[1]. Exact for 8 sums with w of 4
+ * bits, or for 2 with w of 6 bits: 16 * 15 * 128 and 4 * 63 * 128 fit 16 bits. */
 static inline ivec narrow_dot(ivec sum, ivec w, ivec a) {
     return summed((ivec)_mm256_add_epi16((__m256i)sum, _mm256_maddubs_epi16((__m256i)w, (__m256i)a)));
 }
@@ -212,21 +212,23 @@ static inline vec dot2(vec sum, ivec a, ivec b) {
     return (vec)_mm512_dpbf16_ps((__m512)sum, (__m512bh)a, (__m512bh)b);
 }
 
-/* Rounded to bfloat16, to nearest even. Returns what was stored, as floats. */
+/* Store rounded to bfloat16, to nearest even. Returns the stored values as floats. */
 static inline vec store_bf16(uint16_t *to, vec value) {
     const __m256i narrow = (__m256i)_mm512_cvtneps_pbh((__m512)value);
     _mm256_storeu_si256((__m256i *)to, narrow);
     return (vec)(_mm512_slli_epi32(_mm512_cvtepu16_epi32(narrow), 16));
 }
 
-/* Both rounded to bfloat16, side by side. Returns total + the two vectors as stored. */
+/* Store both vectors rounded to bfloat16, interleaved in pairs. Returns total + the two stored
+ * vectors. */
 static inline vec store_pairs(uint16_t *to, vec first, vec second, vec total) {
     const __m512bh pairs = _mm512_cvtne2ps_pbh((__m512)second, (__m512)first);
     _mm512_storeu_si512(to, (__m512i)pairs);
     return dot2(total, (ivec)pairs, (ivec)_mm512_set1_epi32(0x3f803f80)); /* times 1 */
 }
 
-/* Rounded, into the first or second of each pair. The others are not touched: another thread may be writing them. */
+/* Store rounded into the first or second of each pair. The others are not touched: another thread
+ * may be writing them. */
 static inline void store_every_second_bf16(uint16_t *pairs, int second, vec value) {
     const __m512i wide = _mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh((__m512)value));
     if (second)
@@ -235,16 +237,17 @@ static inline void store_every_second_bf16(uint16_t *pairs, int second, vec valu
         _mm512_mask_storeu_epi16(pairs, 0x55555555, wide);
 }
 
-/* Pairs of the upper half of each of the first and of the second. */
+/* Pairs of the upper halves of `first` and `second`. */
 static inline ivec upper_halves(vec first, vec second) {
     return (ivec)_mm512_mask_blend_epi16(0xaaaaaaaa, _mm512_srli_epi32((__m512i)first, 16), (__m512i)second);
 }
 
-/* The lowest four bits of each lane, and 256 + byte `index` of each lane: there it is the upper bits of the fraction. */
+/* Convert the lowest four bits of each lane. Or convert byte `index` of each lane to 256 + byte,
+ * by placing it in the upper bits of the fraction. */
 #define BYTE_ZERO 256.0f
 static inline vec four_bits(ivec value) {
     const vec numbers = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-    return (vec)_mm512_permutexvar_ps((__m512i)value, (__m512)numbers); /* which ignores the other bits */
+    return (vec)_mm512_permutexvar_ps((__m512i)value, (__m512)numbers); /* permutexvar ignores the other bits */
 }
 
 static inline vec byte_number(ivec bytes, int index) {
@@ -258,7 +261,7 @@ static inline __m128 lower_four(vec value) { return _mm256_castps256_ps128((__m2
 static inline __m128 upper_four(vec value) { return _mm256_extractf128_ps((__m256)value, 1); }
 #endif
 
-/* Reductions in one fixed order: halves onto each other until one lane is left. */
+/* Reductions in one fixed order: add halves until one lane is left. */
 static inline float reduce_add(vec value) {
 #if defined(BUILD_AVX512)
     return _mm512_reduce_add_ps((__m512)value);
@@ -282,7 +285,7 @@ struct lane_sums {
 
 static inline struct lane_sums add_lanes(ivec first, ivec second) {
 #if defined(BUILD_AVX512)
-    /* Both at once: halves of the one below halves of the other. */
+    /* Both at once: each half of a register reduces one of the vectors. */
     const __m512i a = (__m512i)first, b = (__m512i)second;
     __m512i sums = _mm512_add_epi32(_mm512_shuffle_i64x2(a, b, 0x44), _mm512_shuffle_i64x2(a, b, 0xee));
     sums = _mm512_add_epi32(sums, _mm512_shuffle_i64x2(sums, sums, 0xb1));
@@ -323,7 +326,7 @@ static inline float reduce_max(vec value) {
 /* e^x with an error of about one unit in the last place; exactly 1 at 0 and exactly 0 below -87.3 (-inf included).
  * x = n ln 2 + r with |r| <= ln 2 / 2: the Taylor polynomial of e^r, times 2^n put into the exponent bits. */
 static inline vec exponential(vec x) {
-    const vec magic = splat(0x1.8p23f); /* adding it rounds to an integer, which then stands in the low bits */
+    const vec magic = splat(0x1.8p23f); /* adding it rounds to an integer, which is then in the low bits */
     const vec clamped = -maximum(splat(-88.3f), -x);
     const vec shifted = fma_(clamped, splat(0x1.715476p0f), magic), n = shifted - magic;
     const vec r = fma_(n, splat(2.12194440e-4f), fma_(n, splat(-0.693359375f), clamped)); /* ln 2 in two parts */
@@ -335,13 +338,14 @@ static inline vec exponential(vec x) {
     p = fma_(p, r, splat(0.5f));
     p = fma_(p, r, splat(1.0f));
     p = fma_(p, r, splat(1.0f));
-    const vec power = (vec)(((ivec)shifted << 23) + 0x3f800000); /* multiplied, so that a NaN stays one */
+    const vec power = (vec)(((ivec)shifted << 23) + 0x3f800000); /* multiplied, so that a NaN stays a NaN */
     return choose(x < splat(-87.3f), splat(0.0f), p * power);
 }
 
 #if defined(BUILD_BYTE_CACHE)
-/* 2^x with an error of 2^-17; exactly 0 below -126 (-inf included): Intel's processors need 60 ns for a result that is
- * too small to be normal. x = n + r with |r| <= 1/2: a polynomial of 2^r (Chebyshev's), times 2^n. */
+/* 2^x with an error of 2^-17; exactly 0 below -126 (including -inf), because Intel's processors
+ * need 60 ns for a subnormal result. x = n + r with |r| <= 1/2: a polynomial of 2^r (Chebyshev's),
+ * times 2^n. */
 static inline vec rough_exponential2(vec x) {
 #if defined(BUILD_AVX512)
     const __mmask16 normal = _mm512_cmp_ps_mask((__m512)x, (__m512)splat(-126.0f), _CMP_NLT_UQ); /* NaN stays NaN */
@@ -358,7 +362,7 @@ static inline vec rough_exponential2(vec x) {
 #if defined(BUILD_AVX512)
     return (vec)_mm512_maskz_scalef_ps(normal, (__m512)p, (__m512)n);
 #else
-    const vec power = (vec)(((ivec)shifted << 23) + 0x3f800000); /* multiplied, so that a NaN stays one */
+    const vec power = (vec)(((ivec)shifted << 23) + 0x3f800000); /* multiplied, so that a NaN stays a NaN */
     return choose(x < splat(-126.0f), splat(0.0f), p * power);
 #endif
 }
@@ -393,38 +397,38 @@ static inline ivec maximum_int(ivec a, ivec b) {
 #endif
 
 #if defined(BUILD_AVX512)
-/* The lanes of a * b, which are 0 to 255, to the nearest integers. */
+/* Store the lanes of a * b, which are 0 to 255, rounded to the nearest integers. */
 static inline void store_nearest(uint8_t *to, vec a, vec b) {
     const vec shifted = fma_(a, b, splat(0x1.8p23f)); /* the integer in its lowest bits */
     _mm_storeu_si128((__m128i *)to, _mm512_cvtepi32_epi8((__m512i)shifted));
 }
 
-/* The lanes' lowest bytes into every fourth byte from `first` on. The others are not touched: another thread may be
- * writing them. */
+/* Store the lanes' lowest bytes into every fourth byte from `first`. The other bytes are not
+ * touched: another thread may be writing them. */
 static inline void store_every_fourth(uint8_t *to, int first, ivec value) {
     _mm512_mask_storeu_epi8(to, 0x1111111111111111ull << first, _mm512_slli_epi32((__m512i)value, 8 * (unsigned)first));
 }
 #elif defined(BUILD_AVX2)
-/* Signed bytes as 16-bit numbers, two in a lane. */
+/* Load signed bytes as 16-bit numbers, two per lane. */
 static inline ivec load_pairs(const void *from) {
     return (ivec)_mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i *)from));
 }
 
-/* Per lane: sum + a[0] b[0] + a[1] b[1], of pairs of 16-bit numbers. In assembly, because GCC 12 adds into the product's
- * register and moves it back. */
+/* Per lane: sum + a[0] b[0] + a[1] b[1], of pairs of 16-bit numbers. In assembly, because GCC 12
+ * adds in the product's register and moves the result back. */
 static inline ivec pair_dot(ivec sum, ivec a, ivec b) {
     const __m256i product = _mm256_madd_epi16((__m256i)a, (__m256i)b);
     __asm__("vpaddd %1, %0, %0" : "+x"(sum) : "x"(product));
     return sum;
 }
 
-/* The lanes, which are numbers of 16 bits. */
+/* Store the lanes, which fit 16 bits. */
 static inline void store_short(int16_t *to, ivec value) {
     const __m256i halves = _mm256_packs_epi32((__m256i)value, (__m256i)value);
     _mm_storeu_si128((__m128i *)to, _mm256_castsi256_si128(_mm256_permute4x64_epi64(halves, 0x08)));
 }
 
-/* The lanes of a * b, which are 0 to 32767, to the nearest integers. */
+/* Store the lanes of a * b, which are 0 to 32767, rounded to the nearest integers. */
 static inline void store_nearest(int16_t *to, vec a, vec b) {
     store_short(to, (ivec)_mm256_cvtps_epi32((__m256)(a * b)));
 }
@@ -439,14 +443,14 @@ static inline float half_to_float(uint16_t half) {
     return half & 0x8000 ? -value : value;
 }
 
-/* Rounds to nearest even; what is too large becomes the largest number, not infinity. */
+/* Round to nearest even. Numbers out of range become the largest number, not infinity. */
 static inline uint16_t float_to_half(float value) {
     uint32_t bits;
     const uint16_t sign = signbit(value) ? 0x8000 : 0;
     float size = fabsf(value);
     if (isnan(size)) return 0x7e00;
     if (size > 65504.0f) size = 65504.0f;
-    if (size < 0x1p-14f) { /* subnormal: the unit of 0.5f is the unit of these */
+    if (size < 0x1p-14f) { /* subnormal: the unit of 0.5f equals the unit of these numbers */
         size += 0.5f;
         memcpy(&bits, &size, 4);
         return sign | (uint16_t)(bits - 0x3f000000);
@@ -483,7 +487,7 @@ static inline vec load_half(const uint16_t *from) {
 #endif
 }
 
-/* Unsigned bytes as floats. GCC 12 takes the builtin apart into scalars. */
+/* Load unsigned bytes as floats. GCC 12 splits the builtin into scalars. */
 static inline vec load_bytes(const uint8_t *from) {
 #if defined(BUILD_AVX512)
     return (vec)_mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)from)));

@@ -4,7 +4,7 @@
  * padded with zeros); a panel lies in memory in the order in which a product reads it: input by input, the panel's
  * outputs side by side, so that they fill vector registers.
  *
- *   format  a panel is                                              bytes per weight    stands for
+ *   format  a panel is                                              bytes per weight    represents
  *   F32     float[inputs][PANEL]                                    4                   anything
  *   BF16    uint16[inputs / 2][PANEL][2], the upper halves of       2                   weights in bfloat16
  *           floats, two inputs side by side
@@ -46,12 +46,12 @@ struct weight {
     const float *bias; /* [padded outputs] or NULL */
     int32_t outputs;   /* padded to whole panels */
     int32_t inputs;
-    int32_t fixed; /* most bits of a weight, if activations may be fixed-point numbers: all panels have bytes; else 0 */
+    int32_t fixed; /* most bits of a weight if activations may be fixed-point (all panels have bytes), else 0 */
 };
 
 int64_t weight_panel(void) { return PANEL; }
 
-/* Inputs of which a format needs a multiple. */
+/* The inputs of a matrix must be a multiple of this. */
 int64_t weight_block(int64_t format) {
     return format >= Q4K ? SUPER * GROUP : format >= Q8 ? GROUP : format == BF16 ? 2 : 1;
 }
@@ -59,13 +59,14 @@ int64_t weight_block(int64_t format) {
 /* Bytes of a group's scales. */
 static inline int64_t scale_bytes(int format) { return PANEL * (format >= Q4S ? 2 : 4); }
 
-/* Bytes of an output in front of a block's groups, and in one of them. */
+/* Bytes per output before a block's groups, and in each group. */
 static inline int64_t block_head(int format) { return format == Q4K ? 4 : format == Q6K ? 2 : 0; }
 static inline int64_t group_bytes(int format) {
     return scale_bytes(format) / PANEL + (format == Q8 ? GROUP : format == Q6K ? GROUP * 3 / 4 : GROUP / 2);
 }
 
-/* Where the block of group `g` begins in a panel, and the group itself, its scales first and then its values. */
+/* Where the block of group `g` begins in a panel. group_at: where the group begins, with its
+ * scales followed by its values. */
 static inline int64_t block_at(int format, int64_t g) {
     return PANEL * (g / SUPER) * (block_head(format) + SUPER * group_bytes(format));
 }
@@ -73,10 +74,10 @@ static inline int64_t group_at(int format, int64_t g) {
     return block_at(format, g) + PANEL * (block_head(format) + g % SUPER * group_bytes(format));
 }
 
-/* Where a panel of bfloat16 has one weight. */
+/* Position of one weight in a panel of bfloat16. */
 static inline int64_t bf16_at(int64_t input, int lane) { return 2 * (input / 2 * 2 * PANEL + 2 * lane + input % 2); }
 
-/* In how many equal parts with scales of their own the inputs of a group fall. */
+/* Number of equal parts of a group's inputs with separate scales. */
 static inline int group_parts(int format) { return format == Q6K ? 2 : 1; }
 
 /* Bytes of one panel. */
@@ -86,7 +87,7 @@ int64_t weight_panel_bytes(int64_t format, int64_t inputs) {
     return group_at((int)format, inputs / GROUP) - PANEL * block_head((int)format);
 }
 
-/* d and m of one output's group, and its GROUP values of q. Q4S has no use for m. */
+/* d and m of one output's group, and its GROUP values of q. Q4S does not use m. */
 struct group {
     uint16_t scale, minimum;
     uint8_t q[GROUP];
@@ -98,7 +99,7 @@ static float rounded_quotient(float weight, float scale, float minimum, float li
     return q < 0.0f ? 0.0f : q > limit ? limit : q;
 }
 
-/* Fill `group` with these d and m. Returns whether it gives back every weight exactly. */
+/* Fill `group` for these d and m. Returns whether it reproduces every weight exactly. */
 static int quantize_group(const float *weights, uint16_t scale, uint16_t minimum, int limit, struct group *group) {
     const float d = half_to_float(scale), m = half_to_float(minimum);
     int exact = 1;
@@ -112,8 +113,9 @@ static int quantize_group(const float *weights, uint16_t scale, uint16_t minimum
     return exact;
 }
 
-/* The group exactly as its file had it, if it had it in this format: four bits spread from the smallest weight to
- * the largest, or eight bits around zero with the largest size at 127. */
+/* Reconstruct the group exactly as in the file, if the file had this format: four bits spread from
+ * the smallest weight to the largest, or eight bits around zero with 127 as the largest absolute
+ * value. */
 static int exact_group(const float *weights, int format, struct group *group) {
     float low = weights[0], high = weights[0];
     for (int k = 1; k < GROUP; k++) {
@@ -122,7 +124,7 @@ static int exact_group(const float *weights, int format, struct group *group) {
     }
     const float size = high > -low ? high : -low;
     const uint16_t guess = float_to_half(format == Q4 ? (high - low) / 15.0f : size / 127.0f);
-    /* The file's d was rounded before it made the weights, so the guess may be off by one. */
+    /* The file's d was rounded before its weights were computed, so the guess may be off by one. */
     for (int offset = 0; offset <= 2; offset++) {
         const uint16_t scale = (uint16_t)(guess + (offset == 2 ? -1 : offset));
         if (guess == 0 && offset == 2) break;
@@ -132,7 +134,7 @@ static int exact_group(const float *weights, int format, struct group *group) {
     return 0;
 }
 
-/* The nearest Q8 group to any weights. */
+/* Find the Q8 group nearest to any weights. */
 static void nearest_group(const float *weights, struct group *group) {
     float low = weights[0], high = weights[0];
     for (int k = 1; k < GROUP; k++) {
@@ -143,11 +145,12 @@ static void nearest_group(const float *weights, struct group *group) {
     quantize_group(weights, float_to_half((high - half_to_float(minimum)) / 255.0f), minimum, 255, group);
 }
 
-/* Where the values of a group have those of a step: the bytes, or the lower four bits; and Q6K's upper two. */
+/* Position of a step's values within a group's: the bytes or the lower four bits. upper_line:
+ * Q6K's upper two bits. */
 static inline int step_line(int format, int step) { return 4 * PANEL * (format == Q8 ? step : step % (STEPS / 2)); }
 static inline int upper_line(int step) { return 4 * PANEL * (STEPS / 2 + step % 2); }
 
-/* Four bytes, beside those bits of them that are `there` already. */
+/* Store the bits of four bytes. `there`: keep the bits that `to` already has. */
 static inline void put_bits(uint8_t *to, uint32_t bits, int there) {
     uint32_t word = 0;
     if (there) memcpy(&word, to, 4);
@@ -155,7 +158,7 @@ static inline void put_bits(uint8_t *to, uint32_t bits, int there) {
     memcpy(to, &word, 4);
 }
 
-/* Whatever a lane of `to` held is replaced: a row that turned out not to fit is packed again. */
+/* Replaces any earlier content of the lane: a row that did not fit is packed again. */
 static void put_values(uint8_t *to, int format, int lane, const uint8_t *q) {
     for (int step = 0; step < STEPS; step++) {
         uint32_t word;
@@ -167,7 +170,7 @@ static void put_values(uint8_t *to, int format, int lane, const uint8_t *q) {
     }
 }
 
-/* The value of one input `k` of a group. */
+/* The value of input `k` of a group. */
 static int get_value(const uint8_t *values, int format, int lane, int k) {
     const int step = k / 4, byte = 4 * lane + k % 4, low = values[step_line(format, step) + byte];
     if (format == Q8) return low;
@@ -181,7 +184,8 @@ static void put_group(uint8_t *to, int format, int lane, const struct group *gro
     put_values(to + scale_bytes(format), format, lane, group->q);
 }
 
-/* The inputs from `first` on of one output; `count` and, for bytes, `first` are whole groups. */
+/* Pack the inputs of one output from `first`. `count` and, for bytes, `first` must be whole
+ * groups. */
 static int pack_values(const float *weights, int64_t first, int count, int format, int exactly, int lane,
                        uint8_t *panel) {
     if (format == F32) {
@@ -207,7 +211,7 @@ static int pack_values(const float *weights, int64_t first, int count, int forma
     return 1;
 }
 
-/* One row of a matrix as floats. */
+/* Read one row of a matrix as floats. */
 static void weight_row(const struct weight *weight, int64_t row, float *out) {
     const struct panel *panel = weight->panels + row / PANEL;
     const int lane = (int)(row % PANEL), format = (int)panel->format, inputs = weight->inputs;
@@ -236,14 +240,14 @@ static void weight_row(const struct weight *weight, int64_t row, float *out) {
             if (format == Q4K) d *= group[lane], m *= -(float)group[PANEL + lane];
             if (format == Q6K) d *= (float)(group[part * PANEL + lane] - 128), m = -32.0f * d;
             for (int k = part * GROUP / parts; k < (part + 1) * GROUP / parts; k++) {
-                /* The product is exact: this rounds once, as the products do. */
+                /* The product is exact, so this rounds once, as the products do. */
                 out[g * GROUP + k] = d * (float)get_value(group + scale_bytes(format), format, lane, k) + m;
             }
         }
     }
 }
 
-/* Of half a panel's outputs, d and m of a part of a group: its weights are d q + m. */
+/* d and m of a part of a group, for half a panel's outputs. Its weights are d q + m. */
 SPECIALIZED vec group_step(const int format, const uint8_t *panel, int64_t g, const int part, const int half) {
     const uint8_t *group = panel + group_at(format, g);
     if (format <= Q4S) return load_half((const uint16_t *)group + half);
@@ -260,7 +264,7 @@ SPECIALIZED vec group_minimum(const int format, const uint8_t *panel, int64_t g,
     return -(load_half(block + PANEL + half) * load_bytes(group + PANEL + half));
 }
 
-/* The values of one step of a group, for one vector of outputs: four bytes a lane. */
+/* The values of one step of a group, for one vector of outputs: four bytes per lane. */
 SPECIALIZED ivec step_values(const int format, const uint8_t *values, const int step, const int half) {
     const ivec line = load_int(values + step_line(format, step) + 4 * half);
     if (format == Q8) return line;

@@ -1,1 +1,1 @@
-"""Everything written in Triton's language. Imports Triton, so nothing outside `serve_app.model.gpu` imports it."""
+"""All Triton kernels. Requires Triton; only `serve_app.model.gpu` imports this package."""

@@ -1,17 +1,19 @@
-"""Ragged attention over the paged pool in Triton: online softmax over key tiles, and the merge of split rows.
+"""Ragged attention over the paged pool in Triton: online softmax over key tiles, and the merge of
+split rows.
 
-A program takes a *tile* of one row's queries for one key-value head: `BLOCK_M` lines, being consecutive queries times
-the `GROUP` query heads that share the head's keys, so that these are read once for all of them. Prefill chunks and
-decode rows differ only in how many lines of a tile are used.
+A program computes a *tile* of one row's queries for one key-value head. A tile has `BLOCK_M` lines:
+consecutive queries times the `GROUP` query heads that share the head's keys, so that keys are read
+once for all of them. Prefill chunks and decode rows differ only in the number of used lines.
 
-With `SPLIT` the keys of a row are shared out over as many tiles as its own length asks for: key tile i, counted from
-the first that the row's first query sees, belongs to split i modulo their number. Each split leaves an unnormalised
-sum, its peak and its total; `merge` adds them up. So which keys are summed with which, and in what order, depends on
-the row's positions, on tile sizes and on the number of rows: not on what the others hold, nor, without a window, on how
-a prompt was cut into chunks of more than a few tokens.
+With `SPLIT`, a row's keys are distributed over several tiles, depending on the row's length. Key
+tiles are counted from the first that the row's first query sees; key tile i belongs to split i
+modulo the number of splits. Each split stores an unnormalized sum, its peak and its total; `merge`
+combines them. So the order of summation depends on the row's positions, on tile sizes and on the
+number of rows. It does not depend on the contents of other rows. Without a window it also does not
+depend on how a prompt was cut into chunks of more than a few tokens.
 
-Online softmax: Milakov and Gimelshein, 2018; tiles of it: Dao et al., FlashAttention, 2022; split keys: Flash-Decoding,
-Dao et al., 2023.
+Online softmax: Milakov and Gimelshein, 2018. Tiles: Dao et al., FlashAttention, 2022. Split keys:
+Flash-Decoding, Dao et al., 2023.
 """
 
 import triton
@@ -20,8 +22,9 @@ import triton.language as tl
 
 @triton.jit
 def _lines(row, first, head, query_starts, GROUP: tl.constexpr, BLOCK_M: tl.constexpr):
-    """The row's number of queries, and of each line of its tile from query `first` on the query in the row, the packed
-    token, the query head, and whether it is used."""
+    """Return the row's number of queries, and for each line of its tile from query `first`: the
+    query's index in the row, the packed token, the query head, and whether the line is used.
+    """
     begin = tl.load(query_starts + row)
     num_queries = tl.load(query_starts + row + 1) - begin
     line = tl.arange(0, BLOCK_M)
@@ -32,12 +35,14 @@ def _lines(row, first, head, query_starts, GROUP: tl.constexpr, BLOCK_M: tl.cons
 
 @triton.jit
 def _key_range(low, split, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr, SPLIT: tl.constexpr):
-    """Where the split's keys begin and where they begin to need a mask, for a tile whose first query is at `low`."""
+    """Return the split's first key and the first key that needs a mask, for a tile whose first
+    query is at `low`.
+    """
     start = split * BLOCK_N
     if WINDOW > 0:
         start += tl.maximum(low - WINDOW + 1, 0) // BLOCK_N * BLOCK_N
-    # Before `masked`, every line of the tile sees every key. A loop for that part would cost a program of a short row a
-    # third of its registers.
+    # Before `masked`, every line of the tile sees every key. A separate loop for that part would
+    # cost a program of a short row a third of its registers.
     masked = start if SPLIT or WINDOW > 0 else tl.maximum((low + 1) // BLOCK_N * BLOCK_N, start)
     return start, masked
 
@@ -47,8 +52,9 @@ def _num_splits(
     rows, inside, query_starts, kv_lens, split_keys,
     GROUP: tl.constexpr, BLOCK_M: tl.constexpr, WINDOW: tl.constexpr, MOST: tl.constexpr,
 ):  # fmt: skip
-    """Over how many tiles each row's keys are shared out, `split_keys` to each unless these are more than MOST; 0 for
-    rows with more queries than fit in a tile."""
+    """Return the number of splits of each row: one per `split_keys` keys, at most MOST. 0 for rows
+    with more queries than fit in a tile.
+    """
     begin = tl.load(query_starts + rows, mask=inside, other=0)
     num_queries = tl.load(query_starts + rows + 1, mask=inside, other=0) - begin
     keys = tl.load(kv_lens + rows, mask=inside, other=0)
@@ -66,10 +72,11 @@ def share_out(
     query_starts, kv_lens, tile_rows, row_tiles, num_rows, split_keys,
     GROUP: tl.constexpr, BLOCK_M: tl.constexpr, WINDOW: tl.constexpr, MOST: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Grid (rows + 1): the tiles of short rows, one row's after another's; MOST at most for a row, a power of two.
+    """Write the tiles of short rows, row by row. Grid (rows + 1). MOST: maximum per row, a power of
+    two.
 
-    tile_rows: int32 [tiles], of each its row; row_tiles: int32 [rows + 1], of each row its first tile, and how many
-    there are in all.
+    tile_rows: int32 [tiles], the row of each tile. row_tiles: int32 [rows + 1], the first tile of
+    each row, then the total number of tiles.
     """
     row = tl.program_id(0)
     first = 0
@@ -86,8 +93,10 @@ def share_out(
 
 @triton.jit
 def _blocks(table, start, kv_len, PAGE: tl.constexpr, BLOCK_N: tl.constexpr):
-    """The blocks of BLOCK_N keys from `start`; the null block, which is all zeros, beyond the row's end: there may be
-    none, and in its last one a former owner's NaN, which no weight of zero removes."""
+    """Return the blocks of BLOCK_N keys from `start`. Keys beyond the row's end get the null block,
+    which is all zeros: the row may have no block there, and its last block may hold a previous
+    owner's NaN, which a weight of zero does not remove.
+    """
     keys = start + tl.arange(0, BLOCK_N)
     return tl.load(table + keys // PAGE, mask=keys < kv_len, other=0)
 
@@ -99,12 +108,14 @@ def _visit(
     VALUE_DIMS: tl.constexpr, PAGE: tl.constexpr, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr, CAPPED: tl.constexpr,
     PRECISION: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """One key tile: BLOCK_N keys from `start`, in these blocks. MASKED where some line may not see some of them."""
+    """Add one key tile: BLOCK_N keys from `start`, in `blocks`. MASKED if some line may not see
+    some of the keys.
+    """
     keys = start + tl.arange(0, BLOCK_N)
     place = (blocks.to(tl.int64) * KV_HEADS + head) * PAGE + keys % PAGE
     dims = tl.arange(0, DIMS)
     key = tl.load(key_cache + place[None, :] * HEAD_DIM + dims[:, None], mask=(dims < HEAD_DIM)[:, None], other=0.0)
-    # Pools in 8 bits are widened here.
+    # 8-bit pools are widened here.
     scores = tl.dot(query, key.to(query.dtype), input_precision=PRECISION)
     if CAPPED:
         scores = softcap * (2 * tl.sigmoid(2 * scores * scale / softcap) - 1)
@@ -115,7 +126,7 @@ def _visit(
         scores = tl.where(visible, scores, float("-inf"))
     factor = 1.0 if CAPPED else scale
     highest = tl.maximum(peak, tl.max(scores, 1) * factor)
-    # A line that has seen no key yet has a peak of -inf, from which nothing can be subtracted.
+    # A line that has seen no key yet has a peak of -inf, which cannot be subtracted.
     level = tl.where(highest == float("-inf"), 0.0, highest)
     weights = tl.exp2(scores * factor - level[:, None])
     fade = tl.exp2(peak - level)
@@ -135,10 +146,10 @@ def _store(
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, VALUE_DIM: tl.constexpr, VALUE_DIMS: tl.constexpr,
     BLOCK_M: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
-    """What a tile has found: the result, or the part of one that `merge` needs."""
+    """Store a tile's output: the result, or the partial sums and stats for `merge`."""
     value_dims = tl.arange(0, VALUE_DIMS)
     wanted = used[:, None] & (value_dims < VALUE_DIM)[None, :]
-    # A padding row of a captured graph has no keys and so no weight.
+    # A padding row of a captured graph has no keys, so its total weight is 0.
     result = sums / tl.where(total == 0.0, 1.0, total)[:, None]
     place = (token[:, None] * HEADS + query_head[:, None]) * VALUE_DIM + value_dims[None, :]
     tl.store(out + place, result.to(out.dtype.element_ty), mask=wanted & (splits == 1))
@@ -160,7 +171,7 @@ def _attend_tile(
     VALUE_DIMS: tl.constexpr, PAGE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPLIT: tl.constexpr,
     WINDOW: tl.constexpr, CAPPED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One tile of `attend`."""
+    """Compute one tile of `attend`."""
     GROUP: tl.constexpr = HEADS // KV_HEADS
     head = tl.program_id(0)
     row = tl.load(tile_rows + tile)
@@ -183,7 +194,7 @@ def _attend_tile(
     start, masked = _key_range(low, split, BLOCK_N, WINDOW, SPLIT)
     table = tables + tl.load(table_lines + row).to(tl.int64) * table_stride
     step = splits * BLOCK_N
-    # Found a tile ahead, so that loads of keys and values wait for no other load.
+    # Loaded one tile ahead, so that loads of keys and values do not wait for it.
     blocks = _blocks(table, start, kv_len, PAGE, BLOCK_N)
     sums = tl.zeros([BLOCK_M, VALUE_DIMS], dtype=tl.float32)
     total = tl.zeros([BLOCK_M], dtype=tl.float32)
@@ -208,7 +219,8 @@ def _attend_tile(
     )  # fmt: skip
 
 
-# What changes from step to step must not make a kernel of its own: compiling one takes longer than many steps.
+# Arguments that change between steps must not specialize the kernel: compiling takes longer than
+# many steps.
 @triton.jit(
     do_not_specialize=["table_stride", "num_rows", "kept"],
     do_not_specialize_on_alignment=["tile_rows", "tile_firsts", "query_starts", "kv_lens", "tables", "table_lines"],
@@ -220,15 +232,21 @@ def attend(
     VALUE_DIMS: tl.constexpr, PAGE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPLIT: tl.constexpr,
     WINDOW: tl.constexpr, CAPPED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Grid (KV_HEADS, tiles), or with SPLIT (KV_HEADS, any number): the device knows how many tiles there are, of which
-    each program takes its share. Heads come first, so that the programs that find a tile are on different processors.
+    """Attend. Grid (KV_HEADS, tiles), or with SPLIT (KV_HEADS, any number): the device knows the
+    number of tiles, and each program takes a share of them. Heads come first, so that programs with
+    a tile run on different processors.
 
-    query: [tokens, HEADS, HEAD_DIM], `query_stride` between tokens. Caches: [blocks, KV_HEADS, PAGE, dim].
-    out: [tokens, HEADS, VALUE_DIM]. What is split is left for `merge`, partial_sums: float32 [tiles, KV_HEADS, kept,
-    VALUE_DIM] and partial_stats: float32 [tiles, KV_HEADS, 2, kept] (peak, total); kept: lines of which some tile has
-    queries. tile_rows: int32, each tile's row. tile_firsts: int32, each tile's first query in its row, or with SPLIT as
-    `share_out` writes it. query_starts: int32 [rows + 1], kv_lens: int32 [rows], tables: int32 [any, table_stride], of
-    which row r has line table_lines[r]. scale, softcap: times log2(e), as exp2 is used.
+    query: [tokens, HEADS, HEAD_DIM], `query_stride` between tokens.
+    Caches: [blocks, KV_HEADS, PAGE, dim].
+    out: [tokens, HEADS, VALUE_DIM].
+    partial_sums, partial_stats: results of split rows for `merge`, float32 [tiles, KV_HEADS, kept,
+    VALUE_DIM] and [tiles, KV_HEADS, 2, kept] (peak, total).
+    kept: number of lines that any tile uses.
+    tile_rows: int32, each tile's row.
+    tile_firsts: int32, each tile's first query in its row; with SPLIT, `row_tiles` of `share_out`.
+    query_starts: int32 [rows + 1]; kv_lens: int32 [rows].
+    tables: int32 [any, table_stride]; row r uses line table_lines[r].
+    scale, softcap: multiplied by log2(e), because exp2 is used.
     """
     if SPLIT:
         for tile in range(tl.program_id(1), tl.load(tile_firsts + num_rows), tl.num_programs(1)):
@@ -253,7 +271,9 @@ def merge(
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, VALUE_DIM: tl.constexpr, VALUE_DIMS: tl.constexpr, MOST: tl.constexpr,
     CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Grid (rows, KV_HEADS, kept): one line of a row's splits, CHUNK at a time, into out [tokens, HEADS, VALUE_DIM]."""
+    """Merge one line of a row's splits, CHUNK at a time, into out [tokens, HEADS, VALUE_DIM]. Grid
+    (rows, KV_HEADS, kept).
+    """
     GROUP: tl.constexpr = HEADS // KV_HEADS
     row, head, line = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     first = tl.load(row_tiles + row)

@@ -1,7 +1,8 @@
-"""The element-wise parts of a Llama-like layer in Triton, each one kernel where torch takes two to ten.
+"""The element-wise parts of a Llama-like layer in Triton. Each is one kernel; torch needs two to
+ten.
 
-Every line is computed alone and in float32, and rounded where the models round. Arguments that change from step to step
-are not specialized on: compiling a kernel takes longer than many steps.
+Every line is computed independently in float32, and rounded where the models round. Kernels are not
+specialized on arguments that change between steps: compiling takes longer than many steps.
 """
 
 import triton
@@ -12,9 +13,10 @@ import triton.language as tl
 def add_rms_norm(
     residual, x, weight, out, width, eps, ADD: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """Grid (rows). With ADD, residual += x in place; then out = residual / rms(residual) * weight.
+    """With ADD, add x to residual in place. Then out = residual / rms(residual) * weight. Grid
+    (rows).
 
-    residual, x, out: [rows, width] contiguous; weight: [width].
+    residual, x, out: [rows, width], contiguous; weight: [width].
     """
     row = tl.program_id(0).to(tl.int64) * width
     column = tl.arange(0, BLOCK)
@@ -33,9 +35,11 @@ def add_rms_norm(
 
 @triton.jit
 def gate_times_up(gate_up, out, width, GELU: tl.constexpr, BLOCK: tl.constexpr):
-    """Grid (rows, blocks of columns). gate_up: [rows, 2 * width], out: [rows, width] = activation(gate) * up.
+    """Compute out [rows, width] = activation(gate) * up, from gate_up [rows, 2 * width]. Grid
+    (rows, blocks of columns).
 
-    The activation is SiLU, or GELU's tanh form. A program stays inside a row, so that loads are as wide as can be.
+    The activation is SiLU, or the tanh form of GELU. A program stays within one row, so that loads
+    are as wide as possible.
     """
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -59,12 +63,14 @@ def rotate_and_store(
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, HALF: tl.constexpr, PAGE: tl.constexpr,
     NORMED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Grid (blocks of tokens, HEADS + 2 KV_HEADS): norms of heads, rotary positions, keys and values to their pages.
+    """Normalize heads, apply rotary positions, and write keys and values to their KV slots. Grid
+    (blocks of tokens, HEADS + 2 KV_HEADS).
 
-    qkv: [tokens, (HEADS + 2 KV_HEADS) * HEAD_DIM]; query: [tokens, HEADS, HEAD_DIM]; caches: [blocks, KV_HEADS, PAGE,
-    HEAD_DIM]; cos, sin: float32 [positions, HEAD_DIM / 2]; positions, slots: int64 [tokens], a negative slot is written
-    nowhere. HALF: HEAD_DIM / 2 rounded up to a power of two. Dimension i turns with i + HEAD_DIM / 2 (RoFormer, Su et
-    al., 2021, in transformers' order).
+    qkv: [tokens, (HEADS + 2 KV_HEADS) * HEAD_DIM]; query: [tokens, HEADS, HEAD_DIM]; caches:
+    [blocks, KV_HEADS, PAGE, HEAD_DIM]; cos, sin: float32 [positions, HEAD_DIM / 2]; positions,
+    slots: int64 [tokens]. Tokens with a negative slot are not stored. HALF: HEAD_DIM / 2 rounded up
+    to a power of two. Dimension i rotates with i + HEAD_DIM / 2 (RoFormer, Su et al., 2021, in
+    transformers' order).
     """
     token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     head = tl.program_id(1)

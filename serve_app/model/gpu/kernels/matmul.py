@@ -1,16 +1,16 @@
-"""Products whose rows do not feel each other, in the layers' own format or in 8 bits: sums in one fixed order.
+"""Products with independent rows, in the layers' dtype or in 8 bits: all sums have one fixed order.
 
-The weights are the left factor, so that few rows make narrow tiles and not half-empty ones, and one kind of
-tensor-core instruction computes a row whatever the number of rows. Each output is summed up along the inputs in steps
-of BLOCK_K from the first to the last; where there are few outputs, in parts, which keep more of the GPU busy and are
-added up in order. How many parts there are is a matter of the weights' shape. Matrix libraries choose order and parts
-by the number of rows.
+The weights are the left factor, so that few rows make narrow tiles instead of half-empty ones, and
+the same tensor-core instruction computes a row for any number of rows. Each output is summed along
+the inputs from first to last, in steps of BLOCK_K. If there are few outputs, the inputs are split
+into parts, which use more of the GPU and are added in order. The number of parts depends only on
+the weights' shape. Matrix libraries choose order and parts by the number of rows.
 """
 
 import triton
 import triton.language as tl
 
-# How many tiles of outputs share the rows that they read, while these are in the cache.
+# Number of output tiles that share the rows they read while those are cached.
 GROUP = tl.constexpr(8)
 
 
@@ -18,7 +18,7 @@ GROUP = tl.constexpr(8)
 def _finished(
     sums, output, row, is_output, is_row, bias, scales, row_scales, BIASED: tl.constexpr, SCALED: tl.constexpr
 ):
-    """The sums of these outputs and rows with what belongs to them behind the last input."""
+    """Apply scales and bias to the finished sums of these outputs and rows."""
     if SCALED:
         sums = sums * tl.load(scales + output, mask=is_output, other=0.0)
         sums = sums * tl.load(row_scales + row, mask=is_row, other=0.0)
@@ -33,12 +33,13 @@ def product(
     BLOCK_O: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr, EVEN: tl.constexpr, BIASED: tl.constexpr,
     SCALED: tl.constexpr, SPLIT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Grid (tiles of outputs times tiles of rows, parts): out [rows, outputs] = x [rows, inputs] times weight^T, plus
-    bias.
+    """Compute out [rows, outputs] = x [rows, inputs] times weight^T, plus bias. Grid (tiles of
+    outputs times tiles of rows, parts).
 
-    weight: [outputs, inputs]; SCALED: both factors in 8 bits, to be multiplied by scales, float32 [outputs], and
-    row_scales, float32 [rows]. part: inputs of a part, of which BLOCK_K is a divisor. SPLIT: what is left for
-    `add_parts`, out: float32 [parts, rows, outputs]. EVEN: BLOCK_K divides inputs.
+    weight: [outputs, inputs]. SCALED: both factors are in 8 bits; the result is multiplied by
+    scales, float32 [outputs], and row_scales, float32 [rows]. part: inputs per part, a multiple of
+    BLOCK_K. SPLIT: out is float32 [parts, rows, outputs], and `add_parts` adds the parts. EVEN:
+    BLOCK_K divides inputs.
     """
     output_tiles, row_tiles = tl.cdiv(outputs, BLOCK_O), tl.cdiv(rows, BLOCK_R)
     program = tl.program_id(0)
@@ -60,7 +61,8 @@ def product(
             right = right & (at + k < inputs)[:, None]
         b = tl.load(factors + at, mask=right, other=0.0)
         a = tl.load(weights + at, mask=left, other=0.0)
-        # Tensor cores add products of 8 bits in less than float32's bits, so that each step is added by itself.
+        # Tensor cores accumulate 8-bit products in fewer bits than float32, so each step is added
+        # separately.
         sums = tl.dot(a, b, sums, input_precision=PRECISION, max_num_imprecise_acc=BLOCK_K if SCALED else 0)
     place = row.to(tl.int64)[None, :] * outputs + output[:, None]
     if SPLIT:
@@ -77,8 +79,9 @@ def add_parts(
     parts, bias, scales, row_scales, out, rows, outputs,
     PARTS: tl.constexpr, BIASED: tl.constexpr, SCALED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Grid (blocks of outputs, rows): out [rows, outputs], the sum of parts, float32 [PARTS, rows, outputs], from the
-    first to the last. The others: see `product`."""
+    """Compute out [rows, outputs], the sum of parts, float32 [PARTS, rows, outputs], from first to
+    last. Grid (blocks of outputs, rows). Other arguments: see `product`.
+    """
     output, row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), tl.program_id(1)
     inside, place = output < outputs, row.to(tl.int64) * outputs + output
     sums = tl.load(parts + place, mask=inside, other=0.0)
@@ -90,15 +93,16 @@ def add_parts(
 
 @triton.jit
 def round_rows(x, rounded, row_scales, inputs, LARGEST: tl.constexpr, BLOCK: tl.constexpr):
-    """Grid (rows): x [rows, inputs] in 8 bits, each row times its own scale, float32 [rows].
+    """Round x [rows, inputs] to 8 bits, with a scale per row in row_scales, float32 [rows]. Grid
+    (rows).
 
-    LARGEST: the largest number of that format. A row with a NaN or an infinity has a scale of NaN, so that no output
-    hides it.
+    LARGEST: largest number of the 8-bit format. A row with NaN or infinity gets a scale of NaN, so
+    that it shows in every output.
     """
     row = tl.program_id(0)
     start = row.to(tl.int64) * inputs
     at = tl.arange(0, BLOCK)
-    # As integers, of which NaN and infinity are the largest: maxima of floats leave NaN out.
+    # As integers, where NaN and infinity are the largest: float maxima ignore NaN.
     peaks = tl.zeros([BLOCK], dtype=tl.int32)
     for first in range(0, inputs, BLOCK):
         values = tl.load(x + start + first + at, mask=first + at < inputs, other=0.0)
@@ -111,6 +115,6 @@ def round_rows(x, rounded, row_scales, inputs, LARGEST: tl.constexpr, BLOCK: tl.
     for first in range(0, inputs, BLOCK):
         inside = first + at < inputs
         values = tl.load(x + start + first + at, mask=inside, other=0.0).to(tl.float32) / scale
-        # The quotient may be rounded to a little more than the largest.
+        # Rounding may lift the quotient slightly above the largest number.
         values = tl.minimum(tl.maximum(values, -LARGEST), LARGEST)
         tl.store(rounded + start + first + at, values.to(rounded.dtype.element_ty), mask=inside)

@@ -1,14 +1,16 @@
-"""From logits to one token per row, without the host: `scan_parts` reads every row once, `draw` chooses. Before them
-`mask_out` applies what grammars allow.
+"""Samples one token per row from logits, without the host. `scan_parts` reads every row once, and
+`draw` chooses. Before them, `mask_out` applies grammar masks.
 
-A row is cut into parts of PART tokens. A greedy row's token and a plain draw need the parts' maxima and sums, and then
-one part. Truncation is a threshold on the weight exp((logit - largest) / temperature): of top-k, the k-th largest; of
-top-p, the largest at or above which tokens reach their share. It is searched for among all float32 numbers from 0 to 1
-by halving: as integers, their bits are in the same order. A round tries WAYS thresholds at once and reads only the
-parts whose maximum reaches the lowest of them, after two rounds few.
+A row is cut into parts of PART tokens. Greedy decoding and plain sampling need the parts' maxima
+and sums, then one part. Truncation is a threshold on the weight exp((logit - largest) /
+temperature). For top-k it is the k-th largest weight. For top-p it is the largest weight at or
+above which tokens reach top_p of the sum. The threshold is found by a search over all float32
+numbers from 0 to 1: as integers, their bits have the same order. Each round tries WAYS thresholds
+at once and reads only parts whose maximum reaches the lowest of them, which after two rounds are
+few.
 
-Each row is computed by one program in a fixed order, whatever the other rows are. What the parameters mean is written
-in `serve_app.model.sampling.sampler`.
+One program computes each row in a fixed order, independent of other rows.
+`serve_app.model.sampling.sampler` defines the parameters.
 """
 
 import triton
@@ -19,16 +21,16 @@ from serve_app.model.sampling.columns import Column
 COLUMNS = tl.constexpr(len(Column))
 TEMPERATURE, TOP_K, TOP_P = (tl.constexpr(int(column)) for column in (Column.TEMPERATURE, Column.TOP_K, Column.TOP_P))
 MIN_P, NOISE = tl.constexpr(int(Column.MIN_P)), tl.constexpr(int(Column.NOISE))
-# As a signed integer, one more than the bits of 1.0, the largest weight.
+# As a signed integer: one more than the bits of 1.0, the largest weight.
 ABOVE_ONE = tl.constexpr(0x3F800001)
 
 
 @triton.jit
 def mask_out(logits, masks, vocab, mask_bytes, PART: tl.constexpr):
-    """Grid (masks, parts): -inf for the logits of the tokens that a mask leaves out, in place.
+    """Set the logits of masked-out tokens to -inf, in place. Grid (masks, parts).
 
-    logits: float32 [rows, vocab]; masks: uint8 [masks, mask_bytes]: the row's number in three bytes, then a bit for
-    each token, the lowest of both first.
+    logits: float32 [rows, vocab]. masks: uint8 [masks, mask_bytes]: the row number in three bytes,
+    then one bit per token. Lowest byte and lowest bit first.
     """
     mask = masks + tl.program_id(0).to(tl.int64) * mask_bytes
     row = tl.load(mask).to(tl.int64) + tl.load(mask + 1).to(tl.int64) * 256 + tl.load(mask + 2).to(tl.int64) * 65536
@@ -40,11 +42,12 @@ def mask_out(logits, masks, vocab, mask_bytes, PART: tl.constexpr):
 
 @triton.jit
 def scan_parts(logits, parameters, maxima, firsts, sums, vocab, parts, PART: tl.constexpr):
-    """Grid (rows, parts): each part's largest logit, the first token that has it, and the sum of the weights in it.
+    """Compute each part's largest logit, the first token that has it, and the part's sum of
+    weights. Grid (rows, parts).
 
     logits: [rows, vocab]; parameters: float64 [rows, COLUMNS], by `Column`; maxima, sums: float32
-    [rows, parts], of which sums is relative to the part's own maximum; firsts: int32 [rows, parts]. A part with NaN has
-    a maximum of infinity.
+    [rows, parts]; firsts: int32 [rows, parts]. Sums are relative to the part's own maximum. A part
+    with NaN has a maximum of infinity.
     """
     row, part = tl.program_id(0), tl.program_id(1)
     token = part * PART + tl.arange(0, PART)
@@ -62,7 +65,9 @@ def scan_parts(logits, parameters, maxima, firsts, sums, vocab, parts, PART: tl.
 
 @triton.jit
 def _weights(logits, part, largest, temperature, vocab, PART: tl.constexpr):
-    """Weights of a part's tokens, relative to the row's largest; `logits` points to the row."""
+    """Return the weights of a part's tokens, relative to the row's largest. `logits` points to the
+    row.
+    """
     token = part * PART + tl.arange(0, PART)
     values = tl.load(logits + token, mask=token < vocab, other=float("-inf")).to(tl.float32)
     return tl.exp((values - largest) / temperature)
@@ -73,9 +78,10 @@ def _highest_threshold(
     logits, maxima, parts, largest, temperature, vocab, low, needed, PART: tl.constexpr, WAYS: tl.constexpr,
     COUNT: tl.constexpr,
 ):  # fmt: skip
-    """The largest threshold from `low` up, as bits, which tokens that together weigh (COUNT: number) `needed` reach.
+    """Return the largest threshold from `low` up, as bits, whose tokens reach `needed`: in number
+    if COUNT, else in total weight.
 
-    `low` if there is none above it.
+    Returns `low` if no higher threshold does.
     """
     high = tl.full([], ABOVE_ONE, tl.int32)
     while high - low > 1:
@@ -89,7 +95,7 @@ def _highest_threshold(
                 value = tl.full([PART], 1.0, tl.float32) if COUNT else weights
                 reaches = weights.to(tl.int32, bitcast=True)[None, :] >= tried[:, None]
                 found += tl.sum(tl.where(reaches, value[None, :], 0.0), 1)
-        # The first is known to be low enough, whatever rounding makes of its sum.
+        # The first threshold is known to be low enough, even if rounding makes its sum too small.
         enough = tl.maximum(tl.sum((found >= needed).to(tl.int32), 0), 1)
         high = tl.minimum(high, low + step * enough)
         low = low + step * (enough - 1)
@@ -100,7 +106,7 @@ def _highest_threshold(
 def _sums_above(
     logits, maxima, parts, largest, temperature, vocab, threshold, PART: tl.constexpr, PARTS: tl.constexpr
 ):  # fmt: skip
-    """For each part the weight of its tokens at or above the threshold: float64 [PARTS]."""
+    """Return the total weight of each part's tokens at or above the threshold: float64 [PARTS]."""
     index = tl.arange(0, PARTS)
     sums = tl.zeros([PARTS], dtype=tl.float64)
     for part in range(parts):
@@ -114,8 +120,9 @@ def _sums_above(
 
 @triton.jit
 def _first_above(weights, index, target):
-    """The first index at which the cumulated float64 weights exceed the target. Rounding may lift the target to the sum
-    itself: then the first that reaches the sum."""
+    """Return the first index where the cumulative float64 weights exceed the target. If rounding
+    lifts the target to the total, return the first index that reaches the total.
+    """
     cumulated = tl.cumsum(weights, 0)
     last = tl.sum((cumulated < tl.max(cumulated, 0)).to(tl.int32), 0)
     return tl.minimum(tl.sum((cumulated <= target).to(tl.int32), 0), last)
@@ -126,8 +133,9 @@ def draw(
     logits, parameters, maxima, firsts, sums, token_ids, vocab, parts,
     PART: tl.constexpr, PARTS: tl.constexpr, WAYS: tl.constexpr,
 ):  # fmt: skip
-    """Grid (rows): token_ids int64 [rows], after `scan_parts`. -1 where the largest logit is no finite number, -2 where
-    it is -inf. PARTS: a power of two, at least `parts`."""
+    """Choose token_ids int64 [rows], after `scan_parts`. Grid (rows). -1 if the largest logit is
+    NaN or infinity, -2 if it is -inf. PARTS: a power of two, at least `parts`.
+    """
     row = tl.program_id(0)
     index = tl.arange(0, PARTS)
     maxima += row * parts

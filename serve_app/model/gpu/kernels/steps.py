@@ -1,7 +1,8 @@
-"""Beginning and end of a decode step: what the host's packed rows leave open, and what the step leaves for the next.
+"""Start and end of a decode step: fills in data that the host does not have, and stores data for
+the next step.
 
-tokens: int64 [4, rows]: input ids, positions, KV slots and sequence slots of single-token rows. A row with a negative
-KV slot is padding. history, tables: int32 [slots, stride], as in `SlotMemory`.
+tokens: int64 [4, rows]: input ids, positions, KV slots and sequence slots of single-token rows. A
+row with a negative KV slot is padding. history, tables: int32 [slots, stride], as in `SlotMemory`.
 """
 
 import triton
@@ -13,9 +14,11 @@ def prepare(
     tokens, history, tables, kv_lens, table_lines, rows, history_stride, table_stride,
     PAGE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Grid (blocks of rows): negative ids become those of the history, in place; tables get the rows' newest blocks.
+    """Replace negative ids with ids from the history, in place, and add the rows' newest blocks to
+    the tables. Grid (blocks of rows).
 
-    kv_lens: int32 [rows], 0 for padding; table_lines: int32 [rows], the rows' lines of the tables.
+    Writes kv_lens: int32 [rows], 0 for padding; table_lines: int32 [rows], the rows' lines of the
+    tables.
     """
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = row < rows
@@ -33,11 +36,11 @@ def prepare(
 
 @triton.jit(do_not_specialize=["rows", "history_stride"])
 def remember(tokens, token_ids, history, rows, history_stride, BLOCK: tl.constexpr):
-    """Grid (blocks of rows): the ids that the rows sampled, int64 [rows], follow their tokens in the history."""
+    """Append the sampled ids, int64 [rows], to the rows' history. Grid (blocks of rows)."""
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     real = tl.load(tokens + 2 * rows + row, mask=row < rows, other=-1) >= 0
     position = tl.load(tokens + rows + row, mask=real, other=0)
     line = tl.load(tokens + 3 * rows + row, mask=real, other=0)
-    # A row that failed has a negative one.
+    # A failed row has a negative id.
     token_id = tl.maximum(tl.load(token_ids + row, mask=real, other=0), 0)
     tl.store(history + line * history_stride + position + 1, token_id.to(tl.int32), mask=real)
