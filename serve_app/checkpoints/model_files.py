@@ -89,7 +89,10 @@ def check_model(files: ModelFiles, max_model_len: int | None) -> None:
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ConfigError(f"model: cannot load {folder}: {one_line(error)}") from error
     if (folder / "adapter_config.json").is_file():
-        raise ConfigError(f"model: {folder} has an adapter_config.json; adapters are not supported, merge it first")
+        raise ConfigError(
+            f"model: {folder} contains an adapter (adapter_config.json). Adapters are not supported: merge it into the "
+            "base model first"
+        )
     if missing:
         raise ConfigError(f"model: folder {folder} lacks {', '.join(sorted(missing)[:3])}")
     if not any(folder.glob("*.safetensors")):

@@ -28,7 +28,7 @@ _DTYPES = ("float32", "bfloat16", "float16", "float64")
 def compare(
     model: Annotated[str, typer.Option(help='"default", a folder, a .gguf file or a hub id.')] = "default",
     slots: Annotated[int, typer.Option(min=1, help="Requests at once, in all runs.")] = 8,
-    repeat: Annotated[int, typer.Option(min=1, help="How often the prompts are repeated, in order.")] = 8,
+    repeat: Annotated[int, typer.Option(min=1, help="Number of passes over the list of prompts.")] = 8,
     prompt: Annotated[list[str] | None, typer.Option(help="A prompt instead of the built-in six; repeatable.")] = None,
     caps: Annotated[str, typer.Option(help="Output tokens of each prompt, in order.")] = ",".join(map(str, CAPS)),
     requests: Annotated[

@@ -93,7 +93,7 @@ def add_console(app: FastAPI, sources: Sources) -> None:
             if replica is not None:
                 found = [recording for recording in found if orjson.loads(recording)["replica"] == replica]
                 if not found:
-                    raise InvalidRequestError("`replica` does not name a replica that answers", param="replica")
+                    raise InvalidRequestError("`replica`: no running replica has this id", param="replica")
             return await asyncio.to_thread(_answer, format, found, sources.queue())
 
 

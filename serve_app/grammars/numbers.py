@@ -233,7 +233,7 @@ def _finite(key: str, value: float) -> float:
     except OverflowError:
         number = math.inf
     if not math.isfinite(number):
-        raise NumberError(f"`{key}` holds a number that no double is large enough for")
+        raise NumberError(f"`{key}` is too large (maximum 1.8e308)")
     return number
 
 

@@ -161,5 +161,5 @@ class PagedModel:
 
     def _allocated(self) -> kv_cache.KVCache:
         if self._cache is None:
-            raise RuntimeError("allocate_kv_cache comes first")
+            raise RuntimeError("call allocate_kv_cache() first")
         return self._cache

@@ -98,7 +98,7 @@ def parse_keys(text: str) -> KeyRing:
     """
     data = load_yaml(text, _UniqueKeys)
     if not text.strip():
-        raise ConfigError("is empty; a file without keys contains {}")
+        raise ConfigError("is empty; write `{}` for no keys")
     if not isinstance(data or {}, dict):
         raise ConfigError("must map names of keys to their fields")
     ring: dict[str, Tenant] = {}
