@@ -137,6 +137,11 @@ CONFIG = (REPOSITORY / "deploy" / "config.yaml").read_bytes()
 @example(content=BOMB)
 @example(content=b"applications:\n- {name: a, import_path: 'serve_app.app:build', args: {model: /" + b"x" * 300 + b"}}")
 @example(content=b"applications:\n- {name: a, import_path: 'serve_app.app:build', args: {model: '~nobody/x'}}")
+@example(
+    content=b"http_options: {host: '"
+    + b"h" * 3000
+    + b"'}\napplications:\n- {name: a, import_path: 'serve_app.app:build'}"
+)
 @example(content=b"http_options: {port: 99999999999, host: 'a\xc3\xa9.\xc3\xa9'}\napplications: []")
 def test_config_files(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "config.yaml"

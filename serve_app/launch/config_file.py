@@ -19,6 +19,7 @@ from serve_app.serving.knobs import live_knobs, scheduler_knobs
 from serve_app.settings import Settings, suggest
 from serve_app.system.operator_files import load_yaml, read_text, typed_errors
 
+_MAX_HOST = 253
 _IMPORT_PATH = "serve_app.app:build"
 ENGINE, INGRESS = "EngineReplica", "Ingress"
 """Names of our deployments."""
@@ -73,6 +74,8 @@ def _read_config(path: Path) -> ConfigFile:
     applications, host = schema.applications, schema.http_options.host
     if not applications:
         raise ConfigError("applications: must name at least one")
+    if len(host) > _MAX_HOST:
+        raise ConfigError(f"http_options.host: has {len(host)} characters, but a name has at most {_MAX_HOST}")
     return ConfigFile(
         data,
         schema,

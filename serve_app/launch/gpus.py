@@ -23,16 +23,27 @@ def check_gpus(target: ConfigFile) -> None:
             "setting `device`: cuda, but Ray finds no GPU on this machine: see `nvidia-smi`, and whether "
             "CUDA_VISIBLE_DEVICES hides it"
         )
-    there = cluster_resources()
-    for deployment, options in _actor_options(target):
-        wanted = {key: (_KEYS[key], options[key]) for key in _KEYS if key in options}
-        wanted |= {f"resources.{name}": (name, amount) for name, amount in (options.get("resources") or {}).items()}
-        for key, (name, amount) in wanted.items():
-            if amount is not None and amount > there.get(name, 0.0):
-                raise ConfigError(
-                    f"deployment {deployment}: `ray_actor_options.{key}` is {amount:g}, but Ray finds "
-                    f"{there.get(name, 0.0):g} {name} on this machine"
-                )
+    wanted = [
+        (deployment, key, name, amount)
+        for deployment, options in _actor_options(target)
+        for key, name, amount in _resources(options)
+        if amount is not None
+    ]
+    there = cluster_resources() if wanted else {}
+    for deployment, key, name, amount in wanted:
+        if amount > there.get(name, 0.0):
+            raise ConfigError(
+                f"deployment {deployment}: `ray_actor_options.{key}` is {amount:g}, but Ray finds "
+                f"{there.get(name, 0.0):g} {name} on this machine"
+            )
+
+
+def _resources(options: Mapping[str, Any]) -> Iterator[tuple[str, str, float | None]]:
+    """Yield (key, Ray's name, amount) of each resource in the options."""
+    for key, name in _KEYS.items():
+        yield key, name, options.get(key)
+    for name, amount in (options.get("resources") or {}).items():
+        yield f"resources.{name}", name, amount
 
 
 def _actor_options(target: ConfigFile) -> Iterator[tuple[str, Mapping[str, Any]]]:

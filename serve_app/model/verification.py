@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from serve_app.errors import ConfigError
+from serve_app.errors import ConfigError, one_line
 from serve_app.model.attention_backend import AttentionBatch, AttentionLayer, block_matrix
 from serve_app.model.executor import ModelExecutor, UnsupportedModelError
 from serve_app.model.kv_cache import KVCache
@@ -45,7 +45,7 @@ class ReferenceLogits:
         """Run the module, with transformers' own attention, on sequences of up to `max_model_len`
         tokens.
 
-        Raises ConfigError if its logits are not finite.
+        Raises ConfigError if the module fails or its logits are not finite.
         """
         device = next(module.parameters()).device
         module.config._attn_implementation = "eager"
@@ -53,7 +53,12 @@ class ReferenceLogits:
         generator = torch.Generator().manual_seed(0)
         lengths = [max(2, min(length, max_model_len)) for length in _LENGTHS[device.type]]
         ids = [torch.randint(0, width, (length,), generator=generator).to(device) for length in lengths]
-        logits = [module(input_ids=row[None], use_cache=False).logits[0] for row in ids]
+        try:
+            logits = [module(input_ids=row[None], use_cache=False).logits[0] for row in ids]
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # such as shapes that do not fit each other
+            raise ConfigError(f"model {name}: its configuration cannot be computed: {one_line(error)}") from error
         if not all(bool(torch.isfinite(row).all()) for row in logits):
             raise not_finite(name)
         return cls(ids, [row if row.dtype == torch.float64 else row.float() for row in logits])

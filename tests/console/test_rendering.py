@@ -78,7 +78,7 @@ def test_it_wants_a_key(keyed: ConsoleServer) -> None:
 
 async def test_a_text_that_takes_too_long_is_given_up_and_the_next_is_rendered() -> None:
     renderer = Renderer(cpu_limit_s=0.5)
-    with pytest.raises(InvalidRequestError, match=r"not rendered within 0\.5 seconds"):
+    with pytest.raises(InvalidRequestError, match=r"could not be rendered within 0\.5 seconds"):
         await renderer.blocks(SLOW)
     assert json.loads(await renderer.blocks("a"))[0][1].strip() == "<p>a</p>"
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from serve_app.launch import kernels
-from serve_app.model.cpu.build import usable_builds
+from serve_app.model.cpu.build import load_library, usable_builds
 from serve_app.settings import Settings
 from tests.models import needs_compiler
 
@@ -15,7 +15,8 @@ def test_compiles_what_a_replica_will_load(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(kernels, "CACHE_DIR", tmp_path)
     kernels.compile_kernels([Settings(device="cpu")])
     (library,) = tmp_path.glob("kernels/*.so")
-    assert library.stem.rpartition("-")[0] in usable_builds()
+    load_library(usable_builds()[0], tmp_path)
+    assert [*tmp_path.glob("kernels/*.so")] == [library]
 
 
 @pytest.mark.parametrize("device", ["cuda", "auto"])

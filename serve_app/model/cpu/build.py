@@ -6,6 +6,7 @@ decide what runs without kernels.
 """
 
 import ctypes
+import hashlib
 import logging
 import os
 import re
@@ -78,10 +79,12 @@ def find_compiler() -> str | None:
     return shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
 
 
-def load_library(build: str, cache_dir: Path) -> ctypes.CDLL:
-    """Load the kernels, compiled if necessary. Raises KernelsUnavailableError."""
+def load_library(build: str, cache_dir: Path) -> tuple[ctypes.CDLL, str]:
+    """Load the kernels, compiled if necessary. Returns their fingerprint too: equal fingerprints
+    compute equal numbers, wherever the package is installed. Raises KernelsUnavailableError.
+    """
     try:
-        return ctypes.CDLL(str(compiled(build, cache_dir)))
+        return ctypes.CDLL(str(compiled(build, cache_dir))), _fingerprint(build, *_command(build))
     except OSError as error:
         raise KernelsUnavailableError(one_line(error)) from error
 
@@ -91,19 +94,27 @@ def compiled(build: str, cache_dir: Path) -> Path:
 
     Raises KernelsUnavailableError if there is no compiler, it fails, or the folder is not writable.
     """
-    compiler = find_compiler()
-    if compiler is None:
-        raise KernelsUnavailableError("there is no C compiler (cc, gcc or clang)")
-    flags = [*_FLAGS, *(f"-m{name}" for name in BUILDS[build])]
+    compiler, *flags = _command(build)
     try:
-        # Path, size and date identify the compiler's version: asking for it would start a process.
-        status = os.stat(compiler)
-        compiled_by = f"{os.path.realpath(compiler)} {status.st_size} {status.st_mtime_ns} {flags}"
-        key = Key(SOURCES, build, f"{compiled_by} {digest_sources(SOURCES)}")
+        key = Key(SOURCES, build, _fingerprint(build, compiler, *flags))
         kept = DiskCache(cache_dir, "kernels", ".so", keep=_KEPT)
         return kept.get(key, lambda path: _compile(build, [compiler, *flags], path), lambda path: path)
     except OSError as error:
         raise KernelsUnavailableError(one_line(error)) from error
+
+
+def _command(build: str) -> list[str]:
+    compiler = find_compiler()
+    if compiler is None:
+        raise KernelsUnavailableError("there is no C compiler (cc, gcc or clang)")
+    return [compiler, *_FLAGS, *(f"-m{name}" for name in BUILDS[build])]
+
+
+def _fingerprint(build: str, compiler: str, *flags: str) -> str:
+    # Path, size and date identify the compiler's version: asking for it would start a process.
+    status = os.stat(compiler)
+    made_of = f"{os.path.realpath(compiler)} {status.st_size} {status.st_mtime_ns} {flags} {digest_sources(SOURCES)}"
+    return f"{build}-{hashlib.sha256(made_of.encode()).hexdigest()[:24]}"
 
 
 def _compile(build: str, command: list[str], target: Path) -> None:

@@ -197,11 +197,11 @@ class Kernels:
 
     def __init__(self, build: str, cache_dir: Path) -> None:
         self.build = build
-        library = _declare(load_library(build, cache_dir))
+        loaded, self.library = load_library(build, cache_dir)
+        """`library`: identifies the build, the sources, the compiler and the flags."""
+        library = _declare(loaded)
         if not library.build_allowed():
             raise KernelsUnavailableError("the system does not allow this process to use it")
-        self.library = Path(library._name).stem
-        """File name of the library. Identifies the sources, the compiler and the flags."""
         self._library = library
         self.panel: int = self._library.weight_panel()
         dtypes = {format: dtype for dtype, format in CACHE_FORMATS.items()}

@@ -279,7 +279,7 @@ async def test_thinking_has_a_budget(scripted: Api, client: anthropic.AsyncAnthr
     )
     first, second = scripted.service.requests
     assert first.params.grammar == second.params.grammar is not None
-    assert first.params.thinking_budget == second.params.thinking_budget == (1234, "<think>\n", "\n</think>")
+    assert first.params.thinking_budget == second.params.thinking_budget == (1234, "<think>", "</think>")
 
 
 async def test_what_claude_code_sends_is_answered(scripted: Api) -> None:

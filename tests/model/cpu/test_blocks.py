@@ -196,7 +196,7 @@ def test_rows_in_another_order(kernels: Kernels) -> None:
 
 def test_bytes_that_are_no_such_matrix_are_refused(kernels: Kernels) -> None:
     matrix = random_blocks(Blocks.Q4_0, 4, 64)
-    with pytest.raises(ValueError, match="no matrix of 5 x 64"):
+    with pytest.raises(ValueError, match="not a matrix of 5 x 64"):
         kernels.pack([StoredMatrix(matrix.data, matrix.blocks, 5, 64)], Format.F32, exactly=True)
 
 
